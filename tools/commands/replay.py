@@ -52,7 +52,7 @@ def command(
     """Repeat the run that `npucompile serve --record FILE` recorded, without a server and without its clients.
 
     The same requests and cancels are handled in the same steps, and every step and token is compared. The first that differs is
-    named, and the exit status is 1. Rates and clocks play no part, so a day of little traffic takes minutes.
+    named, and the exit status is 1. Times are the recorded ones, so a day of little traffic takes minutes.
 
     Example: npucompile replay run.journal --artifact qwen3.5-tiny
     """
