@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..graphs.errors import NpucompileError
-from ..graphs.step_inputs import write_width
 from ..graphs.types import WORD_BITS
 
-if TYPE_CHECKING:
-    from .scheduler.schedule import ScheduledRequest, ScheduledStep
-
-__all__ = ["EVERYTHING", "WORD_BITS", "Bitmask", "Constraint", "ConstraintError", "bitmasks"]
+__all__ = ["EVERYTHING", "WORD_BITS", "Bitmask", "Constraint", "ConstraintError"]
 
 Bitmask = npt.NDArray[np.int32]
 """[W, words]: a bit a token, the lowest bit first, for each token that a row samples (graphs/ops/mask_logits.py)."""
@@ -53,26 +49,3 @@ class Constraint(Protocol):
             ValueError: no token may follow, or the constraint cannot be followed any more.
         """
         ...
-
-
-def bitmasks(step: ScheduledStep, words: int) -> dict[str, Bitmask]:
-    """The bitmasks of the rows of a step that sample under a constraint, by request id.
-
-    Raises:
-        ConstraintError: of the first request whose output cannot go on.
-    """
-    width = write_width(step.bucket)
-    rows = (row for part in step.groups for row in part.rows if row.request.constraint is not None and row.samples)
-    return {row.request.id: _bitmask(row, row.request.constraint, (width, words)) for row in rows if row.request.constraint is not None}
-
-
-def _bitmask(row: ScheduledRequest, constraint: Constraint, shape: tuple[int, int]) -> Bitmask:
-    bitmask = np.full(shape, EVERYTHING, np.int32)
-    drafts = row.state.drafts[: row.num_drafts]
-    try:
-        constraint.fill(row.state.output_token_ids, drafts, bitmask)
-    except ValueError as error:
-        raise ConstraintError(f"the output cannot go on under its constraint: {error}", row.request.id) from error
-    if not bitmask[0].any():
-        raise ConstraintError("the output cannot go on under its constraint: it allows no token", row.request.id)
-    return bitmask

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from ..graphs.errors import RequestError, SpecError
 from ..graphs.types import Bucket
 from . import delivery, step_outputs
-from .constraint import ConstraintError, bitmasks
+from .bitmasks import bitmasks
+from .constraint import ConstraintError
 from .delivery import Sink
 from .executor import Executor, ExecutorError, Pending
 from .journal import Journal, NoJournal

@@ -71,8 +71,10 @@ class Journal:
 
     def launched(self, step: ScheduledStep, bitmasks: Mapping[str, Bitmask]) -> None:
         """A step is about to be launched, with these bitmasks by request id."""
-        if bitmasks:
-            self._add(MASKS, {name: bitmask.tobytes() for name, bitmask in bitmasks.items()})
+        constrained = {row.request.id for part in step.groups for row in part.rows if row.request.constraint is not None}
+        masks = {name: bitmask.tobytes() for name, bitmask in bitmasks.items() if name in constrained}
+        if masks:
+            self._add(MASKS, masks)
         rows = [[[row.request.id, row.start, row.num_tokens] for row in part.rows] for part in step.groups]
         self._add(LAUNCH, step.bucket.name, rows, [list(part.preempted) for part in step.groups])
 
@@ -179,5 +181,10 @@ def as_plain(request: Request) -> dict[str, Any]:
 def as_request(plain: Mapping[str, Any], constraint: Constraint | None = None) -> Request:
     """The request of `as_plain`, with this constraint if it had one."""
     changed = {"prompt": tuple(plain["prompt"]), "stop_token_ids": frozenset(plain["stop_token_ids"])}
-    sampling = Sampling(**plain["sampling"])
+    sampling = Sampling(**{name: _tuples(value) for name, value in plain["sampling"].items()})
     return Request(**{**plain, **changed, "sampling": sampling, "constraint": constraint if plain["constraint"] else None})
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, which is what msgpack makes of them, as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

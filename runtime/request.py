@@ -19,6 +19,10 @@ class Sampling:
         top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
         min_p: drop tokens less likely than this fraction of the most likely one; 0 keeps all.
         seed: of the request's own random numbers; None draws one at submission.
+        min_tokens: before this many tokens are generated, none that would end the output is sampled.
+        allowed_token_ids: the only tokens that are sampled; None allows all.
+        bad_words: sequences of tokens whose last one is not sampled where the output ends in those before it, as vLLM's `bad_words`
+            (vllm/v1/sample/ops/bad_words.py).
     """
 
     temperature: float = 0.0
@@ -26,6 +30,9 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    min_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.top_k) is not int or not 0 <= self.top_k < 2**31:
@@ -37,6 +44,12 @@ class Sampling:
             raise RequestError("top_p is 0; legal is above 0 up to 1", param="top_p")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise RequestError(f"seed is {self.seed!r}; legal is an integer or null", param="seed")
+        if type(self.min_tokens) is not int or self.min_tokens < 0:
+            raise RequestError(f"min_tokens is {self.min_tokens!r}; legal is a whole number of at least 0", param="min_tokens")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty; legal is at least one token id, or null", param="allowed_token_ids")
+        if not all(self.bad_words):
+            raise RequestError("bad_words holds a word of no tokens; legal are words of at least 1", param="bad_words")
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ class Request:
         logprobs: number of most likely tokens to return log probabilities of, besides the chosen token's; None returns none at all.
         speculative_tokens: most drafts to verify in a step; 0 is off, None is as many as the graphs draft. It changes the speed and
             never the tokens.
-        constraint: what the output may be; None leaves it free. A request with one waits for the tokens of its last step before the next.
+        constraint: what the output may be; None leaves it free.
         priority: lower is served first.
         tenant: whose request it is; tenants take turns (`scheduler/turns.py`).
         timeout_ms: how long after its submission it ends, whatever it has generated; None lets it run.
@@ -70,6 +83,19 @@ class Request:
     tenant: str = ""
     timeout_ms: float | None = None
     first_token_timeout_ms: float | None = None
+
+    def restricted(self, count: int) -> bool:
+        """Whether some tokens may not follow an output of at least `count` tokens, so that a step needs a bitmask."""
+        sampling = self.sampling
+        return self.constraint is not None or sampling.allowed_token_ids is not None or bool(sampling.bad_words) or self.cannot_end(count)
+
+    def follows_output(self, count: int) -> bool:
+        """Whether what may follow an output of at least `count` tokens depends on these tokens or their number: they must be known."""
+        return self.constraint is not None or any(len(word) > 1 for word in self.sampling.bad_words) or self.cannot_end(count)
+
+    def cannot_end(self, count: int) -> bool:
+        """Whether an output of at least `count` tokens may still be too short to be ended by a token."""
+        return count < self.sampling.min_tokens and bool(self.stop_token_ids)
 
 
 class ExecutionRecord(NamedTuple):

@@ -28,7 +28,7 @@ class SampledTokens(NamedTuple):
         num_drafts: drafts that were verified; all but the last of `token_ids` are accepted drafts.
         logprobs: of each token, if the request asks for them.
         failure: why there is no token after those; "" where there is.
-        drafts: what the step drafted after the last of them, if the request has a constraint.
+        drafts: what the step drafted after the last of them, where what may follow depends on them.
         not_finite: the failure is that the model returned what is no number.
     """
 
@@ -98,7 +98,7 @@ def _read_group(
                 finite = _finite(outputs, i, token_ids, logprobs)
                 if finite < len(token_ids):
                     token_ids, logprobs, failure = token_ids[:finite], logprobs[:finite], NOT_FINITE
-            drafts = _drafts(outputs, bucket, i) if request.request.constraint is not None else ()
+            drafts = _drafts(outputs, bucket, i) if row.state.follows_output else ()
             results.append(SampledTokens(token_ids, num_drafts, logprobs, failure, drafts, failure == NOT_FINITE))
     return tuple(results)
 

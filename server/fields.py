@@ -92,6 +92,29 @@ def choices(legal: Sequence[str]) -> Callable[[Any, str], frozenset[str]]:
     return read
 
 
+def strings(most: int, max_chars: int, *, alone: bool = False) -> Callable[[Any, str], tuple[str, ...]]:
+    """A reader of lists of at most `most` strings of 1 to `max_chars` characters; with `alone` of a single string too."""
+    legal = f"{'a string, or ' if alone else ''}a list of at most {most}, of 1 to {max_chars} characters each"
+
+    def read(value: Any, name: str) -> tuple[str, ...]:
+        found = [value] if alone and isinstance(value, str) else value
+        if not isinstance(found, list) or len(found) > most:
+            raise FieldError(f"{name} is {show(value)}; legal is {legal}", param=name)
+        for text in found:
+            if not isinstance(text, str) or not 1 <= len(text) <= max_chars:
+                raise FieldError(f"{name} holds {show(text)}; legal is {legal}", param=name)
+        return tuple(found)
+
+    return read
+
+
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """A list of at least one token id, in ascending order and each once."""
+    if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
+        raise FieldError(f"{name} is {show(value)}; legal is a list of at least one token id", param=name)
+    return tuple(sorted(set(value)))
+
+
 def show(value: Any) -> str:
     """A value as an error message shows it, shortened; of a large object only its size, because `reprlib` sorts its keys."""
     if isinstance(value, dict) and len(value) > MAX_SHOWN_KEYS:

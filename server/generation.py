@@ -33,6 +33,8 @@ class GenerationOptions:
         format: what the output must be; None leaves it free.
         priority: lower is served first.
         timeout_ms: how long it may wait and run; None is the server's own timeout.
+        bad_words: texts that the output must not hold.
+        min_tokens_field: name of the field that sets `sampling.min_tokens`, for errors.
     """
 
     max_tokens: int | None = None
@@ -49,6 +51,8 @@ class GenerationOptions:
     format: OutputFormat | None = None
     priority: int = 0
     timeout_ms: float | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens_field: str = "min_tokens"
 
 
 class Generation:
@@ -64,7 +68,9 @@ class Generation:
     def __init__(self, requests: Sequence[Request], tokenizer: TextTokenizer, stop: Sequence[str] = (), skip_special: bool = True) -> None:
         self.requests = tuple(requests)
         self._index = {request.id: index for index, request in enumerate(requests)}
-        self._streams = [OutputStream(tokenizer.detokenizer(skip_special=skip_special), stop) for _ in requests]
+        self._streams = [
+            OutputStream(tokenizer.detokenizer(skip_special=skip_special), stop, request.sampling.min_tokens) for request in requests
+        ]
         self._ends: dict[str, CompletionEnd] = {}
         self._stopped: list[str] = []
 

@@ -33,10 +33,15 @@ class OutputStream:
 
     Attributes:
         stopped: a stop string was found, so the engine should cancel the request; the finish reason is still "stop".
+
+    Args:
+        stops: strings that end the output and are not part of it.
+        min_tokens: the text of so many tokens is not looked at for stop strings, as in vLLM (vllm/v1/engine/detokenizer.py).
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
+        self._min_tokens = min_tokens
         self._stop = StopMatcher(stops) if stops else None
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []
@@ -71,7 +76,7 @@ class OutputStream:
         return last, CompletionEnd(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message)
 
     def _until_stop(self, text: str) -> str:
-        if self._stop is None:
+        if self._stop is None or self._output_tokens <= self._min_tokens:
             return text
         text = self._stop.push(text)
         self.stopped = self.stopped or self._stop.hit

@@ -11,8 +11,9 @@ sampling is greedy; the response object has the values that were used. A field t
 A message list goes through the model's chat template, with `instructions` as the system's message before it; a text does not: it is
 continued as it is. Fields that change nothing are accepted at the values that change nothing (`neutral`).
 
-Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `n` (completions, each an
-output item; see `service`), `speculative_tokens` (draft tokens to verify per step; 0 is off), `priority` and `timeout_ms`.
+Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `min_tokens`,
+`allowed_token_ids`, `bad_words`, `n` (completions, each an output item; see `service`), `speculative_tokens` (draft tokens to verify
+per step; 0 is off), `priority` and `timeout_ms`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import msgspec
 
 from ..graphs.errors import ProtocolError, RequestError
 from ..runtime.request import Sampling
-from .fields import FieldError, boolean, choices, integer, optional, refuse_unknown, show, string
+from .fields import FieldError, boolean, choices, integer, optional, refuse_unknown, show, string, strings, token_ids
 from .limits import MAX_PRIORITY
 from .neutral import IGNORED, NEUTRAL, without_neutral
 from .structured_output import OutputFormat, of_extension, of_responses
@@ -42,6 +43,7 @@ MAX_STREAM_ID_CHARS = 128
 MAX_MODEL_CHARS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_BAD_WORDS = 256
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETIONS = 8
@@ -92,6 +94,7 @@ class ResponseCreate:
         format: what the output must be; None leaves it free.
         priority: lower is served first.
         timeout_ms: how long it may wait and run; None is the server's own timeout.
+        bad_words: texts that the output must not hold.
     """
 
     prompt: Prompt
@@ -109,6 +112,7 @@ class ResponseCreate:
     format: OutputFormat | None = None
     priority: int = 0
     timeout_ms: int | None = None
+    bad_words: tuple[str, ...] = ()
 
     @property
     def prompt_chars(self) -> int:
@@ -260,7 +264,7 @@ def read_create(body: dict[str, Any]) -> ResponseCreate:
         stream_id=optional(body, "stream_id", string(MAX_STREAM_ID_CHARS)),
         max_output_tokens=optional(body, "max_output_tokens", integer(1)),
         sampling=_sampling(body),
-        stop=optional(body, "stop", _stop) or (),
+        stop=optional(body, "stop", strings(MAX_STOP_STRINGS, MAX_STOP_CHARS, alone=True)) or (),
         ignore_eos=optional(body, "ignore_eos", boolean) or False,
         logprobs=_logprobs(body),
         n=optional(body, "n", integer(1, MAX_COMPLETIONS)) or 1,
@@ -270,6 +274,7 @@ def read_create(body: dict[str, Any]) -> ResponseCreate:
         format=_format(body),
         priority=optional(body, "priority", integer(-MAX_PRIORITY, MAX_PRIORITY)) or 0,
         timeout_ms=optional(body, "timeout_ms", integer(1)),
+        bad_words=optional(body, "bad_words", strings(MAX_BAD_WORDS, MAX_STOP_CHARS)) or (),
     )
 
 
@@ -310,6 +315,9 @@ _CREATE_FIELDS = (
     "seed",
     "stop",
     "ignore_eos",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
     "include",
     "top_logprobs",
     "n",
@@ -394,6 +402,8 @@ def _sampling(body: Mapping[str, Any]) -> Sampling:
     fields = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed") if name in body}
     for name, most in (("top_k", 2**31 - 1), ("seed", MAX_SEED)):
         optional(fields, name, integer(0, most))
+    fields["min_tokens"] = optional(body, "min_tokens", integer(0)) or 0
+    fields["allowed_token_ids"] = optional(body, "allowed_token_ids", token_ids)
     try:
         return Sampling(**fields)
     except RequestError as error:
@@ -404,14 +414,3 @@ def _logprobs(body: Mapping[str, Any]) -> int | None:
     included = LOGPROBS in (optional(body, "include", choices((LOGPROBS,))) or ())
     most_likely = optional(body, "top_logprobs", integer(0, MAX_TOP_LOGPROBS))
     return 0 if included and most_likely is None else most_likely
-
-
-def _stop(value: Any, name: str) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else value
-    legal = f"a string, or a list of at most {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_CHARS} characters each"
-    if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
-        raise FieldError(f"{name} is {show(value)}; legal is {legal}", param=name)
-    for stop in strings:
-        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise FieldError(f"{name} holds {show(stop)}; legal is {legal}", param=name)
-    return tuple(strings)

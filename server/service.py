@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ..graphs.errors import RequestError
 from ..runtime.delivery import Sink
-from ..runtime.request import Event, FinishEvent, Request
+from ..runtime.request import Event, FinishEvent, Request, Sampling
 from .admission import Admission
 from .chat_format import ChatFormat
 from .chat_template import Chat
@@ -138,6 +138,7 @@ class Service:
             format=body.format,
             priority=body.priority,
             timeout_ms=body.timeout_ms,
+            bad_words=body.bad_words,
         )
         requests = self.requests(create.response_id, prompt, options, param)
         info = ResponseInfo(
@@ -202,7 +203,7 @@ class Service:
         """
         self.limits.check_priority(options.priority)
         first_token_s = self.limits.first_token_timeout_s
-        sampling = options.sampling
+        sampling = self._sampling(options)
         stops = frozenset() if options.ignore_eos else self.model.eos_token_ids
         request = Request(
             id=base_id,
@@ -227,6 +228,10 @@ class Service:
             )
             for index, seed in enumerate(seeds)
         )
+
+    def _sampling(self, options: GenerationOptions) -> Sampling:
+        words = [ids for text in options.bad_words for ids in self.tokenizer.spellings(text)]
+        return replace(options.sampling, bad_words=tuple(words)) if words else options.sampling
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -58,6 +58,15 @@ class TextTokenizer:
         """
         return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
+    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """Token ids of a word at the beginning of a text and, if that is as many tokens of which the first differs, behind a space.
+
+        What vLLM forbids for a bad word (`SamplingParams.update_from_tokenizer`, vllm/sampling_params.py).
+        """
+        first, behind = (self.encode(prefix + word.lstrip(), add_special=False) for prefix in ("", " "))
+        differs = len(behind) == len(first) > 0 and behind[0] != first[0]
+        return (first, behind) if differs else (first,)
+
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least, from its length alone; 0 where the tokenizer allows no such bound."""
         return 0 if self._most_chars is None else -(-len(text) // self._most_chars)

@@ -36,11 +36,24 @@ def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, 
         raise RequestError(f"logprobs is {request.logprobs!r}; these graphs return none, so legal is null", param="logprobs")
     _check_count("logprobs", request.logprobs, max_logprobs)
     _check_count("speculative_tokens", request.speculative_tokens, limits.drafts)
-    if request.constraint is not None and not limits.bitmasks:
-        message = "the request constrains its output, and these graphs take no bitmasks; legal is a build with --structured-outputs"
-        raise RequestError(message, param="constraint")
+    _check_restrictions(request, limits, vocab_size)
     if max_ranked:
         _check_ranked(request.sampling, vocab_size, max_ranked)
+
+
+def _check_restrictions(request: Request, limits: Limits, vocab_size: int) -> None:
+    sampling = request.sampling
+    _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    _check_ids("bad_words", [token for word in sampling.bad_words for token in word], vocab_size)
+    if sampling.min_tokens > request.max_tokens:
+        message = f"min_tokens is {sampling.min_tokens} and max_tokens is {request.max_tokens}; legal is min_tokens up to that"
+        raise RequestError(message, param="min_tokens")
+    if limits.bitmasks or not request.restricted(0):
+        return
+    asked = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words, "min_tokens": sampling.min_tokens}
+    param = "constraint" if request.constraint is not None else next(name for name, value in asked.items() if value)
+    what = "the request constrains its output" if param == "constraint" else f"the request has {param}"
+    raise RequestError(f"{what}, and these graphs take no bitmasks; legal is a build with --structured-outputs", param=param)
 
 
 def _check_ranked(sampling: Sampling, vocab_size: int, most: int) -> None:

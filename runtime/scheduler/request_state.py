@@ -31,7 +31,7 @@ class RequestState(NamedTuple):
         num_pages: KV pages held.
         last_scheduled: rank of its latest row among all rows ever scheduled.
         started_ms: when its first step was launched.
-        drafts: what the device drafted after the last token; known where a constraint has to allow them.
+        drafts: what the device drafted after the last token; known where what may follow depends on them.
         aged: it has waited so long that it goes before all others (`turns.py`).
     """
 
@@ -78,6 +78,16 @@ class RequestState(NamedTuple):
         if request.first_token_timeout_ms is not None and not self.output_token_ids:
             deadline = min(deadline, self.submitted_ms + request.first_token_timeout_ms)
         return deadline
+
+    @property
+    def restricted(self) -> bool:
+        """Whether its next step needs a bitmask (`Request.restricted`)."""
+        return self.request.restricted(self.min_num_tokens - len(self.request.prompt))
+
+    @property
+    def follows_output(self) -> bool:
+        """Whether its next step needs the tokens of all its steps so far (`Request.follows_output`)."""
+        return self.request.follows_output(self.min_num_tokens - len(self.request.prompt))
 
     @property
     def settled(self) -> bool:

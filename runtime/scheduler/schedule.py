@@ -23,8 +23,9 @@ Policy:
     the tokens it had generated.
     A group whose only requests to decode are less urgent than a prompt in progress, and lack pages, decodes nothing: that goes first.
 
-A constrained request (`runtime/constraint.py`) decodes only from tokens that are known, so it sits out the step that is launched while
-its last one is in flight; a step has no more of them than bitmasks, and the others wait for the next.
+A request whose next token depends on what its output is (`Request.follows_output`) decodes only from tokens that are known, so it sits out
+the step that is launched while its last one is in flight. A step has no more rows that may not sample every token (`Request.restricted`)
+than bitmasks, and the others wait for the next.
 
 A step may be scheduled while the one before it is in flight. A prefill step has a known outcome, so the next one continues where it
 ends. How many tokens a decode step produces (1 to Q) is known only on the device; the next step starts from the position that the
@@ -91,11 +92,9 @@ class GroupState:
         return limits.num_slots - 1 - len(self.running) * limits.slots_per_request
 
     def decodable(self, limits: Limits) -> tuple[RequestState, ...]:
-        """Running requests that a decode step can continue; a constrained one only from tokens that are known."""
+        """Running requests that a decode step can continue; one that depends on its tokens only once these are known."""
         return tuple(
-            r
-            for r in self.running
-            if r.decoding and not r.finishes_in_flight(limits.max_model_len) and (r.request.constraint is None or r.settled)
+            r for r in self.running if r.decoding and not r.finishes_in_flight(limits.max_model_len) and (r.settled or not r.follows_output)
         )
 
 
@@ -287,9 +286,9 @@ def _prompts(policy: Policy, group: GroupState) -> list[_Prompt]:
             break
         prompts.append(_Prompt(request, own))
         running, pages, slots = running + 1, pages - own, slots - limits.slots_per_request
-    # Where a constrained prompt finds no bitmask left, it and all behind it wait.
-    constrained = itertools.accumulate(prompt.request.request.constraint is not None for prompt in prompts)
-    return [prompt for prompt, count in zip(prompts, constrained, strict=True) if count <= limits.bitmasks]
+    # Where a restricted prompt finds no bitmask left, it and all behind it wait.
+    restricted = itertools.accumulate(prompt.request.restricted for prompt in prompts)
+    return [prompt for prompt, count in zip(prompts, restricted, strict=True) if count <= limits.bitmasks]
 
 
 def _first_waiting(policy: Policy, group: GroupState, most: int) -> Iterable[RequestState]:
@@ -308,7 +307,7 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
     running, free = list(group.running), group.free_pages(policy.limits)
     preempted: list[str] = []
     while requests:
-        requests = _few_constrained(sorted(requests, key=lambda r: r.last_scheduled), policy.limits.bitmasks)
+        requests = _few_restricted(sorted(requests, key=lambda r: r.last_scheduled), policy.limits.bitmasks)
         bucket = choose(policy.buckets, len(requests))
         rows = tuple(_decode_row(policy, request) for request in requests[: bucket.batch])
         if sum(row.num_pages - row.state.num_pages for row in rows) <= free:
@@ -322,10 +321,11 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
     return None
 
 
-def _few_constrained(requests: Sequence[RequestState], most: int) -> list[RequestState]:
-    """The requests, with no more constrained ones than a step has bitmasks."""
-    constrained = itertools.accumulate(request.request.constraint is not None for request in requests)
-    return [r for r, count in zip(requests, constrained, strict=True) if r.request.constraint is None or count <= most]
+def _few_restricted(requests: Sequence[RequestState], most: int) -> list[RequestState]:
+    """The requests, with no more restricted ones than a step has bitmasks."""
+    restricted = [request.restricted for request in requests]
+    counts = itertools.accumulate(restricted)
+    return [r for r, needs_one, count in zip(requests, restricted, counts, strict=True) if not needs_one or count <= most]
 
 
 def _decode_row(policy: Policy, request: RequestState) -> ScheduledRequest:

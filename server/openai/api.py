@@ -66,7 +66,11 @@ class Api:
         try:
             return self.start(request_id, requests, core, client, streams=streams)
         except RequestError as error:
-            fields = {"top_logprobs": options.logprobs_field, "text": options.format.param if options.format else None}
+            fields = {
+                "top_logprobs": options.logprobs_field,
+                "text": options.format.param if options.format else None,
+                "min_tokens": options.min_tokens_field,
+            }
             error.param = fields.get(error.param or "", error.param)
             raise
 
@@ -101,7 +105,12 @@ def sampling_of(body: SamplingFields, service: Service) -> Sampling:
     chosen |= {name: value for name in ("temperature", "top_p", "top_k", "min_p", "seed") if (value := getattr(body, name)) is not None}
     if chosen.get("top_k") == -1:  # vLLM's and SGLang's "all"
         chosen["top_k"] = 0
-    return Sampling(**chosen)
+    return Sampling(**chosen, min_tokens=body.min_tokens, allowed_token_ids=id_set(body.allowed_token_ids))
+
+
+def id_set(token_ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Token ids in ascending order, each once."""
+    return None if token_ids is None else tuple(sorted(set(token_ids)))
 
 
 def options_of(
@@ -116,7 +125,7 @@ def options_of(
     Raises:
         RequestError: a value is not legal.
     """
-    options = GenerationOptions(
+    return GenerationOptions(
         max_tokens=max_tokens,
         max_tokens_field=field,
         sampling=sampling_of(body, service),
@@ -131,9 +140,8 @@ def options_of(
         format=_format(body),
         priority=body.priority,
         timeout_ms=body.timeout_ms,
+        bad_words=tuple(body.bad_words),
     )
-    check_min_tokens(options, body.min_tokens, "min_tokens")
-    return options
 
 
 def _format(body: SamplingFields) -> OutputFormat | None:
@@ -143,23 +151,6 @@ def _format(body: SamplingFields) -> OutputFormat | None:
         message = "response_format and structured_outputs are given; legal is one of them"
         raise RequestError(message, param="structured_outputs")
     return standard or extended
-
-
-def check_min_tokens(options: GenerationOptions, least: int, field: str) -> None:
-    """Raises RequestError where an output could end before it has this many tokens.
-
-    Whatever ends the output would have to be masked until then. Graphs can (runtime/constraint.py), but no constraint counts tokens yet;
-    what nothing ends needs no mask.
-    """
-    if least == 0:
-        return
-    if options.max_tokens is None or least > options.max_tokens:
-        message = f"{field} is {least} and {options.max_tokens_field} is {options.max_tokens or 'absent'}; legal is {field} up to that"
-        raise RequestError(message, param=field)
-    if not options.ignore_eos or options.stop or options.stop_token_ids:
-        legal = "0, or ignore_eos: true without stop and stop_token_ids"
-        message = f"{field} is {least}, and what ends the output is not masked until then; legal is {legal}"
-        raise RequestError(message, param=field, code="unsupported_value")
 
 
 def includes_usage(body: SamplingFields) -> bool:

@@ -21,7 +21,7 @@ from ..protocol import MAX_COMPLETIONS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..service import Service
 from ..structured_output import OutputFormat
 from ..tokenizer import TextTokenizer
-from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, check_min_tokens, client_of, new_id, off_loop, takes_long
+from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, client_of, new_id, off_loop, takes_long
 from .bodies import Body, FailFast, Ignored, Neutral, validate
 from .choices import check_in_time, pieces
 from .errors import EngineFailure
@@ -144,10 +144,10 @@ def _options(params: SamplingParams, service: Service, body: GenerateRequest) ->
     chosen |= {name: value for name in ("temperature", "top_p", "top_k", "min_p") if (value := getattr(params, name)) is not None}
     if chosen.get("top_k") == -1:
         chosen["top_k"] = 0
-    options = GenerationOptions(
+    return GenerationOptions(
         max_tokens=params.max_new_tokens,
         max_tokens_field="max_new_tokens",
-        sampling=Sampling(**chosen, seed=params.sampling_seed),
+        sampling=Sampling(**chosen, seed=params.sampling_seed, min_tokens=params.min_new_tokens),
         stop=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
@@ -158,9 +158,8 @@ def _options(params: SamplingParams, service: Service, body: GenerateRequest) ->
         format=_format(params),
         priority=body.priority,
         timeout_ms=body.timeout_ms,
+        min_tokens_field="min_new_tokens",
     )
-    check_min_tokens(options, params.min_new_tokens, "min_new_tokens")
-    return options
 
 
 def _format(params: SamplingParams) -> OutputFormat | None:

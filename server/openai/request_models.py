@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ..limits import MAX_PRIORITY
-from ..protocol import MAX_COMPLETIONS, MAX_SEED, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from ..protocol import MAX_BAD_WORDS, MAX_COMPLETIONS, MAX_SEED, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from .bodies import Body, FailFast, Ignored, Neutral
 
 MAX_PROMPTS = 1024
@@ -43,6 +43,8 @@ class SamplingFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FailFast()] = Field(default_factory=list)
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1), FailFast()] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS), FailFast()] = Field(default_factory=list)
     skip_special_tokens: bool = True
     speculative_tokens: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool = False
@@ -60,8 +62,6 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[Any, Neutral((1,), GRAPH_INPUT)] = None
     length_penalty: Annotated[Any, Neutral((1,), "there is no beam search")] = None
     logit_bias: Annotated[Any, Neutral(({},), GRAPH_INPUT)] = None
-    bad_words: Annotated[Any, Neutral(([],), GRAPH_INPUT)] = None
-    allowed_token_ids: Annotated[Any, Neutral((), GRAPH_INPUT)] = None
     prompt_logprobs: Annotated[Any, Neutral((), "prefill graphs return no log probabilities of the prompt")] = None
     use_beam_search: Annotated[Any, Neutral((False,), "there is no beam search")] = None
     include_stop_str_in_output: Annotated[Any, Neutral((False,), "stop strings are cut off")] = None

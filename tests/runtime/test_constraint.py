@@ -2,111 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgpack
-import numpy as np
 import pytest
-import torch
-from support import tiny
-from transformers import AutoModelForCausalLM
+from support.constrained import PROMPTS, Automaton, Outcome, asking, expected, rising, run, turns
 
 from npucompile.graphs.errors import RequestError
-from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.constraint import Bitmask
-from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.journal import Journal
 from npucompile.runtime.replay import replay
-from npucompile.runtime.request import Event, FinishEvent, Request, Sampling, TokenEvent
-from npucompile.tools.notation import PrefillSize
-
-PROMPTS = [b"In the beginning", b"a", b"And it came to pass", b"the", b"zz"]
-TOKENS, BITMASKS = 16, 2
-
-
-class Automaton:
-    """A constraint by a function of the output: after each one, the tokens that may follow."""
-
-    def __init__(self, legal: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        self.legal = legal
-        self.asked: list[tuple[int, ...]] = []
-
-    def fill(self, output: Sequence[int], drafts: Sequence[int], bitmask: Bitmask) -> None:
-        self.asked.append(tuple(output))
-        for place in range(len(drafts) + 1):
-            bits = np.zeros(bitmask.shape[1] * 32, bool)
-            bits[list(self.legal([*output, *drafts[:place]]))] = True
-            bitmask[place] = np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def turns(output: Sequence[int]) -> list[int]:
-    """Three letters, then two digits, and so on: what may follow depends on where the output stands."""
-    return [*range(ord("a"), ord("z") + 1)] if len(output) % 5 < 3 else [*range(ord("0"), ord("9") + 1)]
-
-
-def rising(output: Sequence[int]) -> list[int]:
-    """Never a smaller byte than the last; the largest, or the end."""
-    return [*range(output[-1] if output else 40, 256), tiny.EOS]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "model", seed=7, agreeing=True)
-
-
-@pytest.fixture(scope="module")
-def executors(model, tmp_path_factory):
-    """One of graphs that draft, one of graphs that do not, and one of graphs without bitmasks."""
-    home, opened = tmp_path_factory.mktemp("built"), []
-    for name, drafts, bitmasks in (("drafts", 3, BITMASKS), ("plain", 0, BITMASKS), ("free", 0, 0)):
-        sizes = {"buckets": (1, 4), "prefill": (32, PrefillSize(32, 4)), "num_speculative_tokens": drafts, "structured_outputs": bitmasks}
-        tiny.built(tiny.planned(model, **sizes), home / name, fresh=True)
-        opened.append(CpuExecutor(Artifact.open(home / name)))
-    return opened
-
-
-@pytest.fixture(scope="module")
-def theirs(model):
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-
-@torch.no_grad()
-def expected(theirs, prompt: bytes, legal: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
-    """Greedy tokens of transformers, the end-of-sequence token left out."""
-    ids = torch.tensor([list(prompt)])
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": tiny.EOS, "pad_token_id": 0}
-    found = theirs.generate(ids, prefix_allowed_tokens_fn=lambda _, seen: list(legal(seen[len(prompt) :].tolist())), **options)
-    tokens = found[0, len(prompt) :].tolist()
-    return tokens[: tokens.index(tiny.EOS)] if tiny.EOS in tokens else tokens
-
-
-class Outcome:
-    """Sink of one request."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.end: FinishEvent | None = None
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, TokenEvent):
-            self.tokens += event.token_ids
-        else:
-            self.end = event
-
-
-def run(executor, requests: Sequence[Request], run_ahead: int | None = None) -> list[Outcome]:
-    engine, outcomes = Engine(executor, run_ahead=run_ahead), [Outcome() for _ in requests]
-    for request, outcome in zip(requests, outcomes, strict=True):
-        engine.submit(request, outcome)
-    while engine.step():
-        pass
-    engine.check()
-    return outcomes
-
-
-def asking(prompt: bytes, constraint: object, name: str = "", **options) -> Request:
-    return Request(name or prompt.decode(), tuple(prompt), TOKENS, stop_token_ids=frozenset([tiny.EOS]), constraint=constraint, **options)
+from npucompile.runtime.request import Sampling
 
 
 @pytest.mark.parametrize("legal", [turns, rising])

@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.server.fields import MAX_PARAM_CHARS, FieldError, boolean, choices, integer, optional, refuse_unknown, show, string
+from npucompile.server.fields import (
+    MAX_PARAM_CHARS,
+    FieldError,
+    boolean,
+    choices,
+    integer,
+    optional,
+    refuse_unknown,
+    show,
+    string,
+    strings,
+    token_ids,
+)
 
 READERS = {
     "string": string(),
@@ -15,6 +27,9 @@ READERS = {
     "integer 0 to 20": integer(0, 20),
     "boolean": boolean,
     "choices": choices(("a", "b")),
+    "strings": strings(2, 3),
+    "a string or several": strings(2, 3, alone=True),
+    "token ids": token_ids,
 }
 
 
@@ -33,6 +48,29 @@ READERS = {
 def test_legal_values_pass_unchanged(reader, value):
     read = READERS[reader](value, "x")
     assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("reader", "value", "expected"),
+    [
+        ("strings", ["abc", "d"], ("abc", "d")),
+        ("strings", [], ()),
+        ("a string or several", "abc", ("abc",)),
+        ("token ids", [3, 1, 3], (1, 3)),
+    ],
+)
+def test_lists_become_tuples(reader, value, expected):
+    assert READERS[reader](value, "x") == expected
+
+
+@pytest.mark.parametrize(
+    ("reader", "value"),
+    [("strings", "abc"), ("strings", ["abcd"]), ("strings", [""]), ("strings", ["a"] * 3), ("strings", [1]),
+     ("token ids", []), ("token ids", [-1]), ("token ids", [True]), ("token ids", 1)],
+)  # fmt: skip
+def test_lists_of_other_things_are_refused(reader, value):
+    with pytest.raises(FieldError, match="legal is a list of"):
+        READERS[reader](value, "x")
 
 
 def test_choices_become_a_set():

@@ -133,3 +133,13 @@ def test_no_tokens_are_no_text(stops):
     last, ending = stream.finish(finish("cancelled", 0))
     assert last is None
     assert (ending.reason, ending.usage.output_tokens) == ("cancelled", 0)
+
+
+@given(st.text(alphabet="ab", min_size=1, max_size=12), st.integers(0, 6))
+def test_stop_strings_are_looked_for_behind_the_minimum_alone(text, least):
+    stream = OutputStream(byte_codec().detokenizer(), ["a"], least)
+    delta = stream.push(tokens(text))
+    last, _ = stream.finish(finish("length", len(text)))
+    wanted = text[:least] + text[least:].partition("a")[0]
+    assert "".join(piece.text for piece in (delta, last) if piece) == wanted
+    assert stream.stopped == ("a" in text[least:])

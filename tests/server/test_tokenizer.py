@@ -184,3 +184,14 @@ def test_special_tokens_are_known_by_their_texts():
     assert not codec().is_special("a")
     assert codec().decode([0], skip_special=False) == "<|end|>"
     assert codec().encode("<|end|>a", add_special=False)[0] == 0
+
+
+def test_a_bad_word_has_the_spellings_that_vllm_forbids():
+    """One at the beginning of a text; another one behind a space only if that changes its first token and not their number."""
+    spelt = {word: codec().spellings(word) for word in ("the", " the", "x", "thezebra")}
+    for word, spellings in spelt.items():
+        plain, behind = codec().encode(word.strip()), codec().encode(f" {word.strip()}")
+        assert spellings[0] == plain
+        assert spellings[1:] == ((behind,) if len(behind) == len(plain) and behind[0] != plain[0] else ())
+    assert spelt["the"] == spelt[" the"]
+    assert {len(spellings) for spellings in spelt.values()} == {1, 2}

@@ -46,24 +46,10 @@ def test_usage_is_of_streams():
         includes_usage(body(stream_options={"include_usage": False}))
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"min_tokens": 2}, "masked"),
-        ({"min_tokens": 2, "ignore_eos": True, "stop": "a"}, "masked"),
-        ({"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [1]}, "masked"),
-        ({"min_tokens": 4, "ignore_eos": True}, "min_tokens is 4 and max_tokens is 3"),
-    ],
-)
-def test_tokens_that_must_come_need_that_nothing_ends_the_output(fields, words):
-    with pytest.raises(RequestError, match=words) as caught:
-        options_of(body(**fields), service(), 3, None, "max_tokens")
-    assert caught.value.param == "min_tokens"
-
-
-def test_where_nothing_ends_the_output_enough_tokens_come():
-    """As benchmarks ask for outputs of one length."""
-    assert options_of(body(min_tokens=3, ignore_eos=True), service(), 3, None, "max_tokens").max_tokens == 3
+def test_restrictions_are_part_of_the_sampling():
+    options = options_of(body(min_tokens=3, allowed_token_ids=[5, 2, 5], bad_words=["a", " b"]), service(), 3, None, "max_tokens")
+    assert options.sampling == Sampling(1.0, min_tokens=3, allowed_token_ids=(2, 5))
+    assert options.bad_words == ("a", " b")
 
 
 def test_names():

@@ -103,6 +103,32 @@ def test_outputs_have_the_form_that_is_asked_for(url, client):
     assert caught.value.param == "structured_outputs.regex"
 
 
+def test_every_api_restricts_what_is_sampled(url, client):
+    """The free output ends where a text says, or would: under a minimum, allowed tokens or bad words it differs."""
+    greedy = {"model": "tiny", "temperature": 0.0}
+    free = client.completions.create(prompt="And God said", max_tokens=8, extra_body={"return_token_ids": True}, **greedy).choices[0]
+    stop, others = free.token_ids[1], sorted(set(range(300, 400)) - set(free.token_ids))
+    word = free.text.split()[1].strip(",.;:")
+    for extra, shown in (
+        ({"stop_token_ids": [stop]}, lambda text, ids: ids == free.token_ids[:1]),
+        ({"stop_token_ids": [stop], "min_tokens": 8}, lambda text, ids: len(ids) == 8 and stop not in ids),
+        ({"allowed_token_ids": others}, lambda text, ids: len(ids) == 8 and set(ids) <= set(others)),
+        ({"bad_words": [word]}, lambda text, ids: len(ids) == 8 and word not in text.split()),
+    ):
+        completion = client.completions.create(
+            prompt="And God said", max_tokens=8, extra_body={**extra, "return_token_ids": True}, **greedy
+        )
+        assert shown(completion.choices[0].text, completion.choices[0].token_ids)
+        if "stop_token_ids" not in extra:
+            response = client.responses.create(input="And God said", max_output_tokens=8, extra_body={**extra}, **greedy)
+            assert response.output_text == completion.choices[0].text
+    params = {"stop_token_ids": [stop], "min_new_tokens": 8, "max_new_tokens": 8, "temperature": 0}
+    native = httpx.post(f"{url.removesuffix('/v1')}/generate", json={"text": "And God said", "sampling_params": params}).json()
+    assert len(native["output_ids"]) == 8
+    refused = httpx.post(f"{url.removesuffix('/v1')}/generate", json={"text": "a", "sampling_params": params | {"min_new_tokens": 9}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_new_tokens")
+
+
 def test_models_are_listed(client):
     assert [model.id for model in client.models.list()] == ["qwen3.5-tiny", "tiny"]
     assert client.models.retrieve("tiny").id == "tiny"

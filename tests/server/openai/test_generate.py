@@ -76,7 +76,7 @@ def test_log_probabilities_are_triples(served):
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 9999}}, "max_new_tokens"),
         ({"text": "a", "sampling_params": {"regex": "x", "ebnf": "y"}}, "ebnf"),
-        ({"text": "a", "sampling_params": {"min_new_tokens": 1}}, "min_new_tokens"),
+        ({"text": "a", "sampling_params": {"min_new_tokens": -1}}, "min_new_tokens"),
         ({"text": "a", "sampling_params": {"tempratur": 1}}, "tempratur"),
         ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 6}, "top_logprobs_num"),

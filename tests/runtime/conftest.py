@@ -1,0 +1,39 @@
+"""One model for tests of what restricts and changes what requests sample: its executors, and transformers' model of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.constrained import BITMASKS
+
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.tools.notation import PrefillSize
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "model", seed=7, agreeing=True))
+
+
+@pytest.fixture(scope="session")
+def executors(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[CpuExecutor]:
+    """One of graphs that draft, one of graphs that do not, and one of graphs without bitmasks."""
+    home, opened = tmp_path_factory.mktemp("built"), []
+    for name, drafts, bitmasks in (("drafts", 3, BITMASKS), ("plain", 0, BITMASKS), ("free", 0, 0)):
+        sizes = {"buckets": (1, 4), "prefill": (32, PrefillSize(32, 4)), "max_model_len": 128}
+        inputs = {"num_speculative_tokens": drafts, "structured_outputs": bitmasks}
+        tiny.built(tiny.planned(model, **sizes, **inputs), home / name, fresh=True)
+        opened.append(CpuExecutor(Artifact.open(home / name)))
+    return opened
+
+
+@pytest.fixture(scope="session")
+def theirs(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM  # after it has been told that there is no torch_npu
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
