@@ -47,6 +47,9 @@ torch_npu.npu_top_k_top_p_sample.
 UNDECIDED = -1
 """In place of a sampled token: the graph cannot tell which one the request asks for, and the request fails."""
 
+NON_FINITE = -2
+"""In place of a sampled token: the row's largest logit is no finite number, and the request fails."""
+
 STEP_INPUTS = (
     StepInput("tokens", "BQ", _I32, "token ids, left-aligned", kind="prefill"),
     StepInput("num_computed_tokens", "B", _I32, "tokens of the row's request that are in the cache already", kind="prefill"),

@@ -72,7 +72,7 @@ class _Step:
         sampled = self._sample(params, hidden, inputs, request_slots.uniforms(inputs, start.num_computed_tokens, Q))
         counts = ops.accept(sampled["tokens"], start.tokens, start.query_lens)
         accepted = (counts - 1).clamp(min=0)
-        # What follows an undecided token is never used, but is computed, and every lookup must find a row.
+        # What follows a token that could not be sampled is never used, but is computed, and every lookup must find a row.
         tokens = sampled["tokens"].clamp(min=0)
         last = tokens.gather(1, accepted[:, None].to(torch.int64))
         drafted, state = self._draft(params, state, {**step, "tokens": tokens}, intermediates.features, counts)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graphs.errors import NpucompileError
-from ..graphs.step_inputs import MAX_RANKED, UNDECIDED, write_width
+from ..graphs.step_inputs import MAX_RANKED, NON_FINITE, UNDECIDED, write_width
 from ..graphs.types import Bucket
 from .executor import Outputs
 from .request import Logprobs
@@ -69,7 +69,6 @@ def _read_group(
     tokens = _array(outputs, "tokens", "i", bucket.batch, write_width(bucket)).tolist()
     counts = _array(outputs, "counts", "i", bucket.batch).tolist() if bucket.kind == "decode" else [1] * bucket.batch
     running = {request.arrival: request for request in group.running}
-    all_finite = _all_finite(outputs, tokens)
     results: list[SampledTokens | None] = []
     for i, row in enumerate(part.rows):
         request = running.get(row.state.arrival)
@@ -87,41 +86,21 @@ def _read_group(
             token_ids = tuple(tokens[i][: counts[i]])
             failure = ""
             if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-                if UNDECIDED in token_ids:
-                    token_ids = token_ids[: token_ids.index(UNDECIDED)]
-                    failure = _why_undecided(request)
+                failures = {UNDECIDED: _why_undecided(request), NON_FINITE: NOT_FINITE}
+                end = next((place for place, token in enumerate(token_ids) if token in failures), None)
+                if end is not None:
+                    failure, token_ids = failures[token_ids[end]], token_ids[:end]
                 if not all(0 <= token < vocab_size for token in token_ids):
                     legal = f"legal is 0 to {vocab_size - 1}"
                     raise NpucompileError(f"the executor returned token ids {list(token_ids)} for {request.id!r}; {legal}")
             logprobs = _logprobs(outputs, bucket, row, i, len(token_ids))
-            if logprobs or not all_finite:
-                finite = _finite(outputs, i, token_ids, logprobs)
-                if finite < len(token_ids):
-                    token_ids, logprobs, failure = token_ids[:finite], logprobs[:finite], NOT_FINITE
+            # A mask hides what is no number from the sampled token, and not from its log probability.
+            finite = next((place for place, entry in enumerate(logprobs) if not math.isfinite(entry.logprob)), len(token_ids))
+            if finite < len(token_ids):
+                token_ids, logprobs, failure = token_ids[:finite], logprobs[:finite], NOT_FINITE
             drafts = _drafts(outputs, bucket, i) if row.state.follows_output else ()
             results.append(SampledTokens(token_ids, num_drafts, logprobs, failure, drafts, failure == NOT_FINITE))
     return tuple(results)
-
-
-def _all_finite(outputs: Outputs, tokens: Sequence[Sequence[int]]) -> bool:
-    """Whether the logits of all tokens are finite, rows of padding included; true where the graph returns none."""
-    logits = outputs.get("logits")
-    if logits is None:
-        return True
-    places = np.clip(np.asarray(tokens), 0, logits.shape[-1] - 1)
-    return logits.shape[:2] == places.shape and bool(np.isfinite(np.take_along_axis(logits, places[..., None], -1)).all())
-
-
-def _finite(outputs: Outputs, i: int, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> int:
-    """How many of a row's tokens come before one that was taken from logits that are no numbers.
-
-    The logit of the token taken is enough: one that is not finite makes all of its row so, or is the largest. Graphs that return no
-    logits are checked where the request asks for log probabilities.
-    """
-    values: Sequence[float] = [entry.logprob for entry in logprobs]
-    if "logits" in outputs and token_ids:
-        values = outputs["logits"][i][range(len(token_ids)), token_ids].tolist()
-    return next((place for place, value in enumerate(values) if not math.isfinite(value)), len(token_ids))
 
 
 def _why_undecided(request: RequestState) -> str:

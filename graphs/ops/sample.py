@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
-from ..step_inputs import MAX_RANKED, UNDECIDED
+from ..step_inputs import MAX_RANKED, NON_FINITE, UNDECIDED
 
 _TINY = torch.finfo(torch.float32).tiny
 # So far below 1 that the product with any normal number is less than that number.
@@ -42,7 +42,7 @@ def sample_reference(args: Sample) -> Tensor:
     leading set that reaches top_p; and keep what is at least min_p times as likely as the most likely. Ties: lower id first.
 
     Returns:
-        [B, Q] int32.
+        [B, Q] int32; `NON_FINITE` where a logit is NaN or the largest one infinite.
     """
     logits, temperature, top_k, top_p, min_p, uniform = args
     tokens = logits.argmax(-1).to(torch.int32)
@@ -53,7 +53,7 @@ def sample_reference(args: Sample) -> Tensor:
         heat = (drawn - drawn.amax(-1, keepdim=True)) / temperature[rows, None, None]
         weights = _kept_weights(heat, top_k[rows], top_p[rows], min_p[rows])
         tokens[rows] = _invert(weights, uniform[rows])
-    return tokens
+    return torch.where(logits.amax(-1).isfinite(), tokens, NON_FINITE)
 
 
 def _kept_weights(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _npu(args: Sample) -> Tensor:
     the device has no f64: a draw within rounding of the border between two tokens may take the other one.
 
     Returns:
-        [B, Q] int32; `UNDECIDED` where top_p keeps more tokens than are ranked.
+        [B, Q] int32; `UNDECIDED` where top_p keeps more tokens than are ranked, and `NON_FINITE` as the reference.
     """
     logits, temperature, top_k, top_p, min_p, uniform = args
     # The smallest normal temperature leaves weight to the largest logit and its equals only, which is what greedy rows need.
@@ -109,7 +109,12 @@ def _npu(args: Sample) -> Tensor:
     most = torch.where(temperature > 0, torch.where(top_k > 0, top_k, logits.shape[-1]), 1)
     least, room, undecided = _border(weights, most, top_p, min_p[:, None, None])
     tokens = _draw(weights, least, room, uniform)
-    return tokens if undecided is None else torch.where(undecided, UNDECIDED, tokens)
+    if undecided is not None:
+        tokens = torch.where(undecided, UNDECIDED, tokens)
+    # NaN is a weight of exactly these rows: where a logit is, and as the difference of two infinite ones. A sum shows it, whatever a
+    # maximum makes of it.
+    whole = weights.sum(-1, keepdim=True)
+    return torch.where((whole != whole).squeeze(-1), NON_FINITE, tokens)
 
 
 def _border(weights: Tensor, most: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

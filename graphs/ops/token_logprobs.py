@@ -57,7 +57,9 @@ def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Three:
     shifted = logits - logits.max(-1, keepdim=True)[0]
     logprobs = shifted - shifted.exp().sum(-1, keepdim=True).log()
     values, ids = torch.topk(logprobs, most, dim=-1)
-    return logprobs.gather(-1, tokens[..., None].to(torch.int64)).squeeze(-1), ids.to(torch.int32), values
+    # What could not be sampled has none.
+    chosen = logprobs.gather(-1, tokens.clamp(min=0)[..., None].to(torch.int64)).squeeze(-1)
+    return chosen, ids.to(torch.int32), values
 
 
 _if_asked = Native("npuc_logprobs", token_logprobs.schema, token_logprobs.rule("abstract")).op
@@ -72,8 +74,7 @@ def _cpu(args: TokenLogprobs) -> Any:
 @token_logprobs.lowering("npu")
 def _npu(args: TokenLogprobs) -> Three:
     """All rows, whether they asked or not."""
-    # An undecided token has none.
-    chosen, ids, values = _logprobs(args.logits, args.tokens.clamp(min=0), args.most)
+    chosen, ids, values = _logprobs(args.logits, args.tokens, args.most)
     wanted = (args.asked > 0)[:, None]
     return torch.where(wanted, chosen, 0.0), torch.where(wanted[:, :, None], ids, 0), torch.where(wanted[:, :, None], values, 0.0)
 

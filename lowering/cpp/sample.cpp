@@ -32,17 +32,13 @@ float largest(const float* x, int64_t V) {
     return most;
 }
 
-// Index of the first of the largest.
-int32_t best(const float* x, int64_t V) {
-    const float most = largest(x, V);
-    return std::find_if(x, x + V, [&](float y) { return y == most || y != y; }) - x;
-}
+// NON_FINITE of graphs/step_inputs.py.
+constexpr int32_t NON_FINITE = -2;
 
-// Softmax of x [V] at a temperature, with zeros for the tokens that top_k, top_p or min_p drop.
-std::vector<float> kept(const float* x, int64_t V, float temperature, int32_t top_k, float top_p, float min_p) {
+// Softmax of x [V], the largest of which is known, at a temperature, with zeros for the tokens that top_k, top_p or min_p drop.
+std::vector<float> kept(const float* x, float most, int64_t V, float temperature, int32_t top_k, float top_p, float min_p) {
     std::vector<float> weights((V + L - 1) / L * L, -INFINITY);
     // The largest is subtracted before the division, so that a small temperature cannot overflow to infinity.
-    const float most = largest(x, V);
     for (int64_t i = 0; i < V; i++) weights[i] = (x[i] - most) / temperature;
     for (size_t i = 0; i < weights.size(); i += L) store(&weights[i], exponential(load(&weights[i])));
     const float whole = std::accumulate(weights.begin(), weights.begin() + V, 0.0);
@@ -85,8 +81,14 @@ void npuc_sample(const float* logits, const float* temperature, const int32_t* t
 #pragma omp parallel for schedule(static) if (B * Q * V >= WORTH)
     for (int64_t i = 0; i < B * Q; i++) {
         const int64_t b = i / Q;
-        out[i] = temperature[b] > 0.0f ? drawn(kept(logits + i * V, V, temperature[b], top_k[b], top_p[b], min_p[b]), V, uniform[i])
-                                       : best(logits + i * V, V);
+        const float* x = logits + i * V;
+        const float most = largest(x, V);
+        if (!std::isfinite(most))
+            out[i] = NON_FINITE;
+        else if (temperature[b] > 0.0f)
+            out[i] = drawn(kept(x, most, V, temperature[b], top_k[b], top_p[b], min_p[b]), V, uniform[i]);
+        else
+            out[i] = std::find(x, x + V, most) - x;
     }
 }
 
@@ -106,7 +108,8 @@ void npuc_logprobs(const float* logits, const int32_t* tokens, const int32_t* as
         std::vector<int32_t> order(V);
         std::iota(order.begin(), order.end(), 0);
         std::partial_sort(order.begin(), order.begin() + n, order.end(), [&](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); });
-        chosen[i] = x[tokens[i]] - most - whole;
+        // What could not be sampled has none.
+        chosen[i] = x[std::max(tokens[i], 0)] - most - whole;
         for (int64_t j = 0; j < n; j++) ids[i * n + j] = order[j], values[i * n + j] = x[order[j]] - most - whole;
     }
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import ranks, tiny
+from support.constrained import run
 
 from npucompile.graphs.errors import ArtifactError, LoweringError, SpecError
 from npucompile.graphs.types import Bucket, Mesh
@@ -22,7 +23,8 @@ from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.runtime.device_executor import DeviceExecutor, compile_order
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import ExecutorError
-from npucompile.runtime.request import Sampling
+from npucompile.runtime.request import Request, Sampling
+from npucompile.runtime.step_outputs import NOT_FINITE
 from npucompile.tools.serve import offline
 from npucompile.tools.serve.weights import rank_params
 
@@ -36,11 +38,11 @@ def artifact(npu_artifact):
     return Artifact.open(npu_artifact(""))
 
 
-def opened(artifact, device=None, **options):
-    """An executor of the artifact on an emulated device."""
+def opened(artifact, device=None, changed=lambda params: params, **options):
+    """An executor of the artifact on an emulated device, with its parameters changed."""
 
     def load(wanted):
-        return rank_params(artifact, 0, checkpoint=None, wanted=wanted, progress=tiny.QUIET)
+        return changed(rank_params(artifact, 0, checkpoint=None, wanted=wanted, progress=tiny.QUIET))
 
     device = device or open_device(0)
     try:
@@ -234,3 +236,21 @@ def test_an_artifact_for_another_device_is_refused(tiny_artifact):
 def test_a_rank_that_the_mesh_lacks_is_refused(artifact):
     with pytest.raises(SpecError):
         opened(artifact, rank=1)
+
+
+def test_what_is_no_number_fails_its_request_alone(artifact):
+    """On a device that returns no logits: one token's embedding is spoilt, and a request gets to it by its prompt."""
+
+    def spoilt(params):
+        for name, value in params:
+            if name == "params.embed":
+                value[9] = float("nan")
+            yield name, value
+
+    requests = [Request(str(i), tuple(prompt), 5) for i, prompt in enumerate(PROMPTS)]
+    with closing(opened(artifact)) as executor:
+        want = [outcome.tokens for outcome in run(executor, [requests[0], requests[2]])]
+    with closing(opened(artifact, changed=spoilt)) as executor:
+        first, failed, last = run(executor, requests)
+    assert [first.tokens, last.tokens] == want
+    assert (failed.tokens, failed.end.reason, failed.end.message) == ([], "error", NOT_FINITE)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from npucompile.graphs.errors import NpucompileError
+from npucompile.graphs.step_inputs import NON_FINITE
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.request import Logprobs, Request
 from npucompile.runtime.scheduler.policy import Policy
@@ -114,7 +115,7 @@ def test_log_probabilities_of_the_requests_that_asked():
         (decoded(counts=(4, 1, 0)), "a count of 4 tokens for 'r0', of which 2 drafts were verified; legal is 1 to 3"),
         (decoded(counts=(1, 3, 0)), "a count of 3 tokens for 'r1', of which 1 drafts were verified; legal is 1 to 2"),
         (decoded([[1, 13, 0], [1] * 3, [1] * 3], (2, 1, 0)), r"returned token ids \[1, 13\] for 'r0'; legal is 0 to 12"),
-        (decoded([[1, 2, 3], [-2] * 3, [1] * 3]), r"returned token ids \[-2\] for 'r1'"),
+        (decoded([[1, 2, 3], [-3] * 3, [1] * 3]), r"returned token ids \[-3\] for 'r1'"),
         (decoded(), "returned no chosen_logprobs; it returned tokens, counts"),
         (
             decoded(chosen_logprobs=np.zeros((3, 3), np.float32), top_ids=i32(np.zeros((3, 2, 4)))),
@@ -131,17 +132,14 @@ def test_outputs_that_make_no_sense_are_refused(outputs, message):
         read(outputs, DECODE, (row(0), row(1, drafts=1, logprobs=1)))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_is_no_token(value):
-    logits = np.zeros((3, 3, VOCAB), np.float32)
-    logits[0, 1], logits[1, 2] = value, value
-    first, second = read(decoded(logits=logits), DECODE, [row(0), row(1, drafts=0)])
+def test_what_is_no_number_is_no_token():
+    first, second = read(decoded([[1, NON_FINITE, 3], [4, NON_FINITE, 0], [0] * 3]), DECODE, [row(0), row(1, drafts=0)])
     assert (first.token_ids, first.failure, first.not_finite) == ((1,), NOT_FINITE, True)
     # What lies behind the tokens that count does not.
     assert (second.token_ids, second.failure, second.not_finite) == ((4,), "", False)
 
 
-def test_what_is_no_number_is_seen_in_log_probabilities_where_there_are_no_logits():
+def test_what_is_no_number_is_seen_in_log_probabilities_where_a_mask_hides_it_from_the_token():
     chosen = np.full((3, 3), -1.0, np.float32)
     chosen[0, 2] = np.nan
     logprobs = {"chosen_logprobs": chosen, "top_ids": np.zeros((3, 3, 2), np.int32), "top_logprobs": np.zeros((3, 3, 2), np.float32)}

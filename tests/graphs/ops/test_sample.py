@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from npucompile.graphs import ops
 from npucompile.graphs.ops.sample import part_length
-from npucompile.graphs.step_inputs import MAX_RANKED, UNDECIDED
+from npucompile.graphs.step_inputs import MAX_RANKED, NON_FINITE, UNDECIDED
 
 GRID = 4096
 
@@ -205,3 +205,22 @@ def test_lowered_greedy_rows_tell_the_closest_logits_apart() -> None:
 def test_parts_of_a_vocabulary(vocab_size: int, length: int) -> None:
     assert vocab_size % part_length(vocab_size) == 0
     assert part_length(vocab_size) == length
+
+
+@pytest.mark.parametrize("vocab", [40, 2 * MAX_RANKED])
+@pytest.mark.parametrize("backend", ["eager", "inductor", "ge"])
+@pytest.mark.usefixtures("kernels")
+def test_a_row_of_no_numbers_has_no_token(backend, vocab):
+    """NaN anywhere, or infinity as the largest; minus infinity is a token that is never sampled. Other rows keep their tokens."""
+    logits = torch.randn(2, 6, vocab, generator=torch.Generator().manual_seed(1)).repeat(3, 1, 1)
+    knobs = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.7, 0.7]), torch.tensor([0, 0, 0, 0, 5, 5], dtype=torch.int32), torch.ones(6), torch.zeros(6)
+    uniform = torch.rand(6, 6, generator=torch.Generator().manual_seed(2))
+    want = ops.sample(logits, *knobs, uniform)
+    spoilt = logits.clone()
+    spoilt[:, 0, 3], spoilt[:, 1, -1], spoilt[:, 2], spoilt[:, 3, 0] = math.nan, math.inf, -math.inf, math.nan
+    spoilt[:, 4] = torch.where(spoilt[:, 4] < 0, -math.inf, spoilt[:, 4])
+    got = ops.sample.lower_for(backend)(spoilt, *knobs, uniform)
+    assert (got[:, :4] == NON_FINITE).all()
+    assert torch.equal(got[:2, 4:], want[:2, 4:])
+    assert (got[:, 4:] >= 0).all()
+    assert torch.equal(got[:, 5], want[:, 5])
