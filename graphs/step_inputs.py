@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .types import Aval, Bucket, Limits
+from .types import WORD_BITS, Aval, Bucket, Limits
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class StepInput:
         doc: what it holds.
         padding: value in rows of padding, and in the unused part of a live row.
         kind: the kind of bucket that has it; "" for both kinds.
-        needs: "drafts", "logprobs" or "bitmasks" for an input that only graphs which draft, which return log probabilities, or which take
-            bitmasks have.
+        needs: "drafts", "logprobs", "bitmasks" or "adjustments" for an input that only graphs which draft, which return log
+            probabilities, or which take bitmasks or adjustments of logits have.
     """
 
     name: str
@@ -70,10 +70,19 @@ STEP_INPUTS = (
     # In decode of the tokens that are sampled after positions base, base + 1, ..., in prefill of the one that is sampled.
     StepInput("uniform", "BU", _F32, "random numbers in [0, 1)"),
     StepInput("bitmask_rows", "B", _I32, "which bitmask the row's tokens are sampled under, from 1; 0 is none", needs="bitmasks"),
-    # Last, so that a step without bitmasks need not send it.
+    StepInput("bias_rows", "B", _I32, "which adjustment is added to the row's logits first, from 1; 0 is none", needs="adjustments"),
+    StepInput("penalty_rows", "B", _I32, "which adjustment is added to them last, from 1; 0 is none", needs="adjustments"),
+    StepInput("seen_rows", "B", _I32, "which of `seen` is the row's, from 1; 0 is none", needs="adjustments"),
+    StepInput("repetition_penalty", "B", _F32, "factor of seen tokens, as in graphs.ops.adjust_logits", 1, needs="adjustments"),
+    # Last, so that a step need not send what no row of it has; the longest at the end.
     StepInput("bitmask", "CWM", _I32, "a bit a token that may be sampled, as in graphs.ops.mask_logits", needs="bitmasks"),
+    StepInput("seen", "AWS", _I32, "a bit a token of prompt and output, as in graphs.ops.adjust_logits", needs="adjustments"),
+    StepInput("adjustments", "AWV", _F32, "what is added to the logit of each token, as in graphs.ops.adjust_logits", needs="adjustments"),
 )
 """All inputs, in the order of a graph's leaves."""
+
+OPTIONAL_ROWS = {"bitmask": ("bitmask_rows",), "seen": ("seen_rows",), "adjustments": ("bias_rows", "penalty_rows")}
+"""The inputs whose first rows alone are sent, in the order of the leaves, and the inputs that say how many of them rows have."""
 
 LAYER_INPUTS = ("tokens", "page_table", "num_computed_tokens", "query_lens", "state_slots_in", "state_slots_out")
 """The inputs that a model's layers read. Of these, a decode step finds all but page_table and state_slots_out in the request slots."""
@@ -93,9 +102,12 @@ class StepInputs:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """B, Q and N (graphs/types.py), W state slots written per row, U random numbers per row, and C bitmasks of M words a token."""
+        """B, Q and N (graphs/types.py), W state slots written per row, U random numbers per row, C bitmasks of M words a token, and A
+        adjustments of V logits, with as many sets of tokens in S words."""
         B, Q, W, limits = self.bucket.batch, self.bucket.q_len, write_width(self.bucket), self.limits
         masks = {"C": min(limits.bitmasks, B), "M": limits.bitmask_words}
+        # No row has more than two.
+        masks |= {"A": min(limits.logit_adjustments, 2 * B), "V": limits.adjusted_tokens, "S": -(-limits.adjusted_tokens // WORD_BITS)}
         return {"B": B, "Q": Q, "N": limits.pages_per_request, "W": W, "U": 2 * W - 1, **masks}
 
     def shapes(self, names: Sequence[str] = ()) -> list[tuple[StepInput, tuple[int, ...]]]:
@@ -113,7 +125,9 @@ class StepInputs:
         return {field.name: torch.full(shape, field.padding, dtype=field.dtype) for field, shape in self.shapes(names)}
 
     def _has(self, field: StepInput) -> bool:
-        offered = {"": True, "drafts": self.limits.drafts > 0, "logprobs": self.logprobs, "bitmasks": self.limits.bitmasks > 0}
+        limits = self.limits
+        offered = {"": True, "drafts": limits.drafts > 0, "logprobs": self.logprobs, "bitmasks": limits.bitmasks > 0}
+        offered |= {"adjustments": limits.logit_adjustments > 0}
         return field.kind in ("", self.bucket.kind) and offered[field.needs]
 
 

@@ -270,6 +270,8 @@ class Limits:
         drafts: k, tokens drafted for each request in a step; 0 drafts none.
         bitmasks: C, rows of a step whose output a bitmask may restrict; 0 restricts none.
         bitmask_words: words that cover the vocabulary, where there are bitmasks.
+        logit_adjustments: A, adjustments of logits that a step takes; 0 takes none. A row has up to two.
+        adjusted_tokens: V, where there are adjustments.
     """
 
     page_size: int
@@ -280,6 +282,8 @@ class Limits:
     drafts: int = 0
     bitmasks: int = 0
     bitmask_words: int = 0
+    logit_adjustments: int = 0
+    adjusted_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "num_slots", "max_model_len", "slots_per_request"):
@@ -293,12 +297,19 @@ class Limits:
         if self.bitmasks < 0 or (self.bitmasks > 0) != (self.bitmask_words > 0):
             sizes = f"{self.bitmasks} bitmasks of {self.bitmask_words} words"
             raise SpecError(f"{sizes}; legal is at least 1 of both, or 0 of both")
+        if self.logit_adjustments < 0 or (self.logit_adjustments > 0) != (self.adjusted_tokens > 0):
+            sizes = f"{self.logit_adjustments} adjustments of {self.adjusted_tokens} logits"
+            raise SpecError(f"{sizes}; legal is at least 1 of both, or 0 of both")
         if self.max_model_len % self.page_size:
             raise SpecError(f"max_model_len {self.max_model_len} is not a multiple of page_size {self.page_size}")
 
     def with_bitmasks(self, rows: int, vocab_size: int) -> Limits:
         """The same with bitmasks over a vocabulary for so many rows of a step; 0 is none."""
         return replace(self, bitmasks=rows, bitmask_words=-(-vocab_size // WORD_BITS) if rows else 0)
+
+    def with_adjustments(self, rows: int, vocab_size: int) -> Limits:
+        """The same with so many adjustments of the logits of a vocabulary in a step; 0 is none."""
+        return replace(self, logit_adjustments=rows, adjusted_tokens=vocab_size if rows else 0)
 
     @property
     def pages_per_request(self) -> int:

@@ -13,6 +13,7 @@ from ..graphs.spmd.region import all_gather, all_to_all, axis_index, shard_map
 from ..graphs.types import Tree
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+ADJUSTING = ("adjustments", "bias_rows", "penalty_rows", "seen", "seen_rows", "repetition_penalty")
 LOGPROBS = ("chosen_logprobs", "top_ids", "top_logprobs")
 
 
@@ -23,7 +24,7 @@ def sample_tokens(
 
     Args:
         logits: [B*W, V or more], split over the vocabulary where the layout splits it.
-        inputs: with the sampling parameters [B], and where there are bitmasks with these and `bitmask_rows` [B].
+        inputs: with the sampling parameters [B], and where there are bitmasks or adjustments of logits with these and whose they are.
         uniform: [B, W] random numbers.
         emit_logits: logits are among the results; without them no device ever holds those of the whole vocabulary for all rows.
         max_logprobs: n, for how many of the most likely tokens log probabilities are returned; with 0 none are.
@@ -52,7 +53,14 @@ def sample_tokens(
 
 
 def _masked(logits: torch.Tensor, inputs: Tree, rows: str | None) -> torch.Tensor:
-    """What tokens are sampled from: without those that a row's bitmask forbids, where the graph takes bitmasks."""
+    """What tokens are sampled from: adjusted, and without those that a row's bitmask forbids, where the graph takes these inputs.
+
+    Masks come last, which keeps what is masked at the lowest finite number.
+    """
+    if "adjustments" in inputs:
+        own = {name: constrain(inputs[name], rows) for name in ("bias_rows", "penalty_rows", "seen_rows", "repetition_penalty")}
+        shared = {name: inputs[name] for name in ("adjustments", "seen")}
+        logits = ops.adjust_logits(logits, *((own | shared)[name] for name in ADJUSTING))
     if "bitmask" not in inputs:
         return logits
     masked: torch.Tensor = ops.mask_logits(logits, inputs["bitmask"], constrain(inputs["bitmask_rows"], rows))

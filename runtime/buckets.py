@@ -12,8 +12,10 @@ import numpy.typing as npt
 import torch
 
 from ..graphs.errors import SpecError
-from ..graphs.step_inputs import StepInputs
+from ..graphs.step_inputs import OPTIONAL_ROWS, StepInputs
 from ..graphs.types import Bucket, Limits
+from . import adjustments
+from .adjustments import Adjustment
 from .constraint import Bitmask
 from .request import Sampling
 
@@ -36,6 +38,7 @@ class PrefillRow(NamedTuple):
         uniform: random number in [0, 1) of the sampled token; greedy sampling needs none.
         logprobs: whether the request asked for log probabilities.
         bitmask: [1, words] of the sampled token; None restricts nothing.
+        adjustment: of the logits of the sampled token; None changes nothing.
     """
 
     tokens: Sequence[int]
@@ -48,6 +51,7 @@ class PrefillRow(NamedTuple):
     uniform: float = 0.0
     logprobs: bool = False
     bitmask: Bitmask | None = None
+    adjustment: Adjustment | None = None
 
 
 class DecodeRow(NamedTuple):
@@ -64,6 +68,7 @@ class DecodeRow(NamedTuple):
             needs none.
         logprobs: whether the request asked for log probabilities.
         bitmask: [Q, words] of the sampled tokens; None restricts nothing.
+        adjustment: of the logits of the sampled tokens; None changes nothing.
     """
 
     request_slot: int
@@ -75,6 +80,7 @@ class DecodeRow(NamedTuple):
     uniforms: Sequence[float] = ()
     logprobs: bool = False
     bitmask: Bitmask | None = None
+    adjustment: Adjustment | None = None
 
 
 Row = PrefillRow | DecodeRow
@@ -196,6 +202,7 @@ def _fill_shared(arrays: Arrays, rows: Sequence[Row], limits: Limits) -> None:
     if "logprobs" in arrays:
         arrays["logprobs"][live] = [row.logprobs for row in rows]
     _fill_bitmasks(arrays, [(i, row.bitmask) for i, row in enumerate(rows) if row.bitmask is not None])
+    adjustments.fill(arrays, [(i, row.adjustment) for i, row in enumerate(rows) if row.adjustment is not None])
 
 
 def _fill_bitmasks(arrays: Arrays, masked: Sequence[tuple[int, Bitmask]]) -> None:
@@ -209,10 +216,9 @@ def _fill_bitmasks(arrays: Arrays, masked: Sequence[tuple[int, Bitmask]]) -> Non
 
 
 def without_unused(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-    """The inputs without the bitmasks that no row has, which are long and are not read."""
-    if "bitmask" not in arrays:
-        return dict(arrays)
-    return {**arrays, "bitmask": arrays["bitmask"][: arrays["bitmask_rows"].max()]}
+    """The inputs without the bitmasks and adjustments that no row has, which are long and are not read."""
+    used = {name: max(arrays[rows].max() for rows in whose) for name, whose in OPTIONAL_ROWS.items() if name in arrays}
+    return {**arrays, **{name: arrays[name][:count] for name, count in used.items()}}
 
 
 def with_all_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..graphs.errors import ArtifactError, LoweringError
-from ..graphs.step_inputs import MAX_RANKED
+from ..graphs.step_inputs import MAX_RANKED, OPTIONAL_ROWS
 from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import local_leaves, local_signature
@@ -194,4 +194,4 @@ def _open(device: Device, artifact: Artifact, entry: GraphEntry, rank: int, comm
 
 
 def _layout(leaves: Sequence[Leaf]) -> PackedLayout:
-    return PackedLayout.of({leaf.path: leaf.aval for leaf in leaves}, last="bitmask")
+    return PackedLayout.of({leaf.path: leaf.aval for leaf in leaves}, last=tuple(OPTIONAL_ROWS))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from ..graphs.errors import RequestError, SpecError
 from ..graphs.types import Bucket
 from . import delivery, step_outputs
+from .adjustments import Adjuster
 from .bitmasks import bitmasks
 from .constraint import ConstraintError
 from .delivery import Sink
@@ -97,6 +98,7 @@ class Engine:
         policy = Policy(limits, executor.buckets, prefill_burst, measured or itl_target_ms is not None, itl_target_ms)
         self._state = SchedulerState(policy, (GroupState(),) * executor.groups)
         self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs) for _ in range(executor.groups))
+        self._adjuster = Adjuster(executor.vocab_size)
         # Each with the missing bucket that it would have run in, if any, and when it was launched.
         self._in_flight: deque[tuple[ScheduledStep, Bucket | None, float, Pending]] = deque()
         self._last_result_ms = 0.0
@@ -340,7 +342,9 @@ class Engine:
             return
         self.journal.launched(step, masks)
         state = advance.launch(self._state, step, now_ms)
-        inputs = [manager.inputs(step.bucket, part, masks) for manager, part in zip(self._cache_managers, step.groups, strict=True)]
+        tables = self._adjuster.adjustments(step)
+        parts = zip(self._cache_managers, step.groups, strict=True)
+        inputs = [manager.inputs(step.bucket, part, masks, tables) for manager, part in parts]
         with self._wake:
             self._state = state
             self._metrics.preemptions += sum(len(part.preempted) for part in step.groups)
@@ -391,6 +395,7 @@ class Engine:
             # Only its own group's pools hold anything of it.
             for manager in self._cache_managers:
                 manager.release(request_id)
+            self._adjuster.forget(request_id)
         with self._wake:
             self._state = state
             count()

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..graphs.errors import RequestError
 from .constraint import Constraint
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""Smallest and largest legal values of sampling parameters."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +30,10 @@ class Sampling:
         top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
         min_p: drop tokens less likely than this fraction of the most likely one; 0 keeps all.
         seed: of the request's own random numbers; None draws one at submission.
+        presence_penalty: subtracted from the logits of tokens that are in the output, from -2 to 2.
+        frequency_penalty: subtracted as often as the output has the token, from -2 to 2.
+        repetition_penalty: of tokens in prompt or output positive logits are divided by it and others multiplied; 1 changes nothing.
+        logit_bias: (token id, from -100 to 100) pairs, added to the logits of the tokens.
         min_tokens: before this many tokens are generated, none that would end the output is sampled.
         allowed_token_ids: the only tokens that are sampled; None allows all.
         bad_words: sequences of tokens whose last one is not sampled where the output ends in those before it, as vLLM's `bad_words`
@@ -30,6 +45,10 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -37,9 +56,14 @@ class Sampling:
     def __post_init__(self) -> None:
         if type(self.top_k) is not int or not 0 <= self.top_k < 2**31:
             raise RequestError(f"top_k is {self.top_k!r}; legal is a whole number from 0 to {2**31 - 1}", param="top_k")
-        for name, value, high in (("temperature", self.temperature, 100.0), ("top_p", self.top_p, 1.0), ("min_p", self.min_p, 1.0)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= high:
-                raise RequestError(f"{name} is {value!r}; legal is a number from 0.0 to {high}", param=name)
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if not _within(value, low, high):
+                raise RequestError(f"{name} is {value!r}; legal is a number from {low} to {high}", param=name)
+        for token, bias in self.logit_bias:
+            if not _within(bias, -100.0, 100.0):
+                message = f"logit_bias of token {token} is {bias!r}; legal is a number from -100.0 to 100.0"
+                raise RequestError(message, param="logit_bias")
         if self.top_p == 0.0:
             raise RequestError("top_p is 0; legal is above 0 up to 1", param="top_p")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
@@ -50,6 +74,44 @@ class Sampling:
             raise RequestError("allowed_token_ids is empty; legal is at least one token id, or null", param="allowed_token_ids")
         if not all(self.bad_words):
             raise RequestError("bad_words holds a word of no tokens; legal are words of at least 1", param="bad_words")
+
+    @property
+    def penalises_output(self) -> bool:
+        """Whether tokens of the output are less likely, or more, for being there."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens of output or prompt are less likely, or more, for being there."""
+        return self.penalises_output or self.repetition_penalty != 1
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether a step needs adjustments of logits (runtime/adjustments.py)."""
+        return self.penalises or bool(self.logit_bias)
+
+
+def _within(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+class HostInputs(NamedTuple):
+    """How many of the inputs that a step has for a few of its rows one row needs, or all may have.
+
+    Attributes:
+        bitmasks: of what may be sampled.
+        adjustments: of logits, each with a number for every token.
+        seen: sets of tokens seen.
+    """
+
+    bitmasks: int = 0
+    adjustments: int = 0
+    seen: int = 0
+
+    def less(self, other: HostInputs) -> HostInputs | None:
+        """What is left of these without others; None where they are fewer."""
+        left = HostInputs(*(mine - its for mine, its in zip(self, other, strict=True)))
+        return left if min(left) >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -91,7 +153,14 @@ class Request:
 
     def follows_output(self, count: int) -> bool:
         """Whether what may follow an output of at least `count` tokens depends on these tokens or their number: they must be known."""
-        return self.constraint is not None or any(len(word) > 1 for word in self.sampling.bad_words) or self.cannot_end(count)
+        several = any(len(word) > 1 for word in self.sampling.bad_words)
+        return self.constraint is not None or several or self.sampling.penalises or self.cannot_end(count)
+
+    def host_inputs(self, count: int) -> HostInputs:
+        """What a step of it needs behind at least `count` tokens of output."""
+        sampling = self.sampling
+        tables = bool(sampling.logit_bias) + sampling.penalises_output
+        return HostInputs(int(self.restricted(count)), tables, int(sampling.repetition_penalty != 1))
 
     def cannot_end(self, count: int) -> bool:
         """Whether an output of at least `count` tokens may still be too short to be ended by a token."""

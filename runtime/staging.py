@@ -30,10 +30,10 @@ class PackedLayout:
     nbytes: int
 
     @staticmethod
-    def of(avals: Mapping[str, Aval], last: str = "") -> PackedLayout:
-        """Packs arrays in the order given, but for one that lies after the others."""
+    def of(avals: Mapping[str, Aval], last: Sequence[str] = ()) -> PackedLayout:
+        """Packs arrays in the order given, but for those of `last`, which lie after the others, in that order."""
         offsets, end = {}, 0
-        for name in sorted(avals, key=lambda name: name == last):
+        for name in sorted(avals, key=lambda name: last.index(name) if name in last else -1):
             offsets[name] = -(-end // ALIGNMENT) * ALIGNMENT
             end = offsets[name] + avals[name].nbytes
         return PackedLayout(avals, offsets, end)
@@ -69,7 +69,8 @@ class InputBuffer:
     def send(self, bucket: Bucket, inputs: Inputs) -> None:
         """Queues the copy of a step's inputs, arrays by name.
 
-        An array may have fewer rows than the graph's input: what the others hold is not read. Of the last one they are not copied.
+        An array may have fewer rows than the graph's input: what the others hold is not read. Behind the last row of all they are not
+        copied.
 
         Raises:
             LoweringError: the copy that reads this host memory is not over in time, or something before it failed.
@@ -80,7 +81,7 @@ class InputBuffer:
         layout, size = self._layouts[bucket], 0
         for name, array in self._host[bucket][turn].items():
             array[: len(inputs[name])].copy_(torch.from_numpy(inputs[name]))
-            size = max(size, layout.offsets[name] + inputs[name].nbytes)
+            size = max(size, layout.offsets[name] + inputs[name].nbytes if inputs[name].nbytes else 0)
         self._buffer[:size].copy_(self._pinned[turn][:size], non_blocking=True)
         self._copied[turn] = self._device.record()
 

@@ -15,6 +15,7 @@ MAX_PARAM_CHARS = 128
 MAX_SHOWN_CHARS = 200
 MAX_SHOWN_KEYS = 100
 LONG_NUMBER = 10**100
+MAX_ID_DIGITS = 10
 
 T = TypeVar("T")
 
@@ -113,6 +114,24 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
         raise FieldError(f"{name} is {show(value)}; legal is a list of at least one token id", param=name)
     return tuple(sorted(set(value)))
+
+
+def number(value: Any, name: str) -> float:
+    """A number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FieldError(f"{name} is {show(value)}; legal is a number", param=name)
+    return value
+
+
+def logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
+    """An object of token ids, which JSON has as strings, and what is added to their logits; by token id."""
+    if not isinstance(value, dict) or not all(isinstance(token, int) or (token.isascii() and token.isdecimal()) for token in value):
+        raise FieldError(f"{name} is {show(value)}; legal is an object with token ids as names", param=name)
+    # A number of thousands of digits would take long to read.
+    long = next((token for token in value if len(str(token)) > MAX_ID_DIGITS), None)
+    if long is not None:
+        raise FieldError(f"{name} has the token id {show(long)}; legal are at most {MAX_ID_DIGITS} digits", param=name)
+    return tuple(sorted((int(token), number(bias, name)) for token, bias in value.items()))
 
 
 def show(value: Any) -> str:

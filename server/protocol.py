@@ -11,9 +11,9 @@ sampling is greedy; the response object has the values that were used. A field t
 A message list goes through the model's chat template, with `instructions` as the system's message before it; a text does not: it is
 continued as it is. Fields that change nothing are accepted at the values that change nothing (`neutral`).
 
-Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `min_tokens`,
-`allowed_token_ids`, `bad_words`, `n` (completions, each an output item; see `service`), `speculative_tokens` (draft tokens to verify
-per step; 0 is off), `priority` and `timeout_ms`.
+Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `presence_penalty`,
+`frequency_penalty`, `repetition_penalty`, `logit_bias`, `min_tokens`, `allowed_token_ids`, `bad_words`, `n` (completions, each an output
+item; see `service`), `speculative_tokens` (draft tokens to verify per step; 0 is off), `priority` and `timeout_ms`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import msgspec
 
 from ..graphs.errors import ProtocolError, RequestError
 from ..runtime.request import Sampling
-from .fields import FieldError, boolean, choices, integer, optional, refuse_unknown, show, string, strings, token_ids
+from .fields import FieldError, boolean, choices, integer, logit_bias, number, optional, refuse_unknown, show, string, strings, token_ids
 from .limits import MAX_PRIORITY
 from .neutral import IGNORED, NEUTRAL, without_neutral
 from .structured_output import OutputFormat, of_extension, of_responses
@@ -315,6 +315,10 @@ _CREATE_FIELDS = (
     "seed",
     "stop",
     "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
     "min_tokens",
     "allowed_token_ids",
     "bad_words",
@@ -402,6 +406,9 @@ def _sampling(body: Mapping[str, Any]) -> Sampling:
     fields = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed") if name in body}
     for name, most in (("top_k", 2**31 - 1), ("seed", MAX_SEED)):
         optional(fields, name, integer(0, most))
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        fields |= {name: number(body[name], name)} if name in body else {}
+    fields["logit_bias"] = optional(body, "logit_bias", logit_bias) or ()
     fields["min_tokens"] = optional(body, "min_tokens", integer(0)) or 0
     fields["allowed_token_ids"] = optional(body, "allowed_token_ids", token_ids)
     try:

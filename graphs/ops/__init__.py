@@ -2,6 +2,7 @@
 
 from .accept import accept
 from .add_rms_norm import add_rms_norm
+from .adjust_logits import adjust_logits
 from .attention_heads import attention_heads
 from .cache_write import cache_write
 from .causal_conv import causal_conv
@@ -49,6 +50,7 @@ from .weight_quant_linear import weight_quant_linear
 __all__ = [
     "accept",
     "add_rms_norm",
+    "adjust_logits",
     "attention_heads",
     "cache_write",
     "causal_conv",

@@ -43,10 +43,14 @@ mask_logits.lowering("inductor")(mask_logits_reference)
 @mask_logits.lowering("npu")
 def _npu(args: MaskLogits) -> Tensor:
     """By powers of two: torchair converts no shift. The highest bit is the sign of a word. The powers read constants alone."""
-    words = _words(args)
-    places = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
+    return _masked(args, (_words(args)[..., None] & bit_powers(args.logits.device)) != 0)
+
+
+def bit_powers(device: torch.device) -> Tensor:
+    """The word that has each bit alone: [32] int32."""
+    places = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
     powers = torch.where(places < WORD_BITS - 1, torch.pow(2, places.clamp(max=WORD_BITS - 2)), -(2 ** (WORD_BITS - 1)))
-    return _masked(args, (words[..., None] & powers.to(torch.int32)) != 0)
+    return powers.to(torch.int32)
 
 
 def _words(args: MaskLogits) -> Tensor:

@@ -19,7 +19,7 @@ OUTPUTS = ("tokens", "counts")
 """Outputs that the engine reads of every step, if its bucket has them."""
 
 DRAFT_OUTPUTS = ("drafts",)
-"""Outputs that it also reads when a row is constrained."""
+"""Outputs that it also reads when what a row may sample next depends on them."""
 
 LOGPROB_OUTPUTS = ("chosen_logprobs", "top_ids", "top_logprobs")
 """Outputs that it also reads when a row asks for log probabilities."""
@@ -27,9 +27,9 @@ LOGPROB_OUTPUTS = ("chosen_logprobs", "top_ids", "top_logprobs")
 
 def select_outputs(names: Sequence[str], inputs: Inputs, outputs: Outputs) -> Outputs:
     """The outputs of one dp group that rank 0 reads: those of these names, log probabilities if a row asks for them, and drafts if a
-    row is constrained."""
-    asked = (("logprobs", LOGPROB_OUTPUTS), ("bitmask_rows", DRAFT_OUTPUTS))
-    more = (name for flag, others in asked if flag in inputs and inputs[flag].any() for name in others)
+    row has a bitmask or a penalty."""
+    asked = (("logprobs", LOGPROB_OUTPUTS), *((name, DRAFT_OUTPUTS) for name in ("bitmask_rows", "penalty_rows", "seen_rows")))
+    more = dict.fromkeys(name for flag, others in asked if flag in inputs and inputs[flag].any() for name in others)
     return {name: outputs[name] for name in (*names, *more) if name in outputs}
 
 

@@ -44,16 +44,28 @@ def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, 
 def _check_restrictions(request: Request, limits: Limits, vocab_size: int) -> None:
     sampling = request.sampling
     _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], vocab_size)
     _check_ids("bad_words", [token for word in sampling.bad_words for token in word], vocab_size)
     if sampling.min_tokens > request.max_tokens:
         message = f"min_tokens is {sampling.min_tokens} and max_tokens is {request.max_tokens}; legal is min_tokens up to that"
         raise RequestError(message, param="min_tokens")
+    _check_adjustments(sampling, limits)
     if limits.bitmasks or not request.restricted(0):
         return
     asked = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words, "min_tokens": sampling.min_tokens}
     param = "constraint" if request.constraint is not None else next(name for name, value in asked.items() if value)
     what = "the request constrains its output" if param == "constraint" else f"the request has {param}"
     raise RequestError(f"{what}, and these graphs take no bitmasks; legal is a build with --structured-outputs", param=param)
+
+
+def _check_adjustments(sampling: Sampling, limits: Limits) -> None:
+    neutral = Sampling()
+    fields = ("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    changed = [name for name in fields if getattr(sampling, name) != getattr(neutral, name)]
+    tables = bool(sampling.logit_bias) + sampling.penalises_output
+    if changed and limits.logit_adjustments < max(1, tables):
+        what = f"{' and '.join(changed)} take {max(1, tables)} adjustments of logits, and these graphs take {limits.logit_adjustments}"
+        raise RequestError(f"{what}; legal is a build with --logit-adjustments {max(1, tables)} or more", param=changed[0])
 
 
 def _check_ranked(sampling: Sampling, vocab_size: int, most: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ...graphs.types import Bucket, Limits
+from ..adjustments import Adjustment
 from ..buckets import Arrays, DecodeRow, PrefillRow, Row, pack
 from ..constraint import Bitmask
 from ..rng import random_number
@@ -30,11 +31,18 @@ class KVCacheManager:
         self.request_slots = RequestSlotPool(limits.num_request_slots)
         self._max_logprobs = max_logprobs
 
-    def inputs(self, bucket: Bucket, step: GroupStep, bitmasks: Mapping[str, Bitmask] | None = None) -> Arrays:
+    def inputs(
+        self,
+        bucket: Bucket,
+        step: GroupStep,
+        bitmasks: Mapping[str, Bitmask] | None = None,
+        adjustments: Mapping[str, Adjustment] | None = None,
+    ) -> Arrays:
         """Applies the group's preemptions, admissions and page growth, and returns the packed inputs of its rows.
 
         Args:
-            bitmasks: of constrained requests, by id.
+            bitmasks: of restricted requests, by id.
+            adjustments: of logits, by request id.
 
         Raises:
             OwnershipError: when the pools cannot give what was scheduled.
@@ -45,8 +53,11 @@ class KVCacheManager:
             self.state_slots.allocate_group(request_id)
             self.request_slots.allocate_group(request_id)
         make: Callable[[ScheduledRequest], Row] = self._decode_row if bucket.kind == "decode" else self._prefill_row
-        masks = bitmasks or {}
-        rows = [make(row)._replace(bitmask=masks[row.request.id]) if row.request.id in masks else make(row) for row in step.rows]
+        masks, changes = bitmasks or {}, adjustments or {}
+        rows = [make(row) for row in step.rows]
+        if masks or changes:
+            ids = [row.request.id for row in step.rows]
+            rows = [row._replace(bitmask=masks.get(id), adjustment=changes.get(id)) for row, id in zip(rows, ids, strict=True)]
         return pack(bucket, rows, self.limits, max_logprobs=self._max_logprobs)
 
     def release(self, request_id: str) -> None:

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..replacing import replacer
-from ..request import ExecutionRecord, FinishEvent, Request
+from ..request import ExecutionRecord, FinishEvent, HostInputs, Request
 from .token_log import TokenLog
 
 AGED = -(2**31)
@@ -83,6 +83,11 @@ class RequestState(NamedTuple):
     def restricted(self) -> bool:
         """Whether its next step needs a bitmask (`Request.restricted`)."""
         return self.request.restricted(self.min_num_tokens - len(self.request.prompt))
+
+    @property
+    def host_inputs(self) -> HostInputs:
+        """What its next step needs of the inputs that are for a few rows (`Request.host_inputs`)."""
+        return self.request.host_inputs(self.min_num_tokens - len(self.request.prompt))
 
     @property
     def follows_output(self) -> bool:

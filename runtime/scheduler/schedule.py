@@ -24,8 +24,8 @@ Policy:
     A group whose only requests to decode are less urgent than a prompt in progress, and lack pages, decodes nothing: that goes first.
 
 A request whose next token depends on what its output is (`Request.follows_output`) decodes only from tokens that are known, so it sits out
-the step that is launched while its last one is in flight. A step has no more rows that may not sample every token (`Request.restricted`)
-than bitmasks, and the others wait for the next.
+the step that is launched while its last one is in flight. A step has no more rows that need bitmasks or adjustments of their logits
+(`Request.host_inputs`) than it takes of these, and the others wait for the next.
 
 A step may be scheduled while the one before it is in flight. A prefill step has a known outcome, so the next one continues where it
 ends. How many tokens a decode step produces (1 to Q) is known only on the device; the next step starts from the position that the
@@ -52,7 +52,7 @@ from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
 from ..buckets import choose, choose_prefill, of_kind
-from ..request import Request
+from ..request import HostInputs, Request
 from .policy import Policy
 from .request_state import RequestState
 from .step_times import UNMEASURED, StepTimes, padded_cost
@@ -286,9 +286,9 @@ def _prompts(policy: Policy, group: GroupState) -> list[_Prompt]:
             break
         prompts.append(_Prompt(request, own))
         running, pages, slots = running + 1, pages - own, slots - limits.slots_per_request
-    # Where a restricted prompt finds no bitmask left, it and all behind it wait.
-    restricted = itertools.accumulate(prompt.request.restricted for prompt in prompts)
-    return [prompt for prompt, count in zip(prompts, restricted, strict=True) if count <= limits.bitmasks]
+    # Where a prompt finds no bitmask or adjustment left, it and all behind it wait.
+    fitting = itertools.takewhile(lambda fits: fits, _fits([prompt.request for prompt in prompts], limits))
+    return prompts[: sum(fitting)]
 
 
 def _first_waiting(policy: Policy, group: GroupState, most: int) -> Iterable[RequestState]:
@@ -307,7 +307,8 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
     running, free = list(group.running), group.free_pages(policy.limits)
     preempted: list[str] = []
     while requests:
-        requests = _few_restricted(sorted(requests, key=lambda r: r.last_scheduled), policy.limits.bitmasks)
+        requests = sorted(requests, key=lambda r: r.last_scheduled)
+        requests = [request for request, fits in zip(requests, _fits(requests, policy.limits), strict=True) if fits]
         bucket = choose(policy.buckets, len(requests))
         rows = tuple(_decode_row(policy, request) for request in requests[: bucket.batch])
         if sum(row.num_pages - row.state.num_pages for row in rows) <= free:
@@ -321,11 +322,14 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
     return None
 
 
-def _few_restricted(requests: Sequence[RequestState], most: int) -> list[RequestState]:
-    """The requests, with no more restricted ones than a step has bitmasks."""
-    restricted = [request.restricted for request in requests]
-    counts = itertools.accumulate(restricted)
-    return [r for r, needs_one, count in zip(requests, restricted, counts, strict=True) if not needs_one or count <= most]
+def _fits(requests: Iterable[RequestState], limits: Limits) -> list[bool]:
+    """Whether a step has the bitmasks and adjustments of each request beside those of the ones before it that it has them of."""
+    left, found = HostInputs(limits.bitmasks, limits.logit_adjustments, limits.logit_adjustments), []
+    for request in requests:
+        remaining = left.less(request.host_inputs)
+        left = left if remaining is None else remaining
+        found.append(remaining is not None)
+    return found
 
 
 def _decode_row(policy: Policy, request: RequestState) -> ScheduledRequest:

@@ -12,17 +12,21 @@ from starlette.requests import Request as HttpRequest
 from ...graphs.errors import RequestError
 from ...runtime.request import Request, Sampling
 from ..door import CLIENT
+from ..fields import logit_bias
 from ..generation import Generation, GenerationOptions, Output
 from ..lifecycle import Lifecycle
 from ..protocol import INLINE_PROMPT_CHARS
 from ..service import Service
 from ..structured_output import OutputFormat, of_chat, of_extension
-from .bodies import MAX_BODY_BYTES
+from .bodies import MAX_BODY_BYTES, Body
 from .live import MAX_WAITING, Core, Live, Out
 from .request_models import SamplingFields
 
 DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 1.0
 """OpenAI's, where the checkpoint has none of its own."""
+
+ADJUSTMENTS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+"""Fields that adjust logits."""
 
 T = TypeVar("T")
 
@@ -105,7 +109,13 @@ def sampling_of(body: SamplingFields, service: Service) -> Sampling:
     chosen |= {name: value for name in ("temperature", "top_p", "top_k", "min_p", "seed") if (value := getattr(body, name)) is not None}
     if chosen.get("top_k") == -1:  # vLLM's and SGLang's "all"
         chosen["top_k"] = 0
-    return Sampling(**chosen, min_tokens=body.min_tokens, allowed_token_ids=id_set(body.allowed_token_ids))
+    return Sampling(**chosen, **adjustments_of(body), min_tokens=body.min_tokens, allowed_token_ids=id_set(body.allowed_token_ids))
+
+
+def adjustments_of(body: Body) -> dict[str, Any]:
+    """The fields of `Sampling` that adjust logits."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in ADJUSTMENTS}
+    return fields | {"logit_bias": logit_bias(fields["logit_bias"], "logit_bias")}
 
 
 def id_set(token_ids: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -21,11 +21,11 @@ from ..protocol import MAX_COMPLETIONS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..service import Service
 from ..structured_output import OutputFormat
 from ..tokenizer import TextTokenizer
-from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, client_of, new_id, off_loop, takes_long
+from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, adjustments_of, client_of, new_id, off_loop, takes_long
 from .bodies import Body, FailFast, Ignored, Neutral, validate
 from .choices import check_in_time, pieces
 from .errors import EngineFailure
-from .request_models import GRAPH_INPUT, MAX_STOP_TOKENS, Priority, Prompt, StopString, TokenId, prompts
+from .request_models import MAX_STOP_TOKENS, Priority, Prompt, StopString, TokenId, prompts
 from .sse import DONE, EventStream, failure_frames, frame, whole
 
 DEFAULT_NEW_TOKENS = 128
@@ -49,10 +49,10 @@ class SamplingParams(Body):
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     skip_special_tokens: bool = True
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
-    presence_penalty: Annotated[Any, Neutral((0,), GRAPH_INPUT)] = None
-    frequency_penalty: Annotated[Any, Neutral((0,), GRAPH_INPUT)] = None
-    repetition_penalty: Annotated[Any, Neutral((1,), GRAPH_INPUT)] = None
-    logit_bias: Annotated[Any, Neutral(({},), GRAPH_INPUT)] = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -147,7 +147,7 @@ def _options(params: SamplingParams, service: Service, body: GenerateRequest) ->
     return GenerationOptions(
         max_tokens=params.max_new_tokens,
         max_tokens_field="max_new_tokens",
-        sampling=Sampling(**chosen, seed=params.sampling_seed, min_tokens=params.min_new_tokens),
+        sampling=Sampling(**chosen, **adjustments_of(params), seed=params.sampling_seed, min_tokens=params.min_new_tokens),
         stop=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,

@@ -12,13 +12,11 @@ from .bodies import Body, FailFast, Ignored, Neutral
 
 MAX_PROMPTS = 1024
 MAX_STOP_TOKENS = 256
-GRAPH_INPUT = "sampling graphs have no input for it yet"
 FOR_THE_PROVIDER = "concerns the provider's bookkeeping"
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-Penalty = Annotated[Any, Neutral((0,), GRAPH_INPUT)]
 
 
 class StreamOptions(Body):
@@ -41,6 +39,10 @@ class SamplingFields(Body):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), FailFast()] = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FailFast()] = Field(default_factory=list)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1), FailFast()] | None = None
@@ -57,11 +59,7 @@ class SamplingFields(Body):
     user: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     metadata: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     store: Annotated[Any, Neutral((False,), "completions are not kept")] = None
-    presence_penalty: Penalty = None
-    frequency_penalty: Penalty = None
-    repetition_penalty: Annotated[Any, Neutral((1,), GRAPH_INPUT)] = None
     length_penalty: Annotated[Any, Neutral((1,), "there is no beam search")] = None
-    logit_bias: Annotated[Any, Neutral(({},), GRAPH_INPUT)] = None
     prompt_logprobs: Annotated[Any, Neutral((), "prefill graphs return no log probabilities of the prompt")] = None
     use_beam_search: Annotated[Any, Neutral((False,), "there is no beam search")] = None
     include_stop_str_in_output: Annotated[Any, Neutral((False,), "stop strings are cut off")] = None

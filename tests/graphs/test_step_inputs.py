@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from npucompile.graphs.step_inputs import LAYER_INPUTS, StepInputs, write_width
+from npucompile.graphs.step_inputs import LAYER_INPUTS, OPTIONAL_ROWS, StepInputs, write_width
 from npucompile.graphs.types import Bucket, Limits
 
 LIMITS = Limits(page_size=4, num_pages=9, num_slots=5, max_model_len=24)
@@ -84,6 +84,20 @@ def test_bitmasks_come_last_and_are_no_more_than_rows(bucket, rows):
     assert list(avals) == [*StepInputs(bucket, limits).avals(), "bitmask_rows", "bitmask"]
     assert avals["bitmask_rows"].shape == (bucket.batch,)
     assert avals["bitmask"].shape == (rows, write_width(bucket), 7)
+
+
+@pytest.mark.parametrize(("bucket", "rows"), [(Bucket("prefill", 1, 16), 2), (Bucket("decode", 8, 4), 5)])
+def test_adjustments_come_after_bitmasks_and_are_no_more_than_rows_have(bucket, rows):
+    limits = replace(LIMITS, slots_per_request=4, drafts=3, bitmasks=3, bitmask_words=7)
+    avals = StepInputs(bucket, limits.with_adjustments(5, 200)).avals()
+    own = ["bias_rows", "penalty_rows", "seen_rows", "repetition_penalty"]
+    *others, bitmask = StepInputs(bucket, limits).avals()
+    assert list(avals) == [*others, *own, bitmask, "seen", "adjustments"]
+    assert {name: avals[name].shape for name in ("seen", "adjustments")} == {
+        "seen": (rows, write_width(bucket), 7),
+        "adjustments": (rows, write_width(bucket), 200),
+    }
+    assert list(avals)[-3:] == list(OPTIONAL_ROWS)
 
 
 def test_inputs_are_given_by_name_too():

@@ -17,7 +17,7 @@ from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 from npucompile.lowering.ascend import lowered
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.models import request_slots
-from npucompile.models.sampling import best, sample_tokens
+from npucompile.models.sampling import ADJUSTING, best, sample_tokens
 
 KNOBS = {
     "temperature": {"temperature": 0.8},
@@ -318,6 +318,14 @@ ROWS = Rules.of({"vocab": "tp", "sampled_rows": "tp"})
 F32, I32 = torch.float32, torch.int32
 
 
+def adjustments(draw, width, vocab):
+    """Adjustments of four rows, of which the second has none."""
+    words = torch.randint(-(2**31), 2**31, (3, width, -(-vocab // 32)), generator=draw).to(I32)
+    rows = [torch.tensor(numbers, dtype=I32) for numbers in ([1, 0, 0, 2], [3, 0, 1, 0], [0, 0, 2, 1])]
+    tables, factors = torch.randn(3, width, vocab, generator=draw), torch.tensor([1.0, 1.0, 1.3, 0.7])
+    return dict(zip(ADJUSTING, (tables, rows[0], rows[1], words, rows[2], factors), strict=True))
+
+
 def on_all_devices(fn, avals, values, mesh, lower=lambda partitioned: partitioned.graph):
     """Results of `fn` of named values on every device of a mesh."""
     program = Program("toy", Bucket("decode", 4, 1), lambda p, s, i: (fn(p | i), s), {"logits": avals.pop("logits")}, {}, avals)
@@ -348,7 +356,7 @@ def test_every_device_gets_the_same(mesh, emit):
     values = {"logits": torch.randn(8, 12, generator=draw) * 2, "uniform": torch.rand(4, 2, generator=draw)}
     values |= {"temperature": torch.tensor([0.0, 1.0, 0.5, 2.0]), "top_k": torch.tensor([0, 0, 3, 5], dtype=I32)}
     values |= {"top_p": torch.tensor([1.0, 0.9, 1.0, 0.8]), "min_p": torch.tensor([0.0, 0.0, 0.1, 0.2])}
-    values |= {"logprobs": torch.tensor([1, 0, 1, 1], dtype=I32)}
+    values |= {"logprobs": torch.tensor([1, 0, 1, 1], dtype=I32)} | adjustments(draw, 2, 12)
 
     def run(x):
         return sample_tokens(x["logits"], x, x["uniform"], emit_logits=emit, max_logprobs=3)
@@ -356,7 +364,7 @@ def test_every_device_gets_the_same(mesh, emit):
     avals = {name: Aval(tuple(value.shape), value.dtype) for name, value in values.items()}
     avals["logits"] = Aval((8, 12), F32, (None, "vocab"))
     expected = run(values)
-    logits = values["logits"].view(4, 2, 12)
+    logits = ops.adjust_logits(values["logits"].view(4, 2, 12), *(values[name] for name in ADJUSTING))
     assert torch.equal(expected["tokens"], ops.sample(logits, *(values[n] for n in ("temperature", "top_k", "top_p", "min_p", "uniform"))))
     for results in on_all_devices(run, avals, values, mesh):
         for name, tensor in zip(expected, results, strict=True):
@@ -376,8 +384,12 @@ def test_npus_sample_what_the_definition_says_of_a_split_vocabulary(mesh):
     values |= {"top_k": torch.tensor([0, 0, 3, 500, MAX_RANKED, 20, MAX_RANKED, 1], dtype=I32)}
     values |= {"top_p": torch.tensor([1.0, 1.0, 1.0, 0.8, 1.0, 0.9, 0.99, 0.5])}
     values |= {"min_p": torch.tensor([0.0, 0.02, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0])}
+    values |= {
+        name: value if name in ("adjustments", "seen") else value.repeat(2) for name, value in adjustments(draw, width, vocab).items()
+    }
+    adjusted = ops.adjust_logits(values["logits"].float().view(rows, width, vocab), *(values[name] for name in ADJUSTING))
     expected = ops.sample(
-        values["logits"].float().view(rows, width, vocab),
+        adjusted,
         *(values[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform")),
     )
     avals = {name: Aval(tuple(value.shape), value.dtype) for name, value in values.items()}

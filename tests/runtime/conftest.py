@@ -22,11 +22,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def executors(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[CpuExecutor]:
-    """One of graphs that draft, one of graphs that do not, and one of graphs without bitmasks."""
+    """One of graphs that draft, one of graphs that do not, and one of graphs without bitmasks and adjustments."""
     home, opened = tmp_path_factory.mktemp("built"), []
-    for name, drafts, bitmasks in (("drafts", 3, BITMASKS), ("plain", 0, BITMASKS), ("free", 0, 0)):
+    for name, drafts, most in (("drafts", 3, BITMASKS), ("plain", 0, BITMASKS), ("free", 0, 0)):
         sizes = {"buckets": (1, 4), "prefill": (32, PrefillSize(32, 4)), "max_model_len": 128}
-        inputs = {"num_speculative_tokens": drafts, "structured_outputs": bitmasks}
+        inputs = {"num_speculative_tokens": drafts, "structured_outputs": most, "logit_adjustments": most}
         tiny.built(tiny.planned(model, **sizes, **inputs), home / name, fresh=True)
         opened.append(CpuExecutor(Artifact.open(home / name)))
     return opened

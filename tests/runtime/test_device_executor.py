@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -254,3 +255,24 @@ def test_what_is_no_number_fails_its_request_alone(artifact):
         first, failed, last = run(executor, requests)
     assert [first.tokens, last.tokens] == want
     assert (failed.tokens, failed.end.reason, failed.end.message) == ([], "error", NOT_FINITE)
+
+
+def test_logits_are_adjusted_on_the_device(executor):
+    """A bias that outweighs all others is the output, beside free requests; drafts change nothing under penalties."""
+    free = [Request(str(i), tuple(prompt), 12) for i, prompt in enumerate(PROMPTS)]
+    sampling = {
+        "bias": Sampling(logit_bias=((7, 100.0),)),
+        "penalties": Sampling(frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.3),
+        "both": Sampling(logit_bias=((7, 2.0), (9, 2.0)), presence_penalty=2.0),
+    }
+    alone = [outcome.tokens for outcome in run(executor, free)]
+    outputs = []
+    for drafts in (None, 0):
+        asked = [replace(request, id=name, sampling=chosen, speculative_tokens=drafts)
+                 for request, (name, chosen) in zip(free, sampling.items(), strict=True)]  # fmt: skip
+        outcomes = run(executor, [*asked, *free])
+        assert [outcome.tokens for outcome in outcomes[3:]] == alone
+        outputs.append([outcome.tokens for outcome in outcomes[:3]])
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] == [7] * 12
+    assert all(tokens != free for tokens, free in zip(outputs[0], alone, strict=True))

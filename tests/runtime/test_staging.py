@@ -79,15 +79,20 @@ def test_inputs_of_all_buckets_arrive_in_one_buffer():
 def test_rows_that_a_step_leaves_out_at_the_end_are_not_copied():
     """Of the array that lies last, whatever its place among the graph's inputs."""
     queue = Queue()
-    avals = {"masks": Aval((4, 8), torch.int32), "tokens": Aval((2,), torch.int32)}
-    layout = PackedLayout.of(avals, last="masks")
+    avals = {"tables": Aval((3, 4), torch.float32), "masks": Aval((4, 8), torch.int32), "tokens": Aval((2,), torch.int32)}
+    layout = PackedLayout.of(avals, last=("masks", "tables"))
     inputs = InputBuffer(queue, {SMALL: layout}, ahead=0)
     assert list(inputs.arrays[SMALL]) == list(avals)
-    assert layout.offsets["masks"] > layout.offsets["tokens"]
-    for rows, value in ((4, 1), (1, 2), (0, 3)):
-        inputs.send(SMALL, {"masks": np.full((rows, 8), value, np.int32), "tokens": np.full((2,), value, np.int32)})
-    assert inputs.arrays[SMALL]["tokens"].tolist() == [3, 3]
-    assert inputs.arrays[SMALL]["masks"].tolist() == [[2] * 8, *[[1] * 8] * 3]
+    assert layout.offsets["tables"] > layout.offsets["masks"] > layout.offsets["tokens"]
+    for rows, tables, value in ((4, 0, 1), (1, 0, 2), (0, 0, 3), (0, 2, 4), (0, 0, 5)):
+        masks, table = np.full((rows, 8), value, np.int32), np.full((tables, 4), value, np.float32)
+        inputs.send(SMALL, {"masks": masks, "tables": table, "tokens": np.full((2,), value, np.int32)})
+        if not tables:
+            # What lies behind stays as it is, and what lies before the last one goes with it.
+            copied = inputs.arrays[SMALL]["masks"].tolist()
+    assert inputs.arrays[SMALL]["tokens"].tolist() == [5, 5]
+    assert copied == [[2] * 8, *[[1] * 8] * 3]
+    assert inputs.arrays[SMALL]["tables"].tolist() == [[4.0] * 4] * 2 + [[0.0] * 4]
 
 
 def test_host_memory_is_filled_again_only_after_the_copy_that_read_it():

@@ -12,6 +12,8 @@ from npucompile.server.fields import (
     boolean,
     choices,
     integer,
+    logit_bias,
+    number,
     optional,
     refuse_unknown,
     show,
@@ -30,6 +32,8 @@ READERS = {
     "strings": strings(2, 3),
     "a string or several": strings(2, 3, alone=True),
     "token ids": token_ids,
+    "number": number,
+    "logit bias": logit_bias,
 }
 
 
@@ -43,6 +47,7 @@ READERS = {
         ("integer 0 to 20", 0),
         ("integer 0 to 20", 20),
         ("boolean", False),
+        ("number", -1.5),
     ],
 )
 def test_legal_values_pass_unchanged(reader, value):
@@ -57,6 +62,8 @@ def test_legal_values_pass_unchanged(reader, value):
         ("strings", [], ()),
         ("a string or several", "abc", ("abc",)),
         ("token ids", [3, 1, 3], (1, 3)),
+        ("logit bias", {"30": 1, "7": -2.5}, ((7, -2.5), (30, 1))),
+        ("logit bias", {}, ()),
     ],
 )
 def test_lists_become_tuples(reader, value, expected):
@@ -71,6 +78,12 @@ def test_lists_become_tuples(reader, value, expected):
 def test_lists_of_other_things_are_refused(reader, value):
     with pytest.raises(FieldError, match="legal is a list of"):
         READERS[reader](value, "x")
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, {"-1": 1}, {"1": "2"}, {"1": True}, {"1" * 11: 1}, {"²": 1}, [1]])
+def test_a_bias_that_is_none_is_refused(value):
+    with pytest.raises(FieldError, match="legal"):
+        READERS["logit bias"](value, "logit_bias")
 
 
 def test_choices_become_a_set():

@@ -148,7 +148,7 @@ def stage_once(new_plan: Plan, bucket: Bucket) -> stages.Staged:
 def planned_device(model: Path, **options: Any) -> Plan:
     """A plan for four NPUs with small sizes; `options` are fields of Options."""
     place = {"target": "ascend-a3", "mesh": "dp=2,tp=2", "num_speculative_tokens": 1}
-    sizes = {"buckets": (2, 4), "prefill": (4,), "max_model_len": 256, "max_num_seqs": 4}
+    sizes = {"buckets": (2, 4), "prefill": (4,), "max_model_len": 256, "max_num_seqs": 4, "logit_adjustments": 2}
     return plan(Options(str(model), **prefill_sized({**place, **sizes, **options})))
 
 

@@ -54,7 +54,8 @@ class Options:
         quantization: scheme of the parameters (models/variant.py).
         num_speculative_tokens: k, drafts a decode step verifies.
         max_logprobs: most `logprobs` of a request.
-        structured_outputs: requests of a step, of one dp group, whose output may follow a grammar.
+        structured_outputs: requests of a step, of one dp group, whose output may be restricted.
+        logit_adjustments: biases and penalties of a step, of one dp group.
         weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
         draft_model: preset name or checkpoint directory of a draft head, which takes the place of the model's own.
         kv_cache_dtype: "auto", "bfloat16" or "int8" (tools/build/kv_cache_choice.py).
@@ -77,6 +78,7 @@ class Options:
     num_speculative_tokens: int | None = None
     max_logprobs: int | None = None
     structured_outputs: int | None = None
+    logit_adjustments: int | None = None
     weights: str | None = None
     draft_model: str | None = None
     family: str | None = None
@@ -151,7 +153,7 @@ class Plan:
         if self.platform.chip:
             options |= {"cann": self.platform.cann, "operator-packages": ",".join(self.platform.packages)}
         options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
-        options |= {"structured-outputs": self.limits.bitmasks}
+        options |= {"structured-outputs": self.limits.bitmasks, "logit-adjustments": self.limits.logit_adjustments}
         return (_model_name(self.source), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
 
     @property
@@ -206,7 +208,9 @@ def plan(options: Options) -> Plan:
     dtype, dtype_note = choose_dtype(options.dtype, target)
     batches, limits, published = decode_sizes(options, source, instance)
     structured = target.structured_outputs if options.structured_outputs is None else options.structured_outputs
-    limits = limits.with_bitmasks(structured, source.model.config.vocab_size)
+    adjustments = target.logit_adjustments if options.logit_adjustments is None else options.logit_adjustments
+    vocab_size = source.model.config.vocab_size
+    limits = limits.with_bitmasks(structured, vocab_size).with_adjustments(adjustments, vocab_size)
     prefill, dropped = prefill_buckets(options, instance, limits)
     weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
     platform = _platform(options, target)

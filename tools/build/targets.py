@@ -31,7 +31,8 @@ class Target:
         hbm_bytes: memory of one NPU; for "cpu" that of the machine, which all ranks share.
         usable_hbm_bytes: the part of it that the runtime does not reserve.
         page_size: P, tokens per KV page that the attention kernel wants.
-        max_model_len, prefill, max_logprobs, structured_outputs: defaults of a build. Chunks longer than the context are cut to it.
+        max_model_len, prefill, max_logprobs, structured_outputs, logit_adjustments: defaults of a build. Chunks longer than the context are
+            cut to it.
         chip: name of the NPU in CANN's operator definitions, "" for CPUs.
         cann: release of CANN that graphs are lowered for unless a build names another.
         local: whether it is the machine of this process. Its artifacts have weights, and an eager reference of every bucket, which runs
@@ -60,6 +61,7 @@ class Target:
     prefill: tuple[PrefillSize, ...]
     max_logprobs: int
     structured_outputs: int = 8
+    logit_adjustments: int = 8
     chip: str = ""
     cann: str = ""
     local: bool = False
@@ -136,6 +138,7 @@ _A3 = Target(
     prefill=(PrefillSize(2048),),
     # Graphs are static: with log probabilities, every step would compute them for every row.
     max_logprobs=0,
+    logit_adjustments=0,
     chip="ascend910_93",
     cann="9.1",
     hbm_bytes_per_s=_HBM_SPEED,

@@ -82,6 +82,11 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
     help="Requests of one step, of one dp group, whose output may follow a grammar; the others wait a step.  [default: 8]",
 )  # fmt: skip
 @click.option(
+    "--logit-adjustments", type=click.IntRange(0),
+    help="Biases and penalties of one step, of one dp group; a request may have one of each, and the others wait a step.  "
+    "[default: 8, for NPUs 0]",
+)  # fmt: skip
+@click.option(
     "--weights", type=click.Choice(choices.WEIGHTS),
     help="For NPUs: stored copies the weights into the artifact, bound reads the checkpoint when serving; auto copies up to 8 GiB.  "
     "[default: auto]",

@@ -167,7 +167,24 @@ def _inputs(
     for place, row in enumerate(rows[::2][: len(masks)]):
         inputs["bitmask_rows"][row.row] = place + 1
         masks[place] = torch.randint(-(2**31), 2**31, masks[place].shape, generator=generator, dtype=torch.int64).to(torch.int32)
+    adjust(inputs, [row.row for row in rows[1::2]], generator)
     return inputs
+
+
+def adjust(inputs: Mapping[str, torch.Tensor], rows: Sequence[int], generator: torch.Generator) -> None:
+    """Gives rows adjustments of their logits, from the last ones down: a bias and a penalty while there are two, else one of them."""
+    tables, seen = inputs["adjustments"], inputs["seen"]
+    left, sets = len(tables), len(seen)
+    for row in rows:
+        for name in ("bias_rows", "penalty_rows"):
+            if left:
+                inputs[name][row] = left
+                left -= 1
+                tables[left] = torch.randn(tables[left].shape, generator=generator)
+        if sets:
+            inputs["seen_rows"][row], inputs["repetition_penalty"][row] = sets, 1.3
+            sets -= 1
+            seen[sets] = torch.randint(-(2**31), 2**31, seen[sets].shape, generator=generator, dtype=torch.int64).to(torch.int32)
 
 
 def _random_pool(leaf: Leaf, filled: list[tuple[int, int]], slots: list[int], generator: torch.Generator) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import torch
 
+from ...graphs.step_inputs import OPTIONAL_ROWS
 from ...graphs.types import DTYPES, Bucket
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.executable import Executable, open_executable
@@ -105,15 +106,21 @@ class RowByRow:
         results = [torch.zeros(shape, dtype=dtype) for shape, dtype in self.outputs]
         inputs = dict(zip(self.inputs, operands[self.shared :], strict=True))
         for row in torch.nonzero(inputs["request_slots"]).flatten().tolist():
-            own = {name: operand[row : row + 1] for name, operand in inputs.items()} | _own_bitmask(inputs, row)
+            own = {name: operand[row : row + 1] for name, operand in inputs.items()} | _own_tables(inputs, row)
             for result, value in zip(results, self.single([*operands[: self.shared], *own.values()]), strict=True):
                 result[row] = value[0]
         return results
 
 
-def _own_bitmask(inputs: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
-    """The inputs by which one row has the bitmask that it has among the others: bitmasks are not in the order of rows."""
-    if "bitmask" not in inputs:
-        return {}
-    place = inputs["bitmask_rows"][row : row + 1]
-    return {"bitmask_rows": place.clamp(max=1), "bitmask": inputs["bitmask"].index_select(0, (place - 1).clamp(min=0))}
+def _own_tables(inputs: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    """The inputs by which one row has the bitmask and adjustments that it has among the others: these are not in the order of rows."""
+    own = {}
+    for name, whose in OPTIONAL_ROWS.items():
+        if name not in inputs:
+            continue
+        # As many as a bucket of one row takes (`StepInputs.sizes`).
+        count = min(len(inputs[name]), 1 if name == "bitmask" else 2)
+        places = torch.cat([inputs[rows][row : row + 1] for rows in whose])
+        own[name] = inputs[name].index_select(0, (places.expand(count) - 1).clamp(min=0)) if len(places) == 1 or count > 1 else inputs[name]
+        own |= {rows: (places[i : i + 1] > 0).to(torch.int32) * min(i + 1, count) for i, rows in enumerate(whose)}
+    return own

@@ -157,6 +157,7 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     # Some pages, slots and a request slot stay without an owner: they hold NaN, which must never be read.
     limits = Limits(page, 2 + requests * pages, 1 + (requests + 1) * slots, pages * page, slots, manifest.limits.drafts)
     limits = limits.with_bitmasks(manifest.limits.bitmasks, small.config.vocab_size)
+    limits = limits.with_adjustments(manifest.limits.logit_adjustments, small.config.vocab_size)
     models = small, with_variant(small, variant), with_variant(small, plain)
     max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
     return SmallModel(*models, mesh, cases, limits, requests, steps, max_logprobs, spreads(manifest))

@@ -10,7 +10,7 @@ import torch
 from ...graphs.step_inputs import StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
-from .compare import is_paged, is_request_slots, random_cache, tokens_second
+from .compare import adjust, is_paged, is_request_slots, random_cache, tokens_second
 from .reference_run import DRAFT_LOGITS, ReferenceRun
 from .small_model import PROMPT_EXCESS, BucketCase, SmallModel, model_params
 
@@ -109,7 +109,7 @@ def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], gene
     """Runs requests through the unsharded model: their prompts in chunks where it has prefill buckets, then decode steps.
 
     Groups have different requests, and different numbers of them; the last of several groups idles at times. One of each samples under
-    bitmasks, where the graphs take them. Live rows of a decode step
+    bitmasks and from adjusted logits, where the graphs take them. Live rows of a decode step
     lie at random places among padding. Before each decode step the drafts in the request slots are replaced by right ones and a wrong one,
     so that every count of accepted drafts occurs; some rows verify fewer drafts than they have. One request starts close to the end of
     its context, with a random state as after a prefill on another instance, and reaches the end.
@@ -266,6 +266,8 @@ class _Recorder:
                 inputs["logprobs"][row] = row % 2
             if request.sampling is SAMPLED and self.small.limits.bitmasks:
                 self._restrict(inputs, row)
+        if self.small.limits.logit_adjustments:
+            adjust(inputs, [row for row, request in live.items() if request.sampling is SAMPLED], self.generator)
         return inputs
 
     def _restrict(self, inputs: Inputs, row: int) -> None:

@@ -180,6 +180,13 @@ def masking(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
     return r.f32(B, Q, V), words, ints(*[2, 0, 1][:B])
 
 
+def adjusting(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
+    """Row 0 has the second adjustment first and the first last, row 1 none, row 2 another two and no tokens seen."""
+    seen = torch.randint(-(2**31), 2**31, (3, Q, -(-V // 32)), generator=r.generator, dtype=torch.int64).to(torch.int32)
+    rows = [ints(*numbers[:B]) for numbers in ([2, 0, 3], [1, 0, 2], [2, 0, 0])]
+    return r.f32(B, Q, V), r.f32(3, Q, V), *rows[:2], seen, rows[2], torch.tensor([1.7, 1.0, 1.0])[:B]
+
+
 def accepting(r: Draw, *query_lens: int) -> tuple[Any, ...]:
     """Rows of four candidates of three ids: some drafts are right by chance, and some of those are not valid."""
     B = len(query_lens)
@@ -202,6 +209,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(5, 7), r(5, 7), r(7), 1e-6, 1.0),
         "even": lambda r: (r(4, 7), r(4, 7), r(7), 1e-5, 0.0),
     },
+    "adjust_logits": {"odd": lambda r: adjusting(r, 3, 2, 45), "even": lambda r: adjusting(r, 2, 2, 64)},
     "attention_heads": {"odd": lambda r: heads(r, 5, 3, 3, 10, 6), "even": lambda r: heads(r, 4, 2, 2, 6, 6)},
     "slot_mapping": {"odd": lambda r: (ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)},
     "cache_write": {
@@ -326,7 +334,8 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 
 # Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
-    *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "mask_logits", "request_slot_write"),
+    *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
+    *("adjust_logits", "mask_logits"),
     *("fused_experts_w4a8", "grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_route_grouped", "moe_sort"),
     *("quant_linear", "quant_linear_w4a8", "sparse_index", "static_quant_linear", "weight_quant_linear"),
     *("quant_cache_write", "quant_paged_attention", "static_cache_write", "static_quant_paged_attention"),
@@ -769,9 +778,16 @@ def rows(r: Draw, name: str, label: str, operands: tuple[int, ...]) -> tuple[Any
     return clean, tuple(poison(a, -1) if i in operands else a for i, a in enumerate(clean)), lambda t: [x[:-1] for x in t]
 
 
+def unnamed_adjustments(r: Draw) -> tuple[Any, Any, Live]:
+    """The third adjustment is nobody's, and no row without one reads any."""
+    logits, adjustments, *others = clean = adjusting(r, 2, 2, 64)
+    return clean, (logits, poison(adjustments, 2), *others), lambda t: t
+
+
 POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "accept": [],
     "add_rms_norm": [lambda r: rows(r, "add_rms_norm", "odd", (0, 1))],
+    "adjust_logits": [lambda r: rows(r, "adjust_logits", "odd", (0,)), unnamed_adjustments],
     "attention_heads": [lambda r: rows(r, "attention_heads", "odd", (0,))],
     "slot_mapping": [],
     "cache_write": [poisoned_cache],

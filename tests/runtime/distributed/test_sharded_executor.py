@@ -145,6 +145,9 @@ def test_counts_are_selected_and_log_probabilities_where_a_row_asks(make_cluster
         assert select_outputs(("tokens", "counts"), arrays, outputs) == {"tokens": 1, "counts": 2}
     selected = select_outputs(("tokens", "counts"), somebody, outputs)
     assert set(selected) == {"tokens", "counts", "chosen_logprobs", "top_ids", "top_logprobs"}
+    # What the next token of a row may be depends on its drafts.
+    for name in ("bitmask_rows", "penalty_rows", "seen_rows"):
+        assert set(select_outputs(("tokens", "counts"), {name: np.array([0, 1])}, outputs)) == {"tokens", "counts", "drafts"}
     # Prefill has no counts.
     assert select_outputs(("tokens", "counts"), nobody, {"tokens": 1, "logits": 4}) == {"tokens": 1}
     # Rank 0's own outputs are selected in the same way.

@@ -29,7 +29,7 @@ def test_a_plan_of_a_checkpoint(tiny_checkpoint):
     assert plan.buckets == (
         Bucket("prefill", 1, 4), Bucket("prefill", 1, 16), Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4),
     )  # fmt: skip
-    assert plan.limits.with_bitmasks(0, 0) == Limits(
+    assert plan.limits.with_bitmasks(0, 0).with_adjustments(0, 0) == Limits(
         page_size=16, num_pages=1 + 4 * 4, num_slots=1 + 4 * 4, max_model_len=64, slots_per_request=4, drafts=3
     )
     assert plan.dtype == torch.float32
@@ -41,7 +41,7 @@ def test_a_plan_of_a_checkpoint(tiny_checkpoint):
 
 def test_a_model_without_a_draft_head_drafts_nothing(tmp_path):
     plan = tiny.planned(tiny.write_checkpoint(tmp_path / "headless", mtp_num_hidden_layers=0))
-    assert plan.limits.with_bitmasks(0, 0) == Limits(page_size=16, num_pages=17, num_slots=5, max_model_len=64)
+    assert plan.limits.with_bitmasks(0, 0).with_adjustments(0, 0) == Limits(page_size=16, num_pages=17, num_slots=5, max_model_len=64)
     assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} == {1}
     assert (plan.notes, plan.model.drafting, plan.max_logprobs) == ((), False, 20)
     assert plan == planning.plan(options_of(plan.arguments))
@@ -68,6 +68,15 @@ def test_structured_output_has_bitmasks_over_the_vocabulary(tiny_checkpoint, ask
     plan = tiny.planned(tiny_checkpoint, structured_outputs=asked)
     assert (plan.limits.bitmasks, plan.limits.bitmask_words) == (rows, words)
     assert plan.arguments[plan.arguments.index("--structured-outputs") + 1] == str(rows)
+
+
+@pytest.mark.parametrize(("asked", "tables"), [(None, 8), (3, 3), (0, 0)])
+def test_logits_are_adjusted_where_a_build_says_so(tiny_checkpoint, asked, tables):
+    plan = tiny.planned(tiny_checkpoint, logit_adjustments=asked)
+    assert (plan.limits.logit_adjustments, plan.limits.adjusted_tokens) == (tables, 260 if tables else 0)
+    assert plan.arguments[plan.arguments.index("--logit-adjustments") + 1] == str(tables)
+    on_npus = tiny.planned_device(tiny_checkpoint, mesh="", logit_adjustments=asked)
+    assert on_npus.limits.logit_adjustments == (asked or 0)
 
 
 def test_rows_of_large_buckets_have_a_reference_of_one_row(tiny_checkpoint):
@@ -281,7 +290,7 @@ def test_every_published_deployment_of_the_big_model_plans_as_published(name, ph
     part = row.phase(phase)
     assert (plan.backend, plan.target.name, plan.mesh, plan.phase, plan.deployment) == ("ge", row.target, part.mesh, phase, name)
     assert (plan.quantization, plan.dtype, plan.target.local) == (row.quantization, torch.bfloat16, False)
-    assert plan.limits.with_bitmasks(0, 0) == deployments.limits_for(row, part, 128)
+    assert plan.limits.with_bitmasks(0, 0).with_adjustments(0, 0) == deployments.limits_for(row, part, 128)
     width = part.num_speculative_tokens + 1
     decode = [Bucket("decode", batch, width) for batch in part.buckets]
     prefill = [] if phase == "decode" else [Bucket("prefill", n, tokens) for tokens, n in deployments.prefill_sizes(row)]
@@ -367,7 +376,7 @@ def test_what_a_target_alone_leaves_open_is_chosen(tmp_path):
         model = tiny.write_checkpoint(tmp_path / f"model-{heads}", **sizes)
         plan = planning.plan(Options(str(model), target="ascend-a3", mesh="tp=2"))
         width = 1 + 3 * heads
-        assert plan.limits.with_bitmasks(0, 0) == Limits(128, 1 + 16 * 2, 1 + 16 * width, 256, width, 3 * heads)
+        assert plan.limits.with_bitmasks(0, 0).with_adjustments(0, 0) == Limits(128, 1 + 16 * 2, 1 + 16 * width, 256, width, 3 * heads)
         assert [bucket.name for bucket in plan.buckets] == ["prefill-b1-q256", *(f"decode-b{n}-q{width}" for n in (1, 2, 4, 8, 16))]
         assert (plan.quantization, plan.phase, plan.deployment, plan.published) == ("none", "mixed", "", False)
         # A device would compute them for every row of every step.
@@ -377,7 +386,7 @@ def test_what_a_target_alone_leaves_open_is_chosen(tmp_path):
 
 def test_a_model_that_drafts_verifies_as_many_drafts_as_the_published_deployments():
     plan = planning.plan(Options(BIG, target="ascend-a3", mesh="dp=8,tp=2", quantization="w4a8"))
-    assert plan.limits.with_bitmasks(0, 0) == Limits(128, 1 + 16 * 32, 1 + 16 * 4, 4096, 4, 3)
+    assert plan.limits.with_bitmasks(0, 0).with_adjustments(0, 0) == Limits(128, 1 + 16 * 32, 1 + 16 * 4, 4096, 4, 3)
     assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} == {4}
     assert plan.deployment == ""
     fewer = planning.plan(Options(BIG, num_speculative_tokens=1))

@@ -116,6 +116,9 @@ def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
         "page_table": [[1, 0, 0, 0], [0] * 4, [2, 0, 0, 0], [0] * 4], "state_slots_out": [[1, 2, 3, 4], [0] * 4, [5, 6, 7, 8], [0] * 4],
         "temperature": [0] * 4, "top_k": [0] * 4, "top_p": [1] * 4, "min_p": [0] * 4, "uniform": [[0] * 7] * 4,
         "bitmask_rows": [0, 0, 3, 0], "bitmask": [[[0] * 9] * 4, [[0] * 9] * 4, [[1 << 7, *[0] * 8]] * 4, [[0] * 9] * 4],
+        # Without the bias and the penalty of row 0 its tokens would be others: the eighth table is for token 5.
+        "bias_rows": [8, 0, 0, 0], "penalty_rows": [7, 0, 0, 0], "seen_rows": [6, 0, 0, 0], "repetition_penalty": [1.5, 1, 1, 1],
+        "seen": [[[-1] * 9] * 4] * 8, "adjustments": [*[[[0] * 260] * 4] * 6, [[-9] * 3 + [0] * 257] * 4, [[0] * 5 + [99] + [0] * 254] * 4],
     }  # fmt: skip
 
     def operands():
@@ -131,7 +134,7 @@ def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
         for row in (0, 2):
             assert torch.allclose(actual[row], expected[row], atol=1e-5)
         assert actual[0].any()
-        assert actual.dtype != torch.int32 or actual.shape != (4, 4) or actual[2].tolist() == [7] * 4
+        assert actual.dtype != torch.int32 or actual.shape != (4, 4) or (actual[0].tolist(), actual[2].tolist()) == ([5] * 4, [7] * 4)
         assert not actual[1].any()
         assert not actual[3].any()
     for mine, its in zip(ours[first:last], theirs[first:last], strict=True):
