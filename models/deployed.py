@@ -10,7 +10,7 @@ import torch
 
 from ..graphs.types import Mesh, Rules
 from . import padding
-from .quant.formats import FLOAT, Formats
+from .quant.formats import FLOAT, UNROUNDED, Formats
 from .variant import Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
 
 CONTRACTED = ("q_heads", "delta_heads", "ffn", "shared_ffn", "expert_ffn")
@@ -50,13 +50,13 @@ def deployed(
     """
     experts = getattr(config, "num_experts", 0)
     grouped = mesh.size > 1 and experts > 0
-    quantised = any(form != FLOAT and "experts" in pattern for pattern, form in formats.rules)
+    of_experts = [form for pattern, form in formats.rules if "experts" in pattern]
     shards = tuple((axis, rules.num_shards(axis, mesh)) for axis in CONTRACTED if rules.num_shards(axis, mesh) > 1)
     variant = Variant(
         kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
         draft_kv_repeat=max(1, mesh.axis("tp") // getattr(config, "draft_key_value_heads", mesh.axis("tp"))),
         formats=formats,
-        grouped=grouped or (quantised and experts > 0),
+        grouped=grouped or (experts > 0 and any(form != FLOAT for form in of_experts)),
         shards=shards if formats.quantises else (),
         padded=tuple((axis, rules.num_shards(axis, mesh)) for axis in padding.AXES if rules.num_shards(axis, mesh) > 1),
         recurrent=recurrent,
@@ -66,7 +66,8 @@ def deployed(
         # Tokens are gathered, which moves more bytes, or stay where they are.
         variant = replace(variant, most_dispatched=0)
     elif grouped and not local:
-        variant = replace(variant, dispatches_in_parts=fewer_bytes_in_parts(quantised, config.num_experts_per_tok, mesh.size))
+        rounded = any(form not in UNROUNDED for form in of_experts)
+        variant = replace(variant, dispatches_in_parts=fewer_bytes_in_parts(rounded, config.num_experts_per_tok, mesh.size))
     variant = with_packages(variant, backend, platform.packages)
     if not grouped or not variant.most_dispatched:
         return variant

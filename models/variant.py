@@ -93,11 +93,11 @@ PLAIN = Variant()
 """Parameters as a checkpoint stores them."""
 
 
-def fewer_bytes_in_parts(quantised: bool, experts_per_token: int, devices: int) -> bool:
+def fewer_bytes_in_parts(rounded: bool, experts_per_token: int, devices: int) -> bool:
     """Whether several dispatches of many tokens move fewer bytes than to gather them all and reduce-scatter the result.
 
-    Of each bfloat16 token, a row (of int8 where experts are quantised) goes to each of its experts, and one comes back; a gather and a
+    Of each bfloat16 token, a row (of int8 where experts read int8) goes to each of its experts, and one comes back; a gather and a
     reduce-scatter move it to and from every device.
     """
-    sent, value = (1 if quantised else 2), 2
+    sent, value = (1 if rounded else 2), 2
     return experts_per_token * (sent + value) < devices * 2 * value

@@ -45,6 +45,7 @@ from .static_quant_linear import static_quant_linear
 from .swiglu import swiglu
 from .swiglu_linear import swiglu_linear
 from .token_logprobs import token_logprobs
+from .weight_quant_experts import grouped_experts_w4a16
 from .weight_quant_linear import weight_quant_linear
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "gated_rms_norm",
     "grouped_experts",
     "grouped_experts_w4a8",
+    "grouped_experts_w4a16",
     "grouped_experts_w8a8",
     "head_linear",
     "l2_norm",

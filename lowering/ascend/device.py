@@ -258,7 +258,7 @@ def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
         if op.type != "Bitcast" or f"{op.name}:0" not in words:
             # An absent input is "" and has a description; control inputs come last and have none.
             for name, weight in zip(op.input, weights(op), strict=False):
-                readers.setdefault(words.get(name, name), []).append(weight)
+                readers.setdefault(words.get(name, name), []).append(weight and not (name in words and _beside_floats(op)))
     data = {f"{op.name}:0": op for op in ops if op.type == "Data"}
     indices = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and fills_tiles(op.output_desc[0])]
     return tuple(sorted(ge_file.data[index] for index in indices))
@@ -267,6 +267,14 @@ def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
 def _weights(op: Any) -> list[bool]:
     """Whether each input is the weight of a matrix product."""
     return [is_weight(op.type, described.name) for described in op.input_desc]
+
+
+def _beside_floats(op: Any) -> bool:
+    """Whether a product of int4 weights has activations of floats: it then takes the weights in ND alone, as its definition says.
+
+    torchair writes the dtype of the result where activations are int8, and else -1, which stands for theirs.
+    """
+    return "dtype" in op.attr and int(op.attr["dtype"].i) == -1
 
 
 def int4_words(ops: Iterable[Any]) -> dict[str, str]:

@@ -117,7 +117,7 @@ def _destroyed(product: Node) -> Node | None:
     """The int8 rows that a grouped product with int4 weights unpacks in their own memory; its schema does not say so."""
     rows, weight = product.args[0][0], product.args[1][0]  # type: ignore[index]
     int4 = isinstance(weight, Node) and weight.meta["val"].dtype == torch.int32
-    return rows if int4 and isinstance(rows, Node) else None
+    return rows if int4 and isinstance(rows, Node) and rows.meta["val"].dtype == torch.int8 else None
 
 
 def _computation(node: Node) -> tuple[Hashable, tuple[Node, ...]]:

@@ -24,7 +24,7 @@ NORM = "norm"
 ROLES = {"column": (0, False), "row": (0, True), "experts": (1, False), "experts_down": (1, True)}
 """Role of a matrix (`Param.role`) -> dimensions in front that count matrices, and whether ranks share its contraction."""
 
-EXPERT_FORMATS = (FLOAT, W8A8_DYNAMIC, W4A8_DYNAMIC)
+EXPERT_FORMATS = (FLOAT, W8A8_DYNAMIC, W4A8_DYNAMIC, W4A16)
 
 
 class Storage(Protocol):

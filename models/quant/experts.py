@@ -8,13 +8,13 @@ import torch
 
 from ...graphs import ops
 from ...graphs.types import Tree
-from .formats import FLOAT, W8A8_DYNAMIC
+from .formats import FLOAT, UNROUNDED, W4A16, W8A8_DYNAMIC
 from .product import format_of, split_parts
 
 
 def rounds_rows(gate_up: Tree) -> bool:
     """Whether the experts' products read int8 rows."""
-    return format_of(gate_up) != FLOAT
+    return format_of(gate_up) not in UNROUNDED
 
 
 def grouped(rows: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor, gate_up: Tree, down: Tree, dtype: torch.dtype) -> torch.Tensor:
@@ -29,6 +29,9 @@ def grouped(rows: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor, gate_
     if form == FLOAT:
         plain: torch.Tensor = ops.grouped_experts(rows, counts, gate_up["weight"].flatten(2), down["weight"])
         return plain
+    if form == W4A16:
+        whole: torch.Tensor = ops.grouped_experts_w4a16(rows, counts, *operands_of_one(gate_up, down))
+        return whole
     product = ops.grouped_experts_w8a8 if form == W8A8_DYNAMIC else ops.grouped_experts_w4a8
     parts = split_parts(down, 1)
     outs = []

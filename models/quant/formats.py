@@ -30,6 +30,12 @@ FORMATS = {
 }
 """Formats of a matrix: name -> what it is. The names are ModelSlim's, in lower case."""
 
+UNROUNDED = (FLOAT, W4A16)
+"""Formats whose products read activations as they are; those of the others read them in int8."""
+
+INT4 = (W4A8_DYNAMIC, W4A16)
+"""Formats of int4, whose scales may be of groups of weights."""
+
 
 @dataclass(frozen=True)
 class Formats:

@@ -106,7 +106,10 @@ def _flat(weight: Tree) -> Tree:
 
 def _groups(part: Tree) -> tuple[int, int]:
     """Groups of rows of a part of a matrix, and the rows of it in each."""
-    groups, rows = part.shape[:2] if not isinstance(part, Mapping) else part["scale" if format_of(part) != FLOAT else "bias"].shape[-2:]
+    if not isinstance(part, Mapping):
+        groups, rows = part.shape[:2]
+    else:
+        groups, rows = next(part[name] for name in ("scale", "group_scale", "bias") if name in part).shape[-2:]
     return int(groups), int(rows)
 
 

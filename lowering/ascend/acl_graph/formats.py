@@ -56,7 +56,8 @@ def weights_of(node: Node) -> list[Node]:
 
 
 def _as_weight(node: Node) -> Iterator[Node]:
-    if str(node.target) in _WEIGHTS:
+    # int4 beside floats are read in ND alone (the columns of bf16 by i4 in legality/operators.json).
+    if str(node.target) in _WEIGHTS and not node.kwargs.get("antiquant_scale"):
         for position, name in _WEIGHTS[str(node.target)]:
             yield from _nodes([node.args[position] if len(node.args) > position else node.kwargs.get(name)])
 

@@ -166,18 +166,20 @@ def _scale(call: Call, slot: str) -> torch.Tensor:
 def _grouped_matmul(call: Call) -> Results:
     call.expect(transpose_weight=False, transpose_x=False, act_type=0)
     call.ignore("tuning_config")
-    if unknown := [slot for slot in ("offset", "antiquant_scale", "antiquant_offset") if call.single(slot) is not None]:
-        raise LoweringError(f"{call.op} has {', '.join(unknown)}; the interpreter knows scale, bias and per_token_scale only")
+    if call.single("offset") is not None:
+        raise LoweringError(f"{call.op} has offset, which the interpreter does not know; legal is to leave it out")
     number = call.attr("dtype", 0)
     if number not in _PRODUCT_DTYPES:
         raise LoweringError(f"{call.op}: attribute dtype is {number}; legal are {sorted(_PRODUCT_DTYPES)}")
     bias, scale, rows = call.single("bias"), _scale(call, "scale0"), call.optional("per_token_scale")
+    antiquant = {slot: call.single(slot) for slot in ("antiquant_scale", "antiquant_offset")}
     (y,) = moe.npu_grouped_matmul(
         [call.tensor("x0")],
         [_weight(call)],
         bias=None if bias is None else [bias],
         scale=[scale] if scale.numel() else None,
         per_token_scale=None if rows is None else [rows],
+        **{slot: [tensor] for slot, tensor in antiquant.items() if tensor is not None},
         group_list=call.optional("group_list"),
         split_item=call.attr("split_item", 0),
         group_type=call.attr("group_type", -1),

@@ -101,6 +101,8 @@ def npu_grouped_matmul(
     *,
     bias: list[torch.Tensor] | None = None,
     scale: list[torch.Tensor] | None = None,
+    antiquant_scale: list[torch.Tensor] | None = None,
+    antiquant_offset: list[torch.Tensor] | None = None,
     per_token_scale: list[torch.Tensor] | None = None,
     group_list: torch.Tensor | None = None,
     split_item: int | None = 0,
@@ -113,7 +115,8 @@ def npu_grouped_matmul(
 
     bf16 (x and weight of one dtype, bias [E, N]); w8a8 (int8 both, scale [E, N], per_token_scale f32 [M], int32 bias; or neither scale
     and int32 results); w4a8 (weight int32 [E, K, N/8], scale int64 or uint64 [E, N] or [E, groups, N], bias f32 [E, N], which is
-    8 * sum over K of weight * scale). The last form destroys its x, as the device does: x is undefined afterwards.
+    8 * sum over K of weight * scale). The last form destroys its x, as the device does: x is undefined afterwards. w4a16 (weight as for
+    w4a8; antiquant_scale and antiquant_offset of x's dtype, [E, N] or [E, groups, N]): `(weight + offset) * scale` is rounded to x's dtype.
     """
     op = "npu_grouped_matmul"
     refuse_options(op, options)
@@ -123,6 +126,11 @@ def npu_grouped_matmul(
     rows = require(op, "x", operands[0], (*FLOATS, torch.int8), (2,))
     w = require(op, "weight", operands[1], (*FLOATS, torch.int8, torch.int32), (3,))
     bounds = group_bounds(op, group_list, group_list_type or 0, w.shape[0], rows.shape[0])
+    if rows.dtype != torch.int8 and w.dtype == torch.int32:
+        refuse_options(op, {"bias": bias, "scale": scale, "per_token_scale": per_token_scale})
+        y = _unrounded_groups(op, rows, w, antiquant_scale, antiquant_offset, bounds)
+        return [y.to(rows.dtype if output_dtype is None else dtype_of(op, output_dtype))]
+    refuse_options(op, {"antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset})
     if rows.dtype == torch.int8 and output_dtype in (torch.int32, 3):
         refuse_options(op, {"bias": bias, "scale": scale, "per_token_scale": per_token_scale})
         return [_integer_groups(op, rows, require(op, "weight", w, (torch.int8,)), bounds)]
@@ -151,6 +159,31 @@ def _integer_groups(op: str, x: torch.Tensor, weight: torch.Tensor, bounds: list
     y = undefined(x.shape[0], weight.shape[2], dtype=torch.int32)
     for e, (low, high) in enumerate(bounds):
         y[low:high] = int_matmul(x[low:high], weight[e]).to(torch.int32)
+    return y
+
+
+def _unrounded_groups(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: list[torch.Tensor] | None,
+    offset: list[torch.Tensor] | None,
+    bounds: list[tuple[int, int]],
+) -> torch.Tensor:
+    """x [M, K] of floats by packed int4 [E, K, N/8] -> f32 [M, N]."""
+    w = unpack_int4(weight)
+    E, K, N = w.shape
+    require_shape(op, "weight", w, (E, x.shape[1], N))
+    scales = require(op, "antiquant_scale", _single(op, scale or []), (x.dtype,), (2, 3))
+    offsets = require(op, "antiquant_offset", _single(op, offset or []), (x.dtype,), (2, 3))
+    require_shape(op, "antiquant_offset", offsets, scales.shape)
+    scales, offsets = (each[:, None] if each.dim() == 2 else each for each in (scales, offsets))
+    if scales.shape != (E, scales.shape[1], N) or not scales.shape[1] or K % scales.shape[1]:
+        raise LoweringError(f"{op}: antiquant_scale is {tuple(scales.shape)}; legal is [{E}, groups, {N}] with groups that divide {K}")
+    y = undefined(x.shape[0], N, dtype=torch.float32)
+    for e, (low, high) in enumerate(bounds):
+        groups = w[e].to(x.dtype).unflatten(0, (scales.shape[1], -1))
+        y[low:high] = x[low:high].float() @ ((groups + offsets[e, :, None]) * scales[e, :, None]).flatten(0, 1).float()
     return y
 
 

@@ -137,6 +137,7 @@ RULES: Mapping[str, Rule] = {
         rules_experts.experts_of_a_rank,
         rules_experts.communicator,
         rules_experts.groups_of_weights,
+        rules_experts.int4_beside_floats,
         thread_rules.no_mask_over_pages,
         thread_rules.mask_or_pages,
         thread_rules.as_many_tensors,

@@ -8,6 +8,8 @@ from ....graphs.types import DISPATCH, FUSED_EXPERTS
 from ..ge_file import GROUPS
 from .node import Node
 
+_FLOATS = ("bf16", "f16")
+
 
 def experts_of_a_rank(node: Node, options: Mapping[str, str], most: int) -> str | None:
     """Experts divide among the ranks that have some, and experts of a rank times ranks are at most `most`."""
@@ -54,3 +56,23 @@ def groups_of_weights(node: Node, options: Mapping[str, str], inner: int, outer:
         if weight.shape[-1] > outer:
             return f"{name} is {weight}, with {weight.shape[-1]} columns; legal are up to {outer}"
     return None
+
+
+def int4_beside_floats(node: Node, options: Mapping[str, str]) -> str | None:
+    """A grouped product of floats and int4 weights [E, K, N] has scales and offsets alike, [E, N] or [E, groups, N], and N is even."""
+    x, weight = node.inputs.get("x0"), node.inputs.get("weight0")
+    if x is None or weight is None or x.dtype not in _FLOATS or weight.dtype != "i4":
+        return None
+    (experts, inner, outer), given = weight.shape, {name: node.inputs.get(f"antiquant_{name}0") for name in ("scale", "offset")}
+    for name, tensor in given.items():
+        shape = () if tensor is None else tensor.shape
+        groups = shape[1] if len(shape) == 3 else 1
+        if shape not in ((experts, outer), (experts, groups, outer)) or not groups or inner % groups:
+            return (
+                f"antiquant_{name} is {tensor or 'absent'} beside weights {weight}; legal is [{experts}, {outer}], or "
+                f"[{experts}, groups, {outer}] with a number of groups that divides {inner}"
+            )
+    scale, offset = given.values()
+    if scale is not None and offset is not None and scale.shape != offset.shape:
+        return f"antiquant_scale is {scale} and antiquant_offset {offset}; legal is one shape"
+    return f"weight is {weight} of {outer} columns; legal is an even number of int4" if outer % 2 else None

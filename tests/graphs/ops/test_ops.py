@@ -90,6 +90,12 @@ def quantised(r: Draw, counts: tuple[int, ...], M: int, F: int, quantise: Callab
     return *quantise_rows(r(7, M)), torch.tensor(counts), *weights, r.dtype
 
 
+def weight_quantised(r: Draw, counts: tuple[int, ...], M: int, F: int, group: int = 0) -> tuple[Any, ...]:
+    """As `quantised`, over floats."""
+    weights = [part for weight in grouped_weights(r, len(counts), M, F) for part in packed(weight, group)]
+    return r(7, M), torch.tensor(counts), *weights
+
+
 def static(r: Draw, T: int, K: int, N: int) -> tuple[Any, ...]:
     """Operands of a product of activations that are rounded by one scale, some beyond the range of int8."""
     integers, scale = quantise_w8(r(K, N))
@@ -246,6 +252,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "all rows": lambda r: (r(4, 6), torch.tensor([0, 4]), *grouped_weights(r, 2, 6, 3)),
     },
     "fused_experts_w4a8": {"alone": lambda r: fused_experts(r, 8, 4), "wider": lambda r: fused_experts(r, 16, 8)},
+    "grouped_experts_w4a16": {
+        "rows of nobody": lambda r: weight_quantised(r, (3, 0, 2), 8, 4),
+        "groups": lambda r: weight_quantised(r, (1, 6), 16, 8, 4),
+    },
     "grouped_experts_w4a8": {
         "rows of nobody": lambda r: quantised(r, (3, 0, 2), 8, 4, quantise_w4),
         "all rows": lambda r: quantised(r, (1, 6), 16, 8, quantise_w4),
@@ -336,7 +346,8 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
     *("adjust_logits", "mask_logits"),
-    *("fused_experts_w4a8", "grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_route_grouped", "moe_sort"),
+    *("fused_experts_w4a8", "grouped_experts_w4a16", "grouped_experts_w4a8", "grouped_experts_w8a8"),
+    *("moe_dispatch", "moe_route_grouped", "moe_sort"),
     *("quant_linear", "quant_linear_w4a8", "sparse_index", "static_quant_linear", "weight_quant_linear"),
     *("quant_cache_write", "quant_paged_attention", "static_cache_write", "static_quant_paged_attention"),
 )
@@ -812,6 +823,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "gated_rms_norm": [lambda r: rows(r, "gated_rms_norm", "odd", (0, 1))],
     "grouped_experts": [lambda r: poisoned_after_groups(r, "grouped_experts")],
     "fused_experts_w4a8": [lambda r: rows(r, "fused_experts_w4a8", "alone", (0, 2))],
+    "grouped_experts_w4a16": [lambda r: poisoned_after_groups(r, "grouped_experts_w4a16")],
     "grouped_experts_w4a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w4a8")],
     "grouped_experts_w8a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w8a8")],
     "l2_norm": [lambda r: rows(r, "l2_norm", "odd", (0,))],

@@ -374,8 +374,8 @@ def test_a_weight_that_would_be_padded_or_is_no_matrix_stays(dim, dtype):
     assert device.weight_operands(weights_model(dim=dim, dtype=dtype)) == ()
 
 
-def int4_model(*, words=8, second_reader="", of="int4") -> GeFile:
-    """A GroupedMatmul with int4 weights, of 16 rows of int32 words."""
+def int4_model(*, words=8, second_reader="", of="int4", result=0) -> GeFile:
+    """A GroupedMatmul with int4 weights, of 16 rows of int32 words; `result` is the attribute that names its dtype."""
     model = messages().ModelDef()
     graph = model.graph.add(name="main")
     data = graph.op.add(name="packed", type="Data")
@@ -387,6 +387,8 @@ def int4_model(*, words=8, second_reader="", of="int4") -> GeFile:
         op.input_desc.add(name=slot)
         if kind == "Bitcast":
             op.attr["type"].dt = 29
+        elif kind == "GroupedMatmul":
+            op.attr["dtype"].i = result
     return GeFile(model.SerializeToString(), {}, (), (), 1, 1, ())
 
 
@@ -395,6 +397,7 @@ def test_packed_int4_is_a_weight_through_its_bitcast():
     assert device.weight_operands(int4_model(words=12)) == ()
     assert device.weight_operands(int4_model(second_reader="Transpose")) == ()
     assert device.weight_operands(int4_model(second_reader="Transpose", of="packed")) == ()
+    assert device.weight_operands(int4_model(result=-1)) == (), "beside floats the kernel takes it in ND alone"
 
 
 def test_packed_int4_is_tiled_as_the_int8_that_two_of_them_share():

@@ -54,6 +54,8 @@ class OnCpu(torch.fx.Interpreter):
     def call_function(self, target: Any, args: Args, kwargs: dict[str, Any]) -> Any:
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "npu":
             return KERNELS[str(target)](*args, **kwargs)
+        # Constants were recorded on `meta`.
+        kwargs = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
         return super().call_function(target, args, kwargs)
 
 
@@ -123,6 +125,13 @@ def experts_args(quantise: Callable[..., Any] | None, dtype: torch.dtype, counts
     if quantise is None:
         return rows, torch.tensor(counts), gate_up, down
     return *quantise_rows(rows), torch.tensor(counts), *quantise(gate_up), *quantise(down), dtype
+
+
+def int4_beside_floats(dtype: torch.dtype, group: int = 0) -> Args:
+    """As `experts_args`, of int4 beside rows that are not rounded."""
+    gate_up, down = weights(4, 16, 8, F32)
+    (wide, wide_scale), (narrow, narrow_scale) = quantise_w4_values(gate_up, group), quantise_w4_values(down, group)
+    return draw(12, 16, dtype=dtype), torch.tensor((3, 0, 5, 1)), pack_w4(wide), wide_scale, pack_w4(narrow), narrow_scale
 
 
 # --- each lowering is its reference ---
@@ -207,6 +216,15 @@ def test_quantised_experts(form: tuple[Primitive, Callable[..., Any]], features:
     assert got.dtype is BF16
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("group", [0, 4, 8])
+@pytest.mark.usefixtures("torchair")
+def test_experts_in_int4_beside_floats(dtype: torch.dtype, group: int) -> None:
+    args = int4_beside_floats(dtype, group)
+    (got,), (want,) = on_cpu(ops.grouped_experts_w4a16, args), reference(ops.grouped_experts_w4a16, args)
+    torch.testing.assert_close(got[:9], want[:9], rtol=1e-5 if dtype is F32 else 2e-2, atol=1e-5 if dtype is F32 else 1e-2)
+
+
 @pytest.mark.parametrize("experts", [4, 9], ids=["some", "all"])
 @pytest.mark.usefixtures("torchair")
 def test_moe_experts_of_this_device(experts: int) -> None:
@@ -264,6 +282,12 @@ CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
         ops.grouped_experts_w8a8,
         experts_args(quantise_w8, BF16),
         ["GroupedMatmul", "DequantSwigluQuant", "GroupedMatmul"],
+    ),
+    "grouped_experts_w4a16": (ops.grouped_experts_w4a16, int4_beside_floats(BF16), ["GroupedMatmul", "SwiGlu", "GroupedMatmul"]),
+    "grouped_experts_w4a16 in groups": (
+        ops.grouped_experts_w4a16,
+        int4_beside_floats(BF16, 4),
+        ["GroupedMatmul", "SwiGlu", "GroupedMatmul"],
     ),
     "grouped_experts_w4a8": (
         ops.grouped_experts_w4a8,

@@ -73,6 +73,8 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         ("dp=2,tp=2", fleets.everywhere("w8a8", **HEADS), "small", 1, (2, 1), True),
         ("tp=2", fleets.everywhere("w4a8_dynamic", ffn=2, **HEADS), "dense", 1, (2,), False),
         ("dp=2,tp=2", fleets.everywhere("w4a8_dynamic", **HEADS), "small", 1, (2, 1), True),
+        ("tp=2", fleets.everywhere("w4a16", ffn=2, **HEADS), "dense", 1, (2,), False),
+        ("dp=2,tp=2", fleets.everywhere("w4a16", **HEADS), "small", 1, (2, 1), True),
         ("tp=2", fleets.mixed(q_heads=2), "dense", 1, (2,), False),
         ("tp=2", fleets.mixed(q_heads=2), "latent", 0, (2,), True),
         ("dp=2,tp=2", GROUPED, "latent", 2, (2, 1), False),
@@ -97,6 +99,8 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         "static everywhere but experts, newest",
         "int4 everywhere",
         "int4 in groups everywhere, newest",
+        "int4 beside floats everywhere",
+        "int4 beside floats everywhere, newest",
         "formats of parts differ",
         "formats of parts differ, newest",
         "latent attention",
@@ -113,8 +117,8 @@ def test_every_rank_says_and_remembers_the_same(
 @pytest.mark.parametrize("model", ["small", "plain-moe"])
 @pytest.mark.parametrize(
     "variant",
-    [GROUPED, *(fleets.everywhere(form, expert_ffn=2, shared_ffn=2, ffn=2, **HEADS) for form in ("w8a8_dynamic", "w4a8_dynamic"))],
-    ids=["float", "w8a8", "w4a8 in groups"],
+    [GROUPED, *(fleets.everywhere(form, expert_ffn=2, shared_ffn=2, ffn=2, **HEADS) for form in ("w8a8_dynamic", "w4a8_dynamic", "w4a16"))],
+    ids=["float", "w8a8", "w4a8 in groups", "w4a16 in groups"],
 )
 def test_ranks_that_share_each_expert_do_too(variant: Variant, model: str) -> None:
     compare("tp=2", variant, model, 0, (2,), lowered_for_the_newest, expert_parallel=False)

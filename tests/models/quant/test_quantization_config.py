@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import modelslim
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import CheckpointError, SpecError
 from npucompile.graphs.quantise import unpack_w4
 from npucompile.models import checkpoint, registry
+from npucompile.models.checkpoint import PER_EXPERT
 from npucompile.models.quant.declare import stored
 from npucompile.models.quant.description import formats_in
 from npucompile.models.quant.formats import Formats
+from npucompile.models.step import Model
 from npucompile.models.variant import Variant
 from npucompile.tools.quantize.forward import loaded, logits
 
@@ -108,51 +111,101 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path, config: dict[str, A
         formats_in(written(tmp_path, config))
 
 
-PACKED = Path(__file__).parent / "packed"
+PACKED, EXPERTS = (Path(__file__).parent / name for name in ("packed", "packed_experts"))
+"""Checkpoints that compressed-tensors wrote, each with the matrices that it unpacks (make_packed.py, make_packed_experts.py)."""
+WRITTEN = {"dense": (PACKED, 32, 7), "experts": (EXPERTS / "group", 32, 8), "experts, a scale a channel": (EXPERTS / "channel", 0, 8)}
 
 
-def dequantised(leaf: Any) -> torch.Tensor:
-    """The matrix [out..., K] that an int4 weight stands for."""
+def dequantised(leaf: Any, lead: int = 0) -> torch.Tensor:
+    """The matrix [lead..., out..., K] that an int4 weight stands for."""
     scale = leaf["group_scale"]
-    return (unpack_w4(leaf["weight"]).unflatten(0, (len(scale), -1)) * scale[:, None]).flatten(0, 1).movedim(0, -1)
+    groups = unpack_w4(leaf["weight"]).unflatten(lead, (scale.shape[lead], -1))
+    return (groups * scale.unsqueeze(lead + 1)).flatten(lead, lead + 1).movedim(lead, -1)
 
 
-def test_packed_int4_is_what_the_library_makes_of_it() -> None:
-    """`packed/` is a checkpoint that compressed-tensors wrote, with the matrices that it unpacks."""
-    formats = formats_in(PACKED)
+def opened(directory: Path, dtype: torch.dtype) -> tuple[Model, Model, Any]:
+    """The model of floats, that of the checkpoint's formats, and its parameters."""
+    formats, plain = formats_in(directory), registry.find(directory).model
     assert formats is not None
-    assert (formats.group, formats.stored) == (32, True)
-    assert [formats.of([f"model.layers.{i}.mlp.down_proj.weight"]) for i in range(2)] == ["w4a16", "float"]
-    theirs = load_file(PACKED / "decompressed.safetensors")
-    plain = registry.find(PACKED).model
-    own = replace(plain, config=replace(plain.config, variant=Variant(formats=formats)))
-    opened, compared = checkpoint.load(checkpoint.open_checkpoint(PACKED), own.params(torch.bfloat16)), 0
-    for path, param in tree.flatten(plain.params(torch.bfloat16)):
-        if not all(name in theirs for name in param.source.names):
-            continue
-        leaf: Any = opened
+    grouped = plain.config.num_experts > 0
+    own = replace(plain, config=replace(plain.config, variant=Variant(formats=formats, grouped=grouped)))
+    return plain, own, checkpoint.load(checkpoint.open_checkpoint(directory), own.params(dtype))
+
+
+def packed_leaves(directory: Path, dtype: torch.dtype) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Path, float parameter and value of all that is packed."""
+    plain, _, params = opened(directory, dtype)
+    for path, param in tree.flatten(plain.params(dtype)):
+        leaf = params
         for key in path.split("."):
             leaf = leaf[int(key)] if isinstance(leaf, list) else leaf[key]
-        want = param.source.join(*(theirs[name] for name in param.source.names))
-        assert torch.equal(dequantised(leaf).bfloat16().view(want.shape), want), path
+        if isinstance(leaf, dict) and "group_scale" in leaf:
+            yield path, param, dequantised(leaf, 1 if param.role.startswith("experts") else 0).view(param.aval.shape)
+
+
+def sources(tensors: dict[str, torch.Tensor], param: Any) -> list[torch.Tensor]:
+    """The source tensors of a parameter; experts are one by one in the checkpoint."""
+
+    def source(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name in tensors:
+            return tensors[name]
+        prefix, _, fused = name.rpartition(".")
+        each = [[tensors[f"{prefix}.{e}.{part}.weight"] for part in PER_EXPERT[fused]] for e in range(shape[0])]
+        return torch.stack([torch.cat(rows) for rows in each])
+
+    return [source(*each) for each in zip(param.source.names, param.source.shapes, strict=True)]
+
+
+@pytest.mark.parametrize(("directory", "group", "count"), WRITTEN.values(), ids=WRITTEN)
+def test_packed_int4_is_what_the_library_makes_of_it(directory: Path, group: int, count: int) -> None:
+    formats = formats_in(directory)
+    assert formats is not None
+    assert (formats.group, formats.stored) == (group, True)
+    theirs, compared = load_file(directory / "decompressed.safetensors"), 0
+    for path, param, value in packed_leaves(directory, torch.bfloat16):
+        assert torch.equal(value.bfloat16(), param.source.join(*sources(theirs, param))), path
         compared += 1
-    assert compared == 7
+    assert compared == count
 
 
+def test_matrices_that_are_ignored_stay_float() -> None:
+    formats = formats_in(PACKED)
+    assert formats is not None
+    assert [formats.of([f"model.layers.{i}.mlp.down_proj.weight"]) for i in range(2)] == ["w4a16", "float"]
+
+
+@pytest.mark.parametrize("directory", [each[0] for each in WRITTEN.values()], ids=WRITTEN)
 @torch.no_grad()
-def test_logits_of_packed_int4_are_those_of_its_floats() -> None:
-    values = json.loads((PACKED / "config.json").read_text())
-    values.pop("quantization_config")
-    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).eval().float()
-    stored = {name: tensor.float() for name, tensor in load_file(PACKED / "model.safetensors").items() if name.endswith(".weight")}
-    stored |= {name: tensor.float() for name, tensor in load_file(PACKED / "decompressed.safetensors").items()}
-    reference.load_state_dict(stored)
-    tokens = torch.randint(0, 272, (1, 40), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    want = reference(tokens.long()).logits[0]
-    model, params = loaded(registry.find(PACKED), torch.float32)
-    got = logits(model, params, tokens, torch.float32)[0]
-    # The library's floats are rounded to bfloat16, ours are not.
-    assert (got - want).square().mean().sqrt() < 0.01 * want.square().mean().sqrt()
+def test_packed_int4_computes_what_transformers_does_with_its_floats(tmp_path: Path, directory: Path) -> None:
+    """Logits of a prompt and greedy tokens behind it, in float32."""
+    stored = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items() if name.endswith(".weight")}
+    for _, param, value in packed_leaves(directory, torch.float32):
+        for name, tensor in zip(param.source.names, param.source.split(value), strict=True):
+            stored[name] = tensor.contiguous()
+    values = json.loads((directory / "config.json").read_text())
+    del values["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file(one_by_one(stored), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompt = torch.randint(0, values["vocab_size"], (1, 40), generator=torch.Generator().manual_seed(0))
+    model, params = loaded(registry.find(directory), torch.float32)
+    want = reference.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, pad_token_id=0)
+    got = logits(model, params, want.int(), torch.float32)[0]
+    torch.testing.assert_close(got, reference(want).logits[0], rtol=0, atol=1e-4)
+    assert got[39:-1].argmax(-1).tolist() == want[0, 40:].tolist()
+
+
+def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint whose experts are apart."""
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, fused = name.rpartition(".")
+        for e, expert in enumerate(tensor if fused in PER_EXPERT else ()):
+            rows = expert.chunk(len(PER_EXPERT[fused]))
+            apart |= {f"{prefix}.{e}.{part}.weight": own.contiguous() for part, own in zip(PER_EXPERT[fused], rows, strict=True)}
+        if fused not in PER_EXPERT:
+            apart[name] = tensor
+    return apart
 
 
 @pytest.mark.parametrize(
@@ -173,11 +226,11 @@ def test_other_packed_integers_are_refused(tmp_path: Path, changes: dict[str, An
         formats_in(tmp_path)
 
 
-def test_packed_experts_are_refused() -> None:
+def test_static_experts_are_refused() -> None:
     experts = replace(
-        registry.find("qwen3-30b-a3b").model.config, variant=Variant(formats=Formats((("*.experts.*", "w4a16"),)), grouped=True)
+        registry.find("qwen3-30b-a3b").model.config, variant=Variant(formats=Formats((("*.experts.*", "w8a8"),)), grouped=True)
     )
     with pytest.raises(
-        SpecError, match=r"experts\.gate_up_proj: the format is w4a16; legal for experts are float, w8a8_dynamic, w4a8_dynamic"
+        SpecError, match=r"experts\.gate_up_proj: the format is w8a8; legal for experts are float, w8a8_dynamic, w4a8_dynamic, w4a16"
     ):
         stored(registry.find("qwen3-30b-a3b").model.family.abstract_params(experts, torch.bfloat16), experts.variant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -301,14 +302,26 @@ def test_numbers_alone_are_an_artifact_without_graphs(model, build, tmp_path, mo
     assert list(build(plan).reused) == NAMES
 
 
-@pytest.mark.parametrize("name", ["dense_w8a8_parts_m4", "moe_w4a8_smooth"])
-def test_a_quantised_checkpoint_is_lowered_in_its_own_formats(build, monkeypatch, name):
+PACKED_EXPERTS = Path(__file__).parents[2] / "models/quant/packed_experts/group"
+
+
+@pytest.mark.parametrize(
+    ("directory", "backend"),
+    [
+        (modelslim.FIXTURES / "dense_w8a8_parts_m4", "ge"),
+        (modelslim.FIXTURES / "moe_w4a8_smooth", "ge"),
+        (PACKED_EXPERTS, "ge"),
+        (PACKED_EXPERTS, "aclgraph"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_a_quantised_checkpoint_is_lowered_in_its_own_formats(build, monkeypatch, directory, backend):
     """Biases that smoothing left are added; every operator is legal, or the build would fail."""
     monkeypatch.setattr(pool, "run", lambda job: tiny.quietly(_run, job))
     sizes = {"buckets": (2,), "max_num_seqs": 2, "num_speculative_tokens": None}
-    plan = tiny.planned_device(modelslim.FIXTURES / name, mesh="tp=2", **sizes)
+    plan = tiny.planned_device(directory, mesh="tp=2", backend=backend, **sizes)
     report = build(plan)
     manifest = Artifact.open(report.path).manifest
-    formats = formats_in(modelslim.FIXTURES / name)
+    formats = formats_in(directory)
     assert Formats.of_fields(manifest.formats) == formats
     assert any(leaf.name.endswith("input_norm.bias") for leaf in manifest.params) == bool(formats.biased)

@@ -226,7 +226,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("GroupedMatmul", PRODUCT | {"weight0": gc.i32([[1]])}, PRODUCT_ATTRS, r"weight0 is \(1, 1, 1\) int32; legal is its Bitcast to int4"),
     ("GroupedMatmul", PRODUCT | {"scale0": torch.ones(4, 1, 8, dtype=torch.int64)}, PRODUCT_ATTRS, r"scale0 is .* int64; legal is uint64"),
     ("MoeInitRoutingV3", {"x": d(4, 8), "expert_idx": gc.i32([1])}, {"drop_pad_mode": 1}, "drop_pad_mode is 1"),
-    ("GroupedMatmul", PRODUCT | {"offset0": d(4)}, PRODUCT_ATTRS, "has offset; the interpreter knows scale, bias and per_token_scale only"),
+    ("GroupedMatmul", PRODUCT | {"offset0": d(4)}, PRODUCT_ATTRS, "has offset, which the interpreter does not know"),
     ("GroupedMatmul", PRODUCT, PRODUCT_ATTRS | {"dtype": 3}, r"dtype is 3; legal are \[-1, 0, 1, 2\]"),
     ("GroupedMatmul", PRODUCT, PRODUCT_ATTRS | {"transpose_weight": True}, "transpose_weight is True"),
     ("GroupedMatmul", PRODUCT | {"weight0": Int4(gc.i32([[1]]))}, PRODUCT_ATTRS, r"group_list is \(4,\)"),

@@ -256,6 +256,32 @@ def test_grouped_matmul_w4a8_is_exact_with_its_assist_and_destroys_x(parts: int)
         moe.npu_grouped_matmul([q.x], [packed(q.w4)], scale=[bits(q.scale)], **options)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_matmul_w4a16(parts: int, dtype: torch.dtype) -> None:
+    """The weight plus its offset, times its scale, is a number of x's dtype; x stays what it is."""
+    q = Quantised(parts=parts)
+    x, scale = q.x.to(dtype), q.scale.to(dtype)
+    offset = torch.randint(-3, 4, scale.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before, options = x.clone(), PRODUCT | {"group_list": groups(1), "antiquant_scale": [scale]}
+    (y,) = moe.npu_grouped_matmul([x], [packed(q.w4)], antiquant_offset=[offset], **options)
+    assert (y.dtype, torch.equal(x, before)) == (dtype, True)
+    for e, (low, high) in enumerate(spans()):
+        size = q.w4.shape[1] // parts
+        rows = [(q.w4[e, k].to(dtype) + offset[e, k // size]) * scale[e, k // size] for k in range(q.w4.shape[1])]
+        torch.testing.assert_close(y[low:high], (x[low:high].float() @ torch.stack(rows).float()).to(dtype), rtol=1e-5, atol=1e-3)
+    assert y[5:].isnan().all()
+    if parts == 1:
+        flat = {**options, "antiquant_scale": [scale[:, 0]], "antiquant_offset": [offset[:, 0]]}
+        assert torch.equal(moe.npu_grouped_matmul([x], [packed(q.w4)], **flat)[0][:5], y[:5])
+    with pytest.raises(LoweringError, match="antiquant_offset is absent"):
+        moe.npu_grouped_matmul([x], [packed(q.w4)], **options)
+    with pytest.raises(LoweringError, match=r"antiquant_scale is .*; legal is .* groups that divide"):
+        moe.npu_grouped_matmul(
+            [x], [packed(q.w4)], **{**options, "antiquant_scale": [scale.repeat(1, 5, 1)]}, antiquant_offset=[offset.repeat(1, 5, 1)]
+        )
+
+
 @pytest.mark.parametrize("int4", [False, True])
 @pytest.mark.parametrize("kind", [0, 1])
 def test_swiglu_quant_rounds_once(int4: bool, kind: int) -> None:

@@ -47,3 +47,18 @@ def test_sizes_of_grouped_products():
     assert rules.groups_of_weights(product(32768, 2048, "i8"), {}, **limits) is None
     assert "takes x of 20000 columns" in str(rules.groups_of_weights(product(20000, 2048, "i4"), {}, **limits))
     assert "with 10241 columns; legal are up to 10240" in str(rules.groups_of_weights(product(4096, 10241, "i4"), {}, **limits))
+
+
+def test_int4_beside_floats():
+    def product(scale: tuple[int, ...] | None, offset: tuple[int, ...] | None, x: str = "bf16", columns: int = 48) -> Node:
+        given = {"antiquant_scale0": scale, "antiquant_offset0": offset}
+        absent = {name: TensorType("f16", (0,)) if shape is None else TensorType("bf16", shape) for name, shape in given.items()}
+        return node(inputs={"x0": TensorType(x, (9, 64)), "weight0": TensorType("i4", (4, 64, columns)), **absent})
+
+    for shape in ((4, 48), (4, 1, 48), (4, 2, 48), (4, 64, 48)):
+        assert rules.int4_beside_floats(product(shape, shape), {}) is None
+    assert rules.int4_beside_floats(product(None, None, "i8"), {}) is None
+    assert "antiquant_scale is bf16[4,3,48]" in str(rules.int4_beside_floats(product((4, 3, 48), (4, 3, 48)), {}))
+    assert "antiquant_offset is f16[0] beside weights" in str(rules.int4_beside_floats(product((4, 2, 48), None), {}))
+    assert "legal is one shape" in str(rules.int4_beside_floats(product((4, 2, 48), (4, 48)), {}))
+    assert "of 47 columns; legal is an even" in str(rules.int4_beside_floats(product((4, 47), (4, 47), columns=47), {}))
