@@ -55,10 +55,15 @@ def quantise_w4(weight: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, tor
     return pack_w4(values), scale_bits(scale), assist_w4(values, scale)
 
 
-def quantise_w4_values(weight: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantise_w4`: the values [..., K, N] int8 in [-8, 7], and the scales [..., groups, N] f32, of groups as float16 holds them."""
+def quantise_w4_values(weight: torch.Tensor, group: int = 0, held: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quantise_w4`: the values [..., K, N] int8 in [-8, 7], and the scales [..., groups, N] f32.
+
+    Args:
+        held: a dtype that holds the scales exactly; by default float16 where they are of groups, else float32.
+    """
     K = weight.shape[-2]
-    values, scale = _symmetric(weight.unflatten(-2, (-1, group or K)), INT4_MAX, torch.float16 if group else torch.float32)
+    held = held or (torch.float16 if group else torch.float32)
+    values, scale = _symmetric(weight.unflatten(-2, (-1, group or K)), INT4_MAX, held)
     return values.flatten(-3, -2).to(torch.int8), scale
 
 
@@ -121,6 +126,14 @@ def unpack_columns(packed: torch.Tensor, width: int) -> torch.Tensor:
     nibbles = (packed[..., None] >> _shifts(packed)) & 0xF
     values: torch.Tensor = (nibbles - 8).flatten(-2).to(torch.int8)
     return values[..., :width]
+
+
+def pack_columns(values: torch.Tensor) -> torch.Tensor:
+    """The inverse of `unpack_columns`, where the last word is filled with zeros."""
+    missing = -values.shape[-1] % NIBBLES
+    nibbles = torch.nn.functional.pad(values.to(torch.int64) + 8, (0, missing)).unflatten(-1, (-1, NIBBLES))
+    words: torch.Tensor = (nibbles << _shifts(values)).sum(-1).to(torch.int32)
+    return words
 
 
 def grouped_scale(scale: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

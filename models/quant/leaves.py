@@ -158,7 +158,8 @@ def from_floats(matrix: Matrix, form: str, group: int, values: torch.Tensor) -> 
         step, offset = torch.tensor([PLACEHOLDER_SCALE]), torch.tensor([PLACEHOLDER_OFFSET])
         bias = -(offset.to(torch.int32) * integers.sum(-2, dtype=torch.int32))
         return weight, *_static(matrix, _channels(scale * step, values), _channels(bias, values), values), step, offset
-    integers, scale = quantise_w4_values(flat, group)
+    # Kernels beside floats multiply by scales in the dtype of the activations.
+    integers, scale = quantise_w4_values(flat, group, torch.bfloat16 if form == W4A16 else None)
     return _int4(matrix, form, integers, scale, values)
 
 

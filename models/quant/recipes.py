@@ -9,9 +9,9 @@ from importlib import resources
 from typing import Any
 
 from ...graphs.errors import SpecError
-from .formats import PLAIN, W4A8_DYNAMIC, Formats
+from .formats import PLAIN, Formats
 
-SCHEMES = ("none", "w8a8", "w4a8")
+SCHEMES = ("none", "w8a8", "w4a8", "w4a16")
 """`none` stores what a checkpoint has: floats, or the integers of one that is quantised."""
 
 ANY = "any model"
@@ -35,8 +35,7 @@ def formats_of_scheme(scheme: str, model: str) -> Formats:
     name = model.lower()
     recipe = table[name] if scheme in table.get(name, ()) else table[ANY]
     rules = tuple((str(pattern), str(form)) for pattern, form in recipe[scheme])
-    int4 = any(form == W4A8_DYNAMIC for _, form in rules)
-    return Formats(rules, group=int(recipe.get("group", 0)) if int4 else 0)
+    return Formats(rules, group=int(recipe.get("groups", {}).get(scheme, 0)))
 
 
 @functools.cache

@@ -22,7 +22,9 @@ from .family_option import family_option
 @click.option("--scheme", type=click.Choice([name for name in SCHEMES if name != "none"]), required=True, help="Formats of the matrices.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New or empty directory to write.")
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Matrices that stay float, as in '*.layers.0.*'; may be repeated.")
-@click.option("--group", type=click.IntRange(0), default=0, show_default=True, help="Weights that share an int4 scale; 0: a channel's.")
+@click.option(
+    "--group", "--group-size", type=click.IntRange(0), help="Weights that share an int4 scale; 0: a channel's.  [default: the recipe's]"
+)
 @click.option("--calibrate", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Text to find static scales with.")
 @click.option(
     "--static", multiple=True, metavar="PATTERN", help="Matrices whose activations get one scale for all tokens; may be repeated."
@@ -36,7 +38,7 @@ def command(
     scheme: str,
     out: Path,
     keep: tuple[str, ...],
-    group: int,
+    group: int | None,
     calibrate: Path | None,
     static: tuple[str, ...],
     float_draft: bool,
@@ -44,7 +46,7 @@ def command(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Quantise CHECKPOINT to int8 or int4 in the layout that ModelSlim writes.
+    """Quantise CHECKPOINT to int8 or int4: w8a8 and w4a8 in the layout of ModelSlim, w4a16 in that of compressed-tensors.
 
     CHECKPOINT is a bundled model, or a directory with floats or with FP8 and a scale for each block, as DeepSeek publishes.
 

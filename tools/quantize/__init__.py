@@ -1,1 +1,1 @@
-"""Quantising a float checkpoint ahead of time, in the layout that ModelSlim writes."""
+"""Quantising a float checkpoint ahead of time, in the layouts that ModelSlim and compressed-tensors write."""

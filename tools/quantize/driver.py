@@ -18,12 +18,13 @@ from ...graphs.errors import CheckpointError, SpecError
 from ...models.block_scales import BlockScaledEntry, with_block_scales
 from ...models.checkpoint import Checkpoint, open_checkpoint
 from ...models.quant.description import DESCRIPTION
-from ...models.quant.formats import W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, matrix_name
+from ...models.quant.formats import W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, matrix_name
 from ...models.quant.quantization_config import FIELD, FP8, method_in, settings_of
 from ...models.registry import ModelSource
 from ...models.safetensors_files import DTYPES, STORED_DTYPES, TensorEntry
 from ...models.step import Model
 from ..progress import Progress
+from . import packed
 from .calibrate import MOST_WINDOWS, WINDOW_TOKENS, calibrated
 from .forward import loaded, read_text, token_ids, windows
 from .layout import TYPES, Activations, quantised, rounded
@@ -41,11 +42,11 @@ class Settings:
     """The options of `npucompile quantize`.
 
     Attributes:
-        scheme: "w8a8" or "w4a8".
+        scheme: of models/quant/recipes.py.
         keep: patterns of matrices that stay float.
         static: patterns of matrices whose activations get one scale for all tokens.
         calibrate: a text to find those scales with.
-        group: weights of an output channel that share an int4 scale; 0: all.
+        group: weights of an output channel that share an int4 scale; 0: all; None: as many as the recipe says.
         float_draft: whether the draft head stays float, whatever the recipe says.
     """
 
@@ -53,7 +54,7 @@ class Settings:
     keep: tuple[str, ...] = ()
     static: tuple[str, ...] = ()
     calibrate: Path | None = None
-    group: int = 0
+    group: int | None = None
     float_draft: bool = False
 
 
@@ -88,7 +89,7 @@ def quantize(
     partial.mkdir(parents=True)
     try:
         errors = _write(partial, checkpoint, matrices, formats, activations, floats, progress, shard_bytes)
-        _copy_others(checkpoint.directory, partial)
+        _copy_others(checkpoint.directory, partial, _configured(checkpoint, matrices, formats.group))
         os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -223,16 +224,12 @@ def _write(
     shard_bytes: int,
 ) -> list[MatrixError]:
     jobs, announced = list(_jobs(checkpoint, matrices, floats)), _Layout(formats.group)
-    types: dict[str, str] = {}
-    groups: list[list[Slot]] = []
+    # What is in a file together: the tensors of a matrix, or one that stays float.
+    groups: list[tuple[str, list[Slot]]] = []
     for job in jobs:
-        for matrix in job.matrices:
-            groups.append(announced.slots(matrix, job.dtype))
-            types |= {slot.name: TYPES[matrix.form] for slot in groups[-1]}
-        if not job.matrices:
-            groups.append([job.slot])
-            types[job.entry.name] = "FLOAT"
-    writer, sums = ShardWriter(directory, STEM, groups, shard_bytes), ErrorSums()
+        groups += [(TYPES[matrix.form], announced.slots(matrix, job.dtype)) for matrix in job.matrices] or [("FLOAT", [job.slot])]
+    stem = packed.STEM if _is_packed(matrices) else STEM
+    writer, sums = ShardWriter(directory, stem, [slots for _, slots in groups], shard_bytes), ErrorSums()
     with progress.byte_bar("quantising", checkpoint.nbytes) as bar:
         for job in jobs:
             for matrix in job.matrices:
@@ -242,8 +239,22 @@ def _write(
                 job.write_float(writer)
                 bar.add(job.entry.nbytes)
     writer.finish()
-    (directory / DESCRIPTION).write_text(json.dumps(_description(types, formats, matrices), indent=2) + "\n", encoding="utf-8")
+    if not _is_packed(matrices):
+        types = {slot.name: kind for kind, slots in groups for slot in slots}
+        (directory / DESCRIPTION).write_text(json.dumps(_description(types, formats, matrices), indent=2) + "\n", encoding="utf-8")
     return sums.errors()
+
+
+def _is_packed(matrices: Sequence[Matrix]) -> bool:
+    """Whether the checkpoint is compressed-tensors' `pack-quantized`, which has no matrices of other integers; else it is ModelSlim's."""
+    return any(matrix.form == W4A16 for matrix in matrices)
+
+
+def _configured(checkpoint: Checkpoint, matrices: Sequence[Matrix], group: int) -> dict[str, Any] | None:
+    """What config.json says of the quantisation, where it is what says it."""
+    rounded_entries = {matrix.entry.name for matrix in matrices}
+    floats = [entry for name, entry in checkpoint.tensors.items() if name not in rounded_entries]
+    return packed.quantization_config(group, floats) if _is_packed(matrices) else None
 
 
 def _write_matrix(
@@ -279,15 +290,15 @@ def _description(types: Mapping[str, str], formats: Formats, matrices: Sequence[
     return {**types, "version": "1.0.0", "model_quant_type": label, "metadata": {}, "group_size": formats.group, "optional": {}}
 
 
-def _copy_others(source: Path, directory: Path) -> None:
-    """Configuration and tokenizer, as they were but for what config.json says of FP8."""
+def _copy_others(source: Path, directory: Path, quantization: dict[str, Any] | None) -> None:
+    """Configuration and tokenizer, as they were but for what config.json says of quantisation: nothing any more of FP8."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not file.name.startswith("."):
             shutil.copyfile(file, directory / file.name)
     config = directory / "config.json"
     values = json.loads(config.read_text(encoding="utf-8"))
-    if settings_of(values):
-        # What is written is no FP8 any more.
+    if settings_of(values) or quantization:
         for each in (values, values.get("text_config") or {}):
             each.pop(FIELD, None)
+        values |= {FIELD: quantization} if quantization else {}
         config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

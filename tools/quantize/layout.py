@@ -1,4 +1,5 @@
-"""The tensors that a checkpoint of ModelSlim has of a quantised matrix (26.1.0, save/ascendv1.py), and the floats they stand for."""
+"""The tensors that a checkpoint has of a quantised matrix, and the floats they stand for: ModelSlim's (26.1.0, save/ascendv1.py), and those
+of packed.py."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ...graphs.quantise import INT8_MAX, pack_rows, quantise_w4_values, quantise_w8
-from ...models.quant.formats import W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC
+from ...models.quant.formats import W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC
+from .packed import SHAPE, packed
 
-TYPES = {W8A8: "W8A8", W8A8_DYNAMIC: "W8A8_DYNAMIC", W4A8_DYNAMIC: "W4A8_DYNAMIC"}
-"""Format -> its name in a description."""
+TYPES = {W8A8: "W8A8", W8A8_DYNAMIC: "W8A8_DYNAMIC", W4A8_DYNAMIC: "W4A8_DYNAMIC", W4A16: "W4A16"}
+"""Format -> its name in a description of ModelSlim."""
 
 SCALE_BIAS_PARTS = 16
 """Parts of a contraction that ranks share, each with a correction of its own in int4."""
@@ -60,14 +62,16 @@ def quantised(
 
     Args:
         values: floats [N, K], output channels first. A `meta` tensor gives the shapes and dtypes of what would be written.
-        form: W8A8, W8A8_DYNAMIC or W4A8_DYNAMIC.
+        form: any but float.
         row: whether ranks share the contraction.
         group: weights of an output channel that share an int4 scale; 0: all.
         activations: for W8A8.
-        dtype: that the model computes in, which decides how W8A8 is written; by default that of the values.
+        dtype: that the model computes in, which decides how W8A8 and scales of W4A16 are written; by default that of the values.
     """
     if form == W4A8_DYNAMIC:
         return _int4(values, row, group)
+    if form == W4A16:
+        return Quantised(*packed(values, group, dtype or values.dtype))
     integers, scale = quantise_w8(values.t())
     weight, floats = integers.t(), (integers * scale).t()
     if form == W8A8_DYNAMIC:
@@ -113,6 +117,8 @@ def rounded(values: torch.Tensor, rounding: Callable[[torch.Tensor], Quantised])
         change += float((each.floats - wide).square().sum())
     names = parts[0]
     joined = {name: parts[0][name] if name in _OF_ALL_ROWS else torch.cat([part[name] for part in parts]) for name in names}
+    if SHAPE in joined:
+        joined[SHAPE] = torch.tensor(values.shape)
     return Rounded(joined, change, norm)
 
 

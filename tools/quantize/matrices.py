@@ -12,11 +12,12 @@ import torch
 
 from ...graphs import tree
 from ...graphs.errors import CheckpointError, SpecError
+from ...graphs.quantise import NIBBLES
 from ...models.checkpoint import PER_EXPERT, Checkpoint, ParamReader
 from ...models.params import Param
 from ...models.quant.declare import ROLES
 from ...models.quant.description import canonical
-from ...models.quant.formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, matrix_name
+from ...models.quant.formats import FLOAT, INT4, W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, matrix_name
 from ...models.quant.parts import apart
 from ...models.quant.recipes import formats_of_scheme
 from ...models.safetensors_files import TensorEntry
@@ -61,24 +62,29 @@ class Matrix:
         return self.entry.read_slice(self.region).view(self.shape)
 
 
-def formats_for(scheme: str, model: str, *, keep: tuple[str, ...] = (), static: tuple[str, ...] = (), group: int = 0) -> Formats:
+def formats_for(scheme: str, model: str, *, keep: tuple[str, ...] = (), static: tuple[str, ...] = (), group: int | None = None) -> Formats:
     """The formats of a scheme, by the recipe of that model.
 
     Args:
         keep: patterns of matrices that stay float.
         static: patterns of matrices whose activations get one scale for all tokens, except those that the recipe first of all leaves
             float: a draft head.
-        group: weights of an output channel that share an int4 scale; 0: all.
+        group: weights of an output channel that share an int4 scale; 0: all; None: as many as the recipe says.
 
     Raises:
-        SpecError: groups in a scheme without int4.
+        SpecError: groups in a scheme without int4, or static scales of activations that stay float.
     """
     formats = formats_of_scheme(scheme, model)
-    if group and not any(form == W4A8_DYNAMIC for _, form in formats.rules):
-        raise SpecError(f"--group {group} with --scheme {scheme}: int4 matrices have groups; legal is --scheme w4a8")
+    forms = {form for _, form in formats.rules}
+    if group and not forms & set(INT4):
+        raise SpecError(f"--group {group} with --scheme {scheme}: int4 matrices have groups; legal are --scheme w4a8 and w4a16")
+    if static and W4A16 in forms:
+        raise SpecError(
+            f"--static {static[0]} with --scheme {scheme}: its activations stay what they are; legal are --scheme w8a8 and w4a8"
+        )
     floats = tuple(takewhile(lambda rule: rule[1] == FLOAT, formats.rules))
     rules = (*((pattern, FLOAT) for pattern in keep), *floats, *((pattern, W8A8) for pattern in static), *formats.rules[len(floats) :])
-    return Formats(rules, group=group)
+    return Formats(rules, group=formats.group if group is None else group)
 
 
 def without_static(formats: Formats) -> Formats:
@@ -170,12 +176,14 @@ def _matrices(path: str, param: Param, form: str, table: Mapping[str, TensorEntr
 
 
 def _check_shape(matrix: Matrix, group: int) -> None:
-    if matrix.form != W4A8_DYNAMIC:
+    if matrix.form not in INT4:
         return
     n, k = matrix.shape
+    if matrix.form == W4A16 and n % NIBBLES:
+        raise CheckpointError(f"{matrix.stem} has {n} output channels; kernels read {NIBBLES} int4 at once, legal are multiples of that")
     if n % 2:
         raise CheckpointError(f"{matrix.stem} has {n} output channels; two int4 share a byte, legal are even numbers")
     if group and k % group:
         raise CheckpointError(f"{matrix.stem} has a contraction of {k}, which groups of {group} do not fill; legal are divisors of {k}")
-    if matrix.row and k % SCALE_BIAS_PARTS:
+    if matrix.form == W4A8_DYNAMIC and matrix.row and k % SCALE_BIAS_PARTS:
         raise CheckpointError(f"{matrix.stem} has a contraction of {k}; of an int4 matrix legal are multiples of {SCALE_BIAS_PARTS}")

@@ -10,7 +10,7 @@ from npucompile.models.quant.recipes import SCHEMES, formats_of_scheme
 
 
 def test_a_scheme_that_is_not_there_is_refused() -> None:
-    with pytest.raises(SpecError, match="quantization is 'int3'; legal are none, w8a8, w4a8"):
+    with pytest.raises(SpecError, match="quantization is 'int3'; legal are none, w8a8, w4a8, w4a16"):
         formats_of_scheme("int3", "qwen3.5-397b")
     assert formats_of_scheme("none", "qwen3.5-397b") == PLAIN
 
@@ -54,6 +54,11 @@ def test_a_scheme_that_is_not_there_is_refused() -> None:
         ("deepseek-v3.2", "w4a8", {"self_attn.q_a_proj": "float", "self_attn.q_b_proj": "w8a8_dynamic", "self_attn.indexer.wk": "float"}),
         ("qwen3-coder-480b-a35b", "w4a8", {"self_attn.q_proj": "w8a8", "mlp.experts.down_proj": "w4a8_dynamic"}),
         ("somebody's own", "w8a8", {"self_attn.o_proj": "w8a8_dynamic", "mlp.up_proj": "w8a8_dynamic", "mlp.gate": "float"}),
+        (
+            "qwen3-30b-a3b",
+            "w4a16",
+            {"self_attn.o_proj": "w4a16", "mlp.experts.gate_up_proj": "w4a16", "mlp.gate": "float", "lm_head": "float"},
+        ),
         ("somebody's own", "w4a8", {"mlp.experts.gate_up_proj": "w4a8_dynamic", "mlp.shared_expert.up_proj": "w8a8_dynamic"}),
     ],
 )

@@ -33,7 +33,9 @@ MIXED = Formats((("*.q_proj", "float"), ("*.layers.1.*.up_proj", "float"), *form
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense", "plain"])
-@pytest.mark.parametrize(("scheme", "group"), [("w8a8", 0), ("w4a8", 0), ("w4a8", 8), ("int4", 0), ("int4", 4), ("mixed", 0)])
+@pytest.mark.parametrize(
+    ("scheme", "group"), [("w8a8", 0), ("w4a8", 0), ("w4a8", 8), ("int4", 0), ("int4", 4), ("mixed", 0), ("w4a16", 0), ("w4a16", 8)]
+)
 def test_it_loads_as_the_floats_do_quantised_on_loading(tmp_path, monkeypatch, kind, scheme, group):
     source = quantised.write(tmp_path / "float", kind)
     if scheme in ("int4", "mixed"):
@@ -54,6 +56,9 @@ def test_it_loads_as_the_floats_do_quantised_on_loading(tmp_path, monkeypatch, k
             assert stored[path].dtype == tensor.dtype, path
             assert torch.equal(stored[path], tensor), path
         integers = {tensor.dtype for tensor in wanted.values()} & {torch.int8, torch.int32}
+        if scheme == "w4a16":
+            assert integers == {torch.int32}
+            continue
         int4 = scheme == "int4" or (scheme == "w4a8" and kind == "moe")
         assert integers == ({torch.int8, torch.int32} if int4 else {torch.int8})
     tokens = torch.arange(1, 41, dtype=torch.int32)[None]
@@ -144,6 +149,36 @@ def test_static_scales_of_fp8_are_calibrated_and_written_for_bfloat16(tmp_path, 
     exact = made.random.logits(ids)
     found = logits(own, params, torch.tensor([ids], dtype=torch.int32), torch.float32)[0]
     assert 1e-4 < float((found - exact).square().mean().sqrt() / exact.std()) < 0.3
+
+
+PACKED_EXPERTS = Path(__file__).parents[2] / "models/quant/packed_experts"
+
+
+@pytest.mark.parametrize(("name", "group"), [("group", 32), ("channel", 0)])
+def test_compressed_tensors_writes_the_same(tmp_path, name, group):
+    """It made the fixture of the same floats: every tensor is equal, bit for bit, and so is what it reads of config.json."""
+    (tmp_path / "float").mkdir()
+    floats = {name: tensor.float() for name, tensor in load_file(PACKED_EXPERTS / "floats.safetensors").items()}
+    save_file(floats, tmp_path / "float" / "model.safetensors")
+    theirs = json.loads((PACKED_EXPERTS / name / "config.json").read_text())
+    described = theirs.pop("quantization_config")
+    (tmp_path / "float" / "config.json").write_text(json.dumps(theirs))
+    quantized = quantised.quantised(registry.find(tmp_path / "float"), tmp_path / "out", "w4a16", group=group)
+    want, got = load_file(PACKED_EXPERTS / name / "model.safetensors"), load_file(next((tmp_path / "out").glob("model-*.safetensors")))
+    assert set(got) == set(want)
+    for tensor in want:
+        wide = want[tensor].float() if want[tensor].is_floating_point() else want[tensor]
+        assert (got[tensor].dtype, torch.equal(got[tensor], wide)) == (wide.dtype, True), tensor
+    ours = json.loads(quantized.text)
+    written = ours.pop("quantization_config")
+    assert ours == theirs
+    assert {key: written[key] for key in ("quant_method", "format", "config_groups", "kv_cache_scheme")} == {
+        key: value for key, value in described.items() if key != "ignore"
+    }
+    # Routers and the head; the embedding is no linear layer.
+    left = {"lm_head", "model.embed_tokens", *(f"model.layers.{i}.mlp.gate" for i in range(2))}
+    assert set(written["ignore"]) == left
+    assert formats_in(tmp_path / "out") == formats_in(PACKED_EXPERTS / name)
 
 
 def test_modelslim_writes_the_same(tmp_path, monkeypatch):
@@ -240,8 +275,10 @@ def test_one_matrix_is_read_at_a_time(tmp_path, monkeypatch):
     ("kind", "settings", "message"),
     [
         ("moe", {"keep": ("*.no_proj",)}, r"no matrix is named '\*\.no_proj'; legal are patterns of names such as model\.layers\.0\."),
-        ("moe", {"group": 8}, "--group 8 with --scheme w8a8: int4 matrices have groups; legal is --scheme w4a8"),
+        ("moe", {"group": 8}, "--group 8 with --scheme w8a8: int4 matrices have groups; legal are --scheme w4a8 and w4a16"),
         ("moe", {"scheme": "w4a8", "group": 12}, "has a contraction of 32, which groups of 12 do not fill; legal are divisors of 32"),
+        ("moe", {"scheme": "w4a16"}, "has a contraction of 32, which groups of 128 do not fill; legal are divisors of 32"),
+        ("moe", {"scheme": "w4a16", "static": ("*.o_proj",)}, "its activations stay what they are; legal are --scheme w8a8 and w4a8"),
         ("moe", {"keep": ("*",)}, "--scheme w8a8 leaves every matrix of float float"),
         (
             "moe",

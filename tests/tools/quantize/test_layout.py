@@ -15,7 +15,7 @@ from npucompile.tools.quantize.layout import Activations, quantised
 
 R = torch.Generator().manual_seed(0)
 N, K = 8, 32
-FORMS = [("w8a8", 0), ("w8a8_dynamic", 0), ("w4a8_dynamic", 0), ("w4a8_dynamic", 8)]
+FORMS = [("w8a8", 0), ("w8a8_dynamic", 0), ("w4a8_dynamic", 0), ("w4a8_dynamic", 8), ("w4a16", 0), ("w4a16", 8)]
 ACTIVATIONS = Activations(0.03, -7.0)
 
 
