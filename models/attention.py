@@ -11,7 +11,7 @@ from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
 from . import norms, quant, sequence_parallel
 from .batch import Batch
-from .params import Param, Repeated, Source, norm_init
+from .params import Members, Param, Repeated, Source, norm_init
 from .quant.formats import FLOAT, INT8_STATIC
 from .variant import Variant
 
@@ -37,6 +37,18 @@ class AttentionSizes(Protocol):
     def attn_output_gate(self) -> bool: ...
     @property
     def variant(self) -> Variant: ...
+
+
+def uneven(cfg: AttentionSizes) -> list[tuple[int, str]]:
+    """(remainder, rule) of numbers of heads that do not divide by each other; padded ones (head_padding.py) do."""
+    queries, keys, heads = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.num_key_value_heads * cfg.variant.kv_repeat
+    return [
+        (queries % keys, "num_attention_heads must be a multiple of num_key_value_heads"),
+        (
+            0 if cfg.variant.heads else queries % heads,
+            f"num_attention_heads must be a multiple of {heads} key-value heads, copies included",
+        ),
+    ]
 
 
 def params(
@@ -134,7 +146,8 @@ def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, M: int, order:
 
     names = tuple(f"{prefix}{name}_proj.weight" for name in "qkv")
     heads = "kv_heads" if copies == 1 else Repeated("kv_heads", G, copies)
-    source = Source(names, ((parts * H * D, M), (G * D, M), (G * D, M)), join, split, (("kv_heads", None), (heads, None), (heads, None)))
+    axes = ((Members("kv_heads", "q_heads"), None), (heads, None), (heads, None))
+    source = Source(names, ((parts * H * D, M), (G * D, M), (G * D, M)), join, split, axes)
     return {"qkv": Param(Aval((G * copies * (parts * per + 2) * D, M), dtype, ("kv_heads", None)), source, role="column")}
 
 
@@ -161,7 +174,7 @@ def _apart(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, M: int, order: 
         (prefix + "q_proj.weight",), (wide,), lambda q: reordered(q, order), lambda q: (reordered(q, inverse),), (("q_heads", None),)
     )
     # Ranks that share a head read it whole.
-    heads = ("kv_heads" if copies == 1 else None, None)
+    heads = ("kv_heads" if copies == 1 else Members(None, "kv_heads", copies), None)
     kv = Source((prefix + "k_proj.weight", prefix + "v_proj.weight"), ((G * D, M),) * 2, join_kv, split_kv, (heads,) * 2)
     return {
         "q": Param(Aval(wide, dtype, ("q_heads", None)), q, role="column"),

@@ -10,6 +10,7 @@ import torch
 
 from ..graphs.types import Mesh, Rules
 from . import padding
+from .head_padding import copies, heads_of
 from .quant.formats import FLOAT, UNROUNDED, Formats
 from .variant import Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
 
@@ -53,8 +54,7 @@ def deployed(
     of_experts = [form for pattern, form in formats.rules if "experts" in pattern]
     shards = tuple((axis, rules.num_shards(axis, mesh)) for axis in CONTRACTED if rules.num_shards(axis, mesh) > 1)
     variant = Variant(
-        kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
-        draft_kv_repeat=max(1, mesh.axis("tp") // getattr(config, "draft_key_value_heads", mesh.axis("tp"))),
+        **heads_for(config, mesh.axis("tp")),
         formats=formats,
         grouped=grouped or (experts > 0 and any(form != FLOAT for form in of_experts)),
         shards=shards if formats.quantises else (),
@@ -73,3 +73,18 @@ def deployed(
         return variant
     sizes = config.hidden_size, config.moe_intermediate_size
     return with_fused_experts(variant, backend, platform.chip, platform.packages, sizes, mesh.size)
+
+
+def heads_for(config: Any, group: int) -> dict[str, Any]:
+    """Fields of a variant: copies and padding of heads for so many ranks of a group, those of a draft head of its own included.
+
+    Raises:
+        PartitionError: the ranks cannot share some heads.
+    """
+    fields: dict[str, Any] = {
+        "kv_repeat": copies(config.num_key_value_heads, group),
+        "heads": heads_of(getattr(config, "target", config), group),
+    }
+    if (draft := getattr(config, "draft", None)) is not None:
+        fields |= {"draft_kv_repeat": copies(draft.num_key_value_heads, group), "draft_heads": heads_of(draft, group)}
+    return fields

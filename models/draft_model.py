@@ -11,6 +11,7 @@ import torch
 
 from ..graphs.types import Limits, Tree
 from .family import DraftHead, Family, Intermediates, ModelConfig
+from .head_padding import widened
 from .step import Model
 from .variant import PLAIN, Variant
 
@@ -111,7 +112,7 @@ class Config:
     variant: Variant = PLAIN
 
     def __post_init__(self) -> None:
-        of_draft = replace(self.variant, kv_repeat=self.variant.draft_kv_repeat)
+        of_draft = replace(self.variant, kv_repeat=self.variant.draft_kv_repeat, heads=self.variant.draft_heads)
         object.__setattr__(self, "target", replace(self.target, variant=self.variant))
         object.__setattr__(self, "draft", replace(self.draft, variant=of_draft))
 
@@ -126,10 +127,9 @@ class Config:
         """Numbers of heads that the ranks of a group share."""
         return {**self.target.split_heads, **{f"draft {name}": count for name, count in self.draft.split_heads.items()}}
 
-    @property
-    def draft_key_value_heads(self) -> int:
-        """Key-value heads of the draft head, which ranks may have copies of (`Variant.draft_kv_repeat`)."""
-        return int(self.draft.num_key_value_heads)
+    def widened(self) -> Config:
+        """Both with padded numbers of heads."""
+        return replace(self, target=widened(self.target), draft=widened(self.draft))
 
 
 def attach(model: Model, family: DraftFamily[Any], config: Any) -> Model:

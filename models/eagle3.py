@@ -101,10 +101,8 @@ class Config:
         return {"num_attention_heads": self.num_attention_heads}
 
     def __post_init__(self) -> None:
-        heads = self.num_key_value_heads * self.variant.kv_repeat
         checks = [
-            (self.num_attention_heads % self.num_key_value_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
-            (self.num_attention_heads % heads, f"num_attention_heads must be a multiple of {heads} key-value heads, copies included"),
+            *attention.uneven(self),
             (self.head_dim % 2, "head_dim must be even"),
             (self.draft_vocab_size > self.vocab_size, "draft_vocab_size must not exceed vocab_size"),
             (

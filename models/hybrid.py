@@ -119,11 +119,7 @@ class Config:
 
     def __post_init__(self) -> None:
         checks = [
-            (self.num_attention_heads % self.num_key_value_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
-            (
-                self.num_attention_heads % (self.num_key_value_heads * self.variant.kv_repeat),
-                f"num_attention_heads must be a multiple of num_key_value_heads times their {self.variant.kv_repeat} copies",
-            ),
+            *attention.uneven(self),
             (self.head_dim % 2, "head_dim must be even"),
             (self.linear_num_value_heads % self.linear_num_key_heads, "linear_num_value_heads: a multiple of linear_num_key_heads"),
             (self.rotary.dim > self.head_dim, f"rotated are {self.rotary.dim} channels; legal are at most head_dim"),

@@ -1,7 +1,7 @@
 """Vocabularies and feed-forwards that ranks cannot share evenly: their dimensions are padded with zeros until they can.
 
 A padded channel of a feed-forward adds zero to the product that contracts it. A padded row of an embedding is never looked up; a padded
-logit is cut off or hidden before anything reads it (sampling.py). Heads are not padded: a query head of zeros would need a key-value head.
+logit is cut off or hidden before anything reads it (sampling.py). Heads: head_padding.py.
 """
 
 from __future__ import annotations

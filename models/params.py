@@ -86,12 +86,55 @@ class Padded:
     padded: int
 
 
-SourceAxis = str | Parts | Repeated | Padded | None
+@dataclass(frozen=True)
+class Members:
+    """A dimension of heads of one kind, one behind the other, that ranks share along the axis of another kind, or read whole.
+
+    Attributes:
+        axis: logical axis along which they share it; None: a rank reads it whole.
+        kind: logical axis of the heads themselves.
+        copies: adjacent ones that the parameter has of each.
+    """
+
+    axis: str | None
+    kind: str
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A dimension of heads of which the parameter has more, some of zeros, so that ranks share them evenly (head_padding.py).
+
+    A rank reads the heads of its slice that are there; `Source.join` puts them in their places.
+
+    Attributes:
+        axis: logical axis along which ranks share it; None: a rank reads it whole.
+        real: how many heads the dimension has.
+        places: for each head of the parameter which of the dimension's it is, in increasing order; -1 for one of zeros.
+        ranks: that share them.
+        copies: adjacent ones that the parameter has of each.
+        units: relative widths of a head in the parts, one behind the other, that the dimension consists of.
+    """
+
+    axis: str | None
+    real: int
+    places: tuple[int, ...]
+    ranks: int
+    copies: int = 1
+    units: tuple[int, ...] = (1,)
+
+    @property
+    def share(self) -> int:
+        """Places of a rank."""
+        return -(-len(self.places) // self.ranks)
+
+
+SourceAxis = str | Parts | Repeated | Padded | Members | Placed | None
 
 
 def axis_name(axis: SourceAxis) -> str | None:
     """The logical axis of a dimension of a source tensor."""
-    return axis.axis if isinstance(axis, Parts | Repeated | Padded) else axis
+    return axis if axis is None or isinstance(axis, str) else axis.axis
 
 
 @dataclass(frozen=True)
@@ -109,6 +152,7 @@ class Source:
             ends in a dot: of a part of which nothing is read.
         block_axis: an axis that is dimension 0 of every tensor, where element i of the parameter along it is made from elements i of the
             tensors alone: a large parameter is read and joined in blocks along it.
+        padded_from: the source of all heads, of which this one's checkpoint has some (head_padding.py): its join tells what goes where.
         uncalibrated: whether `join` makes up the scale of activations that a calibration would find: for rehearsals on random weights.
         dtypes: for each tensor the legal dtypes on disk, by their codes in a file; empty: all are floats.
     """
@@ -122,6 +166,7 @@ class Source:
     unread: tuple[str, ...] = ()
     dtypes: tuple[tuple[str, ...], ...] = ()
     uncalibrated: bool = False
+    padded_from: Source | None = None
 
     def legal_dtypes(self, index: int) -> tuple[str, ...]:
         """Legal dtypes of a tensor on disk, by their codes in a file."""

@@ -90,10 +90,8 @@ class Config:
         return 0
 
     def __post_init__(self) -> None:
-        heads = self.num_key_value_heads * self.variant.kv_repeat
         checks = [
-            (self.num_attention_heads % self.num_key_value_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
-            (self.num_attention_heads % heads, f"num_attention_heads must be a multiple of {heads} key-value heads, copies included"),
+            *attention.uneven(self),
             (self.head_dim % 2, "head_dim must be even"),
             (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
             (MOE in self.layer_kinds and not self.num_experts, "layers with experts need num_experts"),

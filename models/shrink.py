@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ..graphs.step_inputs import MAX_RANKED
 from ..graphs.types import WORD_BITS
+from . import head_padding
 
 HIDDEN, HEAD, EXPERT_FFN = 64, 16, 32
 """`hidden_size`, `head_dim` and `moe_intermediate_size`, which no mesh splits."""
@@ -44,14 +45,21 @@ def vocabulary(size: int, tp: int) -> int:
 
 
 def attention_heads(queries: int, keys: int, copies: int, tp: int) -> tuple[int, int]:
-    """Query heads and key-value heads; a device has some of each key-value head's `copies`."""
-    small = tp // copies * min(2, max(1, keys // tp))
-    return small * copies * min(2, queries // (keys * copies)), small
+    """Query heads and key-value heads; a device has some of each key-value head's `copies`.
+
+    Where those of the large model are padded (head_padding.py), so are these: by one key-value head, or one query head of each.
+    """
+    groups, each = tp // copies, -(-queries // (keys * copies))
+    small = groups * min(2, max(1, keys // tp))
+    if keys % groups:
+        small = next(count for count in (groups - 1, 2 * groups - 1) if count and head_padding.copies(count, tp) == copies)
+    per = copies * min(2, each)
+    return small * (per if queries // keys % copies == 0 else max(1, per - 1)), small
 
 
 def split(heads: int, tp: int) -> int:
-    """Heads of another kind, which `tp` divides."""
-    return tp * min(2, heads // tp)
+    """Heads of another kind, which `tp` divides, or of which it leaves one over where it does not divide those of the large model."""
+    return tp * min(2, heads // tp) if heads % tp == 0 else 2 * tp - 1
 
 
 def ffn(tp: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from ..graphs.errors import PartitionError
 from ..graphs.types import Aval, Mesh, Rules
-from .params import Padded, Param, Parts, Repeated, SourceAxis, axis_name
+from .params import Members, Padded, Param, Parts, Placed, Repeated, SourceAxis, axis_name
 
 Region = tuple[tuple[slice, ...], ...]
 """What is read of a tensor: of each dimension the slices that are kept, in order and without overlap."""
@@ -123,6 +123,10 @@ def narrowed(region: Region, begin: int, end: int) -> Region:
 def _runs(size: int, axis: SourceAxis, shard: Shard) -> tuple[slice, ...]:
     if isinstance(axis, Repeated):
         return (_shared_run(size, axis, shard),)
+    if isinstance(axis, Placed):
+        return _placed_runs(size, axis, shard)
+    if isinstance(axis, Members):
+        return (shard.run(size, axis.axis),)
     if isinstance(axis, Padded):
         run = shard.run(axis.padded, axis.axis)
         return (slice(min(run.start, size), min(run.stop, size)),)
@@ -133,6 +137,24 @@ def _runs(size: int, axis: SourceAxis, shard: Shard) -> tuple[slice, ...]:
         run = shard.run(part, axis.axis)
         runs.append(slice(begin + run.start, begin + run.stop))
         begin += part
+    return tuple(runs)
+
+
+def _placed_runs(size: int, axis: Placed, shard: Shard) -> tuple[slice, ...]:
+    whole = axis.real * sum(axis.units)
+    run = shard.run(len(axis.places) * axis.copies, axis.axis)
+    own = [head for head in axis.places[run.start // axis.copies : -(-run.stop // axis.copies)] if head >= 0]
+    low, high = (own[0], own[-1] + 1) if own else (0, 0)
+    runs, begin = [], 0
+    for unit in axis.units:
+        # Of packed matrices a head takes fewer elements than it has channels.
+        head = size * unit // whole
+        if size * unit % whole:
+            raise PartitionError(
+                f"{size} elements of {axis.real} {axis.axis} cannot be told apart; legal are elements that no two heads share"
+            )
+        runs.append(slice(begin + low * head, begin + high * head))
+        begin += axis.real * head
     return tuple(runs)
 
 

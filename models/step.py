@@ -13,6 +13,7 @@ from ..graphs.step_inputs import LAYER_INPUTS, StepInputs
 from ..graphs.types import Bucket, Limits, Program, Tree
 from . import drafts, request_slots, sequence_parallel
 from .family import Family, Intermediates
+from .head_padding import PaddedHeads, widened, with_real_sources
 from .padding import padded
 from .params import avals
 from .quant.declare import stored
@@ -42,12 +43,24 @@ class Model:
 
     def params(self, dtype: torch.dtype) -> Tree:
         """Tree of Param that the programs read."""
-        declared = self._used(self.family.abstract_params(self.config, dtype))
-        return stored(padded(declared, self.config.variant), self.config.variant)
+        declared = self._used(self.family.abstract_params(self.wide, dtype))
+        real = {name: with_real_sources(value, self._heads(name)) for name, value in declared.items()}
+        return stored(padded(real, self.config.variant), self.config.variant)
+
+    @property
+    def wide(self) -> Any:
+        """The configuration that programs are built from: with padded numbers of heads, where ranks do not share them evenly."""
+        return widened(self.config)
+
+    def _heads(self, key: str) -> tuple[PaddedHeads, ...]:
+        """The padding of heads in a part of the tree of parameters; a draft head of its own has its own."""
+        config = getattr(self.config, "draft", self.config) if key == self.family.draft_key else self.config
+        heads: tuple[PaddedHeads, ...] = config.variant.heads
+        return heads
 
     def state(self, limits: Limits, dtype: torch.dtype) -> Tree:
         """Tree of Aval of the programs' state: the family's pools, and the request slots."""
-        return {**self._used(self.family.abstract_state(self.config, limits, dtype)), "request_slots": request_slots.state(limits)}
+        return {**self._used(self.family.abstract_state(self.wide, limits, dtype)), "request_slots": request_slots.state(limits)}
 
     def _used(self, tree: Tree) -> dict[str, Any]:
         return {name: value for name, value in tree.items() if self.drafting or name != self.family.draft_key}
@@ -98,10 +111,10 @@ class _Step:
         return {**sampled, **drafted}, {**state, "request_slots": pool}
 
     def _forward(self, params: Tree, state: Tree, step: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
-        return self.model.family.forward(self.model.config, params, state, {name: step[name] for name in LAYER_INPUTS})
+        return self.model.family.forward(self.model.wide, params, state, {name: step[name] for name in LAYER_INPUTS})
 
     def _sample(self, params: Tree, hidden: torch.Tensor, inputs: Tree, uniform: torch.Tensor) -> dict[str, Any]:
-        logits = self.model.family.head(self.model.config, params, hidden)
+        logits = self.model.family.head(self.model.wide, params, hidden)
         count = self.model.config.vocab_size
         return sample_tokens(logits, inputs, uniform, emit_logits=self.emit_logits, max_logprobs=self.max_logprobs, vocab_size=count)
 
@@ -111,7 +124,7 @@ class _Step:
         if head is None or not self.limits.drafts:
             return {}, state
         inputs = {name: step[name] for name in ("tokens", "page_table", "num_computed_tokens", "state_slots_in", "state_slots_out")}
-        tokens, state = drafts.draft(head, self.model.config, self.limits, params, state, inputs, features, counts)
+        tokens, state = drafts.draft(head, self.model.wide, self.limits, params, state, inputs, features, counts)
         return {"drafts": tokens}, state
 
     def _next_tokens(self, inputs: Tree, sampled: torch.Tensor) -> torch.Tensor:

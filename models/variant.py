@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..graphs.ops.fused_experts import FEWEST_TOKENS, takes
+from .head_padding import PaddedHeads
 from .quant.formats import PLAIN as PLAIN_FORMATS
 from .quant.formats import W4A8_DYNAMIC, Formats
 
@@ -31,6 +32,8 @@ class Variant:
             [E, 2, F, M]. Quantised experts are always.
         shards: (logical axis, number of ranks that it is split over) of axes that products contract: a rank rounds its own part of the
             activations of a quantised matrix, and one device that stands for all ranks rounds the same parts.
+        heads: heads that are padded where ranks do not share them evenly (head_padding.py).
+        draft_heads: the same of a draft head that has heads of its own.
         padded: (logical axis, number of ranks that share it) of axes that are padded where ranks do not share them evenly (padding.py).
         recurrent: dtype of the recurrent state pools.
         one_window: whether the pools of convolution inputs keep all inputs of a step in a request's first slot (ops/causal_conv.py).
@@ -53,6 +56,8 @@ class Variant:
     fused_experts: bool = False
     draft_kv_repeat: int = 1
     padded: tuple[tuple[str, int], ...] = ()
+    heads: tuple[PaddedHeads, ...] = ()
+    draft_heads: tuple[PaddedHeads, ...] = ()
 
     def parts(self, axis: str | None) -> int:
         """Into how many parts a contraction along a logical axis is split."""

@@ -12,9 +12,9 @@ from ...graphs import tree
 from ...graphs.errors import CheckpointError, ModelError, SpecError
 from ...graphs.quantise import NIBBLES, unpack_columns, unpack_rows
 from ...graphs.types import Tree
-from ..params import NUMBERS, Padded, Param, Parts, Picked, Source, SourceAxis, axis_name
+from ..params import NUMBERS, Padded, Param, Parts, Picked, Placed, Source, SourceAxis, axis_name
 from . import leaves
-from .formats import FLOAT, W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, sibling
+from .formats import FLOAT, INT4, W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, sibling
 from .leaves import Matrix
 from .parts import apart
 
@@ -34,6 +34,8 @@ class Storage(Protocol):
     def formats(self) -> Formats: ...
     @property
     def grouped(self) -> bool: ...
+    @property
+    def padded(self) -> tuple[tuple[str, int], ...]: ...
     def parts(self, axis: str | None) -> int:
         """Over how many ranks a logical axis is split."""
         ...
@@ -98,15 +100,36 @@ def _stored(param: Param, storage: Storage) -> Tree:
         return {"weight": _turned(param, matrix)} if lead and storage.grouped else param
     if lead and form not in EXPERT_FORMATS:
         raise SpecError(f"{param.source.names[0]}: the format is {form}; legal for experts are {', '.join(EXPERT_FORMATS)}")
-    if form == W4A8_DYNAMIC and (axis := next((axis for axes in param.source_axes for axis in axes if isinstance(axis, Padded)), None)):
-        raise SpecError(
-            f"{param.source.names[0]}: its {axis.axis} is padded to {axis.padded} for the ranks that share it, and int4 are packed; legal "
-            "are numbers of ranks that divide it"
-        )
+    if form in INT4:
+        _check_padding(param, storage)
     declared = leaves.avals(matrix, form, storage.formats.group)
     source, together = (_integers if storage.formats.stored else _floats)(param, matrix, form, storage.formats.group)
     picked = {name: replace(source, join=Picked(together, index)) for index, name in enumerate(declared)}
     return {name: Param(aval, picked[name], "quantised") for name, aval in declared.items()}
+
+
+def _check_padding(param: Param, storage: Storage) -> None:
+    """Refuses int4 of which ranks would share an element: eight channels are one, and in some checkpoints eight columns."""
+    for name, shape, axes in zip(param.source.names, param.source.shapes, param.source_axes, strict=True):
+        # A contraction is packed in some checkpoints, and nowhere else.
+        for size, axis in list(zip(shape, axes, strict=True))[: None if storage.formats.stored else -1]:
+            if isinstance(axis, Padded):
+                share = axis.padded // dict(storage.padded)[axis.axis]
+                if share % NIBBLES or (storage.formats.stored and size % NIBBLES):
+                    raise SpecError(
+                        f"{name}: its {axis.axis} is padded to {axis.padded} for the ranks that share it, and int4 are packed; legal are "
+                        f"numbers of ranks that divide it, or sizes and shares, here {size} and {share}, that {NIBBLES} divides"
+                    )
+            elif isinstance(axis, Placed):
+                _check_heads(name, axis, size // (axis.real * sum(axis.units)) * min(axis.units), NIBBLES, "are packed")
+
+
+def _check_heads(name: str, axis: Placed, width: int, by: int, how: str) -> None:
+    if width % by:
+        raise SpecError(
+            f"{name}: its {axis.real} heads are padded to {len(axis.places)} for the ranks that share them, and {by} int4 {how}; legal are "
+            f"numbers of ranks that divide them, or heads of a multiple of {by} channels, here {width}"
+        )
 
 
 def _turned(param: Param, matrix: Matrix) -> Param:
@@ -157,6 +180,20 @@ PACKED = "weight_packed"
 _DTYPES = {"deq_scale": ("F32", "I64"), "quant_bias": ("I32",)}
 
 
+def _fewer(name: str, axis: SourceAxis, size: int, by: int) -> SourceAxis:
+    """The axis of a dimension of which `by` neighbours are one element."""
+    if isinstance(axis, Placed):
+        _check_heads(name, axis, size // axis.real, by, "share an element or a scale")
+    if not isinstance(axis, Padded):
+        return axis
+    if axis.padded % by or size % by:
+        raise SpecError(
+            f"{name}: its {axis.axis} of {size} is padded to {axis.padded} for the ranks that share it, and {by} of it share an element or "
+            f"a scale; legal are sizes that {by} divides"
+        )
+    return Padded(axis.axis, axis.padded // by)
+
+
 def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Source, Together]:
     """Read from a checkpoint that holds integers, under the names that ModelSlim gives them (26.1.0)."""
     if form not in _COMPANIONS:
@@ -165,19 +202,20 @@ def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Sour
     kinds = [(kind, ROWS if columns and not group else shape) for kind, shape in _COMPANIONS[form]]
     companions = [(kind, shape) for kind, shape in kinds if shape != GROUPS or group]
     contracted = axis_name(param.aval.axes[-1])
+    is_padded = any(isinstance(each[-1], Padded | Placed) for each in param.source_axes)
     # A static bias is of the whole contraction; the rank of its first part adds it.
     whole = form == W8A8 and matrix.row
     axes = [tuple(None if whole and axis_name(axis) == contracted else axis for axis in each) for each in param.source_axes]
 
     def integers(name: str, shape: Shape, each: SourceAxes) -> tuple[Any, ...]:
         if columns:
-            return sibling(name, PACKED), (*shape[:-1], -(-shape[-1] // NIBBLES)), each
+            return sibling(name, PACKED), (*shape[:-1], -(-shape[-1] // NIBBLES)), (*each[:-1], _fewer(name, each[-1], shape[-1], NIBBLES))
         return (name, _halved(shape, matrix.lead), _halved_axes(each, matrix.lead)) if packed else (name, shape, each)
 
     tensors = [integers(*each) for each in zip(source.names, source.shapes, axes, strict=True)]
     for kind, layout in companions:
         for name, shape, each in zip(source.names, source.shapes, axes, strict=True):
-            tensors.append((sibling(name, kind), *_companion(shape, each, layout, group)))
+            tensors.append((sibling(name, kind), *_companion(name, shape, each, layout, group)))
 
     def together(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(source.names)
@@ -189,6 +227,9 @@ def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Sour
             part = rest[position * count : (position + 1) * count]
             if layout == INPUT:
                 joined.extend(part)
+            elif layout == GROUPS and is_padded:
+                # Padding counts weights.
+                joined.append(source.join(*(x.repeat_interleave(group, -1) for x in part))[..., ::group])
             else:
                 joined.append(source.join(*(x.unsqueeze(-1) if layout == VECTOR else x for x in part)))
         return leaves.from_integers(matrix, form, group, *joined)
@@ -199,13 +240,13 @@ def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Sour
     return Source(names, shapes, split=_one_way, axes=sliced, block_axis=source.block_axis, dtypes=tuple(dtypes)), together
 
 
-def _companion(shape: Shape, axes: SourceAxes, layout: str, group: int) -> tuple[Shape, SourceAxes]:
+def _companion(name: str, shape: Shape, axes: SourceAxes, layout: str, group: int) -> tuple[Shape, SourceAxes]:
     if layout == INPUT:
         return (1,), (None,)
     if layout == VECTOR:
         return shape[:-1], axes[:-1]
     if layout == GROUPS:
-        return (*shape[:-1], shape[-1] // group), axes
+        return (*shape[:-1], shape[-1] // group), (*axes[:-1], _fewer(name, axes[-1], shape[-1], group))
     return (*shape[:-1], 1), (*axes[:-1], None)
 
 
@@ -218,7 +259,8 @@ def _halved(shape: Shape, dim: int) -> Shape:
 
 def _halved_axes(axes: SourceAxes, dim: int) -> SourceAxes:
     axis = axes[dim]
-    halved = Parts(axis.axis, tuple(size // 2 for size in axis.sizes)) if isinstance(axis, Parts) else axis
+    halved: SourceAxis = Parts(axis.axis, tuple(size // 2 for size in axis.sizes)) if isinstance(axis, Parts) else axis
+    halved = Padded(axis.axis, axis.padded // 2) if isinstance(axis, Padded) else halved
     return (*axes[:dim], halved, *axes[dim + 1 :])
 
 

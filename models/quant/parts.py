@@ -43,7 +43,8 @@ def apart(param: Param, formats: Formats) -> list[Param]:
 
 def _groups(param: Param, owner: list[int]) -> tuple[torch.Tensor, int, list[int]]:
     """Which part each row of the matrix is of, how many groups of rows there are, and each part's rows in one; 0 groups if none repeats."""
-    source = param.source
+    # Heads of zeros are rows of the tensors that the real ones are of.
+    source = param.source.padded_from or param.source
     columns = [torch.full((shape[0], 1), number, device="cpu") for shape, number in zip(source.shapes, owner, strict=True)]
     ids = source.join(*columns).flatten()
     order, counts = (each.tolist() for each in ids.unique_consecutive(return_counts=True))

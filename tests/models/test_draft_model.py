@@ -51,7 +51,7 @@ def test_the_small_model_divides_by_the_same_mesh(name, mesh):
     assert f"{name}-eagle3" in DRAFT_PRESETS
     where = Mesh.parse(mesh)
     large = draft_source.with_draft_model(registry.find(name), f"{name}-eagle3").model
-    heads = {"kv_repeat": large.config.num_key_value_heads, "draft_kv_repeat": large.config.draft_key_value_heads}
+    heads = {"kv_repeat": large.config.num_key_value_heads, "draft_kv_repeat": large.config.draft.num_key_value_heads}
     variant = Variant(**{field: max(1, where.axis("tp") // count) for field, count in heads.items()})
     config = large.family.shrink(replace(large.config, variant=variant), where.axis("tp"), where.size)
     small = replace(large, config=config, drafting=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -55,7 +57,7 @@ def test_what_is_padded_is_said_once():
     assert even.params(F32) == fleets.model(PLAIN, name="plain").params(F32) or not list(paddings(even.params(F32), variant(4)))
 
 
-@pytest.mark.parametrize("form", [None, "w8a8_dynamic", "w8a8"])
+@pytest.mark.parametrize("form", [None, "w8a8_dynamic", "w8a8", "w4a8_dynamic", "w4a16"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_reads_its_elements_and_gets_its_slice_of_the_padded_parameter(ranks, form):
     """Of quantised matrices too: the scales of channels of padding are zeros, and their integers."""
@@ -88,11 +90,15 @@ def test_splitting_gives_the_checkpoint_back():
             assert torch.equal(back, tensor)
 
 
-def test_packed_int4_is_refused():
-    with pytest.raises(
-        SpecError, match=r"gate_proj.weight: its ffn is padded to 32 for the ranks that share it, and int4 are packed; legal"
-    ):
-        fleets.model(variant(4, "w4a8_dynamic"), name="plain-odd").params(F32)
+@pytest.mark.parametrize("form", ["w4a8_dynamic", "w4a16"])
+def test_int4_that_ranks_would_share_an_element_of_is_refused(form):
+    """Floats that are rounded on loading are padded before they are packed; 31 channels of a checkpoint end within an element."""
+    own = variant(4, form)
+    message = r"gate_proj.weight: its ffn is padded to 32 for the ranks that share it, and int4 are packed; legal .* here 31 and 8, that 8"
+    with pytest.raises(SpecError, match=message):
+        fleets.model(replace(own, formats=replace(own.formats, stored=True)), name="plain-odd").params(F32)
+    with pytest.raises(SpecError, match="here 31 and 4, that 8 divides"):
+        fleets.model(replace(own, padded=(("ffn", 8),)), name="plain-odd").params(F32)
 
 
 def test_the_most_likely_token_is_none_of_the_padding():

@@ -151,7 +151,7 @@ def test_experts_are_read_and_quantised_once_and_in_blocks(directories, monkeypa
         read_into(entry, target, region)
 
     monkeypatch.setattr(TensorEntry, "read_into", counted)
-    monkeypatch.setattr(leaves, "quantise_w4_values", lambda weight, group: calls.append(weight.shape[0]) or quantise_w4(weight, group))
+    monkeypatch.setattr(leaves, "quantise_w4_values", lambda weight, *rest: calls.append(weight.shape[0]) or quantise_w4(weight, *rest))
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
     reader = ParamReader(open_checkpoint(directory), params)
     for group in reader.groups:

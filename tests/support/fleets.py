@@ -210,9 +210,13 @@ def mixed(**shards: int) -> Variant:
     return Variant(formats=Formats(rules), grouped=True, shards=tuple(shards.items()))
 
 
+OTHERS: dict[str, Mapping[str, torch.Tensor]] = {}
+"""Checkpoints of models that are not of this file, by their names."""
+
+
 def weights(model: step.Model) -> Tree:
     """The model's parameters, in the form that its variant holds them in."""
-    checkpoint = tensors(model.config.num_experts > 0, model.name)
+    checkpoint = OTHERS[model.name] if model.name in OTHERS else tensors(model.config.num_experts > 0, model.name)
     return tree.map_leaves(lambda p: p.source.join(*(checkpoint[n] for n in p.source.names)).contiguous(), model.params(F32))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ...models.head_padding import KEYS, TITLES
 from ...models.padding import paddings
 from .deployments import deployment
 from .deviations import deviations
@@ -52,3 +53,10 @@ def padding_notes(plan: Plan) -> Iterator[str]:
     declared = plan.model.family.abstract_params(plan.model.config, plan.dtype)
     for axis, size, padded, ranks in paddings(declared, plan.model.config.variant):
         yield f"{names[axis]} {size:,} is padded to {padded:,} over {ranks} ranks"
+    variant = plan.model.config.variant
+    for owner, each in (("", variant.heads), ("the draft head's ", variant.draft_heads)):
+        for heads in each:
+            idle = f", of which {heads.idle} have padding alone" if heads.idle else ""
+            cached = ", in the cache too" if heads.kind == KEYS else ""
+            wide = len(heads.places)
+            yield f"{owner}{heads.real} {TITLES[heads.kind]} are padded to {wide} over {heads.ranks} ranks{idle}{cached}"

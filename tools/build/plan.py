@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from ...graphs import tree
-from ...graphs.errors import SpecError
+from ...graphs.errors import PartitionError, SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
-from ...models.deployed import deployed
+from ...models.deployed import deployed, heads_for
 from ...models.draft_model import PREFIX
 from ...models.family_file import FamilyFile
 from ...models.quant.description import formats_in
@@ -313,13 +313,10 @@ def _variant_of(model: step.Model, formats: Formats, instance: Instance, platfor
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
     group = mesh.axis("tp")
-    for name, count in config.split_heads.items():
-        if count % group:
-            raise SpecError(f"mesh {mesh}: {group} ranks of a group cannot share {name} {count}; legal are divisors of {count}")
-    for heads in (config.num_key_value_heads, getattr(config, "draft_key_value_heads", group)):
-        if max(group, heads) % min(group, heads):
-            legal = f"multiples or divisors of {heads}"
-            raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are {legal}")
+    try:
+        heads_for(config, group)
+    except PartitionError as error:
+        raise SpecError(f"mesh {mesh}: {error}") from None
     variant = deployed(
         config,
         formats,

@@ -15,7 +15,7 @@ from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.platform import Platform
 from ...models import draft_source, registry, sharding_rules
-from ...models.deployed import deployed
+from ...models.deployed import deployed, heads_for
 from ...models.family import ModelConfig
 from ...models.family_file import FamilyFile
 from ...models.params import Param
@@ -140,9 +140,10 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     mesh, large = Mesh.parse(manifest.mesh), full_model(manifest)
     small = replace(large, config=large.family.shrink(large.config, mesh.axis("tp"), mesh.size))
     # Random floats, which are quantised when they are loaded.
-    shipped = replace(small.config.variant, formats=_small_groups(replace(small.config.variant.formats, stored=False)))
+    formats = _small_groups(replace(small.config.variant.formats, stored=False))
+    shipped = replace(small.config.variant, formats=formats, **heads_for(small.config, mesh.axis("tp")))
     small, variant = with_variant(small, shipped), replace(shipped, recurrent=torch.float32)
-    plain = replace(variant, kv_repeat=1, grouped=False, padded=())
+    plain = replace(variant, kv_repeat=1, grouped=False, padded=(), heads=(), draft_heads=())
     cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers)
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))
