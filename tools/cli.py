@@ -17,6 +17,7 @@ from .. import __version__
 from ..graphs.errors import NpucompileError
 
 COMMANDS = {
+    "plan": "Predict latencies, and search the layout for a workload.",
     "build": "Build an artifact: one verified executable per bucket.",
     "quantize": "Write the quantised checkpoint of a float one.",
     "serve": "Serve an artifact over websockets.",
@@ -30,6 +31,7 @@ COMMANDS = {
     "bench serve": "Load a running server and report its latencies.",
     "replay": "Repeat what a server recorded, and compare every token.",
     "deployments": "List the published deployments that can be built.",
+    "calibrate": "Fit the parameters of plan to measurements.",
     "doctor": "Check what this machine can build and run.",
     "models": "List the model presets.",
 }

@@ -1,0 +1,81 @@
+"""tools/commands/plan.py: the contract of the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from npucompile.tools.cli import main
+from npucompile.tools.plan.published import ids
+
+
+def run(*words: str):
+    return CliRunner().invoke(main, ["plan", *words])
+
+
+@pytest.mark.parametrize("name", [ids()[0], "dsr1-a3x16-pd-2k-2k-50ms", "qwen35-27b-a3x16-pd-1p1d", "dsv32-reference-values"])
+def test_a_published_row_as_json(name: str) -> None:
+    result = run("--deployment", name, "--json")
+    assert result.exit_code == 0, result.output
+    predicted = json.loads(result.stdout)["predicted"]
+    assert predicted["tpot_ms"] > 0
+    assert predicted["output_tok_s"] > 0
+    assert predicted["ttft_ms"] > 0
+    assert predicted["e2e_ms"] > predicted["ttft_ms"]
+    assert predicted["interval"]["tpot_ms"][0] < predicted["tpot_ms"] < predicted["interval"]["tpot_ms"][1]
+    assert predicted["binding"]
+
+
+def test_a_search_with_a_build_a_page_and_buckets(tmp_path: Path) -> None:
+    page, buckets = tmp_path / "plan.html", tmp_path / "buckets.json"
+    words = ("qwen3-32b", "--cards", "2", "--input", "1000:1,3000:1", "--output", "400", "--concurrency", "24", "--requests", "48")
+    result = run(*words, "--tpot", "50", "--html", str(page), "--buckets-out", str(buckets), "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["meets"]
+    assert data["build"][0].startswith("npucompile build qwen3-32b --target ascend-a3")
+    assert 1 <= len(data["best"]) <= 10
+    assert page.stat().st_size > 1_000_000
+    assert json.loads(buckets.read_text())["buckets"][-1] == max(json.loads(buckets.read_text())["buckets"])
+    text = run(*words, "--tpot", "50")
+    assert "meets the target" in text.output
+    assert "published  qwen3-32b-a3x2" in text.output
+
+
+def test_a_target_that_nothing_meets_fails_with_what_is_closest():
+    result = run("qwen3-32b", "--cards", "1", "--input", "1000", "--output", "100", "--concurrency", "8", "--tpot", "2")
+    assert result.exit_code == 1
+    assert "closest is" in result.output
+    assert "One request alone takes" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "either a MODEL with its traffic, or --deployment ID"),
+        (("qwen3-32b", "--deployment", "x"), "either a MODEL"),
+        (("qwen3-32b",), "--cards is missing"),
+        (("qwen3-32b", "--cards", "1", "--input", "5"), "--input, --output and --concurrency together"),
+        (("--deployment", "nothing"), "is not known"),
+        (("--deployment", "dsv32-reference-values", "--html", "/no/where.html"), "is no directory"),
+        (("deepseek-r1", "--cards", "1", "--input", "5", "--output", "5", "--concurrency", "1"), "no layout of"),
+    ],
+)
+def test_wrong_options_are_refused(words: tuple[str, ...], message: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+
+
+def test_buckets_from_the_metrics_of_a_server(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics"
+    metrics.write_text(
+        'npucompile:bucket_steps_total{bucket="decode-b2-q4"} 10.0\nnpucompile:bucket_steps_total{bucket="decode-b8-q4"} 60.0\n'
+    )
+    words = ("--deployment", "qwen3-32b-a3x2-mix-2k-2k-50ms", "--metrics", str(metrics), "--max-buckets", "8", "--json")
+    chosen = json.loads(run(*words).stdout)["buckets"]["chosen"]
+    assert chosen[-1] == 8
+    assert "no such file" in run(*words[:3], str(tmp_path / "none")).output

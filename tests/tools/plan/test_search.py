@@ -1,0 +1,58 @@
+"""tools/plan/search.py: the best of all candidates, and an estimate that knows the simulation's order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from npucompile.graphs.errors import SpecError
+from npucompile.tools.plan import search as searching
+from npucompile.tools.plan.candidates import Question, candidates
+from npucompile.tools.plan.parameters import fitted
+from npucompile.tools.plan.predict import predict
+from npucompile.tools.plan.search import estimate, excess, search
+from npucompile.tools.plan.shape import shape_of
+from npucompile.tools.plan.traffic import of_lengths
+
+
+def question(npus: int = 4, tpot_ms: float | None = 50, **options) -> Question:
+    work = of_lengths("1000", "500", 24, 48, None, 0)
+    return Question("qwen3-32b", shape_of("qwen3-32b"), "ascend-a3", npus, work, tpot_ms, **options)
+
+
+def test_no_candidate_is_better_than_the_best():
+    asked = question()
+    answer = search(asked, fitted())
+    best = answer.best[0]
+    assert answer.meets
+    assert answer.tried == len(list(candidates(asked)))
+    for candidate in list(candidates(asked))[::7]:
+        prediction = predict(candidate.case)
+        if prediction.tpot_ms.mean <= 50:
+            assert prediction.output_tok_s * candidate.share <= best.output_tok_s * 1.001
+    order = [(excess(asked, found), -found.output_tok_s) for found in answer.best]
+    assert order == sorted(order)
+
+
+def test_a_target_that_none_meets_ranks_by_distance():
+    answer = search(question(tpot_ms=1.0), fitted())
+    assert not answer.meets
+    tpot = [found.prediction.tpot_ms.mean for found in answer.best]
+    assert tpot == sorted(tpot)
+
+
+def test_the_estimate_orders_as_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(tpot_ms=None)
+    every = list(candidates(asked))[::5]
+    estimated = [-estimate(asked, candidate, fitted())[1] for candidate in every]
+    simulated = [predict(candidate.case).output_tok_s * candidate.share for candidate in every]
+    ranks = [np.argsort(np.argsort(values)) for values in (estimated, simulated)]
+    assert np.corrcoef(*ranks)[0, 1] > 0.9
+    monkeypatch.setattr(searching, "SIMULATED", 20)
+    assert search(asked, fitted()).simulated == 20
+
+
+def test_a_model_that_does_not_fit_is_refused():
+    work = of_lengths("1000", "500", 2, None, None, 0)
+    with pytest.raises(SpecError, match="no layout of w8a8 holds its weights"):
+        search(Question("deepseek-r1", shape_of("deepseek-r1"), "ascend-a3", 2, work), fitted())

@@ -1,0 +1,24 @@
+"""tools/plan/system.py: workloads, schemes and names of layouts."""
+
+from __future__ import annotations
+
+import pytest
+
+from npucompile.tools.plan.system import Layout, Scheme, Workload
+
+
+def test_uniform_requests_may_arrive_evenly():
+    work = Workload.uniform(10, 4, 2, 3, rate=2.0, cached=5)
+    assert (work.requests, work.mean_input, work.mean_output, work.arrivals, work.cached) == (3, 10, 4, (0.0, 0.5, 1.0), 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "sizes"), [("w4a8", "bf16", (1.0, 0.53, 2.0)), ("w8a8", None, (1, 1, 1)), ("bf16", None, (2, 2, 2))]
+)
+def test_bytes_of_weights(name: str, draft: str | None, sizes) -> None:
+    scheme = Scheme.named(name, draft)
+    assert (scheme.product, scheme.expert, scheme.draft) == sizes
+
+
+def test_layouts_read_as_meshes():
+    assert (str(Layout(4, 2)), str(Layout(4, 2, instances=3)), Layout(4, 2).ranks) == ("dp=4,tp=2", "dp=4,tp=2 x 3", 8)

@@ -1,0 +1,80 @@
+"""`npucompile plan`: predicts a published deployment, or searches layouts for a model and its traffic."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...graphs.errors import SpecError
+from ..build.choices import SCHEMES, TARGETS
+
+NPU_TARGETS = tuple(name for name in TARGETS if name != "cpu")
+
+
+@click.command("plan")
+@click.argument("model", required=False)
+@click.option("--deployment", metavar="ID", help="Predict this published deployment instead; see `npucompile deployments`.")
+@click.option("--cards", type=click.IntRange(1), help="Packages of the target: two NPUs each of ascend-a3, one of ascend-a2.")
+@click.option("--target", type=click.Choice(NPU_TARGETS), default="ascend-a3", show_default=True, help="Kind of NPU.")
+@click.option("--input", "inputs", metavar="TOKENS", help="Tokens of a prompt, or a histogram: 1000:3,4000:1 is three of four with 1000.")
+@click.option("--output", "outputs", metavar="TOKENS", help="Tokens of an answer, or a histogram.")
+@click.option("--concurrency", type=click.IntRange(1), help="Requests in flight; a client sends the next when one ends.")
+@click.option("--requests", type=click.IntRange(1), help="Requests of the run.  [default: four for each in flight]")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Requests a second at most.  [default: unlimited]")
+@click.option("--shared-prefix", type=click.IntRange(0), default=0, help="Leading tokens that all prompts share and a prefix cache keeps.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+    help="Requests in Mooncake's format instead of lengths: a JSON object a line with timestamp, input_length, output_length.",
+)  # fmt: skip
+@click.option("--tpot", type=click.FloatRange(0, min_open=True), metavar="MS", help="Target of the mean time per output token.")
+@click.option("--ttft", type=click.FloatRange(0, min_open=True), metavar="MS", help="Target of the mean time to the first token.")
+@click.option(
+    "--quantization", type=click.Choice([name for name in SCHEMES if name != "none"] + ["bf16"]), multiple=True,
+    help="Schemes to try; may be repeated.  [default: those of the model's published deployments, else w8a8]",
+)  # fmt: skip
+@click.option("--speculative-tokens", "drafts", type=click.IntRange(0, 7), multiple=True, help="Drafts to try.  [default: 0 to 3]")
+@click.option("--accepted", type=click.FloatRange(1), help="Tokens a step, with drafts.  [default: of published rows like it]")
+@click.option("--max-buckets", type=click.IntRange(1, 64), default=16, show_default=True, help="Longest list of decode buckets.")
+@click.option(
+    "--metrics", metavar="FILE|URL", help="Take batch sizes for the buckets from the text of a server's /metrics, not from the simulation."
+)
+@click.option(
+    "--buckets-out", type=click.Path(path_type=Path, dir_okay=False), help="Write the buckets there, for `build --buckets auto:FILE`."
+)
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also draw the result as one page.")
+@click.option(
+    "--parameters",
+    "file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Parameters that `npucompile calibrate` wrote.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def command(model: str | None, deployment: str | None, as_json: bool, html: Path | None, buckets_out: Path | None, **options: Any) -> None:
+    """Predict latencies and throughput, and search the layout of MODEL that meets a target.
+
+    Nothing is measured: docs/planning.md says how well published measurements are predicted.
+
+    \b
+    Examples: npucompile plan --deployment dsr1-a3x16-pd-2k-2k-50ms
+              npucompile plan qwen3-32b --cards 2 --input 3500 --output 1500 --concurrency 78 --tpot 50
+              npucompile plan qwen3.5-397b --cards 8 --trace requests.jsonl --tpot 50 --html plan.html
+    """
+    for name, path in (("--html", html), ("--buckets-out", buckets_out)):
+        if path is not None and not path.parent.is_dir():
+            raise SpecError(f"{name} {path}: {path.parent} is no directory; legal is a file in one that exists")
+    if (model is None) == (deployment is None):
+        raise SpecError("legal is either a MODEL with its traffic, or --deployment ID")
+    # Imported late, so that `--help` need not load torch.
+    views = importlib.import_module(".plan_views", __package__)
+    view = views.deployment_view(deployment, options) if deployment else views.search_view(model, options)
+    if buckets_out is not None:
+        buckets_out.write_text(json.dumps({"buckets": list(view.buckets)}) + "\n", encoding="utf-8")
+    if html is not None:
+        view.draw(html)
+    click.echo(json.dumps(view.data, indent=1) if as_json else "\n".join(view.lines))
+    if view.refused:
+        raise SpecError(view.refused)

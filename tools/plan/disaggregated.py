@@ -1,0 +1,149 @@
+"""A closed-loop simulation of instances that only prefill beside one kind that only decodes."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from .groups import Groups
+from .prefill import PrefillTime
+from .run import Span, Trace
+from .simulate import Clients
+from .system import Serving, Workload
+from .table import StepTable
+
+HANDOVER_S = 0.35
+"""From the end of a prompt's prefill to its request at the decode instance, without the transfer: fit to published rows."""
+TRANSFER_BYTES_PER_S = 20e9
+
+
+class _Prefiller:
+    """One instance: a queue, and the batch that it computes."""
+
+    def __init__(self, groups: int, serving: Serving, seconds: PrefillTime, workload: Workload) -> None:
+        self.groups, self.serving, self.seconds, self.work = groups, serving, seconds, workload
+        self.queue: deque[int] = deque()
+        self.batch: list[int] = []
+        self.done = math.inf
+        self.known = workload.cached == 0
+
+    def start(self, now: float) -> float:
+        """Begins the next batch if it is idle; returns how long that takes."""
+        if self.batch or not self.queue:
+            return 0.0
+        most, tokens = self.serving.max_running * self.groups, 0.0
+        while self.queue and len(self.batch) < most:
+            new = self.work.inputs[self.queue[0]] - (self.work.cached if self.known else 0)
+            if self.batch and tokens + new > self.serving.budget * self.groups:
+                break
+            tokens += new
+            self.batch.append(self.queue.popleft())
+        largest = -(-len(self.batch) // self.groups)
+        cached = self.work.cached if self.known else 0
+        taken = self.seconds(largest, len(self.batch), round(tokens / len(self.batch)), cached)
+        self.known, self.done = True, now + taken
+        return taken
+
+    def finish(self) -> list[int]:
+        """The batch, which is done."""
+        batch, self.batch, self.done = self.batch, [], math.inf
+        return batch
+
+
+def simulate_disaggregated(
+    workload: Workload,
+    serving: Serving,
+    accepted: Sequence[float],
+    dp: int,
+    pool_tokens: float,
+    table: StepTable,
+    prefill: PrefillTime,
+    prefill_serving: Serving,
+    prefill_groups: int,
+    instances: int,
+    transfer_bytes: float,
+    decode_instances: int = 1,
+    record: bool = False,
+) -> Trace:
+    """Runs a workload.
+
+    Args:
+        dp: groups of one decode instance; several instances advance as one, with the groups of all.
+        prefill_groups, instances: groups of a prefill instance, and how many of those there are.
+        transfer_bytes: of one token's caches.
+    """
+    n, dp = workload.requests, dp * decode_instances
+    trace, clients = Trace([0.0] * n, [0.0] * n, [0.0] * n, record), Clients(workload)
+    groups = Groups(workload, accepted, dp, pool_tokens, trace)
+    servers = [_Prefiller(prefill_groups, prefill_serving, prefill, workload) for _ in range(instances)]
+    ready: list[tuple[float, int]] = []
+    retracted: list[deque[int]] = [deque() for _ in range(dp)]
+    remaining = [0.0] * n
+    now, server_turn, group_turn = 0.0, 0, 0
+    while groups.finished < n:
+        while clients.due(now):
+            index = clients.send()
+            trace.sent[index] = now
+            servers[server_turn].queue.append(index)
+            server_turn = (server_turn + 1) % instances
+        for server in servers:
+            trace.prefill_busy_s += server.start(now)
+        while (server := min(servers, key=lambda each: each.done)).done <= now:
+            ended = server.done
+            for index in server.finish():
+                moved = HANDOVER_S + workload.inputs[index] * transfer_bytes / TRANSFER_BYTES_PER_S
+                heapq.heappush(ready, (ended + moved, index))
+            trace.prefill_busy_s += server.start(ended)
+        for group, queue in enumerate(retracted if trace.retracted else ()):
+            while queue and groups.count[group] < serving.max_running and groups.need(queue[0], 0.0, False) <= groups.room(group, False):
+                groups.start(group, queue.popleft(), remaining)
+        while ready and ready[0][0] <= now:
+            chosen = _place(groups, serving, ready[0][1], group_turn, dp)
+            if chosen is None:
+                break
+            index = heapq.heappop(ready)[1]
+            group_turn = (chosen + 1) % dp
+            trace.first[index] = now
+            groups.start(chosen, index, remaining)
+        upcoming = min(
+            ready[0][0] if ready and ready[0][0] > now else math.inf,
+            min(server.done for server in servers),
+            clients.next_arrival(),
+        )
+        if not groups.running:
+            if upcoming == math.inf:
+                raise RuntimeError("nothing runs and nothing comes: a request that no pool holds")
+            now = max(now, upcoming)
+            continue
+        rows, context = groups.largest(), groups.context()
+        seconds = table.seconds(rows, context)
+        count = min(groups.until_finish(), groups.until_full())
+        if upcoming < math.inf:
+            count = min(count, max(1, math.ceil((upcoming - now) / seconds)))
+        seconds = table.seconds(rows, context + groups.growth() * (count - 1) / 2)
+        trace.steps[rows] += count
+        trace.decode_s[rows] += count * seconds
+        trace.context_s[rows] += count * seconds * context
+        trace.running_s += count * seconds * groups.running
+        trace.gaps.append((seconds, groups.running * count))
+        if record:
+            trace.spans.append(Span(now, now + count * seconds, "decode", rows, groups.running))
+        now += count * seconds
+        groups.step(count, ())
+        for _ in groups.finish(now):
+            clients.in_flight -= 1
+        trace.retracted += groups.retract(retracted, remaining)
+    return trace
+
+
+def _place(groups: Groups, serving: Serving, index: int, turn: int, dp: int) -> int | None:
+    """The next group in turn that has a place and room; None where none has."""
+    for offset in range(dp):
+        group = (turn + offset) % dp
+        if groups.count[group] >= serving.max_running:
+            continue
+        if not groups.count[group] or groups.need(index, 0.0, False) <= groups.room(group, False):
+            return group
+    return None

@@ -1,0 +1,105 @@
+"""The `npucompile build` command of a candidate, and what a build says to it before it traces anything."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from ...graphs.errors import NpucompileError
+from ...models.presets import DRAFT_PRESETS
+from ...models.registry import find
+from ..build.dispatch_size import FREE_SHARE
+from ..build.plan import Options, plan
+from ..build.targets import GIB
+from ..notation import PrefillSize, format_buckets, format_prefill
+from .buckets import build_list
+from .candidates import Candidate, Question
+from .search import Found
+
+MOST_BUCKETS = 16
+"""Decode buckets of a build; published rows have 1 to 17."""
+_PAGE = 128
+
+
+def options_of(question: Question, found: Found, most_buckets: int = MOST_BUCKETS) -> list[Options]:
+    """Options of the builds of a candidate: one, or one for each phase where prefill has instances of its own."""
+    candidate, work = found.candidate, found.candidate.case.workload
+    system, serving = candidate.case.decode, candidate.case.serving
+    longest = max(i + o for i, o in zip(work.inputs, work.outputs, strict=True))
+    length = -(-(longest + 2 * system.candidates) // _PAGE) * _PAGE
+    common = {
+        "max_model_len": length,
+        "target": question.target,
+        "quantization": "none" if candidate.scheme == "bf16" else candidate.scheme,
+        "num_speculative_tokens": system.drafts,
+        "draft_model": _draft_model(question, system.drafts),
+        "deployment": candidate.deployment or None,
+    }
+    mesh = f"dp={system.layout.dp},tp={system.layout.tp}"
+    decode = {
+        "mesh": mesh,
+        "buckets": build_list(found.prediction, candidate.case, most_buckets),
+        "max_num_seqs": serving.max_running,
+    }
+    if candidate.case.prefill is None:
+        return [Options(question.model, prefill=_prefill(candidate), **common, **decode)]  # type: ignore[arg-type]
+    layout = candidate.case.prefill.layout
+    running = candidate.case.prefill_serving.max_running if candidate.case.prefill_serving else 1
+    first = {"mesh": f"dp={layout.dp},tp={layout.tp}", "max_num_seqs": running, "prefill": _prefill(candidate)}
+    return [
+        Options(question.model, phase="prefill", **common, **first),  # type: ignore[arg-type]
+        Options(question.model, phase="decode", **common, **decode),  # type: ignore[arg-type]
+    ]
+
+
+def _prefill(candidate: Candidate) -> tuple[PrefillSize, ...]:
+    counts = sorted({1, candidate.prompts})
+    return tuple(PrefillSize(candidate.chunk, count) for count in counts)
+
+
+def _draft_model(question: Question, drafts: int) -> str | None:
+    if not drafts or find(question.model).model.has_draft_head:
+        return None
+    return next((name for name, preset in DRAFT_PRESETS.items() if preset["target"] == question.model), None)
+
+
+def arguments(options: Options) -> list[str]:
+    """The words after `npucompile build`."""
+    words = [options.model]
+    named = {
+        "deployment": options.deployment,
+        "phase": options.phase,
+        "target": options.target,
+        "mesh": options.mesh,
+        "quantization": options.quantization,
+        "buckets": format_buckets(options.buckets) if options.buckets else None,
+        "prefill": format_prefill(options.prefill) if options.prefill else None,
+        "max-model-len": options.max_model_len,
+        "max-num-seqs": options.max_num_seqs,
+        "speculative-tokens": options.num_speculative_tokens if options.draft_model or options.num_speculative_tokens is not None else None,
+        "draft-model": options.draft_model,
+    }
+    for name, value in named.items():
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def command_of(options: Options) -> str:
+    """The command line."""
+    return "npucompile build " + shlex.join(arguments(options))
+
+
+def refusal(every: Sequence[Options]) -> str:
+    """What a build's plan says against the options; "" if nothing."""
+    try:
+        for options in every:
+            planned = plan(options)
+            memory = planned.target.memory_bytes(planned.mesh)
+            held = planned.params_bytes + planned.state_bytes + planned.target.reserved_bytes(planned.mesh)
+            if held > memory - memory // FREE_SHARE:
+                parts = f"weights, pools and runtime take {held / GIB:.1f} GiB of a rank's {memory / GIB:.0f}"
+                return f"{parts}: less than 1/{FREE_SHARE} is left for activations"
+    except NpucompileError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,89 @@
+"""What a simulation returns: times of every request, and how many steps of what size there were."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .products import Array
+
+
+class Span(NamedTuple):
+    """A stretch of equal steps: "decode" or "prefill", its largest group, and the requests that run."""
+
+    start_s: float
+    end_s: float
+    kind: str
+    rows: int
+    running: int
+
+
+@dataclass
+class Trace:
+    """What happens in a simulation.
+
+    Attributes:
+        sent, first, end: seconds of each request: sent by the client, first token, last token.
+        steps: decode steps by live rows of the largest group.
+        decode_s: seconds of them.
+        context_s: sum of context times seconds of them.
+        stalled_s: request-seconds in prefill steps of requests that could have decoded.
+        gaps: seconds between two deliveries, each with how many there were.
+        spans: of the timeline; only where it is recorded.
+        prefill_busy_s: seconds of prefill steps, of all prefill instances.
+        retracted: requests that lost their cache.
+        running_s: request-seconds in decode steps.
+        waiting: times that a prompt found too little memory.
+    """
+
+    sent: list[float]
+    first: list[float]
+    end: list[float]
+    record: bool = False
+    steps: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    decode_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    context_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    running_s: float = 0.0
+    stalled_s: float = 0.0
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    prefill_busy_s: float = 0.0
+    retracted: int = 0
+    waiting: int = 0
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.end) - min(self.sent)
+
+
+class Spread(NamedTuple):
+    """Mean and percentiles of a latency."""
+
+    mean: float
+    median: float
+    p95: float
+    p99: float
+
+    @staticmethod
+    def of(values: Array) -> Spread:
+        """Of equally weighted values."""
+        return Spread(float(values.mean()), *(float(x) for x in np.percentile(values, (50, 95, 99))))
+
+    def as_dict(self) -> Mapping[str, float]:
+        """Plain values, three decimals."""
+        return {name: round(value, 3) for name, value in self._asdict().items()}
+
+
+def weighted(pairs: list[tuple[float, int]]) -> Spread:
+    """Of values that each count several times."""
+    if not pairs:
+        return Spread(0.0, 0.0, 0.0, 0.0)
+    values, counts = (np.asarray(column, dtype=float) for column in zip(*pairs, strict=True))
+    order = np.argsort(values)
+    values, total = values[order], np.cumsum(counts[order])
+    marks = (float(values[min(int(np.searchsorted(total, q * total[-1])), len(values) - 1)]) for q in (0.5, 0.95, 0.99))
+    return Spread(float((values * counts[order]).sum() / total[-1]), *marks)

@@ -1,0 +1,305 @@
+"""A closed-loop simulation of an instance that prefills and decodes, event by event.
+
+Between two events (a request ends, a prompt can start, a client sends) all decode steps have the same rows, so that they are taken at
+once. `disaggregated.py` has the instances that do only one of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ...graphs.types import Bucket
+from ...runtime.buckets import choose_prefill
+from .groups import Groups
+from .prefill import PrefillTime
+from .run import Span, Trace
+from .system import Serving, Workload
+from .table import StepTable
+
+_MOST_WAITS = 30
+"""Steps that SGLang's prefill waits at most for all groups."""
+
+
+class Clients:
+    """Requests in order; each is sent when a place is free and its arrival has come."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.sent, self.in_flight = 0, 0
+
+    def due(self, now: float) -> bool:
+        """Whether the next request can be sent."""
+        work = self.workload
+        if self.sent >= work.requests or self.in_flight >= work.concurrency:
+            return False
+        return not work.arrivals or work.arrivals[self.sent] <= now
+
+    def next_arrival(self) -> float:
+        """When the next request comes if a place is free; infinite where none will."""
+        work = self.workload
+        if not work.arrivals or self.sent >= work.requests or self.in_flight >= work.concurrency:
+            return math.inf
+        return work.arrivals[self.sent]
+
+    def send(self) -> int:
+        """Sends the next request, and returns its index."""
+        self.sent, self.in_flight = self.sent + 1, self.in_flight + 1
+        return self.sent - 1
+
+
+def simulate(
+    workload: Workload,
+    serving: Serving,
+    accepted: Sequence[float],
+    dp: int,
+    pool_tokens: float,
+    table: StepTable,
+    prefill: PrefillTime,
+    record: bool = False,
+    sizes: tuple[Bucket, ...] = (),
+) -> Trace:
+    """Runs a workload.
+
+    Args:
+        accepted: tokens a step of each request.
+        dp: groups.
+        pool_tokens: that a group's caches hold.
+        sizes: prefill buckets, of "npucompile".
+    """
+    return _Mixed(workload, serving, accepted, dp, pool_tokens, table, prefill, record, sizes).run()
+
+
+@lru_cache(maxsize=4096)
+def _bucket(sizes: tuple[Bucket, ...], remaining: tuple[tuple[int, ...], ...]) -> Bucket:
+    return choose_prefill(sizes, remaining)
+
+
+class _Mixed:
+    def __init__(
+        self,
+        workload: Workload,
+        serving: Serving,
+        accepted: Sequence[float],
+        dp: int,
+        pool_tokens: float,
+        table: StepTable,
+        prefill: PrefillTime,
+        record: bool,
+        sizes: tuple[Bucket, ...],
+    ) -> None:
+        n = workload.requests
+        self.work, self.serving, self.table, self.prefill, self.sizes = workload, serving, table, prefill, sizes
+        self.clients = Clients(workload)
+        self.trace = Trace([0.0] * n, [0.0] * n, [0.0] * n, record)
+        self.groups = Groups(workload, accepted, dp, pool_tokens, self.trace)
+        self.queues: list[deque[int]] = [deque() for _ in range(dp)]
+        self.remaining = [float(tokens) for tokens in workload.inputs]
+        self.now, self.stall, self.bursts, self.waits, self.passes = 0.0, 0.0, 0, 0, 0
+        self.prefix_known = [workload.cached == 0] * dp
+        self.started: list[list[int]] = [[] for _ in range(dp)]
+        self.unsent_firsts: list[int] = []
+        self.turn, self._chunk = 0, 0
+        self.taken: dict[int, float] = {}
+
+    def run(self) -> Trace:
+        groups = self.groups
+        while groups.finished < self.work.requests:
+            self._receive()
+            parts = self._prompts()
+            if parts and self._may_prefill(parts):
+                self._prefill_pass(parts)
+            elif groups.running:
+                self._decode(bool(parts))
+            else:
+                self.now = max(self.now, self.clients.next_arrival())
+            for _ in groups.finish(self.now):
+                self.clients.in_flight -= 1
+            if groups.retract(self.queues, self.remaining):
+                self.trace.retracted += 1
+        return self.trace
+
+    def _receive(self) -> None:
+        while self.clients.due(self.now):
+            index = self.clients.send()
+            self.trace.sent[index] = self.now
+            if self.serving.policy == "npucompile":
+                loads = [
+                    count + len(queue) + len(own) for count, queue, own in zip(self.groups.count, self.queues, self.started, strict=True)
+                ]
+                group = loads.index(min(loads))
+            else:
+                group, self.turn = self.turn, (self.turn + 1) % len(self.queues)
+            self.queues[group].append(index)
+
+    def _may_prefill(self, parts: dict[int, list[int]]) -> bool:
+        serving = self.serving
+        if not self.groups.running:
+            return True
+        if serving.policy == "npucompile":
+            return self.bursts < serving.prefill_burst
+        return not serving.waits or len(parts) == len(self.queues) or self.waits >= _MOST_WAITS
+
+    def _prompts(self) -> dict[int, list[int]]:
+        """Requests that each group can prefill now: those begun, then those that are admitted."""
+        parts: dict[int, list[int]] = {}
+        if self.clients.sent == self.groups.started:
+            return parts
+        for group, queue in enumerate(self.queues):
+            begun = self.started[group]
+            if not queue and not begun:
+                continue
+            chosen = self._prompts_of(group, queue, begun)
+            if chosen:
+                parts[group] = chosen
+        return parts
+
+    def _prompts_of(self, group: int, queue: deque[int], begun: list[int]) -> list[int]:
+        """The prompts of one group that fit a step; `taken` says how many tokens of each."""
+        serving, groups = self.serving, self.groups
+        ours = serving.policy == "npucompile"
+        chosen, budget = list[int](), float(serving.budget)
+        places = serving.max_running - groups.count[group] - len(begun)
+        room = groups.room(group, ours) - sum(self.remaining[index] for index in begun)
+        for index in (*begun, *queue):
+            new = self._new_tokens(group, index)
+            if new > budget and chosen:
+                # Only where prompts are cut anyway does the next one fill the step.
+                if not serving.chunk or ours or budget < 1:
+                    break
+                new = budget
+            if len(chosen) >= serving.prompts:
+                break
+            if len(chosen) >= len(begun):
+                if places <= 0:
+                    break
+                need = groups.need(index, self.remaining[index], ours)
+                if need > room and (groups.count[group] or chosen):
+                    self.trace.waiting += 1
+                    break
+                places, room = places - 1, room - need
+            chosen.append(index)
+            self.taken[index] = new
+            budget -= new
+            if not self.prefix_known[group]:
+                break
+        return chosen
+
+    def _new_tokens(self, group: int, index: int) -> float:
+        """Tokens of a request that a step computes if it has room."""
+        left = self._left(group, index)
+        return min(left, self.serving.chunk) if self.serving.chunk else left
+
+    def _prefill_pass(self, parts: dict[int, list[int]]) -> None:
+        serving, groups = self.serving, self.groups
+        seconds = self._padded_pass(parts) if self.sizes else self._ragged_pass(parts)
+        self.trace.prefill_busy_s += seconds
+        ours = serving.policy == "npucompile"
+        if serving.policy == "vllm" and groups.running:
+            seconds += self.table.seconds(groups.largest(), groups.context())
+        if ours:
+            self.trace.stalled_s += seconds * groups.running
+        else:
+            # Groups without a prompt decode meanwhile; with "vllm" all do.
+            stalled = [] if serving.policy == "vllm" else list(parts)
+            self.trace.stalled_s += seconds * groups.running
+            groups.step(1, stalled)
+        self.stall += seconds
+        done = self._advance(parts)
+        start, self.now = self.now, self.now + seconds
+        if self.trace.record:
+            self.trace.spans.append(Span(start, self.now, "prefill", max(map(len, parts.values())), groups.running))
+        self._deliver_firsts(self.now)
+        for group, index in done:
+            groups.start(group, index, self.remaining)
+            if ours:
+                self._first(index, self.now)
+            else:
+                self.unsent_firsts.append(index)
+        self.bursts, self.waits = self.bursts + 1, 0
+
+    def _ragged_pass(self, parts: dict[int, list[int]]) -> float:
+        counts = {group: [self.taken[index] for index in own] for group, own in parts.items()}
+        total = sum(map(sum, counts.values()))
+        prompts = sum(map(len, counts.values()))
+        largest = max(counts.values(), key=sum)
+        cached = self._cached(parts)
+        new = total / prompts
+        # Groups differ little; the largest decides attention, all of them the experts.
+        return self.prefill(max(1, round(sum(largest) / new)), prompts, round(new), round(cached))
+
+    def _padded_pass(self, parts: dict[int, list[int]]) -> float:
+        most = max(size.batch for size in self.sizes)
+        bucket = _bucket(self.sizes, tuple(tuple(max(int(self._left(group, i)), 1) for i in own[:most]) for group, own in parts.items()))
+        for group, own in parts.items():
+            parts[group] = own[: bucket.batch]
+        self._chunk = bucket.q_len
+        return self.prefill(bucket.batch, bucket.batch * len(self.queues), bucket.q_len, round(self._cached(parts)))
+
+    def _left(self, group: int, index: int) -> float:
+        known = self.prefix_known[group] and self.remaining[index] == self.work.inputs[index]
+        return self.remaining[index] - (self.work.cached if known else 0)
+
+    def _cached(self, parts: dict[int, list[int]]) -> float:
+        """Tokens of a prompt that are in the cache before the step, on average."""
+        cached = [self.work.inputs[i] - min(self._left(g, i), self.work.inputs[i]) for g, own in parts.items() for i in own]
+        return sum(cached) / len(cached)
+
+    def _advance(self, parts: dict[int, list[int]]) -> list[tuple[int, int]]:
+        """Moves the prompts of a pass on; returns those that are whole."""
+        done = []
+        for group, own in parts.items():
+            for index in own:
+                if self.queues[group] and self.queues[group][0] == index:
+                    self.queues[group].popleft()
+                    self.started[group].append(index)
+                left = self._left(group, index)
+                step = min(left, self._chunk) if self.sizes else self.taken[index]
+                self.remaining[index] = left - step
+                if self.remaining[index] <= 0:
+                    self.remaining[index] = 0.0
+                    self.started[group].remove(index)
+                    done.append((group, index))
+            self.prefix_known[group] = True
+        return done
+
+    def _first(self, index: int, now: float) -> None:
+        early = self.serving.early_first_s
+        if not self.trace.first[index]:
+            self.trace.first[index] = now if early is None else min(now, self.trace.sent[index] + early)
+
+    def _deliver_firsts(self, now: float) -> None:
+        """The first tokens of the pass before leave with this step: results are read one step late."""
+        for index in self.unsent_firsts:
+            self._first(index, now)
+        self.unsent_firsts.clear()
+
+    def _decode(self, prompts_wait: bool) -> None:
+        groups, trace = self.groups, self.trace
+        rows, context = groups.largest(), groups.context()
+        seconds = self.table.seconds(rows, context)
+        count = groups.until_finish()
+        if prompts_wait:
+            count = min(count, max(_MOST_WAITS - self.waits, 1)) if self.serving.waits else 1
+        if (arrival := self.clients.next_arrival()) < math.inf:
+            count = min(count, max(1, math.ceil((arrival - self.now) / seconds)))
+        count = max(1, min(count, groups.until_full()))
+        if count > 1:
+            seconds = self.table.seconds(rows, context + groups.growth() * (count - 1) / 2)
+        self._deliver_firsts(self.now + seconds)
+        start, running = self.now, groups.running
+        self.now += count * seconds
+        groups.step(count, ())
+        trace.steps[rows] += count
+        trace.decode_s[rows] += count * seconds
+        trace.context_s[rows] += count * seconds * context
+        trace.running_s += count * seconds * running
+        trace.gaps.append((seconds + self.stall, running))
+        if count > 1:
+            trace.gaps.append((seconds, running * (count - 1)))
+        if trace.record:
+            trace.spans.append(Span(start, self.now, "decode", rows, running))
+        self.stall, self.bursts = 0.0, 0
+        self.waits = self.waits + count if prompts_wait else 0

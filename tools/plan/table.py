@@ -1,0 +1,66 @@
+"""The table of decode step times over batch and context that a simulation reads."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .decode import decode_parts
+from .parameters import Parameters
+from .products import Array
+from .system import System
+
+POINTS = 6
+"""Contexts of the table; times between them are interpolated."""
+
+Decode = Callable[[Array, Array], Array]
+"""Seconds of a decode step by rows of a group and mean context, which broadcast."""
+
+
+class StepTable:
+    """Seconds of a decode step of each bucket, linear between `POINTS` contexts.
+
+    Args:
+        buckets: rows of a group that a step may have, increasing.
+        shortest, longest: contexts between which it is asked.
+        seconds: the time of a step.
+    """
+
+    def __init__(self, buckets: Sequence[int], shortest: float, longest: float, seconds: Decode) -> None:
+        self.buckets = tuple(buckets)
+        self.shortest = shortest
+        self.width = max(longest - shortest, 1.0) / (POINTS - 1)
+        contexts: Array = shortest + self.width * np.arange(POINTS, dtype=np.float64)
+        rows = np.asarray(self.buckets, dtype=float)
+        self._rows: list[list[float]] = seconds(rows[:, None], contexts[None, :]).tolist()
+        self._index = [bisect.bisect_left(self.buckets, batch) for batch in range(self.buckets[-1] + 1)]
+
+    def bucket(self, batch: int) -> int:
+        """The smallest bucket that holds so many rows; the largest where none does."""
+        return self.buckets[self._index[batch] if batch < len(self._index) else -1]
+
+    def seconds(self, batch: int, context: float) -> float:
+        """Of a step with so many live rows in the largest group."""
+        row = self._rows[self._index[batch] if batch < len(self._index) else -1]
+        place = (context - self.shortest) / self.width
+        left = min(max(int(place), 0), POINTS - 2)
+        return row[left] + (row[left + 1] - row[left]) * (place - left)
+
+
+def step_table(system: System, parameters: Parameters, most: int, shortest: float, longest: float) -> StepTable:
+    """The table of a system whose groups have up to `most` requests.
+
+    Beyond the largest bucket a step runs with the rows that it has, as the published engines do without a captured graph.
+    """
+    buckets = [bucket for bucket in system.buckets if bucket < most]
+    above = next((bucket for bucket in system.buckets if bucket >= most), most)
+    every = [*buckets, above] if system.buckets else list(range(1, most + 1))
+
+    def seconds(batch: Array, context: Array) -> Array:
+        parts = decode_parts(system, parameters, batch, context)
+        total: Array = np.sum(np.stack(list(parts.values())), axis=0)
+        return total
+
+    return StepTable(every, shortest, longest, seconds)
