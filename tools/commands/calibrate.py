@@ -11,27 +11,35 @@ from ...graphs.errors import SpecError
 from ..plan.accuracy import Accuracy, accuracy, lines_of, refit
 from ..plan.fit import Fit
 from ..plan.parameters import FILE, NAMES, entries, priors
+from ..plan.timed import read_bringup
 from ..progress import Progress
 
 
 @click.command("calibrate")
 @click.option("--report", is_flag=True, help="Also leave out each published row, then each model, and print the errors.  (minutes)")
 @click.option(
+    "--measured", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, metavar="FILE",
+    help="Also fit the timed decode buckets of this bringup.json, from NPUs; may be repeated.",
+)  # fmt: skip
+@click.option("--context", type=click.IntRange(1), default=131, show_default=True, help="Cached tokens of the steps of --measured.")
+@click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the parameters there, as `plan --parameters` reads them."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print parameters and errors as JSON.")
-def command(report: bool, out: Path | None, as_json: bool) -> None:
-    """Fit the parameters of `npucompile plan` to the published measurements.
+def command(report: bool, measured: tuple[Path, ...], context: int, out: Path | None, as_json: bool) -> None:
+    """Fit the parameters of `npucompile plan` to the published measurements, and to what a bring-up timed.
 
     \b
     Examples: npucompile calibrate --report
+              npucompile calibrate --measured bringup.json --out parameters.json
               npucompile calibrate --out parameters.json
     """
     if out is not None and not out.parent.is_dir():
         raise SpecError(f"--out {out}: {out.parent} is no directory; legal is a file in one that exists")
+    timed = [step for path in measured for step in read_bringup(path, context)]
     progress = Progress()
-    progress.say("fitting the published rows")
-    whole = refit()
+    progress.say("fitting the published rows" + (f" and {len(timed)} timed steps" if timed else ""))
+    whole = refit(timed)
     result = accuracy(whole, lambda name: progress.say(f"without {name}")) if report else None
     if out is not None:
         out.write_text(as_file(whole, result), encoding="utf-8")
@@ -54,7 +62,7 @@ def as_file(whole: Fit, result: Accuracy | None) -> str:
     """The text of a file of parameters: those of this one, with the fitted values and their evidence."""
     lines = []
     for name, entry in entries(FILE).items():
-        evidence = f"fit to {len(whole.jacobian)} published rows, standard deviation of the logarithm {whole.deviations[name]:.2f}"
+        evidence = f"fit to {len(whole.jacobian)} rows and steps, standard deviation of the logarithm {whole.deviations[name]:.2f}"
         if result is not None:
             low, high = result.ranges[name]
             evidence += f", {low:.3g} to {high:.3g} leaving out one row"

@@ -18,6 +18,15 @@ NPU_TARGETS = tuple(name for name in TARGETS if name != "cpu")
 @click.command("plan")
 @click.argument("model", required=False)
 @click.option("--deployment", metavar="ID", help="Predict this published deployment instead; see `npucompile deployments`.")
+@click.option(
+    "--artifact", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
+    help="Predict the server of this artifact instead, with the times of its own graphs.",
+)  # fmt: skip
+@click.option(
+    "--measured", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+    help="With --artifact of a CPU: what `npucompile bench --only decode,prefill,streams --json` printed of it.",
+)  # fmt: skip
+@click.option("--fit-on", metavar="LIST", help="With --measured: the two decode buckets to fit.  [default: the smallest and the largest]")
 @click.option("--cards", type=click.IntRange(1), help="Packages of the target: two NPUs each of ascend-a3, one of ascend-a2.")
 @click.option("--target", type=click.Choice(NPU_TARGETS), default="ascend-a3", show_default=True, help="Kind of NPU.")
 @click.option("--input", "inputs", metavar="TOKENS", help="Tokens of a prompt, or a histogram: 1000:3,4000:1 is three of four with 1000.")
@@ -53,7 +62,15 @@ NPU_TARGETS = tuple(name for name in TARGETS if name != "cpu")
     help="Parameters that `npucompile calibrate` wrote.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(model: str | None, deployment: str | None, as_json: bool, html: Path | None, buckets_out: Path | None, **options: Any) -> None:
+def command(
+    model: str | None,
+    deployment: str | None,
+    artifact: Path | None,
+    as_json: bool,
+    html: Path | None,
+    buckets_out: Path | None,
+    **options: Any,
+) -> None:
     """Predict latencies and throughput, and search the layout of MODEL that meets a target.
 
     Nothing is measured: docs/planning.md says how well published measurements are predicted.
@@ -66,14 +83,19 @@ def command(model: str | None, deployment: str | None, as_json: bool, html: Path
     for name, path in (("--html", html), ("--buckets-out", buckets_out)):
         if path is not None and not path.parent.is_dir():
             raise SpecError(f"{name} {path}: {path.parent} is no directory; legal is a file in one that exists")
-    if (model is None) == (deployment is None):
-        raise SpecError("legal is either a MODEL with its traffic, or --deployment ID")
+    if sum(subject is not None for subject in (model, deployment, artifact)) != 1:
+        raise SpecError("legal is one of a MODEL with its traffic, --deployment ID and --artifact DIR")
     # Imported late, so that `--help` need not load torch.
     views = importlib.import_module(".plan_views", __package__)
-    view = views.deployment_view(deployment, options) if deployment else views.search_view(model, options)
+    if artifact is not None:
+        view = importlib.import_module(".plan_artifact", __package__).artifact_view(artifact, options)
+    else:
+        view = views.deployment_view(deployment, options) if deployment else views.search_view(model, options)
     if buckets_out is not None:
         buckets_out.write_text(json.dumps({"buckets": list(view.buckets)}) + "\n", encoding="utf-8")
     if html is not None:
+        if view.draw is None:
+            raise SpecError("--html with --artifact; legal is --html with a MODEL or --deployment")
         view.draw(html)
     click.echo(json.dumps(view.data, indent=1) if as_json else "\n".join(view.lines))
     if view.refused:

@@ -40,7 +40,7 @@ class View:
     data: Mapping[str, Any]
     lines: Sequence[str]
     buckets: Sequence[int]
-    draw: Callable[[Path], None]
+    draw: Callable[[Path], None] | None = None
     refused: str = ""
 
 

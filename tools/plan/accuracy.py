@@ -16,6 +16,7 @@ from .parameters import NAMES, Parameters, fitted, priors
 from .predict import Prediction, predict, uncalibrated
 from .published import case_of
 from .system import Case
+from .timed import TimedStep
 
 IDEAL = Parameters(1, 1, 1, 1, 1600 / 24, 1, 1e-9, 1e-9, 1e-9, 1, 1e-9, 1e-9, 1e-9, 1, 1, 1e-9)
 """Everything at its nameplate speed, nothing fixed: the roofline."""
@@ -65,15 +66,30 @@ def summary_of(prediction: Prediction) -> dict[str, float]:
     }
 
 
-def model_of(cases: Mapping[str, Case]) -> Callable[[str, Parameters], Mapping[str, float]]:
-    """The function that `fit` wants, of rows by name."""
-    return lambda name, parameters: summary_of(predict(cases[name], parameters))
+def model_of(cases: Mapping[str, Case], timed: Sequence[TimedStep] = ()) -> Callable[[str, Parameters], Mapping[str, float]]:
+    """The function that `fit` wants, of rows and timed steps by name."""
+    steps = {step.name: step for step in timed}
+
+    def model(name: str, parameters: Parameters) -> Mapping[str, float]:
+        if name in steps:
+            return {"step_ms": steps[name].predicted_ms(parameters)}
+        return summary_of(predict(cases[name], parameters))
+
+    return model
 
 
-def refit() -> Fit:
-    """The fit of all published rows."""
-    rows = measured()
-    return fit(model_of({name: case_of(name) for name in rows}), rows, priors(), fitted())
+def rows_of(timed: Sequence[TimedStep] = ()) -> dict[str, Mapping[str, float]]:
+    """What is fitted: published rows, and timed steps."""
+    rows: dict[str, Mapping[str, float]] = {
+        name: {"tpot_ms": row.tpot_ms, "output_tok_s": row.output_tok_s, "ttft_ms": row.ttft_ms} for name, row in measured().items()
+    }
+    return rows | {step.name: {"step_ms": 1e3 * step.seconds} for step in timed}
+
+
+def refit(timed: Sequence[TimedStep] = ()) -> Fit:
+    """The fit of all published rows, and of steps that were timed on NPUs."""
+    cases = {name: case_of(name) for name in measured()}
+    return fit(model_of(cases, timed), rows_of(timed), priors(), fitted())
 
 
 def accuracy(whole: Fit, say: Callable[[str], None] = lambda _: None) -> Accuracy:
@@ -92,7 +108,7 @@ def accuracy(whole: Fit, say: Callable[[str], None] = lambda _: None) -> Accurac
 
     def without(left_out: Sequence[str]) -> Parameters:
         say(", ".join(left_out))
-        kept = {name: row for name, row in rows.items() if name not in left_out}
+        kept = {name: figures for name, figures in rows_of().items() if name not in left_out}
         return fit(model, kept, priors(), whole.parameters, iterations=4, jacobian=whole.jacobian).parameters
 
     of_family = {family: without(names) for family, names in families.items()}

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .measurements import Measured
 from .parameters import NAMES, Parameters, as_logs, of_logs, sigmas
 from .products import Array
 
-SIGMAS = {"tpot_ms": 0.05, "output_tok_s": 0.05, "ttft_ms": 0.25}
+SIGMAS = {"tpot_ms": 0.05, "output_tok_s": 0.05, "ttft_ms": 0.25, "step_ms": 0.05}
 """What a prediction of each may miss by, as a logarithm; TTFT of saturated prefill moves by half with 5 % of the rate."""
 _STEP = 0.04
 _CAUCHY = 2.0
 """Residuals over so many sigmas count less and less."""
 
-Model = Callable[[str, Parameters], Mapping[str, float]]
-"""Predicted `SIGMAS` of a row."""
+Figures = Mapping[str, float]
+"""Some of `SIGMAS` by name; others are not fitted."""
+
+Model = Callable[[str, Parameters], Figures]
+"""What is predicted of a row."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,14 @@ class Fit:
     cost: float
 
 
-def residuals(predicted: Mapping[str, float], actual: Measured) -> Array:
-    """Logarithms of predicted over measured, in sigmas."""
-    return np.asarray([math.log(predicted[name] / getattr(actual, name)) / sigma for name, sigma in SIGMAS.items()])
+def residuals(predicted: Figures, actual: Figures) -> Array:
+    """Logarithms of predicted over measured, in sigmas, of the figures that were measured."""
+    return np.asarray([math.log(predicted[name] / actual[name]) / sigma for name, sigma in SIGMAS.items() if name in actual])
 
 
 def fit(
     model: Model,
-    rows: Mapping[str, Measured],
+    rows: Mapping[str, Figures],
     prior: Parameters,
     start: Parameters,
     iterations: int = 14,
@@ -91,8 +93,8 @@ def _cost(every: Iterable[Array], x: Array, x0: Array) -> float:
     return loss + float((((x - x0) / np.asarray(sigmas())) ** 2).sum())
 
 
-def _jacobian(model: Model, rows: Mapping[str, Measured], x: Array, at: Mapping[str, Array]) -> dict[str, Array]:
-    slopes = {name: np.zeros((len(SIGMAS), len(x))) for name in rows}
+def _jacobian(model: Model, rows: Mapping[str, Figures], x: Array, at: Mapping[str, Array]) -> dict[str, Array]:
+    slopes = {name: np.zeros((len(residual), len(x))) for name, residual in at.items()}
     for i in range(len(x)):
         moved = x.copy()
         moved[i] += _STEP

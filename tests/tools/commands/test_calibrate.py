@@ -10,9 +10,8 @@ from click.testing import CliRunner
 
 from npucompile.tools.cli import main
 from npucompile.tools.commands import calibrate
-from npucompile.tools.plan.accuracy import model_of
+from npucompile.tools.plan.accuracy import model_of, rows_of
 from npucompile.tools.plan.fit import fit
-from npucompile.tools.plan.measurements import measured
 from npucompile.tools.plan.parameters import fitted, priors
 from npucompile.tools.plan.published import case_of
 
@@ -22,9 +21,9 @@ NAMES = ("qwen3-32b-a3x4-mix-4k-1.5k-11ms", "qwen3-32b-a3x8-mix-18k-4k-12ms")
 @pytest.fixture
 def two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fit of two rows, which takes no minute."""
-    rows = {name: measured()[name] for name in NAMES}
+    rows = {name: rows_of()[name] for name in NAMES}
     model = model_of({name: case_of(name) for name in rows})
-    monkeypatch.setattr(calibrate, "refit", lambda: fit(model, rows, priors(), priors(), iterations=3))
+    monkeypatch.setattr(calibrate, "refit", lambda timed: fit(model, rows, priors(), priors(), iterations=3))
 
 
 @pytest.mark.usefixtures("two_rows")
@@ -34,7 +33,7 @@ def test_a_file_is_written_that_plan_reads(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout)["parameters"]
     assert shown["memory"]["value"] == pytest.approx(fitted(file).memory, rel=1e-3)
-    assert "fit to 2 published rows" in json.loads(file.read_text())["memory"]["evidence"]
+    assert "fit to 2 rows and steps" in json.loads(file.read_text())["memory"]["evidence"]
     words = ["plan", "--deployment", NAMES[0], "--json"]
     own, other = (json.loads(CliRunner().invoke(main, [*words, *more]).stdout) for more in ([], ["--parameters", str(file)]))
     assert own["predicted"]["tpot_ms"] != other["predicted"]["tpot_ms"]

@@ -1,0 +1,97 @@
+"""What `npucompile plan --artifact` shows: the simulated server of an artifact, or a bench beside its prediction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...graphs.errors import SpecError
+from ...lowering.artifact.artifact import Artifact, GraphEntry
+from ..bench.prediction import ACCEPTED
+from ..build.targets import target
+from ..notation import parse_buckets
+from ..plan.artifact import serve
+from ..plan.timed import Compared, compare, read_bench
+from .cost import step_cost
+from .plan_views import View, workload_of
+
+PROMPT, OUTPUT = 64, 64
+"""Tokens of a request of `npucompile bench`, by default."""
+_HOST_S = 1e-3
+"""What the host is taken to add to a step on NPUs: assumed."""
+
+
+def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
+    """The prediction of an artifact's server.
+
+    Raises:
+        SpecError: the artifact is for CPUs and nothing was measured, or the options lack what is needed.
+    """
+    artifact = Artifact.open(path, check=False)
+    if options["measured"] is not None:
+        return _measured(artifact, options)
+    if target(artifact.manifest.target).local:
+        raise SpecError(
+            f"{path} is for this machine, whose speed is measured: legal is --measured with what "
+            "`npucompile bench --only decode,prefill,streams --json` printed"
+        )
+    return _estimated(artifact, options)
+
+
+def _estimated(artifact: Artifact, options: Mapping[str, Any]) -> View:
+    """A server on NPUs, from the operators of its graphs."""
+    work = workload_of(options)
+
+    entries = {entry.bucket.name: entry for entry in artifact.manifest.graphs}
+
+    @functools.cache
+    def step_s(bucket: str, context: int) -> float:
+        return step_cost(artifact, entries[bucket], context).step_ms / 1e3
+
+    def seconds(entry: GraphEntry, context: int) -> float:
+        return step_s(entry.bucket.name, context)
+
+    drafts = artifact.manifest.limits.drafts
+    accepted = options["accepted"] or (min(ACCEPTED, drafts + 1.0) if drafts else 1.0)
+    served = serve(artifact, work, seconds, lambda rows: _HOST_S, accepted)
+    data = {
+        "artifact": str(artifact.path),
+        "accepted": accepted,
+        "predicted": {
+            "tpot_ms": served.tpot_ms.mean,
+            "ttft_ms": served.ttft_ms.mean,
+            "e2e_ms": served.e2e_ms.mean,
+            "output_tok_s": served.output_tok_s,
+        },
+    }
+    lines = [
+        f"{artifact.path}: {work.requests} requests, {work.concurrency} in flight, {accepted:g} tokens a step",
+        f"predicted  TPOT {served.tpot_ms.mean:.1f} ms, {served.output_tok_s:,.0f} tok/s, TTFT {served.ttft_ms.mean:,.0f} ms, "
+        f"E2E {served.e2e_ms.mean:,.0f} ms",
+    ]
+    return View(data, lines, sorted(entry.bucket.batch for entry in artifact.manifest.graphs if entry.bucket.kind == "decode"))
+
+
+def _measured(artifact: Artifact, options: Mapping[str, Any]) -> View:
+    """What a bench measured, beside what two of its buckets predict."""
+    sizes = sorted(entry.bucket.batch for entry in artifact.manifest.graphs if entry.bucket.kind == "decode")
+    fit_on = parse_buckets(options["fit_on"]) if options["fit_on"] else tuple(dict.fromkeys((sizes[0], sizes[-1])))
+    prompt, output = (int(options[name] or default) for name, default in (("inputs", PROMPT), ("outputs", OUTPUT)))
+    compared = compare(artifact, read_bench(options["measured"]), fit_on, prompt, output)
+    data = {
+        "artifact": str(artifact.path),
+        "fitted": list(fit_on),
+        "rows": [{**vars(row), "error": row.error} for row in compared],
+    }
+    return View(data, lines_of(compared, fit_on), sizes)
+
+
+def lines_of(compared: Sequence[Compared], fit_on: Sequence[int]) -> list[str]:
+    """The comparison as text."""
+    lines = [f"fitted to decode buckets {','.join(map(str, fit_on))}", f"{'':28} {'measured':>10} {'predicted':>10} {'error %':>8}"]
+    for row in compared:
+        mark = " fitted" if row.fitted else ""
+        lines.append(f"{row.what:28} {row.measured:10,.2f} {row.predicted:10,.2f} {100 * row.error:+8.1f} {row.unit}{mark}")
+    return lines

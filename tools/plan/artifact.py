@@ -1,0 +1,144 @@
+"""A server of an artifact, simulated with the times of its own graphs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...graphs.errors import SpecError
+from ...graphs.types import Bucket, Mesh
+from ...lowering.artifact.artifact import Artifact, GraphEntry
+from .acceptance import per_request
+from .products import Array
+from .run import Spread, Trace
+from .simulate import simulate
+from .system import Serving, Workload
+from .table import StepTable
+
+GraphSeconds = Callable[[GraphEntry, int], float]
+"""Seconds of one step of a graph whose requests have so many cached tokens."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What clients of a simulated server see; times in ms."""
+
+    tpot_ms: Spread
+    ttft_ms: Spread
+    e2e_ms: Spread
+    output_tok_s: float
+    trace: Trace
+
+    @staticmethod
+    def of(workload: Workload, trace: Trace) -> Served:
+        """The latencies of a run."""
+        sent, first, end = (np.asarray(times) * 1e3 for times in (trace.sent, trace.first, trace.end))
+        outputs = np.asarray(workload.outputs, dtype=float)
+        several = outputs > 1
+        tpot = (end - first)[several] / (outputs - 1)[several] if several.any() else np.zeros(1)
+        return Served(Spread.of(tpot), Spread.of(first - sent), Spread.of(end - sent), float(outputs.sum()) / trace.makespan_s, trace)
+
+
+def serve(
+    artifact: Artifact, workload: Workload, graph_seconds: GraphSeconds, host_s: Callable[[int], float], accepted: float = 1.0
+) -> Served:
+    """Serves a workload.
+
+    Args:
+        graph_seconds: of a step on the device.
+        host_s: what the host adds to a step of so many rows.
+        accepted: tokens a step of a request.
+
+    Raises:
+        SpecError: a request is longer than the artifact serves.
+    """
+    manifest = artifact.manifest
+    limits = manifest.limits
+    longest = max(i + o for i, o in zip(workload.inputs, workload.outputs, strict=True))
+    if longest > limits.max_model_len:
+        raise SpecError(f"a request of {longest} tokens; {artifact.path} serves up to {limits.max_model_len}")
+    decode = sorted((entry for entry in manifest.graphs if entry.bucket.kind == "decode"), key=lambda entry: entry.bucket)
+    prefill = {(e.bucket.batch, e.bucket.q_len): e for e in manifest.graphs if e.bucket.kind == "prefill"}
+    if not decode or not prefill:
+        raise SpecError(f"{artifact.path} has {len(decode)} decode and {len(prefill)} prefill buckets; serving needs at least one of each")
+    dp = Mesh.parse(manifest.mesh).axis("dp")
+    shortest = min(workload.inputs)
+
+    def seconds(batch: Array, context: Array) -> Array:
+        entries = {entry.bucket.batch: entry for entry in decode}
+        ends = (shortest, longest)
+        times = {b: [graph_seconds(e, max(c, 1)) + host_s(b) for c in ends] for b, e in entries.items()}
+        low = np.asarray([[times[int(b)][0]] for b in batch[:, 0]])
+        high = np.asarray([[times[int(b)][1]] for b in batch[:, 0]])
+        result: Array = low + (high - low) * (context - shortest) / max(longest - shortest, 1)
+        return result
+
+    def prefill_seconds(largest: int, prompts: int, new: float, cached: float) -> float:
+        return graph_seconds(prefill[largest, int(new)], max(int(cached), 1)) + host_s(largest)
+
+    table = StepTable([entry.bucket.batch for entry in decode], shortest, longest, seconds)
+    chunk, most = max(q for _, q in prefill), max(b for b, _ in prefill)
+    serving = Serving("npucompile", limits.num_request_slots - 1, chunk * most, chunk, most)
+    rates: list[float] = per_request(accepted, 0.0, limits.drafts, workload.requests).tolist()
+    pool = float((limits.num_pages - 1) * limits.page_size)
+    sizes = tuple(sorted(entry.bucket for entry in prefill.values()))
+    return Served.of(workload, simulate(workload, serving, rates, dp, pool, table, prefill_seconds, False, sizes))
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of a step that computes and reads so much: a fixed part, and one for each operation and byte."""
+
+    fixed: float
+    per_flop: float
+    per_byte: float
+
+    def seconds(self, flops: float, nbytes: float) -> float:
+        """Of a step."""
+        return self.fixed + self.per_flop * flops + self.per_byte * nbytes
+
+
+def fit_steps(points: Sequence[tuple[float, float, float]]) -> StepModel:
+    """The model without negative parts that misses (flops, bytes, seconds) least, relative to each.
+
+    Three unknowns have seven sets of parts that are not zero: all are tried.
+
+    Raises:
+        SpecError: fewer than two points.
+    """
+    if len(points) < 2:
+        raise SpecError(f"{len(points)} measured steps; legal is at least two")
+    flops, nbytes, seconds = (np.asarray(column, dtype=float) for column in zip(*points, strict=True))
+    columns = np.stack([np.ones_like(seconds), flops, nbytes]) / seconds
+    best, found = np.inf, np.zeros(3)
+    for count in range(1, 4):
+        for used in itertools.combinations(range(3), count):
+            some, *_ = np.linalg.lstsq(columns[list(used)].T, np.ones_like(seconds), rcond=None)
+            whole = np.zeros(3)
+            whole[list(used)] = some
+            miss = float(((columns.T @ whole - 1) ** 2).sum())
+            if (some >= 0).all() and miss < best - 1e-12:
+                best, found = miss, whole
+    return StepModel(*found.tolist())
+
+
+def bucket_named(name: str) -> Bucket:
+    """The bucket of a name such as decode-b4-q1.
+
+    Raises:
+        SpecError: it is none.
+    """
+    parts = name.split(" ")[0].split("-")
+    if len(parts) != 3 or parts[1][:1] != "b" or parts[2][:1] != "q" or not (parts[1][1:] + parts[2][1:]).isdecimal():
+        raise SpecError(f"{name!r} is no bucket; legal is a name as decode-b4-q1")
+    return Bucket(parts[0], int(parts[1][1:]), int(parts[2][1:]))
+
+
+def value_of(cell: object) -> float | None:
+    """The median of a cell of `bench --json`."""
+    if isinstance(cell, Mapping):
+        return float(cell["median"])
+    return float(cell) if isinstance(cell, int | float) else None
