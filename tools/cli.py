@@ -30,11 +30,16 @@ COMMANDS = {
     "bench": "Measure builds, load time, steps and throughput.",
     "bench serve": "Load a running server and report its latencies.",
     "replay": "Repeat what a server recorded, and compare every token.",
+    "import": "Read a launch line of SGLang or vLLM into ours.",
+    "explain": "Say what a build decided, and who decided it.",
     "deployments": "List the published deployments that can be built.",
     "calibrate": "Fit the parameters of plan to measurements.",
     "doctor": "Check what this machine can build and run.",
     "models": "List the model presets.",
 }
+
+FILES = {"import": "import_line"}
+"""Files of commands whose names are words of Python."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ class Commands(click.Group):
         """Imports one command."""
         if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f".commands.{name.replace(' ', '_')}", __package__).command
+        module = FILES.get(name, name.replace(" ", "_"))
+        command: click.Command = importlib.import_module(f".commands.{module}", __package__).command
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:

@@ -46,6 +46,7 @@ class Options:
         prefill: sizes of prefill steps.
         max_model_len: most tokens of a request, prompt and output.
         max_num_seqs: most requests in flight, per dp group.
+        max_total_tokens: most tokens that are cached at once, per dp group.
         dtype: "auto", "float32" or "bfloat16".
         backend: "inductor", "eager", "null", "ge" or "aclgraph".
         target: "cpu" or a kind of NPU node (tools/build/targets.py).
@@ -85,6 +86,7 @@ class Options:
     cann: str | None = None
     operator_packages: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
+    max_total_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Plan:
         weights: "stored" in the artifact, "bound" to it by reference, or "none".
         platform: what the graphs are lowered for.
         expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
-        kv_cache_dtype: as it was asked for.
+        kv_cache_dtype, max_total_tokens: as they were asked for.
     """
 
     source: registry.ModelSource
@@ -122,6 +124,7 @@ class Plan:
     platform: Platform = CPU
     expert_parallel: bool = True
     kv_cache_dtype: str = "auto"
+    max_total_tokens: int | None = None
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
@@ -138,6 +141,7 @@ class Plan:
             "prefill": format_prefill(prefill),
             "max-model-len": "" if self.published else self.limits.max_model_len,
             "max-num-seqs": "" if self.published else self.limits.num_request_slots - 1,
+            "max-total-tokens": self.max_total_tokens or "",
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
             "draft-model": draft_name(self.source),
@@ -234,6 +238,7 @@ def plan(options: Options) -> Plan:
         platform,
         instance.expert_parallel,
         options.kv_cache_dtype,
+        options.max_total_tokens,
     )
     check_kv_cache(planned.model, limits, dtype)
     notes = (

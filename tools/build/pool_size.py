@@ -18,15 +18,12 @@ def fit_pool(plan: Plan) -> Plan:
     Published engines size the pool by the memory that weights leave. A plan takes every request at full length, if that fits, and else
     leaves one part in FREE_SHARE free for activations, which are known when graphs are.
     """
-    if not plan.published or deployment(plan.deployment).phase(plan.phase).max_total_tokens is not None:
+    if not plan.published or plan.max_total_tokens is not None:
+        return plan
+    if deployment(plan.deployment).phase(plan.phase).max_total_tokens is not None:
         return plan
     limits, memory = plan.limits, plan.target.memory_bytes(plan.mesh)
-    held = plan.params_bytes + plan.state_bytes + plan.target.reserved_bytes(plan.mesh)
-    over = held - (memory - memory // FREE_SHARE)
-    page_bytes = plan.state_bytes - _with_pages(plan, limits.num_pages - 1).state_bytes
-    if over <= 0 or not page_bytes:
-        return plan
-    pages = max(limits.num_pages - 1 + -over // page_bytes, limits.pages_per_request)
+    pages = fitting_pages(plan)
     if pages >= limits.num_pages - 1:
         return plan
     note = (
@@ -35,6 +32,20 @@ def fit_pool(plan: Plan) -> Plan:
         f"{memory / 2**30:.0f} GiB free"
     )
     return replace(_with_pages(plan, 1 + pages), notes=(*plan.notes, note))
+
+
+def fitting_pages(plan: Plan) -> int:
+    """Pages of a plan, or fewer where with those a rank would have less than one part in FREE_SHARE of its memory free.
+
+    Never fewer than one request takes.
+    """
+    limits, memory = plan.limits, plan.target.memory_bytes(plan.mesh)
+    held = plan.params_bytes + plan.state_bytes + plan.target.reserved_bytes(plan.mesh)
+    over = held - (memory - memory // FREE_SHARE)
+    page_bytes = plan.state_bytes - _with_pages(plan, limits.num_pages - 1).state_bytes
+    if over <= 0 or not page_bytes:
+        return limits.num_pages - 1
+    return min(limits.num_pages - 1, max(limits.num_pages - 1 + -over // page_bytes, limits.pages_per_request))
 
 
 def _with_pages(plan: Plan, pages: int) -> Plan:

@@ -34,7 +34,8 @@ def decode_sizes(options: Options, source: registry.ModelSource, instance: Insta
     if row and options.max_model_len is None and options.max_num_seqs is None:
         requests = max(requests, sequences)
         slots, pages = 1 + requests * row.slots_per_request, max(row.num_pages, 1 + requests)
-        return batches, replace(row, num_pages=pages, num_slots=slots, max_model_len=min(row.max_model_len, longest)), True
+        published = replace(row, num_pages=pages, num_slots=slots, max_model_len=min(row.max_model_len, longest))
+        return batches, _capped(published, options.max_total_tokens), True
     default = row.max_model_len if row else instance.target.max_model_len
     length = min(default, longest) if options.max_model_len is None else options.max_model_len
     if not page <= length <= longest or length % page:
@@ -42,7 +43,21 @@ def decode_sizes(options: Options, source: registry.ModelSource, instance: Insta
             f"max_model_len is {length}; legal for {source.name} on {instance.target.name} is a multiple of {page} up to {longest}"
         )
     slots = 1 if instance.phase == "prefill" else instance.drafts + 1
-    return batches, Limits(page, 1 + sequences * (length // page), 1 + sequences * slots, length, slots, instance.drafts), False
+    limits = Limits(page, 1 + sequences * (length // page), 1 + sequences * slots, length, slots, instance.drafts)
+    return batches, _capped(limits, options.max_total_tokens), False
+
+
+def _capped(limits: Limits, tokens: int | None) -> Limits:
+    """Limits with pages for at most so many cached tokens.
+
+    Raises:
+        SpecError: they would not hold one request.
+    """
+    if tokens is None:
+        return limits
+    if tokens < limits.max_model_len:
+        raise SpecError(f"--max-total-tokens {tokens}: one request may have {limits.max_model_len} tokens; legal is at least that many")
+    return replace(limits, num_pages=min(limits.num_pages, 1 + tokens // limits.page_size))
 
 
 def _batches(sizes: tuple[int, ...], most: int | None) -> tuple[list[int], int]:

@@ -52,6 +52,10 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
 )  # fmt: skip
 @click.option("--max-model-len", type=click.IntRange(1), help="Longest request in tokens, prompt and output.  [default: at most 1024]")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests in flight per dp group.  [default: the largest bucket]")
+@click.option(
+    "--max-total-tokens", type=click.IntRange(1),
+    help="Most tokens cached at once per dp group.  [default: every request at full length, or the deployment's]",
+)  # fmt: skip
 @click.option("--dtype", type=click.Choice(["auto", *choices.DTYPES]), default="auto", show_default=True, help="Computing type.")
 @click.option(
     "--backend", type=click.Choice(["inductor", "eager", "null", "ge", "aclgraph"]),

@@ -1,0 +1,122 @@
+"""`npucompile import`: reads a launch line of SGLang or vLLM, and says how the same is built and served here."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import click
+
+from ...graphs.errors import SpecError
+from ..build.choices import TARGETS
+from ..launch_lines.imported import Finding, Imported, Role, import_text
+from ..launch_lines.verdicts import STATUSES
+
+HEADINGS = {
+    "carried": "carried: the same meaning and the same value",
+    "mapped": "mapped: the same meaning, said otherwise",
+    "unnecessary": "unnecessary here",
+    "refused": "refused",
+}
+WIDTH = 140
+
+
+@click.command("import")
+@click.argument("line", metavar="LINE", nargs=-1, required=True)
+@click.option("--model", metavar="MODEL", help="Checkpoint directory or preset that the line's model is.  [default: by its name]")
+@click.option(
+    "--target", "target_name", type=click.Choice(TARGETS[1:]), help="Machine, where the line does not say it.  [default: ascend-a3]"
+)
+@click.option("--out", metavar="DIR", help="Directory of the artifact in the commands.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Variable that the script does not set itself; may be repeated."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def command(
+    line: tuple[str, ...], model: str | None, target_name: str | None, out: str | None, settings: tuple[str, ...], as_json: bool
+) -> None:
+    """Say what becomes of every flag and variable of LINE, a launch of SGLang or vLLM in quotes, a file with such lines, or - for input.
+
+    Nothing is run. A script may set variables and launch several servers and routers: each is built for itself.
+
+    \b
+    Examples: npucompile import 'vllm serve Qwen/Qwen3-32B --tensor-parallel-size 4 --max-model-len 8192'
+              npucompile import run_decode.sh --model qwen3.5-397b
+    """
+    imported = import_text(text_of(line), model, target_name, out, _pairs(settings))
+    click.echo(json.dumps(imported.as_dict(), indent=1) if as_json else "\n".join(report(imported)))
+
+
+def text_of(line: tuple[str, ...]) -> str:
+    """The text to read: standard input, a file, or the line itself, in one word or several.
+
+    Raises:
+        SpecError: a file cannot be read as text.
+    """
+    if line == ("-",):
+        return sys.stdin.read()
+    if len(line) > 1:
+        return " ".join(line)
+    path = Path(line[0])
+    try:
+        if "\n" not in line[0] and len(line[0]) < 4096 and path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as a script: {error}") from None
+    return line[0]
+
+
+def _pairs(settings: tuple[str, ...]) -> dict[str, str]:
+    pairs = {}
+    for each in settings:
+        name, equals, value = each.partition("=")
+        if not equals or not name:
+            raise SpecError(f"--set {each}: legal is NAME=VALUE")
+        pairs[name] = value
+    return pairs
+
+
+def report(imported: Imported) -> list[str]:
+    """Tables for the terminal, a role at a time, and the commands."""
+    lines: list[str] = []
+    for role in imported.roles:
+        lines += [*_role_lines(role), ""]
+    counts = {status: sum(finding.status == status for finding in imported.findings) for status in STATUSES}
+    lines.append(", ".join(f"{count} {status}" for status, count in counts.items()))
+    if imported.commands:
+        lines += ["", *(f"  {command}" for command in imported.commands)]
+    return lines
+
+
+def _role_lines(role: Role) -> list[str]:
+    where = f"line {role.lines[0]}" if len(role.lines) == 1 else f"lines {', '.join(map(str, role.lines))}, a machine each"
+    lines = [f"{role.engine}, {role.name} ({where})"]
+    for status in STATUSES:
+        findings = [finding for finding in role.findings if finding.status == status]
+        if findings:
+            lines += [f"  {HEADINGS[status]}", *_table(findings)]
+    proposal = role.proposal
+    if proposal is None:
+        return lines
+    if proposal.deployment:
+        lines.append(f"  this is the published deployment {proposal.deployment.id} ({proposal.deployment.source})")
+    lines += [f"  assumed: {text}" for text in proposal.assumed]
+    if proposal.plan is not None:
+        lines.append(
+            f"  planned: {len(proposal.plan.buckets)} buckets, mesh {proposal.plan.mesh}, context {proposal.plan.limits.max_model_len}"
+        )
+    elif proposal.problem:
+        lines.append(f"  the build refuses this: {proposal.problem}")
+    return lines
+
+
+def _table(findings: list[Finding]) -> list[str]:
+    wide = min(max(len(finding.given) for finding in findings), 58)
+    lines = []
+    for finding in findings:
+        given = finding.given if len(finding.given) <= wide else finding.given[: wide - 3] + "..."
+        first, *rest = textwrap.wrap(finding.why, WIDTH - wide - 6) or [""]
+        lines += [f"    {given.ljust(wide)}  {first}", *(" " * (wide + 6) + text for text in rest)]
+    return lines

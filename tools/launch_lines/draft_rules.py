@@ -1,0 +1,103 @@
+"""What becomes of flags that say what drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..build.choices import MAX_DRAFTS
+from .tables import topics
+from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule
+
+NEURAL_DRAFTS = ("NEXTN", "EAGLE", "EAGLE3")
+
+
+@rule
+def speculation(value: Any, context: Context) -> Verdict:
+    """What drafts."""
+    if str(value).upper() not in NEURAL_DRAFTS:
+        return Verdict(REFUSED, topics()["drafting"].why)
+    return _drafting(context)
+
+
+def _drafting(context: Context) -> Verdict:
+    asked, plan = context.facts.drafts, context.proposal.plan
+    if asked > MAX_DRAFTS:
+        return Verdict(
+            REFUSED, f"a step drafts at most {MAX_DRAFTS} tokens, not {asked}: the recurrent kernel verifies 8 tokens of a request"
+        )
+    if context.row and context.facts.role == "prefill":
+        return Verdict(MAPPED, context.row)
+    if plan is not None and plan.limits.drafts < asked:
+        return Verdict(REFUSED, f"{context.proposal.model} has no draft head here; --draft-model names an EAGLE-3 head")
+    head = context.proposal.arguments.get("draft-model")
+    return Verdict(
+        MAPPED, context.option("speculative-tokens") + (f" with --draft-model {head}" if head else ", drafted by the model's own head")
+    )
+
+
+@rule
+def speculative_steps(value: Any, context: Context) -> Verdict:
+    """Drafts of a step."""
+    return (
+        _drafting(context) if context.facts.has("speculation") else Verdict(UNNECESSARY, "nothing drafts without --speculative-algorithm")
+    )
+
+
+@rule
+def draft_tokens(value: Any, context: Context) -> Verdict:
+    """Tokens that a step verifies: the drafts and the last known one."""
+    if not context.facts.has("speculation"):
+        return Verdict(UNNECESSARY, "nothing drafts without --speculative-algorithm")
+    steps = context.facts.number("speculative_steps")
+    if steps is not None and value != steps + 1:
+        return Verdict(REFUSED, f"a chain of {steps} drafts verifies {steps + 1} tokens, not {value}; trees of drafts are not built")
+    return _drafting(context)
+
+
+@rule
+def draft_model(value: Any, context: Context) -> Verdict:
+    """The checkpoint that drafts."""
+    if value == context.facts.values.get("model"):
+        return Verdict(UNNECESSARY, "it is the model's own head, in its own checkpoint")
+    head = context.proposal.arguments.get("draft-model")
+    if head is not None:
+        return Verdict(CARRIED if head == value else MAPPED, f"--draft-model {head}" + ("" if head == value else f": {value} is not here"))
+    if context.proposal.deployment:
+        return Verdict(MAPPED, f"{context.row}; --draft-model DIR takes this one")
+    return Verdict(
+        REFUSED, f"{value} is not here, and no preset of a draft head is for {context.proposal.model}; --draft-model DIR names one"
+    )
+
+
+@rule
+def draft_quantization(value: Any, context: Context) -> Verdict:
+    """Formats of the draft head."""
+    if str(value) in ("unquant", "none", "None", "1", "True", "true"):
+        return Verdict(UNNECESSARY, "a draft head stays as its checkpoint has it")
+    return Verdict(REFUSED, "a draft head of a second checkpoint stays float; the model's own has the formats of its checkpoint")
+
+
+@rule
+def speculative_config(value: Any, context: Context) -> Verdict:
+    """vLLM's drafting."""
+    if not isinstance(value, dict):
+        return Verdict(REFUSED, "it is no JSON object")
+    method = str(value.get("method", ""))
+    if not (method.endswith("mtp") or method in ("eagle3", "eagle", "")):
+        return Verdict(REFUSED, f"method {method}: {topics()['drafting'].why}")
+    verdict = _drafting(context)
+    rest = [key for key in value if key not in ("method", "num_speculative_tokens", "model")]
+    extra = f"; {', '.join(rest)}: the draft head is a part of the step's graph" if rest else ""
+    return Verdict(verdict.status, verdict.why + extra)
+
+
+@rule
+def spec_method(value: Any, context: Context) -> Verdict:
+    """What drafts."""
+    return speculative_config({"method": value}, context)
+
+
+@rule
+def spec_tokens(value: Any, context: Context) -> Verdict:
+    """Drafts of a step."""
+    return _drafting(context)

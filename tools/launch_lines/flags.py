@@ -1,0 +1,159 @@
+"""Reads the words behind a launch command into flags and values, as argparse does, and vLLM's parser on top of it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .tables import Engine, Row
+
+_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+_SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A flag as it is given.
+
+    Attributes:
+        name: as it was typed; "" for a word that belongs to no flag.
+        row: None where it is unknown or ambiguous.
+        texts: its values as text.
+        value: the same read by the row's kind: a bool, number, text, JSON value or list of them; None where it cannot be read.
+        problem: why it cannot be read; "" where it can.
+    """
+
+    name: str
+    row: Row | None
+    texts: tuple[str, ...] = ()
+    value: Any = None
+    problem: str = ""
+
+
+def read_flags(words: Sequence[str], engine: Engine) -> list[Given]:
+    """Reads words into flags, in order; words that belong to no flag are among them, the model that comes first as `model`."""
+    given: list[Given] = []
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not _is_flag(word):
+            given.append(Given("", None, (word,), word))
+            continue
+        name, equals, attached = word.partition("=")
+        row, positive, problem = _find(name, engine)
+        if row is None and "." in name and engine.dashes:
+            row, _, problem = _find(name.partition(".")[0], engine)
+            if row is not None:
+                taken = [attached] if equals else list(words[at : at + 1])
+                at += 0 if equals else 1
+                given.append(_keyed(name, row, taken))
+                continue
+        short = row is None and not word.startswith("--") and word[:2] in engine.flags
+        if short:
+            row, positive, problem, attached, equals = engine.flags[word[:2]], True, "", word[2:].removeprefix("="), "="
+            name = word[:2]
+        if row is None:
+            values, at = _values(words, at, (0, None)) if not equals else ((attached,), at)
+            given.append(Given(name, None, tuple(values), None, problem))
+            continue
+        values, at = ((attached,), at) if equals else _values(words, at, row.count)
+        given.append(_read(name, row, tuple(values), positive))
+    return given
+
+
+def _is_flag(word: str) -> bool:
+    return len(word) > 1 and word.startswith("-") and not _NUMBER.match(word) and " " not in word.partition("=")[0]
+
+
+def _values(words: Sequence[str], at: int, count: tuple[int, int | None]) -> tuple[tuple[str, ...], int]:
+    """Words up to the next flag, at most as many as a flag takes."""
+    most = count[1]
+    end = at
+    while end < len(words) and (most is None or end - at < most) and not _is_flag(words[end]):
+        end += 1
+    return tuple(words[at:end]), end
+
+
+def _find(name: str, engine: Engine) -> tuple[Row | None, bool, str]:
+    """The row that a name stands for, whether it turns it on, and what is wrong where there is none.
+
+    A name may be shortened to what no other one begins with; names of earlier releases count only where no newer one fits.
+    """
+    flags = engine.flags
+    spelt = name.replace("_", "-") if engine.dashes and name.startswith("--") else name
+    if spelt in flags:
+        return flags[spelt], not (spelt.startswith("--no-") and flags[spelt].kind == "switch" and spelt not in flags[spelt].names), ""
+    for old in (False, True):
+        fitting = [full for full, row in flags.items() if len(spelt) > 2 and full.startswith(spelt) and row.old == old]
+        rows = {id(flags[full]): full for full in fitting}
+        if len(rows) == 1:
+            full = fitting[0]
+            return flags[full], not (full.startswith("--no-") and full not in flags[full].names), ""
+        if rows:
+            return None, True, f"{name} may be {_either(sorted(fitting))}; write it out"
+    near = difflib.get_close_matches(spelt.replace("_", "-"), flags, n=1, cutoff=0.6)
+    return None, True, f"{engine.name} has no flag {name}" + (f"; the nearest is {near[0]}" if near else "")
+
+
+def _either(names: Sequence[str]) -> str:
+    shown = names[:6]
+    return ", ".join(shown[:-1]) + f" or {shown[-1]}" + (f" ({len(names) - 6} more)" if len(names) > 6 else "")
+
+
+def _read(name: str, row: Row, texts: tuple[str, ...], positive: bool) -> Given:
+    fewest, _ = row.count
+    if row.type in ("flag", "switch"):
+        if texts and row.type == "flag":
+            return Given(name, row, texts, None, f"{name} takes no value, here it has {texts[0]!r}")
+        return Given(name, row, (), positive)
+    if len(texts) < fewest:
+        return Given(name, row, texts, None, f"{name} has no value; it takes {_described(row)}")
+    try:
+        values = [_typed(text, row.type) for text in texts]
+    except ValueError:
+        unset = next((text for text in texts if "$" in text or text.startswith("<")), None)
+        why = f"; {unset} is not set by the script (--set NAME=VALUE sets it)" if unset else ""
+        return Given(name, row, texts, None, f"{name} takes {_described(row)}, here it has {' '.join(texts)!r}{why}")
+    return Given(name, row, texts, values if row.count[1] is None else values[0] if values else True)
+
+
+def _described(row: Row) -> str:
+    nouns = {"int": "a whole number", "float": "a number", "size": "a number such as 4096 or 32k", "json": "JSON", "str": "a value"}
+    return nouns[row.type] + (" or several" if row.count[1] is None else "")
+
+
+def _typed(text: str, kind: str) -> Any:
+    if kind == "int":
+        return int(text)
+    if kind == "float":
+        return float(text)
+    if kind == "size":
+        match = _SIZE.fullmatch(text.strip())
+        return int(float(match[1]) * _SIZES[match[2]]) if match else -1 if text.lower() == "auto" else int(text)
+    return json.loads(text) if kind == "json" else text
+
+
+def _keyed(name: str, row: Row, texts: Sequence[str]) -> Given:
+    """`--flag.key.inner value`, a piece of JSON."""
+    if not texts:
+        return Given(name, row, (), None, f"{name} has no value")
+    value: Any = _json_or_text(texts[0])
+    keys = name.partition(".")[2].split(".")
+    if keys[-1].endswith("+"):
+        keys[-1], value = keys[-1][:-1], [_json_or_text(part) for part in texts[0].split(",")]
+    for key in reversed(keys):
+        value = {key: value}
+    return Given(name, row, tuple(texts), value)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,224 @@
+"""Turns what a line says into the arguments of `npucompile build`, and plans them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ...graphs.errors import NpucompileError
+from ...models import registry
+from ...models.presets import DRAFT_PRESETS
+from ..build import plan as planning
+from ..build.choices import MAX_DRAFTS
+from ..build.deployments import Deployment, Phase, limits_for, prefill_sizes
+from ..build.pool_size import fitting_pages
+from ..build.targets import Target, target
+from ..notation import format_buckets, format_prefill, parse_buckets, parse_prefill
+from .facts import ASCEND_NODE, Facts, preset_of
+from .published import ENGINES, matching, phase_of
+
+DEFAULT_TARGET = "ascend-a3"
+PLACEHOLDER = re.compile(r"\$|<|^x+$|\byour\b|path/to|^MODEL$", re.IGNORECASE)
+"""A name of a checkpoint that stands for any."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A build for one instance of a line.
+
+    Attributes:
+        model: what the build is of: a directory that is here, a preset, or the name in the line where it is neither.
+        known: whether that is a model that can be planned here.
+        arguments: options of `npucompile build` and their values, by name without dashes.
+        target: of the build.
+        deployment: the published deployment that the line is, or None.
+        also: ids of others that the line is as well.
+        assumed: what the line does not say and the build needs, each with what was taken.
+        plan: of the build; None where it could not be made.
+        problem: why it could not be made.
+    """
+
+    model: str
+    known: bool
+    arguments: Mapping[str, str]
+    target: str
+    deployment: Deployment | None = None
+    also: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    plan: planning.Plan | None = field(default=None, repr=False)
+    problem: str = ""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The arguments of `npucompile build`."""
+        return (self.model, *(word for name, value in self.arguments.items() for word in (f"--{name}", value)))
+
+
+def propose(facts: Facts, model: str | None = None, target_name: str | None = None, out: str | None = None) -> Proposal:
+    """The build for a line.
+
+    Args:
+        model: takes the place of the line's.
+        target_name: the machine, where the user says it.
+        out: the artifact's directory.
+    """
+    path = str(facts.values.get("model") or "MODEL")
+    chosen = model or (path if (Path(path).expanduser() / "config.json").is_file() else preset_of(path, registry.presets()) or path)
+    known = chosen in registry.presets() or (Path(chosen).expanduser() / "config.json").is_file()
+    assumed: list[str] = []
+    rows = matching(facts, chosen if known else None, target_name) if known or PLACEHOLDER.search(path) else []
+    if not known and len({row.model for row, _ in rows}) == 1:
+        chosen, known = rows[0][0].model, True
+        assumed.append(f"model {chosen}: the line names none that is known, and every size of it is published for that one")
+    elif not known:
+        rows = []
+    if not known:
+        assumed.append(f"model {path}: neither a directory here nor a published model that is known by name; say which with --model")
+    elif chosen != path and model is None and not assumed:
+        assumed.append(f"model {chosen}, by the name of {path}, which is not here: serve reads the weights with --checkpoint")
+    if rows:
+        return _published(facts, chosen, rows, tuple(assumed), out)
+    machine, why = _target(facts, target_name)
+    if why:
+        assumed.append(why)
+    return _derived(facts, chosen, known, machine, assumed, out)
+
+
+def _target(facts: Facts, name: str | None) -> tuple[Target, str]:
+    """The machine, and why where the line does not say it."""
+    if name is not None:
+        return target(name), ""
+    if facts.npus_per_node() > ASCEND_NODE:
+        return target("ascend-a3"), ""
+    return target(
+        DEFAULT_TARGET
+    ), f"target {DEFAULT_TARGET}: {facts.npus_per_node()} NPUs on a machine may be an A2 too (--target ascend-a2)"
+
+
+def _published(facts: Facts, model: str, rows: list[tuple[Deployment, Phase]], assumed: tuple[str, ...], out: str | None) -> Proposal:
+    row = rows[0][0]
+    arguments = {"deployment": row.id} | ({"phase": facts.role} if facts.role != "mixed" else {}) | _precision(facts)
+    if out:
+        arguments["out"] = out
+    also = tuple(other.id for other, _ in rows[1:])
+    if also:
+        assumed += (
+            f"deployment {row.id}: {', '.join(also)} have the same flags and differ in the lengths of requests; name one with --deployment",
+        )
+    return _planned(Proposal(model, True, arguments, row.target, row, also, assumed))
+
+
+def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: list[str], out: str | None) -> Proposal:
+    """A build of the line's own sizes, derived as those of a published deployment are."""
+    source = None
+    if known:
+        source = registry.find(model)
+        assumed += _context_note(facts, source)
+    drafts, draft = _drafts(facts, source), _draft(facts, model)
+    scheme = facts.scheme
+    arguments = {"target": machine.name, "mesh": str(facts.mesh)}
+    if scheme not in (None, "none") and (source is None or source.checkpoint_dir is None):
+        arguments["quantization"] = str(scheme)
+    if not facts.buckets:
+        assumed.append("buckets: the line bounds no batch; those of a build by default are taken (--buckets)")
+    if facts.role == "prefill":
+        assumed.append("a server of its own for prefill is not built without a published deployment: this one decodes too")
+    if facts.buckets:
+        arguments["buckets"] = format_buckets(facts.buckets[-512:])
+    phase = replace(phase_of(facts), name="mixed", num_speculative_tokens=drafts, buckets=facts.buckets)
+    longest = source.max_position_embeddings if source else facts.context
+    if longest is not None:
+        context = min(facts.context or longest, longest) // machine.page_size * machine.page_size
+        phase = replace(phase, context_len=max(context, machine.page_size))
+        row = Deployment("", model, ENGINES[facts.engine], machine.name, quantization="", source="", phases={"mixed": phase})
+        limits = limits_for(row, phase, machine.page_size)
+        sizes = prefill_sizes(row)
+        arguments["prefill"] = format_prefill([size._replace(tokens=min(size.tokens, limits.max_model_len)) for size in sizes])
+        arguments["max-model-len"] = str(limits.max_model_len)
+        if facts.group_requests:
+            requests = phase.group_requests
+            arguments["max-num-seqs"] = str(requests)
+            if limits.num_pages - 1 < requests * limits.pages_per_request:
+                arguments["max-total-tokens"] = str((limits.num_pages - 1) * limits.page_size)
+    arguments["speculative-tokens"] = str(drafts)
+    arguments |= draft | _precision(facts)
+    if out:
+        arguments["out"] = out
+    return _fitted(_planned(Proposal(model, known, arguments, machine.name, assumed=tuple(assumed))))
+
+
+def _context_note(facts: Facts, source: registry.ModelSource) -> list[str]:
+    if facts.context is None:
+        return [f"context: the line names none, which means the model's own, {source.max_position_embeddings} tokens (--max-model-len)"]
+    return []
+
+
+def _drafts(facts: Facts, source: registry.ModelSource | None) -> int:
+    """Drafts of a step; 0 where the model has no head for them."""
+    asked = min(facts.drafts, MAX_DRAFTS)
+    return asked if source is None or source.has_draft_head or source.name in _heads() else 0
+
+
+def _heads() -> dict[str, str]:
+    """Presets of draft models by the preset that they draft for."""
+    return {str(preset["target"]): name for name, preset in DRAFT_PRESETS.items()}
+
+
+def _draft(facts: Facts, model: str) -> dict[str, str]:
+    """The draft model of the line: its directory where it is here, else the preset for the model."""
+    if not facts.drafts:
+        return {}
+    path = facts.draft_path
+    if path and path != facts.values.get("model") and (Path(path).expanduser() / "config.json").is_file():
+        return {"draft-model": path}
+    own = model in registry.presets() and registry.find(model).has_draft_head
+    return {"draft-model": _heads()[model]} if model in _heads() and (facts.eagle or not own) else {}
+
+
+def _precision(facts: Facts) -> dict[str, str]:
+    """Types that the line says."""
+    arguments = {}
+    if facts.values.get("kv_cache_dtype") in ("int8", "bfloat16", "bf16"):
+        arguments["kv-cache-dtype"] = {"bf16": "bfloat16"}.get(facts.values["kv_cache_dtype"], facts.values["kv_cache_dtype"])
+    if facts.values.get("dtype") == "bfloat16":
+        arguments["dtype"] = "bfloat16"
+    if (most := facts.number("max_logprobs")) is not None and 0 <= most <= 20:
+        arguments["max-logprobs"] = str(most)
+    return arguments
+
+
+def _planned(proposal: Proposal) -> Proposal:
+    """The proposal with its plan, or with why there is none."""
+    if not proposal.known:
+        return proposal
+    try:
+        return replace(proposal, plan=planning.plan(options_of(proposal)))
+    except NpucompileError as error:
+        return replace(proposal, problem=str(error))
+
+
+def options_of(proposal: Proposal) -> planning.Options:
+    """The proposal as the plan reads it."""
+    values = {name.replace("-", "_"): value for name, value in proposal.arguments.items() if name != "out"}
+    read = {"buckets": parse_buckets, "prefill": parse_prefill}
+    numbers = ("max_model_len", "max_num_seqs", "max_total_tokens", "max_logprobs")
+    typed = {name: read[name](value) if name in read else int(value) if name in numbers else value for name, value in values.items()}
+    if "speculative_tokens" in typed:
+        typed["num_speculative_tokens"] = int(str(typed.pop("speculative_tokens")))
+    return planning.Options(proposal.model, **typed)  # type: ignore[arg-type]
+
+
+def _fitted(proposal: Proposal) -> Proposal:
+    """The proposal with as many cached tokens as a rank has memory for, where its requests need more."""
+    plan = proposal.plan
+    if plan is None:
+        return proposal
+    pages = fitting_pages(plan)
+    if pages >= plan.limits.num_pages - 1:
+        return proposal
+    tokens = pages * plan.limits.page_size
+    note = f"{tokens} cached tokens a dp group: all requests at full length need {(plan.limits.num_pages - 1) * plan.limits.page_size}"
+    arguments = {**proposal.arguments, "max-total-tokens": str(tokens)}
+    return _planned(replace(proposal, arguments=arguments, assumed=(*proposal.assumed, note)))
