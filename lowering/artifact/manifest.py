@@ -144,6 +144,7 @@ class Manifest:
         environment: variables that the processes of all ranks run with, by name, where the target needs any.
         communicator_bytes: size of one buffer of each communicator, by its symbol in GE graphs, where the target has communicators.
         platform: fields of `lowering.platform.Platform`: what the graphs were lowered for.
+        decided_by: who decided each setting of the build, by the option that sets it (tools/build/decisions.py).
     """
 
     model: Mapping[str, Any]
@@ -173,6 +174,7 @@ class Manifest:
     environment: Mapping[str, Setting] = field(default_factory=dict)
     communicator_bytes: Mapping[str, int] = field(default_factory=dict)
     platform: Mapping[str, Any] = field(default_factory=dict)
+    decided_by: Mapping[str, str] = field(default_factory=dict)
 
     def signature(self, entry: GraphEntry) -> Signature:
         """Calling convention of one graph."""

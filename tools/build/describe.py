@@ -66,6 +66,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
         quantization=plan.quantization,
         formats=plan.model.config.variant.formats.as_fields(),
         deployment=plan.deployment,
+        decided_by=dict(plan.decided_by),
         checkpoint=checkpoint,
         chat_template=None if template is None else writer.add("tokenizer", template.encode(), "jinja"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
 from ..notation import PrefillSize, format_prefill
 from .choices import MAX_LOGPROBS, NPU_BACKENDS
+from .decisions import Decided, decided, format_decided
 from .dispatch_size import fit_dispatch
 from .draft_choice import choose_draft_model, draft_name
 from .instance import Instance, resolve, row_of
@@ -62,6 +63,7 @@ class Options:
         kv_cache_dtype: "auto", "bfloat16" or "int8" (tools/build/kv_cache_choice.py).
         family: path of the file of a family that this package does not have.
         cann, operator_packages: of `lowering.platform.Platform`.
+        decided_by: who decided the settings where a build is repeated by its arguments (tools/build/decisions.py).
     """
 
     model: str
@@ -87,6 +89,7 @@ class Options:
     operator_packages: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     max_total_tokens: int | None = None
+    decided_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Plan:
         platform: what the graphs are lowered for.
         expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
         kv_cache_dtype, max_total_tokens: as they were asked for.
+        decided_by: who decided each setting; plans that differ in nothing else are equal.
     """
 
     source: registry.ModelSource
@@ -125,6 +129,7 @@ class Plan:
     expert_parallel: bool = True
     kv_cache_dtype: str = "auto"
     max_total_tokens: int | None = None
+    decided_by: Decided = field(default=(), compare=False)
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
@@ -158,6 +163,7 @@ class Plan:
             options |= {"cann": self.platform.cann, "operator-packages": ",".join(self.platform.packages)}
         options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
         options |= {"structured-outputs": self.limits.bitmasks, "logit-adjustments": self.limits.logit_adjustments}
+        options |= {"decided-by": format_decided(self.decided_by)}
         return (_model_name(self.source), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
 
     @property
@@ -254,6 +260,7 @@ def plan(options: Options) -> Plan:
         kv_cache_note(formats),
         *(f"differs from the deployment: {deviation}" for deviation in deviation_notes(planned)),
     )
+    planned = replace(planned, decided_by=decided(options, planned, quantised=bool(source.checkpoint_dir) and formats.quantises))
     planned = fit_pool(fit_dispatch(replace(planned, notes=tuple(note for note in notes if note))))
     if target.local:
         _check_memory(planned)

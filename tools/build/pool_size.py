@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .decisions import changed
 from .deployments import deployment
 from .dispatch_size import FREE_SHARE
 
@@ -31,7 +32,7 @@ def fit_pool(plan: Plan) -> Plan:
         f"{(limits.num_pages - 1) * limits.page_size}: with those, weights and state would leave less than 1/{FREE_SHARE} of "
         f"{memory / 2**30:.0f} GiB free"
     )
-    return replace(_with_pages(plan, 1 + pages), notes=(*plan.notes, note))
+    return replace(_with_pages(plan, 1 + pages), notes=(*plan.notes, note), decided_by=changed(plan.decided_by, "max-total-tokens"))
 
 
 def fitting_pages(plan: Plan) -> int:

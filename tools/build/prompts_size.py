@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...graphs.ir.trace import signature_of
 from ...graphs.types import Bucket, Signature
 from ...models import step
+from .decisions import changed
 from .memory import GIB, MemoryPlan
 from .plan import Plan
 from .rank_memory import partitioned_entry, rank_memory
@@ -37,7 +38,7 @@ def fit_prompts(plan: Plan) -> Plan:
     others = tuple(bucket for bucket in plan.buckets if bucket != together)
     smaller = replace(together, batch=prompts)
     buckets = others if smaller in others else tuple(sorted((*others, smaller), key=lambda bucket: (bucket.kind == "decode", bucket)))
-    return replace(plan, buckets=buckets, notes=(*plan.notes, note))
+    return replace(plan, buckets=buckets, notes=(*plan.notes, note), decided_by=changed(plan.decided_by, "prefill"))
 
 
 def _memory_with(plan: Plan, signature: Signature, bucket: Bucket) -> MemoryPlan:

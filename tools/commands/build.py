@@ -15,6 +15,7 @@ from ..cli import Home
 from ..notation import BUCKETS_HELP, PREFILL_HELP, format_buckets, format_prefill, parse_buckets, parse_prefill
 from ..progress import Progress
 from .family_option import family_option
+from .other_names import KnowsOtherNames
 
 SHIPPED = "cache"
 """Folder of an artifact's compiled graphs, named apart from the module that it describes, which loads torch; a test compares both."""
@@ -43,7 +44,7 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
     return click.option(name, callback=read_sizes, metavar="LIST", help=help_text)
 
 
-@click.command("build", epilog=f"{BUCKETS_HELP}\n\n{PREFILL_HELP}")
+@click.command("build", cls=KnowsOtherNames, epilog=f"{BUCKETS_HELP}\n\n{PREFILL_HELP}")
 @click.argument("model")
 @sizes_option("--buckets", format_buckets(choices.DEFAULT_BUCKETS), "Decode batch sizes (of one dp group), e.g. 2,4,...,64.")
 @sizes_option(
@@ -109,6 +110,7 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
     "--precompile", type=click.Choice(["auto", "none", "npu", "emulated"]), default="auto", show_default=True,
     help="Also compile the GE graphs on devices of this machine, so that no start does; auto where it has NPUs.",
 )  # fmt: skip
+@click.option("--decided-by", hidden=True, help="Who decided the settings, where a build is repeated by the arguments of its manifest.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
 @click.option("--nice", "--patience", "nice", type=click.IntRange(0, 19), default=0, show_default=True, help="Niceness of the compilers.")
 @click.pass_obj

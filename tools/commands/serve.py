@@ -36,6 +36,7 @@ from ..serve.torchrun import launcher_config
 from .api_options import api_options
 from .device_options import device_options
 from .family_option import family_option
+from .other_names import KnowsOtherNames
 from .replay import facts_of
 from .server_options import server_options, serving_settings
 
@@ -45,7 +46,7 @@ HOST, PORT = "127.0.0.1", 8000
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-@click.command("serve")
+@click.command("serve", cls=KnowsOtherNames)
 @click.argument("artifact_or_model", required=False)
 @click.option("--host", default=HOST, show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="Port; 0 takes a free one.")
