@@ -54,6 +54,10 @@ def read_flags(words: Sequence[str], engine: Engine) -> list[Given]:
                 at += 0 if equals else 1
                 given.append(_keyed(name, row, taken))
                 continue
+        if row is None and engine.dashes and word.startswith("-O"):
+            # vLLM writes the level of optimization as compilers do: -O3, -O=3 or -O 3.
+            row, positive, problem, name, attached = engine.flags["--optimization-level"], True, "", "-O", word[2:].removeprefix("=")
+            equals = "=" if attached else ""
         short = row is None and not word.startswith("--") and word[:2] in engine.flags
         if short:
             row, positive, problem, attached, equals = engine.flags[word[:2]], True, "", word[2:].removeprefix("="), "="

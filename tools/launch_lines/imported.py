@@ -23,6 +23,8 @@ from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, t
 MEANT_FOR_ENGINES = re.compile(r"(SGLANG|SGL|VLLM|HCCL|ASCEND|ACL|PYTORCH_NPU|DEEPEP|DEEP|ZBAL|ZBCCL|TASK_QUEUE|GLOO|MOONCAKE|NPU)_")
 """Variables that look like an engine's or CANN's: one of them that no table has is misspelt, or of a release that no table has."""
 
+SGLANG_PORT = 30_000
+
 _NEUTRAL = "it asks for what is so here in any case"
 
 
@@ -191,6 +193,7 @@ def _role(group: list[_Read], script: Script, model: str | None, target_name: st
     findings = []
     for each in group:
         findings += _launch_findings(each, context, serve, script)
+    proposal = replace(proposal, assumed=(*proposal.assumed, *serve.defaults(name)))
     return Role(facts.role, name, lines, _unique(findings), proposal, _build_command(proposal), serve.command(context))
 
 
@@ -206,6 +209,16 @@ class _Serve:
         if verdict.serve:
             self.options[verdict.serve[0]] = verdict.serve
         self.variables |= verdict.variables
+
+    def defaults(self, name: str) -> list[str]:
+        """Adds where the engine listens if the line does not say; what is said of it."""
+        said = []
+        if name == "sglang" and "--port" not in self.options:
+            self.options["--port"] = ("--port", str(SGLANG_PORT))
+            said.append(f"port {SGLANG_PORT}: that of SGLang, where the line names none")
+        if name == "vllm" and "--host" not in self.options:
+            said.append("host 127.0.0.1: vLLM listens on all addresses where the line names none (--host 0.0.0.0, with --api-key)")
+        return said
 
     def command(self, context: Context) -> str:
         """`npucompile serve ...`, under torchrun where there are several machines."""

@@ -1,0 +1,70 @@
+"""tools/launch_lines/published.py: the launch line of every published row is that row."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from npucompile.models import registry
+from npucompile.tools.build.deployments import Deployment, Phase, deployments
+from npucompile.tools.launch_lines.imported import import_text
+from npucompile.tools.launch_lines.published import matching, phase_of
+
+INSTANCES = [(row, phase) for row in deployments().values() if row.model in registry.presets() for phase in row.phases.values()]
+
+
+def line_of(row: Deployment, phase: Phase) -> str:
+    """The launch line that a row was read from, as far as the table has it."""
+    dp, tp = phase.mesh.axis("dp"), phase.mesh.axis("tp")
+    words: list[object] = []
+    if row.engine == "sglang":
+        words += ["sglang serve", f"/models/{row.model}", "--tp-size", dp * tp, "--dp-size", dp, "--enable-dp-attention"]
+        words += ["--max-running-requests", phase.max_running_requests, "--chunked-prefill-size", phase.chunk_len or -1]
+        words += ["--cuda-graph-bs", *phase.buckets] if phase.buckets else ["--disable-cuda-graph"]
+        words += ["--disaggregation-mode", phase.name] if phase.name != "mixed" else []
+        words += ["--max-total-tokens", phase.max_total_tokens] if phase.max_total_tokens else []
+        words += ["--context-length", phase.context_len] if phase.context_len else []
+        if phase.num_speculative_tokens:
+            words += ["--speculative-algorithm NEXTN --speculative-num-steps", phase.num_speculative_tokens]
+        words += [] if row.quantization == "bf16" else ["--quantization modelslim"]
+    else:
+        words += ["vllm serve", f"/models/{row.model}", "--tensor-parallel-size", tp, "--data-parallel-size", dp]
+        words += ["--max-num-seqs", phase.max_running_requests // dp, "--max-model-len", phase.context_len]
+        words += ["--max-num-batched-tokens", phase.chunk_len] if phase.chunk_len else []
+        role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(phase.name)
+        words += ["--kv-transfer-config", f"'{json.dumps({'kv_role': role})}'"] if role else []
+        if phase.num_speculative_tokens:
+            words += ["--speculative-config", f"'{json.dumps({'method': 'mtp', 'num_speculative_tokens': phase.num_speculative_tokens})}'"]
+    return " ".join(map(str, words))
+
+
+@pytest.mark.parametrize(("row", "phase"), INSTANCES, ids=lambda part: getattr(part, "id", getattr(part, "name", "")))
+def test_the_line_of_a_row_is_that_row(row, phase):
+    (role,) = import_text(line_of(row, phase), target_name=row.target).roles
+    proposal = role.proposal
+    assert row.id in (proposal.deployment.id, *proposal.also)
+    same = deployments()[proposal.deployment.id].phases[phase.name]
+    assert (same.mesh, same.buckets, same.max_running_requests) == (phase.mesh, phase.buckets, phase.max_running_requests)
+    assert proposal.problem == ""
+    assert not [finding for finding in role.findings if finding.status == "refused" and finding.name != "--disaggregation-mode"]
+
+
+def test_a_row_is_no_longer_meant_when_any_of_its_sizes_differs():
+    row, phase = INSTANCES[4]
+    text = line_of(row, phase)
+    (role,) = import_text(text).roles
+    facts = role.proposal and _facts(text)
+    assert matching(facts, row.model, None)[0][0].id == row.id
+    for change in ({"sglang_requests": 7}, {"sglang_tp": 64}, {"speculative_steps": 1}, {"pool": 5}, {"context": 77}, {"sglang_buckets": [1]}):
+        other = type(facts)(facts.engine, {**facts.values, **change})
+        assert matching(other, row.model, None) == []
+    assert matching(facts, row.model, "ascend-a2") == []
+    assert phase_of(facts).max_running_requests == phase.max_running_requests
+
+
+def _facts(text: str):
+    from npucompile.tools.launch_lines import imported
+
+    (group,) = imported._instances(imported.launches(imported.read(text)))
+    return group[0].facts

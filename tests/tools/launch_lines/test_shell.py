@@ -1,0 +1,81 @@
+"""tools/launch_lines/shell.py: words are those that bash makes."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npucompile.tools.launch_lines.shell import read
+
+LAUNCH = "launch() { for word in \"$@\"; do printf '%s\\0' \"$word\"; done; printf '\\1'; }\n"
+
+
+def words_of_bash(script: str) -> list[tuple[str, ...]]:
+    """The words that bash gives each `launch`."""
+    ran = subprocess.run(["bash", "-c", LAUNCH + script], capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"})
+    return [tuple(part.split("\0")[:-1]) for part in ran.stdout.split("\1")[:-1]]
+
+
+def words_read(script: str) -> list[tuple[str, ...]]:
+    return [command.words[1:] for command in read(script).commands if command.words[0] == "launch"]
+
+
+ENDS = ["\n", " # said\n", " ;\n", " &\nwait\n", " > /dev/null 2>&1\n", " || true\n"]
+plain = st.text("abc-=/.:,0129_+@%", min_size=1, max_size=6)
+parts = st.one_of(
+    plain,
+    st.text('ab {}:"#;&|<>()0', max_size=8).map(lambda text: f"'{text}'"),
+    st.text("ab {}:'#;&|<>()0", max_size=8).map(lambda text: f'"{text}"'),
+    st.sampled_from(['"a\\"b"', "a\\ b", "$ONE", '"$TWO"', "${ONE}", '"${TWO}x"', "${UNSET:-d}", "${LIST[1]}", "$FLAGS", "\\$x"]),
+)
+# A `#` begins a comment and an `=` an assignment only where a word begins, and "launch" stands before it.
+words = st.lists(parts, min_size=1, max_size=3).map("".join)
+gaps = st.sampled_from([" ", "  ", " \\\n  ", "\t"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(gaps, words), max_size=7), st.sampled_from(ENDS))
+def test_words_are_those_of_bash(pieces, end):
+    setting = "export ONE=1 TWO='two words'\nFLAGS='--a 1 --b'\nLIST=('x' \"y z\")\n"
+    script = f"{setting}launch{''.join(gap + word for gap, word in pieces)}{end}launch end\n"
+    wanted = words_of_bash(script)
+    if "/dev/null" in end:
+        assert words_read(script)[-1:] == wanted[-1:]
+        end_of_line = words_of_bash(script.replace(end, "\n"))
+        assert words_read(script) == end_of_line
+    else:
+        assert words_read(script) == wanted
+
+
+def test_variables_are_those_of_the_environment_at_the_launch():
+    text = "A=1\nexport B=2\nA=3 launch x\nunset B\nif [ -n y ]; then\n export C=4\n launch y\nelse\n export D=5\n launch z\nfi\nlaunch w\n"
+    commands = [command for command in read(text, {"P": "q"}).commands if command.words[0] == "launch"]
+    seen = [{name: value for name, value in command.variables.items() if name in "ABCD"} for command in commands]
+    assert seen == [{"A": "3", "B": "2"}, {"A": "1", "C": "4"}, {"A": "1", "D": "5"}, {"A": "1"}]
+    assert [command.line for command in commands] == [3, 7, 10, 12]
+    assert all(command.variables["P"] == "q" for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("launch --a 1 \\  \n --b 2", ("--a", "1", "--b", "2")),
+        ("launch --a 1 \\ # why\n --b 2", ("--a", "1", "--b", "2")),
+        ("launch --a 1\n--b 2", ("--a", "1", "--b", "2")),
+        ("launch --ip <your ip> --port <port>", ("--ip", "<your ip>", "--port", "<port>")),
+        ("IP=('your first ip')\nlaunch --ip ${IP[0]}:80", ("--ip", "your first ip:80")),
+        ("launch --port $((8000+$i)) --rank $1 --at `hostname`", ("--port", "$((8000+$i))", "--rank", "$1", "--at", "`hostname`")),
+        ("cat <<EOF\nlaunch no\nEOF\nlaunch yes", ("yes",)),
+        ("launch 'never closed", ("never closed",)),
+    ],
+)  # fmt: skip
+def test_slips_of_pages_are_read(text, wanted):
+    (command,) = [command for command in read(text).commands if command.words[0] == "launch"]
+    assert command.words[1:] == wanted
+
+
+def test_the_script_says_which_variables_it_uses():
+    assert read("A=1\nB=$A\nlaunch ${C} '$D'").used == {"A", "C"}
