@@ -37,7 +37,11 @@ def test_series_are_those_of_the_releases():
 
 
 def test_captured_tokens_are_requests_and_their_drafts():
-    values = {"speculative_config": {"num_speculative_tokens": 3}, "compilation_config": {"cudagraph_capture_sizes": [4, 8, 10, 64]}, "vllm_requests": 8}
+    values = {
+        "speculative_config": {"num_speculative_tokens": 3},
+        "compilation_config": {"cudagraph_capture_sizes": [4, 8, 10, 64]},
+        "vllm_requests": 8,
+    }
     assert Facts("vllm", values).buckets == (1, 2, 3)
     assert Facts("vllm", {"vllm_requests": 8}).buckets == (1, 2, 4, 8)
     assert Facts("vllm", {}).buckets == ()

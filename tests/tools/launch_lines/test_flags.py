@@ -118,7 +118,9 @@ def test_names_that_several_flags_begin_with_are_refused_with_all_of_them():
 
 def test_vllm_takes_underscores_and_keys_of_json():
     table = TABLES["vllm"]
-    read = read_flags(["m", "--max_model_len", "4K", "--speculative-config.method", "mtp", "--compilation-config.x.y=1", "-O3", "-tp", "4"], table)
+    read = read_flags(
+        ["m", "--max_model_len", "4K", "--speculative-config.method", "mtp", "--compilation-config.x.y=1", "-O3", "-tp", "4"], table
+    )
     assert [(each.row.name if each.row else "", each.value) for each in read] == [
         ("", "m"), ("--max-model-len", 4096), ("--speculative-config", {"method": "mtp"}), ("--compilation-config", {"x": {"y": 1}}),
         ("--optimization-level", "3"), ("--tensor-parallel-size", 4),
@@ -132,7 +134,10 @@ def test_vllm_takes_underscores_and_keys_of_json():
     [
         (["--tp-size"], "--tp-size has no value; it takes a whole number"),
         (["--tp-size", "four"], "--tp-size takes a whole number, here it has 'four'"),
-        (["--port", "$PORT"], "--port takes a whole number, here it has '$PORT'; $PORT is not set by the script (--set NAME=VALUE sets it)"),
+        (
+            ["--port", "$PORT"],
+            "--port takes a whole number, here it has '$PORT'; $PORT is not set by the script (--set NAME=VALUE sets it)",
+        ),
         (["--trust-remote-code=1"], "--trust-remote-code takes no value, here it has '1'"),
     ],
 )

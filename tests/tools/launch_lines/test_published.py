@@ -56,7 +56,14 @@ def test_a_row_is_no_longer_meant_when_any_of_its_sizes_differs():
     (role,) = import_text(text).roles
     facts = role.proposal and _facts(text)
     assert matching(facts, row.model, None)[0][0].id == row.id
-    for change in ({"sglang_requests": 7}, {"sglang_tp": 64}, {"speculative_steps": 1}, {"pool": 5}, {"context": 77}, {"sglang_buckets": [1]}):
+    for change in (
+        {"sglang_requests": 7},
+        {"sglang_tp": 64},
+        {"speculative_steps": 1},
+        {"pool": 5},
+        {"context": 77},
+        {"sglang_buckets": [1]},
+    ):
         other = type(facts)(facts.engine, {**facts.values, **change})
         assert matching(other, row.model, None) == []
     assert matching(facts, row.model, "ascend-a2") == []

@@ -1,0 +1,18 @@
+"""What becomes of one flag of a launch line."""
+
+from __future__ import annotations
+
+from npucompile.tools.launch_lines.imported import Finding, import_text
+
+BASE = {
+    "sglang": "sglang serve /models/Qwen3.5-397B-A17B-w8a8 --tp-size 16 --max-running-requests 32 --context-length 8192",
+    "vllm": "vllm serve /models/Qwen3.5-397B-A17B-w8a8 --tensor-parallel-size 16 --max-num-seqs 32 --max-model-len 8192",
+}
+"""Lines of a known model on a whole node."""
+
+
+def finding(engine: str, flags: str, name: str | None = None) -> Finding:
+    """What becomes of the first of the flags, or of the named one, behind a line of that engine."""
+    wanted = name or flags.split()[0].partition("=")[0].partition(".")[0]
+    findings = import_text(f"{BASE[engine]} {flags}").findings
+    return next(found for found in reversed(findings) if wanted in (found.name, found.given.split()[0]))

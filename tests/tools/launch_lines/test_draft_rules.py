@@ -1,0 +1,75 @@
+"""tools/launch_lines/draft_rules.py: what drafts."""
+
+from __future__ import annotations
+
+import pytest
+from support.launch_lines import finding
+
+from npucompile.tools.launch_lines.imported import import_text
+
+NEXTN = "--speculative-algorithm NEXTN --speculative-num-steps 3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "status", "why"),
+    [
+        (NEXTN, "--speculative-algorithm", "mapped", "--speculative-tokens 3, drafted by the model's own head"),
+        (NEXTN, "--speculative-num-steps", "mapped", "--speculative-tokens 3"),
+        (f"{NEXTN} --speculative-num-draft-tokens 4", "--speculative-num-draft-tokens", "mapped", "--speculative-tokens 3"),
+        (f"{NEXTN} --speculative-num-draft-tokens 8", "--speculative-num-draft-tokens", "refused", "trees of drafts are not built"),
+        (f"{NEXTN} --speculative-eagle-topk 1", "--speculative-eagle-topk", "unnecessary", "in any case"),
+        (f"{NEXTN} --speculative-eagle-topk 4", "--speculative-eagle-topk", "refused", "one chain of them"),
+        ("--speculative-num-steps 3", "--speculative-num-steps", "unnecessary", "nothing drafts without --speculative-algorithm"),
+        ("--speculative-algorithm NGRAM", "--speculative-algorithm", "refused", "drafts come from the model's own head"),
+        ("--speculative-algorithm NEXTN --speculative-num-steps 9", "--speculative-algorithm", "refused", "at most 7 tokens, not 9"),
+        (
+            "--speculative-draft-model-quantization unquant",
+            "--speculative-draft-model-quantization",
+            "unnecessary",
+            "stays as its checkpoint",
+        ),
+        ("--speculative-draft-model-quantization w8a8", "--speculative-draft-model-quantization", "refused", "stays float"),
+        (
+            f"{NEXTN} --speculative-draft-model-path /x/head",
+            "--speculative-draft-model-path",
+            "refused",
+            "no preset of a draft head is for",
+        ),
+    ],
+)
+def test_what_becomes_of_a_flag(flags, name, status, why):
+    found = finding("sglang", flags, name)
+    assert found.status == status, found
+    assert why in found.why
+
+
+def test_an_eagle_head_is_a_second_checkpoint():
+    text = (
+        "sglang serve qwen3-32b --tp-size 16 --max-running-requests 8 --speculative-algorithm EAGLE3 --speculative-draft-model-path /x/head"
+    )
+    (role,) = import_text(f"{text} --speculative-num-steps 3").roles
+    found = {each.name: each for each in role.findings}
+    assert found["--speculative-draft-model-path"].why == "--draft-model qwen3-32b-eagle3: /x/head is not here"
+    assert "--speculative-tokens 3 with --draft-model qwen3-32b-eagle3" in found["--speculative-algorithm"].why
+    assert "--draft-model qwen3-32b-eagle3" in role.build
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "why"),
+    [
+        ('{"method": "qwen3_5_mtp", "num_speculative_tokens": 2, "enforce_eager": true}', "mapped", "--speculative-tokens 2"),
+        ('{"method": "suffix", "num_speculative_tokens": 2}', "refused", "method suffix: drafts come from"),
+        ("[1]", "refused", "it is no JSON object"),
+        ("{", "refused", "takes JSON"),
+    ],
+)
+def test_the_configuration_of_vllm(config, status, why):
+    found = finding("vllm", f"--speculative-config '{config}'")
+    assert found.status == status, found
+    assert why in found.why
+
+
+def test_a_model_without_a_head_drafts_nothing():
+    (role,) = import_text("vllm serve qwen3-0.6b --tensor-parallel-size 1 --max-num-seqs 4 --spec-method mtp --spec-tokens 2").roles
+    assert "--speculative-tokens 0" in role.build
+    assert next(f for f in role.findings if f.name == "--spec-tokens").why.startswith("qwen3-0.6b has no draft head here")
