@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
+from npucompile.tools.build import plan as planning
 from npucompile.tools.launch_lines.imported import Finding, import_text
+
+# Most flags change nothing of the build, whose plan takes most of the time.
+PLANNED = functools.cache(planning.plan)
 
 BASE = {
     "sglang": "sglang serve /models/Qwen3.5-397B-A17B-w8a8 --tp-size 16 --max-running-requests 32 --context-length 8192",
@@ -14,5 +21,6 @@ BASE = {
 def finding(engine: str, flags: str, name: str | None = None) -> Finding:
     """What becomes of the first of the flags, or of the named one, behind a line of that engine."""
     wanted = name or flags.split()[0].partition("=")[0].partition(".")[0]
-    findings = import_text(f"{BASE[engine]} {flags}").findings
+    with mock.patch.object(planning, "plan", PLANNED):
+        findings = import_text(f"{BASE[engine]} {flags}").findings
     return next(found for found in reversed(findings) if wanted in (found.name, found.given.split()[0]))

@@ -160,7 +160,7 @@ def _mesh(ranks: Mapping[str, str], others: list[str]) -> list[str]:
     if int(tp) > 1 and int(dp) > 1:
         inner = f"--mesh dp={dp},tp={int(tp) // int(dp)}" if int(tp) % int(dp) == 0 else "nothing"
         raise SpecError(
-            f"tp {tp} with dp {dp} is --mesh dp={dp},tp={tp} where vLLM means it, and {inner} where SGLang does with --enable-dp-attention; "
+            f"tp {tp} with dp {dp} is --mesh dp={dp},tp={tp} where vLLM means it, {inner} where SGLang does with --enable-dp-attention; "
             "legal is --mesh"
         )
     return ["--mesh", f"dp={dp},tp={tp}"]

@@ -25,7 +25,8 @@ def test_targets_differ_in_what_their_rows_say_and_in_nothing_else(tmp_path):
         local, device = (describe(plan, writer, tiny.QUIET) for plan in (here, there))
     differing = {field.name for field in fields(Manifest) if getattr(local, field.name) != getattr(device, field.name)}
     assert differing == {
-        "backend", "build_arguments", "decided_by", "dtype", "limits", "mesh", "params", "platform", "rules", "state", "target", "toolchain", "weights",
+        "backend", "build_arguments", "decided_by", "dtype", "limits", "mesh", "params", "platform", "rules", "state", "target",
+        "toolchain", "weights",
     }  # fmt: skip
     assert (local.target, local.backend, device.target, device.backend) == ("cpu", "eager", "ascend-a3", "ge")
     assert None not in (local.weights, device.weights, local.tokenizer, local.chat_template)

