@@ -43,8 +43,8 @@ def test_the_command_is_legal_and_says_what_the_candidate_is(model: str, npus: i
 
 
 def test_what_a_build_refuses_is_said():
-    options = Options("qwen3-32b", target="ascend-a3", mesh="dp=1,tp=3")
-    assert "legal are divisors" in refusal([options])
+    options = Options("qwen3-32b", target="ascend-a3", mesh="dp=1,tp=24")
+    assert "legal is a tp that divides 16" in refusal([options])
     crowded = Options(
         "qwen3-32b", target="ascend-a3", mesh="dp=1,tp=2", quantization="w8a8", max_model_len=40960, max_num_seqs=30, buckets=(30,)
     )
