@@ -179,7 +179,8 @@ def _real(param: Param, kinds: Mapping[str, PaddedHeads]) -> Param:
 
 def _placed(axis: SourceAxis, kinds: Mapping[str, PaddedHeads]) -> SourceAxis:
     """The dimension with the real heads; itself where those are not padded."""
-    name, kind, times, units = axis_name(axis), axis_name(axis), 1, (1,)
+    name, kind, times = axis_name(axis), axis_name(axis), 1
+    units: tuple[int, ...] = (1,)
     if isinstance(axis, Members):
         kind, times = axis.kind, axis.copies
     elif isinstance(axis, Repeated):

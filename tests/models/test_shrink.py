@@ -9,6 +9,7 @@ import pytest
 from npucompile.graphs.step_inputs import MAX_RANKED
 from npucompile.graphs.types import Mesh
 from npucompile.models import registry, shrink
+from npucompile.models.head_padding import copies, grouped
 from npucompile.models.variant import Variant
 from npucompile.tools.build.deployments import deployments
 
@@ -96,3 +97,13 @@ def test_a_small_vocabulary_is_ranked_shared_and_masked_as_the_large_one(size, t
     assert (small % tp == 0, small % 32 == 0) == (size % tp == 0, size % 32 == 0)
     assert -(-small // tp) * (tp - 1) < small
     assert small <= MAX_RANKED + 32 * tp
+
+
+@pytest.mark.parametrize(("queries", "keys", "tp"), [(6, 3, 2), (6, 3, 4), (10, 5, 4), (6, 2, 4), (20, 5, 4), (12, 3, 8), (4, 2, 3)])
+def test_heads_that_are_padded_are_padded_in_a_small_model_too(queries, keys, tp):
+    times = copies(keys, tp)
+    small_queries, small_keys = shrink.attention_heads(queries, keys, times, tp)
+    large, small = ({heads.kind for heads in grouped(*each, tp)} for each in ((queries, keys), (small_queries, small_keys)))
+    assert small == large
+    assert copies(small_keys, tp) == times
+    assert shrink.split(3 * tp - 1, tp) % tp == tp - 1

@@ -11,6 +11,7 @@ from ...graphs.errors import VerifyError
 from ...graphs.ir.trace import signature_of
 from ...graphs.types import COORDS, Leaf, Mesh, Signature
 from ...models import step
+from ...models.head_padding import copies
 from .compare import deviation, holds_scales, is_paged, is_request_slots, keeps_first_slots, tokens_second
 from .small_model import BucketCase, SmallModel, model_params
 from .speculation import REQUEST_SLOTS, check_logprobs, check_request_slots, compare_drafts, first_position, same_draft_inputs
@@ -160,11 +161,15 @@ class Ranks:
         return tuple([pool.to(leaf.aval.dtype, copy=True) for pool, leaf in zip(pools, self.leaves, strict=True)] for pools in state)
 
     def shard(self, pools: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """A rank's part of the reference's pools, with key-value heads repeated as the model has them."""
+        """A rank's part of the reference's pools, with key-value heads repeated, and heads of zeros behind them, as the model has them."""
         mesh, rules, shards = self.small.mesh, self.small.rules(), []
         for leaf, pool in zip(self.leaves, pools, strict=True):
             heads = 1 if holds_scales(leaf) else 2
-            repeated = pool.repeat_interleave(leaf.aval.shape[heads] // pool.shape[heads], heads) if is_paged(leaf) else pool
+            times = min(copies(pool.shape[heads], mesh.axis("tp")), leaf.aval.shape[heads] // pool.shape[heads]) if is_paged(leaf) else 1
+            repeated = pool.repeat_interleave(times, heads) if times > 1 else pool
+            missing = [(0, wide - size) for wide, size in zip(leaf.aval.shape, repeated.shape, strict=True)]
+            if any(count for _, count in missing):
+                repeated = torch.nn.functional.pad(repeated, [count for pair in reversed(missing) for count in pair])
             shards.append(repeated[rules.local_slice(leaf.aval, mesh, rank)].to(leaf.aval.dtype, copy=True))
         return shards
 

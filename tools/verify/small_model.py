@@ -19,7 +19,7 @@ from ...models.deployed import deployed, heads_for
 from ...models.family import ModelConfig
 from ...models.family_file import FamilyFile
 from ...models.params import Param
-from ...models.quant.formats import W4A16, Formats
+from ...models.quant.formats import UNROUNDED, W4A16, Formats
 from ...models.step import Model
 from ...models.variant import Variant
 from ..build.targets import target
@@ -94,7 +94,8 @@ class SmallModel:
     Attributes:
         shipped: in the artifact's variant.
         model: the same with float32 state.
-        reference: the variant for one device: no repeated heads, and float experts in the layout of a checkpoint.
+        reference: the variant for one device: no repeated heads, and float experts in the layout of a checkpoint. Where activations are
+            rounded it keeps padded heads, which decide what a rank rounds together.
         cases: prefill first; all use the same state pools.
         limits: of one dp group.
         requests: most requests of a dp group.
@@ -143,7 +144,10 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     formats = _small_groups(replace(small.config.variant.formats, stored=False))
     shipped = replace(small.config.variant, formats=formats, **heads_for(small.config, mesh.axis("tp")))
     small, variant = with_variant(small, shipped), replace(shipped, recurrent=torch.float32)
-    plain = replace(variant, kv_repeat=1, grouped=False, padded=(), heads=(), draft_heads=())
+    plain = replace(variant, grouped=False, padded=())
+    if not (variant.heads and any(form not in UNROUNDED for _, form in formats.rules)):
+        # One device that stands for all rounds the parts of activations that ranks have, which are those of padded heads.
+        plain = replace(plain, kv_repeat=1, heads=(), draft_heads=())
     cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers)
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))
