@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...graphs.types import Mesh
+from ...graphs.types import DTYPES, Mesh
 from ...lowering.artifact.manifest import Manifest
 from ..notation import PrefillSize, format_buckets, format_prefill
 from .decisions import CHECKPOINT, DEFAULT, FLAG, PLAN, ROW, SETTINGS
@@ -116,7 +116,12 @@ def _phase(manifest: Manifest) -> str | None:
 
 def _cache(manifest: Manifest) -> str | None:
     forms = manifest.formats.get("kv_cache") or ()
-    return "int8" if any("int8" in str(form[-1]) for form in forms) else manifest.dtype
+    return "int8" if any("int8" in str(form[-1]) for form in forms) else _dtype(manifest)
+
+
+def _dtype(manifest: Manifest) -> str:
+    """The name that `--dtype` has for it."""
+    return str(DTYPES[manifest.dtype]).removeprefix("torch.")
 
 
 def _draft_model(manifest: Manifest) -> str | None:
@@ -129,7 +134,7 @@ VALUES: dict[str, Callable[[Manifest], str | None]] = {
     "target": lambda manifest: manifest.target,
     "mesh": lambda manifest: manifest.mesh,
     "backend": lambda manifest: manifest.backend,
-    "dtype": lambda manifest: manifest.dtype,
+    "dtype": lambda manifest: _dtype(manifest),
     "quantization": lambda manifest: "checkpoint" if manifest.formats.get("stored") else manifest.quantization,
     "kv-cache-dtype": _cache,
     "buckets": _decode,

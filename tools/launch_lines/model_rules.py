@@ -17,9 +17,10 @@ def model(value: Any, context: Context) -> Verdict:
     proposal = context.proposal
     if proposal.model == value:
         return Verdict(CARRIED, f"npucompile build {value}")
-    where = Path(str(value)).expanduser()
-    serve = ("--checkpoint", str(value)) if where.is_absolute() and "$" not in str(value) else ()
-    return Verdict(MAPPED, f"{value} is built as {proposal.model}; serve reads its weights with --checkpoint", serve)
+    if Path(str(value)).expanduser().is_absolute() and "$" not in str(value):
+        why = f"{value} is built as {proposal.model}; serve reads its weights with --checkpoint"
+        return Verdict(MAPPED, why, ("--checkpoint", str(value)))
+    return Verdict(MAPPED, f"{value} is built as {proposal.model}; serve takes the directory of its weights with --checkpoint DIR")
 
 
 @rule

@@ -77,7 +77,9 @@ def propose(facts: Facts, model: str | None = None, target_name: str | None = No
     if not known:
         assumed.append(f"model {path}: neither a directory here nor a published model that is known by name; say which with --model")
     elif chosen != path and model is None and not assumed:
-        assumed.append(f"model {chosen}, by the name of {path}, which is not here: serve reads the weights with --checkpoint")
+        assumed.append(
+            f"model {chosen}, by the name of {path}, which is not here: serve takes the directory of the weights with --checkpoint"
+        )
     if rows:
         return _published(facts, chosen, rows, tuple(assumed), out)
     machine, why = _target(facts, target_name)

@@ -125,6 +125,5 @@ def additional_config(value: Any, context: Context) -> Verdict:
 @rule
 def planned_variable(value: Any, context: Context) -> Verdict:
     """A variable that the artifact sets for its ranks."""
-    return Verdict(
-        UNNECESSARY, f"the artifact sets it for its ranks, from what was planned; not {value} (`npucompile inspect ARTIFACT --environment`)"
-    )
+    why = "the artifact plans it for its ranks (`npucompile inspect ARTIFACT --environment`); a value in the environment of serve goes before it"
+    return Verdict(UNNECESSARY, why)

@@ -31,7 +31,7 @@ def test_every_setting_is_explained_by_who_decided_it(manifest):
     assert buckets.change.startswith("--buckets changes it: more of them")
     assert explained["max-num-seqs"].why == "The plan took as many as the largest bucket has rows."
     assert explained["target"].why == "It is the default."
-    assert (explained["max-logprobs"].what, explained["weights"].value) == ("No log probabilities.", "stored")
+    assert (explained["max-logprobs"].what, explained["weights"].value) == ("No request gets log probabilities.", "stored")
     assert "deployment" not in explained
     assert "cann" not in explained
 

@@ -6,8 +6,11 @@ import json
 
 from support import tiny
 
-from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.tools.commands.explain import differs
+from npucompile.lowering.artifact.artifact import ArtifactWriter
+from npucompile.tools.build.describe import describe
+from npucompile.tools.build.explanation import explanation
+from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.commands.explain import differs, lines
 
 SMALL = ("--buckets", "1,2", "--prefill", "16", "--max-model-len", "64", "--dtype", "float32", "--backend", "eager")
 
@@ -26,22 +29,11 @@ def test_an_artifact_is_explained_in_sentences_and_json(tmp_path, tiny_checkpoin
 
 
 def test_a_build_for_a_deployment_says_where_it_differs(tmp_path):
-    arguments = (
-        "qwen3-next-80b-a3b",
-        "--deployment",
-        "qwen3-next-a3x2-mix-3.5k-1.5k-50ms",
-        "--backend",
-        "null",
-        "--buckets",
-        "80",
-        "--prefill",
-        "128",
-    )
-    result = tiny.cli(tmp_path, "build", *arguments)
-    assert result.exit_code == 0, result.output
-    text = tiny.cli(tmp_path, "explain").stdout
-    assert "The published deployment qwen3-next-a3x2-mix-3.5k-1.5k-50ms says so." in " ".join(text.split())
-    assert "Not as the deployment says: recurrent states are bfloat16, published float32" in " ".join(text.split())
-    manifest = Artifact.open(tmp_path / "artifacts" / "qwen3-next-80b-a3b").manifest
+    chosen = plan(Options("qwen3-next-80b-a3b", deployment="qwen3-next-a3x2-mix-3.5k-1.5k-50ms", backend="null"))
+    with ArtifactWriter(tmp_path / "out") as writer:
+        manifest = describe(chosen, writer, tiny.QUIET)
+    text = " ".join("\n".join(lines(tmp_path, manifest, explanation(manifest), differs(manifest))).split())
+    assert "The published deployment qwen3-next-a3x2-mix-3.5k-1.5k-50ms says so." in text
+    assert "Not as the deployment says: recurrent states are bfloat16, published float32" in text
     assert manifest.decided_by["mesh"] == "row"
     assert len(differs(manifest)) == text.count("Not as the deployment says")

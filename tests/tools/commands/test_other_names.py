@@ -29,10 +29,8 @@ def test_names_are_those_of_the_engines_and_options_are_ours():
 
 def test_the_same_is_built_by_either_name():
     ours = parsed("build", "m", "--max-model-len", "128", "--buckets", "1,2,4", "--speculative-tokens", "2", "--mesh", "dp=1,tp=2")
-    theirs = parsed(
-        "build", "--model-path", "m", "--context-length=128", "--cuda-graph-bs", "1", "2", "4",
-        "--speculative-num-steps", "2", "--tp-size", "2",
-    )  # fmt: skip
+    words = "--model-path m --context-length=128 --cuda-graph-bs 1 2 4 --speculative-num-steps 2 --tp-size 2"
+    theirs = parsed("build", *words.split())
     assert theirs == ours
     assert parsed("build", "m", "--data-parallel-size", "4")["mesh"] == "dp=4,tp=1"
     assert parsed("serve", "m", "--max-queued-requests", "3", "--watchdog-timeout", "9") == parsed(
