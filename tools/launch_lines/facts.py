@@ -13,7 +13,7 @@ from ...graphs.types import Mesh
 ASCEND_NODE = 8
 """NPUs of an A2 node; a line with more of them on a node is for an A3, whose nodes have 16."""
 
-_SCHEME = re.compile(r"(?<![a-z0-9])(w[48]a8)(?![0-9])")
+_SCHEME = re.compile(r"(?<![a-z0-9])(w[48]a8|w4a16)(?![0-9])")
 _SIZE = re.compile(r"[^a-z0-9.]+")
 
 

@@ -48,7 +48,7 @@ def quantization(value: Any, context: Context) -> Verdict:
     ours, scheme = context.proposal.arguments.get("quantization"), context.facts.scheme
     if context.proposal.deployment:
         return Verdict(MAPPED, context.row)
-    if value in ("modelslim", "ascend", "w8a8_int8"):
+    if value in ("modelslim", "ascend", "compressed-tensors", "w8a8_int8"):
         if ours is not None:
             said = (
                 ""
@@ -58,12 +58,14 @@ def quantization(value: Any, context: Context) -> Verdict:
             return Verdict(MAPPED, f"--quantization {ours}{said}")
         if scheme is None and context.proposal.plan is not None and context.proposal.plan.source.checkpoint_dir is None:
             return Verdict(
-                REFUSED, "neither the flag nor the checkpoint's name says w8a8 or w4a8; build with --quantization of one of them"
+                REFUSED, "neither the flag nor the checkpoint's name says w8a8, w4a8 or w4a16; build with --quantization of one of them"
             )
         return Verdict(UNNECESSARY, "the checkpoint's own description says how each matrix is stored")
     if value in ("none", "None", "unquant"):
         return Verdict(UNNECESSARY, "weights stay as the checkpoint has them")
-    return Verdict(REFUSED, f"{value} is not built; legal are checkpoints of ModelSlim, w8a8 and w4a8")
+    return Verdict(
+        REFUSED, f"{value} is not built; legal are checkpoints of ModelSlim and compressed-tensors, and the schemes of --quantization"
+    )
 
 
 @rule

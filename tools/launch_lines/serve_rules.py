@@ -125,5 +125,7 @@ def additional_config(value: Any, context: Context) -> Verdict:
 @rule
 def planned_variable(value: Any, context: Context) -> Verdict:
     """A variable that the artifact sets for its ranks."""
-    why = "the artifact plans it for its ranks (`npucompile inspect ARTIFACT --environment`); a value in the environment of serve goes before it"
+    why = (
+        "the artifact plans it for its ranks (`npucompile inspect ARTIFACT --environment`); what serve finds in its environment goes before"
+    )
     return Verdict(UNNECESSARY, why)

@@ -42,7 +42,8 @@ def test_drafts_and_log_probabilities_are_as_asked_for(tmp_path, tiny_checkpoint
     manifest = Artifact.open(tmp_path / "artifacts" / "tiny").manifest
     decode = manifest.graphs[-1]
     assert (decode.bucket, manifest.limits.drafts, decode.max_logprobs) == (Bucket("decode", 1, 2), 1, 2)
-    assert manifest.build_arguments[-6:-2] == ("--speculative-tokens", "1", "--max-logprobs", "2")
+    at = manifest.build_arguments.index("--speculative-tokens")
+    assert manifest.build_arguments[at : at + 4] == ("--speculative-tokens", "1", "--max-logprobs", "2")
 
 
 def test_out_says_where(tmp_path, tiny_checkpoint):

@@ -99,4 +99,11 @@ def test_models_are_known_by_their_whole_name(path, preset):
 
 
 def test_schemes_are_words_of_a_name():
-    assert [named_scheme(name)[0] for name in ("X-w8a8", "X-W4A8-mtp", "X-w8a80", "Xw8a8", "X")] == ["w8a8", "w4a8", None, None, None]
+    assert [named_scheme(name)[0] for name in ("X-w8a8", "X-W4A8-mtp", "X-w4a16", "X-w8a80", "Xw8a8", "X")] == [
+        "w8a8",
+        "w4a8",
+        "w4a16",
+        None,
+        None,
+        None,
+    ]

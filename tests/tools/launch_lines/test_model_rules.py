@@ -46,4 +46,4 @@ def test_a_checkpoint_elsewhere_is_read_by_serve():
 def test_a_scheme_that_nothing_names_is_refused():
     (role,) = import_text("vllm serve Qwen3-32B --tensor-parallel-size 16 --quantization ascend").roles
     found = next(each for each in role.findings if each.name == "--quantization")
-    assert (found.status, "neither the flag nor the checkpoint's name says w8a8 or w4a8" in found.why) == ("refused", True)
+    assert (found.status, "neither the flag nor the checkpoint's name says w8a8, w4a8 or w4a16" in found.why) == ("refused", True)
