@@ -23,10 +23,12 @@ SHIPPED = "cache"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def read_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
-    """Reads sizes in the notation of `--buckets`, or of `--prefill`."""
+def read_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...] | str | None:
+    """Reads sizes in the notation of `--buckets`, or of `--prefill`; `auto` is read later, when model and deployment are known."""
     if value is None:
         return None
+    if param.name == "buckets" and value.partition(":")[0] == "auto":
+        return value
     try:
         return parse_prefill(value) if param.name == "prefill" else parse_buckets(value)
     except SpecError as error:
@@ -46,7 +48,10 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
 
 @click.command("build", cls=KnowsOtherNames, epilog=f"{BUCKETS_HELP}\n\n{PREFILL_HELP}")
 @click.argument("model")
-@sizes_option("--buckets", format_buckets(choices.DEFAULT_BUCKETS), "Decode batch sizes (of one dp group), e.g. 2,4,...,64.")
+@sizes_option(
+    "--buckets", format_buckets(choices.DEFAULT_BUCKETS),
+    "Decode batch sizes (of one dp group), e.g. 2,4,...,64; auto: for the deployment's traffic, auto:FILE: `plan --buckets-out FILE`.",
+)  # fmt: skip
 @sizes_option(
     "--prefill", format_prefill(choices.DEFAULT_PREFILL),
     "Prefill sizes: tokens of one prompt, or PROMPTSxTOKENS (of one dp group), e.g. 2048,4x512.",
@@ -126,6 +131,12 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
               npucompile build qwen3.5-397b --buckets 2,4,...,64
               npucompile build qwen3.5-397b --target ascend-a3 --mesh dp=4,tp=4 --quantization w8a8
     """
+    if isinstance(options["buckets"], str):
+        # Imported late: choosing buckets simulates, which loads torch.
+        auto = importlib.import_module("..plan.auto", __package__)
+        text = options["buckets"]
+        options["buckets"] = auto.chosen(text, model, options["deployment"])
+        Progress().say(auto.said(options["buckets"], text))
     path = out or home.artifacts / "-".join(filter(None, (Path(model).name, options["phase"])))
     named = [Path(name) for name in (model, options["draft_model"]) if name]
     own = [Path(options["family"])] if options["family"] else []

@@ -122,7 +122,8 @@ def simulate_disaggregated(
         count = min(groups.until_finish(), groups.until_full())
         if upcoming < math.inf:
             count = min(count, max(1, math.ceil((upcoming - now) / seconds)))
-        seconds = table.seconds(rows, context + groups.growth() * (count - 1) / 2)
+        if count > 1:
+            seconds = table.seconds(rows, context + groups.growth() * (count - 1) / 2)
         trace.steps[rows] += count
         trace.decode_s[rows] += count * seconds
         trace.context_s[rows] += count * seconds * context

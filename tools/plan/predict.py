@@ -21,7 +21,7 @@ from .simulate import simulate
 from .system import Case
 from .table import StepTable, step_table
 
-CALIBRATED = {"tpot": 0.09, "tok_s": 0.08}
+CALIBRATED = {"tpot_ms": 0.09, "output_tok_s": 0.08, "ttft_ms": 0.35, "e2e_ms": 0.09}
 UNCALIBRATED = 0.30
 """Standard deviation of the logarithm for kernels that no published row fixes; see docs/planning.md."""
 _80_PERCENT = 1.2816
@@ -37,7 +37,7 @@ class Prediction:
         itl_ms: over deliveries: between two steps that delivered tokens of the same request.
         output_tok_s: all output tokens over the whole run, all instances together.
         parts_ms: where a token's time goes: step causes over the tokens of a step, stalls of prefill, and rest.
-        interval: 80 % interval of tpot_ms and output_tok_s.
+        interval: 80 % intervals of tpot_ms, output_tok_s, ttft_ms and e2e_ms.
         binding: "memory", "prefill", "decode", "bucket" or "exchange".
         why: the figure that decides `binding`.
         memory: GiB of a rank by kind.
@@ -152,7 +152,12 @@ def _summary(case: Case, p: Parameters, table: StepTable, pool: float, trace: Tr
     parts, step_ms, padded = _parts(case, p, table, trace, float(tpot.mean()))
     binding, why = _binding(case, parts, padded, trace, pool)
     sd = _deviations(case)
-    mean = float(tpot.mean())
+    centre = {
+        "tpot_ms": float(tpot.mean()),
+        "output_tok_s": tok_s,
+        "ttft_ms": float((first - sent).mean()),
+        "e2e_ms": float((end - sent).mean()),
+    }
     return Prediction(
         Spread.of(tpot),
         Spread.of(first - sent),
@@ -160,7 +165,7 @@ def _summary(case: Case, p: Parameters, table: StepTable, pool: float, trace: Tr
         weighted([(gap * 1e3, count) for gap, count in trace.gaps]),
         tok_s,
         parts,
-        {"tpot_ms": _around(mean, sd["tpot"]), "output_tok_s": _around(tok_s, sd["tok_s"])},
+        {name: _around(value, sd[name]) for name, value in centre.items()},
         binding,
         why,
         memory_of(case, pool),
@@ -236,7 +241,7 @@ def uncalibrated(case: Case) -> str:
 
 
 def _deviations(case: Case) -> dict[str, float]:
-    return {name: UNCALIBRATED if uncalibrated(case) else sd for name, sd in CALIBRATED.items()}
+    return {name: max(UNCALIBRATED, sd) if uncalibrated(case) else sd for name, sd in CALIBRATED.items()}
 
 
 def _around(value: float, sd: float) -> tuple[float, float]:

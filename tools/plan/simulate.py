@@ -108,6 +108,10 @@ class _Mixed:
         groups = self.groups
         while groups.finished < self.work.requests:
             self._receive()
+            if self._holds_back():
+                self._decode(True)
+                self._end_steps()
+                continue
             parts = self._prompts()
             if parts and self._may_prefill(parts):
                 self._prefill_pass(parts)
@@ -115,11 +119,22 @@ class _Mixed:
                 self._decode(bool(parts))
             else:
                 self.now = max(self.now, self.clients.next_arrival())
-            for _ in groups.finish(self.now):
-                self.clients.in_flight -= 1
-            if groups.retract(self.queues, self.remaining):
-                self.trace.retracted += 1
+            self._end_steps()
         return self.trace
+
+    def _end_steps(self) -> None:
+        for _ in self.groups.finish(self.now):
+            self.clients.in_flight -= 1
+        if self.groups.retract(self.queues, self.remaining):
+            self.trace.retracted += 1
+
+    def _holds_back(self) -> bool:
+        """Whether prompts that could start wait for other groups: then which ones need not be known."""
+        if not self.serving.waits or not self.groups.running or self.waits >= _MOST_WAITS:
+            return False
+        most, counts = self.serving.max_running, self.groups.count
+        able = sum(bool(own) or (bool(queue) and count < most) for own, queue, count in zip(self.started, self.queues, counts, strict=True))
+        return 0 < able < len(self.queues)
 
     def _receive(self) -> None:
         while self.clients.due(self.now):

@@ -22,7 +22,7 @@ def test_every_row_is_predicted(name: str) -> None:
     data = prediction.as_dict()
     work = case.workload
     assert data["binding"] in ("memory", "prefill", "decode", "bucket", "exchange")
-    for key in ("tpot_ms", "output_tok_s"):
+    for key in ("tpot_ms", "output_tok_s", "ttft_ms", "e2e_ms"):
         low, high = data["interval"][key]
         assert low < data[key] < high
     assert set(data["breakdown_ms"]) == PARTS
