@@ -99,6 +99,8 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
         lines += ["", f"build {legal[0].candidate.label}:", *(f"  {command}" for command in commands), ""]
         lines += [f"each of {legal[0].candidate.share} instances"] if legal[0].candidate.share > 1 else []
         lines += prediction_lines(prediction)
+        sizes = recipe.prefill_of(legal[0].candidate, parameters)
+        lines.append(f"prefill    {', '.join(map(str, sizes.buckets))} tokens a step: {100 * sizes.lost:.1f} % of its time is padding")
         lines += ["", *buckets.curve_lines(lists, case)]
     else:
         lines += ["", f"no build: {refusals[id(checked[0][0])]}"]

@@ -156,7 +156,12 @@ def of_metrics(text: str) -> dict[int, float]:
 
 
 def prefill_sizes(
-    prompts: Mapping[int, float], seconds: Callable[[int], float], longest: int, most: int, multiple: int = 128
+    prompts: Mapping[int, float],
+    seconds: Callable[[int], float],
+    longest: int,
+    most: int,
+    multiple: int = 128,
+    largest: int | None = None,
 ) -> BucketList:
     """The optimal prefill sizes of one prompt: whole chunks of the largest, and the smallest that holds what is left.
 
@@ -167,22 +172,23 @@ def prefill_sizes(
         seconds: of a step of so many tokens.
         most: sizes at the most.
         multiple: of which sizes are.
+        largest: the largest size if it is decided already.
     """
     best: BucketList | None = None
     top = min(longest, max(prompts))
-    for largest in range(multiple, -(-top // multiple) * multiple + 1, multiple):
+    tried = [largest] if largest else range(multiple, -(-top // multiple) * multiple + 1, multiple)
+    for size in tried:
         whole, rests = 0.0, dict[int, float]()
         for tokens, count in prompts.items():
-            chunks, rest = divmod(tokens, largest)
+            chunks, rest = divmod(tokens, size)
             whole += count * chunks
             if rest:
-                size = -(-rest // multiple)
-                rests[size] = rests.get(size, 0.0) + count
-        rests[largest // multiple] = rests.get(largest // multiple, 0.0) + whole
-        lists = best_lists(rests, lambda sizes: np.asarray([seconds(int(size) * multiple) for size in sizes]), most)
-        found = lists[-1]
+                rests[-(-rest // multiple)] = rests.get(-(-rest // multiple), 0.0) + count
+        rests[size // multiple] = rests.get(size // multiple, 0.0) + whole
+        always = {size // multiple} if largest else set()
+        found = best_lists(rests, lambda sizes: np.asarray([seconds(int(each) * multiple) for each in sizes]), most, always)[-1]
         if best is None or found.seconds < best.seconds - 1e-12:
-            best = BucketList(tuple(size * multiple for size in found.buckets), found.seconds, found.exact)
+            best = BucketList(tuple(each * multiple for each in found.buckets), found.seconds, found.exact)
     assert best is not None
     return best
 

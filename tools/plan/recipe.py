@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 
 from ...graphs.errors import NpucompileError
@@ -12,12 +13,16 @@ from ..build.dispatch_size import FREE_SHARE
 from ..build.plan import Options, plan
 from ..build.targets import GIB
 from ..notation import PrefillSize, format_buckets, format_prefill
-from .buckets import build_list
+from .buckets import BucketList, build_list, prefill_sizes
 from .candidates import Candidate, Question
+from .parameters import Parameters, fitted
+from .prefill import prefill_time
 from .search import Found
 
 MOST_BUCKETS = 16
 """Decode buckets of a build; published rows have 1 to 17."""
+MOST_PREFILL = 3
+"""Prefill sizes of one prompt; each is a graph that takes a build twice as long as one of decoding."""
 _PAGE = 128
 
 
@@ -52,9 +57,23 @@ def options_of(question: Question, found: Found, most_buckets: int = MOST_BUCKET
     ]
 
 
+def prefill_of(candidate: Candidate, parameters: Parameters | None = None) -> BucketList:
+    """Sizes for one prompt: the candidate's chunk, and the smaller ones that lose least to the padding of what is left of prompts."""
+    system = candidate.case.prefill or candidate.case.decode
+    seconds = prefill_time(system, parameters or fitted())
+    groups = system.layout.dp
+    return prefill_sizes(
+        Counter(candidate.case.workload.inputs),
+        lambda tokens: seconds(1, groups, tokens, 0),
+        candidate.chunk,
+        MOST_PREFILL,
+        largest=candidate.chunk,
+    )
+
+
 def _prefill(candidate: Candidate) -> tuple[PrefillSize, ...]:
-    counts = sorted({1, candidate.prompts})
-    return tuple(PrefillSize(candidate.chunk, count) for count in counts)
+    sizes = [PrefillSize(tokens) for tokens in prefill_of(candidate).buckets]
+    return (*sizes, PrefillSize(candidate.chunk, candidate.prompts)) if candidate.prompts > 1 else tuple(sizes)
 
 
 def _draft_model(question: Question, drafts: int) -> str | None:

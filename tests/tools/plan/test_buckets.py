@@ -68,6 +68,11 @@ def test_prefill_sizes_are_the_best_of_all(prompts: dict[int, int], most: int, f
     every = [sizes for count in range(1, most + 1) for sizes in itertools.combinations(range(8, top + 1, 8), count)]
     assert total(found.buckets) == pytest.approx(min(map(total, every)))
     assert found.seconds == pytest.approx(total(found.buckets))
+    decided = prefill_sizes(prompts, lambda tokens: fixed + tokens, 32, most, multiple=8, largest=32)
+    assert decided.buckets[-1] == 32
+    assert total(decided.buckets) == pytest.approx(
+        min(total(sizes) for sizes in itertools.combinations(range(8, 33, 8), len(decided.buckets)) if 32 in sizes)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in ids() if len(case_of(name).decode.buckets) > 1][::3])
