@@ -272,6 +272,7 @@ class Limits:
         bitmask_words: words that cover the vocabulary, where there are bitmasks.
         logit_adjustments: A, adjustments of logits that a step takes; 0 takes none. A row has up to two.
         adjusted_tokens: V, where there are adjustments.
+        checkpoint_slots: slots of num_slots that no request in flight needs, for the states after prefixes that are kept.
     """
 
     page_size: int
@@ -284,6 +285,7 @@ class Limits:
     bitmask_words: int = 0
     logit_adjustments: int = 0
     adjusted_tokens: int = 0
+    checkpoint_slots: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "num_slots", "max_model_len", "slots_per_request"):
@@ -300,6 +302,10 @@ class Limits:
         if self.logit_adjustments < 0 or (self.logit_adjustments > 0) != (self.adjusted_tokens > 0):
             sizes = f"{self.logit_adjustments} adjustments of {self.adjusted_tokens} logits"
             raise SpecError(f"{sizes}; legal is at least 1 of both, or 0 of both")
+        if not 0 <= self.checkpoint_slots < self.num_slots:
+            raise SpecError(
+                f"{self.checkpoint_slots} of {self.num_slots} state slots are for checkpoints; legal is 0 to {self.num_slots - 1}"
+            )
         if self.max_model_len % self.page_size:
             raise SpecError(f"max_model_len {self.max_model_len} is not a multiple of page_size {self.page_size}")
 
@@ -319,7 +325,7 @@ class Limits:
     @property
     def num_request_slots(self) -> int:
         """Requests in flight, plus the null request slot 0."""
-        return (self.num_slots - 1) // self.slots_per_request + 1
+        return (self.num_slots - 1 - self.checkpoint_slots) // self.slots_per_request + 1
 
 
 def leaf_name(part: str, path: str) -> str:

@@ -31,7 +31,7 @@ class PrefillRow(NamedTuple):
         tokens: the chunk, 1 to q_len tokens.
         start: position of the first of them: how many tokens of the request are in the cache already.
         pages: ids of its pages in order of position, at least enough for start + len(tokens) tokens.
-        slot: state slot to start from, and to write the state after the last token to.
+        slot: state slot to write the state after the last token to.
         request_slot: request slot that its first decode step starts from.
         next_token: the prompt's token after the chunk; -1 where that token is sampled.
         sampling: parameters of the sampled token.
@@ -39,6 +39,7 @@ class PrefillRow(NamedTuple):
         logprobs: whether the request asked for log probabilities.
         bitmask: [1, words] of the sampled token; None restricts nothing.
         adjustment: of the logits of the sampled token; None changes nothing.
+        start_slot: state slot to start from; None is the one that it writes.
     """
 
     tokens: Sequence[int]
@@ -52,6 +53,7 @@ class PrefillRow(NamedTuple):
     logprobs: bool = False
     bitmask: Bitmask | None = None
     adjustment: Adjustment | None = None
+    start_slot: int | None = None
 
 
 class DecodeRow(NamedTuple):
@@ -239,7 +241,7 @@ def _fill_prefill(arrays: Arrays, bucket: Bucket, rows: Sequence[PrefillRow], li
         arrays["tokens"][i, : len(row.tokens)] = row.tokens
     arrays["num_computed_tokens"][live] = [row.start for row in rows]
     arrays["query_lens"][live] = [len(row.tokens) for row in rows]
-    arrays["state_slots_in"][live] = [row.slot for row in rows]
+    arrays["state_slots_in"][live] = [row.slot if row.start_slot is None else row.start_slot for row in rows]
     arrays["state_slots_out"][live, 0] = [row.slot for row in rows]
     arrays["uniform"][live, 0] = [row.uniform for row in rows]
     if "next_tokens" in arrays:

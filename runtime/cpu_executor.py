@@ -13,7 +13,7 @@ from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.executable import Executable, check_operands, open_executable
 from .buckets import with_all_rows
-from .executor import FinishedStep, Inputs, check_step, compile_evidence
+from .executor import FinishedStep, Inputs, check_step, compile_evidence, has_recurrent_states
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class CpuExecutor:
         self.limits: Limits = manifest.limits
         self.vocab_size = int(manifest.model["vocab_size"])
         self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
+        self.recurrent = has_recurrent_states(manifest.state)
         self.backends: dict[str, str] = {}
         self._prefer_eager = prefer_eager
         self._operand_layout = _operand_layout(artifact)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from .request import Event
 
@@ -47,3 +48,10 @@ def _call(deliver: Callable[[], None], events: Sequence[Event]) -> Sequence[Even
         log.exception("the sink of %s raised on %s", ", ".join(map(repr, names)), type(events[0]).__name__)
         return events
     return ()
+
+
+class Live(NamedTuple):
+    """A request that has not ended; `arrival` tells it from others that had or will have its id."""
+
+    sink: Sink
+    arrival: int

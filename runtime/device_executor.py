@@ -18,7 +18,7 @@ from ..lowering.artifact.shards import local_leaves, local_signature
 from ..lowering.device import Device, DeviceExecutable, Event
 from .buckets import without_unused
 from .device_params import DeviceParams, LoadParams
-from .executor import ExecutorError, Inputs, Outputs, check_serving, check_step, compile_evidence
+from .executor import ExecutorError, Inputs, Outputs, check_serving, check_step, compile_evidence, has_recurrent_states
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class DeviceExecutor:
         self.limits: Limits = manifest.limits
         self.vocab_size = int(manifest.model["vocab_size"])
         self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
+        self.recurrent = has_recurrent_states(manifest.state)
         self.max_ranked = MAX_RANKED if self.vocab_size > MAX_RANKED else 0
         self._coords = mesh.coords(rank).numpy()
         signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}

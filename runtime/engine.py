@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Queue
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..graphs.errors import RequestError, SpecError
 from ..graphs.types import Bucket
@@ -24,14 +24,15 @@ from . import delivery, step_outputs
 from .adjustments import Adjuster
 from .bitmasks import bitmasks
 from .constraint import ConstraintError
-from .delivery import Sink
+from .delivery import Live, Sink
 from .executor import Executor, ExecutorError, Pending
 from .journal import Journal, NoJournal
 from .metrics import Metrics
+from .prefix_cache import Flush, PrefixCacheSettings
 from .refresh import Refresher
 from .request import Event, ExecutionRecord, FinishEvent, Request
 from .scheduler import admission, advance
-from .scheduler.kv_cache_manager import KVCacheManager
+from .scheduler.kv_cache_manager import KVCacheManager, PrefixCaching
 from .scheduler.policy import Policy
 from .scheduler.request_state import RequestState
 from .scheduler.schedule import GroupState, ScheduledStep, SchedulerState, schedule, wanted_bucket
@@ -40,13 +41,6 @@ log = logging.getLogger(__name__)
 
 JOIN_S = 2.0
 """How long `stop` waits for the stepping thread of an engine that failed."""
-
-
-class Live(NamedTuple):
-    """A request that has not ended; `arrival` tells it from others that had or will have its id."""
-
-    sink: Sink
-    arrival: int
 
 
 class Engine:
@@ -69,6 +63,7 @@ class Engine:
         run_ahead: how many steps are launched before the results of the one before them are read: 0 or 1; None is as many as the
             executor allows.
         on_failure: called once, by the stepping thread, when no step can run any more.
+        prefix_cache: how prefixes of requests are kept for later ones; None keeps none.
 
     Raises:
         SpecError: when the executor's limits or buckets cannot serve every legal request, or run_ahead is more than it allows.
@@ -85,6 +80,7 @@ class Engine:
         refresh_every_s: float | None = 1.0,
         run_ahead: int | None = None,
         on_failure: Callable[[], None] = lambda: None,
+        prefix_cache: PrefixCacheSettings | None = None,
     ) -> None:
         limits, allowed = executor.limits, executor.run_ahead
         self.run_ahead = allowed if run_ahead is None else run_ahead
@@ -96,8 +92,10 @@ class Engine:
         self.on_end: Callable[[FinishEvent], None] = lambda _: None
         self.journal: Journal = NoJournal()
         policy = Policy(limits, executor.buckets, prefill_burst, measured or itl_target_ms is not None, itl_target_ms)
-        self._state = SchedulerState(policy, (GroupState(),) * executor.groups)
-        self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs) for _ in range(executor.groups))
+        self.prefix_cache = prefix_cache
+        caching = PrefixCaching(executor.recurrent, prefix_cache.most_tokens) if prefix_cache else None
+        self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs, caching) for _ in range(executor.groups))
+        self._state = SchedulerState(policy, tuple(GroupState(prefixes=manager.prefixes) for manager in self._cache_managers))
         self._adjuster = Adjuster(executor.vocab_size)
         # Each with the missing bucket that it would have run in, if any, and when it was launched.
         self._in_flight: deque[tuple[ScheduledStep, Bucket | None, float, Pending]] = deque()
@@ -106,8 +104,9 @@ class Engine:
         self._metrics = Metrics(limits.drafts, limits.max_model_len)
         self._refresher = Refresher(executor, refresh_every_s, clock)
         self._arrivals = itertools.count()
-        # New requests, and arrivals of requests to cancel.
-        self._inbox: deque[RequestState | int] = deque()
+        # New requests, arrivals of requests to cancel, and orders to flush.
+        self._inbox: deque[RequestState | int | Flush] = deque()
+        self._used_pages = 0
         self._live: dict[str, Live] = {}
         self._busy_since_s: float | None = None
         # Guards the inbox, the live requests, the metrics, the flags, and the binding of the (frozen) state.
@@ -147,6 +146,13 @@ class Engine:
             self._inbox.extend(arrivals)
             self._wake.notify_all()
         return bool(arrivals)
+
+    def flush_prefix_cache(self) -> bool:
+        """Forgets all prefixes before the next step, also those that requests compute meanwhile; returns whether any are kept."""
+        with self._wake:
+            self._inbox.append(Flush())
+            self._wake.notify_all()
+        return self.prefix_cache is not None
 
     def step(self) -> bool:
         """Handles the inbox, launches at most one step, and reads the results of steps until at most `run_ahead` are in flight.
@@ -251,12 +257,12 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Gauges and counters, consistent with each other; `kv_cache_usage_perc` is from 0 to 1."""
         with self._wake:
-            groups, live, counters = self._state.groups, len(self._live), self._metrics.snapshot()
+            groups, live, used, counters = self._state.groups, len(self._live), self._used_pages, self._metrics.snapshot()
         running = sum(len(group.running) for group in groups)
         return {
             "num_requests_running": running,
             "num_requests_waiting": live - running,
-            "kv_cache_usage_perc": sum(group.used_pages for group in groups) / (len(groups) * (self.executor.limits.num_pages - 1)),
+            "kv_cache_usage_perc": used / (len(groups) * (self.executor.limits.num_pages - 1)),
             **counters,
             "compiles_after_ready_total": self.executor.compiles(),
             "backends": dict(self.executor.backends),
@@ -313,7 +319,9 @@ class Engine:
             self._inbox.clear()
         self.journal.received(messages)
         new = [message for message in messages if isinstance(message, RequestState)]
-        cancelled = {message for message in messages if not isinstance(message, RequestState)}
+        cancelled = {message for message in messages if isinstance(message, int)}
+        for manager in self._cache_managers if any(isinstance(message, Flush) for message in messages) else ():
+            manager.flush()
         if new:
             self._publish(advance.submit(self._state, *new), ())
         if cancelled:
@@ -346,8 +354,8 @@ class Engine:
         parts = zip(self._cache_managers, step.groups, strict=True)
         inputs = [manager.inputs(step.bucket, part, masks, tables) for manager, part in parts]
         with self._wake:
-            self._state = state
-            self._metrics.preemptions += sum(len(part.preempted) for part in step.groups)
+            self._state, self._used_pages = state, state.used_pages
+            self._metrics.count_launch(step)
         try:
             self._in_flight.append((step, wanted, now_ms, self.executor.launch(step.bucket, inputs)))
         except ExecutorError:
@@ -373,6 +381,8 @@ class Engine:
             if self.policy.measured:
                 took_ms = self.took_ms(launched_ms, now_ms)
                 self.journal.took(took_ms)
+            for manager, rows in zip(self._cache_managers, advance.computed(self._state, step, results), strict=True):
+                manager.computed(rows)
             state, events = advance.commit(self._state, step, results, now_ms, took_ms)
             self._publish(state, events, lambda: self._metrics.count_results(step, results, wanted, now_ms))
 
@@ -397,7 +407,7 @@ class Engine:
                 manager.release(request_id)
             self._adjuster.forget(request_id)
         with self._wake:
-            self._state = state
+            self._state, self._used_pages = state, state.used_pages
             count()
             # There are none after `give_up`, which ended all requests.
             deliveries = [(self._live[event.request_id].sink, event) for event in events if event.request_id in self._live]

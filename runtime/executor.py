@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..graphs import compile_count
 from ..graphs.errors import LoweringError, NpucompileError, SpecError
-from ..graphs.types import Bucket, Limits
+from ..graphs.types import Bucket, Leaf, Limits
 
 Inputs = Mapping[str, npt.NDArray[Any]]
 """Inputs of one dp group's step by name, as `buckets.pack` returns them."""
@@ -18,6 +18,9 @@ Inputs = Mapping[str, npt.NDArray[Any]]
 Outputs = Mapping[str, npt.NDArray[Any]]
 """Outputs of one dp group's step by name: at least `tokens` int32 [B,W] and, of decode, `counts` int32 [B]."""
 
+
+PAGED_AXES = ("pages", "request_slots")
+"""First axes of pools that hold nothing of a prompt but its pages; a request slot is written at the end of the prompt."""
 
 COMPILER_MODULES = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
 """Modules that a process imports only to compile."""
@@ -83,6 +86,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def recurrent(self) -> bool:
+        """Whether the model has recurrent states, in state slots."""
+        ...
+
+    @property
     def groups(self) -> int:
         """Number of dp groups."""
         ...
@@ -116,6 +124,11 @@ class Executor(Protocol):
     def compiles(self) -> int:
         """Number of traces and compiles in this process since the executor was ready."""
         ...
+
+
+def has_recurrent_states(state: Sequence[Leaf]) -> bool:
+    """Whether any pool of these leaves holds what pages do not, so that a request cannot begin after pages alone."""
+    return any(leaf.aval.axes[0] not in PAGED_AXES for leaf in state)
 
 
 def compile_evidence() -> int:

@@ -23,6 +23,7 @@ import msgpack
 
 from ..graphs.errors import SpecError
 from .constraint import Bitmask, Constraint
+from .prefix_cache import Flush
 from .request import Request, Sampling
 from .scheduler.advance import GroupResults
 from .scheduler.request_state import RequestState
@@ -30,13 +31,13 @@ from .scheduler.schedule import ScheduledStep
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
-STEP, SUBMIT, CANCEL, EXPIRED, MASKS, DEAD_END = "step", "submit", "cancel", "expired", "masks", "dead end"
+FORMAT = 3
+STEP, SUBMIT, CANCEL, FLUSH, EXPIRED, MASKS, DEAD_END = "step", "submit", "cancel", "flush", "expired", "masks", "dead end"
 LAUNCH, RESULT, TOOK, FAILURE = "launch", "result", "took", "failure"
-"""First words of entries: a call of `Engine.step`; a request, with the time of its submission if it has a deadline, and the arrival of
-one to cancel, both handled by it; the time and the requests whose deadlines have passed; the bitmasks of constrained requests in the
-step that it launches; a request that cannot go on under its constraint; a step that is launched; the tokens of a step; how many ms
-it took; a step that failed."""
+"""First words of entries: a call of `Engine.step`; a request, with the time of its submission if it has a deadline, the arrival of
+one to cancel, and the order to forget all prefixes, handled by it; the time and the requests whose deadlines have passed; the bitmasks
+of constrained requests in the step that it launches; a request that cannot go on under its constraint; a step that is launched; the
+tokens of a step; how many ms it took; a step that failed."""
 
 Entry = list[Any]
 
@@ -52,8 +53,8 @@ class Journal:
         self._write = write
         self._step_is_new = True
 
-    def received(self, messages: Sequence[RequestState | int]) -> None:
-        """A call of `Engine.step` begins, with these new requests, and arrivals of requests to cancel.
+    def received(self, messages: Sequence[RequestState | int | Flush]) -> None:
+        """A call of `Engine.step` begins, with these new requests, arrivals of requests to cancel, and orders to forget prefixes.
 
         A call that does nothing is not written.
         """
@@ -62,6 +63,8 @@ class Journal:
             if isinstance(message, RequestState):
                 timed = message.deadline_ms < math.inf
                 self._add(SUBMIT, as_plain(message.request), *([message.submitted_ms] if timed else []))
+            elif isinstance(message, Flush):
+                self._add(FLUSH)
             else:
                 self._add(CANCEL, message)
 

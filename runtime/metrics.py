@@ -31,6 +31,8 @@ class Metrics:
         self.drafted_tokens = 0
         self.accepted = [0] * drafts
         self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
         self.failed_steps = 0
         self.not_finite = 0
         self.bucket_steps: dict[str, int] = {}
@@ -68,6 +70,15 @@ class Metrics:
         self.latencies.more_tokens(continued, now_ms)
         self.latencies.step(computed)
 
+    def count_launch(self, step: ScheduledStep) -> None:
+        """Counts a step that is launched: what is preempted, and what is known of those that are admitted for the first time."""
+        for part in step.groups:
+            self.preemptions += len(part.preempted)
+            for row in part.rows:
+                if row.match is not None and not row.state.record.preemptions and not row.request.skip_reading_prefix_cache:
+                    self.prefix_queries += row.state.num_tokens
+                    self.prefix_hits += row.state.num_computed_tokens
+
     def count_events(self, events: Sequence[Event]) -> None:
         """Counts what is sent to clients."""
         for event in events:
@@ -103,7 +114,9 @@ class Metrics:
         """A copy of all counters, by public name.
 
         `prompt_tokens_total` counts each prompt once, when its first token is sampled. `generation_tokens_total` counts
-        sampled tokens, including stop tokens. Failed steps count in `steps_failed_total` and nowhere else.
+        sampled tokens, including stop tokens. `prefix_cache_queries_total` counts the tokens of prompts that were looked up when they
+        were first admitted, `prefix_cache_hits_total` those that had been computed before. Failed steps count in `steps_failed_total`
+        and nowhere else.
         `requests_not_finite_total` counts requests that failed because the model returned what is no number.
         `discarded_rows_total` counts rows whose request had ended before the step's results were known. Drafts are counted as in
         vLLM: `spec_decode_num_drafts_total` is rows that verified drafts, `spec_decode_num_draft_tokens_total` the drafts they
@@ -123,6 +136,8 @@ class Metrics:
             "spec_decode_num_accepted_tokens_total": sum(self.accepted),
             "spec_decode_num_accepted_tokens_per_pos": {str(position): count for position, count in enumerate(self.accepted)},
             "preemptions_total": self.preemptions,
+            "prefix_cache_queries_total": self.prefix_queries,
+            "prefix_cache_hits_total": self.prefix_hits,
             "steps_total": sum(self.bucket_steps.values()),
             "steps_failed_total": self.failed_steps,
             "requests_not_finite_total": self.not_finite,

@@ -12,7 +12,7 @@ import numpy as np
 from ..graphs.errors import RequestError
 from .constraint import Bitmask
 from .engine import Engine
-from .journal import CANCEL, DEAD_END, EXPIRED, FAILURE, LAUNCH, MASKS, RESULT, STEP, SUBMIT, TOOK, Entry, Journal, as_request
+from .journal import CANCEL, DEAD_END, EXPIRED, FAILURE, FLUSH, LAUNCH, MASKS, RESULT, STEP, SUBMIT, TOOK, Entry, Journal, as_request
 
 COMPARED = (EXPIRED, DEAD_END, LAUNCH, RESULT, FAILURE)
 """Entries that are compared; the others are inputs. A cancel may come after its request's end, and is then no input at all."""
@@ -86,6 +86,8 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
                 now_ms = values[0]
             elif word == DEAD_END:
                 masks[values[0]] = None
+            elif word == FLUSH:
+                engine.flush_prefix_cache()
             elif word == CANCEL:
                 engine.cancel(ids[values[0]])
         engine.step()

@@ -131,6 +131,8 @@ class Request:
         tenant: whose request it is; tenants take turns (`scheduler/turns.py`).
         timeout_ms: how long after its submission it ends, whatever it has generated; None lets it run.
         first_token_timeout_ms: how long after its submission it ends if no token has been sampled.
+        cache_salt: whose prefixes it shares: it finds those of requests with the same salt alone, and they find its own.
+        skip_reading_prefix_cache: compute the whole prompt, whatever is known of it.
     """
 
     id: str
@@ -145,6 +147,8 @@ class Request:
     tenant: str = ""
     timeout_ms: float | None = None
     first_token_timeout_ms: float | None = None
+    cache_salt: str = ""
+    skip_reading_prefix_cache: bool = False
 
     def restricted(self, count: int) -> bool:
         """Whether some tokens may not follow an output of at least `count` tokens, so that a step needs a bitmask."""

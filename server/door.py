@@ -13,7 +13,9 @@ from .access import KEY_SUBPROTOCOL, Access
 from .errors import ErrorReply, error_reply
 
 CLIENT = "npucompile.client"
-"""Key of a scope: whose request it is, the digest of its key or else the address that it comes from."""
+"""Key of a scope: whose request it is, KEY and the digest of its key or else the address that it comes from."""
+
+KEY = "key "
 
 
 class Door:
@@ -32,10 +34,15 @@ class Door:
         except RequestError as error:
             await refuse(scope, receive, send, error_reply(error))
             return
-        known: dict[str, Any] = {CLIENT: key or (scope.get("client") or ("",))[0]}
+        known: dict[str, Any] = {CLIENT: f"{KEY}{key}" if key else (scope.get("client") or ("",))[0]}
         if "subprotocols" in scope:
             known["subprotocols"] = [name for name in scope["subprotocols"] if not name.startswith(KEY_SUBPROTOCOL)]
         await self._app({**scope, **known}, receive, send)
+
+
+def has_key(client: str) -> bool:
+    """Whether a client (CLIENT) is known by its key; all others are known by their addresses."""
+    return client.startswith(KEY)
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send, reply: ErrorReply) -> None:

@@ -29,6 +29,8 @@ HELP: Mapping[str, str] = {
     "prompt_tokens_total": "Prompt tokens prefilled.",
     "generation_tokens_total": "Tokens generated.",
     "preemptions_total": "Times a request lost its pages and was prefilled again.",
+    "prefix_cache_queries_total": "Tokens of prompts that were looked up in the prefix cache.",
+    "prefix_cache_hits_total": "Tokens of prompts that were found there, and not computed.",
     "padded_rows_total": "Rows of padding computed.",
     "discarded_rows_total": "Rows computed for requests that had ended by then.",
     "compiles_after_ready_total": "Traces or compiles in the serving process after ready; anything but 0 is a bug.",

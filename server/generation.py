@@ -35,6 +35,7 @@ class GenerationOptions:
         timeout_ms: how long it may wait and run; None is the server's own timeout.
         bad_words: texts that the output must not hold.
         min_tokens_field: name of the field that sets `sampling.min_tokens`, for errors.
+        cache_salt, skip_reading_prefix_cache: as in `Request`.
     """
 
     max_tokens: int | None = None
@@ -53,6 +54,8 @@ class GenerationOptions:
     timeout_ms: float | None = None
     bad_words: tuple[str, ...] = ()
     min_tokens_field: str = "min_tokens"
+    cache_salt: str = ""
+    skip_reading_prefix_cache: bool = False
 
 
 class Generation:

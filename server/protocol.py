@@ -13,7 +13,8 @@ continued as it is. Fields that change nothing are accepted at the values that c
 
 Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `presence_penalty`,
 `frequency_penalty`, `repetition_penalty`, `logit_bias`, `min_tokens`, `allowed_token_ids`, `bad_words`, `n` (completions, each an output
-item; see `service`), `speculative_tokens` (draft tokens to verify per step; 0 is off), `priority` and `timeout_ms`.
+item; see `service`), `speculative_tokens` (draft tokens to verify per step; 0 is off), `priority`, `timeout_ms`, `cache_salt` and
+`skip_reading_prefix_cache` (see `runtime.request.Request`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_COMPLETIONS = 8
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
+MAX_SALT_CHARS = 256
 MAX_MESSAGES = 4096
 LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "system", "developer", "assistant")
@@ -95,6 +97,7 @@ class ResponseCreate:
         priority: lower is served first.
         timeout_ms: how long it may wait and run; None is the server's own timeout.
         bad_words: texts that the output must not hold.
+        cache_salt, skip_reading_prefix_cache: as in `runtime.request.Request`.
     """
 
     prompt: Prompt
@@ -113,6 +116,8 @@ class ResponseCreate:
     priority: int = 0
     timeout_ms: int | None = None
     bad_words: tuple[str, ...] = ()
+    cache_salt: str = ""
+    skip_reading_prefix_cache: bool = False
 
     @property
     def prompt_chars(self) -> int:
@@ -275,6 +280,8 @@ def read_create(body: dict[str, Any]) -> ResponseCreate:
         priority=optional(body, "priority", integer(-MAX_PRIORITY, MAX_PRIORITY)) or 0,
         timeout_ms=optional(body, "timeout_ms", integer(1)),
         bad_words=optional(body, "bad_words", strings(MAX_BAD_WORDS, MAX_STOP_CHARS)) or (),
+        cache_salt=optional(body, "cache_salt", string(MAX_SALT_CHARS)) or "",
+        skip_reading_prefix_cache=optional(body, "skip_reading_prefix_cache", boolean) or False,
     )
 
 
@@ -326,6 +333,8 @@ _CREATE_FIELDS = (
     "top_logprobs",
     "n",
     "speculative_tokens",
+    "cache_salt",
+    "skip_reading_prefix_cache",
     "instructions",
     "metadata",
     "text",

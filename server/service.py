@@ -18,6 +18,7 @@ from .admission import Admission
 from .chat_format import ChatFormat
 from .chat_template import Chat
 from .connection import CreateCommand
+from .door import has_key
 from .events import ResponseInfo, completion_id
 from .fields import show
 from .generation import GenerationOptions
@@ -45,6 +46,9 @@ class EngineClient(Protocol):
 
     def cancel(self, *request_ids: str) -> object:
         """Ends requests early, with FinishEvents of reason "cancelled"; unknown and finished requests are ignored."""
+
+    def flush_prefix_cache(self) -> bool:
+        """Forgets all prefixes before the next step; returns whether any are kept."""
 
     def stats(self) -> Mapping[str, Any]:
         """Numbers by name; `bucket_steps` maps bucket names to numbers, `backends` to backend names, and
@@ -139,6 +143,8 @@ class Service:
             priority=body.priority,
             timeout_ms=body.timeout_ms,
             bad_words=body.bad_words,
+            cache_salt=body.cache_salt,
+            skip_reading_prefix_cache=body.skip_reading_prefix_cache,
         )
         requests = self.requests(create.response_id, prompt, options, param)
         info = ResponseInfo(
@@ -216,6 +222,8 @@ class Service:
             priority=options.priority,
             timeout_ms=self.limits.timeout_ms(options.timeout_ms),
             first_token_timeout_ms=None if first_token_s is None else 1e3 * first_token_s,
+            cache_salt=options.cache_salt,
+            skip_reading_prefix_cache=options.skip_reading_prefix_cache,
         )
         seeds = [completion_seed(sampling.seed, index) for index in range(options.n)]
         return tuple(
@@ -252,7 +260,7 @@ class Service:
         """Submits requests to the engine; `deliver` is called with their events on the running loop, in order.
 
         Args:
-            client: whose requests they are (`door.CLIENT`).
+            client: whose requests they are (`door.CLIENT`); those with another key share no prefixes with them.
 
         Raises:
             RequestError: there is no room, or the engine refuses one; the others are cancelled, and `deliver` is never called.
@@ -271,11 +279,12 @@ class Service:
             if isinstance(event, FinishEvent):
                 leave()
 
-        submitted: list[str] = []
+        submitted = list[str]()
         try:
             for request in requests:
                 mailbox.open(request.id, receive)
-                self._engine.submit(replace(request, tenant=tenant), mailbox)
+                salt = f"{tenant} {request.cache_salt}" if has_key(client) else request.cache_salt
+                self._engine.submit(replace(request, tenant=tenant, cache_salt=salt), mailbox)
                 submitted.append(request.id)
         except Exception as error:
             for request in requests:
@@ -295,6 +304,10 @@ class Service:
     def _tenant(self, client: str) -> str:
         """A client's name in the engine."""
         return hashlib.blake2b(client.encode(), key=self._tenant_key, digest_size=8).hexdigest() if client else ""
+
+    def flush_prefix_cache(self) -> bool:
+        """Forgets what is in the engine's caches of earlier requests; returns whether anything is kept there at all."""
+        return self._engine.flush_prefix_cache()
 
     def _open_mailbox(self) -> Mailbox:
         loop = asyncio.get_running_loop()

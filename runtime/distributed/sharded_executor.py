@@ -107,6 +107,11 @@ class ShardedExecutor:
         return self.local.max_logprobs
 
     @property
+    def recurrent(self) -> bool:
+        """Whether the model has recurrent states."""
+        return self.local.recurrent
+
+    @property
     def max_ranked(self) -> int:
         """Number of most likely tokens that sampling may have to rank; 0 if any number."""
         return self.local.max_ranked

@@ -11,13 +11,14 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ...graphs.types import Bucket
 from ..buckets import padded_rows
 from ..request import Event, TokenEvent
 from ..step_outputs import SampledTokens
 from .request_state import RequestState
-from .schedule import GroupState, GroupStep, ScheduledStep, SchedulerState
+from .schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, SchedulerState
 from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
 
 GroupResults = Sequence[SampledTokens | None]
@@ -25,11 +26,15 @@ GroupResults = Sequence[SampledTokens | None]
 
 
 def submit(state: SchedulerState, *requests: RequestState) -> SchedulerState:
-    """The state with new requests, each last in the queue of the group with the fewest requests; among those, the fewest used pages."""
+    """The state with new requests, each last in the queue of a group.
+
+    Of the groups with the fewest requests, or at most half as many again and one, it is that which knows most of the prompt; among
+    those, the one with the fewest requests, and then the fewest used pages.
+    """
     loads = [(group.num_requests, group.used_pages) for group in state.groups]
     new: list[list[RequestState]] = [[] for _ in state.groups]
     for request in requests:
-        chosen = loads.index(min(loads))
+        chosen = _group_for(request, state.groups, loads)
         loads[chosen] = (loads[chosen][0] + 1, loads[chosen][1])
         new[chosen].append(request)
     groups = tuple(_joined(group, added) for group, added in zip(state.groups, new, strict=True))
@@ -45,7 +50,14 @@ def _joined(group: GroupState, new: Sequence[RequestState]) -> GroupState:
         present = next(itertools.chain(group.running, group.waiting, new))
         if any(key_of(request) != key_of(present) for request in new):
             turns = Turns()
-    return GroupState((*group.waiting, *new), group.running, turns)
+    return replace(group, waiting=(*group.waiting, *new), turns=turns)
+
+
+def _group_for(request: RequestState, groups: Sequence[GroupState], loads: Sequence[tuple[int, int]]) -> int:
+    most = min(loads)[0] * 3 // 2 + 1
+    # With one group there is nothing to choose.
+    known = [group.prefixes.match(request).depth if group.prefixes and len(groups) > 1 else 0 for group in groups]
+    return min(range(len(groups)), key=lambda i: (-known[i] if loads[i][0] <= most else 0, loads[i]))
 
 
 def cancel(state: SchedulerState, arrivals: Collection[int], now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
@@ -93,6 +105,53 @@ def _predicted_ms(state: SchedulerState, bucket: Bucket) -> float:
     return cost(bucket) if cost else 0.0
 
 
+class Computed(NamedTuple):
+    """What is known to be in the caches once a step's results are.
+
+    Attributes:
+        request: as it was before the results.
+        output: its tokens among them.
+        num_computed_tokens: of its tokens; those of steps in flight do not count.
+        not_finite: it computed what is no number, and nobody knows where that began.
+    """
+
+    request: RequestState
+    output: tuple[int, ...]
+    num_computed_tokens: int
+    not_finite: bool = False
+
+    def token_ids(self, start: int, count: int) -> tuple[int, ...]:
+        """Up to `count` known tokens from position `start` on."""
+        known = self.request.token_ids(start, count)
+        after = max(0, start - self.request.num_tokens)
+        return known + self.output[after : after + count - len(known)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+        return self.request.num_tokens + len(self.output)
+
+
+def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults]) -> list[list[Computed]]:
+    """What the rows of each group have computed, before `commit` ends some of them; arguments are those of `commit`."""
+    return [
+        [
+            _computed_row(state, requests[row.state.arrival], row, tokens)
+            for row, tokens in zip(part.rows, rows, strict=True)
+            if tokens is not None and row.state.arrival in requests
+        ]
+        for part, rows, requests in zip(
+            step.groups, results, [{request.arrival: request for request in group.running} for group in state.groups], strict=True
+        )
+    ]
+
+
+def _computed_row(state: SchedulerState, request: RequestState, row: ScheduledRequest, tokens: SampledTokens) -> Computed:
+    output, _ = request.clip_output(tokens.token_ids, state.policy.limits.max_model_len)
+    count = request.num_computed_tokens + len(tokens.token_ids) if row.state.decoding else row.start + row.num_tokens
+    return Computed(request, output, count, tokens.not_finite)
+
+
 def commit(
     state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults], now_ms: float, took_ms: float | None = None
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
@@ -121,7 +180,7 @@ def commit(
             events += row_events
             if group.turns is not None:
                 served[key_of(request)] = served.get(key_of(request), 0) + OUTPUT_WEIGHT * len(tokens.token_ids)
-        groups.append(GroupState(group.waiting, tuple(running), group.turns.charged(served) if group.turns is not None else None))
+        groups.append(replace(group, running=tuple(running), turns=group.turns.charged(served) if group.turns is not None else None))
     times = state.times if took_ms is None else state.times.after(step.bucket, took_ms)
     return replace(state, groups=tuple(groups), steps_in_flight=state.steps_in_flight - 1, times=times), tuple(events)
 
@@ -166,9 +225,10 @@ def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms
             return request
         if request.decoding:
             return request.decode_launched(row.num_pages, order)
-        return request.prefill_launched(row.num_tokens, row.num_pages, order, now_ms)
+        # That of the row knows what is in the caches of a request that is admitted.
+        return row.state.prefill_launched(row.num_tokens, row.num_pages, order, now_ms)
 
-    return GroupState(waiting, tuple(map(launched, running)), turns)
+    return replace(group, waiting=waiting, running=tuple(map(launched, running)), turns=turns)
 
 
 def _commit_row(
@@ -198,8 +258,5 @@ def live(state: SchedulerState) -> list[RequestState]:
 def _drop(
     state: SchedulerState, arrivals: Collection[int], reason: str, now_ms: float, message: str | None = None
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
-    def remaining(requests: tuple[RequestState, ...]) -> tuple[RequestState, ...]:
-        return tuple(request for request in requests if request.arrival not in arrivals)
-
     events = tuple(request.finish_event(reason, now_ms, message) for request in live(state) if request.arrival in arrivals)
-    return replace(state, groups=tuple(GroupState(remaining(g.waiting), remaining(g.running), g.turns) for g in state.groups)), events
+    return replace(state, groups=tuple(group.without(arrivals) for group in state.groups)), events

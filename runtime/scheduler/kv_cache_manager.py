@@ -1,35 +1,86 @@
-"""Owns the pages and slots of one dp group: allocates what a scheduled step needs, and packs its rows with them."""
+"""Owns the pages and slots of one dp group: allocates what a scheduled step needs, packs its rows with them, and keeps prefixes."""
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ...graphs.types import Bucket, Limits
 from ..adjustments import Adjustment
 from ..buckets import Arrays, DecodeRow, PrefillRow, Row, pack
 from ..constraint import Bitmask
 from ..rng import random_number
-from .pools import OwnershipError, PagePool, RequestSlotPool, StateSlotPool
+from .advance import Computed
+from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotPool
+from .prefix_index import Checkpoint, PrefixIndex
 from .schedule import GroupState, GroupStep, ScheduledRequest
+
+
+@dataclass(frozen=True)
+class PrefixCaching:
+    """How prefixes are kept.
+
+    Attributes:
+        recurrent: whether the model has recurrent states.
+        most_tokens: most tokens of prefixes that no running request uses; None for as many as the pages that requests leave.
+    """
+
+    recurrent: bool
+    most_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class _Share:
+    """What a running request has.
+
+    Attributes:
+        table: its pages in order of position: those of its path in the prefix index, and then its own.
+        flushes: of the index when it was admitted.
+        source: the state that its next chunk starts from, if that is not in its own slot.
+        written: states that steps in flight write, by tokens computed.
+    """
+
+    table: array[int] = field(default_factory=lambda: array("i"))
+    flushes: int = 0
+    source: Checkpoint | None = None
+    written: dict[int, Checkpoint] = field(default_factory=dict)
 
 
 class KVCacheManager:
     """The pools of one dp group; the same number means another page or slot in another group.
 
     Steps run on the device in the order in which they are launched. So the pages and slots of a request may be given to another one as
-    soon as it ends: a step still in flight writes to them before any step of the new owner does.
+    soon as it ends: a step still in flight writes to them before any step of the new owner does. The same holds for what a step reads.
 
     Args:
         limits: of the pools.
         max_logprobs: as for `buckets.pack`.
+        caching: how prefixes are kept; None keeps none.
+
+    Attributes:
+        prefixes: what is in the caches, where prefixes are kept.
     """
 
-    def __init__(self, limits: Limits, max_logprobs: int = 0) -> None:
+    def __init__(self, limits: Limits, max_logprobs: int = 0, caching: PrefixCaching | None = None) -> None:
         self.limits = limits
         self.pages = PagePool(limits.num_pages)
         self.state_slots = StateSlotPool(limits.num_slots, limits.slots_per_request)
         self.request_slots = RequestSlotPool(limits.num_request_slots)
+        self.prefixes: PrefixIndex | None = None
+        if caching is not None:
+            most = caching.most_tokens
+            self.prefixes = PrefixIndex(
+                limits.page_size,
+                drafts=limits.drafts > 0,
+                recurrent=caching.recurrent,
+                free_page=lambda page: self.pages.free_number(page, Keeper.PREFIXES),
+                free_slot=lambda slot: self.state_slots.free_number(slot, Keeper.PREFIXES),
+                most_pages=None if most is None else most // limits.page_size,
+            )
         self._max_logprobs = max_logprobs
+        self._shares: dict[str, _Share] = {}
 
     def inputs(
         self,
@@ -49,22 +100,46 @@ class KVCacheManager:
         """
         for request_id in step.preempted:
             self.release(request_id)
-        for request_id in step.admitted:
-            self.state_slots.allocate_group(request_id)
-            self.request_slots.allocate_group(request_id)
+        self._admit(step)
+        # What a row starts from stays until all rows have what they write.
+        read = [share.source for row in step.rows if (share := self._shares[row.request.id]).source]
         make: Callable[[ScheduledRequest], Row] = self._decode_row if bucket.kind == "decode" else self._prefill_row
         masks, changes = bitmasks or {}, adjustments or {}
         rows = [make(row) for row in step.rows]
         if masks or changes:
             ids = [row.request.id for row in step.rows]
             rows = [row._replace(bitmask=masks.get(id), adjustment=changes.get(id)) for row, id in zip(rows, ids, strict=True)]
+        for checkpoint in read:
+            self._drop(checkpoint)
         return pack(bucket, rows, self.limits, max_logprobs=self._max_logprobs)
 
+    def computed(self, rows: Sequence[Computed]) -> None:
+        """Keeps what rows have computed, once that is known; before their requests are released."""
+        for row in rows:
+            share = self._shares.get(row.request.id)
+            if share is None or self.prefixes is None:
+                continue
+            if row.not_finite:
+                self.prefixes.forget(row.request.id)
+            elif share.flushes == self.prefixes.flushes:
+                self._keep_pages(self.prefixes, share, row)
+            self._keep_states(self.prefixes, share, row)
+
     def release(self, request_id: str) -> None:
-        """Frees all pages and slots of a request; one that owns nothing here changes nothing."""
+        """Frees all pages and slots of a request, but for those that are kept; one that owns nothing here changes nothing."""
+        share = self._shares.pop(request_id, None)
+        if share is not None and self.prefixes is not None:
+            for checkpoint in (share.source, *share.written.values()):
+                self._drop(checkpoint)
+            self.prefixes.leave(request_id)
         self.pages.free(request_id)
         self.state_slots.free(request_id)
         self.request_slots.free(request_id)
+
+    def flush(self) -> None:
+        """Forgets all prefixes; pages and slots that requests use are free when they end."""
+        if self.prefixes is not None:
+            self.prefixes.flush()
 
     def check(self, group: GroupState) -> None:
         """Compares owners and free counts of the pools with the scheduler's running requests.
@@ -72,32 +147,67 @@ class KVCacheManager:
         Raises:
             OwnershipError: on a leak, a double owner, or a count that differs.
         """
+        self._check_prefixes()
         running = frozenset(request.id for request in group.running)
-        free_request_slots = self.limits.num_request_slots - 1 - len(running)
-        for pool, free in (
-            (self.pages, group.free_pages(self.limits)),
-            (self.state_slots, group.free_slots(self.limits)),
-            (self.request_slots, free_request_slots),
+        unused_pages = self.prefixes.num_unused if self.prefixes else 0
+        unused_slots = self.prefixes.num_checkpoints - self.prefixes.num_held if self.prefixes else 0
+        for pool, evictable, free in (
+            (self.pages, unused_pages, group.free_pages(self.limits)),
+            (self.state_slots, unused_slots, group.free_slots(self.limits)),
+            (self.request_slots, 0, self.limits.num_request_slots - 1 - len(running)),
         ):
             pool.check()
-            if pool.owners() != running or pool.free_count != free:
+            owners = pool.owners() - {Keeper.PREFIXES}
+            # A request whose pages are all shared owns none of its own.
+            expected = frozenset(name for name in running if pool is not self.pages or self._owns_pages(name))
+            if owners != expected or pool.free_count + evictable != free:
                 raise OwnershipError(
-                    f"the pool has {pool.free_count} free and owners {sorted(pool.owners())}; "
-                    f"the scheduler has {free} free and running requests {sorted(running)}"
+                    f"the pool has {pool.free_count + evictable} free and owners {sorted(map(str, owners))}; "
+                    f"the scheduler has {free} free and running requests {sorted(expected)}"
                 )
 
+    def page_table(self, request_id: str) -> Sequence[int]:
+        """A running request's pages in order of position."""
+        return tuple(self._shares[request_id].table)
+
+    def _owns_pages(self, request_id: str) -> bool:
+        share = self._shares.get(request_id)
+        return share is None or self.prefixes is None or len(share.table) > len(self.prefixes.path(request_id))
+
+    def _admit(self, step: GroupStep) -> None:
+        """Gives those that are admitted their slots, and the pages and the state that they start after."""
+        admitted = [row for row in step.rows if row.request.id in step.admitted]
+        for row in admitted:
+            share = self._shares[row.request.id] = _Share()
+            if self.prefixes is not None and row.match is not None:
+                share.flushes, share.source = self.prefixes.flushes, row.match.checkpoint
+                self.prefixes.enter(row.request.id, row.match)
+                share.table.extend(block.page for block in row.match.blocks[: row.match.depth])
+                if share.source:
+                    self.prefixes.hold(share.source)
+        # Only now is what none of them needs known, and may be evicted.
+        for row in admitted:
+            self._make_room(self.state_slots.group)
+            self.state_slots.allocate_group(row.request.id)
+            self.request_slots.allocate_group(row.request.id)
+
     def _prefill_row(self, row: ScheduledRequest) -> PrefillRow:
-        request, sampling = row.request, row.request.sampling
+        request, sampling, share = row.request, row.request.sampling, self._shares[row.request.id]
+        own = self.state_slots.owned(request.id)[0]
+        start = share.source.slot if share.source else own
+        # The last chunk writes to the slot that decode steps know.
+        share.source = self._new_checkpoint(share, row.start + row.num_tokens) if row.checkpoint else None
         return PrefillRow(
             tokens=row.token_ids,
             start=row.start,
             pages=self._grow(row),
-            slot=self.state_slots.owned(request.id)[0],
+            slot=share.source.slot if share.source else own,
             request_slot=self.request_slots.owned(request.id)[0],
             next_token=row.next_token,
             sampling=sampling,
             uniform=_random_number(row, 0) if sampling.temperature else 0.0,
             logprobs=request.logprobs is not None,
+            start_slot=start,
         )
 
     def _decode_row(self, row: ScheduledRequest) -> DecodeRow:
@@ -115,11 +225,89 @@ class KVCacheManager:
 
     def _grow(self, row: ScheduledRequest) -> Sequence[int]:
         """The request's pages, after allocating those that the row lacks."""
-        pages = self.pages.owned(row.request.id)
-        if len(pages) >= row.num_pages:
-            return pages
-        self.pages.allocate(row.num_pages - len(pages), row.request.id)
-        return self.pages.owned(row.request.id)
+        table = self._shares[row.request.id].table
+        lacking = row.num_pages - len(table)
+        if lacking > 0:
+            if self.prefixes is not None and lacking > self.pages.free_count:
+                self.prefixes.evict(lacking - self.pages.free_count)
+            table.extend(self.pages.allocate(lacking, row.request.id))
+        return table
+
+    def _make_room(self, count: int) -> None:
+        """Evicts checkpoints until so many state slots are free, or none is left to evict."""
+        while self.prefixes is not None and self.state_slots.free_count < count and self.prefixes.evict_checkpoint():
+            pass
+
+    def _new_checkpoint(self, share: _Share, num_tokens: int) -> Checkpoint:
+        """A slot for the state after so many tokens; a step is about to write it, and the next one to read it."""
+        assert self.prefixes is not None
+        self._make_room(1)
+        (slot,) = self.state_slots.allocate(1, Keeper.PREFIXES)
+        checkpoint = share.written[num_tokens] = self.prefixes.new_checkpoint(slot)
+        self.prefixes.hold(checkpoint)
+        self.prefixes.hold(checkpoint)
+        return checkpoint
+
+    def _drop(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None and self.prefixes is not None:
+            self.prefixes.drop(checkpoint)
+
+    def _keep_pages(self, prefixes: PrefixIndex, share: _Share, row: Computed) -> None:
+        """Gives the pages that are full, and whose tokens are known, to the index, or takes its own where it has them already."""
+        owner, page_size = row.request.id, self.limits.page_size
+        full = min(row.num_computed_tokens, row.num_tokens - prefixes.drafts) // page_size
+        for place in range(len(prefixes.path(owner)), full):
+            tokens = row.token_ids(place * page_size, page_size + 1)
+            block = prefixes.extend(owner, prefixes.edge(row.request.request.cache_salt if not place else None, tokens), share.table[place])
+            if block is None:
+                return
+            if block.page == share.table[place]:
+                self.pages.transfer(block.page, owner, Keeper.PREFIXES)
+            else:
+                # Steps in flight read the page that is freed before any other step writes to it.
+                self.pages.free_number(share.table[place], owner)
+                share.table[place] = block.page
+
+    def _keep_states(self, prefixes: PrefixIndex, share: _Share, row: Computed) -> None:
+        path = prefixes.path(row.request.id)
+        for num_tokens in [place for place in share.written if place <= row.num_computed_tokens]:
+            checkpoint, depth = share.written.pop(num_tokens), num_tokens // self.limits.page_size
+            if depth <= len(path) and not row.not_finite:
+                prefixes.attach(path[depth - 1], checkpoint)
+            prefixes.drop(checkpoint)
+
+    def _check_prefixes(self) -> None:
+        """Counts what is kept, and by whom it is used, once more from page tables and tree."""
+        prefixes = self.prefixes
+        if prefixes is None:
+            return
+        users = Counter(block for path in prefixes.paths().values() for block in path)
+        kept = {*prefixes.blocks(), *users}
+        states = [block.checkpoint for block in kept if block.checkpoint]
+        held = [c for share in self._shares.values() for c in (share.source, *share.written.values()) if c is not None]
+        found = {
+            "users": {block: block.users for block in kept if block.users},
+            "pages": sorted(block.page for block in kept),
+            "unused pages": prefixes.num_unused,
+            "shared pages": prefixes.num_shared,
+            "slots": sorted({c.slot for c in (*states, *held)}),
+            "checkpoints": prefixes.num_checkpoints,
+            "held": prefixes.num_held,
+            "tables": {name: list(share.table[: len(prefixes.path(name))]) for name, share in self._shares.items()},
+        }
+        expected = {
+            "users": dict(users),
+            "pages": sorted(self.pages.owned(Keeper.PREFIXES)),
+            "unused pages": len(kept) - len(users),
+            "shared pages": users.total() - len(users),
+            "slots": sorted(self.state_slots.owned(Keeper.PREFIXES)),
+            "checkpoints": len({*states, *held}),
+            "held": len({*held}),
+            "tables": {name: [block.page for block in path] for name, path in prefixes.paths().items()},
+        }
+        for what, value in expected.items():
+            if found[what] != value:
+                raise OwnershipError(f"{what} of the prefix cache are {found[what]}; by requests and pools they are {value}")
 
 
 def _random_number(row: ScheduledRequest, i: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ...graphs.errors import SpecError
@@ -67,6 +68,11 @@ class Policy:
     def max_prompts(self) -> int:
         """Most prompts of one group in a prefill step."""
         return max(bucket.batch for bucket in self.buckets if bucket.kind == "prefill")
+
+    @functools.cached_property
+    def smallest_prefill(self) -> int:
+        """Tokens of the smallest prefill bucket."""
+        return min(bucket.tokens for bucket in of_kind(self.buckets, "prefill"))
 
     @property
     def candidates(self) -> int:

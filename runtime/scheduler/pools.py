@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Sequence
 
@@ -10,6 +11,19 @@ from ...graphs.errors import NpucompileError
 
 class OwnershipError(NpucompileError):
     """Raised when more pages or slots are asked for than are free, or when the ownership record contradicts itself."""
+
+
+class Keeper(enum.Enum):
+    """An owner that is no request."""
+
+    PREFIXES = "the prefix cache"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+Owner = str | Keeper
+"""Id of a request, or who else owns pages and slots."""
 
 
 class Pool:
@@ -24,9 +38,10 @@ class Pool:
         if size < 1:
             raise OwnershipError(f"a pool of {size} {what}s: legal is at least 1, the null {what}")
         self._what = what
-        self._owner: list[str | None] = [None] * size
+        self._owner: list[Owner | None] = [None] * size
         self._free: list[int] = list(range(size - 1, 0, -1))
-        self._owned: dict[str, array[int]] = {}
+        # The keys of each are its numbers in the order in which they came.
+        self._owned: dict[Owner, dict[int, None]] = {}
 
     @property
     def size(self) -> int:
@@ -38,15 +53,15 @@ class Pool:
         """Count of numbers that can be allocated."""
         return len(self._free)
 
-    def owners(self) -> frozenset[str]:
+    def owners(self) -> frozenset[Owner]:
         """All who own at least one number."""
         return frozenset(self._owned)
 
-    def owned(self, owner: str) -> Sequence[int]:
-        """The numbers of an owner in the order of their allocation: a read-only int32 snapshot that later calls do not change."""
-        return memoryview(self._owned.get(owner) or array("i")).toreadonly()
+    def owned(self, owner: Owner) -> Sequence[int]:
+        """The numbers of an owner in the order in which they came: a read-only int32 snapshot that later calls do not change."""
+        return memoryview(array("i", self._owned.get(owner, ()))).toreadonly()
 
-    def allocate(self, count: int, owner: str) -> tuple[int, ...]:
+    def allocate(self, count: int, owner: Owner) -> tuple[int, ...]:
         """Allocates `count` more numbers to an owner.
 
         Raises:
@@ -59,17 +74,36 @@ class Pool:
         numbers = tuple(self._free.pop() for _ in range(count))
         for number in numbers:
             self._owner[number] = owner
-        # Build a new array, so that snapshots returned by `owned` keep their contents.
-        self._owned[owner] = self._owned.get(owner, array("i")) + array("i", numbers)
+        self._owned.setdefault(owner, {}).update(dict.fromkeys(numbers))
         return numbers
 
-    def free(self, owner: str) -> int:
+    def free(self, owner: Owner) -> int:
         """Frees all numbers of an owner; returns how many."""
-        numbers = self._owned.pop(owner, array("i"))
+        numbers = self._owned.pop(owner, {})
         for number in reversed(numbers):
             self._owner[number] = None
             self._free.append(number)
         return len(numbers)
+
+    def free_number(self, number: int, owner: Owner) -> None:
+        """Frees one number of an owner.
+
+        Raises:
+            OwnershipError: it is not the owner's.
+        """
+        self._take(number, owner)
+        self._owner[number] = None
+        self._free.append(number)
+
+    def transfer(self, number: int, owner: Owner, to: Owner) -> None:
+        """Makes a number of one owner another's.
+
+        Raises:
+            OwnershipError: it is not the owner's.
+        """
+        self._take(number, owner)
+        self._owner[number] = to
+        self._owned.setdefault(to, {})[number] = None
 
     def check(self) -> None:
         """Checks the whole record.
@@ -77,7 +111,7 @@ class Pool:
         Raises:
             OwnershipError: when a number is lost, owned twice, null, or recorded for two different owners.
         """
-        holder: dict[int, str | None] = {}
+        holder: dict[int, Owner | None] = {}
         for owner, numbers in [(None, self._free), *self._owned.items()]:
             for number in numbers:
                 if not 0 < number < self.size:
@@ -90,6 +124,14 @@ class Pool:
         if len(holder) != self.size - 1:
             lost = sorted(set(range(1, self.size)) - set(holder))
             raise OwnershipError(f"{self._what}s {lost} are neither free nor owned")
+
+    def _take(self, number: int, owner: Owner) -> None:
+        numbers = self._owned.get(owner, {})
+        if number not in numbers:
+            raise OwnershipError(f"{self._what} {number} is given up by {owner!r}, which owns {list(numbers)}")
+        del numbers[number]
+        if not numbers:
+            del self._owned[owner]
 
 
 class PagePool(Pool):
@@ -106,7 +148,7 @@ class GroupPool(Pool):
         super().__init__(what, size)
         self.group = group
 
-    def allocate_group(self, owner: str) -> tuple[int, ...]:
+    def allocate_group(self, owner: Owner) -> tuple[int, ...]:
         """Allocates an owner's group of numbers.
 
         Raises:

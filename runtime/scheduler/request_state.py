@@ -33,6 +33,7 @@ class RequestState(NamedTuple):
         started_ms: when its first step was launched.
         drafts: what the device drafted after the last token; known where what may follow depends on them.
         aged: it has waited so long that it goes before all others (`turns.py`).
+        checkpoints: how many tokens are computed where a chunk of the prompt should end, because its state is worth keeping.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class RequestState(NamedTuple):
     started_ms: float | None = None
     drafts: tuple[int, ...] = ()
     aged: bool = False
+    checkpoints: tuple[int, ...] = ()
 
     @property
     def level(self) -> int:
@@ -115,7 +117,12 @@ class RequestState(NamedTuple):
     def preempted(self) -> RequestState:
         """The request after it lost its pages and its state; the tokens it generated remain."""
         record = self.record._replace(preemptions=self.record.preemptions + 1)
-        return self._replace(record=record, num_computed_tokens=0, decoding=False, num_pages=0)
+        return self._replace(record=record, num_computed_tokens=0, decoding=False, num_pages=0, checkpoints=())
+
+    def resumed(self, num_tokens: int, checkpoints: tuple[int, ...]) -> RequestState:
+        """The waiting request when it is admitted and so many of its tokens are in the caches already."""
+        record = self.record if self.record.preemptions else self.record._replace(cached_tokens=num_tokens)
+        return self._replace(record=record, num_computed_tokens=num_tokens, checkpoints=checkpoints)
 
     def prefill_launched(self, num_tokens: int, num_pages: int, last_scheduled: int, now_ms: float) -> RequestState:
         """The request once a prefill step of so many of its tokens is launched."""
@@ -123,6 +130,7 @@ class RequestState(NamedTuple):
         return self._replace(
             num_computed_tokens=computed,
             decoding=computed == self.num_tokens,
+            checkpoints=tuple(place for place in self.checkpoints if place > computed),
             num_pages=num_pages,
             last_scheduled=last_scheduled,
             started_ms=now_ms if self.started_ms is None else self.started_ms,

@@ -46,14 +46,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
 from ..buckets import choose, choose_prefill, of_kind
 from ..request import HostInputs, Request
+from .checkpoints import CheckpointSlots, places
 from .policy import Policy
+from .prefix_index import Match, PrefixIndex
 from .request_state import RequestState
 from .step_times import UNMEASURED, StepTimes, padded_cost
 from .turns import Turns, in_turn
@@ -67,11 +69,14 @@ class GroupState:
         waiting: oldest first.
         running: most urgent first (`turns.rank`), which is oldest first among equals.
         turns: None while all requests are of one priority and tenant, and order of arrival decides.
+        prefixes: what is in the group's caches; None where prefixes are not kept. It is no record: it changes when a step's pages and
+            slots are given out, when its results are known, and when a request ends, and is read in between.
     """
 
     waiting: tuple[RequestState, ...] = ()
     running: tuple[RequestState, ...] = ()
     turns: Turns | None = None
+    prefixes: PrefixIndex | None = None
 
     @property
     def num_requests(self) -> int:
@@ -80,16 +85,22 @@ class GroupState:
 
     @property
     def used_pages(self) -> int:
-        """Pages that running requests hold."""
-        return sum(request.num_pages for request in self.running)
+        """Pages that running requests hold; one that several share counts once."""
+        return sum(request.num_pages for request in self.running) - (self.prefixes.num_shared if self.prefixes else 0)
 
     def free_pages(self, limits: Limits) -> int:
-        """Pages that no request holds, without the null page."""
+        """Pages that no running request holds, without the null page."""
         return limits.num_pages - 1 - self.used_pages
 
     def free_slots(self, limits: Limits) -> int:
-        """State slots that no request holds, without the null slot."""
-        return limits.num_slots - 1 - len(self.running) * limits.slots_per_request
+        """State slots that no running request holds, and no step to come writes or reads, without the null slot."""
+        held = self.prefixes.num_held if self.prefixes else 0
+        return limits.num_slots - 1 - len(self.running) * limits.slots_per_request - held
+
+    def without(self, arrivals: Collection[int]) -> GroupState:
+        """The group without these requests."""
+        waiting, running = (tuple(r for r in requests if r.arrival not in arrivals) for requests in (self.waiting, self.running))
+        return replace(self, waiting=waiting, running=running)
 
     def decodable(self, limits: Limits) -> tuple[RequestState, ...]:
         """Running requests that a decode step can continue; one that depends on its tokens only once these are known."""
@@ -120,6 +131,11 @@ class SchedulerState:
     prefill_ms: float = 0.0
     next_deadline_ms: float = math.inf
 
+    @property
+    def used_pages(self) -> int:
+        """Pages that running requests hold, of all groups."""
+        return sum(group.used_pages for group in self.groups)
+
 
 class ScheduledRequest(NamedTuple):
     """One request's row of a step.
@@ -128,11 +144,15 @@ class ScheduledRequest(NamedTuple):
         state: of the request when the step was scheduled.
         num_pages: pages the request holds during the step; the pool grows its share to this count first.
         num_tokens: prefill: prompt or generated tokens to compute; decode: candidates, the last token and the drafts to verify.
+        match: of a request that is admitted where prefixes are kept: what is known of it; `state` is that after the cached tokens.
+        checkpoint: the recurrent state after these tokens gets a slot of its own, to be kept.
     """
 
     state: RequestState
     num_pages: int
     num_tokens: int
+    match: Match | None = None
+    checkpoint: bool = False
 
     @property
     def request(self) -> Request:
@@ -227,15 +247,23 @@ def wanted_bucket(state: SchedulerState, missing: Iterable[Bucket]) -> Bucket | 
 
 
 class _Prompt(NamedTuple):
-    """A request that the next prefill step can go on with, or begin, and the pages it then holds."""
+    """A request that the next prefill step can go on with, or begin.
+
+    Attributes:
+        num_pages: pages it then holds.
+        match: what is known of one that begins.
+        stop: tokens computed where the chunk should end at the latest, to keep the state; 0 for nowhere.
+    """
 
     request: RequestState
     num_pages: int
+    match: Match | None = None
+    stop: int = 0
 
     @property
     def remaining(self) -> int:
-        """Tokens that are not computed yet; at least 1."""
-        return self.request.num_tokens - self.request.num_computed_tokens
+        """Tokens up to the end of the prompt or to where the chunk should end; at least 1."""
+        return (self.stop or self.request.num_tokens) - self.request.num_computed_tokens
 
 
 def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
@@ -246,7 +274,8 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
         streams: requests that decode, in the group with most of them; 0 where none waits for this step.
     """
     policy = state.policy
-    prompts = [_prompts(policy, group) for group in state.groups]
+    found = [_prompts(policy, group) for group in state.groups]
+    prompts = [own for own, _ in found]
     if not any(prompts):
         return None
     buckets: Sequence[Bucket] = policy.buckets
@@ -256,7 +285,7 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
             return None
     cost = state.times.prefill_ms(policy.buckets) if policy.measured else None
     bucket = choose_prefill(buckets, [[prompt.remaining for prompt in own] for own in prompts], cost)
-    return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch]) for own in prompts))
+    return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in found))
 
 
 def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[Bucket]:
@@ -269,26 +298,56 @@ def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[
     return () if state.prefill_steps else (min(prefill, key=cost or padded_cost(prefill)),)
 
 
-def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt]) -> GroupStep:
-    rows = tuple(ScheduledRequest(p.request, p.num_pages, min(p.remaining, bucket.q_len)) for p in prompts)
+def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt], slots: CheckpointSlots) -> GroupStep:
+    chunks = [slots.chunk(p.request.num_computed_tokens, p.stop, p.request.num_tokens, bucket.q_len) for p in prompts]
+    rows = tuple(
+        ScheduledRequest(p.request, p.num_pages, c.num_tokens, p.match, c.checkpoint) for p, c in zip(prompts, chunks, strict=True)
+    )
     # A running request holds pages, a waiting one none.
     return GroupStep(rows, admitted=tuple(p.request.id for p in prompts if not p.request.num_pages))
 
 
-def _prompts(policy: Policy, group: GroupState) -> list[_Prompt]:
-    """The first prompts that a step can compute: those in progress, then those that can be admitted together with all before them."""
+def _prompts(policy: Policy, group: GroupState) -> tuple[list[_Prompt], CheckpointSlots]:
+    """The first prompts that a step can compute: those in progress, then those that can be admitted together with all before them. And
+    the slots that are left for checkpoints.
+    """
     limits, most = policy.limits, policy.max_prompts
     prompts = [_Prompt(request, request.num_pages) for request in group.running if not request.decoding][:most]
     running, pages, slots = len(group.running), group.free_pages(limits), group.free_slots(limits)
     for request in _first_waiting(policy, group, most - len(prompts)):
-        own = policy.pages_to_prefill(request)
-        if slots < limits.slots_per_request or own + running * policy.pages_for(policy.candidates) > pages:
+        match = _usable(group.prefixes.match(request), limits, slots) if group.prefixes else None
+        own, needed = policy.pages_to_prefill(request), limits.slots_per_request + (match is not None and _holds_more(match))
+        new = own - (match.pinned_pages if match else 0)
+        if slots < needed or running + 1 >= limits.num_request_slots or new + running * policy.pages_for(policy.candidates) > pages:
             break
-        prompts.append(_Prompt(request, own))
-        running, pages, slots = running + 1, pages - own, slots - limits.slots_per_request
+        prompts.append(_Prompt(_resumed(policy, group, request, match), own, match))
+        running, pages, slots = running + 1, pages - new, slots - needed
     # Where a prompt finds no bitmask or adjustment left, it and all behind it wait.
-    fitting = itertools.takewhile(lambda fits: fits, _fits([prompt.request for prompt in prompts], limits))
-    return prompts[: sum(fitting)]
+    prompts = prompts[: sum(itertools.takewhile(lambda fits: fits, _fits([prompt.request for prompt in prompts], limits)))]
+    if group.prefixes is None or not group.prefixes.recurrent:
+        return prompts, CheckpointSlots(limits.page_size, 0, 0)
+    unused = limits.num_slots - 1 - running * limits.slots_per_request - group.prefixes.num_checkpoints
+    checkpoints = CheckpointSlots(limits.page_size, slots, unused)
+    return [prompt._replace(stop=checkpoints.stop(prompt.request.checkpoints)) for prompt in prompts], checkpoints
+
+
+def _usable(match: Match, limits: Limits, slots: int) -> Match:
+    """What is known of a prompt, as far as it can begin from there: not where the slot of the state is one of those that it needs."""
+    return match._replace(depth=0) if slots < limits.slots_per_request + _holds_more(match) else match
+
+
+def _holds_more(match: Match) -> bool:
+    """Whether a state is read that nothing holds yet, so that its slot is not free in the step."""
+    return match.checkpoint is not None and not match.checkpoint.holds
+
+
+def _resumed(policy: Policy, group: GroupState, request: RequestState, match: Match | None) -> RequestState:
+    """The request as it is admitted."""
+    if match is None or group.prefixes is None:
+        return request
+    page_size = policy.limits.page_size
+    checkpoints = places(match, request.num_tokens, page_size, policy.smallest_prefill) if group.prefixes.recurrent else ()
+    return request.resumed(match.depth * page_size, checkpoints)
 
 
 def _first_waiting(policy: Policy, group: GroupState, most: int) -> Iterable[RequestState]:
@@ -317,7 +376,8 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
             return None
         victim = running.pop()
         preempted.append(victim.id)
-        free += victim.num_pages
+        freed = sum(request.num_pages for request in group.running[len(running) :])
+        free = group.free_pages(policy.limits) + freed - (group.prefixes.still_used(preempted) if group.prefixes else 0)
         requests = [request for request in requests if request.arrival != victim.arrival]
     return None
 

@@ -151,6 +151,8 @@ def options_of(
         priority=body.priority,
         timeout_ms=body.timeout_ms,
         bad_words=tuple(body.bad_words),
+        cache_salt=body.cache_salt,
+        skip_reading_prefix_cache=body.skip_reading_prefix_cache,
     )
 
 

@@ -17,7 +17,7 @@ from ..errors import failure_of
 from ..events import CompletionEnd
 from ..generation import GenerationOptions, Output
 from ..output_stream import TextDelta
-from ..protocol import MAX_COMPLETIONS, MAX_SEED, MAX_TOP_LOGPROBS
+from ..protocol import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..service import Service
 from ..structured_output import OutputFormat
 from ..tokenizer import TextTokenizer
@@ -76,6 +76,7 @@ class GenerateRequest(Body):
     priority: Priority = 0
     timeout_ms: Annotated[int, Field(ge=1)] | None = None
     rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    extra_key: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
     logprob_start_len: Annotated[Any, Neutral((-1,), "prefill graphs return no log probabilities of the prompt")] = None
     lora_path: Annotated[Any, Absent] = None
     image_data: Annotated[Any, Neutral(([],), "prompts are text")] = None
@@ -159,6 +160,7 @@ def _options(params: SamplingParams, service: Service, body: GenerateRequest) ->
         priority=body.priority,
         timeout_ms=body.timeout_ms,
         min_tokens_field="min_new_tokens",
+        cache_salt=body.extra_key,
     )
 
 

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ..limits import MAX_PRIORITY
-from ..protocol import MAX_BAD_WORDS, MAX_COMPLETIONS, MAX_SEED, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from ..protocol import (
+    MAX_BAD_WORDS,
+    MAX_COMPLETIONS,
+    MAX_SALT_CHARS,
+    MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
+)
 from .bodies import Body, FailFast, Ignored, Neutral
 
 MAX_PROMPTS = 1024
@@ -49,6 +57,8 @@ class SamplingFields(Body):
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS), FailFast()] = Field(default_factory=list)
     skip_special_tokens: bool = True
     speculative_tokens: Annotated[int, Field(ge=0)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
+    skip_reading_prefix_cache: bool = False
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -62,12 +62,15 @@ def test_every_field_arrives():
         top_logprobs=MAX_TOP_LOGPROBS,
         n=MAX_COMPLETIONS,
         speculative_tokens=3,
+        cache_salt="ours",
+        skip_reading_prefix_cache=True,
         stream=True,
         background=False,
         store=False,
     )
     sampling = Sampling(temperature=0.5, top_k=40, top_p=0.9, min_p=0.05, seed=MAX_SEED)
-    assert event == ResponseCreate("hello", "tiny", "a", 7, sampling, ("x", "yz"), True, 20, 8, 3)
+    salted = {"cache_salt": "ours", "skip_reading_prefix_cache": True}
+    assert event == ResponseCreate("hello", "tiny", "a", 7, sampling, ("x", "yz"), True, 20, 8, 3, **salted)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +223,9 @@ REFUSED = [
     (CREATE | {"n": 9}, "invalid_field", "n", ["9", "from 1 to 8"]),
     (CREATE | {"n": 2.0}, "invalid_field", "n", ["2.0", "integer"]),
     (CREATE | {"n": False}, "invalid_field", "n", ["False", "integer"]),
+    (CREATE | {"cache_salt": ""}, "invalid_field", "cache_salt", ["''", "not empty"]),
+    (CREATE | {"cache_salt": "x" * 257}, "invalid_field", "cache_salt", ["257 characters", "at most 256"]),
+    (CREATE | {"skip_reading_prefix_cache": 1}, "invalid_field", "skip_reading_prefix_cache", ["1", "true or false"]),
     (CREATE | {"speculative_tokens": -1}, "invalid_field", "speculative_tokens", ["-1", "of at least 0"]),
     (CREATE | {"speculative_tokens": 1.5}, "invalid_field", "speculative_tokens", ["1.5", "integer"]),
     (CREATE | {"speculative_tokens": False}, "invalid_field", "speculative_tokens", ["False", "integer"]),
@@ -339,7 +345,7 @@ def test_only_foreign_subprotocols_are_refused():
 FIELDS = [
     "type", "response", "input", "input_token_ids", "model", "stream_id", "max_output_tokens", "temperature", "top_p", "top_k",
     "min_p", "seed", "stop", "ignore_eos", "stream", "background", "previous_response_id", "response_id", "role", "content", "text", "x",
-    "include", "top_logprobs", "n", "speculative_tokens",
+    "include", "top_logprobs", "n", "speculative_tokens", "cache_salt", "skip_reading_prefix_cache",
 ]  # fmt: skip
 WORDS = st.sampled_from(["response.create", "response.cancel", "user", "input_text", "message", "", "a"]) | st.text(max_size=5)
 NEAR = st.recursive(

@@ -40,7 +40,7 @@ class ScriptedEngine:
         fails: str = "",
         codec: TextTokenizer | None = None,
     ) -> None:
-        self.says, self.requests, self.cancelled = says, [], set()
+        self.says, self.requests, self.cancelled, self.flushes = says, [], set(), 0
         self._codec = codec or byte_codec()
         self._step, self._fails = tokens_per_step, self._codec.encode(fails)
         self._wake = threading.Condition()
@@ -65,6 +65,10 @@ class ScriptedEngine:
         with self._wake:
             self._to_cancel += request_ids
             self._wake.notify_all()
+
+    def flush_prefix_cache(self) -> bool:
+        self.flushes += 1
+        return True
 
     def stats(self) -> dict[str, Any]:
         with self._wake:

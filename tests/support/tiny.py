@@ -113,7 +113,14 @@ def _agree(weights: dict[str, Any], head: dict[str, Any], one: float, weight: fl
 
 def planned(model: Path, **options: Any) -> Plan:
     """A plan with small sizes; `options` are fields of Options."""
-    sizes = {"buckets": BUCKETS, "prefill": PREFILL, "max_model_len": CONTEXT, "dtype": "float32", "backend": "eager"}
+    sizes = {
+        "buckets": BUCKETS,
+        "prefill": PREFILL,
+        "max_model_len": CONTEXT,
+        "dtype": "float32",
+        "backend": "eager",
+        "checkpoint_slots": 0,
+    }
     return plan(Options(str(model), **prefill_sized({**sizes, **options})))
 
 
@@ -302,7 +309,7 @@ class Narrowed:
         self.limits: Limits = replace(executor.limits, **limits)
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
-        self.max_ranked = executor.max_ranked
+        self.max_ranked, self.recurrent = executor.max_ranked, executor.recurrent
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
         assert bucket in self.buckets
@@ -322,7 +329,7 @@ class Launching:
         self.executor, self.limits, self.buckets = executor, executor.limits, executor.buckets
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
-        self.max_ranked = executor.max_ranked
+        self.max_ranked, self.recurrent = executor.max_ranked, executor.recurrent
         self.most_in_flight = self._in_flight = 0
         self._thread = ThreadPoolExecutor(1)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.runtime.request import FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.runtime.rng import random_number
 from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager
@@ -120,22 +121,23 @@ class Memory:
 
     Attributes:
         right: probability that a draft is right.
-        max_logprobs: as of an executor.
+        max_logprobs, recurrent: as of an executor; a model without recurrent states depends on the cached tokens alone.
         manager: of the engine; without it the owners of pages and slots are unknown.
         rows: live rows by bucket name, of steps that did not fail.
         accepted: rows of decode steps by number of accepted drafts.
-        broken: request slots of requests whose step failed; their pages and slots may hold anything.
+        broken: request slots of requests whose step failed, and these; what the step was to write may hold anything.
     """
 
     limits: Limits
     right: float = 0.5
     max_logprobs: int = 0
+    recurrent: bool = True
     draw: random.Random = field(default_factory=lambda: random.Random(5))
     manager: KVCacheManager | None = None
     requests: dict[str, Request] = field(default_factory=dict)
     rows: Counter[str] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
-    broken: set[int] = field(default_factory=set)
+    broken: dict[int, Request | None] = field(default_factory=dict)
     slots_of: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -172,6 +174,9 @@ class Memory:
 
     def run(self, bucket: Bucket, rows: Sequence[Row], unowned: Unowned) -> dict[str, np.ndarray]:
         """Runs a step: all rows read before any row writes, as one graph does."""
+        # What is given up with the launch of the step that reads it is written by later steps only.
+        read = {int(row.inputs["state_slots_in"]) for row in rows if bucket.kind == "prefill"}
+        unowned = unowned._replace(slots=[slot for slot in unowned.slots if slot not in read])
         for pools, numbers in (
             ((self.pages, self.heads), unowned.pages),
             ((self.slots,), unowned.slots),
@@ -191,9 +196,12 @@ class Memory:
             outputs["top_ids"] = np.full((B, W, n), JUNK, np.int32)
             outputs["top_logprobs"] = np.full((B, W, n), np.nan, np.float32)
         for i, row in enumerate(rows):
-            if bucket.kind == "prefill" and row.inputs["num_computed_tokens"] == 0:
-                self.broken.discard(row.request_slot)
-                self.slots_of.pop(row.request_slot, None)
+            # A request that begins may begin after tokens that are cached.
+            begins = bucket.kind == "prefill" and (
+                row.inputs["num_computed_tokens"] == 0 or self.broken.get(row.request_slot) is not row.owner
+            )
+            if begins:
+                self.broken.pop(row.request_slot, None)
             if row.request_slot in self.broken:
                 # A step of this request failed, so the engine must end it.
                 continue
@@ -208,10 +216,12 @@ class Memory:
     def fail(self, rows: Sequence[Row]) -> None:
         """Leaves the pools as a step that failed half way would."""
         for row in rows:
-            self.pages[row.inputs["page_table"]] = POISON
-            self.heads[row.inputs["page_table"]] = POISON
+            # What is full is only read.
+            start = row.inputs.get("num_computed_tokens", row.inputs.get("base"))
+            written = row.inputs["page_table"][int(start) // self.limits.page_size :]
+            self.pages[written] = self.heads[written] = POISON
             self.slots[row.inputs["state_slots_out"]] = POISON
-            self.broken.add(row.request_slot)
+            self.broken[row.request_slot] = row.owner
 
     def prefill(self, row: Row, i: int, outputs: dict[str, np.ndarray]) -> None:
         inputs, request_slot = row.inputs, row.request_slot
@@ -220,11 +230,12 @@ class Memory:
         assert length > 0
         assert not inputs["tokens"][length:].any()
         tokens = [self.cached(self.pages, table, position) for position in range(start)]
-        slot = int(inputs["state_slots_in"])
+        first, (slot,) = int(inputs["state_slots_in"]), inputs["state_slots_out"].tolist()
+        assert first > 0
         assert slot > 0
-        assert inputs["state_slots_out"].tolist() == [slot]
-        assert self.slots_of.setdefault(request_slot, [slot])[0] == slot, "the slot of a request changes while it is prefilled"
-        state = 0 if start == 0 else self.state(slot)
+        # That of the last chunk is where decode steps begin.
+        self.slots_of[request_slot] = [slot]
+        state = 0 if start == 0 else self.state(first) if self.recurrent else fold_all(tokens)
         for offset, token in enumerate(new):
             self.write(self.pages, table, start + offset, token)
             tokens.append(token)
@@ -260,7 +271,8 @@ class Memory:
         if length <= 0:
             return
         tokens = [self.cached(self.pages, table, position) for position in range(start)]
-        state, candidates = self.state(slots[chosen]), self.tokens[request_slot].tolist()
+        candidates = self.tokens[request_slot].tolist()
+        state = self.state(slots[chosen]) if self.recurrent else fold_all(tokens)
         settings, sampled, going = [float(inputs[name]) for name in SETTINGS], [], True
         accepted: list[int] = []
         for j in range(length):
@@ -397,6 +409,7 @@ class ToyDevice:
     run_ahead: int = 1
     max_logprobs: int = 0
     max_ranked: int = 0
+    recurrent: bool = True
     right: float = 0.5
     lazy: bool = False
     fail_at: frozenset[int] = frozenset()
@@ -409,7 +422,9 @@ class ToyDevice:
     log: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.memories = [Memory(self.limits, self.right, self.max_logprobs, random.Random(group)) for group in range(self.groups)]
+        self.memories = [
+            Memory(self.limits, self.right, self.max_logprobs, self.recurrent, random.Random(group)) for group in range(self.groups)
+        ]
         self.steps: list[ToyStep] = []
         self.num_run = 0
 
@@ -548,6 +563,7 @@ def serving(
     run_ahead: int | None = None,
     measured: bool = False,
     itl_target_ms: float | None = None,
+    prefix_cache: PrefixCacheSettings | None = None,
     **device: Any,
 ) -> Serving:
     """An engine over a toy device; by default with slots for eight requests of 32 tokens, and pages for two.
@@ -560,6 +576,6 @@ def serving(
     toy = ToyDevice(limits, tuple(buckets or buckets_of(limits.drafts)), **device)
     options: dict[str, Any] = {"prefill_burst": prefill_burst, "refresh_every_s": refresh_every_s, "run_ahead": run_ahead}
     options |= {"measured": measured, "itl_target_ms": itl_target_ms}
-    engine = Engine(toy, clock=clock or Clock(), **options)
+    engine = Engine(toy, prefix_cache=prefix_cache, clock=clock or Clock(), **options)
     toy.attach(engine)
     return Serving(engine, toy)

@@ -72,7 +72,7 @@ class IdleExecutor:
         cpu_s: processor time of the engine's thread at the start of each decode step, and its live rows.
     """
 
-    groups, run_ahead, max_ranked = 1, 0, 0
+    groups, run_ahead, max_ranked, recurrent = 1, 0, 0, False
     missing: Mapping[Bucket, str] = {}
     vocab_size, max_logprobs = VOCAB, LOGPROBS
 

@@ -201,7 +201,8 @@ def plan_memory(
     slots, _ = _split(pools, "slots", mesh, rules)
     request_slots, _ = _split(pools, "request_slots", mesh, rules)
     other_state = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - request_slots
-    slots_text = f"{limits.num_slots} slots, {limits.slots_per_request} a request"
+    kept = f", {limits.checkpoint_slots} for prefixes" if limits.checkpoint_slots else ""
+    slots_text = f"{limits.num_slots} slots, {limits.slots_per_request} a request{kept}"
     allowance = peak_bytes // WORKSPACE_SHARE
     why_workspace = (
         "of the fused experts" if fused_bytes > allowance else f"an allowance for kernels: 1/{WORKSPACE_SHARE} of the activations"

@@ -20,6 +20,7 @@ from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
 from ..notation import PrefillSize, format_prefill
+from .checkpoint_slots import with_checkpoint_slots
 from .choices import MAX_LOGPROBS, NPU_BACKENDS
 from .decisions import Decided, decided, format_decided
 from .dispatch_size import fit_dispatch
@@ -48,6 +49,7 @@ class Options:
         max_model_len: most tokens of a request, prompt and output.
         max_num_seqs: most requests in flight, per dp group.
         max_total_tokens: most tokens that are cached at once, per dp group.
+        checkpoint_slots: state slots beside those of requests in flight, per dp group (tools/build/checkpoint_slots.py).
         dtype: "auto", "float32" or "bfloat16".
         backend: "inductor", "eager", "null", "ge" or "aclgraph".
         target: "cpu" or a kind of NPU node (tools/build/targets.py).
@@ -90,6 +92,7 @@ class Options:
     kv_cache_dtype: str = "auto"
     max_total_tokens: int | None = None
     decided_by: str | None = None
+    checkpoint_slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ class Plan:
             "max-model-len": "" if self.published else self.limits.max_model_len,
             "max-num-seqs": "" if self.published else self.limits.num_request_slots - 1,
             "max-total-tokens": self.max_total_tokens or "",
+            "checkpoint-slots": self._checkpoint_slots,
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
             "draft-model": draft_name(self.source),
@@ -165,6 +169,13 @@ class Plan:
         options |= {"structured-outputs": self.limits.bitmasks, "logit-adjustments": self.limits.logit_adjustments}
         options |= {"decided-by": format_decided(self.decided_by)}
         return (_model_name(self.source), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
+
+    @property
+    def _checkpoint_slots(self) -> int | str:
+        """Said where it is not what the plan would choose."""
+        plain = replace(self.limits, num_slots=self.limits.num_slots - self.limits.checkpoint_slots, checkpoint_slots=0)
+        chosen = with_checkpoint_slots(plain, None, self.model, self.target, self.published).checkpoint_slots
+        return "" if chosen == self.limits.checkpoint_slots else self.limits.checkpoint_slots
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -217,6 +228,7 @@ def plan(options: Options) -> Plan:
     backend = _backend(options, source, instance)
     dtype, dtype_note = choose_dtype(options.dtype, target)
     batches, limits, published = decode_sizes(options, source, instance)
+    limits = with_checkpoint_slots(limits, options.checkpoint_slots, source.model, target, published)
     structured = target.structured_outputs if options.structured_outputs is None else options.structured_outputs
     adjustments = target.logit_adjustments if options.logit_adjustments is None else options.logit_adjustments
     vocab_size = source.model.config.vocab_size

@@ -62,6 +62,10 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
     "--max-total-tokens", type=click.IntRange(1),
     help="Most tokens cached at once per dp group.  [default: every request at full length, or the deployment's]",
 )  # fmt: skip
+@click.option(
+    "--checkpoint-slots", type=click.IntRange(0),
+    help="Recurrent states kept for later prompts, per dp group, beside those of requests.  [default: --max-num-seqs, for NPUs 0]",
+)  # fmt: skip
 @click.option("--dtype", type=click.Choice(["auto", *choices.DTYPES]), default="auto", show_default=True, help="Computing type.")
 @click.option(
     "--backend", type=click.Choice(["inductor", "eager", "null", "ge", "aclgraph"]),

@@ -17,6 +17,7 @@ from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime import journal
 from ...runtime.engine import Engine
+from ...runtime.prefix_cache import PrefixCacheSettings
 from ...runtime.replay import Divergence, Replay, replay
 from ..cli import Home
 from ..locate import artifact_path
@@ -69,7 +70,8 @@ def command(
         if facts["run_ahead"] > executor.run_ahead:
             raise SpecError(f"{file} was recorded with run_ahead {facts['run_ahead']}; legal here is up to {executor.run_ahead}")
         policy = {name: facts[name] for name in ("run_ahead", "prefill_burst", "measured", "itl_target_ms")}
-        engine = Engine(executor, refresh_every_s=None, **policy)
+        kept = PrefixCacheSettings(**facts["prefix_cache"]) if facts["prefix_cache"] else None
+        engine = Engine(executor, refresh_every_s=None, prefix_cache=kept, **policy)
 
         def stepped(number: int) -> None:
             if number % STEPS_A_LINE == 0:
@@ -93,6 +95,7 @@ def facts_of(artifact: Artifact, engine: Engine) -> dict[str, Any]:
         "prefill_burst": engine.policy.prefill_burst,
         "measured": engine.policy.measured,
         "itl_target_ms": engine.policy.itl_target_ms,
+        "prefix_cache": asdict(engine.prefix_cache) if engine.prefix_cache else None,
         "backends": dict(engine.executor.backends),
     }
 

@@ -38,7 +38,7 @@ from .device_options import device_options
 from .family_option import family_option
 from .other_names import KnowsOtherNames
 from .replay import facts_of
-from .server_options import server_options, serving_settings
+from .server_options import prefix_cache_settings, server_options, serving_settings
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,14 @@ def command(
         load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
         limit_s = settings.step_limit_s + SILENCE_MARGIN_S
         served = start_service(
-            artifact, load_executor, checkpoint, api=api, limits=serving.limits, step_limit_s=limit_s, itl_target_ms=itl_target
+            artifact,
+            load_executor,
+            checkpoint,
+            api=api,
+            limits=serving.limits,
+            step_limit_s=limit_s,
+            itl_target_ms=itl_target,
+            prefix_cache=prefix_cache_settings(options),
         )
         stack.callback(served.engine.stop, drain=False)
         if access:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ...graphs.errors import SpecError
+from ...runtime.prefix_cache import PrefixCacheSettings
 from ...server.access import Access
 from ...server.limits import MAX_PRIORITY, SocketLimits
 from ...server.run import Serving
@@ -46,6 +47,10 @@ _OPTIONS = (
                  help="Seconds in which a connection has to bring a whole request."),
     click.option("--slow-reader-timeout", type=click.FloatRange(0, min_open=True), default=_DEFAULTS.slow_reader_s, show_default=True,
                  help="Seconds that a client may be behind in reading."),
+    click.option("--no-prefix-cache", is_flag=True,
+                 help="Keep nothing of prompts and outputs for later prompts that begin with them."),
+    click.option("--prefix-cache-tokens", type=click.IntRange(0),
+                 help="Most tokens kept beside running requests, per dp group.  [default: all that they leave room for]"),
     click.option("--drain-timeout", type=click.FloatRange(0), default=Serving().drain_timeout_s, show_default=True,
                  help="Seconds that streams may go on after SIGTERM."),
 )  # fmt: skip
@@ -83,6 +88,18 @@ def serving_settings(environment: Mapping[str, str], options: Mapping[str, Any])
     if key and not cert:
         raise SpecError(f"--tls-key is {key} without --tls-cert; legal is a key beside its certificate")
     return Serving(limits, access, cert, key, options["drain_timeout"])
+
+
+def prefix_cache_settings(options: Mapping[str, Any]) -> PrefixCacheSettings | None:
+    """How prefixes are kept; None keeps none.
+
+    Raises:
+        SpecError: a number of tokens, and none are to be kept.
+    """
+    most = options["prefix_cache_tokens"]
+    if options["no_prefix_cache"] and most is not None:
+        raise SpecError(f"--prefix-cache-tokens {most} with --no-prefix-cache; legal is one of them")
+    return None if options["no_prefix_cache"] else PrefixCacheSettings(most)
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:

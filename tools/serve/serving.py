@@ -17,6 +17,7 @@ from ...graphs.errors import ArtifactError, NpucompileError
 from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
 from ...runtime.engine import Engine
 from ...runtime.executor import Executor
+from ...runtime.prefix_cache import PrefixCacheSettings
 from ...server.limits import SocketLimits
 from ...server.service import ServedModel, Service
 from ...server.tokenizer import TextTokenizer
@@ -58,6 +59,7 @@ def start_service(
     limits: SocketLimits | None = None,
     step_limit_s: float = math.inf,
     itl_target_ms: float | None = None,
+    prefix_cache: PrefixCacheSettings | None = None,
 ) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
@@ -69,6 +71,7 @@ def start_service(
         limits: of requests that wait or run.
         step_limit_s: how long a step may take before the engine counts as hanging; a thread watches it.
         itl_target_ms: see `runtime.scheduler.policy.Policy`.
+        prefix_cache: how prefixes are kept; None keeps none.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -83,7 +86,7 @@ def start_service(
     api = api or ApiSettings()
     (name, *aliases), chat = api.names_of(artifact), api.chat_of(artifact)
     calm_collector()
-    engine = Engine.from_loader(load_executor, on_failure, measured=True, itl_target_ms=itl_target_ms)
+    engine = Engine.from_loader(load_executor, on_failure, measured=True, itl_target_ms=itl_target_ms, prefix_cache=prefix_cache)
     model = ServedModel(
         name=name,
         max_model_len=manifest.limits.max_model_len,

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from npucompile.runtime.scheduler.pools import OwnershipError, PagePool, Pool, RequestSlotPool, StateSlotPool
+from npucompile.runtime.scheduler.pools import Keeper, OwnershipError, PagePool, Pool, RequestSlotPool, StateSlotPool
 
 SIZE = 9
 
@@ -45,6 +45,29 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(owner=owners)
     def free(self, owner):
         assert self.pool.free(owner) == len(self.model.pop(owner, []))
+
+    @rule(owner=owners, number=st.integers(0, SIZE))
+    def free_number(self, owner, number):
+        numbers = self.model.get(owner, [])
+        if number not in numbers:
+            with pytest.raises(OwnershipError, match=f"page {number} is given up by '{owner}', which owns"):
+                self.pool.free_number(number, owner)
+            return
+        self.pool.free_number(number, owner)
+        numbers.remove(number)
+        self.model = {name: held for name, held in self.model.items() if held}
+
+    @rule(owner=owners, number=st.integers(0, SIZE), to=st.sampled_from([Keeper.PREFIXES, "a", "z"]))
+    def transfer(self, owner, number, to):
+        numbers = self.model.get(owner, [])
+        if number not in numbers:
+            with pytest.raises(OwnershipError, match=f"page {number} is given up by '{owner}', which owns"):
+                self.pool.transfer(number, owner, to)
+            return
+        self.pool.transfer(number, owner, to)
+        numbers.remove(number)
+        self.model.setdefault(to, []).append(number)
+        self.model = {name: held for name, held in self.model.items() if held}
 
     @rule(owner=owners)
     def snapshot(self, owner):
@@ -134,12 +157,12 @@ def test_a_request_has_one_request_slot():
     [
         (lambda pool: pool._free.pop(), "neither free nor owned"),
         (lambda pool: pool._free.append(pool._free[0]), "held twice, by None and by None"),
-        (lambda pool: pool._owned["a"].append(pool._owned["b"][0]), "recorded for 'b'"),
-        (lambda pool: pool._owned["a"].append(0), "page 0 is held by 'a'"),
-        (lambda pool: pool._owned["a"].append(99), "page 99 is held by 'a'"),
+        (lambda pool: pool._owned["a"].update(pool._owned["b"]), "recorded for 'b'"),
+        (lambda pool: pool._owned["a"].update({0: None}), "page 0 is held by 'a'"),
+        (lambda pool: pool._owned["a"].update({99: None}), "page 99 is held by 'a'"),
         (lambda pool: pool._owned.pop("a"), "neither free nor owned"),
-        (lambda pool: pool._free.append(pool._owned["a"][0]), "held by None but recorded for 'a'"),
-        (lambda pool: pool._owned["b"].append(pool._owned["b"][0]), "held twice, by 'b' and by 'b'"),
+        (lambda pool: pool._free.append(pool.owned("a")[0]), "held by None but recorded for 'a'"),
+        (lambda pool: pool._owned.update(c=pool._owned["b"]), "recorded for 'b'|held twice, by 'b' and by 'c'"),
     ],
 )
 def test_the_self_check_finds(breakage, message):

@@ -40,7 +40,7 @@ def test_an_abort_names_what_to_abort(served):
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_bench_tools_find_what_they_ask_for(served, method):
-    client, _ = served
+    client, engine = served
 
     def ask(path):
         answer = client.request(method, path)
@@ -49,7 +49,9 @@ def test_bench_tools_find_what_they_ask_for(served, method):
 
     assert ask("/ping").text == ""
     assert ask("/version").json() == {"version": __version__}
-    assert "nothing to flush" in ask("/flush_cache").text
+    flushes = engine.flushes
+    assert ask("/flush_cache").text == "the prefix cache is flushed\n"
+    assert engine.flushes == flushes + 1
     for path in ("/server_info", "/get_server_info"):
         info = ask(path).json()
         assert (info["served_model_names"], info["artifact"], info["internal_states"]) == (["tiny", "small"], MODEL.artifact, [{}])

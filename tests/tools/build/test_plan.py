@@ -30,7 +30,7 @@ def test_a_plan_of_a_checkpoint(tiny_checkpoint):
         Bucket("prefill", 1, 4), Bucket("prefill", 1, 16), Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4),
     )  # fmt: skip
     assert plan.limits.with_bitmasks(0, 0).with_adjustments(0, 0) == Limits(
-        page_size=16, num_pages=1 + 4 * 4, num_slots=1 + 4 * 4, max_model_len=64, slots_per_request=4, drafts=3
+        page_size=16, num_pages=1 + 4 * 4, num_slots=1 + 4 * 4 + 4, max_model_len=64, slots_per_request=4, drafts=3, checkpoint_slots=4
     )
     assert plan.dtype == torch.float32
     assert plan.references == ()

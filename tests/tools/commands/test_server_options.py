@@ -7,9 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from npucompile.graphs.errors import SpecError
+from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.server.access import digest
 from npucompile.server.run import Serving
-from npucompile.tools.commands.server_options import read_keys, server_options, serving_settings
+from npucompile.tools.commands.server_options import prefix_cache_settings, read_keys, server_options, serving_settings
 
 
 def settings(*arguments, **environment):
@@ -69,3 +70,12 @@ def test_a_file_without_keys_opens_nothing(tmp_path):
 def test_a_key_needs_its_certificate():
     with pytest.raises(SpecError, match="--tls-key is key without --tls-cert"):
         settings("--tls-key", "key")
+
+
+def test_prefixes_are_kept_unless_told_otherwise():
+    said = {"no_prefix_cache": False, "prefix_cache_tokens": None}
+    assert prefix_cache_settings(said) == PrefixCacheSettings()
+    assert prefix_cache_settings({**said, "prefix_cache_tokens": 64}) == PrefixCacheSettings(64)
+    assert prefix_cache_settings({**said, "no_prefix_cache": True}) is None
+    with pytest.raises(SpecError, match="--prefix-cache-tokens 64 with --no-prefix-cache; legal is one of them"):
+        prefix_cache_settings({"no_prefix_cache": True, "prefix_cache_tokens": 64})
