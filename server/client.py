@@ -15,7 +15,7 @@ from websockets.typing import Subprotocol
 
 from ..graphs.errors import ProtocolError, RequestError
 from .events import TERMINAL_TYPES, ServerEvent
-from .protocol import JSON, decode, encode
+from .frames import JSON, decode, encode
 
 MAX_EVENT_BYTES = 64 * 2**20
 MAX_REASON_CHARS = 500

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .create_body import ResponseCreate
 from .fields import FieldError, show
+from .frames import JSON, Frame, decode, encode, encode_bytes
 from .limits import MAX_FRAME_BYTES
-from .protocol import JSON, ClientEvent, Frame, ResponseCreate, decode, encode, encode_bytes, parse
+from .protocol import ClientEvent, parse
 
 MAX_STREAMS = 256
 

@@ -18,6 +18,7 @@ from .admission import Admission
 from .chat_format import ChatFormat
 from .chat_template import Chat
 from .connection import CreateCommand
+from .create_body import Conversation, ResponseCreate
 from .door import has_key
 from .events import ResponseInfo, completion_id
 from .fields import show
@@ -25,7 +26,6 @@ from .generation import GenerationOptions
 from .grammar import GrammarCompiler, GrammarConstraint
 from .limits import SocketLimits
 from .mailbox import Mailbox
-from .protocol import Conversation, ResponseCreate
 from .response import PreparedResponse, Response
 from .structured_output import OutputFormat
 from .tokenizer import TextTokenizer

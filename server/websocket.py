@@ -26,10 +26,10 @@ from .connection import CancelCommand, Command, Connection, CreateCommand
 from .door import CLIENT, refuse
 from .errors import error_reply
 from .events import ServerEvent, error_event
+from .frames import JSON, choose_subprotocol
 from .lifecycle import Lifecycle
 from .limits import SocketLimits
 from .outbox import Outbox
-from .protocol import JSON, choose_subprotocol
 from .response import Response
 from .service import Service
 from .transport import FRAMES

@@ -11,11 +11,11 @@ from starlette.requests import Request as HttpRequest
 
 from ...graphs.errors import RequestError
 from ...runtime.request import Request, Sampling
+from ..create_body import INLINE_PROMPT_CHARS
 from ..door import CLIENT
 from ..fields import logit_bias
 from ..generation import Generation, GenerationOptions, Output
 from ..lifecycle import Lifecycle
-from ..protocol import INLINE_PROMPT_CHARS
 from ..service import Service
 from ..structured_output import OutputFormat, of_chat, of_extension
 from .bodies import MAX_BODY_BYTES, Body

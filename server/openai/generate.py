@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse, Response
 from ...graphs.errors import RequestError
 from ...runtime.request import Request as EngineRequest
 from ...runtime.request import Sampling
+from ..create_body import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..errors import failure_of
 from ..events import CompletionEnd
 from ..generation import GenerationOptions, Output
 from ..output_stream import TextDelta
-from ..protocol import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..service import Service
 from ..structured_output import OutputFormat
 from ..tokenizer import TextTokenizer

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from ..limits import MAX_PRIORITY
-from ..protocol import (
+from ..create_body import (
     MAX_BAD_WORDS,
     MAX_COMPLETIONS,
     MAX_SALT_CHARS,
@@ -16,6 +15,7 @@ from ..protocol import (
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
 )
+from ..limits import MAX_PRIORITY
 from .bodies import Body, FailFast, Ignored, Neutral
 
 MAX_PROMPTS = 1024

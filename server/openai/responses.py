@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..connection import CreateCommand, new_response_id
+from ..create_body import ChatMessage, Conversation, ResponseCreate, read_create
 from ..events import ServerEvent
 from ..fields import FieldError, boolean
-from ..protocol import ChatMessage, Conversation, ResponseCreate, read_create
 from ..service import Service
 from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, client_of, off_loop
 from .errors import EngineTimeout

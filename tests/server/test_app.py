@@ -14,8 +14,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from npucompile.runtime.request import FinishEvent, Logprobs, TokenEvent
+from npucompile.server.frames import JSON, MSGPACK
 from npucompile.server.limits import SocketLimits
-from npucompile.server.protocol import JSON, MSGPACK
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from npucompile.graphs.errors import ProtocolError
 from npucompile.server.connection import CancelCommand, Connection, CreateCommand, new_response_id
-from npucompile.server.protocol import JSON, MSGPACK, ResponseCreate, encode
+from npucompile.server.create_body import ResponseCreate
+from npucompile.server.frames import JSON, MSGPACK, encode
 
 
 def connection(**options):

@@ -19,7 +19,7 @@ from npucompile.server.events import (
     error_event,
 )
 from npucompile.server.fields import FieldError
-from npucompile.server.protocol import JSON, MSGPACK, decode, encode
+from npucompile.server.frames import JSON, MSGPACK, decode, encode
 from npucompile.server.usage import Usage, usage_object
 
 RECORD = ExecutionRecord(1.5, 2.5, 9.0, ("prefill-b1-q32",), (("decode-b2-q1", 3),), padded_rows=3, preemptions=0, cached_tokens=4)

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from npucompile.runtime.request import Logprobs
+from npucompile.server.frames import JSON, decode, encode
 from npucompile.server.logprobs import token_objects, without_bytes
-from npucompile.server.protocol import JSON, decode, encode
 from npucompile.server.token_text import TokenText
 
 

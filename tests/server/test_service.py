@@ -15,8 +15,8 @@ from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEven
 from npucompile.server.chat_format import ChatFormat
 from npucompile.server.chat_template import ChatTemplate
 from npucompile.server.connection import CreateCommand
+from npucompile.server.create_body import MAX_SEED, ChatMessage, Conversation, ResponseCreate
 from npucompile.server.events import ResponseInfo
-from npucompile.server.protocol import MAX_SEED, ChatMessage, Conversation, ResponseCreate
 from npucompile.server.response import PreparedResponse
 from npucompile.server.service import ServedModel, Service, completion_seed
 

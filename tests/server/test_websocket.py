@@ -16,9 +16,10 @@ from support.texts import RECORD, TEXT, byte_codec, trained_tokenizer
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import FinishEvent, TokenEvent
 from npucompile.server.app import create_app
+from npucompile.server.create_body import INLINE_PROMPT_CHARS
+from npucompile.server.frames import MSGPACK
 from npucompile.server.lifecycle import Lifecycle
 from npucompile.server.limits import SocketLimits
-from npucompile.server.protocol import INLINE_PROMPT_CHARS, MSGPACK
 from npucompile.server.response import Response
 from npucompile.server.service import ServedModel, Service
 from npucompile.server.tokenizer import TextTokenizer

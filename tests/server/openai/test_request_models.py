@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from npucompile.server.create_body import CREATE_FIELDS
 from npucompile.server.neutral import IGNORED, NEUTRAL
 from npucompile.server.openai.bodies import Ignored, Neutral, mark_of
 from npucompile.server.openai.generate import GenerateRequest, SamplingParams
 from npucompile.server.openai.request_models import MAX_PROMPTS, ChatRequest, CompletionRequest, SamplingFields, prompts
 from npucompile.server.openai.routes import GETS, POSTS
-from npucompile.server.protocol import _CREATE_FIELDS
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
 SHARED = set(SamplingFields.model_fields)
@@ -58,7 +58,7 @@ def test_a_table_has_every_field_and_what_becomes_of_it(section):
 
 def test_the_fields_of_responses_are_those_of_the_websocket():
     found = rows("Fields of /v1/responses")
-    own = set(_CREATE_FIELDS) - {"stream_id"} | {"stream_options"}
+    own = set(CREATE_FIELDS) - {"stream_id"} | {"stream_options"}
     assert set(found) == own | set(NEUTRAL) | set(IGNORED)
     for name, (values, why) in NEUTRAL.items():
         assert found[name] == [shown(values), why], name
