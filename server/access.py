@@ -22,8 +22,8 @@ from ..graphs.errors import RequestError, SpecError
 from .fields import show
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Need no key: whatever watches the server may have none. They say nothing of what is served."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+"""Need no key: whatever watches the server may have none, and the chat page asks for it. They say nothing of what is served."""
 
 LOOPBACK = "localhost"
 ANY = "*"

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import WebSocketRoute
 
 from ..graphs.errors import NpucompileError
-from . import http
+from . import http, page
 from .access import ANY, Access
 from .door import Door
 from .lifecycle import Lifecycle
@@ -32,6 +32,7 @@ def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, 
     return Starlette(
         routes=[
             WebSocketRoute(WEBSOCKET_PATH, hub.serve),
+            page.route(),
             *http.routes(lifecycle, lambda: hub.connections),
             *routes(lifecycle),
         ],

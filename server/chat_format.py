@@ -8,9 +8,13 @@ from typing import Any
 
 from ..graphs.errors import RequestError, SpecError
 from .chat_template import Chat, ChatTemplate
+from .grammar import REPLY
 from .parsers import call_formats, reasoning
 from .parsers.message import MessageParser
 from .parsers.tool_calls import ToolCallParser
+from .reply_grammar import INSIDE, MAYBE, Reply, ToolUse, check_choice
+from .reply_grammar import NONE as NOT_AT_ALL
+from .structured_output import OutputFormat
 
 AUTO, NONE = "auto", "none"
 
@@ -66,9 +70,50 @@ class ChatFormat:
             chat = replace(chat, messages=messages)
         return self.template.render(chat)
 
-    def begins_with_reasoning(self, prompt: str) -> bool:
-        """Whether what follows a prompt is reasoning, as far as its end tells."""
-        return self.reasoning is not None and reasoning.begins_inside(self.reasoning, prompt[-PROMPT_END_CHARS:])
+    def variables(self, given: Mapping[str, Any], effort: str | None, param: str) -> dict[str, Any]:
+        """Variables of the template, with the effort of reasoning under the name that the template has for it.
+
+        Args:
+            param: the field of the effort, for errors.
+
+        Raises:
+            RequestError: the template has no such setting.
+        """
+        if effort is None:
+            return dict(given)
+        text = self.template.text if self.template else ""
+        if self.template is None or "reasoning_effort" in text:
+            return {"reasoning_effort": effort, **given}
+        if effort == "none" and "enable_thinking" in text:
+            return {"enable_thinking": False, **given}
+        message = f"{param} is {effort!r}, and the model's chat template has no such setting; legal is absent"
+        raise RequestError(message, param=param, code="unsupported_value")
+
+    def reply(self, prompt: str, use: ToolUse, wanted: OutputFormat | None, *, continues: bool = False) -> OutputFormat | None:
+        """What the reply to a prompt must be, reasoning and calls included; None leaves it free.
+
+        Args:
+            wanted: what its text must be.
+            continues: whether the prompt ends within a message of the assistant.
+
+        Raises:
+            RequestError: calls are wanted that nothing can make.
+        """
+        check_choice(use, self.tool_calls)
+        if wanted is None and not use.constrains:
+            return None
+        begins = NOT_AT_ALL if continues else self._begins(prompt)
+        calls = self.tool_calls if use.offered else None
+        if wanted is not None and begins == NOT_AT_ALL and calls is None:
+            return wanted
+        return OutputFormat(REPLY, Reply(begins, use, calls, wanted), wanted.param if wanted else "tool_choice")
+
+    def _begins(self, prompt: str) -> str:
+        """How a reply to a prompt begins, as far as the prompt's end tells."""
+        end = prompt[-PROMPT_END_CHARS:].rstrip()
+        if self.reasoning is None or end.endswith(reasoning.CLOSE):
+            return NOT_AT_ALL
+        return INSIDE if reasoning.begins_inside(self.reasoning, end) else MAYBE
 
     def marks(self, *, tools: bool) -> tuple[str, ...]:
         """Marks that parsers look for in the text, those of tool calls only where tools are offered."""

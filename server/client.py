@@ -88,12 +88,13 @@ class ResponseStream:
         last: ServerEvent = {}
         async for event in self:
             last = raise_if_refused(event)
-            if event["type"] == "response.output_text.delta":
+            if "token_ids" in event:
                 token_ids.setdefault(event["output_index"], []).extend(event["token_ids"])
         response = last["response"]
-        # A single completion that was cancelled before its first token has no item.
-        items = response["output"] or [{"content": []}]
-        return tuple(_completion(response, item, token_ids.get(index, [])) for index, item in enumerate(items))
+        if self._body.get("n") in (None, 1):
+            # Reasoning and calls are items beside the message.
+            return (_completion(response, _messages(response), [token for ids in token_ids.values() for token in ids]),)
+        return tuple(_completion(response, item, token_ids.get(index, [])) for index, item in enumerate(response["output"]))
 
     def __aiter__(self) -> Self:
         return self
@@ -106,7 +107,8 @@ class ResponseStream:
         if isinstance(item, ProtocolError):
             self._end()
             raise item
-        self._accepted = self._accepted or item["type"] == "response.created"
+        # One that is resumed may be behind its first event.
+        self._accepted = self._accepted or item["type"].startswith("response.")
         # Once the response has started, an error event is about another message that named this stream.
         if item["type"] in TERMINAL_TYPES or (item["type"] == "error" and not self._accepted):
             self._end()
@@ -177,6 +179,18 @@ class Client:
         ids = isinstance(prompt, list) and not any(isinstance(item, dict) for item in prompt)
         key = "input_token_ids" if ids else "input"
         return ResponseStream(self, stream_id, {"type": "response.create", "stream_id": stream_id, key: prompt, **options})
+
+    def resume(self, response_id: str, *, starting_after: int = -1, stream_id: str | None = None) -> ResponseStream:
+        """A response that another connection started, which was lost; it must have been created with `resumable` or `background`.
+
+        Args:
+            starting_after: sequence number of the last event that came; -1 for none.
+        """
+        if stream_id is None:
+            stream_id = f"c{self._created}"
+            self._created += 1
+        body = {"type": "response.resume", "stream_id": stream_id, "response_id": response_id, "starting_after": starting_after}
+        return ResponseStream(self, stream_id, body)
 
     async def cancel(self, *, response_id: str | None = None, stream_id: str | None = None) -> None:
         """Asks the server to end a response."""
@@ -260,8 +274,14 @@ def raise_if_refused(event: ServerEvent) -> ServerEvent:
     return event
 
 
+def _messages(response: dict[str, Any]) -> dict[str, Any]:
+    """The messages of a response with one completion as one item, whose state is the response's."""
+    parts = [part for item in response["output"] if item.get("type", "message") == "message" for part in item["content"]]
+    return {"content": parts}
+
+
 def _completion(response: dict[str, Any], item: dict[str, Any], token_ids: list[int]) -> CompletionOutput:
-    status = response["status"] if len(response["output"]) < 2 else item["status"]
+    status = item.get("status", response["status"])
     text = "".join(part["text"] for part in item["content"])
     logprobs = tuple(entry for part in item["content"] for entry in part["logprobs"])
     return CompletionOutput(response["id"], status, text, tuple(token_ids), response["usage"], logprobs)

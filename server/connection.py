@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from .create_body import ResponseCreate
 from .fields import FieldError, show
 from .frames import JSON, Frame, decode, encode, encode_bytes
 from .limits import MAX_FRAME_BYTES
-from .protocol import ClientEvent, parse
+from .protocol import ClientEvent, ResponseCancel, ResponseResume, ResponseSteer, parse
 
 MAX_STREAMS = 256
 
@@ -33,7 +34,28 @@ class CancelCommand:
     stream_id: str
 
 
-Command = CreateCommand | CancelCommand
+@dataclass(frozen=True)
+class ResumeCommand:
+    """Follow a response that was started on another connection.
+
+    Attributes:
+        starting_after: sequence number of the last event that the client has; -1 for none.
+    """
+
+    response_id: str
+    stream_id: str
+    starting_after: int
+
+
+@dataclass(frozen=True)
+class SteerCommand:
+    """Say something to a response while it runs."""
+
+    response_id: str
+    input: Any
+
+
+Command = CreateCommand | CancelCommand | ResumeCommand | SteerCommand
 
 
 def new_response_id() -> str:
@@ -42,15 +64,15 @@ def new_response_id() -> str:
 
 
 class Connection:
-    """The open streams of one socket.
+    """The lanes of one socket, each of which has one response at a time and lets others wait in their order.
 
-    A stream is open from `receive` of its `response.create` until `finish`; then its name is free again. `receive` either returns a
-    command or raises and leaves the state unchanged, so a bad frame does not cost the socket.
+    A lane is named by a `stream_id`; creates without one share a lane, whose events have none. `receive` either returns a command, or
+    None for a create that waits, or raises and leaves the state unchanged, so a bad frame does not cost the socket.
 
     Args:
-        subprotocol: one of `protocol.SUBPROTOCOLS`.
+        subprotocol: one of `frames.SUBPROTOCOLS`.
         max_frame_bytes: largest legal frame.
-        max_streams: most streams open at once.
+        max_streams: most responses that run or wait at once.
         new_id: makes response ids.
     """
 
@@ -66,20 +88,25 @@ class Connection:
         self._max_frame_bytes = max_frame_bytes
         self._max_streams = max_streams
         self._new_id = new_id
-        self._open: dict[str, str] = {}
-        self._stream_of: dict[str, str] = {}
+        self._lanes: dict[str, deque[CreateCommand | ResumeCommand]] = {}
+        self._lane_of: dict[str, str] = {}
 
     @property
     def open(self) -> Mapping[str, str]:
-        """Open streams: stream id to response id."""
-        return dict(self._open)
+        """Lanes with a response: stream id to the id of the response that runs there; the lane without a name is ""."""
+        return {lane: commands[0].response_id for lane, commands in self._lanes.items()}
 
-    def receive(self, frame: Frame) -> Command:
-        """One frame as a command.
+    @property
+    def count(self) -> int:
+        """Responses that run or wait."""
+        return sum(map(len, self._lanes.values()))
+
+    def receive(self, frame: Frame) -> Command | None:
+        """One frame as a command; None for a create that waits for its lane.
 
         Raises:
             ProtocolError: the frame is not a message, or asks for something that this socket's state does not allow
-                (codes stream_in_use, too_many_streams, response_not_found).
+                (codes too_many_streams, stream_in_use, response_not_found).
         """
         return self.apply(self.parse(frame))
 
@@ -91,21 +118,36 @@ class Connection:
         """
         return parse(decode(frame, self.subprotocol, self._max_frame_bytes))
 
-    def apply(self, event: ClientEvent) -> Command:
-        """A message as a command.
+    def apply(self, event: ClientEvent) -> Command | None:
+        """A message as a command; None for a create that waits for its lane.
 
         Raises:
             ProtocolError: this socket's state does not allow it.
         """
-        if isinstance(event, ResponseCreate):
-            return self._create(event)
-        return self._cancel(event.response_id, event.stream_id)
+        match event:
+            case ResponseCreate():
+                return self._create(event)
+            case ResponseResume():
+                return self._resume(event)
+            case ResponseSteer():
+                return SteerCommand(event.response_id, event.input)
+            case ResponseCancel():
+                return self._cancel(event.response_id, event.stream_id)
 
-    def finish(self, response_id: str) -> None:
-        """Closes the stream of a response, whatever its end; a response that is not open is left alone."""
-        stream_id = self._stream_of.pop(response_id, None)
-        if stream_id is not None:
-            del self._open[stream_id]
+    def finish(self, response_id: str) -> CreateCommand | None:
+        """Ends the response of a lane, whatever its end; returns the create that waited for it longest. Of an unknown response, None."""
+        lane = self._lane_of.pop(response_id, None)
+        if lane is None:
+            return None
+        commands = self._lanes[lane]
+        commands.popleft()
+        if not commands:
+            del self._lanes[lane]
+            return None
+        following = commands[0]
+        assert isinstance(following, CreateCommand)
+        self._lane_of[following.response_id] = lane
+        return following
 
     def encode(self, event: Mapping[str, Any]) -> Frame:
         """One server event as a frame of this socket's subprotocol."""
@@ -115,29 +157,52 @@ class Connection:
         """One server event as the payload of a frame."""
         return encode_bytes(event, self.subprotocol)
 
-    def _create(self, body: ResponseCreate) -> CreateCommand:
-        stream_id = body.stream_id
-        if stream_id is None:
-            stream_id = next(name for name in map(str, range(len(self._open) + 1)) if name not in self._open)
-        if stream_id in self._open:
-            message = f"stream_id {stream_id!r} is in use by response {self._open[stream_id]!r}; legal is a name not in {self._names()}"
-            raise FieldError(message, param="stream_id", code="stream_in_use", stream_id=stream_id)
-        if len(self._open) >= self._max_streams:
-            message = f"{len(self._open)} responses are open on this socket; the limit is {self._max_streams}"
+    def _create(self, body: ResponseCreate) -> CreateCommand | None:
+        lane = body.stream_id or ""
+        self._check_room(body.stream_id)
+        command = CreateCommand(self._new_id(), lane, body)
+        return command if self._enter(lane, command) else None
+
+    def _resume(self, event: ResponseResume) -> ResumeCommand:
+        lane = event.stream_id or ""
+        self._check_room(event.stream_id)
+        if event.response_id in self._lane_of:
+            message = f"response {show(event.response_id)} is open on this socket already; legal is one whose connection was lost"
+            raise FieldError(message, param="response_id", code="stream_in_use", stream_id=event.stream_id)
+        if lane in self._lanes:
+            message = f"{_lane_name(event.stream_id)} has response {self._lanes[lane][0].response_id!r}; legal is a lane without one"
+            raise FieldError(message, param="stream_id", code="stream_in_use", stream_id=event.stream_id)
+        command = ResumeCommand(event.response_id, lane, event.starting_after)
+        self._enter(lane, command)
+        return command
+
+    def _enter(self, lane: str, command: CreateCommand | ResumeCommand) -> bool:
+        """Adds a command to a lane; whether it is the only one there."""
+        commands = self._lanes.setdefault(lane, deque())
+        commands.append(command)
+        if len(commands) > 1:
+            return False
+        self._lane_of[command.response_id] = lane
+        return True
+
+    def _check_room(self, stream_id: str | None) -> None:
+        if self.count >= self._max_streams:
+            message = f"{self.count} responses run or wait on this socket; the limit is {self._max_streams}"
             raise FieldError(message, param="stream_id", code="too_many_streams", stream_id=stream_id)
-        response_id = self._new_id()
-        self._open[stream_id], self._stream_of[response_id] = response_id, stream_id
-        return CreateCommand(response_id, stream_id, body)
 
     def _cancel(self, response_id: str | None, stream_id: str | None) -> CancelCommand:
-        open_stream = stream_id if response_id is None else self._stream_of.get(response_id)
-        if open_stream in self._open and stream_id in (None, open_stream):
-            return CancelCommand(self._open[open_stream], open_stream)
+        lane = stream_id if response_id is None else self._lane_of.get(response_id)
+        if lane in self._lanes and stream_id in (None, lane):
+            return CancelCommand(self._lanes[lane][0].response_id, lane)
         named = " and ".join(f"{name} {show(value)}" for name, value in (("response_id", response_id), ("stream_id", stream_id)) if value)
         message = f"no response with {named} is open on this socket; open streams are {self._names()}"
         param = "response_id" if response_id is not None else "stream_id"
         raise FieldError(message, param=param, code="response_not_found", stream_id=stream_id)
 
     def _names(self) -> str:
-        names = list(self._open)
+        names = list(self._lanes)
         return str(names) if len(names) <= 8 else f"{names[:8]} and {len(names) - 8} more"
+
+
+def _lane_name(stream_id: str | None) -> str:
+    return "the lane without a stream_id" if stream_id is None else f"stream_id {stream_id!r}"

@@ -16,21 +16,25 @@ item; see `service`), `speculative_tokens` (draft tokens to verify per step; 0 i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..graphs.errors import RequestError
 from ..runtime.request import Sampling
 from .fields import FieldError, boolean, choices, integer, logit_bias, number, optional, refuse_unknown, show, string, strings, token_ids
+from .items import ChatMessage, Item, read_items, template_messages, text_of
 from .limits import MAX_PRIORITY
 from .neutral import IGNORED, NEUTRAL, without_neutral
+from .reply_grammar import ToolUse
 from .structured_output import OutputFormat, of_extension, of_responses
+from .tool_fields import read_effort, read_tools, read_variables
 
 INLINE_PROMPT_CHARS = 4096
 """Longer prompts are tokenized on a thread."""
 
 MAX_STREAM_ID_CHARS = 128
 MAX_MODEL_CHARS = 1024
+MAX_RESPONSE_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 256
@@ -40,25 +44,26 @@ MAX_COMPLETIONS = 8
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
 MAX_SALT_CHARS = 256
-MAX_MESSAGES = 4096
 LOGPROBS = "message.output_text.logprobs"
-ROLES = ("user", "system", "developer", "assistant")
-TEXT_PARTS = ("input_text", "output_text")
-
-
-@dataclass(frozen=True)
-class ChatMessage:
-    """One message of a conversation."""
-
-    role: str
-    text: str
+ENCRYPTED = "reasoning.encrypted_content"
+"""Changes nothing: reasoning is told as it is."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt of several messages; turning it into text takes a chat template."""
+    """A prompt of several items; turning it into text takes a chat template.
 
-    messages: tuple[ChatMessage, ...]
+    Attributes:
+        instructions: what the system says before them.
+    """
+
+    items: tuple[Item, ...]
+    instructions: str | None = None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages for a chat template."""
+        system = () if self.instructions is None else (ChatMessage("system", self.instructions),)
+        return template_messages((*system, *self.items))
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -71,7 +76,7 @@ class ResponseCreate:
     Attributes:
         prompt: text, token ids, or a conversation.
         model: name of the model; None takes the served one.
-        stream_id: names the response among those open on the socket; None lets the server choose.
+        stream_id: the lane of the socket; None is the lane of all that name none.
         max_output_tokens: None means as many as fit into the context.
         stop: strings that end the output and are not part of it.
         ignore_eos: generate past end-of-sequence tokens.
@@ -85,6 +90,15 @@ class ResponseCreate:
         timeout_ms: how long it may wait and run; None is the server's own timeout.
         bad_words: texts that the output must not hold.
         cache_salt, skip_reading_prefix_cache: as in `runtime.request.Request`.
+        previous_response_id: the response whose conversation this one continues.
+        store: whether the response is kept for later requests; None leaves it to the server.
+        generate: whether there is to be an output; without one the prompt is only prepared.
+        use: tools, and what is to become of them.
+        echoed: `tools`, `tool_choice` and `text` as they were sent, repeated in the response.
+        effort: of reasoning; None leaves it to the chat template.
+        variables: of the chat template.
+        background: whether it goes on to its end without a connection.
+        resumable: whether it goes on for a while when its connection is lost, so that another can follow it.
     """
 
     prompt: Prompt
@@ -105,18 +119,38 @@ class ResponseCreate:
     bad_words: tuple[str, ...] = ()
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
+    previous_response_id: str | None = None
+    store: bool | None = None
+    generate: bool = True
+    background: bool = False
+    resumable: bool = False
+    use: ToolUse = field(default_factory=ToolUse)
+    echoed: Mapping[str, Any] = field(default_factory=dict)
+    effort: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """The prompt as items of a conversation: a text is what the user says, token ids say nothing."""
+        if isinstance(self.prompt, Conversation):
+            return self.prompt.items
+        return (ChatMessage("user", self.prompt),) if isinstance(self.prompt, str) else ()
+
+    def after(self, previous: tuple[Item, ...]) -> ResponseCreate:
+        """The same behind the items of a conversation so far."""
+        return replace(self, prompt=Conversation((*previous, *self.items), self.instructions))
 
     @property
     def prompt_chars(self) -> int:
         """Characters of the prompt that have to be tokenized."""
         if isinstance(self.prompt, Conversation):
-            return sum(len(message.text) for message in self.prompt.messages)
+            return len(self.prompt.instructions or "") + sum(len(text_of(item)) for item in self.prompt.items)
         return len(self.prompt) if isinstance(self.prompt, str) else 0
 
     @property
     def takes_long(self) -> bool:
         """Whether it is better prepared on a thread, so that it does not block the streams of others: a long prompt, or a grammar."""
-        return self.prompt_chars > INLINE_PROMPT_CHARS or self.format is not None
+        return self.prompt_chars > INLINE_PROMPT_CHARS or self.format is not None or self.use.constrains
 
 
 def read_create(body: dict[str, Any]) -> ResponseCreate:
@@ -128,7 +162,7 @@ def read_create(body: dict[str, Any]) -> ResponseCreate:
     refuse_unknown(body, (*CREATE_FIELDS, *NEUTRAL, *IGNORED), "response.create")
     body = without_neutral({name: value for name, value in body.items() if value is not None})
     return ResponseCreate(
-        prompt=_with_instructions(_prompt(body), optional(body, "instructions", string())),
+        prompt=_prompt(body, optional(body, "instructions", string())),
         model=optional(body, "model", string(MAX_MODEL_CHARS)),
         stream_id=optional(body, "stream_id", string(MAX_STREAM_ID_CHARS)),
         max_output_tokens=optional(body, "max_output_tokens", integer(1)),
@@ -146,6 +180,15 @@ def read_create(body: dict[str, Any]) -> ResponseCreate:
         bad_words=optional(body, "bad_words", strings(MAX_BAD_WORDS, MAX_STOP_CHARS)) or (),
         cache_salt=optional(body, "cache_salt", string(MAX_SALT_CHARS)) or "",
         skip_reading_prefix_cache=optional(body, "skip_reading_prefix_cache", boolean) or False,
+        previous_response_id=optional(body, "previous_response_id", string(MAX_RESPONSE_ID_CHARS)),
+        store=optional(body, "store", boolean),
+        generate=_generates(body),
+        background=optional(body, "background", boolean) or False,
+        resumable=optional(body, "resumable", boolean) or False,
+        use=_tools(body),
+        echoed={name: body[name] for name in ("tools", "tool_choice", "text") if name in body},
+        effort=read_effort(body),
+        variables=optional(body, "chat_template_kwargs", read_variables) or {},
     )
 
 
@@ -182,34 +225,55 @@ CREATE_FIELDS = (
     "priority",
     "timeout_ms",
     "stream",
+    "previous_response_id",
+    "store",
+    "generate",
+    "background",
+    "resumable",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "reasoning",
+    "chat_template_kwargs",
 )
 
 
-def _prompt(body: Mapping[str, Any]) -> Prompt:
+def _prompt(body: Mapping[str, Any], instructions: str | None) -> Prompt:
     names = [name for name in ("input", "input_token_ids") if name in body]
-    if len(names) != 1:
+    prepares = body.get("generate") is False or "previous_response_id" in body
+    if len(names) != 1 and (names or not prepares):
         raise FieldError(f"{' and '.join(names) or 'no input'} given; legal is exactly one of input, input_token_ids", param="input")
-    value = body[names[0]]
-    if names[0] == "input_token_ids":
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise FieldError(f"input_token_ids is {show(value)}; legal is a list of integers", param="input_token_ids")
-        return tuple(value)
+    if names == ["input_token_ids"]:
+        return _token_ids(body)
+    value = body.get("input", [])
     if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise FieldError(f"input is {show(value)}; legal is a string or a list of message items", param="input")
-    if len(value) > MAX_MESSAGES:
-        raise FieldError(f"input has {len(value)} messages; legal are at most {MAX_MESSAGES}", param="input")
-    return Conversation(tuple(_message(item, f"input[{i}]") for i, item in enumerate(value)))
+        said = Conversation((ChatMessage("user", value),), instructions)
+        return value if instructions is None and not body.get("tools") else said
+    return Conversation(read_items(value), instructions)
 
 
-def _with_instructions(prompt: Prompt, instructions: str | None) -> Prompt:
-    if instructions is None:
-        return prompt
-    if isinstance(prompt, tuple):
-        raise FieldError("instructions and input_token_ids are given; legal is instructions with input", param="instructions")
-    messages = (ChatMessage("user", prompt),) if isinstance(prompt, str) else prompt.messages
-    return Conversation((ChatMessage("system", instructions), *messages))
+def _token_ids(body: Mapping[str, Any]) -> tuple[int, ...]:
+    value = body["input_token_ids"]
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise FieldError(f"input_token_ids is {show(value)}; legal is a list of integers", param="input_token_ids")
+    for name in ("instructions", "previous_response_id", "tools"):
+        if body.get(name):
+            raise FieldError(f"{name} and input_token_ids are given; legal is {name} with input", param=name)
+    return tuple(value)
+
+
+def _tools(body: Mapping[str, Any]) -> ToolUse:
+    use = read_tools(body)
+    if use.tools and body.get("n") not in (None, 1):
+        raise FieldError(f"n is {body['n']} and there are tools; legal is 1 or absent", param="n")
+    return use
+
+
+def _generates(body: Mapping[str, Any]) -> bool:
+    generates = optional(body, "generate", boolean)
+    if generates is False and body.get("n") not in (None, 1):
+        raise FieldError(f"n is {body['n']} and generate is false; legal is 1 or absent", param="n")
+    return generates is not False
 
 
 def _format(body: Mapping[str, Any]) -> OutputFormat | None:
@@ -225,28 +289,6 @@ def _metadata(value: Any, name: str) -> dict[str, str]:
         shown = f"an object of at most {MAX_METADATA} strings of up to {MAX_METADATA_CHARS} characters"
         raise FieldError(f"{name} is {show(value)}; legal is {shown}", param=name)
     return dict(value)
-
-
-def _message(item: Any, where: str) -> ChatMessage:
-    if not isinstance(item, dict):
-        raise FieldError(f"{where} is {show(item)}; legal is a message object (token ids go into input_token_ids)", param=where)
-    # With what an output item of an earlier response has.
-    refuse_unknown(item, ("type", "role", "content", "id", "status", "phase"), where)
-    if item.get("type", "message") != "message":
-        raise FieldError(f"{where}.type is {show(item['type'])}; legal is 'message'", param=f"{where}.type")
-    if item.get("role") not in ROLES:
-        raise FieldError(f"{where}.role is {show(item.get('role'))}; legal are {list(ROLES)}", param=f"{where}.role")
-    content = item.get("content")
-    parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise FieldError(f"{where}.content is {show(content)}; legal is a string or a list of parts", param=f"{where}.content")
-    if len(parts) > MAX_MESSAGES:
-        raise FieldError(f"{where}.content has {len(parts)} parts; legal are at most {MAX_MESSAGES}", param=f"{where}.content")
-    for i, part in enumerate(parts):
-        if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            at = f"{where}.content[{i}]"
-            raise FieldError(f"{at} is {show(part)}; legal is an object with type in {list(TEXT_PARTS)} and text", param=at)
-    return ChatMessage(item["role"], "".join(part["text"] for part in parts))
 
 
 def _sampling(body: Mapping[str, Any]) -> Sampling:
@@ -265,6 +307,6 @@ def _sampling(body: Mapping[str, Any]) -> Sampling:
 
 
 def _logprobs(body: Mapping[str, Any]) -> int | None:
-    included = LOGPROBS in (optional(body, "include", choices((LOGPROBS,))) or ())
+    included = LOGPROBS in (optional(body, "include", choices((LOGPROBS, ENCRYPTED))) or ())
     most_likely = optional(body, "top_logprobs", integer(0, MAX_TOP_LOGPROBS))
     return 0 if included and most_likely is None else most_likely

@@ -11,11 +11,15 @@ from starlette.websockets import WebSocket
 from ..graphs.errors import RequestError
 from .access import KEY_SUBPROTOCOL, Access
 from .errors import ErrorReply, error_reply
+from .trace_context import carried, carrier
 
 CLIENT = "npucompile.client"
 """Key of a scope: whose request it is, KEY and the digest of its key or else the address that it comes from."""
 
 KEY = "key "
+
+OWNER = "npucompile.owner"
+"""Key of a scope: whose responses it may name, the digest of its key; "" where no key is asked for, and an id opens what it names."""
 
 
 class Door:
@@ -34,10 +38,14 @@ class Door:
         except RequestError as error:
             await refuse(scope, receive, send, error_reply(error))
             return
-        known: dict[str, Any] = {CLIENT: f"{KEY}{key}" if key else (scope.get("client") or ("",))[0]}
+        known: dict[str, Any] = {CLIENT: f"{KEY}{key}" if key else (scope.get("client") or ("",))[0], OWNER: key or ""}
         if "subprotocols" in scope:
             known["subprotocols"] = [name for name in scope["subprotocols"] if not name.startswith(KEY_SUBPROTOCOL)]
-        await self._app({**scope, **known}, receive, send)
+        token = carrier.set(carried(scope))
+        try:
+            await self._app({**scope, **known}, receive, send)
+        finally:
+            carrier.reset(token)
 
 
 def has_key(client: str) -> bool:

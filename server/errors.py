@@ -18,6 +18,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "invalid_api_key": 401,
     "origin_not_allowed": 403,
     "model_not_found": 404,
+    "response_not_found": 404,
     "body_too_large": 413,
     "host_not_allowed": 421,
     "too_many_requests": 429,

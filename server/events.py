@@ -4,9 +4,10 @@ Every event of a response has a `sequence_number` (from 0, without gaps) and a `
 probabilities `token_id` (see `logprobs`), usage the execution record (see `usage`). A response ends with exactly one of the types in
 TERMINAL_TYPES. An `error` event refuses a message; it is not part of a response and never ends one.
 
-A response with several completions has an output item for each: `output[i]` is the item of `output_index` i. It ends when all have ended,
-with the worst of their statuses: failed if one failed, else cancelled, else incomplete, else completed; each item has its own. When one
-completion fails the others run to their ends, and their items are in the output of the failed response.
+Reasoning, text and calls of a completion are items of their own. A response with several completions has one output item for each:
+`output[i]` is the item of `output_index` i. It ends when all have ended, with the worst of their statuses: failed if one failed, else
+cancelled, else incomplete, else completed; each item has its own. When one completion fails the others run to their ends, and their items
+are in the output of the failed response.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import error_reply, failure_of
-from .output_items import EventBody, OutputItem
+from .output_items import EventBody
+from .output_writer import OutputWriter
 from .usage import Usage, usage_object
 
 ServerEvent = dict[str, Any]
@@ -42,7 +44,10 @@ class ResponseInfo:
         max_output_tokens: of each completion, with defaults resolved.
         top_logprobs: most likely tokens listed per position.
         stream_id: "" where there is one stream only.
-        instructions, metadata: the request's.
+        instructions, metadata, previous_response_id: the request's.
+        store, background: whether it is kept, and whether it goes on without a connection.
+        tools, tool_choice, parallel_tool_calls, text: as the request has them.
+        effort: of reasoning.
     """
 
     response_id: str
@@ -55,6 +60,14 @@ class ResponseInfo:
     top_logprobs: int = 0
     instructions: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    previous_response_id: str | None = None
+    store: bool = False
+    background: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    text: Mapping[str, Any] = field(default_factory=lambda: {"format": {"type": "text"}})
+    effort: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,19 +99,35 @@ def error_event(error: Exception, *, stream_id: str | None = None) -> ServerEven
     return event
 
 
+def in_lane(event: ServerEvent, stream_id: str) -> ServerEvent:
+    """An event of a response as it is sent in a lane; the lane without a name is ""."""
+    if event.get("stream_id", "") == stream_id:
+        return event
+    others = {name: value for name, value in event.items() if name != "stream_id"}
+    return {**others, "stream_id": stream_id} if stream_id else others
+
+
+def steer_refusal(response_id: str, steer_input: Any) -> ServerEvent:
+    """The answer to `response.steer`, in OpenAI's form: what a response runs on is fixed when it starts."""
+    message = "responses cannot be steered here; legal is response.cancel, and a response.create that continues it"
+    error = {"type": "invalid_request_error", "code": "steering_not_supported", "message": message}
+    steer = {"previous_response_id": response_id, "input": steer_input}
+    return {"type": "response.steer.failed", "sequence_number": 0, "error": error, "steer": steer}
+
+
 class ResponseEvents:
     """Builds the events of one response: `begin`, for each item any number of `delta` and one `close`, then one `end`.
 
     Args:
         info: fields of the response.
-        completions: number of output items.
+        writers: of its completions.
     """
 
-    def __init__(self, info: ResponseInfo, completions: int = 1) -> None:
+    def __init__(self, info: ResponseInfo, writers: Sequence[OutputWriter]) -> None:
         self._info = info
         self._sequence = 0
-        base = "msg_" + info.response_id.removeprefix("resp_")
-        self._items = tuple(OutputItem(completion_id(base, index), index) for index in range(completions))
+        self._last: EventBody | None = None
+        self._writers = tuple(writers)
 
     def begin(self) -> list[ServerEvent]:
         """The events of an accepted response."""
@@ -106,21 +135,22 @@ class ResponseEvents:
         return self._numbered([{"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}])
 
     def delta(self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[EventBody] = ()) -> list[ServerEvent]:
-        """The events of new text of an item; see `OutputItem.delta`."""
-        return self._numbered(self._items[index].delta(text, token_ids, logprobs))
+        """The events of new text of a completion."""
+        return self._numbered(self._writers[index].write(text, token_ids, logprobs))
 
     def close(self, index: int, status: str) -> list[ServerEvent]:
-        """The events of an item's end; none for a single completion that ended early and never had an item."""
-        item = self._items[index]
-        if status != "completed" and not item.opened and len(self._items) == 1:
-            return []
-        return self._numbered(item.close(status))
+        """The events of a completion's end."""
+        return self._numbered(self._writers[index].close(status))
+
+    def snapshot(self) -> EventBody:
+        """The response as it is now."""
+        return self._last or self._response("in_progress")
 
     def end(self, ends: Sequence[CompletionEnd]) -> list[ServerEvent]:
         """The last event; `ends` has the end of every item, in their order."""
-        status = max((end.status for end in ends), key=list(STATUS_BY_REASON.values()).index)
-        response = self._response(status)
-        response["usage"] = usage_object([end.usage for end in ends])
+        status = max((end.status for end in ends), key=list(STATUS_BY_REASON.values()).index, default="completed")
+        response = self._last = self._response(status)
+        response["usage"] = usage_object([end.usage for end in ends]) if ends else None
         if status == "failed":
             code = "server_error" if any(end.reason == "error" for end in ends) else "timeout"
             response["error"] = {"code": code, "message": _failure(ends)}
@@ -135,7 +165,7 @@ class ResponseEvents:
             "created_at": self._info.created_s,
             "status": status,
             "model": self._info.model,
-            "output": [item.as_object() for item in self._items if item.opened],
+            "output": [item for writer in self._writers for item in writer.objects()],
             "usage": None,
             "error": None,
             "incomplete_details": None,
@@ -144,16 +174,16 @@ class ResponseEvents:
             "temperature": self._info.temperature,
             "top_p": self._info.top_p,
             "top_logprobs": self._info.top_logprobs,
-            "parallel_tool_calls": False,
-            "previous_response_id": None,
-            "tool_choice": "none",
-            "tools": [],
+            "parallel_tool_calls": self._info.parallel_tool_calls,
+            "previous_response_id": self._info.previous_response_id,
+            "tool_choice": self._info.tool_choice,
+            "tools": [dict(tool) for tool in self._info.tools],
             "metadata": dict(self._info.metadata),
-            "store": False,
-            "background": False,
+            "store": self._info.store,
+            "background": self._info.background,
             "truncation": "disabled",
-            "text": {"format": {"type": "text"}},
-            "reasoning": None,
+            "text": dict(self._info.text),
+            "reasoning": {"effort": self._info.effort, "summary": None} if self._info.effort else None,
         }
 
     def _numbered(self, bodies: Sequence[EventBody]) -> list[ServerEvent]:

@@ -16,6 +16,7 @@ from ..graphs.errors import RequestError
 from ..runtime.constraint import WORD_BITS, Bitmask
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
+REPLY = "reply"
 """What a grammar may be given as: any JSON object, a JSON schema, a regular expression, a grammar in Lark's or GBNF's notation, or a list
 of texts of which the output is one."""
 
@@ -44,7 +45,7 @@ class GrammarCompiler:
         """The constraint of one request.
 
         Args:
-            kind: one of KINDS.
+            kind: one of KINDS, or REPLY with a `reply_grammar.Reply`.
             value: the schema as JSON or its text, the expression or grammar as text, or the texts of a choice; of json_object, nothing.
             param: field of the API that it comes from, for errors.
 
@@ -55,13 +56,24 @@ class GrammarCompiler:
         if not self._eos or not all(0 <= token < known for token in self._eos):
             message = f"{param} needs a token that ends the output; the model's are {self._eos}, the tokenizer has {known} tokens"
             raise RequestError(message, param=param, code="structured_output_unsupported")
-        grammar = _text(kind, value, param)
+        grammar = self._grammar(kind, value, param)
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise RequestError(f"{param} has {len(grammar)} characters; legal are at most {MAX_GRAMMAR_CHARS}", param=param)
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"{param} is no legal {kind}: {_shown(matcher.get_error())}", param=param, code="invalid_grammar")
         return GrammarConstraint(matcher, self._tokens.vocab_size)
+
+    def _grammar(self, kind: str, value: Any, param: str) -> str:
+        if kind != REPLY:
+            return _text(kind, value, param)
+        body = None if value.body is None else _text(value.body.kind, value.body.value, param)
+        return str(value.grammar(self._special.get, body))
+
+    @cached_property
+    def _special(self) -> Mapping[str, int]:
+        """Ids of special tokens, which are no text in a grammar."""
+        return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
 class GrammarConstraint:

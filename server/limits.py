@@ -32,6 +32,10 @@ class SocketLimits:
         max_queue_bytes: bytes that may wait to be sent on a socket.
         slow_reader_s: how old what waits to be sent may get before the client is too slow.
         handshake_s: how long a connection may take to send a whole request.
+        max_stored_bytes: responses that later requests may name take at most this together; 0 keeps none.
+        stored_s: how long they are kept after they were last named.
+        max_replay_bytes: of the events of one response that can be resumed.
+        resume_grace_s: how long a response that can be resumed goes on without a reader.
         close_timeout_s: how long sending the close frame may take.
     """
 
@@ -49,6 +53,10 @@ class SocketLimits:
     max_queue_bytes: int = 64 * 2**20
     slow_reader_s: float = 10.0
     handshake_s: float = 10.0
+    max_stored_bytes: int = 256 * 2**20
+    stored_s: float = 3600.0
+    max_replay_bytes: int = 8 * 2**20
+    resume_grace_s: float = 30.0
     close_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -13,21 +13,14 @@ IGNORED: Mapping[str, str] = {
     "prompt_cache_key": "a hint for caches",
     "prompt_cache_retention": "a hint for caches",
     "service_tier": "the provider's bookkeeping",
-    "parallel_tool_calls": "there are no tools",
-    "max_tool_calls": "there are no tools",
+    "max_tool_calls": "concerns tools of the provider",
 }
 """Fields that may have any value, and why."""
 
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "background": ((False,), "work ends with its connection"),
-    "store": ((False,), "responses are not kept"),
-    "tools": (([],), "tools are called through /v1/chat/completions"),
-    "tool_choice": (("auto", "none"), "there are no tools"),
     "truncation": (("disabled",), "prompts are not cut"),
-    "reasoning": (({},), "the chat template decides"),
     "prompt": ((), "prompts are not kept"),
     "conversation": ((), "conversations are not kept"),
-    "previous_response_id": ((), "responses are not kept; send the whole input"),
     "context_management": (([],), "prompts are not cut"),
 }
 """Fields of which only these values are legal, and why."""

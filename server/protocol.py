@@ -1,7 +1,7 @@
 """The messages of clients on the websocket, validated.
 
-It is the websocket mode of OpenAI's Responses API (`/v1/responses`), with `response.cancel` beside it. This module does no I/O: `frames`
-turns bytes into messages, `connection` holds the state of a socket, `websocket` moves its bytes.
+It is the websocket mode of OpenAI's Responses API (`/v1/responses`), with `response.cancel` and `response.resume` beside it. This module
+does no I/O: `frames` turns bytes into messages, `connection` holds the state of a socket, `websocket` moves its bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..graphs.errors import ProtocolError
 from .create_body import MAX_STREAM_ID_CHARS, ResponseCreate, read_create
-from .fields import FieldError, optional, refuse_unknown, show, string
+from .fields import FieldError, integer, optional, refuse_unknown, show, string
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,29 @@ class ResponseCancel:
     stream_id: str | None = None
 
 
-ClientEvent = ResponseCreate | ResponseCancel
+@dataclass(frozen=True)
+class ResponseResume:
+    """`response.resume`: follow a response that another connection started, from an event on.
+
+    Attributes:
+        stream_id: the lane in which its events come; None is the lane without a name.
+        starting_after: sequence number of the last event that the client has; -1 for none.
+    """
+
+    response_id: str
+    stream_id: str | None = None
+    starting_after: int = -1
+
+
+@dataclass(frozen=True)
+class ResponseSteer:
+    """`response.steer`: input for a response that runs."""
+
+    response_id: str
+    input: Any
+
+
+ClientEvent = ResponseCreate | ResponseCancel | ResponseResume | ResponseSteer
 
 
 def parse(message: Mapping[str, Any]) -> ClientEvent:
@@ -57,6 +79,10 @@ def _parse_create(fields: dict[str, Any]) -> ResponseCreate:
     body = _flatten(fields)
     if body.get("stream") not in (None, True) or type(body.get("stream")) is int:
         raise FieldError(f"stream is {show(body['stream'])}; a websocket always streams, legal is true or absent", param="stream")
+    if body.get("background") is True:
+        raise FieldError(
+            "background is true; on a websocket legal is false, and resumable: true for what is to outlive it", param="background"
+        )
     return read_create({name: value for name, value in body.items() if name != "stream"})
 
 
@@ -84,5 +110,31 @@ def _parse_cancel(fields: dict[str, Any]) -> ResponseCancel:
     return ResponseCancel(response_id, optional(fields, "stream_id", string(MAX_STREAM_ID_CHARS)))
 
 
+def _parse_resume(fields: dict[str, Any]) -> ResponseResume:
+    refuse_unknown(fields, _RESUME_FIELDS, "response.resume")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    response_id = optional(fields, "response_id", string(MAX_STREAM_ID_CHARS))
+    if response_id is None:
+        raise FieldError("response.resume names no response; legal is the response_id of one that runs or is kept", param="response_id")
+    starting_after = optional(fields, "starting_after", integer(-1))
+    stream_id = optional(fields, "stream_id", string(MAX_STREAM_ID_CHARS))
+    return ResponseResume(response_id, stream_id, -1 if starting_after is None else starting_after)
+
+
+def _parse_steer(fields: dict[str, Any]) -> ResponseSteer:
+    refuse_unknown(fields, _STEER_FIELDS, "response.steer")
+    response_id = optional(fields, "previous_response_id", string(MAX_STREAM_ID_CHARS))
+    if response_id is None:
+        raise FieldError("response.steer names no response; legal is the id of one that runs", param="previous_response_id")
+    return ResponseSteer(response_id, fields.get("input"))
+
+
 _CANCEL_FIELDS = ("response_id", "stream_id")
-_PARSERS: Mapping[str, Callable[[dict[str, Any]], ClientEvent]] = {"response.create": _parse_create, "response.cancel": _parse_cancel}
+_RESUME_FIELDS = ("response_id", "stream_id", "starting_after")
+_STEER_FIELDS = ("previous_response_id", "input")
+_PARSERS: Mapping[str, Callable[[dict[str, Any]], ClientEvent]] = {
+    "response.create": _parse_create,
+    "response.cancel": _parse_cancel,
+    "response.resume": _parse_resume,
+    "response.steer": _parse_steer,
+}

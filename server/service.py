@@ -16,19 +16,21 @@ from ..runtime.delivery import Sink
 from ..runtime.request import Event, FinishEvent, Request, Sampling
 from .admission import Admission
 from .chat_format import ChatFormat
-from .chat_template import Chat
 from .connection import CreateCommand
-from .create_body import Conversation, ResponseCreate
 from .door import has_key
-from .events import ResponseInfo, completion_id
+from .events import completion_id
 from .fields import show
 from .generation import GenerationOptions
 from .grammar import GrammarCompiler, GrammarConstraint
 from .limits import SocketLimits
 from .mailbox import Mailbox
+from .prepare import prepare
 from .response import PreparedResponse, Response
+from .response_store import ResponseStore
 from .structured_output import OutputFormat
 from .tokenizer import TextTokenizer
+from .trace_context import carrier
+from .tracing import Tracing
 
 FIELD_OF = {"logprobs": "top_logprobs", "constraint": "text"}
 """Names in the API of request fields that have another name in the runtime."""
@@ -96,6 +98,9 @@ class Service:
         readiness: what the probes say; `status` is "ok" or what is wrong with the engine, the rest is detail.
         limits: of requests: how many wait or run, how urgent they are, and how long they take.
         clock: Unix time in seconds.
+
+    Attributes:
+        tracing: makes a span for each request; None for none.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class Service:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.limits = limits = limits or SocketLimits()
+        self.store = ResponseStore(limits.max_stored_bytes, limits.stored_s)
         self.model = model
         self.tokenizer = tokenizer
         self.chat = chat or ChatFormat()
@@ -118,6 +124,7 @@ class Service:
         self.admission = Admission(model.max_running + limits.max_queue, limits.max_requests_per_client, *tokens)
         # Tenants are told apart without saying who they are, which journals would keep.
         self._tenant_key = secrets.token_bytes(16)
+        self.tracing: Tracing | None = None
         self._mailbox: Mailbox | None = None
         self._engine = engine
         self._clock = clock
@@ -128,38 +135,7 @@ class Service:
         Raises:
             RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation without a chat template.
         """
-        body = create.body
-        self.check_model(body.model)
-        prompt, param = self._token_ids(body)
-        options = GenerationOptions(
-            max_tokens=body.max_output_tokens,
-            max_tokens_field="max_output_tokens",
-            sampling=body.sampling,
-            ignore_eos=body.ignore_eos,
-            logprobs=body.logprobs,
-            n=body.n,
-            speculative_tokens=body.speculative_tokens,
-            format=body.format,
-            priority=body.priority,
-            timeout_ms=body.timeout_ms,
-            bad_words=body.bad_words,
-            cache_salt=body.cache_salt,
-            skip_reading_prefix_cache=body.skip_reading_prefix_cache,
-        )
-        requests = self.requests(create.response_id, prompt, options, param)
-        info = ResponseInfo(
-            response_id=create.response_id,
-            stream_id=create.stream_id,
-            model=self.model.name,
-            created_s=self.now_s(),
-            max_output_tokens=requests[0].max_tokens,
-            temperature=body.sampling.temperature,
-            top_p=body.sampling.top_p,
-            top_logprobs=body.logprobs or 0,
-            instructions=body.instructions,
-            metadata=body.metadata,
-        )
-        return PreparedResponse(info, requests, body.stop)
+        return prepare(self, create)
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestError when a request names another model than the one that is served."""
@@ -268,6 +244,7 @@ class Service:
         mailbox = self._open_mailbox()
         leave = self.admission.enter(client, len(requests), sum(len(request.prompt) for request in requests))
         tenant = self._tenant(client)
+        spans = {request.id: self.tracing.begin(request, carrier.get()) for request in requests} if self.tracing else {}
 
         def receive(event: Event) -> None:
             try:
@@ -278,6 +255,8 @@ class Service:
                 raise
             if isinstance(event, FinishEvent):
                 leave()
+                if event.request_id in spans:
+                    spans[event.request_id](event)
 
         submitted = list[str]()
         try:
@@ -291,6 +270,8 @@ class Service:
                 mailbox.close(request.id)
             for _ in requests:
                 leave()
+            for ended in spans.values():
+                ended(None)
             self.cancel(*submitted)
             if isinstance(error, RequestError):
                 error.param = FIELD_OF.get(error.param or "", error.param)
@@ -318,20 +299,6 @@ class Service:
     def stats(self) -> Mapping[str, Any]:
         """The engine's numbers."""
         return self._engine.stats()
-
-    def _token_ids(self, body: ResponseCreate) -> tuple[tuple[int, ...], str]:
-        """Token ids of the prompt, and the field that it is from."""
-        prompt = body.prompt
-        if isinstance(prompt, Conversation):
-            try:
-                text = self.chat.render(Chat([{"role": message.role, "content": message.text} for message in prompt.messages]))
-            except RequestError as error:
-                error.param = "input"
-                raise
-            return self.encode(text, "input", add_special=False), "input"
-        if isinstance(prompt, str):
-            return self.encode(prompt, "input"), "input"
-        return self.checked(prompt, "input_token_ids"), "input"
 
     def _max_tokens(self, prompt_tokens: int, param: str, options: GenerationOptions) -> int:
         limit, wanted, name = self.model.max_model_len, options.max_tokens, options.max_tokens_field

@@ -17,7 +17,7 @@ class OutputFormat:
     """What an output must be.
 
     Attributes:
-        kind: one of `grammar.KINDS`.
+        kind: one of `grammar.KINDS`, or `grammar.REPLY`.
         value: of that kind; None for json_object.
         param: the field that asks for it.
     """

@@ -16,11 +16,12 @@ from ..runtime.request import ExecutionRecord
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts and execution record of a completion."""
+    """Token counts and execution record of a completion; reasoning is part of the output."""
 
     input_tokens: int
     output_tokens: int
     record: ExecutionRecord
+    reasoning_tokens: int = 0
 
 
 def usage_object(completions: Sequence[Usage]) -> dict[str, Any]:
@@ -34,9 +35,13 @@ def usage_object(completions: Sequence[Usage]) -> dict[str, Any]:
     several = [{"output_tokens": usage.output_tokens, **record} for usage, record in zip(completions, records, strict=True)]
     return {
         "input_tokens": input_tokens,
-        "input_tokens_details": {"cached_tokens": min(usage.record.cached_tokens for usage in completions)},
+        "input_tokens_details": {
+            "cached_tokens": min(usage.record.cached_tokens for usage in completions),
+            # OpenAI's types require it; nothing is written to a cache that outlives the request.
+            "cache_write_tokens": 0,
+        },
         "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in completions)},
         "total_tokens": input_tokens + output_tokens,
         "npucompile": records[0] if len(completions) == 1 else {"completions": several},
     }

@@ -8,29 +8,34 @@ Policy, per socket:
 - A refused frame is answered with an `error` event and the socket stays open, with two exceptions in the transport: a frame above
   `transport_frame_bytes` closes it with 1009, a text frame that is not UTF-8 with 1007 (RFC 6455).
 - An exception in one response ends that response with an `error` event of status 500, and nothing else.
-- When a socket closes, for whatever reason, its responses are cancelled, all in one pass.
+- When a socket closes, for whatever reason, its responses are cancelled, all in one pass, but for those that can be resumed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
-from functools import partial
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..graphs.errors import ProtocolError, RequestError
-from ..runtime.request import Event
-from .connection import CancelCommand, Command, Connection, CreateCommand
-from .door import CLIENT, refuse
+from .connection import CancelCommand, Command, Connection, CreateCommand, ResumeCommand, SteerCommand
+from .door import CLIENT, OWNER, refuse
 from .errors import error_reply
-from .events import ServerEvent, error_event
+from .events import ServerEvent, error_event, in_lane, steer_refusal
 from .frames import JSON, choose_subprotocol
 from .lifecycle import Lifecycle
 from .limits import SocketLimits
 from .outbox import Outbox
-from .response import Response
+from .prepare import Owners, continued
+from .prepare import keeping as keeping_of
+from .response_run import ResponseRun
+from .response_store import NotResumable
 from .service import Service
 from .transport import FRAMES
 
@@ -77,9 +82,14 @@ class _Socket:
         max_frame_bytes = limits.frame_bytes(service.model.max_model_len)
         self._connection = Connection(subprotocol, max_frame_bytes=max_frame_bytes, max_streams=limits.max_streams)
         self._client = websocket.scope.get(CLIENT, "")
-        self._responses: dict[str, Response] = {}
+        # Names in the store what this socket alone may continue.
+        self._owners = Owners(websocket.scope.get(OWNER, ""), uuid.uuid4().hex)
+        self._streams: dict[str, _Stream] = {}
+        self._to_cancel: set[str] = set()
+        self._starting: set[asyncio.Task[None]] = set()
         self._outbox = Outbox(limits.max_queue_bytes, limits.slow_reader_s, asyncio.get_running_loop().time)
         self._too_slow = asyncio.Event()
+        self._context = contextvars.copy_context()
         self._complaint: str | None = None
         self._closed = False
 
@@ -89,15 +99,22 @@ class _Socket:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._closed = True
-            self._service.cancel(*(name for response in self._responses.values() for name in response.live))
-            for task in tasks:
+            self._service.cancel(*self._left())
+            self._service.store.forget(str(self._owners.socket))
+            for task in (*tasks, *self._starting):
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._starting, return_exceptions=True)
         if self._too_slow.is_set():
             await self._close(POLICY_VIOLATION, f"{self._complaint}; the responses were cancelled")
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
+
+    def _left(self) -> list[str]:
+        """Leaves all responses; ids of requests that nobody waits for now."""
+        streams, self._streams = self._streams, {}
+        return [name for stream in streams.values() if stream.run is not None for name in stream.run.leave(stream)]
 
     async def _read(self) -> None:
         while True:
@@ -146,57 +163,116 @@ class _Socket:
         except ProtocolError as error:
             self._send([error_event(error)])
             return
-        if isinstance(command, CancelCommand):
-            self._service.cancel(*self._responses[command.response_id].live)
-            return
-        try:
-            await self._start(command)
-        except Exception as error:
-            self._connection.finish(command.response_id)
-            event = error_event(error, stream_id=command.stream_id)
-            if event["status"] == 500:
-                log.exception("response.create on stream %r failed", command.stream_id)
-            self._send([event])
+        match command:
+            case CreateCommand():
+                await self._begin(command)
+            case ResumeCommand():
+                self._resume(command)
+            case SteerCommand():
+                self._send([steer_refusal(command.response_id, command.input)])
+            case CancelCommand():
+                self._cancel(command.response_id)
 
-    async def _command(self, frame: str | bytes) -> Command:
+    async def _command(self, frame: str | bytes) -> Command | None:
         if len(frame) <= INLINE_FRAME_BYTES:
             return self._connection.receive(frame)
         return self._connection.apply(await asyncio.to_thread(self._connection.parse, frame))
 
-    async def _start(self, create: CreateCommand) -> None:
-        self._lifecycle.admitting()
-        if create.body.takes_long:
-            prepared = await asyncio.to_thread(self._service.prepare, create)
-        else:
-            prepared = self._service.prepare(create)
-        response = self._service.response(prepared)
-        self._service.submit(prepared.requests, partial(self._deliver, create, response), self._client)
-        self._responses[create.response_id] = response
-        # The engine's events are delivered on this loop, so none can overtake these.
-        self._send(response.begin())
-
-    def _deliver(self, create: CreateCommand, response: Response, event: Event) -> None:
-        if self._closed or create.response_id not in self._responses:
-            return
+    async def _begin(self, create: CreateCommand) -> None:
+        """Starts a response; one that cannot be started is refused, and makes place in its lane."""
         try:
-            self._send(response.feed(event))
-            self._service.cancel(*response.take_stopped())
+            await self._start(create)
         except Exception as error:
-            log.exception("the response on stream %r failed", create.stream_id)
-            self._service.cancel(*response.live)
+            event = error_event(error, stream_id=create.body.stream_id)
+            if event["status"] == 500:
+                log.exception("response.create on stream %r failed", create.stream_id)
+            self._send([event])
             self._end(create.response_id)
-            self._send([error_event(error, stream_id=create.stream_id)])
+
+    async def _start(self, create: CreateCommand) -> None:
+        service = self._lifecycle.admitting()
+        create = replace(create, body=continued(service, create.body, self._owners))
+        keeping = keeping_of(service, create.body, self._owners)
+        if create.body.takes_long:
+            prepared = await asyncio.to_thread(service.prepare, create)
+        else:
+            prepared = service.prepare(create)
+        if self._closed:
             return
-        if response.done:
-            self._end(create.response_id)
+        run = ResponseRun(service, prepared, keeping)
+        stream = _Stream(self, create.response_id, run, create.stream_id)
+        self._streams[create.response_id] = stream
+        try:
+            run.start(stream, self._client)
+        except Exception:
+            self._streams.pop(create.response_id, None)
+            raise
+        if create.response_id in self._to_cancel:
+            self._to_cancel.discard(create.response_id)
+            run.cancel()
+
+    def _resume(self, command: ResumeCommand) -> None:
+        try:
+            stored = self._service.store.named(command.response_id, (self._owners.key,))
+            if stored.replay is None:
+                raise NotResumable(command.response_id)
+            events = stored.replay.after(command.starting_after)
+        except RequestError as error:
+            self._send([error_event(error, stream_id=command.stream_id or None)])
+            self._end(command.response_id)
+            return
+        stream = _Stream(self, command.response_id, stored.run, command.stream_id)
+        self._streams[command.response_id] = stream
+        if stored.run is not None:
+            stored.run.join(stream)
+        stream.read(events, stored.run is None)
+
+    def _cancel(self, response_id: str) -> None:
+        stream = self._streams.get(response_id)
+        if stream is None:
+            # It is being prepared.
+            self._to_cancel.add(response_id)
+        elif stream.run is not None:
+            stream.run.cancel()
 
     def _end(self, response_id: str) -> None:
-        self._connection.finish(response_id)
-        del self._responses[response_id]
+        self._streams.pop(response_id, None)
+        self._to_cancel.discard(response_id)
+        following = self._connection.finish(response_id)
+        if following is not None and not self._closed:
+            # This runs within the delivery of another response's events, which is no part of this socket's trace.
+            task = asyncio.create_task(self._begin(following), context=self._context.copy())
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
 
-    def _send(self, events: list[ServerEvent]) -> None:
+    def _send(self, events: Sequence[ServerEvent]) -> None:
         # Send nothing to a client that is too slow: it must not see a response with a gap.
-        if self._too_slow.is_set() or not events:
+        if self._too_slow.is_set() or self._closed or not events:
             return
         self._outbox.put([self._connection.encode_bytes(event) for event in events])
         self._judge()
+
+
+class _Stream:
+    """A response as one socket follows it; `run` is None once it has ended."""
+
+    def __init__(self, socket: _Socket, response_id: str, run: ResponseRun | None, stream_id: str) -> None:
+        self.run = run
+        self._response_id = response_id
+        self._socket = socket
+        self._stream_id = stream_id
+
+    def read(self, events: Sequence[ServerEvent], done: bool) -> None:
+        """See `response_run.Reader`."""
+        self._socket._send([in_lane(event, self._stream_id) for event in events])
+        if done:
+            self._over()
+
+    def failed(self, error: Exception) -> None:
+        """See `response_run.Reader`."""
+        self._socket._send([error_event(error, stream_id=self._stream_id or None)])
+        self._over()
+
+    def _over(self) -> None:
+        self.run = None
+        self._socket._end(self._response_id)

@@ -37,7 +37,10 @@ LAW: dict[str, tuple[str, ...]] = {
 OUTSIDE: dict[str, tuple[str, ...]] = {"graphs": ("torch",)}
 
 # Further imports of files under a folder: the converter to Ascend graphs, its protobuf messages, and a reader of ELF libraries.
-OUTSIDE_BELOW = {"lowering/ascend/": ("torch_npu", "torchair", "google", "elftools", "vllm_ascend", "sgl_kernel_npu")}
+OUTSIDE_BELOW = {
+    "lowering/ascend/": ("torch_npu", "torchair", "google", "elftools", "vllm_ascend", "sgl_kernel_npu"),
+    "server/tracing.py": ("opentelemetry",),
+}
 
 # Folders whose files may also use these extras: benchmarks and trainers compare with other people's code, and commands draw.
 OPTIONAL_OUTSIDE = {"tools": ("test", "plots")}

@@ -16,6 +16,7 @@ from ..door import CLIENT
 from ..fields import logit_bias
 from ..generation import Generation, GenerationOptions, Output
 from ..lifecycle import Lifecycle
+from ..response_run import ResponseRun
 from ..service import Service
 from ..structured_output import OutputFormat, of_chat, of_extension
 from .bodies import MAX_BODY_BYTES, Body
@@ -48,7 +49,7 @@ class Api:
         self.service = lifecycle.admitting
         self.serving = lifecycle.serving
         self.max_body_bytes = max_body_bytes
-        self.live: dict[str, Live[Any]] = {}
+        self.live: dict[str, Live[Any] | ResponseRun] = {}
 
     def start(self, request_id: str, requests: Sequence[Request], core: Core[Out], client: str, *, streams: bool) -> Live[Out]:
         """Submits requests of a client (`client_of`), whose events `core` turns into outputs.

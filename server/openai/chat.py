@@ -11,12 +11,13 @@ from ...graphs.errors import RequestError
 from ...runtime.request import Request as EngineRequest
 from ..chat_template import Chat
 from ..parsers.message import MessageParser
+from ..reply_grammar import AUTO, REQUIRED, ToolUse, check_choice
 from ..service import Service
 from .api import Api, client_of, fingerprint, includes_usage, new_id, off_loop, options_of, takes_long
 from .chat_choice import ChatChoice
 from .choices import ChunkFrames, Header, whole_answer
 from .messages import messages_of
-from .request_models import ChatRequest
+from .request_models import ChatRequest, NamedChoice
 from .sse import EventStream, whole
 
 
@@ -30,20 +31,23 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     service.check_model(body.model)
     max_tokens, field = _max_tokens(body)
     options = options_of(body, service, max_tokens, _logprobs(body), field)
-    if any(map(service.tokenizer.is_special, service.chat.marks(tools=_offers_tools(body)))):
+    use = tool_use(body)
+    check_choice(use, service.chat.tool_calls)
+    if any(map(service.tokenizer.is_special, service.chat.marks(tools=bool(use.offered)))):
         # Text without special tokens would be text without marks.
         options = replace(options, skip_special_tokens=False)
     header = Header(
         new_id("chatcmpl-"), "chat.completion", service.now_s(), service.model.name, fingerprint(service), "chat.completion.chunk"
     )
     chat = chat_of(body, service)
+    takes = takes_long(sum(len(str(message["content"])) for message in chat.messages), options) or use.constrains
 
     def made() -> tuple[str, tuple[int, ...], tuple[EngineRequest, ...]]:
         text, prompt = _encoded(service, chat)
-        _check_format(body, service, text)
-        return text, prompt, service.requests(header.id, prompt, options, "messages")
+        form = service.chat.reply(text, use, options.format, continues=body.continue_final_message)
+        return text, prompt, service.requests(header.id, prompt, replace(options, format=form), "messages")
 
-    text, prompt, requests = await off_loop(takes_long(sum(len(str(message["content"])) for message in chat.messages), options), made)
+    text, prompt, requests = await off_loop(takes, made)
     live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)
     choices = [ChatChoice(index, _parser(body, service, text), body, prompt, service.tokenizer) for index in range(body.n)]
     if body.stream:
@@ -60,19 +64,12 @@ def chat_of(body: ChatRequest, service: Service) -> Chat:
     if body.continue_final_message and body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
         message = "continue_final_message and add_generation_prompt are both true; legal is one of them"
         raise RequestError(message, param="continue_final_message")
-    variables = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        template = service.chat.template
-        if template is not None and "reasoning_effort" not in template.text:
-            message = f"reasoning_effort is {body.reasoning_effort!r}, and the model's chat template has no such setting; legal is absent"
-            raise RequestError(message, param="reasoning_effort", code="unsupported_value")
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
     return Chat(
         messages=messages_of(body.messages),
-        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if _offers_tools(body) else None,
+        tools=tool_use(body).offered or None,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
-        variables=variables,
+        variables=service.chat.variables(body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort"),
     )
 
 
@@ -82,22 +79,14 @@ def _encoded(service: Service, chat: Chat) -> tuple[str, tuple[int, ...]]:
 
 
 def _parser(body: ChatRequest, service: Service, prompt: str) -> MessageParser:
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools] if _offers_tools(body) else []
-    return service.chat.parser(prompt, tools, separate_reasoning=body.separate_reasoning)
+    return service.chat.parser(prompt, tool_use(body).offered, separate_reasoning=body.separate_reasoning)
 
 
-def _check_format(body: ChatRequest, service: Service, prompt: str) -> None:
-    """Raises RequestError where the output must have a form, and begins with reasoning, which has none."""
-    form = body.response_format if body.structured_outputs is None else body.structured_outputs
-    if form not in (None, {"type": "text"}) and service.chat.begins_with_reasoning(prompt):
-        param = "response_format" if body.structured_outputs is None else "structured_outputs"
-        message = f"{param} is given, and the chat template begins the answer with reasoning, which has no form; legal is {param} with "
-        raise RequestError(f'{message}chat_template_kwargs that turn reasoning off, such as {{"enable_thinking": false}}', param=param)
-
-
-def _offers_tools(body: ChatRequest) -> bool:
-    """What is not to be called is not in the prompt either."""
-    return bool(body.tools) and body.tool_choice != "none"
+def tool_use(body: ChatRequest) -> ToolUse:
+    """The tools of a request, and what is to become of them."""
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else None
+    choice = body.tool_choice if isinstance(body.tool_choice, str) else AUTO if named is None else REQUIRED
+    return ToolUse(tuple(tool.model_dump(exclude_unset=True) for tool in body.tools), choice, named, body.parallel_tool_calls)
 
 
 def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:

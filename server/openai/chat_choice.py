@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 from ..events import CompletionEnd
@@ -10,7 +9,7 @@ from ..logprobs import token_objects
 from ..output_stream import TextDelta
 from ..parsers.message import MessageParser, Part
 from ..parsers.reasoning import Content, Reasoning
-from ..parsers.tool_calls import ToolCall
+from ..parsers.tool_calls import CallArguments, CallBegin, new_call_id
 from ..tokenizer import TextTokenizer
 from .choices import FINISH_REASONS
 from .request_models import ChatRequest
@@ -28,13 +27,13 @@ class ChatChoice:
     def __init__(self, index: int, parser: MessageParser, body: ChatRequest, prompt: tuple[int, ...], tokenizer: TextTokenizer) -> None:
         self._index = index
         self._parser = parser
-        self._single_call = not body.parallel_tool_calls
         self._returns_ids = body.return_token_ids
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._begun = False
         self._text: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         self._calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []
         self._logprobs: list[dict[str, Any]] | None = [] if body.logprobs else None
         self._ids: list[int] = []
         self._finish_reason: str | None = None
@@ -66,14 +65,22 @@ class ChatChoice:
         if reasoning:
             message["reasoning_content"] = reasoning
         if self._calls:
-            message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in self._calls]
+            message["tool_calls"] = self._whole_calls()
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         choice = {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
         return choice | ({"token_ids": self._ids, "prompt_token_ids": self._prompt} if self._returns_ids else {})
 
     def _fields(self, parts: list[Part]) -> dict[str, Any]:
         """The new parts of the message."""
-        calls = [call for part in parts if isinstance(part, ToolCall) and (call := self._call(part))]
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if isinstance(part, CallBegin):
+                self._begin_call(part.name)
+                calls[len(self._calls) - 1] = {**self._calls[-1], "function": {"name": part.name, "arguments": ""}}
+            elif isinstance(part, CallArguments):
+                self._arguments[-1].append(part.text)
+                call = calls.setdefault(len(self._calls) - 1, {"index": len(self._calls) - 1, "function": {"arguments": ""}})
+                call["function"]["arguments"] += part.text
         texts = {
             "reasoning_content": "".join(part.text for part in parts if isinstance(part, Reasoning)),
             "content": "".join(part.text for part in parts if isinstance(part, Content)),
@@ -81,15 +88,17 @@ class ChatChoice:
         fields: dict[str, Any] = {name: text for name, text in texts.items() if text}
         for name, text in fields.items():
             self._text[name].append(text)
-        return fields | ({"tool_calls": calls} if calls else {})
+        return fields | ({"tool_calls": list(calls.values())} if calls else {})
 
-    def _call(self, part: ToolCall) -> dict[str, Any] | None:
-        if self._single_call and self._calls:
-            return None
-        function = {"name": part.name, "arguments": part.arguments}
-        call = {"index": len(self._calls), "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-        self._calls.append(call)
-        return call
+    def _begin_call(self, name: str) -> None:
+        self._calls.append({"index": len(self._calls), "id": new_call_id(), "type": "function", "function": {"name": name}})
+        self._arguments.append([])
+
+    def _whole_calls(self) -> list[dict[str, Any]]:
+        return [
+            {"id": call["id"], "type": "function", "function": {**call["function"], "arguments": "".join(arguments)}}
+            for call, arguments in zip(self._calls, self._arguments, strict=True)
+        ]
 
     def _reason(self, end: CompletionEnd) -> str | None:
         return "tool_calls" if self._calls and end.reason == "stop" else FINISH_REASONS.get(end.reason)

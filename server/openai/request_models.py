@@ -162,6 +162,19 @@ class Tool(Body):
     function: Function
 
 
+class FunctionName(Body):
+    """The function of a `NamedChoice`."""
+
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedChoice(Body):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(SamplingFields):
     """`/v1/chat/completions`."""
 
@@ -171,7 +184,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None

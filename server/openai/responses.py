@@ -6,19 +6,23 @@ Other than on the websocket, a text is a message of the user, and sampling that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..connection import CreateCommand, new_response_id
-from ..create_body import ChatMessage, Conversation, ResponseCreate, read_create
+from ..create_body import ResponseCreate, read_create
+from ..door import OWNER
 from ..events import ServerEvent
 from ..fields import FieldError, boolean
+from ..prepare import Owners, continued, keeping
+from ..response_run import ResponseRun
 from ..service import Service
 from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, client_of, off_loop
 from .errors import EngineTimeout
+from .event_reader import EventReader
+from .live import MAX_WAITING
 from .sse import EventStream, frame, whole
 
 OVER_HTTP = ("stream", "stream_options")
@@ -36,14 +40,23 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     streams = boolean(fields.get("stream", False), "stream")
     _check_stream_options(fields.get("stream_options", {}), streams)
     create = _create(fields, service)
-    command = CreateCommand(new_response_id(), "", create)
-    prepared = await off_loop(create.takes_long, lambda: service.prepare(command))
-    core = service.response(prepared)
-    live = api.start(command.response_id, prepared.requests, core, client_of(request), streams=streams)
-    opening = core.begin()
+    owners = Owners(str(request.scope.get(OWNER, "")))
+    kept = keeping(service, create, owners)
+    command = CreateCommand(new_response_id(), "", continued(service, create, owners))
+    prepared = await off_loop(command.body.takes_long, lambda: service.prepare(command))
+    name = command.response_id
+    run = ResponseRun(service, prepared, kept, on_end=lambda: api.live.pop(name, None))
+    reader = EventReader(service, MAX_WAITING if streams else None)
+    reader.follow(run)
+    waits = streams or not create.background
+    run.start(reader if waits else None, client_of(request))
+    if not run.ended.is_set():
+        api.live[name] = run
+    if not waits:
+        return JSONResponse(run.snapshot())
     if streams:
-        return EventStream(live, EventFrames(opening))
-    response = (await whole(live, request.receive))[-1]["response"]
+        return EventStream(reader, EventFrames())
+    response = (await whole(reader, request.receive))[-1]["response"]
     failure = response["error"] or {}
     if failure.get("code") == "timeout" and not response["usage"]["output_tokens"]:
         raise EngineTimeout(failure["message"])
@@ -51,19 +64,12 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
 
 
 class EventFrames:
-    """The events of a response as frames.
-
-    Args:
-        opening: the first ones.
-    """
+    """The events of a response as frames."""
 
     failed = False
 
-    def __init__(self, opening: Sequence[ServerEvent]) -> None:
-        self._opening = opening
-
     def begin(self) -> list[bytes]:
-        return self.feed(self._opening)
+        return []
 
     def feed(self, events: Sequence[ServerEvent]) -> list[bytes]:
         return [frame(event, event["type"]) for event in events]
@@ -79,7 +85,7 @@ def _create(fields: dict[str, Any], service: Service) -> ResponseCreate:
     defaults = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, **service.model.defaults}
     create = read_create(defaults | own)
     if isinstance(create.prompt, str):
-        return replace(create, prompt=Conversation((ChatMessage("user", create.prompt),)))
+        return create.after(())
     return create
 
 

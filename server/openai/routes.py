@@ -23,6 +23,7 @@ from .model_list import model_list, one_model
 from .request_models import ChatRequest, CompletionRequest
 from .responses import responses
 from .sse import ClientGone
+from .stored import cancel, delete, retrieve
 from .tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 CLIENT_CLOSED = 499
@@ -67,6 +68,14 @@ GETS: Mapping[str, Callable[[Api, Request], Awaitable[Response]]] = {
 """Paths without a body; clients differ in whether they GET or POST them."""
 
 
+STORED = (
+    ("GET", "/v1/responses/{response_id}", retrieve),
+    ("DELETE", "/v1/responses/{response_id}", delete),
+    ("POST", "/v1/responses/{response_id}/cancel", cancel),
+)
+"""Method and path of what is done with responses that are kept."""
+
+
 def routes(lifecycle: Lifecycle) -> list[Route]:
     """The routes."""
     api = Api(lifecycle)
@@ -80,6 +89,7 @@ def routes(lifecycle: Lifecycle) -> list[Route]:
     return [
         *(Route(post.path, _guarded(_posted(api, post)), methods=["POST"]) for post in POSTS),
         *(Route(path, _guarded(partial(endpoint, api)), methods=["GET", "POST"]) for path, endpoint in GETS.items()),
+        *(Route(path, _guarded(partial(endpoint, api)), methods=[method]) for method, path, endpoint in STORED),
         Route("/v1/models", _guarded(models)),
         Route("/v1/models/{name:path}", _guarded(model)),
     ]

@@ -17,11 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import failure_of
 from .errors import server_error
-from .live import Live, Out
 
 log = logging.getLogger(__name__)
 
 In = TypeVar("In", contravariant=True)
+Given = TypeVar("Given")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -41,6 +41,19 @@ class Frames(Protocol[In]):
     @property
     def failed(self) -> bool:
         """Whether the stream has told an error, and is over."""
+
+
+class Source(Protocol[Given]):
+    """Where the outputs come from: `Live`, or an `EventReader`."""
+
+    ended: asyncio.Event
+    overflow: asyncio.Event
+
+    async def take(self) -> list[Given]:
+        """What has come since the last call; nothing when all has been taken."""
+
+    def cancel(self) -> None:
+        """Nobody waits for more."""
 
 
 class ClientGone(Exception):
@@ -63,12 +76,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, live: Live[Out], frames: Frames[Out]) -> None:
+    def __init__(self, live: Source[Given], frames: Frames[Given]) -> None:
         self.status_code = 200
         self.background = None
         # Proxies such as nginx would hold events back.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._live: Live[Any] = live
+        self._live: Source[Any] = live
         self._frames: Frames[Any] = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +119,7 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def whole(live: Live[Out], receive: Receive) -> list[Out]:
+async def whole(live: Source[Given], receive: Receive) -> list[Given]:
     """All that the completions become, once they have ended.
 
     Raises:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from .tool_calls import CallFormat, ToolCall, Tools
+from .call_readers import JsonReader, TaggedReader, Tags
+from .tool_calls import CallFormat, CallReader, Tools
 
 SEP = "<｜tool▁sep｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DSML = "｜DSML｜"
 
-_FENCED = re.compile(rf"[^\n]*?{SEP}(?P<name>[^\n]+)\n```json\n(?P<arguments>.*)\n```\s*", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=(?P<name>[^>\n]+)>(?P<value>.*?)</parameter>", re.DOTALL)
-_INVOKE = re.compile(r'\s*name="(?P<name>[^"\n]+)"\s*>(?P<body>.*)', re.DOTALL)
-_ARGUMENT = re.compile(
-    rf'<{DSML}parameter\s+name="(?P<name>[^"\n]+)"\s+string="(?P<string>true|false)"\s*>(?P<value>.*?)</{DSML}parameter>', re.DOTALL
-)
+_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+_FENCE = re.compile(rf"[^\n]*?{SEP}(?P<name>[^\n]+)\n```json\n\s*(?=\{{)")
+_BARE = re.compile(rf"(?P<name>(?:(?!{SEP}).)*){SEP}\s*(?=\{{)", re.DOTALL)
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -33,111 +31,73 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _named(name: Any, arguments: str) -> ToolCall:
+def _name(name: Any) -> str:
     if not isinstance(name, str) or not name.strip():
         raise ValueError("no name")
-    return ToolCall(name.strip(), arguments)
+    return name.strip()
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _json_name(text: str) -> str:
+    return _name(json.loads(text))
 
 
-def json_call(body: str, _: Tools) -> ToolCall:
-    """`{"name": ..., "arguments": {...}}`."""
+def _whole(body: str) -> tuple[str, str]:
+    """`{"name": ..., "arguments": {...}}` in any order; arguments may be left out, or be the text of an object."""
     call = _object(body)
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _object(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("arguments are no object")
-    return _named(call.get("name"), _dump(arguments))
+    return _name(call.get("name")), json.dumps(arguments, ensure_ascii=False)
 
 
-def xml_call(body: str, tools: Tools) -> ToolCall:
-    """`<function=NAME><parameter=NAME>VALUE</parameter>...</function>`; the tool's schema says which values are JSON."""
-    found = _FUNCTION.fullmatch(body)
-    if found is None or _PARAMETER.sub("", found["body"]).strip():
-        raise ValueError("no function")
-    name = found["name"].strip()
-    properties = tools.get(name, {}).get("properties", {})
-    arguments = {
-        match["name"].strip(): _typed(match["value"].removeprefix("\n").removesuffix("\n"), properties.get(match["name"].strip()))
-        for match in _PARAMETER.finditer(found["body"])
-    }
-    return _named(name, _dump(arguments))
+def _none(_: str) -> tuple[str, str]:
+    raise ValueError("no call")
 
 
-def _typed(value: str, schema: Any) -> Any:
-    """The value of an argument: text, unless its schema has a type other than string and the value is JSON of that type."""
-    types = _types(schema)
-    if not types or types == {"string"}:
-        return value
-    try:
-        parsed = json.loads(value.strip().lower() if types & {"boolean", "null"} and value.strip().lower() in _WORDS else value)
-    except (ValueError, RecursionError):
-        return value
-    return parsed if types & _TYPES[type(parsed)] else value
+def json_reader(_: Tools) -> CallReader:
+    """`{"name": ..., "arguments": {...}}`."""
+    return JsonReader(_NAMED, _json_name, _whole)
 
 
-_WORDS = ("true", "false", "null")
-_TYPES: Mapping[type, set[str]] = {
-    int: {"integer", "number"},
-    float: {"number"},
-    bool: {"boolean"},
-    dict: {"object"},
-    list: {"array"},
-    type(None): {"null"},
-    str: {"string"},
-}
-"""Types of JSON schemas that a value of Python has."""
-
-
-def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    kinds = schema.get("type")
-    types = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set()
-    for several in ("anyOf", "oneOf"):
-        choices = schema.get(several)
-        types |= {kind for choice in (choices if isinstance(choices, list) else ()) for kind in _types(choice)}
-    return types
-
-
-def fenced_call(body: str, _: Tools) -> ToolCall:
+def fenced_reader(_: Tools) -> CallReader:
     """`function<sep>NAME`, and the arguments in a fence of Markdown."""
-    found = _FENCED.fullmatch(body)
-    if found is None:
-        raise ValueError("no fence")
-    return _named(found["name"], _dump(_object(found["arguments"])))
+    return JsonReader(_FENCE, _name, _none)
 
 
-def bare_call(body: str, _: Tools) -> ToolCall:
+def bare_reader(_: Tools) -> CallReader:
     """`NAME<sep>{...}`."""
-    name, mark, arguments = body.partition(SEP)
-    if not mark:
-        raise ValueError("no separator")
-    return _named(name, _dump(_object(arguments)))
+    return JsonReader(_BARE, _name, _none)
 
 
-def invoke_call(body: str, _: Tools) -> ToolCall:
-    """Attributes and parameters of an `invoke` element, each of which says whether it is a string or JSON."""
-    found = _INVOKE.fullmatch(body)
-    if found is None or _ARGUMENT.sub("", found["body"]).strip():
-        raise ValueError("no invocation")
-    arguments = {
-        match["name"]: match["value"] if match["string"] == "true" else json.loads(match["value"])
-        for match in _ARGUMENT.finditer(found["body"])
-    }
-    return _named(found["name"], _dump(arguments))
+XML_TAGS = Tags(
+    header=re.compile(r"\s*<function=(?P<name>[^>\n]+)>"),
+    argument=re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>"),
+    close="</parameter>",
+    tail=re.compile(r"\s*</function>\s*"),
+    tail_mark="</function>",
+    trims=True,
+)
+"""`<function=NAME><parameter=NAME>VALUE</parameter>...</function>`; the tool's schema says which values are JSON."""
+
+INVOKE_TAGS = Tags(
+    header=re.compile(r'\s*name="(?P<name>[^"\n]+)"\s*>'),
+    argument=re.compile(rf'\s*<{DSML}parameter\s+name="(?P<key>[^"\n]+)"\s+string="(?P<string>true|false)"\s*>'),
+    close=f"</{DSML}parameter>",
+    tail=re.compile(r"\s*"),
+)
+"""Attributes and parameters of an `invoke` element, each of which says whether it is a string or JSON."""
 
 
 FORMATS: Mapping[str, CallFormat] = {
-    "hermes": CallFormat("<tool_call>", "</tool_call>", json_call),
-    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", xml_call),
-    "deepseek_v3": CallFormat(CALL_BEGIN, CALL_END, fenced_call, CALLS),
-    "deepseek_v31": CallFormat(CALL_BEGIN, CALL_END, bare_call, CALLS),
-    "deepseek_v32": CallFormat(f"<{DSML}invoke", f"</{DSML}invoke>", invoke_call, (f"<{DSML}function_calls>", f"</{DSML}function_calls>")),
+    "hermes": CallFormat("<tool_call>", "</tool_call>", json_reader),
+    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", partial(TaggedReader, XML_TAGS)),
+    "deepseek_v3": CallFormat(CALL_BEGIN, CALL_END, fenced_reader, CALLS),
+    "deepseek_v31": CallFormat(CALL_BEGIN, CALL_END, bare_reader, CALLS),
+    "deepseek_v32": CallFormat(
+        f"<{DSML}invoke", f"</{DSML}invoke>", partial(TaggedReader, INVOKE_TAGS), (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
+    ),
 }
 
 ALIASES: Mapping[str, str] = {

@@ -22,3 +22,9 @@ def certain(text: str, marks: Sequence[str]) -> int:
         if any(mark.startswith(text[-length:]) for mark in marks):
             return len(text[:-length].rstrip())
     return len(text.rstrip())
+
+
+def partial(text: str, mark: str) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    longest = min(len(mark) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)

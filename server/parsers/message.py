@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .reasoning import Content, Reasoning, ReasoningParser
-from .tool_calls import ToolCall, ToolCallParser
+from .tool_calls import CallPart, ToolCallParser
 
-Part = Reasoning | Content | ToolCall
+Part = Reasoning | Content | CallPart
 
 
 class MessageParser:
@@ -20,6 +20,11 @@ class MessageParser:
     def push(self, text: str) -> list[Part]:
         """The parts that are certain with this text."""
         return list(self._with_calls(self._reasoning.push(text) if self._reasoning else [Content(text)]))
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the next text is reasoning, as far as one can tell."""
+        return self._reasoning is not None and self._reasoning.inside
 
     def finish(self) -> list[Part]:
         """The rest, at the end of the text."""
@@ -34,5 +39,5 @@ class MessageParser:
                 yield part
 
 
-def _parts(found: Iterable[str | ToolCall]) -> list[Part]:
+def _parts(found: Iterable[str | CallPart]) -> list[Part]:
     return [Content(part) if isinstance(part, str) else part for part in found]

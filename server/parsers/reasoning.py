@@ -40,6 +40,11 @@ class ReasoningParser:
         self._pending = ""
         self._step: Callable[[bool], Reasoning | Content | None] = self._at_start
 
+    @property
+    def inside(self) -> bool:
+        """Whether the next text is reasoning, as far as one can tell."""
+        return self._step in (self._at_reasoning, self._in_reasoning) or (self._step == self._at_start and self._inside)
+
     def push(self, text: str) -> list[Reasoning | Content]:
         """The parts that are certain with this text."""
         self._pending += text

@@ -1,13 +1,15 @@
 """Tells tool calls from the answer around them. However the text is cut into pieces, the parts add up to the same.
 
-A call is between two marks, and is one part when it is whole. What is no legal call, or has no end, stays text.
+A call is between two marks. Its name is told as soon as it is certain, and its arguments as they come. What is no call stays text; once
+a call has been begun it stays one, whatever its arguments become.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from . import marks
 
@@ -16,11 +18,44 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool; `arguments` is the text of a JSON object."""
+class CallBegin:
+    """A call of the tool of this name begins."""
 
     name: str
-    arguments: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """More of the text of the arguments, a JSON object where the model kept to the format."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """The call that was begun last has ended."""
+
+
+CallPart = CallBegin | CallArguments | CallEnd
+
+
+def new_call_id() -> str:
+    """An identifier that no other call has."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class CallReader(Protocol):
+    """What is between the marks of one call."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the end mark, if it came here, would be part of an argument."""
+
+    def push(self, text: str) -> Sequence[CallPart]:
+        """The parts that are certain with this text."""
+
+    def finish(self) -> Sequence[CallPart]:
+        """The rest; raises ValueError where it is no call, or one that is not whole."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +64,13 @@ class CallFormat:
 
     Attributes:
         begin, end: marks around a call.
+        reader: makes a reader of what is between them.
         around: marks around all calls, which have no text.
-        parse: what is between the marks of a call; raises ValueError where it is no call.
     """
 
     begin: str
     end: str
-    parse: Callable[[str, Tools], ToolCall]
+    reader: Callable[[Tools], CallReader]
     around: tuple[str, ...] = ()
 
 
@@ -48,28 +83,28 @@ class ToolCallParser:
         self._marks = (form.begin, *form.around)
         self._pending = ""
         self._after_mark = False
-        self._in_call = False
-        self._sought = 0
+        self._reader: CallReader | None = None
+        self._read: list[str] = []
+        self._begun = False
 
-    def push(self, text: str) -> list[str | ToolCall]:
+    def push(self, text: str) -> list[str | CallPart]:
         """The parts that are certain with this text."""
         self._pending += text
         return self._run(final=False)
 
-    def finish(self) -> list[str | ToolCall]:
+    def finish(self) -> list[str | CallPart]:
         """The rest, at the end of the text."""
         return self._run(final=True)
 
-    def _run(self, final: bool) -> list[str | ToolCall]:
-        parts: list[str | ToolCall] = []
+    def _run(self, final: bool) -> list[str | CallPart]:
+        parts: list[str | CallPart] = []
         more = True
         while more:
-            part, more = self._call(final) if self._in_call else self._text(final)
-            if part:
-                parts.append(part)
+            new, more = self._text(final) if self._reader is None else self._call(self._reader, final)
+            parts += new
         return parts
 
-    def _text(self, final: bool) -> tuple[str, bool]:
+    def _text(self, final: bool) -> tuple[list[str | CallPart], bool]:
         """The text up to the next mark, and whether there is one."""
         if self._after_mark:
             self._pending = self._pending.lstrip()
@@ -78,39 +113,44 @@ class ToolCallParser:
             end = len(self._pending) if final else marks.certain(self._pending, self._marks)
             text, self._pending = self._pending[:end], self._pending[end:]
             self._after_mark = self._after_mark and not text
-            return text, False
+            return [text] if text else [], False
         place, mark = found
         text, self._pending = self._pending[:place].rstrip(), self._pending[place + len(mark) :]
-        self._after_mark, self._in_call, self._sought = True, mark == self._form.begin, 0
-        return text, True
+        self._after_mark = True
+        if mark == self._form.begin:
+            self._reader, self._read, self._begun = self._form.reader(self._tools), [], False
+        return [text] if text else [], True
 
-    def _call(self, final: bool) -> tuple[str | ToolCall, bool]:
-        """The call, or its text where it is none, and whether there may be more behind it."""
+    def _call(self, reader: CallReader, final: bool) -> tuple[list[str | CallPart], bool]:
+        """What is certain of the call, and whether there may be more behind it."""
         end = self._form.end
-        while (place := self._pending.find(end, self._sought)) >= 0:
-            body, rest = self._pending[:place], self._pending[place + len(end) :]
-            self._sought = place + len(end)
-            try:
-                call = self._form.parse(body, self._tools)
-            except ValueError:
-                if _within_string(body):
-                    continue
-                self._leave(rest)
-                self._after_mark = False
-                return self._form.begin + body + end, True
-            self._leave(rest)
-            return call, True
-        self._sought = max(self._sought, len(self._pending) - len(end) + 1)
-        if not final:
-            return "", False
-        text = self._form.begin + self._pending
-        self._leave("")
-        return text, False
+        place = self._pending.find(end)
+        if place < 0:
+            held = 0 if final else marks.partial(self._pending, end)
+            text, self._pending = self._pending[: len(self._pending) - held], self._pending[len(self._pending) - held :]
+            parts = self._feed(reader, text)
+            return [*parts, *(self._close(reader, "") if final else ())], False
+        text, self._pending = self._pending[:place], self._pending[place + len(end) :]
+        parts = self._feed(reader, text)
+        if reader.inside:
+            return [*parts, *self._feed(reader, end)], True
+        return [*parts, *self._close(reader, end)], True
 
-    def _leave(self, rest: str) -> None:
-        self._pending, self._in_call = rest, False
+    def _feed(self, reader: CallReader, text: str) -> list[str | CallPart]:
+        parts = reader.push(text) if text else ()
+        if not self._begun:
+            self._read.append(text)
+            self._begun = any(isinstance(part, CallBegin) for part in parts)
+        return list(parts)
 
-
-def _within_string(text: str) -> bool:
-    """Whether JSON text ends within a string, so that the mark behind it is part of an argument."""
-    return text.lstrip().startswith("{") and (text.replace("\\\\", "").replace('\\"', "").count('"') % 2 == 1)
+    def _close(self, reader: CallReader, mark: str) -> list[str | CallPart]:
+        """The end of the call, or its text where it is none; `mark` ended it."""
+        self._reader = None
+        try:
+            parts = reader.finish() if mark or self._begun else None
+        except ValueError:
+            parts = [CallEnd()] if self._begun else None
+        if parts is not None:
+            return list(parts)
+        self._after_mark = False
+        return [self._form.begin + "".join(self._read) + mark]

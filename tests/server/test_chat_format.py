@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from support.chat_templates import CHATML, DEEPSEEK, RARE
+from support.parsing import Call, whole
 
 from npucompile.graphs.errors import RequestError, SpecError
 from npucompile.server.chat_format import ChatFormat
 from npucompile.server.chat_template import Chat, ChatTemplate
 from npucompile.server.parsers.reasoning import Content, Reasoning
-from npucompile.server.parsers.tool_calls import ToolCall
+from npucompile.server.reply_grammar import INSIDE, MAYBE, NONE, ToolUse
+from npucompile.server.structured_output import OutputFormat
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 
@@ -49,9 +51,9 @@ def test_a_completion_is_read_as_its_prompt_says():
 
     def parse(prompt, tools):
         parser = form.parser(prompt, tools)
-        return [*parser.push(text), *parser.finish()]
+        return whole([*parser.push(text), *parser.finish()])
 
-    assert parse("a<think>\n", TOOLS) == [Reasoning("hm"), ToolCall("f", '{"a": 1}')]
+    assert parse("a<think>\n", TOOLS) == [Reasoning("hm"), Call("f", {"a": 1})]
     assert parse("a<think>\n", ()) == [Reasoning("hm"), Content(text.removeprefix("hm</think>"))]
     assert parse("a", ()) == [Content(text)]
 
@@ -67,3 +69,17 @@ def test_marks_are_those_that_are_looked_for():
     assert form.marks(tools=False) == ("<think>", "</think>")
     assert "<｜tool▁calls▁begin｜>" in form.marks(tools=True)
     assert ChatFormat().marks(tools=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("end", "continues", "reasoning"),
+    [("<think>\n", False, INSIDE), ("<think>\n\n</think>\n\n", False, NONE), ("assistant\n", False, MAYBE), ("I am", True, NONE)],
+)
+def test_a_structure_waits_for_reasoning_that_the_prompt_has_not_closed(end, continues, reasoning):
+    form, wanted = ChatFormat.of(ChatTemplate(CHATML)), OutputFormat("json_object", None, "response_format")
+    reply = form.reply(f"a{end}", ToolUse(), wanted, continues=continues)
+    assert (reply is wanted) == (reasoning == NONE)
+    if reply is not wanted:
+        assert (reply.value.reasoning, reply.value.body, reply.param) == (reasoning, wanted, "response_format")
+    assert form.reply(f"a{end}", ToolUse(tuple(TOOLS)), None, continues=continues) is None
+    assert form.reply(f"a{end}", ToolUse(tuple(TOOLS), "required"), None, continues=continues).value.calls == "hermes"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from npucompile.graphs.errors import ProtocolError
-from npucompile.server.connection import CancelCommand, Connection, CreateCommand, new_response_id
+from npucompile.server.connection import CancelCommand, Connection, CreateCommand, ResumeCommand, new_response_id
 from npucompile.server.create_body import ResponseCreate
 from npucompile.server.frames import JSON, MSGPACK, encode
 
@@ -29,6 +29,10 @@ def cancel(**fields):
     return json.dumps({"type": "response.cancel", **fields})
 
 
+def resume(response_id, **fields):
+    return json.dumps({"type": "response.resume", "response_id": response_id, **fields})
+
+
 def refused(conn, frame):
     before = conn.open
     with pytest.raises(ProtocolError) as caught:
@@ -37,23 +41,28 @@ def refused(conn, frame):
     return caught.value
 
 
-def test_streams_without_a_name_get_the_smallest_free_number():
+def test_a_lane_has_one_response_at_a_time_and_keeps_the_order():
     conn = connection()
-    assert [conn.receive(create()).stream_id for _ in range(3)] == ["0", "1", "2"]
-    conn.finish("resp_1")
-    assert conn.receive(create(stream_id="3")).stream_id == "3"
-    assert [conn.receive(create()).stream_id for _ in range(2)] == ["1", "4"]
+    for lane, fields in (("", {}), ("a", {"stream_id": "a"})):
+        first = conn.receive(create(**fields))
+        assert (first.stream_id, first.body) == (lane, ResponseCreate("x", stream_id=lane or None))
+        assert [conn.receive(create(model=name, **fields)) for name in "bc"] == [None, None]
+        second = conn.finish(first.response_id)
+        assert (second.body.model, conn.open[lane]) == ("b", second.response_id)
+        third = conn.finish(second.response_id)
+        assert third.body.model == "c"
+        assert conn.finish(third.response_id) is None
+        assert lane not in conn.open
 
 
-def test_a_stream_in_use_is_refused_and_free_again_after_its_end():
+def test_a_lane_that_is_free_can_be_resumed_in():
     conn = connection()
-    assert conn.receive(create(stream_id="a")) == CreateCommand("resp_0", "a", ResponseCreate("x", stream_id="a"))
-    error = refused(conn, create(stream_id="a"))
-    assert (error.code, error.param, error.stream_id) == ("stream_in_use", "stream_id", "a")
-    assert "'a'" in str(error)
-    assert "'resp_0'" in str(error)
-    conn.finish("resp_0")
-    assert conn.receive(create(stream_id="a")).response_id == "resp_1"
+    assert conn.receive(resume("resp_7", starting_after=3)) == ResumeCommand("resp_7", "", 3)
+    assert conn.receive(create()) is None
+    assert refused(conn, resume("resp_8")).code == "stream_in_use"
+    assert refused(conn, resume("resp_7", stream_id="b")).code == "stream_in_use"
+    assert conn.receive(cancel(response_id="resp_7")) == CancelCommand("resp_7", "")
+    assert conn.finish("resp_7").response_id == "resp_0"
 
 
 def test_cancel_finds_by_response_by_stream_and_by_both():
@@ -85,21 +94,21 @@ def test_cancel_of_what_is_not_open_is_refused(fields, param):
 def test_a_finished_response_cannot_be_cancelled():
     conn = connection()
     conn.receive(create())
-    conn.finish("resp_0")
-    conn.finish("resp_0")
+    assert [conn.finish("resp_0") for _ in range(2)] == [None, None]
     assert refused(conn, cancel(response_id="resp_0")).code == "response_not_found"
 
 
 def test_too_many_streams_are_refused_and_named_shortly():
     conn = connection(max_streams=20)
-    for _ in range(20):
-        conn.receive(create())
+    for number in range(18):
+        conn.receive(create(stream_id=str(number)))
+    assert [conn.receive(create(stream_id="7")) for _ in range(2)] == [None, None]
     error = refused(conn, create(stream_id="new"))
     assert error.code == "too_many_streams"
     assert "20" in str(error)
-    assert "and 12 more" in str(refused(conn, cancel(stream_id="z")))
+    assert "and 10 more" in str(refused(conn, cancel(stream_id="z")))
     conn.finish("resp_7")
-    assert conn.receive(create()).stream_id == "7"
+    assert conn.receive(create(stream_id="new")).stream_id == "new"
 
 
 def test_the_frame_limit_is_kept():
@@ -133,40 +142,42 @@ GARBAGE = ["", "[]", "{}", b"\xff", '{"type":"response.create"}', create(top_k=-
 
 
 class Streams(RuleBasedStateMachine):
-    """Any order of creates, cancels, ends and garbage, beside a dict."""
+    """Any order of creates, cancels, ends and garbage, beside lists."""
 
     def __init__(self):
         super().__init__()
         self.conn = connection(max_streams=3)
-        self.model: dict[str, str] = {}
+        self.lanes: dict[str, list[str]] = {}
         self.created = 0
 
     @rule(name=st.none() | NAMES)
     def create(self, name):
         frame = create(**({} if name is None else {"stream_id": name}))
-        if name in self.model:
-            assert refused(self.conn, frame).code == "stream_in_use"
-        elif len(self.model) == 3:
+        if sum(map(len, self.lanes.values())) == 3:
             assert refused(self.conn, frame).code == "too_many_streams"
-        else:
-            command = self.conn.receive(frame)
-            assert command.response_id == f"resp_{self.created}"
-            assert command.stream_id not in self.model
-            assert name in (None, command.stream_id)
-            self.model[command.stream_id] = command.response_id
-            self.created += 1
+            return
+        command = self.conn.receive(frame)
+        lane = self.lanes.setdefault(name or "", [])
+        lane.append(f"resp_{self.created}")
+        self.created += 1
+        assert (command and (command.response_id, command.stream_id)) == ((lane[0], name or "") if len(lane) == 1 else None)
 
     @rule(name=NAMES)
     def cancel(self, name):
-        if name in self.model:
-            assert self.conn.receive(cancel(stream_id=name)) == CancelCommand(self.model[name], name)
+        if name in self.lanes:
+            assert self.conn.receive(cancel(stream_id=name)) == CancelCommand(self.lanes[name][0], name)
         else:
             assert refused(self.conn, cancel(stream_id=name)).code == "response_not_found"
 
     @rule(number=st.integers(0, 8))
     def finish(self, number):
-        self.conn.finish(f"resp_{number}")
-        self.model = {name: response for name, response in self.model.items() if response != f"resp_{number}"}
+        following = self.conn.finish(f"resp_{number}")
+        lane = next((name for name, ids in self.lanes.items() if ids[0] == f"resp_{number}"), None)
+        expected = self.lanes[lane][1:2] if lane is not None else []
+        assert ([following.response_id] if following else []) == expected
+        if lane is not None:
+            self.lanes[lane].pop(0)
+            self.lanes = {name: ids for name, ids in self.lanes.items() if ids}
 
     @rule(frame=st.sampled_from(GARBAGE))
     def garbage(self, frame):
@@ -174,7 +185,7 @@ class Streams(RuleBasedStateMachine):
 
     @invariant()
     def same(self):
-        assert self.conn.open == self.model
+        assert self.conn.open == {name: ids[0] for name, ids in self.lanes.items()}
 
 
 Streams.TestCase.settings = settings(max_examples=40, stateful_step_count=25)

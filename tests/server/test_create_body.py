@@ -57,7 +57,7 @@ def test_every_field_arrives():
     )
     sampling = Sampling(temperature=0.5, top_k=40, top_p=0.9, min_p=0.05, seed=MAX_SEED)
     salted = {"cache_salt": "ours", "skip_reading_prefix_cache": True}
-    assert event == ResponseCreate("hello", "tiny", "a", 7, sampling, ("x", "yz"), True, 20, 8, 3, **salted)
+    assert event == ResponseCreate("hello", "tiny", "a", 7, sampling, ("x", "yz"), True, 20, 8, 3, store=False, **salted)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,21 @@ def test_three_kinds_of_prompt():
     assert create(input=messages).prompt == Conversation((ChatMessage("system", "be brief"), ChatMessage("user", "ab")))
 
 
+def test_a_conversation_goes_on_behind_what_is_kept_of_it():
+    kept = create(input=[{"role": "user", "content": "a"}]).items
+    for body in (create(input="b", previous_response_id="r"), create(input=[{"role": "user", "content": "b"}], previous_response_id="r")):
+        assert body.after(kept).prompt == Conversation((ChatMessage("user", "a"), ChatMessage("user", "b")))
+    assert create(previous_response_id="r").after(kept).prompt == Conversation(kept)
+    assert create(generate=False, instructions="be brief").prompt == Conversation((), "be brief")
+
+
 def test_one_stop_string_need_not_be_a_list():
     assert create(input="a", stop="end").stop == create(input="a", stop=["end"]).stop == ("end",)
 
 
 def test_instructions_come_before_the_input():
-    conversation = Conversation((ChatMessage("system", "be brief"), ChatMessage("user", "ab")))
+    conversation = Conversation((ChatMessage("user", "ab"),), "be brief")
+    assert [message["role"] for message in conversation.messages()] == ["system", "user"]
     made = create(input="ab", instructions="be brief", metadata={"k": "v"})
     assert (made.prompt, made.instructions, made.metadata) == (conversation, "be brief", {"k": "v"})
     assert create(input=[{"role": "user", "content": "ab"}], instructions="be brief").prompt == conversation
@@ -113,7 +122,7 @@ def test_instructions_come_before_the_input():
 def test_a_turn_may_hold_an_output_item_of_the_turn_before():
     part = {"type": "output_text", "text": "b", "annotations": [], "logprobs": []}
     item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
-    assert create(input=[{"role": "user", "content": "a"}, item]).prompt.messages[1] == ChatMessage("assistant", "b")
+    assert create(input=[{"role": "user", "content": "a"}, item]).prompt.items[1] == ChatMessage("assistant", "b")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +148,7 @@ REFUSED = [
     (CREATE | {"input": [{"role": "user"}]}, "invalid_field", "input[0].content", ["None"]),
     (CREATE | {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "invalid_field", "input[0].content[0]", ["input_image"]),
     (CREATE | {"input": [{"role": "user", "content": "x", "name": 1}]}, "unknown_field", "name", ["input[0]", "'role'"]),
-    (CREATE | {"input": [{"type": "reasoning"}]}, "invalid_field", "input[0].type", ["'reasoning'", "'message'"]),
+    (CREATE | {"input": [{"type": "web_search_call"}]}, "invalid_field", "input[0].type", ["'reasoning'", "'message'"]),
     ({"type": "response.create", "input_token_ids": "12"}, "invalid_field", "input_token_ids", ["'12'", "integers"]),
     ({"type": "response.create", "input_token_ids": [1, True]}, "invalid_field", "input_token_ids", ["True"]),
     ({"type": "response.create", "input_token_ids": [1.0]}, "invalid_field", "input_token_ids", ["1.0"]),
@@ -149,9 +158,16 @@ REFUSED = [
     ({"type": "response.create", "input_token_ids": [1], "instructions": "a"}, "invalid_field", "instructions", ["input_token_ids"]),
     (CREATE | {"metadata": {"a": 1}}, "invalid_field", "metadata", ["16 strings"]),
     (CREATE | {"metadata": {"a": "x" * 513}}, "invalid_field", "metadata", ["512"]),
-    (CREATE | {"background": True}, "invalid_field", "background", ["True", "false"]),
-    (CREATE | {"store": True}, "invalid_field", "store", ["True", "false"]),
-    (CREATE | {"previous_response_id": "resp_1"}, "invalid_field", "previous_response_id", ["not supported", "whole input"]),
+    (CREATE | {"background": True}, "invalid_field", "background", ["websocket", "resumable"]),
+    (CREATE | {"store": 1}, "invalid_field", "store", ["1", "true or false"]),
+    (CREATE | {"previous_response_id": ""}, "invalid_field", "previous_response_id", ["not empty"]),
+    (CREATE | {"generate": False, "n": 2}, "invalid_field", "n", ["generate is false"]),
+    (
+        {"type": "response.create", "input_token_ids": [1], "previous_response_id": "r"},
+        "invalid_field",
+        "previous_response_id",
+        ["with input"],
+    ),
     (CREATE | {"stream_id": ""}, "invalid_field", "stream_id", ["''"]),
     (CREATE | {"stream_id": 1}, "invalid_field", "stream_id", ["1"]),
     (CREATE | {"stream_id": "s" * 129}, "invalid_field", "stream_id", ["129", "128"]),
@@ -177,7 +193,7 @@ REFUSED = [
     (CREATE | {"stop": {"a": 1}}, "invalid_field", "stop", ["{'a': 1}"]),
     (CREATE | {"ignore_eos": 1}, "invalid_field", "ignore_eos", ["1", "true or false"]),
     (CREATE | {"include": LOGPROBS}, "invalid_field", "include", ["list", LOGPROBS]),
-    (CREATE | {"include": ["reasoning.encrypted_content"]}, "invalid_field", "include", ["'reasoning.encrypted_content'", LOGPROBS]),
+    (CREATE | {"include": ["file_search_call.results"]}, "invalid_field", "include", ["'file_search_call.results'", LOGPROBS]),
     (CREATE | {"top_logprobs": 21}, "invalid_field", "top_logprobs", ["21", "from 0 to 20"]),
     (CREATE | {"top_logprobs": -1}, "invalid_field", "top_logprobs", ["-1", "from 0 to 20"]),
     (CREATE | {"top_logprobs": True}, "invalid_field", "top_logprobs", ["True", "integer"]),

@@ -20,6 +20,8 @@ from npucompile.server.events import (
 )
 from npucompile.server.fields import FieldError
 from npucompile.server.frames import JSON, MSGPACK, decode, encode
+from npucompile.server.output_items import MessageItem
+from npucompile.server.output_writer import TextWriter
 from npucompile.server.usage import Usage, usage_object
 
 RECORD = ExecutionRecord(1.5, 2.5, 9.0, ("prefill-b1-q32",), (("decode-b2-q1", 3),), padded_rows=3, preemptions=0, cached_tokens=4)
@@ -27,8 +29,12 @@ HEAD = ResponseInfo("resp_1", "s", "tiny", 1700000000, 16, 0.0, 1.0, top_logprob
 USAGE = Usage(5, 3, RECORD)
 
 
+def writers(count=1):
+    return [TextWriter(MessageItem(completion_id("msg_1", index), index), count == 1) for index in range(count)]
+
+
 def run(deltas, reason, message=None):
-    events = ResponseEvents(HEAD)
+    events = ResponseEvents(HEAD, writers())
     out = events.begin()
     for text, ids in deltas:
         out += events.delta(0, text, ids)
@@ -72,9 +78,9 @@ def test_the_response_object_of_the_first_event():
         "temperature": 0.0,
         "top_p": 1.0,
         "top_logprobs": 2,
-        "parallel_tool_calls": False,
+        "parallel_tool_calls": True,
         "previous_response_id": None,
-        "tool_choice": "none",
+        "tool_choice": "auto",
         "tools": [],
         "metadata": {},
         "store": False,
@@ -106,7 +112,7 @@ def test_every_reason_has_its_last_event(reason, last, status, item_status):
 
 def test_log_probabilities_have_bytes_in_items_and_none_in_text_events():
     entry = {"token": "x", "token_id": 1, "logprob": -0.5, "top_logprobs": []}
-    events = ResponseEvents(HEAD)
+    events = ResponseEvents(HEAD, writers())
     (*_, delta) = events.delta(0, "x", [1], [entry | {"bytes": [120]}])
     done, part, item = events.close(0, "completed")
     assert delta["logprobs"] == done["logprobs"] == [entry]
@@ -123,7 +129,7 @@ def test_log_probabilities_have_bytes_in_items_and_none_in_text_events():
     ],
 )
 def test_several_completions_end_as_the_worst_of_them(reasons, status):
-    events = ResponseEvents(HEAD, len(reasons))
+    events = ResponseEvents(HEAD, writers(len(reasons)))
     endings = [CompletionEnd(reason, USAGE) for reason in reasons]
     for index in reversed(range(len(reasons))):
         assert events.close(index, endings[index].status)[-1]["output_index"] == index

@@ -5,41 +5,21 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from support.grammars import COMPILER, EOS, TOKENIZER, V, ids, masks
 
-import npucompile
 from npucompile.graphs.errors import RequestError
 from npucompile.server.grammar import GrammarCompiler
 
-BUNDLED = Path(npucompile.__path__[0]) / "models" / "bundled" / "qwen3.5-tiny"
-TOKENIZER = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-EOS = json.loads((BUNDLED / "config.json").read_text())["eos_token_id"]
-V = TOKENIZER.get_vocab_size() + 37
-COMPILER = GrammarCompiler(TOKENIZER, [EOS])
-WORDS = -(-V // 32)
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-def masks(constraint, output, drafts=()) -> list[set[int]]:
-    bitmask = np.full((len(drafts) + 1, WORDS), -1, np.int32)
-    constraint.fill(output, drafts, bitmask)
-    bits = np.unpackbits(bitmask.view(np.uint8), axis=-1, bitorder="little")
-    return [set(np.nonzero(row)[0].tolist()) for row in bits]
 
 
 def legal(pattern: str, output: str) -> set[int]:

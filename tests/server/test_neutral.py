@@ -8,8 +8,8 @@ from npucompile.server.fields import FieldError
 from npucompile.server.neutral import IGNORED, NEUTRAL, without_neutral
 
 NOTHING = {
-    "user": "me", "service_tier": "auto", "parallel_tool_calls": True, "store": False, "background": False, "tools": [],
-    "tool_choice": "auto", "truncation": "disabled", "reasoning": {"effort": None},
+    "user": "me", "service_tier": "auto", "max_tool_calls": 3,
+    "truncation": "disabled", "context_management": [],
 }  # fmt: skip
 
 
@@ -24,12 +24,8 @@ def test_what_says_nothing_is_dropped():
 @pytest.mark.parametrize(
     ("name", "value", "legal"),
     [
-        ("store", True, "legal is false or absent"),
-        ("store", 0, "legal is false or absent"),
-        ("tools", [{"type": "function"}], "/v1/chat/completions; legal is [] or absent"),
-        ("reasoning", {"effort": "high"}, "legal is {} or absent"),
         ("truncation", "auto", "legal is disabled or absent"),
-        ("previous_response_id", "resp_1", "send the whole input; legal is absent"),
+        ("conversation", "conv_1", "legal is absent"),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(name, value, legal):

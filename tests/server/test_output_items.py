@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from npucompile.server.output_items import OutputItem
+from npucompile.server.output_items import MessageItem
 
 PLACE = {"item_id": "msg_1", "output_index": 2, "content_index": 0}
 LIKELY = {"token": "x", "token_id": 120, "logprob": -1.0}
@@ -29,7 +29,7 @@ OPENING = [
 
 
 def test_the_first_delta_opens_the_item_and_close_sums_it_up():
-    output = OutputItem("msg_1", 2)
+    output = MessageItem("msg_1", 2)
     assert not output.opened
     assert output.delta("a", [97], LOGPROBS[:1]) == [
         *OPENING,
@@ -50,7 +50,7 @@ def test_the_first_delta_opens_the_item_and_close_sums_it_up():
 
 @pytest.mark.parametrize("status", ["completed", "incomplete", "cancelled", "failed"])
 def test_close_opens_what_nothing_came_of(status):
-    output = OutputItem("msg_1", 2)
+    output = MessageItem("msg_1", 2)
     shown = "completed" if status == "completed" else "incomplete"
     assert output.close(status) == [
         *OPENING,
@@ -63,7 +63,7 @@ def test_close_opens_what_nothing_came_of(status):
 
 
 def test_bodies_do_not_change_once_they_are_handed_out():
-    output = OutputItem("msg_1", 2)
+    output = MessageItem("msg_1", 2)
     first = output.delta("a", [97], LOGPROBS[:1])
     snapshot = output.as_object()
     before = json.dumps([first, snapshot])

@@ -13,11 +13,16 @@ from npucompile.server.create_body import ResponseCreate
 from npucompile.server.events import error_event
 from npucompile.server.fields import FieldError
 from npucompile.server.frames import JSON, SUBPROTOCOLS, decode, encode
-from npucompile.server.protocol import ResponseCancel, parse
+from npucompile.server.protocol import ResponseCancel, ResponseResume, parse
 
 LIMIT = 2**20
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=20)
+
+
+def test_resume_starts_behind_an_event_or_before_the_first():
+    assert parse({"type": "response.resume", "response_id": "r"}) == ResponseResume("r", None, -1)
+    assert parse({"type": "response.resume", "response_id": "r", "stream_id": "s", "starting_after": 7}) == ResponseResume("r", "s", 7)
 
 
 def create(**fields):
@@ -47,7 +52,10 @@ REFUSED = [
     ({}, "missing_type", None, ["response.create", "response.cancel"]),
     ({"type": None}, "missing_type", None, ["response.create"]),
     ({"type": 3}, "unknown_type", None, ["3", "response.create"]),
-    ({"type": "response.steer"}, "unknown_type", None, ["'response.steer'", "response.cancel"]),
+    ({"type": "response.other"}, "unknown_type", None, ["'response.other'", "response.cancel"]),
+    ({"type": "response.steer"}, "invalid_field", "previous_response_id", ["response.steer names no response"]),
+    ({"type": "response.resume"}, "invalid_field", "response_id", ["response.resume names no response"]),
+    ({"type": "response.resume", "response_id": "r", "starting_after": -2}, "invalid_field", "starting_after", ["-2", "at least -1"]),
     ({"type": "response.create", "response": {"input": "x", "best_of": 2}}, "unknown_field", "best_of", ["'best_of'", "'n'"]),
     ({"type": "response.create", "response": {"input": "x"}, "top_k": 2}, "unknown_field", "top_k", ["'top_k'", "'stream_id'"]),
     ({"type": "response.create", "response": "x"}, "invalid_field", "response", ["'x'", "object"]),
@@ -99,7 +107,7 @@ NEAR = st.recursive(
 )
 NEAR_MESSAGES = st.builds(
     lambda kind, body: {"type": kind, **{name: value for name, value in body.items() if name != "type"}},
-    st.sampled_from(["response.create", "response.cancel", "other"]),
+    st.sampled_from(["response.create", "response.cancel", "response.resume", "response.steer", "other"]),
     st.dictionaries(st.sampled_from(FIELDS), NEAR, max_size=6),
 )
 
@@ -121,7 +129,8 @@ def test_any_frame_is_an_event_or_a_protocol_error(frame, subprotocol):
 def test_any_message_is_an_event_or_a_protocol_error(message, subprotocol):
     event = read(encode(message, subprotocol), subprotocol)
     if isinstance(event, ResponseCreate):
-        hash(event)
+        assert event.prompt_chars >= 0
+        assert event.after(event.items).items == event.items * 2
 
 
 @given(NEAR_MESSAGES, st.sampled_from(SUBPROTOCOLS), st.data())

@@ -50,7 +50,8 @@ def test_a_text_becomes_a_request():
     sampling = Sampling(temperature=0.5, top_p=0.9, seed=3)
     prepared = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",), logprobs=2, speculative_tokens=0)
     request = Request("resp_1", byte_codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
-    assert prepared == PreparedResponse(ResponseInfo("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2), (request,), ("x",))
+    info = ResponseInfo("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2, store=True)
+    assert prepared == PreparedResponse(info, (request,), ("x",), (ChatMessage("user", "abc"),))
 
 
 def test_a_conversation_goes_through_the_chat_template():

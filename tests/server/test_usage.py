@@ -52,7 +52,7 @@ PLAIN_OBJECT = {
 def test_one_completion_has_openai_names_and_its_record_beside_them():
     assert usage_object([Usage(5, 3, RECORD)]) == {
         "input_tokens": 5,
-        "input_tokens_details": {"cached_tokens": 4},
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
         "output_tokens": 3,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 8,
@@ -63,7 +63,7 @@ def test_one_completion_has_openai_names_and_its_record_beside_them():
 def test_several_share_the_input_and_list_their_records():
     assert usage_object([Usage(5, 3, RECORD), Usage(5, 7, PLAIN)]) == {
         "input_tokens": 5,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": 10,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 15,

@@ -22,6 +22,7 @@ from ...server.access_log import AccessLog
 from ...server.app import WEBSOCKET_PATH
 from ...server.lifecycle import Lifecycle
 from ...server.run import Stop, running, websocket_url
+from ...server.tracing import Tracing
 from ..build import plan as planning
 from ..cli import Home
 from ..locate import artifact_path, check_family, newest_runnable
@@ -36,6 +37,7 @@ from ..serve.torchrun import launcher_config
 from .api_options import api_options
 from .device_options import device_options
 from .family_option import family_option
+from .option_groups import grouped
 from .other_names import KnowsOtherNames
 from .replay import facts_of
 from .server_options import prefix_cache_settings, server_options, serving_settings
@@ -46,7 +48,25 @@ HOST, PORT = "127.0.0.1", 8000
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-@click.command("serve", cls=KnowsOtherNames)
+GROUPS = {
+    "Address": ("--host", "--port", "--tls-cert", "--tls-key"),
+    "Who may come in": ("--api-key", "--allowed-origin", "--allowed-host"),
+    "How the model presents itself": (
+        "--served-model-name", "--chat-template", "--reasoning-parser", "--tool-call-parser", "--default-sampling",
+    ),
+    "How much a client may take": (
+        "--max-queue", "--max-client-requests", "--max-queued-tokens", "--max-client-tokens", "--min-priority", "--request-timeout",
+        "--first-token-timeout", "--max-connections", "--max-client-connections", "--max-frame-bytes",
+        "--handshake-timeout", "--slow-reader-timeout", "--drain-timeout",
+    ),
+    "What is kept of prompts": ("--no-prefix-cache", "--prefix-cache-tokens"),
+    "What is kept of responses": ("--max-stored-bytes", "--stored-timeout", "--resume-timeout"),
+    "What is written down": ("--access-log", "--otlp-traces-endpoint", "--record", "--verbose"),
+}  # fmt: skip
+"""Sections of the help; the rest, about ranks and devices, comes last."""
+
+
+@click.command("serve", cls=grouped(GROUPS, KnowsOtherNames))
 @click.argument("artifact_or_model", required=False)
 @click.option("--host", default=HOST, show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="Port; 0 takes a free one.")
@@ -63,6 +83,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @click.option(
     "--access-log", is_flag=False, flag_value="-", metavar="[FILE]", help="Log requests with ids as JSON lines, to FILE or standard output."
 )
+@click.option("--otlp-traces-endpoint", metavar="URL", help="Send a span a request by OTLP over HTTP; needs npucompile[otel].")
 @click.option("--record", type=click.Path(path_type=Path, dir_okay=False), help="Record every input and step, for `npucompile replay`.")
 @click.option("--verbose", is_flag=True, help="Log requests and swapped executables.")
 @click.pass_obj
@@ -81,6 +102,7 @@ def command(
     family: str | None,
     no_build: bool,
     access_log: str | None,
+    otlp_traces_endpoint: str | None,
     record: Path | None,
     verbose: bool,
     api: ApiSettings,
@@ -113,6 +135,7 @@ def command(
         return
     serving = serving_settings(home.environment, options)
     warn_if_open(host, serving.access)
+    tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint else None
     # Files are closed last: the server and the engine write to them while they end. The port is bound before anything is built, and
     # answers: whoever watches the server sees it start.
     with (
@@ -146,6 +169,10 @@ def command(
         stack.callback(served.engine.stop, drain=False)
         if access:
             served.engine.on_end = access.ended
+        if tracing:
+            tracing.model = served.service.model.name
+            served.service.tracing = tracing
+            files.callback(tracing.close)
         if record:
             written = files.enter_context(closing(JournalFile(record, facts_of(artifact, served.engine))))
             served.engine.journal = Journal(written.write)
@@ -182,7 +209,8 @@ def announce(running: RunningService, artifact: Artifact, building: bool, progre
             progress.say(f"  {ranks} ranks of mesh {artifact.manifest.mesh}, a process each")
         if uncompiled and building:
             progress.say("  uncompiled buckets run the reference graph until the build behind this server has compiled them")
-        progress.say(f"  websocket  {url}   health  http{url.removeprefix('ws').removesuffix(WEBSOCKET_PATH)}/health")
+        base = f"http{url.removeprefix('ws').removesuffix(WEBSOCKET_PATH)}"
+        progress.say(f"  websocket  {url}   health  {base}/health   chat page  {base}/")
         progress.say(f'  talk to it: npucompile chat "In the beginning"{"" if url == websocket_url(HOST, PORT) else f" --url {url}"}')
 
     return ready

@@ -51,6 +51,12 @@ _OPTIONS = (
                  help="Keep nothing of prompts and outputs for later prompts that begin with them."),
     click.option("--prefix-cache-tokens", type=click.IntRange(0),
                  help="Most tokens kept beside running requests, per dp group.  [default: all that they leave room for]"),
+    click.option("--max-stored-bytes", type=click.IntRange(0), default=_DEFAULTS.max_stored_bytes, show_default=True,
+                 help="Of responses that can be continued, read again or resumed; 0 keeps none."),
+    click.option("--stored-timeout", type=click.FloatRange(0, min_open=True), default=_DEFAULTS.stored_s, show_default=True,
+                 help="Seconds that a response is kept after it was last named."),
+    click.option("--resume-timeout", type=click.FloatRange(0), default=_DEFAULTS.resume_grace_s, show_default=True,
+                 help="Seconds that a resumable response goes on without a connection."),
     click.option("--drain-timeout", type=click.FloatRange(0), default=Serving().drain_timeout_s, show_default=True,
                  help="Seconds that streams may go on after SIGTERM."),
 )  # fmt: skip
@@ -82,6 +88,9 @@ def serving_settings(environment: Mapping[str, str], options: Mapping[str, Any])
         first_token_timeout_s=options["first_token_timeout"],
         slow_reader_s=options["slow_reader_timeout"],
         handshake_s=options["handshake_timeout"],
+        max_stored_bytes=options["max_stored_bytes"],
+        stored_s=options["stored_timeout"],
+        resume_grace_s=options["resume_timeout"],
     )
     access = Access.of(read_keys(options["api_key_file"], environment), options["allowed_origin"], options["allowed_host"])
     cert, key = options["tls_cert"], options["tls_key"]

@@ -32,7 +32,9 @@ def url(tmp_path_factory):
     out = tmp_path_factory.mktemp("bundled") / "tiny"
     tiny.built(tiny.planned("qwen3.5-tiny", **sizes), out)
     artifact = Artifact.open(out)
-    running = start_service(artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("qwen3.5-tiny", "tiny")))
+    running = start_service(
+        artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("qwen3.5-tiny", "tiny"), tool_call_parser="hermes")
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(running.engine.stop, drain=False)
         yield stack.enter_context(serving(running.service)).replace("ws://", "http://").removesuffix("/responses")
@@ -145,6 +147,33 @@ def test_every_api_adjusts_logits(url, client):
     params = {**penalties, "max_new_tokens": 24, "temperature": 0}
     native = httpx.post(f"{url.removesuffix('/v1')}/generate", json={"text": prompt, "sampling_params": params}).json()
     assert native["text"] == want
+
+
+TRIBE = {"type": "function", "function": {"name": "tribe", "parameters": SCHEMA, "strict": True}}
+NONE = {"type": "object", "properties": {}, "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+NOTHING = {"type": "function", "function": {"name": "nothing", "parameters": NONE}}
+
+
+def test_a_model_that_was_never_taught_tools_calls_them_when_it_has_to(client):
+    messages, options = [{"role": "user", "content": "The tribe:"}], {"max_tokens": 80, "parallel_tool_calls": False}
+    for seed in (1, 2, 3):
+        said = client.chat.completions.create(
+            model="tiny", messages=messages, tools=[TRIBE, NOTHING], tool_choice="required", seed=seed, **options
+        ).choices[0]
+        (call,) = said.message.tool_calls
+        assert (said.finish_reason, said.message.content) == ("tool_calls", None)
+        if call.function.name == "tribe":
+            assert json.loads(call.function.arguments)["tribe"] in ("Judah", "Levi")
+        else:
+            assert (call.function.name, json.loads(call.function.arguments)) == ("nothing", {})
+    named = {"type": "function", "function": {"name": "tribe"}}
+    chunks = client.chat.completions.create(
+        model="tiny", messages=messages, tools=[TRIBE, NOTHING], tool_choice=named, stream=True, **options
+    )
+    deltas = [call.function for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
+    assert deltas[0].name == "tribe"
+    assert len(deltas) > 3
+    assert 0 <= json.loads("".join(delta.arguments for delta in deltas))["sons"] <= 99
 
 
 def test_models_are_listed(client):

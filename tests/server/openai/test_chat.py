@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import openai
 import pytest
+from support.grammars import EOS, TOKENIZER, V, ids, masks
 from support.scripted import MODEL, scripted
 from support.texts import byte_codec, byte_tokenizer
 from tokenizers import AddedToken
@@ -90,6 +91,14 @@ def test_reasoning_content_and_calls_are_told_apart(client, stream):
     else:
         message, reason = answer.choices[0].message.to_dict(), answer.choices[0].finish_reason
     calls = message.pop("tool_calls")
+    if stream:
+        # A call begins with its id and its name; its arguments come as they are written.
+        first = [call for call in calls if "id" in call]
+        assert {call["function"]["name"] for call in first} == {"f"}
+        assert len(calls) > len(first) == 2
+        for call in first:
+            call["function"]["arguments"] = "".join(c["function"]["arguments"] for c in calls if c["index"] == call["index"])
+        calls = first
     assert message == {"role": "assistant", "reasoning_content": "hm", "content": "I call."}
     assert [call["function"] for call in calls] == [{"name": "f", "arguments": '{"a": 1}'}] * 2
     assert len({call["id"] for call in calls}) == 2
@@ -101,9 +110,9 @@ def test_what_is_not_asked_for_is_not_parsed(client, served):
     said = ask(client, THOUGHT, tools=[TOOL], tool_choice="none").choices[0]
     assert (said.message.content, said.message.tool_calls, said.finish_reason) == (f"I call.\n{CALL}\n{CALL}", None, "stop")
     assert byte_codec().decode(served[1].requests[-1].prompt) == THOUGHT
-    said = ask(client, THOUGHT, tools=[TOOL], parallel_tool_calls=False, extra_body={"separate_reasoning": False}).choices[0]
+    said = ask(client, THOUGHT, tools=[TOOL], extra_body={"separate_reasoning": False}).choices[0]
     assert said.message.content == "<think>\nhm\n</think>\n\nI call."
-    assert len(said.message.tool_calls) == 1
+    assert len(said.message.tool_calls) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -188,7 +197,9 @@ def test_without_a_template_the_error_says_how_to_give_one():
         ({"max_completion_tokens": 9999}, "max_completion_tokens", "4096"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice", "'none' or 'auto'"),
+        ({"tool_choice": "some", "tools": [TOOL]}, "tool_choice", "'none', 'auto' or 'required'"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice", "'g', and tools are ['f']"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
         ({"presence_penalty": 2.5}, "presence_penalty", "2.5; legal is a number from -2.0 to 2.0"),
         ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty", "legal is a number from 0.01 to 100.0"),
@@ -247,14 +258,6 @@ def test_marks_may_be_special_tokens(special):
     assert (choice.message.content, len(choice.message.tool_calls)) == ("I call.", 2)
 
 
-def test_reasoning_has_no_form():
-    form = ChatFormat.of(ChatTemplate("{{ messages[-1].content }}{% if enable_thinking is not false %}<think>{% endif %}"), "qwen3")
-    with scripted(chat=form) as (url, _):
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="begins the answer with reasoning"):
-            ask(client, "a", response_format={"type": "json_object"})
-
-
 def test_priorities_and_timeouts_reach_the_engine_from_every_endpoint(served):
     client, engine, url = served
     extra = {"priority": 7, "timeout_ms": 5000}
@@ -271,3 +274,32 @@ def test_priorities_and_timeouts_reach_the_engine_from_every_endpoint(served):
     # All from one address.
     assert len({request.tenant for request in engine.requests}) == 1
     assert engine.requests[-1].tenant
+
+
+FORCED = [
+    ({"tools": [TOOL], "tool_choice": "required"}, CALL, '{"a": 1}'),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, CALL, "I call"),
+    ({"tools": [TOOL], "parallel_tool_calls": False}, f"I call.{CALL}", f"{CALL}\n{CALL}"),
+    ({"tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}]}, f"I call.{CALL}", CALL.replace("1", '"x"')),
+    ({"response_format": {"type": "json_object"}}, '{"a": 1}', "text"),
+    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, CALL, "text"),
+]
+
+
+@pytest.mark.parametrize(("options", "legal", "illegal"), FORCED)
+def test_what_must_be_is_a_grammar_that_begins_behind_reasoning(options, legal, illegal):
+    template = "{{ messages[-1].content }}{% if enable_thinking is not false %}<think>{% endif %}"
+    form, codec = ChatFormat.of(ChatTemplate(template), "qwen3", "hermes"), TextTokenizer(TOKENIZER)
+    model = replace(MODEL, vocab_size=V, eos_token_ids=frozenset({EOS}))
+    with scripted(lambda prompt: "hm</think>" + legal, chat=form, codec=codec, model=model) as (url, engine):
+        said = ask(openai.OpenAI(base_url=url, api_key="none", max_retries=0), "x", **options).choices[0].message
+        constraint = engine.requests[-1].constraint
+        assert said.reasoning_content == "hm"
+        assert bool(said.tool_calls) == ("<tool_call>" in legal)
+
+    def follows(text):
+        tokens = ids(text)
+        return all(token in masks(constraint, tokens[:place])[0] for place, token in enumerate(tokens))
+
+    assert follows(f"it is <{{ so\n</think>\n\n{legal}")
+    assert not follows(f"it is <{{ so\n</think>\n\n{illegal}")

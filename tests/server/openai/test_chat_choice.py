@@ -46,8 +46,11 @@ def test_a_stream_adds_up_to_the_whole(words, data):
     message = whole["message"]
     for name in ("content", "reasoning_content"):
         assert "".join(part["delta"].get(name) or "" for part in parts) == (message.get(name) or "")
-    calls = [call["function"] for part in parts for call in part["delta"].get("tool_calls", [])]
-    assert calls == [call["function"] for call in message.get("tool_calls", [])]
+    calls = {}
+    for call in (call for part in parts for call in part["delta"].get("tool_calls", [])):
+        known = calls.setdefault(call["index"], {"name": call["function"].get("name"), "arguments": ""})
+        known["arguments"] += call["function"]["arguments"]
+    assert list(calls.values()) == [call["function"] for call in message.get("tool_calls", [])]
     assert [token for part in parts for token in part["token_ids"]] == whole["token_ids"] == list(byte_codec().encode(text))
     assert [entry for part in parts for entry in part["logprobs"]["content"]] == whole["logprobs"]["content"]
     assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [whole["finish_reason"]]

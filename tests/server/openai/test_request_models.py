@@ -13,7 +13,7 @@ from npucompile.server.neutral import IGNORED, NEUTRAL
 from npucompile.server.openai.bodies import Ignored, Neutral, mark_of
 from npucompile.server.openai.generate import GenerateRequest, SamplingParams
 from npucompile.server.openai.request_models import MAX_PROMPTS, ChatRequest, CompletionRequest, SamplingFields, prompts
-from npucompile.server.openai.routes import GETS, POSTS
+from npucompile.server.openai.routes import GETS, POSTS, STORED
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
 SHARED = set(SamplingFields.model_fields)
@@ -67,8 +67,13 @@ def test_the_fields_of_responses_are_those_of_the_websocket():
 
 
 def test_every_path_is_there():
-    paths = {post.path for post in POSTS} | set(GETS) | {"/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics"}
-    listed = re.findall(r"^\| `(?:GET |POST )?(/[^`]*)`((?:, `/[^`]*`)*)", DOCUMENT, re.MULTILINE)
+    paths = (
+        {post.path for post in POSTS}
+        | set(GETS)
+        | {path for _, path, _ in STORED}
+        | {"/", "/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics"}
+    )
+    listed = re.findall(r"^\| `(?:GET |POST |DELETE )?(/[^`]*)`((?:, `/[^`]*`)*)", DOCUMENT, re.MULTILINE)
     assert {first for first, _ in listed} | {other for _, more in listed for other in re.findall(r"`(/[^`]*)`", more)} == paths
 
 

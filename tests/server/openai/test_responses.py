@@ -15,6 +15,7 @@ from npucompile.server.client import Client
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
 
 
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 DIGITS = {"structured_outputs": {"regex": "[0-9]+"}}
 
 
@@ -85,15 +86,16 @@ def test_log_probabilities_are_in_the_output(client):
     ("options", "param", "words"),
     [
         ({"model": "gpt"}, "model", "served here is 'tiny'"),
-        ({"store": True}, "store", "not kept"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "/v1/chat/completions"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'function'"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "--tool-call-parser"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "no such setting"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'json_object' and 'json_schema'"),
         (
             {"text": {"format": {"type": "json_object"}}, "extra_body": DIGITS},
             "structured_outputs",
             "one of",
         ),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "whole input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "whole input without it"),
         ({"extra_body": {"stream_id": "a"}}, "stream_id", "websockets"),
         ({"extra_body": {"temprature": 1}}, "temprature", "legal fields are"),
         ({"extra_body": {"stream": 1}}, "stream", "true or false"),
@@ -106,3 +108,70 @@ def test_what_cannot_be_served_is_refused_by_name(client, options, param, words)
     assert caught.value.status_code == (404 if param == "model" else 400)
     assert caught.value.param == param
     assert words in caught.value.message
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+TALK = "{{ messages[-1].content }}{% if messages[-1].role == 'user' %}<think>{% endif %}"
+USER = [{"role": "user", "content": f"hm</think>\n\nI call.\n{CALL}"}]
+
+
+def after_think(prompt):
+    """The model says what the user said: reasoning, text and a call."""
+    return prompt.removesuffix("<think>")
+
+
+@pytest.fixture(scope="module")
+def thinking():
+    form = ChatFormat.of(ChatTemplate(TALK), "qwen3", "hermes")
+    with scripted(after_think, chat=form) as (url, engine):
+        yield url, engine
+
+
+def check(response):
+    thought, said, call = response.output
+    assert (thought.type, thought.content[0].text, thought.summary) == ("reasoning", "hm", [])
+    assert (said.type, said.content[0].text, response.output_text) == ("message", "I call.", "I call.")
+    assert (call.type, call.name, call.arguments, call.status) == ("function_call", "f", '{"a": 1}', "completed")
+    assert response.tools[0].name == "f"
+    assert response.usage.output_tokens_details.reasoning_tokens == len("hm</think>")
+
+
+def test_reasoning_and_calls_are_items_and_go_back_as_input(thinking):
+    client = openai.OpenAI(base_url=thinking[0], api_key="none", max_retries=0)
+    response = client.responses.create(model="tiny", input=USER, tools=[TOOL], instructions="be brief")
+    check(response)
+    result = {"type": "function_call_output", "call_id": response.output[2].call_id, "output": "12"}
+    for turn in (
+        {"input": [*USER, *response.output, result]},
+        {"input": [result], "previous_response_id": response.id},
+    ):
+        assert client.responses.create(model="tiny", tools=[TOOL], **turn).output_text == "12"
+    with client.responses.stream(model="tiny", input=USER, tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        check(stream.get_final_response())
+    assert kinds.count("response.function_call_arguments.delta") == len('{"a": 1}')
+    assert kinds.count("response.reasoning_text.delta") == len("hm")
+
+
+def test_an_async_client_sees_the_same(thinking):
+    async def play():
+        client = openai.AsyncOpenAI(base_url=thinking[0], api_key="none", max_retries=0)
+        stream = await client.responses.create(model="tiny", input=USER, tools=[TOOL], stream=True)
+        events = [event async for event in stream]
+        check(events[-1].response)
+        arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(arguments) == '{"a": 1}'
+        await client.close()
+
+    asyncio.run(play())
+
+
+def test_tools_that_are_not_to_be_called_are_text(thinking):
+    client = openai.OpenAI(base_url=thinking[0], api_key="none", max_retries=0)
+    response = client.responses.create(model="tiny", input=USER, tools=[TOOL], tool_choice="none")
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output_text == f"I call.\n{CALL}"
+    several = client.responses.create(model="tiny", input=USER, extra_body={"n": 2})
+    assert [item.content[0].text for item in several.output] == [USER[0]["content"]] * 2
+    with pytest.raises(openai.BadRequestError, match="there are tools"):
+        client.responses.create(model="tiny", input=USER, tools=[TOOL], extra_body={"n": 2})

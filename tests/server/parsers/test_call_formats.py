@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.calls import AROUND, WRITERS
 from support.chat_templates import TEMPLATES
-from support.parsing import joined, pieces_of
+from support.parsing import Call, joined, pieces_of
 
 from npucompile.server.parsers.call_formats import ALIASES, FORMATS, choose
-from npucompile.server.parsers.tool_calls import ToolCall, ToolCallParser
+from npucompile.server.parsers.tool_calls import CallBegin, ToolCallParser
 
 TOOLS = {
     "weather": {
@@ -29,49 +28,12 @@ TOOLS = {
 ARGUMENTS = {"city": "Zürich", "days": 2, "at": [1.5], "metric": True, "code": 12, "where": {"x": None}}
 
 
-def hermes(name, arguments):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
-
-
-def coder(name, arguments):
-    def text(value):
-        return value if isinstance(value, str) else json.dumps(value)
-
-    values = "".join(f"<parameter={key}>\n{text(value)}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
-
-
-def fenced(name, arguments):
-    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
-
-
-def bare(name, arguments):
-    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
-
-
-def invoked(name, arguments):
-    values = "".join(
-        f'<｜DSML｜parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">'
-        f"{value if isinstance(value, str) else json.dumps(value)}</｜DSML｜parameter>\n"
-        for key, value in arguments.items()
-    )
-    return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
-
-
-WRITERS = {"hermes": hermes, "qwen3_coder": coder, "deepseek_v3": fenced, "deepseek_v31": bare, "deepseek_v32": invoked}
-AROUND = {
-    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    "deepseek_v32": ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
-}
-
-
 def parser(name):
     return ToolCallParser(FORMATS[name], TOOLS)
 
 
 def call(name, arguments):
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return Call(name, arguments)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -130,8 +92,9 @@ def test_a_schema_says_what_a_value_in_tags_is(key, text, value):
         ("hermes", '<tool_call>\n{"arguments": {}}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": ' + "[" * 100_000 + "</tool_call>"),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n</tool_call>"),
         ("qwen3_coder", "<tool_call>\n<function=f>\nwhat\n</function>\n</tool_call>"),
-        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>1\n</function>\n</tool_call>"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>"),
         ("deepseek_v31", "<｜tool▁call▁begin｜>f{}<｜tool▁call▁end｜>"),
         ("deepseek_v32", '<｜DSML｜invoke name="f">what</｜DSML｜invoke>'),
@@ -139,6 +102,49 @@ def test_a_schema_says_what_a_value_in_tags_is(key, text, value):
 )
 def test_what_is_no_call_stays_text(name, text):
     assert joined(parser(name), [text]) == [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", '<tool_call>{"arguments": "{}", "name": "f"}</tool_call>', Call("f", {})),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call>', Call("f", '{"a": }')),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "b', Call("f", '{"a": 1, "b')),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>1\n</function>\n</tool_call>", Call("f", {"a": "1"})),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\n</function>\n</tool_call>\n</parameter>\n</function>\n</tool_call>",
+            [Call("f", {"a": ""}), "</parameter>\n</function>\n</tool_call>"],
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\n</tool_call> </fun\n</parameter>\n</function>\n</tool_call>",
+            Call("f", {"a": "</tool_call> </fun"}),
+        ),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBa", Call("weather", '{"city": "Ba')),
+        (
+            "deepseek_v32",
+            '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">{</｜DSML｜parameter></｜DSML｜invoke>',
+            Call("f", {"a": "{"}),
+        ),
+    ],
+)
+def test_a_call_that_has_begun_stays_one(name, text, expected):
+    assert joined(parser(name), [text]) == (expected if isinstance(expected, list) else [expected])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_are_sent_as_they_come(name):
+    """Of a long text most is out before its end is."""
+    text = WRITERS[name]("weather", {"city": "x" * 50})
+    reader, sent = parser(name), []
+    for character in text:
+        sent += reader.push(character)
+        if text.startswith("x" * 50, text.find("x" * 50)) and sum(len(part.text) for part in sent if hasattr(part, "text")) >= 40:
+            break
+    else:
+        pytest.fail("nothing came before the end")
+    assert sent[0] == CallBegin("weather")
 
 
 def test_a_template_tells_its_format():

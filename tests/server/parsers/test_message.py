@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.parsing import pieces_of
+from support.parsing import Call, pieces_of, whole
 
 from npucompile.server.parsers.call_formats import FORMATS
 from npucompile.server.parsers.message import MessageParser
 from npucompile.server.parsers.reasoning import Content, Reasoning, ReasoningParser
-from npucompile.server.parsers.tool_calls import ToolCall, ToolCallParser
+from npucompile.server.parsers.tool_calls import ToolCallParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 WORDS = ["<think>", "</think>", CALL, "<tool_call>", "</tool_call>", "\n", "<", "a"]
@@ -19,8 +19,8 @@ def parse(pieces, reasoning=True, tools=True):
     parser = MessageParser(ReasoningParser(False) if reasoning else None, ToolCallParser(FORMATS["hermes"], {}) if tools else None)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
     together = []
-    for part in parts:
-        if together and type(part) is type(together[-1]) is not ToolCall:
+    for part in whole(parts):
+        if together and type(part) is type(together[-1]) is not Call:
             together[-1] = type(part)(together[-1].text + part.text)
         else:
             together.append(part)
@@ -29,7 +29,7 @@ def parse(pieces, reasoning=True, tools=True):
 
 def test_a_message_has_all_three():
     text = f"<think>\nI could call {CALL}\n</think>\n\nI do:\n{CALL}"
-    assert parse([text]) == [Reasoning(f"I could call {CALL}"), Content("I do:"), ToolCall("f", "{}")]
+    assert parse([text]) == [Reasoning(f"I could call {CALL}"), Content("I do:"), Call("f", {})]
     assert parse([text], tools=False) == [Reasoning(f"I could call {CALL}"), Content(f"I do:\n{CALL}")]
     assert parse([text], reasoning=False, tools=False) == [Content(text)]
 

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.parsing import joined, pieces_of
+from support.parsing import Call, joined, pieces_of
 
-from npucompile.server.parsers.tool_calls import CallFormat, ToolCall, ToolCallParser
-
-
-def parse_body(body, tools):
-    name, _, arguments = body.partition(":")
-    json.loads(arguments)
-    return ToolCall(f"{name}{tools.get(name, '')}", arguments)
+from npucompile.server.parsers.call_readers import JsonReader
+from npucompile.server.parsers.tool_calls import CallArguments, CallBegin, CallEnd, CallFormat, ToolCallParser
 
 
-FORM = CallFormat("<c>", "</c>", parse_body, ("<all>", "</all>"))
-JSON = CallFormat("<c>", "</c>", lambda body, _: ToolCall("f", json.dumps(json.loads(body))))
+class Colon:
+    """`NAME:JSON`, known at its end."""
+
+    inside = False
+
+    def __init__(self, tools):
+        self.tools, self.text = tools, ""
+
+    def push(self, text):
+        self.text += text
+        return []
+
+    def finish(self):
+        name, _, arguments = self.text.partition(":")
+        json.loads(arguments)
+        return [CallBegin(f"{name}{self.tools.get(name, '')}"), CallArguments(arguments), CallEnd()]
+
+
+FORM = CallFormat("<c>", "</c>", Colon, ("<all>", "</all>"))
+JSON = CallFormat("<c>", "</c>", lambda _: JsonReader(re.compile(r"(?P<name>f?)(?=\{)"), lambda _: "f", lambda _: json.loads("")))
 WORDS = ["<c>", "</c>", "<all>", "</all>", "<", "</", "a:1", "b:{}", '{"x": "', '"}', "\\", '"', " ", "\n", "t"]
 
 
@@ -27,9 +41,9 @@ WORDS = ["<c>", "</c>", "<all>", "</all>", "<", "</", "a:1", "b:{}", '{"x": "', 
     ("text", "expected"),
     [
         ("only text \n", ["only text \n"]),
-        ("<c>a:1</c>", [ToolCall("a!", "1")]),
-        ("so:\n<all>\n<c>a:1</c>\n<c>b:2</c></all>\n", ["so:", ToolCall("a!", "1"), ToolCall("b", "2")]),
-        ("<c>a:1</c> then\n", [ToolCall("a!", "1"), "then\n"]),
+        ("<c>a:1</c>", [Call("a!", 1)]),
+        ("so:\n<all>\n<c>a:1</c>\n<c>b:2</c></all>\n", ["so:", Call("a!", 1), Call("b", 2)]),
+        ("<c>a:1</c> then\n", [Call("a!", 1), "then\n"]),
         ("<c>a:nothing</c> x", ["<c>a:nothing</c> x"]),
         ("x <c>a:1", ["x<c>a:1"]),
         ("x <c", ["x <c"]),
@@ -42,7 +56,7 @@ def test_a_text_has_calls_and_text_around_them(text, expected):
 
 def test_a_mark_in_an_argument_is_part_of_it():
     text = '<c>{"x": "</c> \\" </c>"}</c>'
-    assert joined(ToolCallParser(JSON, {}), [text]) == [ToolCall("f", json.dumps({"x": '</c> " </c>'}))]
+    assert joined(ToolCallParser(JSON, {}), [text]) == [Call("f", {"x": '</c> " </c>'})]
 
 
 @pytest.mark.parametrize("form", [FORM, JSON], ids=["marks", "json"])

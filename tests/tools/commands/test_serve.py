@@ -185,13 +185,13 @@ def test_how_to_talk_to_it_is_said():
     lines = announced({"a": "inductor"}, False, "127.0.0.1", 8000)
     assert lines == [
         "serving m from /a: 1 buckets, 0 uncompiled",
-        "  websocket  ws://127.0.0.1:8000/v1/responses   health  http://127.0.0.1:8000/health",
+        "  websocket  ws://127.0.0.1:8000/v1/responses   health  http://127.0.0.1:8000/health   chat page  http://127.0.0.1:8000/",
         '  talk to it: npucompile chat "In the beginning"',
     ]
     lines = announced({"a": "eager", "b": "inductor"}, True, "::1", 9)
     assert lines[0].endswith("2 buckets, 1 uncompiled")
     assert "until the build behind this server has compiled them" in lines[1]
-    assert lines[2].endswith("ws://[::1]:9/v1/responses   health  http://[::1]:9/health")
+    assert lines[2].endswith("ws://[::1]:9/v1/responses   health  http://[::1]:9/health   chat page  http://[::1]:9/")
     assert lines[3].endswith("--url ws://[::1]:9/v1/responses")
     assert announced({"a": "eager"}, False, "127.0.0.1", 8000, "dp=2,tp=4")[1] == "  8 ranks of mesh dp=2,tp=4, a process each"
 

@@ -1,0 +1,189 @@
+"""Items of a conversation: validated from the `input` of a response, and turned into messages for a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .fields import FieldError, optional, refuse_unknown, show, string
+
+MAX_MESSAGES = 4096
+MAX_NAME_CHARS = 256
+ROLES = ("user", "system", "developer", "assistant")
+TEXT_PARTS = ("input_text", "output_text")
+ITEM_BYTES = 128
+"""What an item is counted for beside its text, where memory is bounded."""
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """What somebody says."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class ReasoningItem:
+    """What the model thought before it answered."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallItem:
+    """A call of a tool by the model; `arguments` is the text of a JSON object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class CallOutput:
+    """What a tool returned."""
+
+    call_id: str
+    text: str
+
+
+Item = ChatMessage | ReasoningItem | CallItem | CallOutput
+
+
+def size_bytes(items: Sequence[Item]) -> int:
+    """What items are counted for, where memory is bounded."""
+    return sum(ITEM_BYTES + len(text_of(item).encode()) for item in items)
+
+
+def text_of(item: Item) -> str:
+    """The text that an item adds to the prompt."""
+    return item.arguments if isinstance(item, CallItem) else item.text
+
+
+def read_items(value: Any, param: str = "input") -> tuple[Item, ...]:
+    """The items of an `input` that is a list.
+
+    Raises:
+        FieldError: one of them is not legal.
+    """
+    if not isinstance(value, list):
+        raise FieldError(f"{param} is {show(value)}; legal is a string or a list of items", param=param)
+    if len(value) > MAX_MESSAGES:
+        raise FieldError(f"{param} has {len(value)} items; legal are at most {MAX_MESSAGES}", param=param)
+    return tuple(_item(item, f"{param}[{i}]") for i, item in enumerate(value))
+
+
+def template_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The items as messages for a chat template: reasoning, text and calls of one turn of the assistant are one message."""
+    messages: list[dict[str, Any]] = []
+    names = {item.call_id: item.name for item in items if isinstance(item, CallItem)}
+    turn: dict[str, Any] | None = None
+    for item in items:
+        if isinstance(item, CallOutput):
+            named = {"name": names[item.call_id]} if item.call_id in names else {}
+            messages.append({"role": "tool", "tool_call_id": item.call_id, **named, "content": item.text})
+            turn = None
+        elif isinstance(item, ChatMessage) and item.role != "assistant":
+            messages.append({"role": item.role, "content": item.text})
+            turn = None
+        else:
+            if turn is None or not _continues(turn, item):
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            _add(turn, item)
+    return messages
+
+
+def _continues(turn: Mapping[str, Any], item: Item) -> bool:
+    """Whether an item of the assistant belongs to the message that the ones before it make."""
+    if isinstance(item, CallItem):
+        return True
+    started = bool(turn["content"]) or "tool_calls" in turn
+    return not started and (isinstance(item, ChatMessage) or "reasoning_content" not in turn)
+
+
+def _add(turn: dict[str, Any], item: Item) -> None:
+    if isinstance(item, ReasoningItem):
+        turn["reasoning_content"] = item.text
+    elif isinstance(item, CallItem):
+        function = {"name": item.name, "arguments": json.loads(item.arguments or "{}")}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    else:
+        turn["content"] = text_of(item)
+
+
+def _item(item: Any, where: str) -> Item:
+    if not isinstance(item, dict):
+        raise FieldError(f"{where} is {show(item)}; legal is an item, an object (token ids go into input_token_ids)", param=where)
+    item = {name: value for name, value in item.items() if value is not None}
+    kind = item.get("type", "message")
+    reader = _READERS.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        raise FieldError(f"{where}.type is {show(kind)}; legal are {list(_READERS)}", param=f"{where}.type")
+    return reader(item, where)
+
+
+def _message(item: Mapping[str, Any], where: str) -> ChatMessage:
+    # With what an output item of an earlier response has.
+    refuse_unknown(item, ("type", "role", "content", "id", "status", "phase"), where)
+    if item.get("role") not in ROLES:
+        raise FieldError(f"{where}.role is {show(item.get('role'))}; legal are {list(ROLES)}", param=f"{where}.role")
+    return ChatMessage(item["role"], _text(item.get("content"), f"{where}.content", TEXT_PARTS))
+
+
+def _reasoning(item: Mapping[str, Any], where: str) -> ReasoningItem:
+    refuse_unknown(item, ("type", "id", "summary", "content", "status"), where)
+    content = item.get("content", [])
+    # A summary is about the reasoning, and no model wrote it into its context.
+    return ReasoningItem(_text(content, f"{where}.content", ("reasoning_text",)))
+
+
+def _call(item: Mapping[str, Any], where: str) -> CallItem:
+    refuse_unknown(item, ("type", "id", "call_id", "name", "arguments", "status"), where)
+    arguments = item.get("arguments", "")
+    try:
+        legal = isinstance(arguments, str) and isinstance(json.loads(arguments or "{}"), dict)
+    except (ValueError, RecursionError):
+        legal = False
+    if not legal:
+        param = f"{where}.arguments"
+        raise FieldError(f"{param} is {show(arguments)}; legal is the text of a JSON object", param=param)
+    return CallItem(_required(item, "call_id", where), _required(item, "name", where), arguments)
+
+
+def _output(item: Mapping[str, Any], where: str) -> CallOutput:
+    refuse_unknown(item, ("type", "id", "call_id", "output", "status"), where)
+    return CallOutput(_required(item, "call_id", where), _text(item.get("output"), f"{where}.output", TEXT_PARTS))
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any], str], Item]] = {
+    "message": _message,
+    "reasoning": _reasoning,
+    "function_call": _call,
+    "function_call_output": _output,
+}
+
+
+def _required(item: Mapping[str, Any], name: str, where: str) -> str:
+    param = f"{where}.{name}"
+    value = optional({param: item[name]} if name in item else {}, param, string(MAX_NAME_CHARS))
+    if value is None:
+        raise FieldError(f"{param} is missing; legal is a string that is not empty", param=param)
+    return value
+
+
+def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
+    """The text of a content, which is a string or a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise FieldError(f"{where} is {show(content)}; legal is a string or a list of parts", param=where)
+    if len(content) > MAX_MESSAGES:
+        raise FieldError(f"{where} has {len(content)} parts; legal are at most {MAX_MESSAGES}", param=where)
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            at = f"{where}[{i}]"
+            raise FieldError(f"{at} is {show(part)}; legal is an object with type in {list(kinds)} and text", param=at)
+    return "".join(part["text"] for part in content)

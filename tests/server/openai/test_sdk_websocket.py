@@ -1,0 +1,152 @@
+"""openai-python's own websocket client against the server: the turns of OpenAI's guide, lanes, and what is refused.
+
+The engine says its prompt, which the chat template makes of the whole conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+from support.scripted import scripted
+
+from npucompile.server.chat_format import ChatFormat
+from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.client import Client
+
+# openai-python was written for older versions of websockets, which had one way to connect.
+pytestmark = pytest.mark.filterwarnings("ignore:connect\\(\\) must be used as a context manager:DeprecationWarning")
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def served():
+    with scripted(chat=ChatFormat(ChatTemplate(TEMPLATE))) as (url, engine):
+        yield openai.OpenAI(base_url=url, api_key="none", max_retries=0), engine, url
+
+
+@pytest.fixture
+def client(served):
+    return served[0]
+
+
+def user(text):
+    return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}]
+
+
+def until(connection, kind):
+    """Events up to one of a kind, each as openai's types have it."""
+    events = []
+    for event in connection:
+        events.append(event)
+        if event.type == kind:
+            return events
+    raise AssertionError(kind)
+
+
+def test_turns_of_a_conversation_as_the_guide_has_them(client):
+    with client.responses.connect() as connection:
+        connection.response.create(model="tiny", store=False, input=user("Find fizz_buzz()"), tools=[])
+        first = until(connection, "response.completed")
+        assert first[-1].response.output_text == "Find fizz_buzz()"
+        assert first[-1].response.usage.input_tokens_details.cache_write_tokens == 0
+        assert not any(getattr(event, "stream_id", None) for event in first)
+        for event in first:
+            TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
+        connection.response.create(model="tiny", store=False, previous_response_id=first[-1].response.id, input=user("!"), tools=[])
+        second = until(connection, "response.completed")[-1].response
+        assert second.output_text == "Find fizz_buzz()" * 2 + "!"
+        assert second.previous_response_id == first[-1].response.id
+    # What is not stored is remembered by its own connection alone.
+    with client.responses.connect() as connection:
+        connection.response.create(model="tiny", store=False, previous_response_id=second.id, input=user("!"))
+        (error,) = until(connection, "error")
+        assert (error.status, error.error.code, error.error.param) == (400, "previous_response_not_found", "previous_response_id")
+
+
+def test_a_prompt_is_computed_before_it_is_needed(client, served):
+    with client.responses.connect() as connection:
+        connection.response.create(model="tiny", generate=False, instructions="I", input=user("a"))
+        warm = until(connection, "response.completed")
+        assert [event.type for event in warm] == ["response.created", "response.in_progress", "response.completed"]
+        assert (warm[-1].response.output, warm[-1].response.usage.output_tokens) == ([], 0)
+        assert served[1].requests[-1].max_tokens == 1
+        connection.response.create(model="tiny", previous_response_id=warm[-1].response.id, input=user("b"))
+        assert until(connection, "response.completed")[-1].response.output_text == "ab"
+
+
+def test_a_lane_is_a_queue_and_lanes_run_side_by_side(client, served):
+    with client.responses.connect() as connection:
+        for lane, text in (("a", "one…"), ("a", "two"), ("b", "three")):
+            connection.response.create(model="tiny", stream_id=lane, input=user(text))
+        events = until(connection, "response.completed")
+        assert (events[-1].stream_id, events[-1].response.output_text) == ("b", "three")
+        waits = next(event.response.id for event in events if event.type == "response.created" and event.stream_id == "a")
+        connection.send({"type": "response.cancel", "response_id": waits})
+        rest = until(connection, "response.completed")
+        kinds = [event.type for event in rest if event.type in ("response.cancelled", "response.created", "response.completed")]
+        assert kinds == ["response.cancelled", "response.created", "response.completed"]
+        assert (rest[-1].stream_id, rest[-1].response.output_text) == ("a", "two")
+
+
+def test_creates_without_a_lane_come_one_after_another(client):
+    with client.responses.connect() as connection:
+        for text in "abc":
+            connection.response.create(model="tiny", input=user(text))
+        done = [until(connection, "response.completed") for _ in range(3)]
+        assert [events[-1].response.output_text for events in done] == ["a", "b", "c"]
+        assert [len({event.response.id for event in events if hasattr(event, "response")}) for events in done] == [1, 1, 1]
+
+
+def test_a_create_that_is_refused_makes_place_for_the_next(client):
+    with client.responses.connect() as connection:
+        connection.response.create(model="tiny", input=user("a…"))
+        connection.response.create(model="other", input=user("b"))
+        connection.response.create(model="tiny", input=user("c"))
+        created = next(iter(connection))
+        connection.send({"type": "response.cancel", "response_id": created.response.id})
+        kinds = [event.type for event in until(connection, "response.completed")]
+        assert kinds.index("response.cancelled") < kinds.index("error") < kinds.index("response.created")
+
+
+def test_steering_is_refused_as_openai_refuses_it(client):
+    with client.responses.connect() as connection:
+        connection.response.create(model="tiny", input=user("a…"))
+        response_id = next(iter(connection)).response.id
+        connection.response.steer(previous_response_id=response_id, input="be brief")
+        failed = until(connection, "response.steer.failed")[-1]
+        assert failed.error.code == "steering_not_supported"
+        assert (failed.steer.previous_response_id, failed.steer.input) == (response_id, "be brief")
+
+
+def test_what_a_socket_started_another_resumes(served):
+    """Cut at any event, over real sockets; the second client is our own, in a lane of its own."""
+    client, engine, url = served
+
+    async def follow(response_id, after):
+        async with await Client.connect(url.replace("http", "ws") + "/responses") as socket:
+            return [event async for event in socket.resume(response_id, starting_after=after)]
+
+    for cut in (1, 4, 7):
+        with client.responses.connect() as connection:
+            body = {"type": "response.create", "model": "tiny", "input": user("abcdef…"), "resumable": True}
+            connection._connection.send(json.dumps(body))
+            seen = [json.loads(connection.recv_bytes()) for _ in range(cut)]
+        response_id = seen[0]["response"]["id"]
+        asyncio.run(asyncio.sleep(0.05))
+        assert response_id not in engine.cancelled
+
+        async def both(response_id=response_id, seen=seen):
+            following = asyncio.create_task(follow(response_id, seen[-1]["sequence_number"]))
+            await asyncio.sleep(0.1)
+            client.responses.cancel(response_id)
+            return seen + await following
+
+        events = asyncio.run(asyncio.wait_for(both(), 20))
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert "".join(event.get("delta", "") for event in events) == "abcdef"
+        assert events[-1]["type"] == "response.cancelled"

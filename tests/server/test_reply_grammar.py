@@ -1,0 +1,180 @@
+"""server/reply_grammar.py: replies as models write them are legal, others are not, and what is legal is read back by the parsers."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import llguidance
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.calls import AROUND, WRITERS
+from support.grammars import COMPILER, EOS, TOKENIZER, ids, masks
+from support.parsing import Call, joined
+
+from npucompile.graphs.errors import RequestError
+from npucompile.server.parsers.call_formats import FORMATS
+from npucompile.server.parsers.tool_calls import ToolCallParser
+from npucompile.server.reply_grammar import INSIDE, MAYBE, NONE, Reply, ToolUse, check_choice
+from npucompile.server.structured_output import OutputFormat
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["C", "F"], "type": "string"},
+        "where": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False}},
+}
+
+
+def tool(name, parameters=None, **fields):
+    return {"type": "function", "function": {"name": name, **({"parameters": parameters} if parameters else {}), **fields}}
+
+
+TOOLS = (tool("weather", WEATHER, strict=True), tool("now"))
+REQUIRED = ToolUse(TOOLS, "required")
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+BODY = OutputFormat("json_schema", SCHEMA, "response_format.schema")
+
+
+def written(form, *calls):
+    before, after = AROUND.get(form, ("", ""))
+    between = "" if form == "deepseek_v31" else "\n"
+    text = before + between.join(WRITERS[form](name, arguments).rstrip("\n") for name, arguments in calls)
+    return text + ("\n" if form == "deepseek_v32" else "") + after
+
+
+def legal(reply, text):
+    """Whether a text is a whole reply, and whether it is the beginning of one."""
+    grammar = COMPILER._grammar("reply", reply, "tools")
+    matcher = llguidance.LLMatcher(COMPILER._tokens, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = ids(text)
+    if matcher.validate_tokens(tokens) != len(tokens):
+        return False, False
+    matcher.consume_tokens(tokens)
+    return matcher.is_accepting(), True
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_calls_of_every_format_are_legal_and_nothing_else_is(form):
+    full = {"city": "Zürich </x", "days": 2, "unit": "F", "where": {"x": 1.5}}
+    one = written(form, ("weather", full))
+    several = written(form, ("weather", {"city": "a"}), ("now", {}))
+    required, single = Reply(NONE, REQUIRED, form), Reply(NONE, replace(REQUIRED, parallel=False), form)
+    named = Reply(NONE, ToolUse(TOOLS, "required", "now"), form)
+    assert legal(required, one) == legal(required, several) == legal(single, one) == (True, True)
+    assert not legal(single, several)[1]
+    assert (legal(named, written(form, ("now", {})))[0], legal(named, one)[1]) == (True, False)
+    for wrong in ({"days": 2}, {"city": "a", "days": "x"}, {"city": "a", "unit": "K"}, {"city": "a", "other": 1}):
+        assert not legal(required, written(form, ("weather", wrong)))[0]
+    assert not legal(required, written(form, ("other", {})))[1]
+    assert not legal(required, "I do not.")[1]
+    assert not legal(required, one + "!")[1]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_free_text_may_come_before_calls_that_keep_to_their_schemas(form):
+    auto = Reply(NONE, ToolUse(TOOLS), form)
+    one = written(form, ("weather", {"city": "a"}))
+    for text in ("I cannot < say.", one, f"I look.\n{one}", "I look.\n" + written(form, ("weather", {"city": "a"}), ("now", {}))):
+        assert legal(auto, text)[0]
+    assert not legal(auto, "I look.\n" + written(form, ("weather", {"days": 1})))[0]
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "text", "whole"),
+    [
+        (NONE, '{"a": 1}', True),
+        (NONE, '<think>x</think>{"a": 1}', False),
+        (INSIDE, 'it is <1 or "{"\n</think>\n\n{"a": 1}', True),
+        (INSIDE, '</think>{"a": 1}', True),
+        (INSIDE, '{"a": 1}', False),
+        (INSIDE, 'x</think>y</think>{"a": 1}', False),
+        (MAYBE, '<think>\nx\n</think>\n\n{"a": 1}', True),
+        (MAYBE, '{"a": 1}', True),
+        (MAYBE, 'x</think>{"a": 1}', False),
+    ],
+)
+@pytest.mark.parametrize("body", [BODY, OutputFormat("regex", r'\{"a": \d+\}', "x"), OutputFormat("choice", ['{"a": 1}'], "x")])
+def test_structure_begins_behind_reasoning(reasoning, text, whole, body):
+    assert legal(Reply(reasoning, body=body), text)[0] == whole
+
+
+def test_a_reply_with_a_structure_may_be_a_call_instead():
+    reply = Reply(INSIDE, ToolUse(TOOLS), "hermes", BODY)
+    assert legal(reply, "hm</think>\n" + written("hermes", ("now", {})))[0]
+    assert legal(reply, 'hm</think>\n{"a": 1}')[0]
+    assert not legal(reply, "hm</think>\nI do not know")[1]
+
+
+def test_marks_that_are_special_tokens_are_tokens():
+    number = TOKENIZER.token_to_id("a")
+    reply = Reply(INSIDE, REQUIRED, "hermes")
+    lark = json.loads(reply.grammar({"</think>": 7, "<tool_call>": number}.get))["grammars"][0]["lark_grammar"]
+    assert "<[7]>" in lark
+    assert f"<[{number}]>" in lark
+    assert "</think>" not in lark
+    assert '"<tool_call>' not in lark
+
+
+@given(st.integers(0, 2**32), st.sampled_from(sorted(FORMATS)))
+@settings(max_examples=25, deadline=None)
+def test_any_walk_along_the_masks_is_a_call_that_the_parser_reads(seed, form):
+    """Arguments of lists alone, so that a walk comes to its end."""
+    schema = {
+        "type": "object",
+        "properties": {"unit": {"type": "string", "enum": ["C", "F"]}, "on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    use = ToolUse((tool("set", schema), tool("now", {"type": "object", "properties": {}, "additionalProperties": False})), "required")
+    constraint = COMPILER.constraint("reply", Reply(NONE, replace(use, parallel=False), form), "tools")
+    draw, output = random.Random(seed), []
+    for _ in range(400):
+        (legal_tokens,) = masks(constraint, output)
+        # JSON may hold any number of blanks.
+        dense = [t for t in sorted(legal_tokens) if t == EOS or TOKENIZER.decode([t], skip_special_tokens=False).strip(" \n\t\r")]
+        token = draw.choice(dense or sorted(legal_tokens))
+        if token == EOS:
+            break
+        output.append(token)
+    else:
+        pytest.fail("no end")
+    (call,) = joined(ToolCallParser(FORMATS[form], {"set": schema}), [TOKENIZER.decode(output, skip_special_tokens=False)])
+    assert isinstance(call, Call)
+    assert call.name in ("set", "now")
+    if call.name == "set":
+        assert call.arguments["on"] in (True, False)
+        assert call.arguments.get("unit", "C") in ("C", "F")
+
+
+@pytest.mark.parametrize(
+    ("use", "calls", "param", "words"),
+    [
+        (ToolUse((), "required"), "hermes", "tool_choice", "no tools"),
+        (ToolUse(TOOLS, "required", "other"), "hermes", "tool_choice", "'other'"),
+        (ToolUse(TOOLS, "required"), None, "tool_choice", "--tool-call-parser"),
+        (ToolUse(TOOLS), None, "tools", "--tool-call-parser"),
+        (ToolUse((tool("f"),), parallel=False), None, "tools", "--tool-call-parser"),
+    ],
+)
+def test_what_nothing_can_make_is_refused(use, calls, param, words):
+    with pytest.raises(RequestError) as caught:
+        check_choice(use, calls)
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+def test_tools_that_want_nothing_constrain_nothing():
+    assert not ToolUse((tool("f"),)).constrains
+    assert not ToolUse(TOOLS, "none").constrains
+    assert ToolUse(TOOLS, "none").offered == ()
+    check_choice(ToolUse((tool("f"),)), None)
