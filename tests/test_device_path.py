@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from support import served, tiny
+from support.toy_device import Collector
 
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.request import Sampling
+from npucompile.runtime.engine import Engine
+from npucompile.runtime.prefix_cache import PrefixCacheSettings
+from npucompile.runtime.request import Request, Sampling
 from npucompile.runtime.rng import random_number
 from npucompile.tools.serve.offline import complete
 
@@ -120,3 +123,28 @@ def test_top_p_alone_samples_what_the_cpu_samples(checkpoints, tmp_path):
             decided += len(choices) == 1
     assert decided >= 20
     assert all(a.token_ids != b.token_ids for a, b in zip(*runs.values(), strict=True)), "a seed decides"
+
+
+def test_a_prompt_begins_after_pages_and_a_state_that_an_earlier_one_left(checkpoints, tmp_path):
+    """A hybrid model on two emulated ranks: pages and slots hold on a device what they hold here, and drafts are verified after a hit."""
+    sizes = {**SIZES, "buckets": (1,), "max_model_len": 512, "checkpoint_slots": 4}
+    tiny.built(tiny.planned_device(checkpoints["bundled"], mesh="tp=2", **sizes), tmp_path / "artifact")
+    artifact = Artifact.open(tmp_path / "artifact")
+    shared = [(7 * i) % 250 for i in range(130)]
+    prompts = [[*shared, 3, 5], [*shared, 9, 8, 7]]
+    with served.emulated(artifact, tmp_path / "cache") as executor:
+        assert executor.recurrent
+        cold = complete(executor, prompts, Sampling(), 8, frozenset())
+        engine = Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings())
+        warm = [end_of(engine, Request(str(i), tuple(prompt), 8)) for i, prompt in enumerate(prompts)]
+        engine.check()
+    assert [sink.tokens for sink in warm] == [list(completion.token_ids) for completion in cold]
+    assert [sink.end.record.cached_tokens for sink in warm] == [0, 128]
+
+
+def end_of(engine, request):
+    sink = Collector()
+    engine.submit(request, sink)
+    while engine.step():
+        pass
+    return sink
