@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support import tiny
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket, Limits
@@ -50,3 +51,14 @@ def test_a_step_has_no_more_prompts_than_requests_are_in_flight() -> None:
     where, limits = instance(target_name="ascend-a3", mesh="tp=8"), Limits(128, 65, 9, 1024)
     with pytest.raises(SpecError, match="--prefill 9x64 takes 9 prompts a step, and 8 requests are in flight; legal are up to that"):
         prefill_buckets(Options("qwen3-32b", prefill=(PrefillSize(64, 9),)), where, limits)
+
+
+def test_cached_tokens_are_bounded_in_whole_pages_that_hold_a_request(tiny_checkpoint):
+    free = tiny.planned(tiny_checkpoint, buckets=(4,), max_model_len=64).limits
+    assert (free.num_pages - 1) * free.page_size == 4 * 64
+    for tokens, pages in ((64, 4), (100, 6), (256, 16), (10_000, 16)):
+        plan = tiny.planned(tiny_checkpoint, buckets=(4,), max_model_len=64, max_total_tokens=tokens)
+        assert plan.limits.num_pages - 1 == pages
+        assert plan.arguments[plan.arguments.index("--max-total-tokens") + 1] == str(tokens)
+    with pytest.raises(SpecError, match=r"--max-total-tokens 63: one request may have 64 tokens; legal is at least that many"):
+        tiny.planned(tiny_checkpoint, buckets=(4,), max_model_len=64, max_total_tokens=63)
