@@ -92,17 +92,28 @@ def _find(name: str, engine: Engine) -> tuple[Row | None, bool, str]:
     flags = engine.flags
     spelt = name.replace("_", "-") if engine.dashes and name.startswith("--") else name
     if spelt in flags:
-        return flags[spelt], not (spelt.startswith("--no-") and flags[spelt].kind == "switch" and spelt not in flags[spelt].names), ""
+        return flags[spelt], _turns_on(spelt, flags[spelt]), ""
     for old in (False, True):
         fitting = [full for full, row in flags.items() if len(spelt) > 2 and full.startswith(spelt) and row.old == old]
         rows = {id(flags[full]): full for full in fitting}
         if len(rows) == 1:
             full = fitting[0]
-            return flags[full], not (full.startswith("--no-") and full not in flags[full].names), ""
+            return flags[full], _turns_on(full, flags[full]), ""
         if rows:
             return None, True, f"{name} may be {_either(sorted(fitting))}; write it out"
     near = difflib.get_close_matches(spelt.replace("_", "-"), flags, n=1, cutoff=0.6)
     return None, True, f"{engine.name} has no flag {name}" + (f"; the nearest is {near[0]}" if near else "")
+
+
+def _turns_on(name: str, row: Row) -> bool:
+    """Whether a name turns its switch on: `--no-` turns it off, and so does `--disable-x` where the switch is `--enable-x`."""
+    if row.kind != "switch":
+        return True
+    off = name.startswith("--no-") and name not in row.names
+    bare = f"--{name[5:]}" if off else name
+    pair = {"--enable-", "--disable-"}
+    inverse = {next((each for each in pair if one.startswith(each)), "") for one in (bare, row.name)} == pair
+    return off == inverse
 
 
 def _either(names: Sequence[str]) -> str:

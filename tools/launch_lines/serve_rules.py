@@ -103,6 +103,20 @@ def max_logprobs(value: Any, context: Context) -> Verdict:
 
 
 @rule
+def prefix_caching(value: Any, context: Context) -> Verdict:
+    """Whether prefixes are kept for later requests."""
+    if value:
+        return topic("prefix_cache")
+    return Verdict(MAPPED, "serve --no-prefix-cache", ("--no-prefix-cache",))
+
+
+@rule
+def no_prefixes_kept(value: Any, context: Context) -> Verdict:
+    """Whether no prefixes are kept."""
+    return prefix_caching(not value, context)
+
+
+@rule
 def grammar_config(value: Any, context: Context) -> Verdict:
     """What compiles grammars."""
     return topic("grammar")

@@ -25,7 +25,14 @@ class Recorded(argparse.Action):
     def value(self, values: Any, option_string: str | None) -> Any:
         if self.nargs != 0:
             return values
-        return not (option_string or "").startswith("--no-") or "--no-" in self.option_strings[0]
+        name = option_string or ""
+        off = name.startswith("--no-")
+        pair = {"--enable-", "--disable-"}
+        begun = {
+            next((each for each in pair if one.startswith(each)), "") for one in (f"--{name[5:]}" if off else name, self.option_strings[0])
+        }
+        # As vLLM's EnableDisableAction: the inverse of the first name, or its --no- form, turns it off.
+        return off == (begun == pair)
 
 
 def parser_of(table: Engine) -> argparse.ArgumentParser:
@@ -114,6 +121,17 @@ def test_names_that_several_flags_begin_with_are_refused_with_all_of_them():
     (several,) = read_flags(["--disaggregation-d", "5"], TABLES["sglang"])
     assert "may be --disaggregation-decode-" in several.problem
     assert several.texts == ("5",)
+
+
+def test_switches_of_vllm_are_pairs():
+    words = [
+        "--enable-prefix-caching",
+        "--disable-prefix-caching",
+        "--no-enable-prefix-caching",
+        "--enable-chunked-prefill",
+        "--disable-log-stats",
+    ]
+    assert [each.value for each in read_flags(words, TABLES["vllm"])] == [True, False, False, True, True]
 
 
 def test_vllm_takes_underscores_and_keys_of_json():

@@ -31,7 +31,8 @@ from npucompile.tools.launch_lines.imported import import_text
         ("sglang", "--sampling-defaults model", "mapped", "serve --default-sampling checkpoint"),
         ("vllm", """--additional-config '{"enable_cpu_binding": true}'""", "unnecessary", "enable_cpu_binding: it binds processes"),
         ("vllm", """--additional-config '{"eplb_config": {"x": 1}}'""", "refused", "eplb_config: experts stay"),
-        ("vllm", "--no-enable-prefix-caching", "unnecessary", "--no-prefix-cache"),
+        ("vllm", "--no-enable-prefix-caching", "mapped", "serve --no-prefix-cache"),
+        ("sglang", "--disable-radix-cache", "mapped", "serve --no-prefix-cache"),
         ("vllm", "--enable-prefix-caching", "unnecessary", "prefixes are kept"),
     ],
 )
