@@ -19,7 +19,7 @@ SHORT_WAVES = 2
 KEPT = 10
 _SLACK = 0.15
 """By how much the estimate may be over the target before a candidate is put behind."""
-_FINALISTS = 24
+_FINALISTS = 16
 SIMULATED = 160
 """Candidates that are simulated: those that the estimate puts first."""
 
@@ -66,9 +66,9 @@ def search(question: Question, parameters: Parameters) -> Answer:
         )
     tried = sorted(every, key=lambda candidate: estimate(question, candidate, parameters))[:SIMULATED]
     found = [_found(question, each, parameters, SHORT_WAVES) for each in tried]
-    finalists = _ranked(question, found)[:_FINALISTS]
+    finalists = _distinct(_ranked(question, found))[:_FINALISTS]
     whole = [_found(question, each.candidate, parameters, None) for each in finalists]
-    return Answer(_distinct(_ranked(question, whole))[:KEPT], len(every), len(tried))
+    return Answer(_ranked(question, whole)[:KEPT], len(every), len(tried))
 
 
 def estimate(question: Question, candidate: Candidate, parameters: Parameters) -> tuple[float, float]:

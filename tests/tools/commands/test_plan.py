@@ -55,8 +55,8 @@ def test_a_target_that_nothing_meets_fails_with_what_is_closest():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "either a MODEL with its traffic, or --deployment ID"),
-        (("qwen3-32b", "--deployment", "x"), "either a MODEL"),
+        ((), "one of a MODEL with its traffic, --deployment ID and --artifact DIR"),
+        (("qwen3-32b", "--deployment", "x"), "one of a MODEL"),
         (("qwen3-32b",), "--cards is missing"),
         (("qwen3-32b", "--cards", "1", "--input", "5"), "--input, --output and --concurrency together"),
         (("--deployment", "nothing"), "is not known"),
