@@ -129,3 +129,23 @@ def test_prefill_waits_for_all_groups_at_most_thirty_steps():
     trace = plain(work, dp=2, waits=True)
     eager = plain(work, dp=2)
     assert trace.first[2] - eager.first[2] == pytest.approx(0.30, abs=0.02)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 4), st.integers(4, 10), st.integers(5, 60), st.integers(5, 60), st.integers(1, 2))
+def test_several_groups_are_near_the_scheduler_that_serves(groups: int, each: int, prompt: int, output: int, tokens: int) -> None:
+    """Which of several equally loaded groups a request joins depends on pages, which only the scheduler counts."""
+    most = groups * each
+    work = Workload.uniform(prompt, output, most, 3 * most)
+    prefill, decode = (Bucket("prefill", 1, 32),), tuple(Bucket("decode", batch, tokens) for batch in (1, each // 2, each))
+    policy = Policy(Limits(PAGE, 1 + each * 8, 1 + each * tokens, 128, tokens, tokens - 1), (*prefill, *decode))
+    sent, first, end = served(work, policy, groups, tokens, lambda batch: 0.01 + 0.002 * batch, lambda bucket: 0.03)
+    table = StepTable([b.batch for b in decode], 1, 128, lambda batch, context: 0.01 + 0.002 * batch + 0 * context)
+    trace = simulate(
+        work, Serving("npucompile", each, 32, 32, 1), [float(tokens)] * work.requests, groups, 1e9, table,
+        lambda largest, _, new, cached: 0.03, sizes=prefill,
+    )  # fmt: skip
+    for ours, theirs in ((trace.first, first), (trace.end, end)):
+        mean = np.mean(np.subtract(theirs, sent))
+        assert np.mean(np.subtract(ours, trace.sent)) == pytest.approx(mean, rel=0.1)
+    assert trace.makespan_s == pytest.approx(max(end) - min(sent), rel=0.1)
