@@ -186,7 +186,8 @@ class Service:
         self.limits.check_priority(options.priority)
         first_token_s = self.limits.first_token_timeout_s
         sampling = self._sampling(options)
-        stops = frozenset() if options.ignore_eos else self.model.eos_token_ids
+        # A form that is complete allows nothing but the end.
+        stops = frozenset() if options.ignore_eos and options.format is None else self.model.eos_token_ids
         request = Request(
             id=base_id,
             prompt=prompt,
