@@ -95,9 +95,10 @@ class GrammarConstraint:
                 break
             self._matcher.consume_token(draft)
             taken += 1
+            # Where the text is complete only its end is legal; behind that end nothing is read.
+            self._mask(bitmask, taken)
             if self._matcher.is_stopped():
                 break
-            self._mask(bitmask, taken)
         if taken and not self._matcher.rollback(taken):
             raise ValueError(_shown(self._matcher.get_error()) or "the grammar cannot go back")
 

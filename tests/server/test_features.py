@@ -37,11 +37,12 @@ SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},
 }
 TOKENS = 24
+DELTA = "response.output_text.delta"
 FACTORS: Mapping[str, list[str]] = OrderedDict(
     door=["websocket", "completions", "chat"],
     drafts=["none", "all"],
     sampling=["greedy", "seeded", "min_p"],
-    form=["free", "schema", "regex", "allowed"],
+    form=["free", "schema", "regex", "allowed", "call"],
     penalty=["none", "presence", "repetition", "bias", "least"],
     logprobs=["none", "two"],
     prefix=["cold", "warm"],
@@ -49,7 +50,7 @@ FACTORS: Mapping[str, list[str]] = OrderedDict(
     prompt=["short", "chunked"],
     n=["one", "three"],
     stop=["none", "string"],
-    end=["whole", "stream", "cancelled"],
+    end=["whole", "stream", "cancelled", "resumed"],
 )
 SAMPLING: Mapping[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -68,7 +69,15 @@ FORM: Mapping[str, dict[str, Any]] = {
     "schema": {"structured_outputs": {"json": SCHEMA}},
     "regex": {"structured_outputs": {"regex": "(And|Then) [a-z ]{12,40}\\."}},
     "allowed": {"allowed_token_ids": list(range(40, 400))},
+    "call": {"tools": [{"type": "function", "function": {"name": "tribe", "parameters": SCHEMA}}], "tool_choice": "required"},
 }
+
+
+def legal(values: list[str]) -> bool:
+    """Whether the values so far can be of one request: calls are of chats and of one completion, and only a socket's stream is resumed."""
+    case = dict(zip(FACTORS, values, strict=False))
+    call = case.get("form") != "call" or (case.get("n", "one") == "one" and case["door"] == "chat")
+    return call and (case.get("end") != "resumed" or case["door"] == "websocket")
 
 
 class Case(OrderedDict[str, str]):
@@ -92,7 +101,7 @@ class Choice:
 
 def cases() -> list[Case]:
     """So many that every pair of values occurs."""
-    return [Case(zip(FACTORS, values, strict=True)) for values in AllPairs(FACTORS)]
+    return [Case(zip(FACTORS, values, strict=True)) for values in AllPairs(FACTORS, filter_func=legal)]
 
 
 class Server:
@@ -157,43 +166,52 @@ class Server:
         async with http.stream("POST", path, json=body | {"stream": True}) as answer:
             assert answer.status_code == 200, await answer.aread()
             async for line in answer.aiter_lines():
-                for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                event = json.loads(line[6:]) if line.startswith("data: {") else {"choices": ()}
+                assert "error" not in event, event["error"]["message"]
+                for choice in event["choices"]:
                     parts.setdefault(choice["index"], []).append(choice)
                 if case["end"] == "cancelled" and sum(map(len, parts.values())) > 3:
                     break
         return tuple(_choice(parts[index], chat) for index in sorted(parts))
 
     async def _websocket(self, body: dict[str, Any], case: Case, text: str) -> tuple[Choice, ...]:
-        own = {"max_output_tokens": TOKENS, "input_token_ids": list(self.tokenizer.encode(text))}
-        own |= {"top_logprobs": 2} if case["logprobs"] == "two" else {}
-        tokens: dict[int, list[int]] = {}
-        texts: dict[int, str] = {}
-        logprobs: dict[int, list[float]] = {}
-        reasons: dict[int, str] = {}
-        async with await Client.connect(self.url.replace("http", "ws") + "/v1/responses") as client:
-            ids = own.pop("input_token_ids")
-            stream = client.create(ids, **body, **own)
+        own = {"max_output_tokens": TOKENS, "top_logprobs": 2 if case["logprobs"] == "two" else None}
+        socket = self.url.replace("http", "ws") + "/v1/responses"
+        events: list[dict[str, Any]] = []
+        async with await Client.connect(socket) as client:
+            stream = client.create(list(self.tokenizer.encode(text)), **body, **own, resumable=case["end"] == "resumed")
             async for event in stream:
-                raise_if_refused(event)
-                if event["type"] == "response.output_text.delta":
-                    index = event["output_index"]
-                    tokens.setdefault(index, []).extend(event["token_ids"])
-                    texts[index] = texts.get(index, "") + event["delta"]
-                    logprobs.setdefault(index, []).extend(entry["logprob"] for entry in event.get("logprobs", ()))
-                    if case["end"] == "cancelled" and sum(map(len, tokens.values())) > 3:
-                        break
-                elif event["type"] in ("response.completed", "response.incomplete"):
-                    items = event["response"]["output"]
-                    reasons = {i: "length" if item["status"] == "incomplete" else "stop" for i, item in enumerate(items)}
+                events.append(raise_if_refused(event))
+                if case["end"] in ("cancelled", "resumed") and sum(event["type"] == DELTA for event in events) > 3:
+                    client._websocket.transport.abort()
+                    break
+        if case["end"] == "resumed" and events[-1]["type"] == DELTA:
+            async with await Client.connect(socket) as client:
+                response_id, last = events[0]["response"]["id"], events[-1]["sequence_number"]
+                events += [raise_if_refused(event) async for event in client.resume(response_id, starting_after=last)]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        deltas = [event for event in events if event["type"] == DELTA]
+        items = events[-1]["response"]["output"] if events[-1]["type"] != DELTA else []
         return tuple(
-            Choice(tuple(tokens[i]), texts[i], reasons.get(i, ""), tuple(logprobs[i] if case["logprobs"] == "two" else ()))
-            for i in sorted(tokens)
+            Choice(
+                tuple(token for event in deltas if event["output_index"] == index for token in event["token_ids"]),
+                "".join(event["delta"] for event in deltas if event["output_index"] == index),
+                ("length" if items[index]["status"] == "incomplete" else "stop") if items else "",
+                tuple(entry["logprob"] for event in deltas if event["output_index"] == index for entry in event.get("logprobs", ())),
+            )
+            for index in sorted({event["output_index"] for event in deltas})
         )
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The content of a message, or what it calls."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return (message.get("content") or "") + "".join(call.get("name") or "" for call in calls) + "".join(call["arguments"] for call in calls)
 
 
 def _choice(parts: list[Any], chat: bool) -> Choice:
     """A completion of its parts: one whole, or those of a stream."""
-    texts = [(part.get("message") or part.get("delta") or {}).get("content") or "" if chat else part["text"] for part in parts]
+    texts = [_said(part.get("message") or part["delta"]) if chat else part["text"] for part in parts]
     tokens = [token for part in parts for token in part.get("token_ids") or ()]
     reason = next((part["finish_reason"] for part in parts if part.get("finish_reason")), "")
     logprobs: list[float] = []
@@ -210,7 +228,12 @@ def server(tmp_path_factory):
     out = tmp_path_factory.mktemp("features") / "tiny"
     tiny.built(tiny.planned("qwen3.5-tiny", **sizes), out)
     artifact = Artifact.open(out)
-    running = start_service(artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("tiny",)), prefix_cache=PrefixCacheSettings())
+    running = start_service(
+        artifact,
+        lambda: CpuExecutor(artifact),
+        api=ApiSettings(names=("tiny",), tool_call_parser="hermes"),
+        prefix_cache=PrefixCacheSettings(),
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(running.engine.stop, drain=False)
         url = stack.enter_context(serving(running.service)).replace("ws://", "http://").removesuffix("/v1/responses")
