@@ -204,11 +204,12 @@ def prediction_lines(prediction: Prediction) -> list[str]:
 def table_of(question: Question, answer: Answer) -> list[str]:
     """A line for each of the best layouts."""
     width = max(len(found.candidate.label) for found in answer.best)
+    targeted = question.tpot_ms is not None or question.ttft_ms is not None
     lines = [f"{'':3} {'layout':{width}} {'tok/s':>8} {'TPOT':>7} {'TTFT':>9} {'GiB':>5}  why"]
     for place, found in enumerate(answer.best, start=1):
         prediction = found.prediction
         used = sum(part for name, part in prediction.memory.items() if name != "rest")
-        met = "meets the target" if found.meets else f"{excess(question, found):.2f} times the target"
+        met = f"{excess(question, found):.2f} times the target" if not found.meets else "meets the target" if targeted else "no target"
         lines.append(
             f"{place:3} {found.candidate.label:{width}} {found.output_tok_s:8,.0f} {prediction.tpot_ms.mean:7.1f} "
             f"{prediction.ttft_ms.mean:9,.0f} {used:5.1f}  {met}; {prediction.binding}: {prediction.why}"

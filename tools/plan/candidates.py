@@ -70,7 +70,7 @@ class Candidate:
         text = f"{system.layout} {self.scheme}"
         if case.prefill is not None:
             text += f", prefill {case.prefill.layout}"
-        if system.shape.experts and not system.layout.spread:
+        if system.shape.experts and not system.layout.spread and system.layout.ranks > 1:
             text += ", experts split"
         return f"{text}, {system.drafts} drafts, chunk {self.chunk}x{self.prompts}, {case.serving.max_running} a group"
 
@@ -159,7 +159,8 @@ def _mixed(question: Question, system: System, scheme: str, chunks: Sequence[int
     spread = spread_of(question.model, accepted)
     for running, chunk, prompts in itertools.product(_limits(system, work), chunks, (1, 4)):
         if prompts <= max(running, 1):
-            serving = Serving("npucompile", running, chunk * prompts, chunk, prompts, memory_fraction=FRACTION)
+            tokens = running * request_tokens(system, work)
+            serving = Serving("npucompile", running, chunk * prompts, chunk, prompts, memory_fraction=FRACTION, max_tokens=tokens)
             yield Candidate(Case(single, serving, work, accepted, spread, assumed=why), scheme, layout.instances, row)
 
 
@@ -179,16 +180,22 @@ def _disaggregated(
         return
     accepted, why = _accepted(question, drafts)
     for running in _limits(system, work):
-        serving = Serving("npucompile", running, chunk, chunk, 1, memory_fraction=FRACTION)
+        tokens = running * request_tokens(system, work)
+        serving = Serving("npucompile", running, chunk, chunk, 1, memory_fraction=FRACTION, max_tokens=tokens)
         prefill_serving = Serving("npucompile", 4, max(chunk, max(work.inputs)), chunk, 1, memory_fraction=FRACTION)
         case = Case(system, serving, work, accepted, spread_of(question.model, accepted), first, prefill_serving, why)
         yield Candidate(case, scheme, 1, row)
 
 
+def request_tokens(system: System, work: Workload) -> int:
+    """Tokens that the longest request caches, in whole pages; a build has as many for each that runs."""
+    longest = max(i + o for i, o in zip(work.inputs, work.outputs, strict=True)) + 2 * system.candidates
+    return -(-longest // _MULTIPLE) * _MULTIPLE
+
+
 def fitting(system: System, work: Workload) -> int:
     """Requests of a group that fit at full length, in pages of 128 tokens."""
-    longest = max(i + o for i, o in zip(work.inputs, work.outputs, strict=True)) + 2 * system.candidates
-    pages = -(-longest // _MULTIPLE) * _MULTIPLE
+    pages = request_tokens(system, work)
     free = FRACTION * system.machine.usable_bytes - sum(fixed_bytes(system).values())
     return int(free // (pages * token_bytes(system) + request_bytes(system)))
 
