@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,10 +134,12 @@ def _streams(
         bucket_named(str(row["bucket"])): value_of(row.get("compiled_ms")) or value_of(row.get("eager_ms")) for row in bench["prefill"]
     }
 
+    slower = _slower_when_served(artifact, rows, model, fit_on, prompt + output // 2)
+
     def seconds(entry: GraphEntry, context: int) -> float:
         if entry.bucket.kind == "decode":
-            return model.seconds(_flops(entry), _bytes(artifact, entry, context))
-        return float(prefills[entry.bucket] or 0.0) / 1e3
+            return slower * model.seconds(_flops(entry), _bytes(artifact, entry, context))
+        return slower * float(prefills[entry.bucket] or 0.0) / 1e3
 
     compared = []
     for row in rows:
@@ -148,6 +151,20 @@ def _streams(
         if measured is not None:
             compared.append(Compared(f"{count} streams", measured, served.output_tok_s, "tok/s", count in fit_on))
     return compared
+
+
+def _slower_when_served(
+    artifact: Artifact, rows: Sequence[Mapping[str, Any]], model: StepModel, fit_on: Sequence[int], context: int
+) -> float:
+    """By which factor executables are slower between the host's work than one after the other: of the fitted loads, the mean logarithm."""
+    entries = sorted((e for e in artifact.manifest.graphs if e.bucket.kind == "decode"), key=lambda entry: entry.bucket)
+    logs = []
+    for row in rows:
+        milliseconds, count = value_of(row.get("executable_ms")), int(row["streams"])
+        entry = next((e for e in entries if e.bucket.batch >= count), entries[-1])
+        if milliseconds and count in fit_on:
+            logs.append(math.log(milliseconds / 1e3 / model.seconds(_flops(entry), _bytes(artifact, entry, context))))
+    return math.exp(sum(logs) / len(logs)) if logs else 1.0
 
 
 def host_of(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:

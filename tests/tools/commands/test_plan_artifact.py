@@ -65,6 +65,16 @@ def test_a_bench_is_predicted_from_two_buckets(own_artifact: Path, tmp_path: Pat
     bucket = 0.1 + needed_bytes(artifact.manifest, sizes[1], 6) / 1e6
     assert streams["1 streams"] == pytest.approx(6 / (3.0 + 2.0 + 5 * (bucket + 2.0)) * 1e3, rel=0.01)
     assert streams["1 streams"] < streams["2 streams"] < streams["4 streams"]
+    # Executables that take twice as long in a server make everything but the host's part take twice as long.
+    slow = bench_of(artifact)
+    rows = slow["figures"][3]["rows"]
+    for row in rows[:3]:
+        entry = min((e for size, e in sizes.items() if size >= row["streams"]), key=lambda e: e.bucket)
+        row["executable_ms"] = spread(2 * (0.1 + needed_bytes(artifact.manifest, entry, 9) / 1e6))
+    file.write_text(json.dumps(slow))
+    served = json.loads(tiny.cli(tmp_path, *words, "--json").stdout)["rows"]
+    one = next(row["predicted"] for row in served if row["what"] == "1 streams")
+    assert one == pytest.approx(6 / (2 * 3.0 + 2.0 + 5 * (2 * bucket + 2.0)) * 1e3, rel=0.02)
     assert "fitted to decode buckets" in tiny.cli(tmp_path, *words).stdout
     assert "the bench measured" in tiny.refused(tmp_path, *words, "--fit-on", 99)
 
