@@ -319,6 +319,14 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     "rope": {"partial": lambda r: rotation(r, 4), "whole": lambda r: rotation(r, 16)},
     "rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 6, 1e7))},
     "scaled_rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 64, 1e4, 40.0, 10.0, 23.0, 1.25))},
+    "adjust_logits": {
+        "rows": lambda r: Example(
+            (
+                *(r.f32(3, 2, 70), r.f32(2, 2, 70), ints(1, 0, 2), ints(0, 2, 1)),
+                *(ints([[-1, 5, 63], [7, -(2**31), 1]], [[0, 1, 2], [-(2**31), 0, 1]]), ints(2, 0, 1), torch.tensor([1.3, 1.0, 0.7])),
+            )
+        )
+    },
     "mask_logits": {"rows": lambda r: Example((r(3, 2, 70), ints(*[[[-1, 5, 63], [-(2**31), 0, 1]]]), ints(1, 0, 1)))},
     "sample": {"spread": lambda r: sampling(r, 97, 1000), "ties": lambda r: sampling(r, 23, 2)},
     "request_slot_write": {"padding": seating},
@@ -356,7 +364,7 @@ ROTATION = types_of("ConcatV2 Unsqueeze RotaryMul Squeeze Cast")
 UNIT = types_of("Fill RmsNorm")
 DRAWN = types_of(
     "Add Cast ClipByValueV2 Cumsum Equal Exp GatherElements GatherV2 Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr Minimum Mul "
-    "Range RealDiv ReduceMax ReduceMin ReduceSum Reshape SelectV2 StridedSliceV2 Sub TopKV2 Unsqueeze"
+    "NotEqual Range RealDiv ReduceMax ReduceMin ReduceSum Reshape SelectV2 Squeeze StridedSliceV2 Sub TopKV2 Unsqueeze"
 )
 
 # GE op types of each case in bfloat16, plumbing aside; no TensorMove or Assign, which copy a pool.
@@ -418,6 +426,12 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "rope_angles": {"far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin")},
     "scaled_rope_angles": {
         "far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin Sub Add ClipByValueV2"),
+    },
+    "adjust_logits": {
+        "rows": types_of(
+            "Add BitwiseAnd Cast ClipByValueV2 GatherV2 Greater Less Mul NotEqual Pow Range RealDiv Reshape SelectV2 StridedSliceV2 Sub "
+            "Unsqueeze"
+        )
     },
     "mask_logits": {
         "rows": types_of(
