@@ -74,7 +74,9 @@ class Adjuster:
             history = self._histories[row.request.id] = _History(sampling, row.request.prompt, self._vocab_size)
         history.extend(state.output_token_ids)
         drafts = tuple(state.drafts[: row.num_drafts])
-        before = [drafts[:place] for place in range(1, len(drafts) + 1)]
+        # Drafts in the places of the prompt's tokens are no output.
+        scored = len(row.forced)
+        before = [drafts[scored:place] for place in range(1, len(drafts) + 1)]
         changes = tuple(history.changed(tokens) for tokens in before) if sampling.penalises_output else ()
         return Adjustment(
             bias,

@@ -32,18 +32,28 @@ def bitmasks(step: ScheduledStep, words: int) -> dict[str, Bitmask]:
 
 def _bitmask(row: ScheduledRequest, shape: tuple[int, int]) -> Bitmask:
     bitmask = np.full(shape, EVERYTHING, np.int32)
-    request, state, drafts = row.request, row.state, row.state.drafts[: row.num_drafts]
+    # Drafts in the places of the prompt's tokens are these tokens, or what comes after them is not read.
+    forced, drafts = row.forced, row.state.drafts[: row.num_drafts]
+    for words, token in zip(bitmask, forced, strict=False):
+        words[:] = _bits((token,), shape[1])
+    if len(forced) <= len(drafts):
+        _restrict(row, drafts[len(forced) :], bitmask[len(forced) :])
+    return bitmask
+
+
+def _restrict(row: ScheduledRequest, drafts: Sequence[int], bitmask: Bitmask) -> None:
+    """Takes away what the request's own rules forbid after its output, and after each of the drafts behind it."""
+    request, output = row.request, row.state.output_token_ids
     try:
         if request.constraint is not None:
-            request.constraint.fill(state.output_token_ids, drafts, bitmask)
+            request.constraint.fill(output, drafts, bitmask)
     except ValueError as error:
         raise ConstraintError(f"the output cannot go on under its constraint: {error}", request.id) from error
     legal = bool(bitmask[0].any())
-    forbid(request, state.output_token_ids, drafts, row.output_index, bitmask)
+    forbid(request, output, drafts, max(row.output_index, 0), bitmask)
     if not bitmask[0].any():
         why = "its sampling parameters forbid every token that it allows" if request.constraint and legal else "it allows no token"
         raise ConstraintError(f"the output cannot go on under its constraint: {why}", request.id)
-    return bitmask
 
 
 def forbid(request: Request, output: Sequence[int], drafts: Sequence[int], count: int, bitmask: Bitmask) -> None:

@@ -133,7 +133,7 @@ class Engine:
             arrival = next(self._arrivals)
             self._live[request.id] = Live(sink, arrival)
             record = ExecutionRecord(accepted_per_position=(0,) * limits.drafts)
-            self._inbox.append(RequestState(request, arrival, self.now_ms(), record))
+            self._inbox.append(RequestState(request, arrival, self.now_ms(), record, unscored=request.num_scored))
             self._wake.notify_all()
 
     def cancel(self, *request_ids: str) -> bool:

@@ -62,10 +62,12 @@ class Metrics:
             self.not_finite += tokens.not_finite
             if tokens.num_drafts:
                 self.count_verified(tokens.num_drafts, len(tokens.token_ids) - 1)
-            if tokens.token_ids and row.output_index == 0:
+            generated = row.output_index + len(tokens.token_ids)
+            if tokens.token_ids and row.output_index <= 0 and generated >= min(row.request.max_tokens, 1):
                 self.prompt_tokens += len(row.request.prompt)
-                self.latencies.first_token(row.request, row.state.submitted_ms, now_ms)
-            elif tokens.token_ids:
+                if row.request.max_tokens:
+                    self.latencies.first_token(row.request, row.state.submitted_ms, now_ms)
+            elif tokens.token_ids and row.output_index > 0:
                 continued.append(row.request.id)
         self.latencies.more_tokens(continued, now_ms)
         self.latencies.step(computed)
@@ -113,10 +115,10 @@ class Metrics:
     def snapshot(self) -> dict[str, Any]:
         """A copy of all counters, by public name.
 
-        `prompt_tokens_total` counts each prompt once, when its first token is sampled. `generation_tokens_total` counts
-        sampled tokens, including stop tokens. `prefix_cache_queries_total` counts the tokens of prompts that were looked up when they
-        were first admitted, `prefix_cache_hits_total` those that had been computed before. Failed steps count in `steps_failed_total`
-        and nowhere else.
+        `prompt_tokens_total` counts each prompt once, when the first token behind it is sampled, or would be. `generation_tokens_total`
+        counts sampled tokens, including stop tokens. `prefix_cache_queries_total` counts the tokens of prompts that were looked up when
+        they were first admitted, `prefix_cache_hits_total` those that had been computed before. Failed steps count in
+        `steps_failed_total` and nowhere else.
         `requests_not_finite_total` counts requests that failed because the model returned what is no number.
         `discarded_rows_total` counts rows whose request had ended before the step's results were known. Drafts are counted as in
         vLLM: `spec_decode_num_drafts_total` is rows that verified drafts, `spec_decode_num_draft_tokens_total` the drafts they

@@ -116,7 +116,8 @@ class _Recorded:
             raise ValueError("it could not in the recorded run")
         # What the record has no mask of it did not launch; the comparison sees it if this run does.
         if mask:
-            bitmask[:] = np.frombuffer(mask, bitmask.dtype).reshape(bitmask.shape)
+            # The record has places of the prompt, too, if the step scored any.
+            bitmask[:] = np.frombuffer(mask, bitmask.dtype).reshape(-1, bitmask.shape[1])[-len(bitmask) :]
 
 
 def _steps(entries: Iterable[Entry]) -> Iterator[list[Entry]]:

@@ -121,7 +121,7 @@ class Request:
     Attributes:
         id: unique among live requests.
         prompt: token ids, at least one.
-        max_tokens: most tokens to generate, at least 1.
+        max_tokens: most tokens to generate; 0 computes the prompt and generates nothing.
         stop_token_ids: ids that end the output (the end-of-sequence ids are among them unless ignored).
         logprobs: number of most likely tokens to return log probabilities of, besides the chosen token's; None returns none at all.
         speculative_tokens: most drafts to verify in a step; 0 is off, None is as many as the graphs draft. It changes the speed and
@@ -133,6 +133,9 @@ class Request:
         first_token_timeout_ms: how long after its submission it ends if no token has been sampled.
         cache_salt: whose prefixes it shares: it finds those of requests with the same salt alone, and they find its own.
         skip_reading_prefix_cache: compute the whole prompt, whatever is known of it.
+        prompt_logprobs: `logprobs` of tokens of the prompt, which come before those of the output; None returns none.
+        prompt_logprobs_from: the first position of the prompt whose log probability is returned; at least 1, as nothing comes before
+            position 0.
     """
 
     id: str
@@ -149,16 +152,30 @@ class Request:
     first_token_timeout_ms: float | None = None
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
+    prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 1
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens at the prompt's end whose log probabilities are returned. Decode steps compute them, one position after another, as if
+        they were sampled and nothing else could be; only what comes before is prefilled, or found computed."""
+        return 0 if self.prompt_logprobs is None else len(self.prompt) - self.prompt_logprobs_from
 
     def restricted(self, count: int) -> bool:
-        """Whether some tokens may not follow an output of at least `count` tokens, so that a step needs a bitmask."""
+        """Whether some tokens may not follow an output of at least `count` tokens, so that a step needs a bitmask.
+
+        Args:
+            count: negative while so many tokens of the prompt are still to be scored.
+        """
+        if count < 0:
+            return True
         sampling = self.sampling
         return self.constraint is not None or sampling.allowed_token_ids is not None or bool(sampling.bad_words) or self.cannot_end(count)
 
     def follows_output(self, count: int) -> bool:
         """Whether what may follow an output of at least `count` tokens depends on these tokens or their number: they must be known."""
         several = any(len(word) > 1 for word in self.sampling.bad_words)
-        return self.constraint is not None or several or self.sampling.penalises or self.cannot_end(count)
+        return count < 0 or self.constraint is not None or several or self.sampling.penalises or self.cannot_end(count)
 
     def host_inputs(self, count: int) -> HostInputs:
         """What a step of it needs behind at least `count` tokens of output."""
@@ -224,11 +241,13 @@ class TokenEvent:
 
     Attributes:
         logprobs: of each token if the request asks for them, else empty.
+        prompt_logprobs: of the next tokens of the prompt, which come before the first token, if the request asks for them.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
@@ -241,6 +260,8 @@ class FinishEvent:
     Attributes:
         reason: one of FINISH_REASONS.
         message: the error, for the reasons "error" and "timeout".
+        ended_by: the token that ended the output and is in no TokenEvent, with its log probability, if the request asks for those of
+            output and prompt: who adds them up counts positions.
     """
 
     request_id: str
@@ -249,6 +270,7 @@ class FinishEvent:
     completion_tokens: int
     record: ExecutionRecord
     message: str | None = None
+    ended_by: tuple[int, Logprobs] | None = None
 
 
 Event = TokenEvent | FinishEvent

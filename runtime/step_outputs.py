@@ -93,6 +93,7 @@ def _read_group(
                 if not all(0 <= token < vocab_size for token in token_ids):
                     legal = f"legal is 0 to {vocab_size - 1}"
                     raise NpucompileError(f"the executor returned token ids {list(token_ids)} for {request.id!r}; {legal}")
+            _check_forced(row, token_ids)
             logprobs = _logprobs(outputs, bucket, row, i, len(token_ids))
             # A mask hides what is no number from the sampled token, and not from its log probability.
             finite = next((place for place, entry in enumerate(logprobs) if not math.isfinite(entry.logprob)), len(token_ids))
@@ -101,6 +102,14 @@ def _read_group(
             drafts = _drafts(outputs, bucket, i) if row.state.follows_output else ()
             results.append(SampledTokens(token_ids, num_drafts, logprobs, failure, drafts, failure == NOT_FINITE))
     return tuple(results)
+
+
+def _check_forced(row: ScheduledRequest, token_ids: tuple[int, ...]) -> None:
+    """Refuses tokens other than the prompt's in places where these are scored."""
+    forced = row.forced[: len(token_ids)]
+    if token_ids[: len(forced)] != forced:
+        found = list(token_ids[: len(forced)])
+        raise NpucompileError(f"the executor returned token ids {found} for {row.request.id!r}; legal is the prompt's {list(forced)}")
 
 
 def _why_undecided(request: RequestState) -> str:
@@ -121,7 +130,7 @@ def _drafts(outputs: Outputs, bucket: Bucket, i: int) -> tuple[int, ...]:
 
 
 def _logprobs(outputs: Outputs, bucket: Bucket, row: ScheduledRequest, i: int, count: int) -> tuple[Logprobs, ...]:
-    most = row.request.logprobs
+    most = row.logprobs
     if most is None:
         return ()
     batch, width = bucket.batch, write_width(bucket)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..runtime.request import Logprobs
 from .errors import error_reply, failure_of
 from .output_items import EventBody
 from .output_writer import OutputWriter
@@ -77,11 +78,13 @@ class CompletionEnd:
     Attributes:
         reason: one of runtime.request.FINISH_REASONS.
         message: the error, for the reasons "error" and "timeout".
+        ended_by: see runtime.request.FinishEvent.
     """
 
     reason: str
     usage: Usage
     message: str | None = None
+    ended_by: tuple[int, Logprobs] | None = None
 
     @property
     def status(self) -> str:

@@ -27,6 +27,8 @@ class GenerationOptions:
         ignore_eos: generate past end-of-sequence tokens.
         logprobs: None for no log probabilities; else those of the output tokens and of this many most likely tokens at each position.
         logprobs_field: name of the field that set their number, for errors.
+        prompt_logprobs: the same for tokens of the prompt, from position `prompt_logprobs_from` on.
+        prompt_logprobs_field: name of the field that asked for these, for errors.
         n: completions of each prompt.
         speculative_tokens: draft tokens to verify per step, 0 for none; None means as many as the artifact was built for.
         skip_special_tokens: whether special tokens have no text.
@@ -46,6 +48,9 @@ class GenerationOptions:
     ignore_eos: bool = False
     logprobs: int | None = None
     logprobs_field: str = "top_logprobs"
+    prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 1
+    prompt_logprobs_field: str = "prompt_logprobs"
     n: int = 1
     speculative_tokens: int | None = None
     skip_special_tokens: bool = True

@@ -18,11 +18,13 @@ class TextDelta:
     Attributes:
         token_ids: tokens since the previous delta.
         logprobs: one per token where the request asked for them, else none.
+        prompt_logprobs: of tokens of the prompt where the request asked for them; all of them are in the first delta.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class OutputStream:
@@ -45,12 +47,14 @@ class OutputStream:
         self._stop = StopMatcher(stops) if stops else None
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[Logprobs] = []
         self._output_tokens = 0
         self.stopped = False
 
     def push(self, event: TokenEvent) -> TextDelta | None:
         """The text that these tokens complete; None while no character is complete, and after a stop string."""
         text = ""
+        self._prompt_logprobs += event.prompt_logprobs
         # With stop strings token by token: the output may end between two tokens of one event.
         step = 1 if self._stop else max(1, len(event.token_ids))
         for start in range(0, len(event.token_ids), step):
@@ -70,10 +74,11 @@ class OutputStream:
             text = self._until_stop(self._detokenizer.flush())
             if self._stop and not self.stopped:
                 text += self._stop.flush()
-        last = self._delta(text) if text or self._token_ids else None
+        last = self._delta(text) if text or self._token_ids or self._prompt_logprobs else None
         output_tokens = self._output_tokens if self.stopped else event.completion_tokens
         reason = "stop" if self.stopped and event.reason in ("cancelled", "length", "timeout") else event.reason
-        return last, CompletionEnd(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message)
+        ended_by = None if self.stopped else event.ended_by
+        return last, CompletionEnd(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message, ended_by)
 
     def _until_stop(self, text: str) -> str:
         if self._stop is None or self._output_tokens <= self._min_tokens:
@@ -83,6 +88,6 @@ class OutputStream:
         return text
 
     def _delta(self, text: str) -> TextDelta:
-        delta = TextDelta(text, tuple(self._token_ids), tuple(self._logprobs))
-        self._token_ids, self._logprobs = [], []
+        delta = TextDelta(text, tuple(self._token_ids), tuple(self._logprobs), tuple(self._prompt_logprobs))
+        self._token_ids, self._logprobs, self._prompt_logprobs = [], [], []
         return delta

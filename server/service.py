@@ -195,6 +195,8 @@ class Service:
             sampling=sampling,
             stop_token_ids=stops | options.stop_token_ids,
             logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
+            prompt_logprobs_from=options.prompt_logprobs_from,
             speculative_tokens=options.speculative_tokens,
             priority=options.priority,
             timeout_ms=self.limits.timeout_ms(options.timeout_ms),

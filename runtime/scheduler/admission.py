@@ -28,17 +28,32 @@ def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, 
             param="prompt",
             code="context_length_exceeded" if request.prompt else "invalid_request_error",
         )
-    if type(request.max_tokens) is not int or request.max_tokens < 1:
-        raise RequestError(f"max_tokens is {request.max_tokens!r}; legal is an integer of at least 1", param="max_tokens")
+    if type(request.max_tokens) is not int or request.max_tokens < 0:
+        raise RequestError(f"max_tokens is {request.max_tokens!r}; legal is an integer of at least 0", param="max_tokens")
     _check_ids("prompt", request.prompt, vocab_size)
     _check_ids("stop_token_ids", tuple(request.stop_token_ids), vocab_size)
-    if request.logprobs is not None and not max_logprobs:
-        raise RequestError(f"logprobs is {request.logprobs!r}; these graphs return none, so legal is null", param="logprobs")
-    _check_count("logprobs", request.logprobs, max_logprobs)
+    for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        if count is not None and not max_logprobs:
+            raise RequestError(f"{name} is {count!r}; these graphs return none, so legal is null", param=name)
+        _check_count(name, count, max_logprobs)
+    _check_scoring(request, limits)
     _check_count("speculative_tokens", request.speculative_tokens, limits.drafts)
     _check_restrictions(request, limits, vocab_size)
     if max_ranked:
         _check_ranked(request.sampling, vocab_size, max_ranked)
+
+
+def _check_scoring(request: Request, limits: Limits) -> None:
+    if request.prompt_logprobs is None:
+        return
+    if not limits.bitmasks:
+        why = "the tokens of a prompt are scored with bitmasks, and these graphs take none"
+        message = f"prompt_logprobs is {request.prompt_logprobs}; {why}; legal is null, or a build with --structured-outputs"
+        raise RequestError(message, param="prompt_logprobs")
+    first, most = request.prompt_logprobs_from, len(request.prompt)
+    if type(first) is not int or not 1 <= first <= most:
+        message = f"prompt_logprobs_from is {first!r}; legal is a position from 1 to {most}, the length of the prompt"
+        raise RequestError(message, param="prompt_logprobs")
 
 
 def _check_restrictions(request: Request, limits: Limits, vocab_size: int) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ...graphs.types import Bucket
 from ..buckets import padded_rows
-from ..request import Event, TokenEvent
+from ..request import Event, Logprobs, TokenEvent
 from ..step_outputs import SampledTokens
 from .request_state import RequestState
 from .schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, SchedulerState
@@ -235,19 +235,34 @@ def _commit_row(
     request: RequestState, tokens: SampledTokens, bucket: Bucket, padding: int, max_model_len: int, now_ms: float
 ) -> tuple[RequestState | None, list[Event]]:
     """The request after its row, None if that finished it, and its events."""
+    scores = min(request.unscored, len(tokens.token_ids))
     output, reason = request.clip_output(tokens.token_ids, max_model_len)
     failure = tokens.failure if reason is None else ""
     if bucket.kind == "decode":
         request = request.decode_committed(bucket.name, output, len(tokens.token_ids), tokens.num_drafts, padding, tokens.drafts)
     else:
         request = request.prefill_committed(bucket.name, output, padding, now_ms, tokens.drafts)
+    if scores or (output and request.record.first_token_ms is None):
+        request = request.scored(scores, now_ms, bool(output))
     visible = output[:-1] if reason == "stop" else output
-    events: list[Event] = [TokenEvent(request.id, visible, tokens.logprobs[: len(visible)])] if visible else []
+    wanted = request.request
+    scored, logprobs = _clipped(tokens.logprobs[:scores], wanted.prompt_logprobs), _clipped(tokens.logprobs[scores:], wanted.logprobs)
+    events: list[Event] = [TokenEvent(request.id, visible, logprobs[: len(visible)], scored)] if visible or scored else []
     if failure:
         return None, [*events, request.finish_event("error", now_ms, failure)]
     if reason is None:
         return request, events
-    return None, [*events, request.finish_event(reason, now_ms)]
+    end = request.finish_event(reason, now_ms)
+    if reason == "stop" and logprobs and wanted.prompt_logprobs is not None:
+        end = replace(end, ended_by=(output[-1], logprobs[len(visible)]))
+    return None, [*events, end]
+
+
+def _clipped(logprobs: tuple[Logprobs, ...], most: int | None) -> tuple[Logprobs, ...]:
+    """These log probabilities as one who wants so many of the most likely tokens gets them."""
+    if most is None or not logprobs:
+        return ()
+    return logprobs if len(logprobs[0].top) <= most else tuple(entry._replace(top=entry.top[:most]) for entry in logprobs)
 
 
 def live(state: SchedulerState) -> list[RequestState]:

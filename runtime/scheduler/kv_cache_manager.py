@@ -206,7 +206,7 @@ class KVCacheManager:
             next_token=row.next_token,
             sampling=sampling,
             uniform=_random_number(row, 0) if sampling.temperature else 0.0,
-            logprobs=request.logprobs is not None,
+            logprobs=row.logprobs is not None,
             start_slot=start,
         )
 
@@ -220,7 +220,7 @@ class KVCacheManager:
             drafts=row.num_drafts,
             sampling=sampling,
             uniforms=[_random_number(row, i) for i in range(2 * self.limits.drafts + 1)] if sampling.temperature else (),
-            logprobs=request.logprobs is not None,
+            logprobs=row.logprobs is not None,
         )
 
     def _grow(self, row: ScheduledRequest) -> Sequence[int]:

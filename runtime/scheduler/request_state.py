@@ -32,6 +32,7 @@ class RequestState(NamedTuple):
         last_scheduled: rank of its latest row among all rows ever scheduled.
         started_ms: when its first step was launched.
         drafts: what the device drafted after the last token; known where what may follow depends on them.
+        unscored: tokens at the end of the prompt that are still to be scored (`Request.num_scored`): the steps so far have not got there.
         aged: it has waited so long that it goes before all others (`turns.py`).
         checkpoints: how many tokens are computed where a chunk of the prompt should end, because its state is worth keeping.
     """
@@ -50,6 +51,7 @@ class RequestState(NamedTuple):
     drafts: tuple[int, ...] = ()
     aged: bool = False
     checkpoints: tuple[int, ...] = ()
+    unscored: int = 0
 
     @property
     def level(self) -> int:
@@ -63,8 +65,8 @@ class RequestState(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: prompt and generated."""
-        return len(self.request.prompt) + len(self.output_token_ids)
+        """Tokens known so far: prompt, as far as it is not to be scored, and generated."""
+        return len(self.request.prompt) - self.unscored + len(self.output_token_ids)
 
     @property
     def min_num_tokens(self) -> int:
@@ -77,7 +79,7 @@ class RequestState(NamedTuple):
         request, deadline = self.request, math.inf
         if request.timeout_ms is not None:
             deadline = self.submitted_ms + request.timeout_ms
-        if request.first_token_timeout_ms is not None and not self.output_token_ids:
+        if request.first_token_timeout_ms is not None and not self.output_token_ids and self.unscored == request.num_scored:
             deadline = min(deadline, self.submitted_ms + request.first_token_timeout_ms)
         return deadline
 
@@ -103,10 +105,10 @@ class RequestState(NamedTuple):
 
     def token_ids(self, start: int, count: int) -> tuple[int, ...]:
         """Up to `count` known tokens from position `start` on."""
-        boundary = len(self.request.prompt)
+        boundary = len(self.request.prompt) - self.unscored
         if start >= boundary:
             return self.output_token_ids[start - boundary : start - boundary + count]
-        known = self.request.prompt[start : start + count]
+        known = self.request.prompt[start : min(start + count, boundary)]
         return known + self.output_token_ids[: count - len(known)]
 
     def finishes_in_flight(self, max_model_len: int) -> bool:
@@ -195,15 +197,32 @@ class RequestState(NamedTuple):
         """Which of the tokens just sampled belong to the output.
 
         Returns:
-            The tokens up to and including the one that ends the output, and the finish reason if there is one.
+            The tokens up to and including the one that ends the output, and the finish reason if there is one. Tokens that belong to
+            the prompt (`unscored`) are no output.
         """
-        request, generated, total = self.request, len(self.output_token_ids), self.num_tokens
+        request, generated = self.request, len(self.output_token_ids)
+        total, unscored = len(request.prompt) + generated, self.unscored
+        if not request.max_tokens and len(sampled) >= unscored:
+            return (), "length"
+        sampled = sampled[unscored:] if unscored else sampled
         for count, token in enumerate(sampled, start=1):
             if token in request.stop_token_ids:
                 return sampled[:count], "stop"
             if generated + count >= request.max_tokens or total + count >= max_model_len:
                 return sampled[:count], "length"
         return sampled, None
+
+    def scored(self, count: int, now_ms: float, generated: bool) -> RequestState:
+        """The request, of which a step has just been committed, after so many tokens more of its prompt were scored in it.
+
+        Args:
+            now_ms: when the results were known.
+            generated: whether the step sampled tokens behind the prompt.
+        """
+        record = self.record
+        if generated and record.first_token_ms is None:
+            record = record._replace(first_token_ms=now_ms - self.submitted_ms)
+        return self._replace(record=record, unscored=self.unscored - count)
 
     def finish_event(self, reason: str, now_ms: float, message: str | None = None) -> FinishEvent:
         """The last event of the request, with its execution record."""

@@ -23,6 +23,9 @@ Policy:
     the tokens it had generated.
     A group whose only requests to decode are less urgent than a prompt in progress, and lack pages, decodes nothing: that goes first.
 
+A request that wants log probabilities of its prompt is prefilled up to the first position that it wants them of. Behind it decode steps
+sample each token of the prompt as the only one that there is, and from then on as any other request's.
+
 A request whose next token depends on what its output is (`Request.follows_output`) decodes only from tokens that are known, so it sits out
 the step that is launched while its last one is in flight. A step has no more rows that need bitmasks or adjustments of their logits
 (`Request.host_inputs`) than it takes of these, and the others wait for the next.
@@ -182,9 +185,21 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def output_index(self) -> int:
-        """Index among the generated tokens of the first one that the row can sample."""
-        generated = self.state.output_token_ids
-        return self.start + 1 - len(self.request.prompt) if self.state.decoding else len(generated)
+        """Index among the generated tokens of the first one that the row can sample; negative for one of the prompt that is scored."""
+        known = self.start + 1 if self.state.decoding else self.state.num_tokens
+        return known - len(self.request.prompt)
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens of the prompt that the row scores: nothing else can be sampled in their places, the first of those that it samples."""
+        # While there are any no other step of the request is in flight, so that the index is exact.
+        return self.request.prompt[self.output_index :][: 1 + self.num_drafts] if self.output_index < 0 and self.samples else ()
+
+    @property
+    def logprobs(self) -> int | None:
+        """Number of most likely tokens to return log probabilities of; None returns none at all."""
+        most, prompts = self.request.logprobs, self.request.prompt_logprobs if self.output_index < 0 else None
+        return max((count for count in (most, prompts) if count is not None), default=None)
 
     @property
     def num_drafts(self) -> int:

@@ -73,6 +73,7 @@ class Api:
         except RequestError as error:
             fields = {
                 "top_logprobs": options.logprobs_field,
+                "prompt_logprobs": options.prompt_logprobs_field,
                 "text": options.format.param if options.format else None,
                 "min_tokens": options.min_tokens_field,
             }
@@ -145,6 +146,7 @@ def options_of(
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         logprobs_field=logprobs_field,
+        prompt_logprobs=_prompt_logprobs(body),
         n=body.n,
         speculative_tokens=body.speculative_tokens,
         skip_special_tokens=body.skip_special_tokens,
@@ -155,6 +157,14 @@ def options_of(
         cache_salt=body.cache_salt,
         skip_reading_prefix_cache=body.skip_reading_prefix_cache,
     )
+
+
+def _prompt_logprobs(body: SamplingFields) -> int | None:
+    if body.prompt_logprobs is not None and body.stream:
+        # As in vLLM, whose chunks have no place for them.
+        message = f"prompt_logprobs is {body.prompt_logprobs} and stream is true; legal is one of them"
+        raise RequestError(message, param="prompt_logprobs", code="unsupported_value")
+    return body.prompt_logprobs
 
 
 def _format(body: SamplingFields) -> OutputFormat | None:

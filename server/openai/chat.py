@@ -52,7 +52,11 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     choices = [ChatChoice(index, _parser(body, service, text), body, prompt, service.tokenizer) for index in range(body.n)]
     if body.stream:
         return EventStream(live, ChunkFrames(header, choices, body.n, usage))
-    return JSONResponse(whole_answer(header, choices, body.n, await whole(live, request.receive)))
+    answer = whole_answer(header, choices, body.n, await whole(live, request.receive))
+    if body.prompt_logprobs is not None:
+        # In vLLM's chats all choices share them.
+        answer["prompt_logprobs"] = choices[0].prompt_logprobs(body.prompt_logprobs)
+    return JSONResponse(answer)
 
 
 def chat_of(body: ChatRequest, service: Service) -> Chat:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...runtime.request import Logprobs
 from ..events import CompletionEnd
-from ..logprobs import token_objects
+from ..logprobs import prompt_entries, token_objects
 from ..output_stream import TextDelta
 from ..parsers.message import MessageParser, Part
 from ..parsers.reasoning import Content, Reasoning
@@ -40,12 +41,14 @@ class ChatChoice:
         # What has come and not been sent: parsers hold text back.
         self._held_logprobs: list[dict[str, Any]] = []
         self._held_ids: list[int] = []
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()
 
     def chunk(self, delta: TextDelta | None, end: CompletionEnd | None) -> dict[str, Any] | None:
         parts = self._parser.push(delta.text) if delta else []
         if end:
             parts += self._parser.finish()
         if delta:
+            self._prompt_logprobs += delta.prompt_logprobs
             self._held_ids += delta.token_ids
             self._held_logprobs += token_objects(self._tokenizer.token_text, delta.token_ids, delta.logprobs) if delta.logprobs else []
         fields = self._fields(parts)
@@ -69,6 +72,10 @@ class ChatChoice:
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         choice = {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
         return choice | ({"token_ids": self._ids, "prompt_token_ids": self._prompt} if self._returns_ids else {})
+
+    def prompt_logprobs(self, most: int) -> list[dict[str, dict[str, Any]] | None]:
+        """Those of the prompt, with so many of the most likely tokens at each position."""
+        return prompt_entries(self._tokenizer.token_text, self._prompt, self._prompt_logprobs, most)
 
     def _fields(self, parts: list[Part]) -> dict[str, Any]:
         """The new parts of the message."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ...graphs.errors import RequestError
+from ...runtime.request import Logprobs
 from ...runtime.request import Request as EngineRequest
 from ..events import CompletionEnd
 from ..generation import GenerationOptions
-from ..logprobs import LEAST_LOGPROB
+from ..logprobs import finite, prompt_entries
 from ..output_stream import TextDelta
 from ..service import Service
 from ..tokenizer import TextTokenizer
@@ -30,10 +31,10 @@ async def completions(api: Api, body: CompletionRequest, request: Request) -> Re
     """
     service, usage = api.service(), includes_usage(body)
     service.check_model(body.model)
-    if body.echo and body.logprobs is not None:
-        message = "echo is true and logprobs is set; prefill graphs return no log probabilities of the prompt, so legal is one of them"
-        raise RequestError(message, param="logprobs", code="unsupported_value")
     options = options_of(body, service, body.max_tokens, body.logprobs, "max_tokens", "logprobs")
+    if body.echo and body.logprobs is not None:
+        most, field = max((body.logprobs, "logprobs"), (options.prompt_logprobs or 0, "prompt_logprobs"))
+        options = replace(options, prompt_logprobs=most, prompt_logprobs_field=field)
     header = Header(new_id("cmpl-"), "text_completion", service.now_s(), service.model.name, fingerprint(service), "text_completion")
 
     def made() -> tuple[list[tuple[int, ...]], list[EngineRequest]]:
@@ -62,53 +63,78 @@ def _requests(service: Service, base: str, prompts: Sequence[tuple[int, ...]], o
 
 
 class CompletionChoice:
-    """One completion. With `echo` its text begins with the prompt's."""
+    """One completion. With `echo` its text begins with the prompt's, and its log probabilities with those of the prompt."""
 
     def __init__(self, index: int, prompt: tuple[int, ...], body: CompletionRequest, tokenizer: TextTokenizer) -> None:
         self._index = index
         self._prompt = prompt
-        self._returns_ids = body.return_token_ids
+        self._body = body
         self._tokenizer = tokenizer
         self._echo = tokenizer.decode(prompt, skip_special=body.skip_special_tokens) if body.echo else ""
+        self._begun = False
         self._chars = 0
         self._text: list[str] = []
         self._ids: list[int] = []
         self._logprobs: dict[str, list[Any]] | None = None
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()
         self._finish_reason: str | None = None
 
     def chunk(self, delta: TextDelta | None, end: CompletionEnd | None) -> dict[str, Any]:
-        text = self._echo + (delta.text if delta else "")
-        first, self._echo = not self._text, ""
-        ids = list(delta.token_ids) if delta else []
-        logprobs = self._logprobs_of(delta) if delta and delta.logprobs else None
-        self._text.append(text)
+        first, self._begun = not self._begun, True
+        text, ids = (delta.text, list(delta.token_ids)) if delta else ("", [])
+        scored: list[tuple[int, Logprobs | None]] = []
+        if first:
+            self._prompt_logprobs = delta.prompt_logprobs if delta else ()
+            if self._body.echo and self._body.logprobs is not None:
+                # One that ended early may have been scored in part.
+                scored += zip(self._prompt, (None, *self._prompt_logprobs), strict=False)
+        echoed = len(scored)
+        if delta and delta.logprobs:
+            scored += zip(ids, delta.logprobs, strict=True)
+        if end and end.ended_by:
+            scored.append(end.ended_by)
+        prefix, self._echo = self._echo, ""
+        logprobs = self._logprobs_of(scored, echoed, len(prefix)) if scored else None
+        self._text.append(prefix + text)
         self._ids += ids
-        self._chars += len(text)
+        self._chars += len(prefix) + len(text)
         self._finish_reason = FINISH_REASONS.get(end.reason) if end else None
-        return self._object(text, ids, logprobs, self._finish_reason, self._prompt if first else None)
+        return self._object(prefix + text, ids, logprobs, self._finish_reason, self._prompt if first else None)
 
     def whole(self) -> dict[str, Any]:
-        return self._object("".join(self._text), self._ids, self._logprobs, self._finish_reason, self._prompt)
+        choice = self._object("".join(self._text), self._ids, self._logprobs, self._finish_reason, self._prompt)
+        most = self._body.prompt_logprobs
+        if most is None:
+            return choice
+        return choice | {"prompt_logprobs": prompt_entries(self._tokenizer.token_text, self._prompt, self._prompt_logprobs, most)}
 
     def _object(
         self, text: str, ids: list[int], logprobs: Any, finish_reason: str | None, prompt: tuple[int, ...] | None
     ) -> dict[str, Any]:
         choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return choice | ({"token_ids": ids, "prompt_token_ids": prompt} if self._returns_ids else {})
+        return choice | ({"token_ids": ids, "prompt_token_ids": prompt} if self._body.return_token_ids else {})
 
-    def _logprobs_of(self, delta: TextDelta) -> dict[str, list[Any]]:
-        """Of a delta's tokens; `text_offset` counts characters of the choice's text, with tokens as long as their texts."""
-        tokens = [self._tokenizer.token_text(token).text for token in delta.token_ids]
-        offsets = [self._chars]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token))
-        top = [
-            {self._tokenizer.token_text(token).text: max(value, LEAST_LOGPROB) for token, value in entry.top} for entry in delta.logprobs
-        ]
-        values = [max(entry.logprob, LEAST_LOGPROB) for entry in delta.logprobs]
-        new: dict[str, list[Any]] = {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets[:-1]}
+    def _logprobs_of(self, scored: Sequence[tuple[int, Logprobs | None]], echoed: int, prompt_chars: int) -> dict[str, list[Any]]:
+        """Of new tokens, the first `echoed` of them the prompt's, whose text has `prompt_chars` characters; `text_offset` counts
+        characters of the choice's text, with tokens as long as their texts. The first token of a prompt has no log probability."""
+        tokens = [self._tokenizer.token_text(token).text for token, _ in scored]
+        offsets: list[int] = []
+        for some, start in ((tokens[:echoed], self._chars), (tokens[echoed:], self._chars + prompt_chars)):
+            for token in some:
+                offsets.append(start)
+                start += len(token)
+        values = [None if entry is None else finite(entry.logprob) for _, entry in scored]
+        top = [None if entry is None else self._top(entry) for _, entry in scored]
+        new: dict[str, list[Any]] = {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
         if self._logprobs is None:
             self._logprobs = {name: [] for name in new}
         for name, entries in new.items():
             self._logprobs[name] += entries
         return new
+
+    def _top(self, entry: Logprobs) -> dict[str, float]:
+        """By text; of several tokens with the same text, the most likely one."""
+        values: dict[str, float] = {}
+        for token, value in entry.top[: self._body.logprobs]:
+            values.setdefault(self._tokenizer.token_text(token).text, finite(value))
+        return values

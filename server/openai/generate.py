@@ -37,7 +37,7 @@ Absent = Neutral((), "it is not supported")
 class SamplingParams(Body):
     """`sampling_params`."""
 
-    max_new_tokens: Annotated[int, Field(ge=1)] = DEFAULT_NEW_TOKENS
+    max_new_tokens: Annotated[int, Field(ge=0)] = DEFAULT_NEW_TOKENS
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -72,12 +72,12 @@ class GenerateRequest(Body):
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    logprob_start_len: Annotated[int, Field(ge=-1)] = -1
     return_text_in_logprobs: bool = False
     priority: Priority = 0
     timeout_ms: Annotated[int, Field(ge=1)] | None = None
     rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     extra_key: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
-    logprob_start_len: Annotated[Any, Neutral((-1,), "prefill graphs return no log probabilities of the prompt")] = None
     lora_path: Annotated[Any, Absent] = None
     image_data: Annotated[Any, Neutral(([],), "prompts are text")] = None
     input_embeds: Annotated[Any, Absent] = None
@@ -107,11 +107,13 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
 
     def made() -> list[EngineRequest]:
         encoded = [_encoded(service, prompt, param) for prompt in given]
+        _check_start(body, encoded)
         return [one for index, ids in enumerate(encoded) for one in service.requests(f"{base}-{index}", ids, options, param)]
 
     requests = await off_loop(takes_long(sum(map(len, given)), options), made)
     several = len(requests) > 1 or (isinstance(body.text, tuple) and len(body.text) > 1)
-    answers = [Answer(index, rid if len(requests) == 1 else f"{rid}-{index}", body, service.tokenizer) for index in range(len(requests))]
+    rids = [rid] if len(requests) == 1 else [f"{rid}-{index}" for index in range(len(requests))]
+    answers = [Answer(index, rids[index], body, one.prompt, service.tokenizer) for index, one in enumerate(requests)]
     live = api.generate(rid, requests, options, client_of(request), streams=body.stream)
     if body.stream:
         return EventStream(live, AnswerFrames(answers, several))
@@ -140,6 +142,14 @@ def _encoded(service: Service, prompt: Prompt, param: str) -> tuple[int, ...]:
     return service.encode(prompt, param) if isinstance(prompt, str) else service.checked(prompt, param)
 
 
+def _check_start(body: GenerateRequest, encoded: Sequence[tuple[int, ...]]) -> None:
+    """Refuses log probabilities from a position on that some prompt does not have."""
+    last = min(map(len, encoded)) - 1
+    if body.logprob_start_len > (last if body.return_logprob else -1):
+        legal = f"legal is -1, or with return_logprob up to {last}, the last position of the shortest prompt"
+        raise RequestError(f"logprob_start_len is {body.logprob_start_len}; {legal}", param="logprob_start_len")
+
+
 def _options(params: SamplingParams, service: Service, body: GenerateRequest) -> GenerationOptions:
     chosen: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, **service.model.defaults}
     chosen |= {name: value for name in ("temperature", "top_p", "top_k", "min_p") if (value := getattr(params, name)) is not None}
@@ -154,6 +164,9 @@ def _options(params: SamplingParams, service: Service, body: GenerateRequest) ->
         ignore_eos=params.ignore_eos,
         logprobs=body.top_logprobs_num if body.return_logprob else None,
         logprobs_field="top_logprobs_num",
+        prompt_logprobs=body.top_logprobs_num if body.return_logprob and body.logprob_start_len >= 0 else None,
+        prompt_logprobs_from=body.logprob_start_len + 1,
+        prompt_logprobs_field="logprob_start_len",
         n=params.n,
         skip_special_tokens=params.skip_special_tokens,
         format=_format(params),
@@ -179,13 +192,17 @@ class Answer:
         end: how it ended, once it has.
     """
 
-    def __init__(self, index: int, rid: str, body: GenerateRequest, tokenizer: TextTokenizer) -> None:
+    def __init__(self, index: int, rid: str, body: GenerateRequest, prompt: tuple[int, ...], tokenizer: TextTokenizer) -> None:
         self.index = index
         self._rid = rid
         self._tokenizer = tokenizer
         self._with_text = body.return_text_in_logprobs
         self._logprobs: list[Any] | None = [] if body.return_logprob else None
         self._top: list[Any] = []
+        # SGLang's begin at this position, and with nothing for its token, wherever it is.
+        self._input = prompt[body.logprob_start_len :] if body.return_logprob and body.logprob_start_len >= 0 else ()
+        self._input_logprobs: list[Any] = [[None, token, self._text_of(token)] for token in self._input[:1]]
+        self._input_top: list[Any] = [None for _ in self._input[:1]]
         self._text: list[str] = []
         self._ids: list[int] = []
         self.end: CompletionEnd | None = None
@@ -197,6 +214,9 @@ class Answer:
             return
         self._text.append(delta.text)
         self._ids += delta.token_ids
+        for token, entry in zip(self._input[1:], delta.prompt_logprobs, strict=False):
+            self._input_logprobs.append(self._entry(entry.logprob, token))
+            self._input_top.append([self._entry(value, likely) for likely, value in entry.top])
         if self._logprobs is not None:
             entries = zip(delta.token_ids, delta.logprobs, strict=True)
             self._logprobs += [self._entry(entry.logprob, token) for token, entry in entries]
@@ -216,11 +236,15 @@ class Answer:
                 "spec_verify_ct": usage.record.verify_steps,
             }
         if self._logprobs is not None:
-            meta |= {"input_token_logprobs": [], "output_token_logprobs": self._logprobs, "output_top_logprobs": self._top}
+            meta |= {"input_token_logprobs": self._input_logprobs, "input_top_logprobs": self._input_top}
+            meta |= {"output_token_logprobs": self._logprobs, "output_top_logprobs": self._top}
         return {"text": "".join(self._text), "output_ids": self._ids, "meta_info": meta}
 
     def _entry(self, logprob: float, token: int) -> list[Any]:
-        return [logprob, token, self._tokenizer.token_text(token).text if self._with_text else None]
+        return [logprob, token, self._text_of(token)]
+
+    def _text_of(self, token: int) -> str | None:
+        return self._tokenizer.token_text(token).text if self._with_text else None
 
 
 def _finish_reason(end: CompletionEnd) -> dict[str, Any]:

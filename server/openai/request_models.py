@@ -60,6 +60,7 @@ class SamplingFields(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
     skip_reading_prefix_cache: bool = False
     return_token_ids: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -70,7 +71,6 @@ class SamplingFields(Body):
     metadata: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     store: Annotated[Any, Neutral((False,), "completions are not kept")] = None
     length_penalty: Annotated[Any, Neutral((1,), "there is no beam search")] = None
-    prompt_logprobs: Annotated[Any, Neutral((), "prefill graphs return no log probabilities of the prompt")] = None
     use_beam_search: Annotated[Any, Neutral((False,), "there is no beam search")] = None
     include_stop_str_in_output: Annotated[Any, Neutral((False,), "stop strings are cut off")] = None
     spaces_between_special_tokens: Annotated[Any, Neutral((True,), "text is what the tokenizer decodes")] = None
@@ -98,7 +98,7 @@ class CompletionRequest(SamplingFields):
     """`/v1/completions`."""
 
     prompt: Annotated[Any, AfterValidator(prompts)]
-    max_tokens: Annotated[int, Field(ge=1)] = 16
+    max_tokens: Annotated[int, Field(ge=0)] = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
     add_special_tokens: bool = True

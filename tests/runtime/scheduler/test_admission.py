@@ -38,7 +38,7 @@ def test_what_can_be_served_is(request_):
         (ask(prompt=(-1,)), "prompt has token id -1", "prompt"),
         (ask(prompt=(True,)), "prompt has token id True", "prompt"),
         (ask(prompt=(1.5,)), "prompt has token id 1.5", "prompt"),
-        (ask(max_tokens=0), "max_tokens is 0; legal is an integer of at least 1", "max_tokens"),
+        (ask(max_tokens=-1), "max_tokens is -1; legal is an integer of at least 0", "max_tokens"),
         (ask(max_tokens=2.0), "max_tokens is 2.0", "max_tokens"),
         (ask(stop=(99,)), "stop_token_ids has token id 99; legal is an integer from 0 to 12", "stop_token_ids"),
         (ask(logprobs=6), "logprobs is 6; legal is an integer from 0 to 5, or null", "logprobs"),

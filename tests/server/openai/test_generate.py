@@ -73,7 +73,7 @@ def test_log_probabilities_are_triples(served):
         ({"text": "a", "input_ids": [1]}, "text"),
         ({"text": [1]}, "text"),
         ({"input_ids": "a"}, "input_ids"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 9999}}, "max_new_tokens"),
         ({"text": "a", "sampling_params": {"regex": "x", "ebnf": "y"}}, "ebnf"),
         ({"text": "a", "sampling_params": {"min_new_tokens": -1}}, "min_new_tokens"),
