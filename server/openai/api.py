@@ -21,7 +21,7 @@ from ..service import Service
 from ..structured_output import OutputFormat, of_chat, of_extension
 from .bodies import MAX_BODY_BYTES, Body
 from .live import MAX_WAITING, Core, Live, Out
-from .request_models import SamplingFields
+from .request_models import ChatRequest, CompletionRequest, SamplingFields
 
 DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 1.0
 """OpenAI's, where the checkpoint has none of its own."""
@@ -123,6 +123,19 @@ def adjustments_of(body: Body) -> dict[str, Any]:
 def id_set(token_ids: Sequence[int] | None) -> tuple[int, ...] | None:
     """Token ids in ascending order, each once."""
     return None if token_ids is None else tuple(sorted(set(token_ids)))
+
+
+def length_of(body: CompletionRequest | ChatRequest) -> tuple[int | None, str]:
+    """The most tokens of a completion, and the field that says so.
+
+    Raises:
+        RequestError: its two names say different things.
+    """
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        message = f"max_tokens is {old} and max_completion_tokens is {new}; legal is one of them, or both the same"
+        raise RequestError(message, param="max_completion_tokens")
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
 def options_of(

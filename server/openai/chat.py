@@ -13,7 +13,7 @@ from ..chat_template import Chat
 from ..parsers.message import MessageParser
 from ..reply_grammar import AUTO, REQUIRED, ToolUse, check_choice
 from ..service import Service
-from .api import Api, client_of, fingerprint, includes_usage, new_id, off_loop, options_of, takes_long
+from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
 from .chat_choice import ChatChoice
 from .choices import ChunkFrames, Header, whole_answer
 from .messages import messages_of
@@ -29,7 +29,7 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     """
     service, usage = api.service(), includes_usage(body)
     service.check_model(body.model)
-    max_tokens, field = _max_tokens(body)
+    max_tokens, field = length_of(body)
     options = options_of(body, service, max_tokens, _logprobs(body), field)
     use = tool_use(body)
     check_choice(use, service.chat.tool_calls)
@@ -91,15 +91,6 @@ def tool_use(body: ChatRequest) -> ToolUse:
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else None
     choice = body.tool_choice if isinstance(body.tool_choice, str) else AUTO if named is None else REQUIRED
     return ToolUse(tuple(tool.model_dump(exclude_unset=True) for tool in body.tools), choice, named, body.parallel_tool_calls)
-
-
-def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
-    """The limit, and the field that set it."""
-    old, new = body.max_tokens, body.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        message = f"max_tokens is {old} and max_completion_tokens is {new}; legal is one of them, or both the same"
-        raise RequestError(message, param="max_completion_tokens")
-    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
 def _logprobs(body: ChatRequest) -> int | None:

@@ -17,9 +17,9 @@ from ..logprobs import finite, prompt_entries
 from ..output_stream import TextDelta
 from ..service import Service
 from ..tokenizer import TextTokenizer
-from .api import Api, client_of, fingerprint, includes_usage, new_id, off_loop, options_of, takes_long
+from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
 from .choices import FINISH_REASONS, ChunkFrames, Header, whole_answer
-from .request_models import CompletionRequest, Prompt
+from .request_models import MAX_TOKENS, CompletionRequest, Prompt
 from .sse import EventStream, whole
 
 
@@ -31,7 +31,8 @@ async def completions(api: Api, body: CompletionRequest, request: Request) -> Re
     """
     service, usage = api.service(), includes_usage(body)
     service.check_model(body.model)
-    options = options_of(body, service, body.max_tokens, body.logprobs, "max_tokens", "logprobs")
+    max_tokens, field = length_of(body)
+    options = options_of(body, service, MAX_TOKENS if max_tokens is None else max_tokens, body.logprobs, field, "logprobs")
     if body.echo and body.logprobs is not None:
         most, field = max((body.logprobs, "logprobs"), (options.prompt_logprobs or 0, "prompt_logprobs"))
         options = replace(options, prompt_logprobs=most, prompt_logprobs_field=field)

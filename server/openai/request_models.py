@@ -19,6 +19,8 @@ from ..limits import MAX_PRIORITY
 from .bodies import Body, FailFast, Ignored, Neutral
 
 MAX_PROMPTS = 1024
+MAX_TOKENS = 16
+"""Of a completion that does not say how many; OpenAI's."""
 MAX_STOP_TOKENS = 256
 FOR_THE_PROVIDER = "concerns the provider's bookkeeping"
 
@@ -98,7 +100,8 @@ class CompletionRequest(SamplingFields):
     """`/v1/completions`."""
 
     prompt: Annotated[Any, AfterValidator(prompts)]
-    max_tokens: Annotated[int, Field(ge=0)] = 16
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
     add_special_tokens: bool = True

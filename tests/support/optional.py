@@ -1,4 +1,7 @@
-"""What a test needs beside the package: missing it is a skip that says how to get it, and a failure where CI should have brought it."""
+"""What a test needs beside the package: missing it is a skip that says how to get it, and a failure where CI should have brought it.
+
+`.ci/run` sets `CI_COULD_NOT_INSTALL` to the names of what the machine's package manager did not give it, and says so aloud.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,19 @@ def browser() -> str:
     """Path of a Chromium; skips the test where there is none."""
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if path is None:
-        _missing("no Chromium is installed: apt-get install chromium")
+        _missing("no Chromium is installed: apt-get install chromium", "chromium")
     return str(path)
 
 
-def _missing(what: str) -> None:
-    if os.environ.get("CI"):
+def curl() -> str:
+    """Path of curl; skips the test where there is none."""
+    path = shutil.which("curl")
+    if path is None:
+        _missing("curl is not installed: apt-get install curl", "curl")
+    return str(path)
+
+
+def _missing(what: str, package: str = "") -> None:
+    if os.environ.get("CI") and (not package or package not in os.environ.get("CI_COULD_NOT_INSTALL", "").split()):
         pytest.fail(what)
     pytest.skip(what)

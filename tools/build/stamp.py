@@ -26,7 +26,7 @@ FORMAT = 1
 
 FOLDERS = ("graphs", "models", "lowering", "runtime", "server", "tools")
 BUNDLED = "models/bundled"
-SOURCES = (".py", ".json", ".cpp", ".h")
+SOURCES = (".html", ".py", ".json", ".cpp", ".h")
 """Suffixes of the package's source files, bundled models excepted."""
 DISTRIBUTIONS = (
     "torch", "torch_npu", "protobuf", "safetensors", "msgpack", "numpy", "tokenizers", "packaging", "PyYAML", "click", "npucompile",
