@@ -19,22 +19,25 @@ if TYPE_CHECKING:
 def with_checkpoint_slots(limits: Limits, asked: int | None, model: Model, target: Target, published: bool) -> Limits:
     """The limits with slots for checkpoints (runtime/scheduler/checkpoints.py).
 
-    By default there is one for each request in flight, on this machine; a deployment's pools are those that it published, and memory of
-    NPUs is planned by whoever builds for them. Slots of requests that are not in flight serve too.
+    By default there is one for each request in flight, on this machine; a deployment has those that its shared prefix needs, and memory
+    of NPUs is otherwise planned by whoever builds for them. Slots of requests that are not in flight serve too.
 
     Args:
+        limits: with the slots that a deployment needs, if any.
         asked: how many; None leaves the choice to this function.
         published: whether the limits are a deployment's.
 
     Raises:
         SpecError: slots for a model without recurrent states.
     """
+    needed, plain = limits.checkpoint_slots, replace(limits, num_slots=limits.num_slots - limits.checkpoint_slots, checkpoint_slots=0)
     if not has_recurrent_states(model, limits):
         if asked:
             raise SpecError(f"--checkpoint-slots {asked}: {model.name} has no recurrent states, whose prefixes need pages only; legal is 0")
-        return limits
-    count = (limits.num_request_slots - 1 if target.local and not published else 0) if asked is None else asked
-    return replace(limits, num_slots=limits.num_slots + count, checkpoint_slots=count)
+        return plain
+    default = needed if published else limits.num_request_slots - 1 if target.local else 0
+    count = default if asked is None else asked
+    return replace(plain, num_slots=plain.num_slots + count, checkpoint_slots=count)
 
 
 def has_recurrent_states(model: Model, limits: Limits) -> bool:

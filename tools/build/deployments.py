@@ -158,6 +158,10 @@ def deployment(name: str) -> Deployment:
     return known[name]
 
 
+SHARED_PREFIX_SLOTS = 4
+"""State slots of a dp group for prefixes that its prompts share: one after the prefix, and room for others beside it."""
+
+
 def default_for(model: str) -> Deployment | None:
     """The deployment a model is built for by default; None if it has none."""
     return deployment(DEFAULT[model]) if model in DEFAULT else None
@@ -171,6 +175,8 @@ def limits_for(deployment: Deployment, phase: Phase, page_size: int) -> Limits:
     - Pages hold the published cap of cached tokens. Without a cap they hold every request at full length, with a shared prefix counted
       once. Where only a context length is published (vLLM uses whatever memory is left), all requests together get POOL_TOKENS, or one
       whole context if that is more.
+    - Where prompts share a prefix, SHARED_PREFIX_SLOTS more keep states after it; models without states have no use for them
+      (`checkpoint_slots.py`).
     - A request has k+1 state slots, and one on a prefill instance, which writes only the state after the last token. A prefill instance
       drafts too, because the decode instance begins with its drafts.
 
@@ -182,6 +188,7 @@ def limits_for(deployment: Deployment, phase: Phase, page_size: int) -> Limits:
     """
     requests, k = phase.group_requests, phase.num_speculative_tokens
     slots = 1 if phase.name == "prefill" else k + 1
+    kept = SHARED_PREFIX_SLOTS if deployment.prefix_hit_rate else 0
     if deployment.input_len is not None and deployment.output_len is not None:
         longest = deployment.input_len + deployment.output_len + k
         shared = int(deployment.input_len * (deployment.prefix_hit_rate or 0))
@@ -192,7 +199,8 @@ def limits_for(deployment: Deployment, phase: Phase, page_size: int) -> Limits:
     else:
         raise SpecError(f"deployment {deployment.id}, {phase.name}: neither input and output lengths nor a context length are published")
     pages = full if phase.max_total_tokens is None else max(_pages(phase.max_total_tokens, page_size), _pages(longest, page_size))
-    return Limits(page_size, 1 + pages, 1 + requests * slots, _pages(longest, page_size) * page_size, slots, k)
+    longest = _pages(longest, page_size) * page_size
+    return Limits(page_size, 1 + pages, 1 + requests * slots + kept, longest, slots, k, checkpoint_slots=kept)
 
 
 def group_chunk(deployment: Deployment, phase: Phase) -> int | None:

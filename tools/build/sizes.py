@@ -33,7 +33,7 @@ def decode_sizes(options: Options, source: registry.ModelSource, instance: Insta
         batches, sequences = _batches(sizes, options.max_num_seqs)
     if row and options.max_model_len is None and options.max_num_seqs is None:
         requests = max(requests, sequences)
-        slots, pages = 1 + requests * row.slots_per_request, max(row.num_pages, 1 + requests)
+        slots, pages = 1 + requests * row.slots_per_request + row.checkpoint_slots, max(row.num_pages, 1 + requests)
         published = replace(row, num_pages=pages, num_slots=slots, max_model_len=min(row.max_model_len, longest))
         return batches, _capped(published, options.max_total_tokens), True
     default = row.max_model_len if row else instance.target.max_model_len

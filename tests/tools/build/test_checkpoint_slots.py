@@ -27,6 +27,8 @@ def test_a_model_without_states_has_no_use_for_them():
         plan(Options("qwen3-30b-a3b", backend="null", checkpoint_slots=4))
 
 
-def test_pools_of_a_deployment_are_those_that_it_published():
-    row = Options("qwen3.5-397b", deployment="qwen35-397b-a3x8-in64k-out1k-prefix90-50ms")
-    assert plan(row).limits.checkpoint_slots == 0
+@pytest.mark.parametrize(("row", "count"), [("in64k-out1k-prefix90-50ms", 4), ("in64k-out1k-50ms", 0)])
+def test_a_deployment_keeps_states_where_its_prompts_share_a_prefix(row, count):
+    limits = plan(Options("qwen3.5-397b", deployment=f"qwen35-397b-a3x8-{row}")).limits
+    assert limits.checkpoint_slots == count
+    assert limits.num_slots == 1 + (limits.num_request_slots - 1) * limits.slots_per_request + count

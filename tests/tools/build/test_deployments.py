@@ -88,7 +88,8 @@ def test_every_phase_can_be_placed_and_sized(row, phase):
     assert bool(phase.buckets) == (phase.name != "prefill")
     assert row.quantization in ("w4a8", "w8a8", "bf16")
     sizes = limits_for(row, phase, kind.page_size)
-    assert (sizes.num_slots - 1) // sizes.slots_per_request == sizes.num_request_slots - 1 == phase.group_requests
+    assert sizes.num_request_slots - 1 == phase.group_requests
+    assert sizes.num_slots == 1 + phase.group_requests * sizes.slots_per_request + (4 if row.prefix_hit_rate else 0)
     assert sizes.drafts == phase.num_speculative_tokens
     assert sizes.slots_per_request == (1 if phase.name == "prefill" else sizes.drafts + 1)
     assert phase.group_requests >= max(phase.buckets, default=1)
