@@ -110,7 +110,7 @@ class Computed(NamedTuple):
 
     Attributes:
         request: as it was before the results.
-        output: its tokens among them.
+        output: its tokens among them that were not known before.
         num_computed_tokens: of its tokens; those of steps in flight do not count.
         not_finite: it computed what is no number, and nobody knows where that began.
     """
@@ -148,6 +148,8 @@ def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[Group
 
 def _computed_row(state: SchedulerState, request: RequestState, row: ScheduledRequest, tokens: SampledTokens) -> Computed:
     output, _ = request.clip_output(tokens.token_ids, state.policy.limits.max_model_len)
+    # Those of the prompt that the step scored are known now, as if they were output.
+    output = (*tokens.token_ids[: request.unscored], *output)
     count = request.num_computed_tokens + len(tokens.token_ids) if row.state.decoding else row.start + row.num_tokens
     return Computed(request, output, count, tokens.not_finite)
 

@@ -8,7 +8,7 @@ import pytest
 from support.scheduling import add, arrivals, fresh, grouped, ids, policy, queued, request, run_step, sampled
 
 from npucompile.runtime.request import Logprobs, TokenEvent
-from npucompile.runtime.scheduler.advance import cancel, commit, fail, fail_all, launch, submit
+from npucompile.runtime.scheduler.advance import cancel, commit, computed, fail, fail_all, launch, submit
 from npucompile.runtime.scheduler.schedule import schedule
 from npucompile.runtime.step_outputs import SampledTokens
 
@@ -202,3 +202,21 @@ def test_each_group_gets_its_own_results():
     state, events = commit(launch(state, step, 0.0), step, results, 0.0)
     assert events == (TokenEvent("a", (4,)), TokenEvent("b", (5,)))
     assert [live.last_scheduled for group in state.groups for live in group.running] == [0, 1]
+
+
+def test_tokens_of_a_prompt_that_a_step_scored_are_known_before_those_behind_it():
+    """What is kept of prefixes goes by their order."""
+    asked = replace(request("a", prompt=6, max_tokens=4), prompt_logprobs=0)
+    state = fresh(replace(RULES, limits=replace(RULES.limits, bitmasks=1, bitmask_words=1)))
+    state = submit(state, queued(asked, RULES.limits.drafts)._replace(unscored=asked.num_scored))
+    for forced, sampled_tokens in (((1,), (1,)), ((2, 3, 4), (2, 3)), ((4, 5), (4, 5, 9))):
+        step = schedule(state)
+        (row,) = step.groups[0].rows
+        assert row.forced == forced
+        results = [[SampledTokens(sampled_tokens, row.num_drafts)]]
+        state = launch(state, step, 0.0)
+        ((known,),) = computed(state, step, results)
+        assert known.token_ids(0, 9) == (0, 1, 2, 3, 4, 5, 9)[: known.num_tokens]
+        assert known.num_tokens == known.num_computed_tokens + 1 == row.start + row.num_tokens - row.num_drafts + len(sampled_tokens)
+        state, _ = commit(state, step, results, 0.0)
+    assert (only(state).output_token_ids, only(state).unscored) == ((9,), 0)
