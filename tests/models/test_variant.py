@@ -69,7 +69,7 @@ def test_projections_that_are_split_at_once_change_no_logits(copies: int) -> Non
 
 
 def test_more_copies_than_query_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_attention_heads must be a multiple of num_key_value_heads times their 8 copies"):
+    with pytest.raises(ConfigError, match="num_attention_heads must be a multiple of 16 key-value heads, copies included"):
         replace(fleets.config(), variant=Variant(kv_repeat=8))
 
 

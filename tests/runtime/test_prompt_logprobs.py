@@ -15,6 +15,7 @@ from support.constrained import Automaton, Outcome, asking, run, turns
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.runtime.executor import Executor
 from npucompile.runtime.journal import Journal
 from npucompile.runtime.replay import replay
@@ -161,3 +162,21 @@ def test_graphs_without_bitmasks_score_nothing(executors):
     assert "--structured-outputs" in str(refused(executors[2], prompt_logprobs=1))
     assert "from 1 to 5, the length of the prompt" in str(refused(executors[0], prompt_logprobs=1, prompt_logprobs_from=6))
     assert "0 to" in str(refused(executors[0], prompt_logprobs=21))
+
+
+def test_what_is_kept_of_prefixes_is_what_was_scored(executors, theirs):
+    """A prompt is read from the cache as far as nobody asks for its scores; what a scored one leaves there is what any would."""
+    alone = run(executors[0], [asking(TEXT[:70], name="alone")])[0].tokens
+    engine = Engine(executors[0], prefix_cache=PrefixCacheSettings())
+    for first in (1, 45):
+        (outcome,) = finish(engine, [asking(TEXT[:70], name="scored", prompt_logprobs=MOST, prompt_logprobs_from=first)])
+        check(theirs, TEXT[:70], outcome.prompt_logprobs, first, MOST)
+        assert outcome.tokens == alone
+    cached = []
+    for name in ("first", "second"):
+        (outcome,) = finish(engine, [asking(TEXT[:70], name=name)])
+        assert outcome.tokens == alone
+        cached.append(outcome.end.record.cached_tokens)
+    (outcome,) = finish(engine, [asking(TEXT[:70], name="scored", prompt_logprobs=MOST, prompt_logprobs_from=60)])
+    check(theirs, TEXT[:70], outcome.prompt_logprobs, 60, MOST)
+    assert (outcome.tokens, 0 < outcome.end.record.cached_tokens < 60 <= cached[1]) == (alone, True)

@@ -165,6 +165,7 @@ def npu(own_artifact):
         about = {"mesh": "dp=2,tp=2", "target": "ascend-a3", "quantization": "w4a8", "deployment": "row-1", "memory": PLAN.as_dict()}
         about["environment"] = {"HCCL_BUFFSIZE": Setting("901", "the window")}
         about["communicator_bytes"] = {"dispatch": 901 * 2**20, "tp": 200 * 2**20}
+        about["model"] = manifest.model | {"config": json.dumps(json.loads(manifest.model["config"]) | {"linear_num_key_heads": 2})}
         return replace(manifest, graphs=graphs, references=(), **about)
 
     tiny.published(own_artifact, change)
