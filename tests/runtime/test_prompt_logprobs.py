@@ -15,9 +15,9 @@ from support.constrained import Automaton, Outcome, asking, run, turns
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.runtime.executor import Executor
 from npucompile.runtime.journal import Journal
+from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.runtime.replay import replay
 from npucompile.runtime.request import Event, Logprobs, Request, Sampling, TokenEvent
 
