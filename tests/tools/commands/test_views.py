@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def device(path: Path, **changes: Any) -> Artifact:
             fields["compiled"] = ExecutableRecord("ge", writer.add("graphs", encode(fields["compiled"]()), "ge"), "key")
         graphs = tuple(replace(entry, **fields) if entry.bucket.name == "decode-b4-q4" else entry for entry in manifest.graphs)
         facts = {"mesh": "dp=2,tp=2", "target": "ascend-a3", "quantization": "w8a8", "deployment": "row-1", "memory": PLAN.as_dict()}
+        # Heads that two ranks can share.
+        facts["model"] = manifest.model | {"config": json.dumps(json.loads(manifest.model["config"]) | {"linear_num_key_heads": 2})}
         return replace(manifest, graphs=graphs, **facts)
 
     return tiny.published(path, change)
