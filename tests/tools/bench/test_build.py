@@ -25,7 +25,9 @@ def test_arguments_are_read_as_the_build_command_reads_them(tiny_checkpoint: Pat
     arguments = plan(Options(str(tiny_checkpoint), (2, 4), (PrefillSize(8),), 64, 5, "float32", "eager")).arguments
     expected = Options(str(tiny_checkpoint.resolve()), (2, 4), (PrefillSize(8),), 64, 5, "float32", "eager")
     # What the plan chose is said, so that another version's choice does not make another artifact.
-    assert build.options(arguments) == replace(
+    read = build.options(arguments)
+    assert read.decided_by
+    assert replace(read, decided_by=None) == replace(
         expected, num_speculative_tokens=3, max_logprobs=20, structured_outputs=8, logit_adjustments=8
     )
     assert plan(build.options(arguments)).arguments == arguments
