@@ -156,10 +156,10 @@ async def _watch(target: Target, beside: Job, done: asyncio.Event, found: Fuzz) 
     async with await Client.connect(target.websocket) as client:
         while not done.is_set():
             tokens: list[int] = []
-            last = time.monotonic()
+            last = 0.0
             async for arrived in over_websocket(client, beside):
                 now = time.monotonic()
-                found.pauses_ms.append((now - last) * 1e3)
+                found.pauses_ms += [(now - last) * 1e3] if tokens else []
                 last = now
                 tokens += arrived
             if tuple(tokens) != beside.expected:
