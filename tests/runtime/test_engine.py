@@ -563,7 +563,7 @@ def test_a_lost_rank_is_raised_to_whoever_steps_by_hand():
 
 @pytest.mark.parametrize(
     "request_, param",
-    [(ask(prompt=()), "prompt"), (ask(max_tokens=0), "max_tokens"), (ask(logprobs=1), "logprobs"), (ask(speculative_tokens=4), None)],
+    [(ask(prompt=()), "prompt"), (ask(max_tokens=-1), "max_tokens"), (ask(logprobs=1), "logprobs"), (ask(speculative_tokens=4), None)],
 )
 def test_a_bad_request_is_refused_and_the_engine_serves_on(request_, param):
     served = toy.serving(drafts=3)
