@@ -57,7 +57,7 @@ class Adjuster:
 
     def adjustments(self, step: ScheduledStep) -> dict[str, Adjustment]:
         """The adjustments of the rows of a step that have any, by request id; to be used before the next call."""
-        rows = (row for part in step.groups for row in part.rows if row.samples and row.request.sampling.adjusts)
+        rows = (row for part in step.groups for row in part.rows if row.request.sampling.adjusts and row.samples)
         return {row.request.id: self._adjustment(row) for row in rows}
 
     def forget(self, request_id: str) -> None:

@@ -26,7 +26,7 @@ def bitmasks(step: ScheduledStep, words: int) -> dict[str, Bitmask]:
         ConstraintError: of the first request whose output cannot go on.
     """
     shape = write_width(step.bucket), words
-    rows = (row for part in step.groups for row in part.rows if row.samples and row.state.restricted)
+    rows = (row for part in step.groups for row in part.rows if row.state.restricted and row.samples)
     return {row.request.id: _bitmask(row, shape) for row in rows}
 
 

@@ -189,18 +189,17 @@ def _layout(inputs: StepInputs) -> tuple[tuple[str, tuple[int, ...], type, float
 
 
 def _fill_shared(arrays: Arrays, rows: Sequence[Row], limits: Limits) -> None:
-    live = slice(0, len(rows))
+    live, page_table = slice(0, len(rows)), arrays["page_table"]
     for i, row in enumerate(rows):
         if not 1 <= row.request_slot < limits.num_request_slots:
             raise SpecError(f"a row with request slot {row.request_slot}; legal is 1 to {limits.num_request_slots - 1}")
         if len(row.pages) > limits.pages_per_request:
             raise SpecError(f"{len(row.pages)} pages for one row; the page table holds {limits.pages_per_request}")
-        arrays["page_table"][i, : len(row.pages)] = row.pages
+        page_table[i, : len(row.pages)] = row.pages
     arrays["request_slots"][live] = [row.request_slot for row in rows]
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        arrays[name][live] = [getattr(row.sampling, name) for row in rows]
-    # A top_p that float32 rounds to 0 would keep no token; this one keeps the most likely, as it should.
-    arrays["top_p"][live] = np.maximum(arrays["top_p"][live], np.finfo(np.float32).tiny)
+    filters = zip(*(row.sampling.filters for row in rows), strict=True)
+    for name, values in zip(("temperature", "top_k", "top_p", "min_p") if rows else (), filters, strict=True):
+        arrays[name][live] = values
     if "logprobs" in arrays:
         arrays["logprobs"][live] = [row.logprobs for row in rows]
     _fill_bitmasks(arrays, [(i, row.bitmask) for i, row in enumerate(rows) if row.bitmask is not None])
@@ -249,7 +248,7 @@ def _fill_prefill(arrays: Arrays, bucket: Bucket, rows: Sequence[PrefillRow], li
 
 
 def _fill_decode(arrays: Arrays, bucket: Bucket, rows: Sequence[DecodeRow], limits: Limits) -> None:
-    Q, live = bucket.q_len, slice(0, len(rows))
+    Q, live, slots = bucket.q_len, slice(0, len(rows)), arrays["state_slots_out"]
     for i, row in enumerate(rows):
         if len(row.slots) != Q or len(row.uniforms) not in (0, 2 * Q - 1):
             sizes = f"{len(row.slots)} slots and {len(row.uniforms)} uniforms"
@@ -258,8 +257,9 @@ def _fill_decode(arrays: Arrays, bucket: Bucket, rows: Sequence[DecodeRow], limi
             raise SpecError(f"a row of {row.drafts} drafts for {bucket.name}; legal is 0 to {Q - 1}")
         # From base on the step writes Q candidates, and the draft head the drafts after the last of them.
         _check_pages(row.pages, min(row.base + 2 * Q - 1, limits.max_model_len), limits)
-        arrays["state_slots_out"][i] = row.slots
-        arrays["uniform"][i, : len(row.uniforms)] = row.uniforms
+        slots[i] = row.slots
+        if row.uniforms:
+            arrays["uniform"][i, : len(row.uniforms)] = row.uniforms
     arrays["drafts"][live] = [row.drafts for row in rows]
     arrays["base"][live] = [row.base for row in rows]
 

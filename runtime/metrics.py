@@ -62,12 +62,12 @@ class Metrics:
             self.not_finite += tokens.not_finite
             if tokens.num_drafts:
                 self.count_verified(tokens.num_drafts, len(tokens.token_ids) - 1)
-            generated = row.output_index + len(tokens.token_ids)
-            if tokens.token_ids and row.output_index <= 0 and generated >= min(row.request.max_tokens, 1):
+            index, count = row.output_index, len(tokens.token_ids)
+            if count and index <= 0 and index + count >= min(row.request.max_tokens, 1):
                 self.prompt_tokens += len(row.request.prompt)
                 if row.request.max_tokens:
                     self.latencies.first_token(row.request, row.state.submitted_ms, now_ms)
-            elif tokens.token_ids and row.output_index > 0:
+            elif count and index > 0:
                 continued.append(row.request.id)
         self.latencies.more_tokens(continued, now_ms)
         self.latencies.step(computed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from ..graphs.errors import RequestError
@@ -18,6 +19,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "repetition_penalty": (0.01, 100.0),
 }
 """Smallest and largest legal values of sampling parameters."""
+
+SMALLEST_TOP_P = 2.0**-126
+"""The smallest normal number of float32."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,16 @@ class Sampling:
         """Whether tokens of output or prompt are less likely, or more, for being there."""
         return self.penalises_output or self.repetition_penalty != 1
 
-    @property
+    @cached_property
     def adjusts(self) -> bool:
         """Whether a step needs adjustments of logits (runtime/adjustments.py)."""
         return self.penalises or bool(self.logit_bias)
+
+    @cached_property
+    def filters(self) -> tuple[float, int, float, float]:
+        """temperature, top_k, top_p and min_p as a step takes them."""
+        # A top_p that float32 rounds to 0 would keep no token; the smallest keeps the most likely, as it should.
+        return self.temperature, self.top_k, max(self.top_p, SMALLEST_TOP_P), self.min_p
 
 
 def _within(value: object, low: float, high: float) -> bool:
@@ -112,6 +122,9 @@ class HostInputs(NamedTuple):
         """What is left of these without others; None where they are fewer."""
         left = HostInputs(*(mine - its for mine, its in zip(self, other, strict=True)))
         return left if min(left) >= 0 else None
+
+
+NO_INPUTS = HostInputs()
 
 
 @dataclass(frozen=True)
@@ -160,6 +173,14 @@ class Request:
         """Tokens at the prompt's end whose log probabilities are returned. Decode steps compute them, one position after another, as if
         they were sampled and nothing else could be; only what comes before is prefilled, or found computed."""
         return 0 if self.prompt_logprobs is None else len(self.prompt) - self.prompt_logprobs_from
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every step of it samples from all tokens by the model's logits, whatever came before: none has host inputs, and none
+        waits for tokens to be known. Most requests are; what a step asks of each row is then answered at once."""
+        sampling = self.sampling
+        rules = self.constraint is not None or sampling.allowed_token_ids is not None or sampling.bad_words or sampling.min_tokens
+        return not (rules or sampling.adjusts or self.prompt_logprobs is not None)
 
     def restricted(self, count: int) -> bool:
         """Whether some tokens may not follow an output of at least `count` tokens, so that a step needs a bitmask.

@@ -93,12 +93,13 @@ def _read_group(
                 if not all(0 <= token < vocab_size for token in token_ids):
                     legal = f"legal is 0 to {vocab_size - 1}"
                     raise NpucompileError(f"the executor returned token ids {list(token_ids)} for {request.id!r}; {legal}")
-            _check_forced(row, token_ids)
+            if row.forced:
+                _check_forced(row, token_ids)
             logprobs = _logprobs(outputs, bucket, row, i, len(token_ids))
             # A mask hides what is no number from the sampled token, and not from its log probability.
-            finite = next((place for place, entry in enumerate(logprobs) if not math.isfinite(entry.logprob)), len(token_ids))
-            if finite < len(token_ids):
-                token_ids, logprobs, failure = token_ids[:finite], logprobs[:finite], NOT_FINITE
+            unknown = next((place for place, entry in enumerate(logprobs) if not math.isfinite(entry.logprob)), None) if logprobs else None
+            if unknown is not None:
+                token_ids, logprobs, failure = token_ids[:unknown], logprobs[:unknown], NOT_FINITE
             drafts = _drafts(outputs, bucket, i) if row.state.follows_output else ()
             results.append(SampledTokens(token_ids, num_drafts, logprobs, failure, drafts, failure == NOT_FINITE))
     return tuple(results)

@@ -169,6 +169,7 @@ def commit(
     events: list[Event] = []
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
         by_arrival = {row.state.arrival: tokens for row, tokens in zip(part.rows, rows, strict=True)}
+        padding = padded_rows(step.bucket, len(part.rows))
         running: list[RequestState] = []
         served: dict[Key, int] = {}
         for request in group.running:
@@ -176,9 +177,9 @@ def commit(
             if tokens is None:
                 running.append(request)
                 continue
-            padding = padded_rows(step.bucket, len(part.rows))
             unfinished, row_events = _commit_row(request, tokens, step.bucket, padding, state.policy.limits.max_model_len, now_ms)
-            running += [unfinished] if unfinished else []
+            if unfinished is not None:
+                running.append(unfinished)
             events += row_events
             if group.turns is not None:
                 served[key_of(request)] = served.get(key_of(request), 0) + OUTPUT_WEIGHT * len(tokens.token_ids)

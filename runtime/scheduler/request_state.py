@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..replacing import replacer
-from ..request import ExecutionRecord, FinishEvent, HostInputs, Request
+from ..request import NO_INPUTS, ExecutionRecord, FinishEvent, HostInputs, Request
 from .token_log import TokenLog
 
 AGED = -(2**31)
@@ -86,17 +86,17 @@ class RequestState(NamedTuple):
     @property
     def restricted(self) -> bool:
         """Whether its next step needs a bitmask (`Request.restricted`)."""
-        return self.request.restricted(self.min_num_tokens - len(self.request.prompt))
+        return not self.request.plain and self.request.restricted(self.min_num_tokens - len(self.request.prompt))
 
     @property
     def host_inputs(self) -> HostInputs:
         """What its next step needs of the inputs that are for a few rows (`Request.host_inputs`)."""
-        return self.request.host_inputs(self.min_num_tokens - len(self.request.prompt))
+        return NO_INPUTS if self.request.plain else self.request.host_inputs(self.min_num_tokens - len(self.request.prompt))
 
     @property
     def follows_output(self) -> bool:
         """Whether its next step needs the tokens of all its steps so far (`Request.follows_output`)."""
-        return self.request.follows_output(self.min_num_tokens - len(self.request.prompt))
+        return not self.request.plain and self.request.follows_output(self.min_num_tokens - len(self.request.prompt))
 
     @property
     def settled(self) -> bool:
@@ -175,15 +175,14 @@ class RequestState(NamedTuple):
             drafts: after the last of the tokens, where they are read.
         """
         record = self.record
-        steps = dict(record.decode_steps)
-        steps[bucket_name] = steps.get(bucket_name, 0) + 1
+        accepted = record.accepted_per_position
         record = _decode_recorded(
             record,
-            tuple(steps.items()),
+            _one_more(record.decode_steps, bucket_name),
             record.padded_rows + padded_rows,
             record.verify_steps + (num_drafts > 0),
             record.drafted_tokens + num_drafts,
-            tuple([times + (i < count - 1) for i, times in enumerate(record.accepted_per_position)]),
+            tuple([times + (i < count - 1) for i, times in enumerate(accepted)]) if count > 1 else accepted,
         )
         computed = self.num_computed_tokens + count
         return _decode_committed(self, record, self._extended(output), computed, self.steps_in_flight - 1, drafts)
@@ -237,3 +236,11 @@ class RequestState(NamedTuple):
 _decode_launched = replacer(RequestState, "steps_in_flight", "num_pages", "last_scheduled")
 _decode_committed = replacer(RequestState, "record", "output_token_ids", "num_computed_tokens", "steps_in_flight", "drafts")
 _decode_recorded = replacer(ExecutionRecord, "decode_steps", "padded_rows", "verify_steps", "drafted_tokens", "accepted_per_position")
+
+
+def _one_more(steps: tuple[tuple[str, int], ...], bucket_name: str) -> tuple[tuple[str, int], ...]:
+    """The counts with one more step of this bucket; new buckets come last."""
+    for place, (name, count) in enumerate(steps):
+        if name == bucket_name:
+            return (*steps[:place], (name, count + 1), *steps[place + 1 :])
+    return (*steps, (bucket_name, 1))

@@ -55,7 +55,7 @@ from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
 from ..buckets import choose, choose_prefill, of_kind
-from ..request import HostInputs, Request
+from ..request import NO_INPUTS, HostInputs, Request
 from .checkpoints import CheckpointSlots, places
 from .policy import Policy
 from .prefix_index import Match, PrefixIndex
@@ -108,7 +108,9 @@ class GroupState:
     def decodable(self, limits: Limits) -> tuple[RequestState, ...]:
         """Running requests that a decode step can continue; one that depends on its tokens only once these are known."""
         return tuple(
-            r for r in self.running if r.decoding and not r.finishes_in_flight(limits.max_model_len) and (r.settled or not r.follows_output)
+            r
+            for r in self.running
+            if r.decoding and not r.finishes_in_flight(limits.max_model_len) and (r.request.plain or r.settled or not r.follows_output)
         )
 
 
@@ -186,20 +188,25 @@ class ScheduledRequest(NamedTuple):
     @property
     def output_index(self) -> int:
         """Index among the generated tokens of the first one that the row can sample; negative for one of the prompt that is scored."""
-        known = self.start + 1 if self.state.decoding else self.state.num_tokens
-        return known - len(self.request.prompt)
+        state = self.state
+        known = state.num_computed_tokens + state.steps_in_flight + 1 if state.decoding else state.num_tokens
+        return known - len(state.request.prompt)
 
     @property
     def forced(self) -> tuple[int, ...]:
         """Tokens of the prompt that the row scores: nothing else can be sampled in their places, the first of those that it samples."""
         # While there are any no other step of the request is in flight, so that the index is exact.
-        return self.request.prompt[self.output_index :][: 1 + self.num_drafts] if self.output_index < 0 and self.samples else ()
+        if self.state.request.plain or self.output_index >= 0 or not self.samples:
+            return ()
+        return self.request.prompt[self.output_index :][: 1 + self.num_drafts]
 
     @property
     def logprobs(self) -> int | None:
         """Number of most likely tokens to return log probabilities of; None returns none at all."""
-        most, prompts = self.request.logprobs, self.request.prompt_logprobs if self.output_index < 0 else None
-        return max((count for count in (most, prompts) if count is not None), default=None)
+        most, prompts = self.state.request.logprobs, self.state.request.prompt_logprobs
+        if prompts is None or self.output_index >= 0:
+            return most
+        return prompts if most is None else max(most, prompts)
 
     @property
     def num_drafts(self) -> int:
@@ -401,7 +408,8 @@ def _fits(requests: Iterable[RequestState], limits: Limits) -> list[bool]:
     """Whether a step has the bitmasks and adjustments of each request beside those of the ones before it that it has them of."""
     left, found = HostInputs(limits.bitmasks, limits.logit_adjustments, limits.logit_adjustments), []
     for request in requests:
-        remaining = left.less(request.host_inputs)
+        needed = request.host_inputs
+        remaining = left if needed is NO_INPUTS else left.less(needed)
         left = left if remaining is None else remaining
         found.append(remaining is not None)
     return found
