@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
+from storms import resume
 from storms.jobs import Job, over_websocket
 from storms.target import Target
 from websockets.asyncio.client import connect
@@ -103,11 +104,18 @@ async def _whole(target: Target, known: Sequence[Job], generator: random.Random)
     return 1
 
 
-BEHAVIOURS: tuple[Behaviour, ...] = (_killed_socket, _cancel_storm, _half_open, _slow_reader, _dropped_answer, _whole)
+BEHAVIOURS: tuple[Behaviour, ...] = (
+    _killed_socket, _cancel_storm, _half_open, _slow_reader, _dropped_answer, _whole, resume.over_sockets, resume.over_http, resume.gone,
+)  # fmt: skip
+RARE = 0.005
+"""Share of clients that come too late for what they ask for: theirs are the longest responses."""
 
 
-async def chaos(target: Target, known: Sequence[Job], requests: int, generator: random.Random) -> Counter[str]:
+async def chaos(target: Target, known: Sequence[Job], requests: int, generator: random.Random, rare: float = RARE) -> Counter[str]:
     """Runs behaviours at random, AT_ONCE at a time, until they have made `requests` requests; returns how often each ran.
+
+    Args:
+        rare: share of clients that come too late.
 
     Raises:
         AssertionError: a client that read its answer got other tokens.
@@ -118,7 +126,7 @@ async def chaos(target: Target, known: Sequence[Job], requests: int, generator: 
     async def worker() -> None:
         nonlocal made
         while made < requests:
-            behaviour = generator.choice(BEHAVIOURS)
+            behaviour = resume.too_late if generator.random() < rare else generator.choice(BEHAVIOURS)
             ran[behaviour.__name__.strip("_")] += 1
             count = await behaviour(target, known, generator)
             made += count

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from storms.jobs import Job, over_websocket
+from storms.apart import apart
+from storms.canary import Calm, watched
+from storms.jobs import Job
 from storms.target import Target
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from npucompile.server.client import Client
-
 AT_ONCE = 8
+LARGE = 0.005
+"""Share of bodies that are large: what is wrong with them is found late, or there is much of it."""
+
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/generate", "/abort_request", "/v1/models",
     "/flush_cache", "/nothing", "/v1/models/x",
@@ -37,12 +39,10 @@ class Fuzz:
     Attributes:
         answers: number of answers by kind: "frame TYPE CODE" and "body STATUS".
         faults: answers that are the server's fault, as text.
-        pauses_ms: between two tokens of a stream beside the storm.
     """
 
     answers: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    pauses_ms: list[float] = field(default_factory=list)
 
 
 def value(generator: random.Random, depth: int = 0) -> Any:
@@ -61,11 +61,27 @@ def value(generator: random.Random, depth: int = 0) -> Any:
     return generator.choice(kinds[: 5 if depth > 3 else 7])()
 
 
+def large(generator: random.Random) -> Any:
+    """A value of 50 kB to 2 MB."""
+    count = generator.choice([1_000, 10_000, 40_000])
+    kinds = [
+        lambda: "é " * 5 * count,
+        lambda: [generator.choice([1, 5, "a", None])] * 5 * count,
+        lambda: [{"role": "user", "content": "a"}] * count,
+        lambda: {f"name{number}": {"type": "string"} for number in range(count)},
+        lambda: {"type": "json_schema", "schema": {"type": "object", "properties": {f"n{i}": {"type": "string"} for i in range(count)}}},
+        lambda: "(a|b)*" * count,
+    ]
+    return generator.choice(kinds)()
+
+
 def body(generator: random.Random) -> bytes:
     """A body: fields at wrong values around some that are right, or bytes that are no JSON."""
     right: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 2, "messages": [{"role": "user", "content": "a"}], "input": "a", "text": "a"}
     fields = {name: right[name] for name in right if generator.random() < 0.4}
     fields |= {generator.choice(FIELDS): value(generator) for _ in range(generator.randint(0, 4))}
+    if generator.random() < LARGE:
+        fields[generator.choice(FIELDS)] = large(generator)
     data = json.dumps(fields).encode("utf-8", "surrogatepass")
     match generator.randrange(8):
         case 0:
@@ -92,18 +108,27 @@ def frame(generator: random.Random) -> str | bytes:
     return data if generator.random() < 0.1 else data.decode("utf-8", "replace")
 
 
-async def fuzz(target: Target, beside: Job, frames: int, bodies: int, generator: random.Random) -> Fuzz:
-    """Sends frames and bodies while one client after the other asks for what is known, and compares it."""
-    found, done = Fuzz(), asyncio.Event()
-    watcher = asyncio.create_task(_watch(target, beside, done, found))
-    count = iter(range(frames))
-    numbers = iter(range(bodies))
+async def fuzz(target: Target, beside: Job, frames: int, bodies: int, seed: int, senders: int = 1) -> tuple[Fuzz, Calm]:
+    """Sends frames and bodies from processes of their own, while another asks for what is known, and compares it."""
+    shares = [(frames * n // senders - frames * (n - 1) // senders, bodies * n // senders - bodies * (n - 1) // senders)
+              for n in range(1, senders + 1)]  # fmt: skip
+    async with watched(target, beside) as calm:
+        parts = await asyncio.gather(*(apart(send, target, *share, seed + number) for number, share in enumerate(shares)))
+    found = Fuzz()
+    for part in parts:
+        found.answers += part.answers
+        found.faults += part.faults
+    return found, calm
+
+
+async def send(target: Target, frames: int, bodies: int, seed: int) -> Fuzz:
+    """Sends frames and bodies, several at a time."""
+    found, generator = Fuzz(), random.Random(seed)
+    count, numbers = iter(range(frames)), iter(range(bodies))
     await asyncio.gather(
         *(_frames(target, count, generator, found) for _ in range(AT_ONCE)),
         *(_bodies(target, numbers, generator, found) for _ in range(AT_ONCE)),
     )
-    done.set()
-    await watcher
     return found
 
 
@@ -150,17 +175,3 @@ async def _bodies(target: Target, numbers: Any, generator: random.Random, found:
             found.answers[f"body {answer.status_code}"] += 1
             if answer.status_code >= 500 and answer.status_code != 503:
                 found.faults.append(f"{method} {path} {content[:300]!r}: {answer.status_code} {answer.text[:300]}")
-
-
-async def _watch(target: Target, beside: Job, done: asyncio.Event, found: Fuzz) -> None:
-    async with await Client.connect(target.websocket) as client:
-        while not done.is_set():
-            tokens: list[int] = []
-            last = 0.0
-            async for arrived in over_websocket(client, beside):
-                now = time.monotonic()
-                found.pauses_ms += [(now - last) * 1e3] if tokens else []
-                last = now
-                tokens += arrived
-            if tuple(tokens) != beside.expected:
-                found.faults.append(f"beside the storm {tokens} instead of {list(beside.expected)}")

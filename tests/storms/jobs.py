@@ -39,9 +39,10 @@ async def jobs(target: Target, count: int, vocab: int, longest: int, generator: 
     return found
 
 
-async def over_websocket(client: Client, job: Job) -> AsyncIterator[tuple[int, ...]]:
+async def over_websocket(client: Client, job: Job, **options: Any) -> AsyncIterator[tuple[int, ...]]:
     """The tokens of a job, as they come."""
-    async for event in client.create(list(job.prompt), max_output_tokens=job.max_tokens, ignore_eos=True, **job.sampling):
+    options = {"max_output_tokens": job.max_tokens, "ignore_eos": True, **job.sampling, **options}
+    async for event in client.create(list(job.prompt), **options):
         if raise_if_refused(event)["type"] == "response.output_text.delta":
             yield tuple(event["token_ids"])
 

@@ -9,26 +9,52 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from storms.canary import Calm, watched
 from storms.chaos import chaos
 from storms.fuzz import fuzz
 from storms.jobs import Job, jobs
 from storms.soak import soak
 from storms.target import Target
 
+from npucompile.lowering.artifact.artifact import Artifact
+
 KNOWN, VOCAB, LONGEST = 48, 512, 48
 
 
+@dataclass(frozen=True)
+class Storm:
+    """What is sent; see the options."""
+
+    streams: list[int]
+    requests: int
+    store: bool
+    broken: int
+    frames: int
+    bodies: int
+    senders: int
+    calm_s: float
+    seed: int
+
+
 @contextlib.contextmanager
-def served(artifact: Path, *options: str) -> Iterator[Target]:
-    """A server of the artifact in a process of its own, which is ready."""
-    command = [sys.executable, "-m", "npucompile.tools.cli", "serve", str(artifact), "--port", "0", *options]
+def served(artifact: Path, *options: str, probe: Path | None = None) -> Iterator[Target]:
+    """A server of the artifact in a process of its own, which is ready.
+
+    Args:
+        probe: a file that says in the end when it was held up (`probed.py`).
+    """
+    program = ["-m", "npucompile.tools.cli"] if probe is None else [str(Path(__file__).with_name("probed.py")), str(probe)]
+    command = [sys.executable, *program, "serve", str(artifact), "--port", "0", "--no-build", *options]
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -40,7 +66,7 @@ def served(artifact: Path, *options: str) -> Iterator[Target]:
             output += line
         found = re.search(r"ws:(//[^/\s]+)", output)
         assert found is not None
-        yield Target(f"http:{found.group(1)}", process.pid)
+        yield Target(f"http:{found.group(1)}", process.pid, Artifact.open(artifact).manifest.limits.max_model_len)
         assert process.poll() is None, f"the server ended with {process.returncode}"
     finally:
         process.terminate()
@@ -53,10 +79,10 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
-async def _soaks(target: Target, known: list[Job], streams: list[int], requests: int, seed: int) -> int:
+async def _soaks(target: Target, known: list[Job], storm: Storm) -> int:
     wrong = 0
-    for count in streams:
-        found = await soak(target, known, count, requests, random.Random(seed))
+    for count in storm.streams:
+        found = await soak(target, known, count, storm.requests, random.Random(storm.seed), store=storm.store)
         wrong += len(found.wrong)
         times = "  ".join(
             f"{name} p50 {quantile(ms, 0.5):.1f} p95 {quantile(ms, 0.95):.1f} p99 {quantile(ms, 0.99):.1f} ms"
@@ -72,20 +98,39 @@ async def _soaks(target: Target, known: list[Job], streams: list[int], requests:
     return wrong
 
 
-async def _storms(target: Target, streams: list[int], requests: int, broken: int, frames: int, bodies: int, seed: int) -> int:
-    generator = random.Random(seed)
+async def _fuzz(target: Target, known: list[Job], storm: Storm) -> int:
+    beside = max(known, key=lambda job: len(job.expected))
+    async with watched(target, beside) as calm:
+        await asyncio.sleep(storm.calm_s)
+    _echo_pauses("without a storm", calm)
+    began = time.monotonic()
+    found, stormy = await fuzz(target, beside, storm.frames, storm.bodies, storm.seed, storm.senders)
+    click.echo(f"wrong input: {storm.frames} frames and {storm.bodies} bodies in {time.monotonic() - began:.0f} s, from {storm.senders} "
+               f"processes: {dict(sorted(found.answers.items()))}")  # fmt: skip
+    _echo_pauses("beside it", stormy)
+    click.echo(f"  faults {len(found.faults)}")
+    for line in found.faults[:10]:
+        click.echo(f"  {line[:600]}")
+    return len(found.faults) + len(calm.wrong) + len(stormy.wrong)
+
+
+def _echo_pauses(when: str, calm: Calm) -> None:
+    own = [pause - delay for pause, delay in zip(calm.pauses_ms, calm.delays_ms, strict=True)]
+    for what, values in (("pauses", calm.pauses_ms), ("less the reader's own wait for a processor", own)):
+        click.echo(f"  {when}: {len(values)} {what}, p50 {quantile(values, 0.5):.1f} p99 {quantile(values, 0.99):.1f} p99.9 "
+                   f"{quantile(values, 0.999):.1f} ms, longest {max(values, default=0):.1f} ms")  # fmt: skip
+    worst = sorted(zip(calm.pauses_ms, calm.ends_s, strict=True), reverse=True)[:8]
+    click.echo(f"    longest end at {' '.join(f'{ms:.0f}ms@{end:.3f}' for ms, end in worst)}")
+
+
+async def _storms(target: Target, storm: Storm) -> int:
+    generator = random.Random(storm.seed)
     known = await jobs(target, KNOWN, VOCAB, LONGEST, generator)
-    wrong = await _soaks(target, known, streams, requests, seed) if requests else 0
-    if broken:
-        click.echo(f"broken off: {dict(await chaos(target, known, broken, generator))}")
-    if frames or bodies:
-        found = await fuzz(target, max(known, key=lambda job: len(job.expected)), frames, bodies, generator)
-        wrong += len(found.faults)
-        click.echo(f"wrong input: {dict(sorted(found.answers.items()))}")
-        click.echo(f"  beside it: pauses p50 {quantile(found.pauses_ms, 0.5):.1f} p99 {quantile(found.pauses_ms, 0.99):.1f} ms, longest "
-                   f"{max(found.pauses_ms, default=0):.1f} ms; faults {len(found.faults)}")  # fmt: skip
-        for line in found.faults[:10]:
-            click.echo(f"  {line[:600]}")
+    wrong = await _soaks(target, known, storm) if storm.requests else 0
+    if storm.broken:
+        click.echo(f"broken off: {dict(await chaos(target, known, storm.broken, generator))}")
+    if storm.frames or storm.bodies:
+        wrong += await _fuzz(target, known, storm)
     owned = await target.idle()
     click.echo(f"held when all have ended: {owned}, {target.resident_bytes / 2**20:.0f} MiB resident")
     return wrong + sum(value > 0 for value in owned.values())
@@ -95,14 +140,21 @@ async def _storms(target: Target, streams: list[int], requests: int, broken: int
 @click.argument("artifact", type=click.Path(path_type=Path, exists=True))
 @click.option("--streams", default="256", show_default=True, help="Requests at a time; several numbers by commas.")
 @click.option("--requests", default=10000, show_default=True, help="Of each number of streams.")
-@click.option("--broken", default=0, show_default=True, help="Requests of clients that break off.")
+@click.option("--store/--no-store", default=True, show_default=True, help="Whether responses over websockets are kept.")
+@click.option("--broken", default=0, show_default=True, help="Requests of clients that break off, some of which go on elsewhere.")
 @click.option("--frames", default=0, show_default=True, help="Frames of random content.")
 @click.option("--bodies", default=0, show_default=True, help="Bodies of random content.")
+@click.option("--senders", default=1, show_default=True, help="Processes that send frames and bodies.")
+@click.option("--calm", "calm_s", default=10.0, show_default=True, help="Seconds for which pauses are measured without frames and bodies.")
+@click.option(
+    "--probe", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file when the server was held up, and by what."
+)
+@click.option("--option", "options", multiple=True, help="Of the server, such as --option=--threads=1; may be repeated.")
 @click.option("--seed", default=0, show_default=True)
-def main(artifact: Path, streams: str, requests: int, broken: int, frames: int, bodies: int, seed: int) -> None:
+def main(artifact: Path, streams: str, probe: Path | None, options: tuple[str, ...], **storm: Any) -> None:
     """Send storms to a server of ARTIFACT; the status is 1 if a token was wrong, a fault was the server's, or anything is held after."""
-    with served(artifact) as target:
-        wrong = asyncio.run(_storms(target, [int(part) for part in streams.split(",")], requests, broken, frames, bodies, seed))
+    with served(artifact, *options, probe=probe) as target:
+        wrong = asyncio.run(_storms(target, Storm([int(part) for part in streams.split(",")], **storm)))
     sys.exit(wrong > 0)
 
 

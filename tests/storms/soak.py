@@ -16,7 +16,7 @@ from storms.target import Target
 from npucompile.server.client import Client
 
 STREAMS_PER_SOCKET = 16
-SAMPLES = 20
+SAMPLE_EVERY = 500
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Soak:
     Attributes:
         wrong: jobs with other tokens than alone, or an error, as text.
         first_ms, between_ms: of every request the time to its first tokens, and of every later arrival the time since the one before.
-        resident_bytes: of the server, SAMPLES times.
+        resident_bytes: of the server, every SAMPLE_EVERY requests.
     """
 
     requests: int = 0
@@ -38,16 +38,20 @@ class Soak:
     resident_bytes: list[int] = field(default_factory=list)
 
 
-async def soak(target: Target, known: Sequence[Job], streams: int, requests: int, generator: random.Random) -> Soak:
-    """Runs `requests` jobs, `streams` at a time; three of four over websockets, which several streams share, the others over HTTP."""
+async def soak(target: Target, known: Sequence[Job], streams: int, requests: int, generator: random.Random, *, store: bool = True) -> Soak:
+    """Runs `requests` jobs, `streams` at a time; three of four over websockets, which several streams share, the others over HTTP.
+
+    Args:
+        store: whether the server keeps those over websockets.
+    """
     found, numbers, began = Soak(), iter(range(requests)), time.monotonic()
 
     async def worker(source: Client | httpx.AsyncClient) -> None:
         for number in numbers:
-            if number % max(1, requests // SAMPLES) == 0:
+            if not number % SAMPLE_EVERY:
                 found.resident_bytes.append(target.resident_bytes)
             job = generator.choice(known)
-            over = over_websocket(source, job) if isinstance(source, Client) else over_http(source, target, job)
+            over = over_websocket(source, job, store=store) if isinstance(source, Client) else over_http(source, target, job)
             await _measure(job, over, found)
 
     sockets = -(-(streams - streams // 4) // STREAMS_PER_SOCKET)

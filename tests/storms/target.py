@@ -19,10 +19,12 @@ class Target:
     Attributes:
         http: its URL, without a path.
         pid: of its process.
+        max_model_len: most tokens of prompt and output.
     """
 
     http: str
     pid: int
+    max_model_len: int = 128
 
     @property
     def websocket(self) -> str:
