@@ -26,7 +26,7 @@ from .step import Model
 _HERE = Path(__file__).parent
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelSource:
         text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`.
         chat_template: text of its chat template, in Jinja, or None where there is none.
         special_tokens: texts of the special tokens that chat templates name, such as bos_token.
-        sampling: sampling parameters that generation_config.json recommends: temperature, top_p, top_k, min_p.
+        sampling: sampling parameters that generation_config.json recommends: SAMPLING.
         draft: the second checkpoint that its draft head is of, or None.
         family_file: the file that its family is of; None where this package has it.
     """
@@ -244,8 +244,9 @@ def _sampling(directory: Path) -> dict[str, float]:
     values = read_json(path) if path.is_file() else {}
     found = {name: values[name] for name in SAMPLING if values.get(name) is not None}
     for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float) if name != "top_k" else int) or value < 0:
-            raise ConfigError(f"{path}: {name} is {value!r}; expected a number of at least 0")
+        signed = name in ("presence_penalty", "frequency_penalty")
+        if isinstance(value, bool) or not isinstance(value, (int, float) if name != "top_k" else int) or (value < 0 and not signed):
+            raise ConfigError(f"{path}: {name} is {value!r}; expected a number{'' if signed else ' of at least 0'}")
     return found
 
 

@@ -401,6 +401,7 @@ class Engine:
     def _publish(self, state: SchedulerState, events: Sequence[Event], count: Callable[[], None] = lambda: None) -> None:
         """Makes a new state the current one, calls `count` under the lock, and then sends the events to the sinks."""
         finished = [event.request_id for event in events if isinstance(event, FinishEvent)]
+        events = [self._with_writes(event) if isinstance(event, FinishEvent) else event for event in events]
         for request_id in finished:
             # Only its own group's pools hold anything of it.
             for manager in self._cache_managers:
@@ -415,6 +416,10 @@ class Engine:
             for request_id in finished:
                 self._live.pop(request_id, None)
         self._send(deliveries)
+
+    def _with_writes(self, end: FinishEvent) -> FinishEvent:
+        kept = sum(manager.num_kept(end.request_id) for manager in self._cache_managers)
+        return replace(end, record=end.record._replace(cache_write_tokens=kept)) if kept else end
 
     def _send(self, deliveries: Sequence[tuple[Sink, Event]]) -> None:
         lost = delivery.send(deliveries)

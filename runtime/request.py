@@ -221,6 +221,7 @@ class ExecutionRecord(NamedTuple):
         padded_rows: rows of padding in the request's steps, summed over them.
         preemptions: how often the request lost its pages and was prefilled again.
         cached_tokens: prompt tokens whose prefill was skipped.
+        cache_write_tokens: prompt tokens that are kept for later requests, and were not before.
         verify_steps: decode steps in which drafts were verified.
         drafted_tokens: drafts verified.
         accepted_per_position: how often the first, second, ... draft of a step was accepted; as long as the graphs' drafts.
@@ -237,6 +238,7 @@ class ExecutionRecord(NamedTuple):
     verify_steps: int = 0
     drafted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    cache_write_tokens: int = 0
 
     @property
     def acceptance_length(self) -> float | None:

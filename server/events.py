@@ -137,9 +137,9 @@ class ResponseEvents:
         response = self._response("in_progress")
         return self._numbered([{"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}])
 
-    def delta(self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[EventBody] = ()) -> list[ServerEvent]:
-        """The events of new text of a completion."""
-        return self._numbered(self._writers[index].write(text, token_ids, logprobs))
+    def delta(self, index: int, pieces: Sequence[str], token_ids: Sequence[int], logprobs: Sequence[EventBody] = ()) -> list[ServerEvent]:
+        """The events of new text of a completion; see `OutputWriter.write`."""
+        return self._numbered(self._writers[index].write(pieces, token_ids, logprobs))
 
     def close(self, index: int, status: str) -> list[ServerEvent]:
         """The events of a completion's end."""

@@ -71,13 +71,23 @@ class Generation:
         tokenizer: of the model.
         stop: stop strings.
         skip_special: whether special tokens have no text.
+        by_token: see `OutputStream`.
     """
 
-    def __init__(self, requests: Sequence[Request], tokenizer: TextTokenizer, stop: Sequence[str] = (), skip_special: bool = True) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokenizer: TextTokenizer,
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
+        *,
+        by_token: bool = False,
+    ) -> None:
         self.requests = tuple(requests)
         self._index = {request.id: index for index, request in enumerate(requests)}
         self._streams = [
-            OutputStream(tokenizer.detokenizer(skip_special=skip_special), stop, request.sampling.min_tokens) for request in requests
+            OutputStream(tokenizer.detokenizer(skip_special=skip_special), stop, request.sampling.min_tokens, by_token=by_token)
+            for request in requests
         ]
         self._ends: dict[str, CompletionEnd] = {}
         self._stopped: list[str] = []

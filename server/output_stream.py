@@ -17,6 +17,7 @@ class TextDelta:
 
     Attributes:
         token_ids: tokens since the previous delta.
+        pieces: the text that each of them completed, where that is known; else none.
         logprobs: one per token where the request asked for them, else none.
         prompt_logprobs: of tokens of the prompt where the request asked for them; all of them are in the first delta.
     """
@@ -25,6 +26,7 @@ class TextDelta:
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    pieces: tuple[str, ...] = ()
 
 
 class OutputStream:
@@ -39,11 +41,13 @@ class OutputStream:
     Args:
         stops: strings that end the output and are not part of it.
         min_tokens: the text of so many tokens is not looked at for stop strings, as in vLLM (vllm/v1/engine/detokenizer.py).
+        by_token: whether deltas say which token completed which piece of text.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), min_tokens: int = 0, *, by_token: bool = False) -> None:
         self._detokenizer = detokenizer
         self._min_tokens = min_tokens
+        self._pieces: list[str] | None = [] if by_token else None
         self._stop = StopMatcher(stops) if stops else None
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []
@@ -56,7 +60,7 @@ class OutputStream:
         text = ""
         self._prompt_logprobs += event.prompt_logprobs
         # With stop strings token by token: the output may end between two tokens of one event.
-        step = 1 if self._stop else max(1, len(event.token_ids))
+        step = 1 if self._stop or self._pieces is not None else max(1, len(event.token_ids))
         for start in range(0, len(event.token_ids), step):
             if self.stopped:
                 break
@@ -64,7 +68,10 @@ class OutputStream:
             self._token_ids += token_ids
             self._logprobs += event.logprobs[start : start + step]
             self._output_tokens += len(token_ids)
-            text += self._until_stop(self._detokenizer.push(token_ids))
+            piece = self._until_stop(self._detokenizer.push(token_ids))
+            if self._pieces is not None:
+                self._pieces.append(piece)
+            text += piece
         return self._delta(text) if text else None
 
     def finish(self, event: FinishEvent) -> tuple[TextDelta | None, CompletionEnd]:
@@ -74,6 +81,8 @@ class OutputStream:
             text = self._until_stop(self._detokenizer.flush())
             if self._stop and not self.stopped:
                 text += self._stop.flush()
+        if text and self._pieces is not None:
+            self._pieces[-1:] = ["".join(self._pieces[-1:]) + text]
         last = self._delta(text) if text or self._token_ids or self._prompt_logprobs else None
         output_tokens = self._output_tokens if self.stopped else event.completion_tokens
         reason = "stop" if self.stopped and event.reason in ("cancelled", "length", "timeout") else event.reason
@@ -88,6 +97,8 @@ class OutputStream:
         return text
 
     def _delta(self, text: str) -> TextDelta:
-        delta = TextDelta(text, tuple(self._token_ids), tuple(self._logprobs), tuple(self._prompt_logprobs))
+        delta = TextDelta(text, tuple(self._token_ids), tuple(self._logprobs), tuple(self._prompt_logprobs), tuple(self._pieces or ()))
+        if self._pieces is not None:
+            self._pieces = []
         self._token_ids, self._logprobs, self._prompt_logprobs = [], [], []
         return delta

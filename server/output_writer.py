@@ -19,8 +19,14 @@ class OutputWriter(Protocol):
 
     reasoning_tokens: int
 
-    def write(self, text: str, token_ids: Sequence[int], logprobs: Sequence[EventBody]) -> list[EventBody]:
-        """The events of new text."""
+    def write(self, pieces: Sequence[str], token_ids: Sequence[int], logprobs: Sequence[EventBody]) -> list[EventBody]:
+        """The events of new text.
+
+        Args:
+            pieces: of the text: what each token completed, or all of it.
+            token_ids: the tokens.
+            logprobs: theirs.
+        """
 
     def close(self, status: str) -> list[EventBody]:
         """The last events of the completion."""
@@ -46,9 +52,9 @@ class TextWriter:
         self._message = message
         self._alone = alone
 
-    def write(self, text: str, token_ids: Sequence[int], logprobs: Sequence[EventBody]) -> list[EventBody]:
+    def write(self, pieces: Sequence[str], token_ids: Sequence[int], logprobs: Sequence[EventBody]) -> list[EventBody]:
         """See `OutputWriter`."""
-        return self._message.delta(text, token_ids, logprobs)
+        return self._message.delta("".join(pieces), token_ids, logprobs)
 
     def close(self, status: str) -> list[EventBody]:
         """See `OutputWriter`."""
@@ -87,14 +93,18 @@ class PartsWriter:
         self._token_ids: list[int] = []
         self._logprobs: list[EventBody] = []
 
-    def write(self, text: str, token_ids: Sequence[int], logprobs: Sequence[EventBody]) -> list[EventBody]:
+    def write(self, pieces: Sequence[str], token_ids: Sequence[int], logprobs: Sequence[EventBody]) -> list[EventBody]:
         """See `OutputWriter`."""
         self._token_ids += token_ids
         self._logprobs += logprobs
-        reasoned = self._parser.reasoning
-        parts = self._parser.push(text)
-        if reasoned or any(isinstance(part, Reasoning) for part in parts):
-            self.reasoning_tokens += len(token_ids)
+        parts: list[Part] = []
+        each = len(pieces) == len(token_ids)
+        for piece in pieces:
+            reasoned = self._parser.reasoning
+            found = self._parser.push(piece)
+            if reasoned or self._parser.reasoning or any(isinstance(part, Reasoning) for part in found):
+                self.reasoning_tokens += 1 if each else len(token_ids)
+            parts = _joined(parts, found)
         events = [event for part in parts for event in self._part(part)]
         if self._parser.reasoning or isinstance(self._open, FunctionCallItem):
             self._logprobs.clear()
@@ -166,6 +176,15 @@ class PartsWriter:
 
     def _id(self, kind: str) -> str:
         return f"{kind}_{self._base}_{len(self._items)}" if self._items else f"{kind}_{self._base}"
+
+
+def _joined(parts: list[Part], more: Sequence[Part]) -> list[Part]:
+    """Parts of one text after those of the text before it; what goes on is one part."""
+    if parts and more and type(parts[-1]) is type(more[0]):
+        match parts[-1], more[0]:
+            case (Reasoning(text), Reasoning(rest)) | (Content(text), Content(rest)) | (CallArguments(text), CallArguments(rest)):
+                return [*parts[:-1], type(parts[-1])(text + rest), *more[1:]]  # type: ignore[call-arg]
+    return [*parts, *more]
 
 
 def _as_input(item: OpenItem) -> Item | None:

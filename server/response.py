@@ -49,7 +49,8 @@ class Response:
         self._events = ResponseEvents(prepared.info, self._writers)
         self._tokenizer = tokenizer
         self._generates = prepared.generates
-        self._generation = Generation(prepared.requests, tokenizer, prepared.stop, prepared.skip_special)
+        by_token = prepared.parser is not None
+        self._generation = Generation(prepared.requests, tokenizer, prepared.stop, prepared.skip_special, by_token=by_token)
 
     @property
     def done(self) -> bool:
@@ -98,7 +99,7 @@ class Response:
 
     def _delta(self, index: int, delta: TextDelta) -> list[ServerEvent]:
         logprobs = token_objects(self._tokenizer.token_text, delta.token_ids, delta.logprobs) if delta.logprobs else []
-        return self._events.delta(index, delta.text, delta.token_ids, logprobs)
+        return self._events.delta(index, delta.pieces or (delta.text,), delta.token_ids, logprobs)
 
 
 def prepared_end(end: CompletionEnd) -> CompletionEnd:

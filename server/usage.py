@@ -27,7 +27,8 @@ class Usage:
 def usage_object(completions: Sequence[Usage]) -> dict[str, Any]:
     """The usage of a response with at least one completion.
 
-    The shared prompt counts once; `cached_tokens` are the prompt tokens that none of the completions prefilled.
+    The shared prompt counts once; `cached_tokens` are the prompt tokens that none of the completions prefilled, `cache_write_tokens` those
+    that one of them was the first to have computed, and that are kept for later prompts.
     """
     input_tokens = completions[0].input_tokens
     output_tokens = sum(usage.output_tokens for usage in completions)
@@ -37,8 +38,7 @@ def usage_object(completions: Sequence[Usage]) -> dict[str, Any]:
         "input_tokens": input_tokens,
         "input_tokens_details": {
             "cached_tokens": min(usage.record.cached_tokens for usage in completions),
-            # OpenAI's types require it; nothing is written to a cache that outlives the request.
-            "cache_write_tokens": 0,
+            "cache_write_tokens": min(input_tokens, sum(usage.record.cache_write_tokens for usage in completions)),
         },
         "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in completions)},

@@ -40,12 +40,14 @@ class _Share:
         flushes: of the index when it was admitted.
         source: the state that its next chunk starts from, if that is not in its own slot.
         written: states that steps in flight write, by tokens computed.
+        num_kept: tokens of its prompt that it was the first to have in the prefix index.
     """
 
     table: array[int] = field(default_factory=lambda: array("i"))
     flushes: int = 0
     source: Checkpoint | None = None
     written: dict[int, Checkpoint] = field(default_factory=dict)
+    num_kept: int = 0
 
 
 class KVCacheManager:
@@ -135,6 +137,11 @@ class KVCacheManager:
         self.pages.free(request_id)
         self.state_slots.free(request_id)
         self.request_slots.free(request_id)
+
+    def num_kept(self, request_id: str) -> int:
+        """Tokens of a running request's prompt that are kept and were not before it; 0 where nothing is known of it."""
+        share = self._shares.get(request_id)
+        return share.num_kept if share is not None else 0
 
     def flush(self) -> None:
         """Forgets all prefixes; pages and slots that requests use are free when they end."""
@@ -263,6 +270,7 @@ class KVCacheManager:
                 return
             if block.page == share.table[place]:
                 self.pages.transfer(block.page, owner, Keeper.PREFIXES)
+                share.num_kept += max(0, min(page_size, len(row.request.request.prompt) - place * page_size))
             else:
                 # Steps in flight read the page that is freed before any other step writes to it.
                 self.pages.free_number(share.table[place], owner)

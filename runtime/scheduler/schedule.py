@@ -100,6 +100,10 @@ class GroupState:
         held = self.prefixes.num_held if self.prefixes else 0
         return limits.num_slots - 1 - len(self.running) * limits.slots_per_request - held
 
+    def cached_tokens(self, request: RequestState) -> int:
+        """How many tokens of a waiting request are known to be in the caches."""
+        return self.prefixes.match(request).depth * self.prefixes.page_size if self.prefixes else 0
+
     def without(self, arrivals: Collection[int]) -> GroupState:
         """The group without these requests."""
         waiting, running = (tuple(r for r in requests if r.arrival not in arrivals) for requests in (self.waiting, self.running))
@@ -378,7 +382,7 @@ def _first_waiting(policy: Policy, group: GroupState, most: int) -> Iterable[Req
         return group.waiting[:most]
     # Nobody has to be put in order while all slots are taken, which is when many wait.
     most = min(most, group.free_slots(policy.limits) // policy.limits.slots_per_request)
-    return itertools.islice(in_turn(group.turns, group.waiting, policy.ageing), most) if most else ()
+    return itertools.islice(in_turn(group.turns, group.waiting, policy.ageing, group.cached_tokens), most) if most else ()
 
 
 def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState], can_preempt: bool) -> tuple[Bucket, GroupStep] | None:

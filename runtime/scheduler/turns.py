@@ -1,10 +1,10 @@
 """The order in which the waiting requests of one dp group are admitted: by priority, then in turns over tenants, then by arrival.
 
 Tenants of one priority take turns by the tokens that they were served, as in VTC (Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024, arXiv:2401.00588, algorithm 2): the next request is of the tenant with the fewest. An admitted request counts the
-tokens of its prompt, a generated token counts `OUTPUT_WEIGHT`. A tenant that had nothing waiting starts level with those that have,
-which the paper does by their smallest counter, and this module by the counter of the one that was admitted last (`times`): counters
-below it say nothing, and are dropped.
+Models", OSDI 2024, arXiv:2401.00588, algorithm 2): the next request is of the tenant with the fewest. An admitted request counts the tokens
+of its prompt that have to be computed, a generated token counts `OUTPUT_WEIGHT`. A tenant that had nothing waiting starts level with those
+that have, which the paper does by their smallest counter, and this module by the counter of the one that was admitted last (`times`):
+counters below it say nothing, and are dropped.
 
 Nobody starves. Once `ageing` times its prompt's tokens have been admitted past the request that has waited longest, that one is next,
 whatever its priority and tenant; it is `aged` then, and goes before all others wherever an order matters, until it ends. So before a
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .request_state import RequestState
@@ -72,11 +72,14 @@ def due(turns: Turns, oldest: RequestState, ageing: int) -> bool:
     return turns.overtaken_tokens >= ageing * len(oldest.request.prompt)
 
 
-def in_turn(turns: Turns, waiting: Sequence[RequestState], ageing: int) -> Iterator[RequestState]:
+def in_turn(
+    turns: Turns, waiting: Sequence[RequestState], ageing: int, cached: Callable[[RequestState], int] = lambda _: 0
+) -> Iterator[RequestState]:
     """The waiting requests in the order in which they are admitted, as if each of them was when it comes; aged where it came by age.
 
     Args:
         waiting: of one group, oldest first.
+        cached: how many tokens of a request are in the caches.
     """
     line = _Line(turns, waiting)
     for _ in waiting:
@@ -85,17 +88,20 @@ def in_turn(turns: Turns, waiting: Sequence[RequestState], ageing: int) -> Itera
             request = line.take(oldest)._replace(aged=True)
         else:
             request = line.take(line.next_in_turn())
-        turns = line.turns = _admitted(turns, request, oldest)
+        turns = line.turns = _admitted(turns, request, oldest, cached(request))
         yield request
 
 
 def admitted(turns: Turns, waiting: Sequence[RequestState], requests: Sequence[RequestState]) -> Turns:
-    """The turns after these of the waiting requests were admitted one after the other, those of each priority as `in_turn` has them."""
+    """The turns after these of the waiting requests were admitted one after the other, those of each priority as `in_turn` has them.
+
+    What is in the caches of a request when it is admitted (`RequestState.resumed`) costs nothing.
+    """
     arrivals = iter(waiting)
     gone: set[int] = set()
     oldest = next(arrivals)
     for request in requests:
-        turns = _admitted(turns, request, oldest)
+        turns = _admitted(turns, request, oldest, request.num_computed_tokens)
         gone.add(request.arrival)
         while oldest.arrival in gone and len(gone) < len(waiting):
             oldest = next(arrivals)
@@ -106,14 +112,14 @@ def admitted(turns: Turns, waiting: Sequence[RequestState], requests: Sequence[R
     return turns._replace(served=served)
 
 
-def _admitted(turns: Turns, request: RequestState, oldest: RequestState) -> Turns:
+def _admitted(turns: Turns, request: RequestState, oldest: RequestState, cached: int) -> Turns:
     overtaken = 0 if request.arrival == oldest.arrival else turns.overtaken_tokens + len(request.request.prompt)
     if request.started_ms is not None:
         # It was preempted, which is not its tenant's doing.
         return turns._replace(overtaken_tokens=overtaken)
     key = key_of(request)
     times = turns.times if request.aged else {**turns.times, key[0]: turns.count(key)}
-    return Turns({**turns.served, key: turns.count(key) + len(request.request.prompt)}, times, overtaken)
+    return Turns({**turns.served, key: turns.count(key) + len(request.request.prompt) - cached}, times, overtaken)
 
 
 class _Line:

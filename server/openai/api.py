@@ -19,15 +19,15 @@ from ..lifecycle import Lifecycle
 from ..response_run import ResponseRun
 from ..service import Service
 from ..structured_output import OutputFormat, of_chat, of_extension
-from .bodies import MAX_BODY_BYTES, Body
+from .bodies import MAX_BODY_BYTES
 from .live import MAX_WAITING, Core, Live, Out
 from .request_models import ChatRequest, CompletionRequest, SamplingFields
 
 DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 1.0
 """OpenAI's, where the checkpoint has none of its own."""
 
-ADJUSTMENTS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-"""Fields that adjust logits."""
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Fields of `Sampling` for which a checkpoint may have defaults."""
 
 T = TypeVar("T")
 
@@ -107,17 +107,17 @@ def sampling_of(body: SamplingFields, service: Service) -> Sampling:
     Raises:
         RequestError: a value is not legal.
     """
+    allowed = id_set(body.allowed_token_ids)
+    return Sampling(**chosen_by(body, service), seed=body.seed, min_tokens=body.min_tokens, allowed_token_ids=allowed)
+
+
+def chosen_by(body: Any, service: Service) -> dict[str, Any]:
+    """The fields of `Sampling` that every body has under these names."""
     chosen: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, **service.model.defaults}
-    chosen |= {name: value for name in ("temperature", "top_p", "top_k", "min_p", "seed") if (value := getattr(body, name)) is not None}
+    chosen |= {name: value for name in DEFAULTED if (value := getattr(body, name)) is not None}
     if chosen.get("top_k") == -1:  # vLLM's and SGLang's "all"
         chosen["top_k"] = 0
-    return Sampling(**chosen, **adjustments_of(body), min_tokens=body.min_tokens, allowed_token_ids=id_set(body.allowed_token_ids))
-
-
-def adjustments_of(body: Body) -> dict[str, Any]:
-    """The fields of `Sampling` that adjust logits."""
-    fields: dict[str, Any] = {name: getattr(body, name) for name in ADJUSTMENTS}
-    return fields | {"logit_bias": logit_bias(fields["logit_bias"], "logit_bias")}
+    return chosen | {"logit_bias": logit_bias(body.logit_bias, "logit_bias")}
 
 
 def id_set(token_ids: Sequence[int] | None) -> tuple[int, ...] | None:

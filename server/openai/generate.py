@@ -21,7 +21,7 @@ from ..output_stream import TextDelta
 from ..service import Service
 from ..structured_output import OutputFormat
 from ..tokenizer import TextTokenizer
-from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, adjustments_of, client_of, new_id, off_loop, takes_long
+from .api import Api, chosen_by, client_of, new_id, off_loop, takes_long
 from .bodies import Body, FailFast, Ignored, Neutral, validate
 from .choices import check_in_time, pieces
 from .errors import EngineFailure
@@ -49,9 +49,9 @@ class SamplingParams(Body):
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     skip_special_tokens: bool = True
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] = Field(default_factory=dict)
     json_schema: str | None = None
     regex: str | None = None
@@ -151,14 +151,10 @@ def _check_start(body: GenerateRequest, encoded: Sequence[tuple[int, ...]]) -> N
 
 
 def _options(params: SamplingParams, service: Service, body: GenerateRequest) -> GenerationOptions:
-    chosen: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, **service.model.defaults}
-    chosen |= {name: value for name in ("temperature", "top_p", "top_k", "min_p") if (value := getattr(params, name)) is not None}
-    if chosen.get("top_k") == -1:
-        chosen["top_k"] = 0
     return GenerationOptions(
         max_tokens=params.max_new_tokens,
         max_tokens_field="max_new_tokens",
-        sampling=Sampling(**chosen, **adjustments_of(params), seed=params.sampling_seed, min_tokens=params.min_new_tokens),
+        sampling=Sampling(**chosen_by(params, service), seed=params.sampling_seed, min_tokens=params.min_new_tokens),
         stop=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,

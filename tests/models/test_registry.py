@@ -107,10 +107,13 @@ def test_a_malformed_special_token_is_named(directory, value):
 
 def test_recommended_sampling_is_of_the_generation_config(directory):
     values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "repetition_penalty": 1.05, "min_p": None}
-    assert registry.find(directory(config=TINY, generation_config=values)).sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    assert registry.find(directory(config=TINY, generation_config=values)).sampling == expected
 
 
-@pytest.mark.parametrize(("name", "value"), [("temperature", "hot"), ("temperature", -1), ("top_k", 1.5), ("top_p", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "hot"), ("temperature", -1), ("top_k", 1.5), ("top_p", True), ("repetition_penalty", -1)]
+)
 def test_malformed_sampling_is_named(directory, name, value):
     with pytest.raises(ConfigError, match=rf"generation_config\.json: {name} is .*expected a number"):
         registry.find(directory(config=TINY, generation_config={name: value}))

@@ -15,13 +15,17 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from npucompile.graphs.errors import ProtocolError
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.engine import Engine
+from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.server.access import Access
 from npucompile.server.client import Client
 from npucompile.server.run import Serving, running
 from npucompile.server.service import ServedModel, Service
 
 
-class Engine:
+class NoEngine:
     def stats(self):
         return {}
 
@@ -29,7 +33,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def url():
     access = Access.of(["the-key"], ["https://chat.example.org"], ["llm.example.org"])
-    with running(Service(Engine(), byte_codec(), ServedModel("tiny", 16, 256)), settings=Serving(access=access)) as server:
+    with running(Service(NoEngine(), byte_codec(), ServedModel("tiny", 16, 256)), settings=Serving(access=access)) as server:
         yield server.url
 
 
@@ -113,3 +117,41 @@ def test_our_client_has_a_key(url):
         assert refused.value.code == "connection_refused"
 
     asyncio.run(run())
+
+
+def test_keys_do_not_share_what_is_cached_of_prompts(tiny_artifact):
+    """Over both protocols: the same prompt is found again under the same key alone."""
+    engine = Engine.from_loader(
+        lambda: CpuExecutor(Artifact.open(tiny_artifact), prefer_eager=True), prefix_cache=PrefixCacheSettings(), refresh_every_s=None
+    )
+    limits = engine.executor.limits
+    prompt = list(range(1, 3 * limits.page_size))
+    model = ServedModel("tiny", limits.max_model_len, engine.executor.vocab_size)
+    access = Access.of(["first-key", "second-key"])
+
+    def over_http(url, key):
+        place, body = urlsplit(url), json.dumps({"prompt": prompt, "max_tokens": 2, "temperature": 0})
+        with closing(http.client.HTTPConnection(place.hostname, place.port, timeout=60)) as connection:
+            connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {key}"})
+            answer = json.loads(connection.getresponse().read())
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["text"]
+
+    async def over_websocket(url, key):
+        async with await Client.connect(url, api_key=key) as client:
+            output = await client.create(prompt, max_output_tokens=2, temperature=0).completion()
+        return output.usage["input_tokens_details"], output.text
+
+    try:
+        with running(Service(engine, byte_codec(), model), settings=Serving(access=access)) as server:
+            cold, text = asyncio.run(over_websocket(server.url, "first-key"))
+            # What the first has computed, the second computes again and keeps for itself.
+            assert over_http(server.url, "second-key") == (0, text)
+            found, again = over_http(server.url, "first-key")
+            warm, _ = asyncio.run(over_websocket(server.url, "second-key"))
+    finally:
+        engine.stop(drain=False)
+    whole = (len(prompt) - 1) // limits.page_size * limits.page_size
+    assert cold == {"cached_tokens": 0, "cache_write_tokens": len(prompt)}  # an output token fills the last page
+    assert warm == {"cached_tokens": found, "cache_write_tokens": 0}
+    assert 0 < found <= whole
+    assert again == text

@@ -37,7 +37,7 @@ def run(deltas, reason, message=None):
     events = ResponseEvents(HEAD, writers())
     out = events.begin()
     for text, ids in deltas:
-        out += events.delta(0, text, ids)
+        out += events.delta(0, [text], ids)
     ending = CompletionEnd(reason, USAGE, message)
     return out + events.close(0, ending.status) + events.end([ending])
 
@@ -113,7 +113,7 @@ def test_every_reason_has_its_last_event(reason, last, status, item_status):
 def test_log_probabilities_have_bytes_in_items_and_none_in_text_events():
     entry = {"token": "x", "token_id": 1, "logprob": -0.5, "top_logprobs": []}
     events = ResponseEvents(HEAD, writers())
-    (*_, delta) = events.delta(0, "x", [1], [entry | {"bytes": [120]}])
+    (*_, delta) = events.delta(0, ["x"], [1], [entry | {"bytes": [120]}])
     done, part, item = events.close(0, "completed")
     assert delta["logprobs"] == done["logprobs"] == [entry]
     assert part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"] == [entry | {"bytes": [120]}]

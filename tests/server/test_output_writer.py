@@ -34,7 +34,7 @@ def written(pieces, status="completed"):
     for piece in pieces:
         ids = [ord(character) for character in piece]
         logprobs = [{"token": c, "token_id": ord(c), "logprob": -1.0, "bytes": [], "top_logprobs": []} for c in piece]
-        events += made.write(piece, ids, logprobs)
+        events += made.write(tuple(piece), ids, logprobs)
     return made, [{"sequence_number": 0, **event} for event in events + made.close(status)]
 
 
@@ -93,7 +93,8 @@ def test_events_add_up_to_the_items_however_the_text_is_cut(words, status, data)
             said = "".join(part["text"] for part in item["content"])
             assert said in "".join(entry["token"] for part in item["content"] for entry in part["logprobs"])
     assert len(items) == len(written([text], status)[0].objects())
-    assert made.reasoning_tokens <= len(text)
+    # Each character is a token, however many come at once.
+    assert made.reasoning_tokens == written(list(text), status)[0].reasoning_tokens
 
 
 def test_a_call_that_was_cut_is_no_input_and_an_empty_answer_is_a_message():
@@ -106,15 +107,15 @@ def test_a_call_that_was_cut_is_no_input_and_an_empty_answer_is_a_message():
 
 
 def test_the_reasoning_is_counted():
-    made, _ = written(["hm", "</think>", "ab"])
-    assert made.reasoning_tokens == len("hm</think>")
+    for pieces in (["hm", "</think>", "ab"], ["hm</think>ab"]):
+        assert written(pieces)[0].reasoning_tokens == len("hm</think>")
 
 
 def test_text_that_is_not_parsed_is_one_message():
     made = TextWriter(MessageItem("msg_1", 0), alone=True)
     assert made.objects() == []
     assert made.close("cancelled") == []
-    made.write("<think>", [1], [])
+    made.write(["<think>"], [1], [])
     assert made.items() == (ChatMessage("assistant", "<think>"),)
     assert json.loads(json.dumps(made.objects()))[0]["content"][0]["text"] == "<think>"
     assert TextWriter(MessageItem("msg_1", 0), alone=False).close("cancelled")[-1]["type"] == "response.output_item.done"

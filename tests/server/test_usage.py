@@ -17,6 +17,7 @@ RECORD = ExecutionRecord(
     verify_steps=2,
     drafted_tokens=6,
     accepted_per_position=(2, 1, 0),
+    cache_write_tokens=1,
 )
 RECORD_OBJECT = {
     "queue_ms": 1.5,
@@ -30,6 +31,7 @@ RECORD_OBJECT = {
     "verify_steps": 2,
     "drafted_tokens": 6,
     "accepted_per_position": [2, 1, 0],
+    "cache_write_tokens": 1,
     "acceptance_length": 2.5,
 }
 PLAIN = ExecutionRecord(0.0, None, 1.0, (), (), 0, 0)
@@ -45,6 +47,7 @@ PLAIN_OBJECT = {
     "verify_steps": 0,
     "drafted_tokens": 0,
     "accepted_per_position": [],
+    "cache_write_tokens": 0,
     "acceptance_length": None,
 }
 
@@ -52,7 +55,7 @@ PLAIN_OBJECT = {
 def test_one_completion_has_openai_names_and_its_record_beside_them():
     assert usage_object([Usage(5, 3, RECORD)]) == {
         "input_tokens": 5,
-        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 1},
         "output_tokens": 3,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 8,
@@ -63,7 +66,7 @@ def test_one_completion_has_openai_names_and_its_record_beside_them():
 def test_several_share_the_input_and_list_their_records():
     assert usage_object([Usage(5, 3, RECORD), Usage(5, 7, PLAIN)]) == {
         "input_tokens": 5,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 1},
         "output_tokens": 10,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 15,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -178,7 +178,7 @@ def command(
             served.engine.journal = Journal(written.write)
         server.lifecycle.service = served.service
         stop.raises = False
-        announce(served, artifact, build is not None, progress)(server.url)
+        announce(served, artifact, build is not None, progress, api.said_of_sampling(artifact))(server.url)
         server.wait(stop, lambda: served.engine.failure is not None)
         if served.engine.failure:
             # A step that hangs may hold this process at its end.
@@ -197,8 +197,10 @@ def warn_if_open(host: str, access: Access) -> None:
         log.warning("listening on %s without --api-key: whoever reaches this address can use the server", host)
 
 
-def announce(running: RunningService, artifact: Artifact, building: bool, progress: Progress) -> Callable[[str], None]:
-    """A callback for when requests are served, which prints what is served and how to reach it."""
+def announce(
+    running: RunningService, artifact: Artifact, building: bool, progress: Progress, notes: Sequence[str] = ()
+) -> Callable[[str], None]:
+    """A callback for when requests are served, which prints what is served, these notes, and how to reach it."""
     backends = running.engine.executor.backends
     uncompiled = [name for name, backend in backends.items() if backend == "eager"]
     ranks = Mesh.parse(artifact.manifest.mesh).size
@@ -207,6 +209,8 @@ def announce(running: RunningService, artifact: Artifact, building: bool, progre
         progress.say(f"serving {running.service.model.name} from {artifact.path}: {len(backends)} buckets, {len(uncompiled)} uncompiled")
         if ranks > 1:
             progress.say(f"  {ranks} ranks of mesh {artifact.manifest.mesh}, a process each")
+        for note in notes:
+            progress.say(f"  {note}")
         if uncompiled and building:
             progress.say("  uncompiled buckets run the reference graph until the build behind this server has compiled them")
         base = f"http{url.removeprefix('ws').removesuffix(WEBSOCKET_PATH)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from ...server.chat_format import AUTO, ChatFormat
 from ...server.chat_template import ChatTemplate
 
 CHECKPOINT, OPENAI = "checkpoint", "openai"
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling parameters that adjust logits, and their values that do not."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,23 @@ class ApiSettings:
 
     def defaults_of(self, artifact: Artifact) -> Mapping[str, float]:
         """Sampling parameters of HTTP requests that do not set them, where they are not OpenAI's."""
-        return dict(artifact.manifest.model.get("sampling", {})) if self.sampling == CHECKPOINT else {}
+        recommended: Mapping[str, float] = artifact.manifest.model.get("sampling", {}) if self.sampling == CHECKPOINT else {}
+        return {name: value for name, value in recommended.items() if name not in self.left_out_of(artifact)}
+
+    def left_out_of(self, artifact: Artifact) -> Mapping[str, float]:
+        """What the checkpoint recommends, and the artifact's graphs cannot do, as they take no adjustments of logits."""
+        if self.sampling != CHECKPOINT or artifact.manifest.limits.logit_adjustments:
+            return {}
+        recommended = artifact.manifest.model.get("sampling", {})
+        return {name: recommended[name] for name, neutral in PENALTIES.items() if recommended.get(name, neutral) != neutral}
+
+    def said_of_sampling(self, artifact: Artifact) -> Sequence[str]:
+        """Lines that say what a server takes from the checkpoint, and what it leaves."""
+        taken, left = self.defaults_of(artifact), self.left_out_of(artifact)
+        file = "the checkpoint's generation_config.json"
+        lines = [f"HTTP requests that set no sampling have {_shown(taken)} of {file} (--default-sampling)"] if taken else []
+        why = "this artifact was built without --logit-adjustments"
+        return [*lines, *([f"{_shown(left)} of {file} is left out: {why}"] if left else [])]
 
     def chat_of(self, artifact: Artifact) -> ChatFormat:
         """How the model converses.
@@ -57,6 +75,10 @@ class ApiSettings:
         if file is not None:
             template = ChatTemplate(_text(file), artifact.manifest.model.get("special_tokens", {}))
         return ChatFormat.of(template, self.reasoning_parser, self.tool_call_parser)
+
+
+def _shown(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
 def _text(file: Path) -> str:

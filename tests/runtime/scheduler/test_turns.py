@@ -109,6 +109,15 @@ def test_counters_are_bounded():
     assert admitted(Turns({(0, "x"): 5}, {0: 7}), waiting, waiting[:1]).served == {(0, "a"): 10}
 
 
+def test_what_is_in_the_caches_costs_nothing():
+    waiting = (
+        add(fresh(roomy()), request("a0", 9, tenant="a"), request("a1", 9, tenant="a"), request("b0", 4, tenant="b")).groups[0].waiting
+    )
+    assert admitted(Turns(), waiting, [waiting[0].resumed(8, ())]).served == {(0, "a"): 1}
+    assert [r.id for r in in_turn(Turns(), waiting, 99)] == ["a0", "b0", "a1"]
+    assert [r.id for r in in_turn(Turns({(0, "b"): 2}), waiting, 99, lambda r: 8 * (r.id[0] == "a"))] == ["a0", "a1", "b0"]
+
+
 def test_ageing_is_a_setting():
     with pytest.raises(SpecError, match="ageing is 0; legal is at least 1"):
         replace(policy(), ageing=0)

@@ -28,6 +28,12 @@ def body(**fields):
         ({}, {}, Sampling(1.0, 0, 1.0)),
         ({"temperature": 0.6, "top_k": 20}, {}, Sampling(0.6, 20, 1.0)),
         ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.0, "top_k": -1, "min_p": 0.5}, Sampling(0.0, 0, 1.0, 0.5)),
+        ({"repetition_penalty": 1.05}, {}, Sampling(1.0, repetition_penalty=1.05)),
+        (
+            {"repetition_penalty": 1.05, "presence_penalty": 1.5},
+            {"repetition_penalty": 1.0, "frequency_penalty": 0.5},
+            Sampling(1.0, presence_penalty=1.5, frequency_penalty=0.5),
+        ),
     ],
 )
 def test_the_request_comes_before_the_checkpoint_and_that_before_openai(defaults, fields, expected):

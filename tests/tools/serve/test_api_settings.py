@@ -22,7 +22,7 @@ def artifact(tmp_path_factory):
     model = tiny.write_checkpoint(root / "model", seed=7)
     (model / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}</think>")
     (model / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
-    (model / "generation_config.json").write_text('{"temperature": 0.5}')
+    (model / "generation_config.json").write_text('{"temperature": 0.5, "repetition_penalty": 1.05, "presence_penalty": 0.0}')
     with ArtifactWriter(root / "out") as writer:
         writer.publish(describe(tiny.planned(model), writer, tiny.QUIET))
     return Artifact.open(root / "out")
@@ -31,7 +31,7 @@ def artifact(tmp_path_factory):
 def test_all_is_the_artifacts(artifact):
     settings = ApiSettings()
     assert settings.names_of(artifact) == ("model",)
-    assert settings.defaults_of(artifact) == {"temperature": 0.5}
+    assert settings.defaults_of(artifact) == {"temperature": 0.5, "repetition_penalty": 1.05, "presence_penalty": 0.0}
     chat = settings.chat_of(artifact)
     assert chat.render(HELLO) == "<s>a</think>"
     assert (chat.reasoning, chat.tool_calls) == ("qwen3", None)
@@ -46,6 +46,19 @@ def test_unless_a_user_says_otherwise(artifact, tmp_path):
     chat = settings.chat_of(artifact)
     assert chat.render(HELLO) == "<s>!"
     assert (chat.reasoning, chat.tool_calls) == ("deepseek_r1", "hermes")
+
+
+def test_penalties_are_taken_by_graphs_that_take_adjustments_and_what_is_left_out_is_said(artifact):
+    (all_taken,) = ApiSettings().said_of_sampling(artifact)
+    assert "repetition_penalty 1.05" in all_taken
+    limits = replace(artifact.manifest.limits, logit_adjustments=0, adjusted_tokens=0)
+    unable = Artifact(artifact.path, replace(artifact.manifest, limits=limits), "")
+    assert ApiSettings().defaults_of(unable) == {"temperature": 0.5, "presence_penalty": 0.0}
+    (taken, left) = ApiSettings().said_of_sampling(unable)
+    assert "temperature 0.5" in taken
+    assert "repetition_penalty 1.05" in left
+    assert "--logit-adjustments" in left
+    assert ApiSettings(sampling=OPENAI).said_of_sampling(artifact) == []
 
 
 def test_an_artifact_without_a_template_has_none(artifact):
