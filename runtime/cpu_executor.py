@@ -14,6 +14,7 @@ from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.executable import Executable, check_operands, open_executable
 from .buckets import with_all_rows
 from .executor import FinishedStep, Inputs, check_step, compile_evidence, has_recurrent_states
+from .pool_memory import PoolMemory
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,8 @@ class CpuExecutor:
     """Parameters, state pools and executables of one artifact on this machine's CPU.
 
     A bucket runs its compiled executable if the artifact has one that can be loaded, else the eager reference graph of the same step;
-    `backends` says which. Pools are allocated once, and every bucket runs over the same ones. A step runs while it is launched.
+    `backends` says which. Pools are reserved once, every bucket runs over the same ones, and they take the memory of what was written
+    (`pool_memory`). A step runs while it is launched.
 
     For an artifact of several devices the executor holds and runs the part of one rank, so it has one dp group: its own. Its
     collectives need the steps of the other ranks, so all ranks must run the same buckets in the same order, with their process groups
@@ -56,7 +58,8 @@ class CpuExecutor:
         self._operand_layout = _operand_layout(artifact)
         params = load_shard(artifact, rank or 0)
         self._params = [params[leaf.name] for leaf in manifest.params]
-        self._state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in local_leaves(manifest.state, mesh, rules)]
+        self._pools = PoolMemory(local_leaves(manifest.state, mesh, rules))
+        self._state = self._pools.tensors
         self._coords = mesh.coords(rank or 0)
         self._entries = {entry.bucket: entry for entry in manifest.graphs}
         self._signatures = {bucket: local_signature(manifest, entry) for bucket, entry in self._entries.items()}
@@ -118,6 +121,10 @@ class CpuExecutor:
             self._entries[entry.bucket] = entry
             changed = True
         return changed
+
+    def give_back(self, numbers: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Returns memory of pages and state slots of the one dp group to the system."""
+        self._pools.give_back(numbers[0])
 
     def compiles(self) -> int:
         """Traces and compiles of this process since it was ready, and compiler modules that it imported since."""

@@ -156,6 +156,9 @@ class DeviceExecutor:
         """Changes nothing: a device keeps the executables that it started with."""
         return False
 
+    def give_back(self, numbers: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Changes nothing: a device keeps its pools whole."""
+
     def compiles(self) -> int:
         """Traces and compiles of this process since it was ready, and compiler modules that it imported since."""
         return compile_evidence() - self._compiles_before_ready

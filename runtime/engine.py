@@ -26,6 +26,7 @@ from .bitmasks import bitmasks
 from .constraint import ConstraintError
 from .delivery import Live, Sink
 from .executor import Executor, ExecutorError, Pending
+from .idle_memory import IdleMemory
 from .journal import Journal, NoJournal
 from .metrics import Metrics
 from .prefix_cache import Flush, PrefixCacheSettings
@@ -103,6 +104,7 @@ class Engine:
         self.took_ms: Callable[[float, float], float] = self._took_ms
         self._metrics = Metrics(limits.drafts, limits.max_model_len)
         self._refresher = Refresher(executor, refresh_every_s, clock)
+        self._idle_memory = IdleMemory(executor, self._cache_managers, clock)
         self._arrivals = itertools.count()
         # New requests, arrivals of requests to cancel, and orders to flush.
         self._inbox: deque[RequestState | int | Flush] = deque()
@@ -171,6 +173,8 @@ class Engine:
         if self._state.next_deadline_ms < math.inf:
             self._expire()
         self._refresher.when_due()
+        if not self._in_flight:
+            self._idle_memory.when_due()
         step = schedule(self._state)
         if step is not None:
             self._checked = False

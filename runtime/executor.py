@@ -121,6 +121,14 @@ class Executor(Protocol):
         """Loads executables that a build has finished since the last call; returns whether any bucket changed."""
         ...
 
+    def give_back(self, numbers: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Frees memory of pages and state slots, where the device can; called while no step is in flight.
+
+        Args:
+            numbers: an item per dp group: by axis of pools, "pages" and "slots", what no step reads before a step has written it.
+        """
+        ...
+
     def compiles(self) -> int:
         """Number of traces and compiles in this process since the executor was ready."""
         ...

@@ -148,6 +148,10 @@ class KVCacheManager:
         if self.prefixes is not None:
             self.prefixes.flush()
 
+    def take_unused(self) -> dict[str, tuple[int, ...]]:
+        """Pages and state slots, by the axis of their pools, that were free ever since the last call (`Pool.take_unused`)."""
+        return {"pages": self.pages.take_unused(), "slots": self.state_slots.take_unused()}
+
     def check(self, group: GroupState) -> None:
         """Compares owners and free counts of the pools with the scheduler's running requests.
 

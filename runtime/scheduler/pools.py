@@ -44,6 +44,9 @@ class Pool:
         self._owned: dict[Owner, dict[int, None]] = {}
         # Those that were asked for since they last changed: a request's slots are asked for at every step.
         self._snapshots: dict[Owner, memoryview] = {}
+        # Numbers that were allocated or freed since `take_unused`, and others that may hold something.
+        self._recent: set[int] = set()
+        self._written: set[int] = set()
 
     @property
     def size(self) -> int:
@@ -83,6 +86,7 @@ class Pool:
             self._owner[number] = owner
         self._owned.setdefault(owner, {}).update(dict.fromkeys(numbers))
         self._snapshots.pop(owner, None)
+        self._recent.update(numbers)
         return numbers
 
     def free(self, owner: Owner) -> int:
@@ -92,6 +96,7 @@ class Pool:
         for number in reversed(numbers):
             self._owner[number] = None
             self._free.append(number)
+        self._recent.update(numbers)
         return len(numbers)
 
     def free_number(self, number: int, owner: Owner) -> None:
@@ -103,6 +108,14 @@ class Pool:
         self._take(number, owner)
         self._owner[number] = None
         self._free.append(number)
+        self._recent.add(number)
+
+    def take_unused(self) -> tuple[int, ...]:
+        """Numbers that were free ever since the last call, and owned at some time before; each is told once until it is owned again."""
+        unused = tuple(number for number in sorted(self._written - self._recent) if self._owner[number] is None)
+        self._written = (self._written | self._recent).difference(unused)
+        self._recent.clear()
+        return unused
 
     def transfer(self, number: int, owner: Owner, to: Owner) -> None:
         """Makes a number of one owner another's.

@@ -126,6 +126,7 @@ class Memory:
         rows: live rows by bucket name, of steps that did not fail.
         accepted: rows of decode steps by number of accepted drafts.
         broken: request slots of requests whose step failed, and these; what the step was to write may hold anything.
+        given_back: how many pages and slots were.
     """
 
     limits: Limits
@@ -139,6 +140,7 @@ class Memory:
     accepted: Counter[int] = field(default_factory=Counter)
     broken: dict[int, Request | None] = field(default_factory=dict)
     slots_of: dict[int, list[int]] = field(default_factory=dict)
+    given_back: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         limits, Q = self.limits, self.limits.drafts + 1
@@ -169,6 +171,15 @@ class Memory:
             idle = {"top_p": 1, "next_tokens": -1}
             assert all(np.all(value == idle.get(name, 0)) for name, value in row_inputs.items()), f"padding holds {row_inputs}"
         return rows
+
+    def lose(self, numbers: Mapping[str, Sequence[int]]) -> None:
+        """Loses what pages and slots hold that no request owns."""
+        unowned = self.unowned()
+        assert set(numbers["pages"]) <= set(unowned.pages), "pages are given back that have an owner"
+        assert set(numbers["slots"]) <= set(unowned.slots), "slots are given back that have an owner"
+        self.pages[list(numbers["pages"])] = self.heads[list(numbers["pages"])] = POISON
+        self.slots[list(numbers["slots"])] = POISON
+        self.given_back.update({axis: len(of) for axis, of in numbers.items()})
 
     # When it runs.
 
@@ -479,6 +490,12 @@ class ToyDevice:
     def refresh(self) -> bool:
         self.refreshes += 1
         return True
+
+    def give_back(self, numbers: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """What is given back is lost, as it is on a machine."""
+        assert self.num_run == len(self.steps), "memory is given back while steps are in flight"
+        for memory, own in zip(self.memories, numbers, strict=True):
+            memory.lose(own)
 
     def compiles(self) -> int:
         return 0

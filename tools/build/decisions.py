@@ -27,6 +27,7 @@ SETTINGS = {
     "max-model-len": "max_model_len",
     "max-num-seqs": "max_num_seqs",
     "max-total-tokens": "max_total_tokens",
+    "kv-cache-memory": "kv_cache_memory",
     "speculative-tokens": "num_speculative_tokens",
     "draft-model": "draft_model",
     "max-logprobs": "max_logprobs",

@@ -63,7 +63,7 @@ PLANNED = {
     "dtype": "The plan chose it for the CPU that the build ran on: bfloat16 where that multiplies it in hardware.",
     "max-num-seqs": "The plan took as many as the largest bucket has rows.",
     "max-model-len": "The plan cut it to what the model takes.",
-    "max-total-tokens": "The plan gave every request in flight room at full length, or as much as a rank has memory for.",
+    "max-total-tokens": "The plan gave every request in flight room at full length, or as much as --kv-cache-memory or a rank takes.",
     "weights": "The plan copies checkpoints of up to 8 GiB into the artifact, and refers to larger ones.",
     "draft-model": "The plan chose the preset of an EAGLE-3 head for this model, because the deployment drafts and names none.",
     "prefill": "The plan took as many prompts in a step as a rank has memory for.",
@@ -81,6 +81,7 @@ CONSEQUENCES = {
     "max-model-len": "a longer context takes more pages for each request",
     "max-num-seqs": "more requests in flight take more pages and state slots",
     "max-total-tokens": "with fewer pages requests wait, or are preempted, sooner",
+    "kv-cache-memory": "with fewer pages requests wait, or are preempted, sooner",
     "speculative-tokens": "each draft is verified by the next step, whose graph gets a row more for every request",
     "max-logprobs": "log probabilities cost every step time, whether a request asks for them or not",
     "structured-outputs": "each takes a bitmask over the vocabulary in every step's inputs",
@@ -109,9 +110,10 @@ def _weights(manifest: Manifest) -> str | None:
     return "bound" if manifest.checkpoint else "stored" if manifest.weights else None
 
 
-def _phase(manifest: Manifest) -> str | None:
+def _argument(option: str, manifest: Manifest) -> str | None:
+    """The value that the build was given for an option, or None."""
     words = manifest.build_arguments
-    return words[words.index("--phase") + 1] if "--phase" in words else None
+    return words[words.index(f"--{option}") + 1] if f"--{option}" in words else None
 
 
 def _cache(manifest: Manifest) -> str | None:
@@ -130,7 +132,7 @@ def _draft_model(manifest: Manifest) -> str | None:
 
 VALUES: dict[str, Callable[[Manifest], str | None]] = {
     "deployment": lambda manifest: manifest.deployment or None,
-    "phase": _phase,
+    "phase": lambda manifest: _argument("phase", manifest),
     "target": lambda manifest: manifest.target,
     "mesh": lambda manifest: manifest.mesh,
     "backend": lambda manifest: manifest.backend,
@@ -142,6 +144,7 @@ VALUES: dict[str, Callable[[Manifest], str | None]] = {
     "max-model-len": lambda manifest: str(manifest.limits.max_model_len),
     "max-num-seqs": lambda manifest: str(manifest.limits.num_request_slots - 1),
     "max-total-tokens": lambda manifest: str((manifest.limits.num_pages - 1) * manifest.limits.page_size),
+    "kv-cache-memory": lambda manifest: _argument("kv-cache-memory", manifest),
     "speculative-tokens": lambda manifest: str(manifest.limits.drafts),
     "draft-model": _draft_model,
     "max-logprobs": _max_logprobs,
@@ -172,6 +175,7 @@ def _what(name: str, value: str, manifest: Manifest) -> str:
         "max-model-len": f"A request has at most {value} tokens.",
         "max-num-seqs": f"At most {value} requests{group} are in flight.",
         "max-total-tokens": f"At most {value} tokens{group} are cached.",
+        "kv-cache-memory": f"KV pages take at most {value} bytes of a rank.",
         "speculative-tokens": "Steps draft nothing." if value == "0" else f"Each step drafts {value} tokens.",
         "draft-model": f"Drafts come from {value}.",
         "max-logprobs": "No request gets log probabilities."

@@ -19,7 +19,7 @@ def length_note(options: Options, plan: Plan) -> str | None:
     length, longest = plan.limits.max_model_len, plan.source.max_position_embeddings
     if options.max_model_len is not None or plan.deployment or length >= longest:
         return None
-    return f"context {length} of {longest} tokens (state is allocated for all of it; --max-model-len to change)"
+    return f"context {length} of {longest} tokens (state has room for all of it; --max-model-len to change)"
 
 
 def drafts_note(options: Options, plan: Plan) -> str | None:

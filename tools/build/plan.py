@@ -30,7 +30,7 @@ from .kv_cache_choice import check_kv_cache, choose_kv_cache
 from .kv_cache_choice import note as kv_cache_note
 from .memory import local_bytes
 from .notes import deviation_notes, drafts_note, eos_note, length_note, padding_notes
-from .pool_size import fit_pool
+from .pool_size import fit_pool, within_memory
 from .sizes import decode_sizes, prefill_buckets
 from .targets import Target
 from .weights_choice import choose_weights
@@ -49,6 +49,7 @@ class Options:
         max_model_len: most tokens of a request, prompt and output.
         max_num_seqs: most requests in flight, per dp group.
         max_total_tokens: most tokens that are cached at once, per dp group.
+        kv_cache_memory: most bytes of a rank's KV pages, in place of max_total_tokens.
         checkpoint_slots: state slots beside those of requests in flight, per dp group (tools/build/checkpoint_slots.py).
         dtype: "auto", "float32" or "bfloat16".
         backend: "inductor", "eager", "null", "ge" or "aclgraph".
@@ -93,6 +94,7 @@ class Options:
     max_total_tokens: int | None = None
     decided_by: str | None = None
     checkpoint_slots: int | None = None
+    kv_cache_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Plan:
         weights: "stored" in the artifact, "bound" to it by reference, or "none".
         platform: what the graphs are lowered for.
         expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
-        kv_cache_dtype, max_total_tokens: as they were asked for.
+        kv_cache_dtype, max_total_tokens, kv_cache_memory: as they were asked for.
         decided_by: who decided each setting; plans that differ in nothing else are equal.
     """
 
@@ -132,6 +134,7 @@ class Plan:
     expert_parallel: bool = True
     kv_cache_dtype: str = "auto"
     max_total_tokens: int | None = None
+    kv_cache_memory: int | None = None
     decided_by: Decided = field(default=(), compare=False)
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
@@ -150,6 +153,7 @@ class Plan:
             "max-model-len": "" if self.published else self.limits.max_model_len,
             "max-num-seqs": "" if self.published else self.limits.num_request_slots - 1,
             "max-total-tokens": self.max_total_tokens or "",
+            "kv-cache-memory": self.kv_cache_memory or "",
             "checkpoint-slots": self._checkpoint_slots,
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
@@ -257,8 +261,10 @@ def plan(options: Options) -> Plan:
         instance.expert_parallel,
         options.kv_cache_dtype,
         options.max_total_tokens,
+        options.kv_cache_memory,
     )
-    check_kv_cache(planned.model, limits, dtype)
+    planned = within_memory(planned)
+    check_kv_cache(planned.model, planned.limits, dtype)
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
         dtype_note,

@@ -11,6 +11,7 @@ import click
 
 from ...graphs.errors import SpecError
 from ..build import choices, stamp
+from ..byte_sizes import parse_bytes
 from ..cli import Home
 from ..notation import BUCKETS_HELP, PREFILL_HELP, format_buckets, format_prefill, parse_buckets, parse_prefill
 from ..progress import Progress
@@ -40,6 +41,14 @@ def read_packages(ctx: click.Context, param: click.Parameter, value: str) -> tup
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
+def read_memory(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Reads a size of memory in bytes."""
+    try:
+        return None if value is None else parse_bytes(value)
+    except SpecError as error:
+        raise SpecError(f"{param.opts[0]}: {error}") from None
+
+
 def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """An option whose value is such a list."""
     help_text = f"{text}  [default: {default}, or the deployment's]"
@@ -61,6 +70,10 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
 @click.option(
     "--max-total-tokens", type=click.IntRange(1),
     help="Most tokens cached at once per dp group.  [default: every request at full length, or the deployment's]",
+)  # fmt: skip
+@click.option(
+    "--kv-cache-memory", callback=read_memory, metavar="SIZE",
+    help="The same in memory of one rank: its KV pages take at most this, e.g. 2GiB.  [default: as --max-total-tokens]",
 )  # fmt: skip
 @click.option(
     "--checkpoint-slots", type=click.IntRange(0),

@@ -44,7 +44,7 @@ SAME: Mapping[str, Mapping[str, str]] = {
 }
 """Their name to ours where both mean the same, by command."""
 
-_MEMORY = "memory is planned in bytes, not by a share; --max-total-tokens bounds the cached tokens of a dp group"
+_MEMORY = "memory is planned in bytes, not by a share; --kv-cache-memory bounds the pages of a rank, --max-total-tokens those of a dp group"
 _CHUNK = "legal is --prefill, with tokens of one prompt in one dp group, as in --prefill 2048"
 _RANKS = {"--tp-size": "tp", "--tensor-parallel-size": "tp", "--dp-size": "dp", "--data-parallel-size": "dp"}
 """Names of the two sizes of a mesh, which mean the same in both engines where one of them alone is more than 1."""

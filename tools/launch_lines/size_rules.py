@@ -65,7 +65,9 @@ def pool(value: Any, context: Context) -> Verdict:
 @rule
 def pool_bytes(value: Any, context: Context) -> Verdict:
     """Memory of the cache, in bytes or blocks."""
-    return Verdict(REFUSED, "the cache is sized in tokens: --max-total-tokens of build; `npucompile inspect ARTIFACT --memory` shows bytes")
+    return Verdict(
+        REFUSED, "legal is --kv-cache-memory SIZE of build, for the pages of a rank alone; `npucompile inspect ARTIFACT --memory` shows all"
+    )
 
 
 def _prefill(value: Any, context: Context) -> Verdict:

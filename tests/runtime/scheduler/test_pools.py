@@ -20,6 +20,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = Pool("page", SIZE)
         self.model: dict[str, list[int]] = {}
         self.snapshots: list[tuple[object, list[int]]] = []
+        # Of each number: how often `take_unused` was called since it was last owned; None where it never was, or was told since.
+        self.idle: dict[int, int | None] = dict.fromkeys(range(1, SIZE))
 
     @property
     def used(self):
@@ -73,8 +75,14 @@ class PoolMachine(RuleBasedStateMachine):
     def snapshot(self, owner):
         self.snapshots.append((self.pool.owned(owner), list(self.model.get(owner, []))))
 
+    @rule()
+    def take_unused(self):
+        assert self.pool.take_unused() == tuple(number for number, calls in self.idle.items() if calls and calls >= 1)
+        self.idle = {number: None if calls is None or calls >= 1 else 1 for number, calls in self.idle.items()}
+
     @invariant()
     def agrees_with_the_model(self):
+        self.idle |= {number: 0 for numbers in self.model.values() for number in numbers}
         self.pool.check()
         assert self.pool.owners() == frozenset(self.model)
         assert self.pool.free_count == SIZE - 1 - self.used

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+from support import tiny
+
+from npucompile.graphs import tree
+from npucompile.graphs.errors import SpecError
 from npucompile.tools.build import plan as planning
 from npucompile.tools.build.dispatch_size import FREE_SHARE
 from npucompile.tools.build.pool_size import fit_pool
@@ -31,3 +36,28 @@ def test_what_fits_or_is_asked_for_stays() -> None:
     ), "its number of tokens is published"
     asked = planning.plan(planning.Options("qwen3-30b-a3b", deployment=TIGHT, max_num_seqs=192, max_model_len=5120))
     assert (asked.published, asked.limits.num_pages) == (False, 1 + 192 * 40)
+
+
+def test_memory_that_was_asked_for_decides_the_pages(tiny_checkpoint) -> None:
+    options = {"buckets": (4,), "max_model_len": 64}
+    free = tiny.planned(tiny_checkpoint, **options)
+    leaves = [aval for _, aval in tree.flatten(free.model.state(free.limits, free.dtype)) if aval.axes[0] == "pages"]
+    page, full = sum(aval.nbytes for aval in leaves) // free.limits.num_pages, free.limits.num_pages
+    for asked, pages in ((5 * page, 5), (6 * page - 1, 5), (9 * page + 1, 9), (full * page, full), (2 * full * page, full)):
+        plan = tiny.planned(tiny_checkpoint, **options, kv_cache_memory=asked)
+        assert plan.limits == replace(free.limits, num_pages=pages)
+        assert plan.arguments[plan.arguments.index("--kv-cache-memory") + 1] == str(asked)
+        assert dict(plan.decided_by)["kv-cache-memory"] == "flag"
+    with pytest.raises(
+        SpecError, match=rf"{5 * page - 1} is 4 pages of {page} bytes; one request of 64 tokens takes 5 .* at least {5 * page}"
+    ):
+        tiny.planned(tiny_checkpoint, **options, kv_cache_memory=5 * page - 1)
+    with pytest.raises(SpecError, match="--kv-cache-memory 7 and --max-total-tokens 64 both decide the number of KV pages; legal is one"):
+        tiny.planned(tiny_checkpoint, **options, kv_cache_memory=7, max_total_tokens=64)
+
+
+def test_memory_counts_on_each_rank() -> None:
+    """Two ranks of a group hold the heads of a page between them, so the same bytes of each are twice the pages."""
+    options = {"target": "ascend-a3", "max_num_seqs": 512, "buckets": (32,), "kv_cache_memory": 2**30}
+    four, eight = (planning.plan(planning.Options("qwen3-32b", mesh=mesh, **options)).limits.num_pages for mesh in ("tp=4", "tp=8"))
+    assert eight in (2 * four, 2 * four + 1)

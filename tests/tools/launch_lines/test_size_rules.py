@@ -18,7 +18,7 @@ from support.launch_lines import finding
         ("sglang", "--max-total-tokens 16384", "carried", "--max-total-tokens 16384"),
         ("sglang", "--max-total-tokens 16400", "mapped", "--max-total-tokens 16512: pages of 128 tokens"),
         ("sglang", "--max-total-tokens 99999999", "unnecessary", "has room at full length"),
-        ("vllm", "--kv-cache-memory-bytes 1000", "refused", "the cache is sized in tokens: --max-total-tokens"),
+        ("vllm", "--kv-cache-memory-bytes 1000", "refused", "legal is --kv-cache-memory SIZE of build"),
         ("sglang", "--chunked-prefill-size 4096", "mapped", "--prefill 4096 (4096 tokens)"),
         ("sglang", "--chunked-prefill-size 8192 --dp-size 4 --enable-dp-attention", "mapped", "--prefill 2048 (8192 tokens in all 4"),
         ("sglang", "--chunked-prefill-size -1", "mapped", "whole prompts, which a static graph takes in equal chunks"),
