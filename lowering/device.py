@@ -18,11 +18,11 @@ from ..graphs.errors import LoweringError, SpecError
 from ..graphs.types import Leaf
 from .executable import Executable
 
-CPU, NPU, EMULATED = "cpu", "npu", "emulated"
-KINDS = (CPU, NPU, EMULATED)
+CPU, NPU, EMULATED, CUDA = "cpu", "npu", "emulated", "cuda"
+KINDS = (CPU, NPU, EMULATED, CUDA)
 """What `--device` accepts besides "auto"."""
 
-_MODULES = {NPU: "npu", EMULATED: "emulator.device"}
+_MODULES = {NPU: "ascend.npu", EMULATED: "ascend.emulator.device", CUDA: "cuda.device"}
 
 
 class Event(Protocol):
@@ -101,7 +101,7 @@ class Device(Protocol):
     """One device of this process.
 
     Attributes:
-        kind: "npu" or "emulated".
+        kind: "npu", "emulated" or "cuda".
         name: with its number on this machine, e.g. "npu:3".
         version: what compiled graphs depend on besides the graph: release of the compiler and name of the chip.
     """
@@ -167,7 +167,7 @@ def open_device(kind: str, index: int = 0) -> Device:
     """Opens a device of this machine, after the environment of the process is complete.
 
     Args:
-        kind: "npu" or "emulated".
+        kind: "npu", "emulated" or "cuda".
         index: its number on this machine.
 
     Raises:
@@ -175,8 +175,8 @@ def open_device(kind: str, index: int = 0) -> Device:
         LoweringError: there is no such device here, saying what is missing.
     """
     if kind not in _MODULES:
-        raise SpecError(f"device is {kind!r}; legal are {' and '.join(_MODULES)}")
-    module = importlib.import_module(f".ascend.{_MODULES[kind]}", __package__)
+        raise SpecError(f"device is {kind!r}; legal are {', '.join(_MODULES)}")
+    module = importlib.import_module(f".{_MODULES[kind]}", __package__)
     device: Device = module.open_device(index)
     return device
 
@@ -186,7 +186,7 @@ def missing(kind: str) -> str | None:
     if kind not in _MODULES:
         return None
     try:
-        reason: str | None = importlib.import_module(f".ascend.{_MODULES[kind]}", __package__).missing()
+        reason: str | None = importlib.import_module(f".{_MODULES[kind]}", __package__).missing()
     except LoweringError as error:
         return str(error)
     return reason

@@ -103,18 +103,16 @@ class Engine:
         self._last_result_ms = 0.0
         self.took_ms: Callable[[float, float], float] = self._took_ms
         self._metrics = Metrics(limits.drafts, limits.max_model_len)
-        self._refresher = Refresher(executor, refresh_every_s, clock)
-        self._idle_memory = IdleMemory(executor, self._cache_managers, clock)
+        self._refresher, self._idle_memory = Refresher(executor, refresh_every_s, clock), IdleMemory(executor, self._cache_managers, clock)
         self._arrivals = itertools.count()
         # New requests, arrivals of requests to cancel, and orders to flush.
         self._inbox: deque[RequestState | int | Flush] = deque()
-        self._used_pages = 0
         self._live: dict[str, Live] = {}
         self._busy_since_s: float | None = None
         # Guards the inbox, the live requests, the metrics, the flags, and the binding of the (frozen) state.
         self._wake = threading.Condition()
         self._refusal: str | None = None
-        self._checked = True
+        self._checked, self._used_pages = True, 0
         self._thread: threading.Thread | None = None
 
     def submit(self, request: Request, sink: Sink) -> None:
@@ -173,8 +171,7 @@ class Engine:
         if self._state.next_deadline_ms < math.inf:
             self._expire()
         self._refresher.when_due()
-        if not self._in_flight:
-            self._idle_memory.when_due()
+        self._idle_memory.when_due(busy=bool(self._in_flight))
         step = schedule(self._state)
         if step is not None:
             self._checked = False

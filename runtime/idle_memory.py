@@ -13,7 +13,7 @@ faults of its first write, some microseconds for 16 KiB, which a server that is 
 
 
 class IdleMemory:
-    """Calls `executor.give_back` now and then; for the thread that steps, while no step is in flight.
+    """Calls `executor.give_back` now and then; for the thread that steps.
 
     Args:
         managers: of every dp group.
@@ -24,10 +24,10 @@ class IdleMemory:
         self._executor, self._managers, self._clock = executor, managers, clock
         self._last_s = clock()
 
-    def when_due(self) -> None:
-        """Gives back what was free since the last time, if it is time to."""
+    def when_due(self, *, busy: bool) -> None:
+        """Gives back what was free since the last time, if it is time to and no step is in flight (`busy`)."""
         now_s = self._clock()
-        if now_s - self._last_s < UNUSED_S:
+        if busy or now_s - self._last_s < UNUSED_S:
             return
         self._last_s = now_s
         unused = [manager.take_unused() for manager in self._managers]

@@ -28,7 +28,8 @@ def test_it_is_given_back_when_it_is_time_and_there_is_something():
     now, executor = [0.0], Executor()
     memory = IdleMemory(executor, [Manager((), (3, 4), ()), Manager((), (), ())], lambda: now[0])
     for now[0] in (1.0, UNUSED_S - 1, UNUSED_S, 2 * UNUSED_S - 1, 2 * UNUSED_S, 3 * UNUSED_S):
-        memory.when_due()
+        memory.when_due(busy=True)
+        memory.when_due(busy=False)
     assert executor.given == [[{"pages": (3, 4), "slots": ()}, {"pages": (), "slots": ()}]]
 
 

@@ -69,7 +69,7 @@ def plan_lines(plan: planning.Plan) -> list[str]:
     if plan.mesh.size > 1 or not plan.target.local:
         drafts = f", {plan.limits.drafts} drafts" if not plan.target.local else ""
         lines.insert(1, f"  target {plan.target.name}, mesh {plan.mesh} ({plan.mesh.size} ranks), quantization {plan.quantization}{drafts}")
-    if plan.platform.chip:
+    if plan.target.cann:
         packages = f", operators of {', '.join(plan.platform.packages)}" if plan.platform.packages else ""
         lines.insert(2, f"  CANN {plan.platform.cann} on {plan.platform.chip}{packages} (--cann, --operator-packages to change)")
     return lines

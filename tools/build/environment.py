@@ -22,14 +22,14 @@ EXEC_TIMEOUT_S = 204
 
 
 def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int]) -> dict[str, Setting]:
-    """The variables of every rank, by name; equal for all ranks and machines.
+    """The variables of every rank, by name; equal for all ranks and machines. There are none but for NPUs.
 
     Args:
         target: the machine that the artifact is built for.
         mesh: of all ranks.
         communicator_bytes: size of one buffer of each communicator by symbol of its group; empty where ranks do not communicate.
     """
-    if target.local:
+    if not target.cann:
         return {}
     settings = {
         "PYTORCH_NPU_ALLOC_CONF": Setting(

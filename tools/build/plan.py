@@ -32,7 +32,7 @@ from .memory import local_bytes
 from .notes import deviation_notes, drafts_note, eos_note, length_note, padding_notes
 from .pool_size import fit_pool, within_memory
 from .sizes import decode_sizes, prefill_buckets
-from .targets import Target
+from .targets import Target, on_arch
 from .weights_choice import choose_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,7 +53,8 @@ class Options:
         checkpoint_slots: state slots beside those of requests in flight, per dp group (tools/build/checkpoint_slots.py).
         dtype: "auto", "float32" or "bfloat16".
         backend: "inductor", "eager", "null", "ge" or "aclgraph".
-        target: "cpu" or a kind of NPU node (tools/build/targets.py).
+        target: "cpu", "cuda" or a kind of NPU node (tools/build/targets.py).
+        cuda_arch: compute capability of the GPU, without the point.
         mesh: as in "dp=8,tp=2".
         deployment, phase: a published deployment (tools/build/deployments.py), and one of its phases.
         quantization: scheme of the parameters (models/variant.py).
@@ -95,6 +96,7 @@ class Options:
     decided_by: str | None = None
     checkpoint_slots: int | None = None
     kv_cache_memory: int | None = None
+    cuda_arch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,9 @@ class Plan:
             options |= {"phase": self.phase} if self.phase != "mixed" else {}
         if not self.target.local and self.weights != "none":
             options |= {"weights": self.weights}
-        if self.platform.chip:
+        if self.target.name == "cuda":
+            options |= {"cuda-arch": self.platform.chip.removeprefix("sm_")}
+        elif self.platform.chip:
             options |= {"cann": self.platform.cann, "operator-packages": ",".join(self.platform.packages)}
         options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
         options |= {"structured-outputs": self.limits.bitmasks, "logit-adjustments": self.limits.logit_adjustments}
@@ -228,6 +232,7 @@ def plan(options: Options) -> Plan:
         drafts=options.num_speculative_tokens,
         has_draft_head=source.has_draft_head,
     )
+    instance = replace(instance, target=on_arch(instance.target, options.cuda_arch))
     target, mesh = instance.target, instance.mesh
     backend = _backend(options, source, instance)
     dtype, dtype_note = choose_dtype(options.dtype, target)
@@ -311,7 +316,7 @@ def _platform(options: Options, target: Target) -> Platform:
     Raises:
         SpecError: a release or operator packages for a target without CANN, or unknown ones.
     """
-    if target.local and (options.cann or options.operator_packages):
+    if not target.cann and (options.cann or options.operator_packages):
         raise SpecError(f"--cann and --operator-packages are for NPUs, the target is {target.name}; legal are targets that are NPUs")
     return Platform(target.chip, options.cann or target.cann, tuple(sorted(set(options.operator_packages))))
 
@@ -328,6 +333,9 @@ def _formats(source: registry.ModelSource, instance: Instance) -> Formats:
         found = formats_of_scheme(instance.quantization, source.name)
     elif instance.quantization != "none" and not instance.deployment:
         raise SpecError(f"--quantization {instance.quantization}: {source.checkpoint_dir} is quantised already; legal is none")
+    if found.quantises and instance.target.name == "cuda":
+        what = f"--quantization {instance.quantization}" if instance.quantization != "none" else f"{source.checkpoint_dir} is quantised"
+        raise SpecError(f"{what}: graphs for GPUs multiply floats alone; legal is a checkpoint of floats, and --quantization none")
     return found.floats_first(f"{PREFIX}*") if source.draft and found.quantises else found
 
 
@@ -396,6 +404,8 @@ def choose_dtype(requested: str, target: Target) -> tuple[torch.dtype, str | Non
         raise SpecError(f"--dtype {requested} for {target.name}: its fused operators take {', '.join(target.dtypes)}; legal are {legal}")
     if requested != "auto" or len(target.dtypes) == 1:
         return DTYPES[target.dtypes[0] if requested == "auto" else requested], None
+    if not target.local:
+        return DTYPES[target.dtypes[0]], f"dtype {target.dtypes[0]}: GPUs of compute capability 8.0 and above multiply it in hardware"
     if torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16, "dtype bfloat16: this CPU multiplies it in hardware (--dtype to change)"
     return torch.float32, "dtype float32: this CPU has no bfloat16 arithmetic (--dtype to change)"

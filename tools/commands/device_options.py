@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-DEVICES = ("auto", "cpu", "npu", "emulated")
+DEVICES = ("auto", "cpu", "npu", "emulated", "cuda")
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:

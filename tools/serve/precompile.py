@@ -6,24 +6,25 @@ from pathlib import Path
 
 from ...graphs.errors import NpucompileError, SpecError
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.device import NPU, missing
+from ...lowering.device import CUDA, NPU, missing
 from ..cli import Home
 from ..progress import Progress
 from .environment import applied
-from .executors import AUTO, settled
+from .executors import AUTO, kinds_of, settled
 from .launch import opened_ranks
 from .rank_settings import RankSettings
 
 NEVER = "none"
 
 
-def choose_devices(requested: str) -> str:
+def choose_devices(requested: str, kind: str = NPU) -> str:
     """The kind of device to compile on, or "none".
 
     Args:
-        requested: that, or "auto": the NPUs of this machine where it has any.
+        requested: that, or "auto": the devices of this machine that the artifact is for, where it has any.
+        kind: that the artifact is for.
     """
-    return (NEVER if missing(NPU) else NPU) if requested == AUTO else requested
+    return (NEVER if missing(kind) else kind) if requested == AUTO else requested
 
 
 def precompile(home: Home, path: Path, requested: str, progress: Progress) -> str:
@@ -36,15 +37,17 @@ def precompile(home: Home, path: Path, requested: str, progress: Progress) -> st
         The kind of device that the graphs were compiled on, or "none".
 
     Raises:
-        SpecError: the artifact has no GE graphs.
+        SpecError: the artifact has neither GE graphs nor graphs for a GPU, or they are for another kind of device.
         ArtifactError: this machine has no such device.
         LoweringError: a graph cannot be compiled, and serving needs it.
         RankError: a rank was lost.
     """
-    if (kind := choose_devices(requested)) == NEVER:
-        return kind
+    if requested == NEVER:
+        return NEVER
     artifact = Artifact.open(path, check=False)
-    if artifact.manifest.backend != "ge":
+    if (kind := choose_devices(requested, CUDA if CUDA in kinds_of(artifact) else NPU)) == NEVER:
+        return kind
+    if artifact.manifest.backend not in ("ge", "inductor_cuda"):
         if requested == AUTO:
             return NEVER
         captured = " and built with --backend aclgraph, whose graphs no device can store" if artifact.manifest.backend == "aclgraph" else ""

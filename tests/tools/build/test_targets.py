@@ -8,13 +8,13 @@ import pytest
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
-from npucompile.tools.build.targets import GIB, TARGETS, check_mesh, target
+from npucompile.tools.build.targets import GIB, TARGETS, check_mesh, on_arch, target
 
 
-def test_names_are_the_three_kinds_of_machine():
-    assert TARGETS == ("cpu", "ascend-a3", "ascend-a2")
+def test_names_are_the_kinds_of_machine():
+    assert TARGETS == ("cpu", "ascend-a3", "ascend-a2", "cuda")
     assert [target(name).name for name in TARGETS] == list(TARGETS)
-    assert [target(name).backend for name in TARGETS] == ["inductor", "ge", "ge"]
+    assert [target(name).backend for name in TARGETS] == ["inductor", "ge", "ge", "inductor_cuda"]
 
 
 def test_an_unknown_name_is_answered_with_the_legal_ones():
@@ -35,6 +35,15 @@ def test_speeds_are_known_for_npus_and_roce_is_the_slow_link():
     assert a3.link_bytes_per_s == a3.node_link_bytes_per_s == a2.link_bytes_per_s == 196e9
     assert a2.node_link_bytes_per_s == 25e9
     assert target("cpu").hbm_bytes_per_s is None
+
+
+def test_a_gpu_is_that_of_the_capability():
+    assert target("cuda") == target("cuda", "sm_90") != target("cuda", "sm_80")
+    assert on_arch(target("cuda"), "89") == target("cuda", "sm_89")
+    assert (target("cuda", "sm_80").hbm_bytes, target("cuda", "sm_80").hbm_bytes_per_s) == (80 * 10**9, 2.039e12)
+    assert target("cpu", "sm_80") == on_arch(target("cpu"), None) == target("cpu")
+    with pytest.raises(SpecError, match="--cuda-arch 90 is for GPUs, the target is cpu; legal is --target cuda"):
+        on_arch(target("cpu"), "90")
 
 
 def test_ranks_on_a_cpu_share_its_memory():
