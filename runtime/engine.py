@@ -60,7 +60,7 @@ class Engine:
         executor: runs the steps; only the stepping thread calls it, except for `compiles` and `backends`.
         clock: monotonic seconds.
         prefill_burst, measured, itl_target_ms: see `Policy`.
-        refresh_every_s: shortest time between two calls of `executor.refresh`; None never calls it.
+        refresh_every_s: shortest time between two calls of `executor.refresh`; None never calls it, nor gives memory back (`IdleMemory`).
         run_ahead: how many steps are launched before the results of the one before them are read: 0 or 1; None is as many as the
             executor allows.
         on_failure: called once, by the stepping thread, when no step can run any more.
@@ -100,10 +100,10 @@ class Engine:
         self._adjuster = Adjuster(executor.vocab_size)
         # Each with the missing bucket that it would have run in, if any, and when it was launched.
         self._in_flight: deque[tuple[ScheduledStep, Bucket | None, float, Pending]] = deque()
-        self._last_result_ms = 0.0
+        self._last_result_ms, self._metrics = 0.0, Metrics(limits.drafts, limits.max_model_len)
         self.took_ms: Callable[[float, float], float] = self._took_ms
-        self._metrics = Metrics(limits.drafts, limits.max_model_len)
-        self._refresher, self._idle_memory = Refresher(executor, refresh_every_s, clock), IdleMemory(executor, self._cache_managers, clock)
+        self._refresher = Refresher(executor, refresh_every_s, clock)
+        self._idle_memory = IdleMemory(executor, self._cache_managers, clock, never=refresh_every_s is None)
         self._arrivals = itertools.count()
         # New requests, arrivals of requests to cancel, and orders to flush.
         self._inbox: deque[RequestState | int | Flush] = deque()

@@ -18,16 +18,19 @@ class IdleMemory:
     Args:
         managers: of every dp group.
         clock: monotonic seconds.
+        never: gives nothing back, for engines that nothing wakes while they are idle.
     """
 
-    def __init__(self, executor: Executor, managers: Sequence[KVCacheManager], clock: Callable[[], float]) -> None:
-        self._executor, self._managers, self._clock = executor, managers, clock
-        self._last_s = clock()
+    def __init__(self, executor: Executor, managers: Sequence[KVCacheManager], clock: Callable[[], float], *, never: bool = False) -> None:
+        self._executor, self._managers, self._clock, self._never = executor, managers, clock, never
+        self._last_s = 0.0 if never else clock()
 
     def when_due(self, *, busy: bool) -> None:
         """Gives back what was free since the last time, if it is time to and no step is in flight (`busy`)."""
+        if busy or self._never:
+            return
         now_s = self._clock()
-        if busy or now_s - self._last_s < UNUSED_S:
+        if now_s - self._last_s < UNUSED_S:
             return
         self._last_s = now_s
         unused = [manager.take_unused() for manager in self._managers]

@@ -75,7 +75,7 @@ def compile_package(graph: bytes, reads: Sequence[int], name: str, directory: Pa
     if reason := lacking():
         raise LoweringError(reason)
     from torch._inductor import aot_compile
-    from torch._inductor.package import package_aoti
+    from torch._inductor.package.package import package_aoti
 
     module = graph_of_reads(graph, reads)
     with FakeTensorMode():
@@ -90,6 +90,7 @@ def compile_package(graph: bytes, reads: Sequence[int], name: str, directory: Pa
     compile_count.record("compile")
     try:
         files = aot_compile(module, tuple(operands), options=options(name, work))
+        assert isinstance(files, list)
         package = Path(str(package_aoti(str(directory / f"{name}.building.pt2"), {MODEL: files})))
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]

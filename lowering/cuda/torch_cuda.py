@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -103,7 +103,8 @@ class TorchCuda:
         count = torch.cuda.device_count()
         if not 0 <= index < count:
             raise LoweringError(f"there is no cuda:{index}: this process sees {count} GPUs; legal is 0 to {count - 1}")
-        self._device, self._pool = torch.device("cuda", index), None
+        self._device = torch.device("cuda", index)
+        self._pool: Any = None
         self.enter()
         self.chip = torch.cuda.get_device_name(index)
         major, minor = torch.cuda.get_device_capability(index)
@@ -139,8 +140,8 @@ class TorchCuda:
 
     def load(self, package: Path) -> Run:
         """Loads a package without its own locks and events between threads, which a capture refuses."""
-        run: Run = torch._C._aoti.AOTIModelPackageLoader(str(package), compiler.MODEL, True, 1, self._device.index).run
-        return run
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(package), compiler.MODEL, True, 1, self._device.index)
+        return lambda operands: loader.run(operands)  # type: ignore[arg-type, call-arg]  # pybind takes any sequence, and has a default
 
     def capture(self, run: Run, operands: Sequence[torch.Tensor]) -> tuple[Captured, list[torch.Tensor]]:
         """Warms up on a stream of its own and captures there; all graphs of the device share one pool of memory.

@@ -81,10 +81,11 @@ def estimate(
         quantised: whether products are int8.
     """
     rate = target.int8_ops_per_s if quantised else target.bf16_flops_per_s
-    if rate is None or target.hbm_bytes_per_s is None or target.link_bytes_per_s is None:
+    moved = moved_bytes(collectives, mesh, choices)
+    if rate is None or target.hbm_bytes_per_s is None or (moved and target.link_bytes_per_s is None):
         return None
     links = 0.0
-    for group, received in moved_bytes(collectives, mesh, choices).items():
+    for group, received in moved.items():
         links += received / _link(group, mesh, target)
     return Roofline(target.name, cost["flops"] / rate, (cost["read_bytes"] + cost["write_bytes"]) / target.hbm_bytes_per_s, links)
 

@@ -224,7 +224,7 @@ def plan_memory(
         Part("workspace", max(allowance, fused_bytes), why_workspace),
         Part("inputs", inputs_bytes, "inputs and results of a step"),
         Part("communication", sum(c.nbytes for c in communicators), _why_communication(communicators)),
-        Part("runtime", reserved, "what torch_npu never offers" if reserved else "nothing is kept from a rank"),
+        Part("runtime", reserved, _why_runtime(target) if reserved else "nothing is kept from a rank"),
     ]
     unit_bytes = kv // limits.num_pages, slots // limits.num_slots, request_slots // limits.num_request_slots
     return MemoryPlan(target.name, str(mesh), tuple(parts), target.memory_bytes(mesh), *unit_bytes, limits)
@@ -310,6 +310,10 @@ def _why_experts(weights: Iterable[Leaf], mesh: Mesh, rules: Rules) -> str:
 def _why_communication(groups: Sequence[Communicator]) -> str:
     buffers = (f"{c.name} ({c.ranks} ranks) 2 x {c.buffer_bytes / MIB:.0f} MiB" for c in groups)
     return ", ".join(buffers) or "one rank talks to nobody"
+
+
+def _why_runtime(target: Target) -> str:
+    return "what torch_npu never offers" if target.cann else "an allowance for the driver, libraries and loaded modules"
 
 
 def _each(total: int, count: int) -> str:
