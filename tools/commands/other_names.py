@@ -54,6 +54,7 @@ OTHERWISE: Mapping[str, Mapping[str, str]] = {
         "--max-running-requests": "it counts all dp groups; legal is --max-num-seqs, for each of them",
         "--mem-fraction-static": _MEMORY,
         "--gpu-memory-utilization": _MEMORY,
+        "--kv-cache-memory-bytes": "it counts recurrent states too; legal is --kv-cache-memory, for the KV pages of a rank",
         "--cudagraph-capture-sizes": "it counts tokens of a step, drafts included; legal is --buckets, which counts requests",
         "--cuda-graph-max-bs": "legal is --buckets with all sizes, as in --buckets 1,2,4,...,32",
         "--cuda-graph-max-bs-decode": "legal is --buckets with all sizes, as in --buckets 1,2,4,...,32",
