@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..runtime.request import Event
 from .events import ServerEvent
+from .frames import JSON, encode_bytes
 from .items import Item
 from .replay import Replay
 from .response_store import StoredResponse
@@ -191,7 +192,7 @@ class ResponseRun:
         entry.run = None
         body = self._core.snapshot()
         entry.items = None if body["status"] == "failed" else self._conversation()
-        entry.body = body if keeping.whole else None
+        entry.body = encode_bytes(body, JSON) if keeping.whole else None
         store.put(entry)
         if keeping.resumable and not keeping.whole:
             asyncio.get_running_loop().call_later(self._service.limits.resume_grace_s, store.remove, self.response_id)

@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..graphs.errors import RequestError
 from .fields import show
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 ENTRY_BYTES = 1024
 """What a response is counted for beside its texts."""
-
-BODY_FACTOR = 2
-"""A response object repeats the texts of its output, and has ids and log probabilities beside them."""
 
 
 class NotResumable(RequestError):
@@ -38,7 +35,7 @@ class StoredResponse:
     Attributes:
         owner: who may name it: the digest of a key, "" for anybody who knows its id, or a token of one socket.
         items: the conversation up to its end; None while it runs, and where it cannot be continued.
-        body: the response object at its end; None while it runs, and where only its conversation is kept.
+        body: the response object at its end, as JSON; None while it runs, and where only its conversation is kept.
         replay: its events; None where it cannot be resumed.
         run: what drives it; None once it has ended.
     """
@@ -46,7 +43,7 @@ class StoredResponse:
     response_id: str
     owner: str
     items: tuple[Item, ...] | None = None
-    body: dict[str, Any] | None = None
+    body: bytes | None = None
     replay: Replay | None = None
     run: ResponseRun | None = None
 
@@ -54,7 +51,7 @@ class StoredResponse:
     def size_bytes(self) -> int:
         """About what it takes."""
         texts = 0 if self.items is None else size_bytes(self.items)
-        return ENTRY_BYTES + texts * (1 if self.body is None else BODY_FACTOR) + (self.replay.size_bytes if self.replay else 0)
+        return ENTRY_BYTES + texts + len(self.body or b"") + (self.replay.size_bytes if self.replay else 0)
 
 
 class ResponseStore:

@@ -113,12 +113,14 @@ class Computed(NamedTuple):
         output: its tokens among them that were not known before.
         num_computed_tokens: of its tokens; those of steps in flight do not count.
         not_finite: it computed what is no number, and nobody knows where that began.
+        first: position of the first token that a decode step computed; None of a prefill step.
     """
 
     request: RequestState
     output: tuple[int, ...]
     num_computed_tokens: int
     not_finite: bool = False
+    first: int | None = None
 
     def token_ids(self, start: int, count: int) -> tuple[int, ...]:
         """Up to `count` known tokens from position `start` on."""
@@ -151,7 +153,8 @@ def _computed_row(state: SchedulerState, request: RequestState, row: ScheduledRe
     # Those of the prompt that the step scored are known now, as if they were output.
     output = (*tokens.token_ids[: request.unscored], *output)
     count = request.num_computed_tokens + len(tokens.token_ids) if row.state.decoding else row.start + row.num_tokens
-    return Computed(request, output, count, tokens.not_finite)
+    first = request.num_computed_tokens if row.state.decoding else None
+    return Computed(request, output, count, tokens.not_finite, first)
 
 
 def commit(

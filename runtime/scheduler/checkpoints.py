@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .prefix_index import Match
+from .prefix_blocks import Match
 
 BRANCH, END = 1, 4
 """Fewest tokens that a checkpoint saves, in tokens of the smallest prefill bucket: at a branch, which saves them for every prompt to come
@@ -27,9 +27,11 @@ def places(match: Match, num_tokens: int, page_size: int, smallest: int) -> tupl
         page_size: P.
         smallest: tokens of the smallest prefill bucket.
     """
-    start, branch, end = match.depth * page_size, len(match.blocks) * page_size, (num_tokens - 1) // page_size * page_size
-    branches = (branch,) if branch - start >= BRANCH * smallest else ()
-    return (*branches, end) if end - (*branches, start)[0] >= END * smallest else branches
+    start, branch, end = match.num_tokens(page_size), len(match.blocks) * page_size, (num_tokens - 1) // page_size * page_size
+    # A tail is gone once it was used; what other prompts find is a state between two pages.
+    kept = match.without_tail().depth * page_size
+    branches = (branch,) if branch > start and branch - kept >= BRANCH * smallest else ()
+    return (*branches, end) if end > start and end - (*branches, kept)[0] >= END * smallest else branches
 
 
 class Chunk(NamedTuple):

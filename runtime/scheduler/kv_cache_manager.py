@@ -14,7 +14,8 @@ from ..constraint import Bitmask
 from ..rng import random_number
 from .advance import Computed
 from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotPool
-from .prefix_index import Checkpoint, PrefixIndex
+from .prefix_blocks import Checkpoint
+from .prefix_index import PrefixIndex
 from .schedule import GroupState, GroupStep, ScheduledRequest
 
 
@@ -41,6 +42,8 @@ class _Share:
         source: the state that its next chunk starts from, if that is not in its own slot.
         written: states that steps in flight write, by tokens computed.
         num_kept: tokens of its prompt that it was the first to have in the prefix index.
+        in_flight: its steps that are launched and whose results are not known.
+        last: what its last step computed, as long as no later one is launched, which writes over its states.
     """
 
     table: array[int] = field(default_factory=lambda: array("i"))
@@ -48,6 +51,8 @@ class _Share:
     source: Checkpoint | None = None
     written: dict[int, Checkpoint] = field(default_factory=dict)
     num_kept: int = 0
+    in_flight: int = 0
+    last: Computed | None = None
 
 
 class KVCacheManager:
@@ -108,6 +113,9 @@ class KVCacheManager:
         make: Callable[[ScheduledRequest], Row] = self._decode_row if bucket.kind == "decode" else self._prefill_row
         masks, changes = bitmasks or {}, adjustments or {}
         rows = [make(row) for row in step.rows]
+        for row in step.rows:
+            share = self._shares[row.request.id]
+            share.in_flight, share.last = share.in_flight + 1, None
         if masks or changes:
             ids = [row.request.id for row in step.rows]
             rows = [row._replace(bitmask=masks.get(id), adjustment=changes.get(id)) for row, id in zip(rows, ids, strict=True)]
@@ -121,11 +129,13 @@ class KVCacheManager:
             share = self._shares.get(row.request.id)
             if share is None or self.prefixes is None:
                 continue
+            share.in_flight -= 1
             if row.not_finite:
                 self.prefixes.forget(row.request.id)
             elif share.flushes == self.prefixes.flushes:
                 self._keep_pages(self.prefixes, share, row)
             self._keep_states(self.prefixes, share, row)
+            share.last = row if not share.in_flight and not row.not_finite else None
 
     def release(self, request_id: str) -> None:
         """Frees all pages and slots of a request, but for those that are kept; one that owns nothing here changes nothing."""
@@ -133,6 +143,8 @@ class KVCacheManager:
         if share is not None and self.prefixes is not None:
             for checkpoint in (share.source, *share.written.values()):
                 self._drop(checkpoint)
+            if self.prefixes.recurrent and share.last is not None:
+                self._keep_end(self.prefixes, share, share.last)
             self.prefixes.leave(request_id)
         self.pages.free(request_id)
         self.state_slots.free(request_id)
@@ -192,10 +204,13 @@ class KVCacheManager:
             share = self._shares[row.request.id] = _Share()
             if self.prefixes is not None and row.match is not None:
                 share.flushes, share.source = self.prefixes.flushes, row.match.checkpoint
-                self.prefixes.enter(row.request.id, row.match)
-                share.table.extend(block.page for block in row.match.blocks[: row.match.depth])
                 if share.source:
                     self.prefixes.hold(share.source)
+                self.prefixes.enter(row.request.id, row.match)
+                share.table.extend(block.page for block in row.match.blocks[: row.match.depth])
+                if row.match.tail is not None:
+                    self.pages.transfer(row.match.tail.page, Keeper.PREFIXES, row.request.id)
+                    share.table.append(row.match.tail.page)
         # Only now is what none of them needs known, and may be evicted.
         for row in admitted:
             self._make_room(self.state_slots.group)
@@ -287,6 +302,27 @@ class KVCacheManager:
             if depth <= len(path) and not row.not_finite:
                 prefixes.attach(path[depth - 1], checkpoint)
             prefixes.drop(checkpoint)
+
+    def _keep_end(self, prefixes: PrefixIndex, share: _Share, last: Computed) -> None:
+        """Keeps the state after the last token of a request that ends, and the page with the last of its tokens if it is not full."""
+        owner, page_size = last.request.id, self.limits.page_size
+        count = min(last.num_computed_tokens, last.num_tokens - prefixes.drafts)
+        path, (place, length) = prefixes.path(owner), divmod(count, page_size)
+        # A decode step has a slot for the state after each token, and computes at least one; a prefill step has the last one alone.
+        index = 0 if last.first is None else count - last.first - 1
+        own = share.source is None and count == last.num_computed_tokens
+        exact = own if last.first is None else 0 <= index < last.num_computed_tokens - last.first
+        if not exact or len(path) != place or share.flushes != prefixes.flushes:
+            return
+        slot = self.state_slots.owned(owner)[index]
+        if length:
+            tokens = last.token_ids(place * page_size, length + prefixes.drafts)
+            if prefixes.end(owner, last.request.request.cache_salt, tokens, share.table[place], slot):
+                self.pages.transfer(share.table[place], owner, Keeper.PREFIXES)
+                self.state_slots.transfer(slot, owner, Keeper.PREFIXES)
+        elif path and path[-1].known and path[-1].checkpoint is None:
+            self.state_slots.transfer(slot, owner, Keeper.PREFIXES)
+            prefixes.attach(path[-1], prefixes.new_checkpoint(slot))
 
     def _check_prefixes(self) -> None:
         """Counts what is kept, and by whom it is used, once more from page tables and tree."""

@@ -4,6 +4,9 @@ An edge is the tokens of one page. A block, which is a node, has the page with t
 state slot that holds the recurrent state after them. Where the graphs draft, what the draft head caches at a position depends on the
 token after it, so an edge has that token too.
 
+Where there are recurrent states, a request that ends between two pages leaves a tail: the page that it did not fill, and the state after
+its last token. A request that goes on from there takes both: it writes to that page. So a tail is used once, by one.
+
 Blocks that a running request uses are pinned, and so are all above them. The others are evicted, least recently used leaves first, and
 checkpoints likewise. A prefix that is forgotten while requests use it is found no more, and freed when the last of them leaves it.
 
@@ -16,72 +19,9 @@ import heapq
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
+from .prefix_blocks import NOTHING, Block, Checkpoint, Match, last_state
 from .request_state import RequestState
-
-
-class Checkpoint:
-    """A state slot with the recurrent state after some tokens.
-
-    Attributes:
-        holds: how many steps to come write or read it.
-        block: that it belongs to; None where nothing is known of the state yet, or no more.
-    """
-
-    __slots__ = ("block", "holds", "slot")
-
-    def __init__(self, slot: int) -> None:
-        self.slot, self.holds = slot, 0
-        self.block: Block | None = None
-
-
-class Block:
-    """A node: the tokens of one page, after those of its parent.
-
-    Attributes:
-        key: its tokens.
-        depth: pages from the root up to and with this one.
-        users: running requests whose page table begins with the pages up to this one.
-        last_used: when a request last came or left.
-        known: it can be found from the root.
-        queued: it is among the leaves to evict.
-    """
-
-    __slots__ = ("checkpoint", "children", "depth", "key", "known", "last_used", "number", "page", "parent", "queued", "users")
-
-    def __init__(self, key: bytes, parent: Block | None, page: int, number: int) -> None:
-        self.key, self.parent, self.page, self.number = key, parent, page, number
-        self.depth: int = parent.depth + 1 if parent else 0
-        self.children: dict[bytes, Block] = {}
-        self.checkpoint: Checkpoint | None = None
-        self.users = self.last_used = 0
-        self.known, self.queued = True, False
-
-
-class Match(NamedTuple):
-    """What is known of a prompt.
-
-    Attributes:
-        blocks: all leading pages that are cached, but for the one with the prompt's last token, which has to be computed.
-        depth: how many of them it can start after: all or, where there are recurrent states, those up to the last checkpoint.
-    """
-
-    blocks: tuple[Block, ...] = ()
-    depth: int = 0
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        """The state to start from, where there are recurrent states."""
-        return self.blocks[self.depth - 1].checkpoint if self.depth else None
-
-    @property
-    def pinned_pages(self) -> int:
-        """Pages to start after that running requests use already."""
-        return sum(block.users > 0 for block in self.blocks[: self.depth])
-
-
-NOTHING = Match()
 
 MOST_MATCHES = 1024
 """Matches that are remembered while the tree stays as it is."""
@@ -109,7 +49,7 @@ class PrefixIndex:
         most_pages: int | None = None,
     ) -> None:
         self.page_size, self.drafts, self.recurrent, self.most_pages = page_size, drafts, recurrent, most_pages
-        self.root = Block(b"", None, 0, 0)
+        self.root = Block(b"", None, 0, 0, page_size)
         self.num_unused = 0
         """Pages that no running request uses."""
         self.num_shared = 0
@@ -150,10 +90,22 @@ class PrefixIndex:
                 break
             block = found
             blocks.append(block)
-        depth = len(blocks)
-        while self.recurrent and depth and blocks[depth - 1].checkpoint is None:
-            depth -= 1
+        depth = last_state(blocks, len(blocks)) if self.recurrent else len(blocks)
+        # What is deeper saves more: a tail behind the last state, or else that.
+        for place in range(len(blocks), depth - 1, -1):
+            tail = self._tail(blocks[place - 1] if place else self.root, salt, tokens, place * self.page_size)
+            if tail is not None:
+                return Match(tuple(blocks), place, tail)
         return Match(tuple(blocks), depth)
+
+    def _tail(self, parent: Block, salt: str, tokens: Sequence[int], start: int) -> Block | None:
+        """The longest tail of a block with these tokens from `start` on, but for the last one, which has to be computed."""
+        for length in sorted({length for length, _ in parent.tails}, reverse=True):
+            if start + length < len(tokens):
+                key = self.edge(None if start else salt, tokens[start : start + length + 1], length)
+                if (length, key) in parent.tails:
+                    return parent.tails[length, key]
+        return None
 
     def still_used(self, owners: Collection[str]) -> int:
         """Of the pages of these users, counted one by one, how many stay in use, or are counted twice, when all of them leave."""
@@ -167,11 +119,13 @@ class PrefixIndex:
     # Users.
 
     def enter(self, owner: str, match: Match) -> None:
-        """A new user of the blocks that it can start after."""
+        """A new user of the blocks that it can start after, and the owner of the tail's page; hold its state first."""
         self._paths[owner] = []
         for block in match.blocks[: match.depth]:
             self._pin(owner, block)
-        if match.checkpoint:
+        if match.tail is not None:
+            self._take(match.tail)
+        elif match.checkpoint:
             self._states.move_to_end(match.checkpoint)
 
     def leave(self, owner: str) -> None:
@@ -201,22 +155,53 @@ class PrefixIndex:
         block = parent.children.get(key)
         if block is None:
             self._numbers += 1
-            block = Block(key, parent, page, self._numbers)
+            block = Block(key, parent, page, self._numbers, self.page_size)
             parent.children[key] = block
             self.num_unused += 1
             self._matches.clear()
         self._pin(owner, block)
         return block
 
-    def edge(self, salt: str | None, tokens: Sequence[int]) -> bytes:
+    def end(self, owner: str, salt: str, tokens: Sequence[int], page: int, slot: int) -> bool:
+        """A user ends between two pages; returns whether its page and the slot with its state are kept, as they are not known yet.
+
+        Args:
+            tokens: behind its blocks, at least one and fewer than a page; where the graphs draft, with the one after them.
+        """
+        path = self._paths[owner]
+        parent, length = path[-1] if path else self.root, len(tokens) - self.drafts
+        key = length, self.edge(None if path else salt, tokens, length)
+        if not parent.known or key in parent.tails:
+            return False
+        self._numbers += 1
+        self._clock += 1
+        tail = parent.tails[key] = Block(key[1], parent, page, self._numbers, length)
+        tail.last_used = self._clock
+        self.num_unused += 1
+        self.attach(tail, self.new_checkpoint(slot))
+        self._queue(tail)
+        return True
+
+    def _take(self, tail: Block) -> None:
+        """Takes a tail out of the tree, but not its page and its state, which somebody holds."""
+        assert tail.parent is not None
+        assert tail.checkpoint is not None
+        del tail.parent.tails[tail.length, tail.key]
+        tail.known = False
+        self.num_unused -= 1
+        self._queue(tail.parent)
+        self._detach(tail.checkpoint)
+
+    def edge(self, salt: str | None, tokens: Sequence[int], length: int | None = None) -> bytes:
         """The key of a block.
 
         Args:
             salt: of the first block, whose prefixes these are; None for all others.
             tokens: of its page, and the one after them.
+            length: tokens of its page; None is all of it.
         """
-        key = array("i", tokens[: self.page_size + self.drafts]).tobytes()
-        # All keys without their salt are of one length, so that no salt can pass for another with tokens.
+        key = array("i", tokens[: (length or self.page_size) + self.drafts]).tobytes()
+        # All keys of one length of page are of one length without their salt, so that no salt can pass for another with tokens.
         return key if salt is None else salt.encode(errors="surrogatepass") + key
 
     # Checkpoints.
@@ -248,7 +233,13 @@ class PrefixIndex:
         """Frees the slot of the least recently used checkpoint that nothing holds; returns whether there was one."""
         checkpoint = next((state for state in self._states if not state.holds), None)
         if checkpoint is not None:
-            self._detach(checkpoint)
+            block = checkpoint.block
+            assert block is not None
+            if block.length < self.page_size:
+                # Without its state nobody can go on behind part of a page.
+                self._forget(block)
+            else:
+                self._detach(checkpoint)
         return checkpoint is not None
 
     # Forgetting.
@@ -270,16 +261,16 @@ class PrefixIndex:
     def flush(self) -> None:
         """Forgets everything, also what running requests are going to compute."""
         self.flushes += 1
-        for block in list(self.root.children.values()):
+        for block in [*self.root.children.values(), *self.root.tails.values()]:
             self._forget(block)
         self._leaves.clear()
 
     def blocks(self) -> list[Block]:
         """All that can be found, parents first."""
-        found, new = list[Block](), list(self.root.children.values())
+        found, new = list[Block](), [*self.root.children.values(), *self.root.tails.values()]
         while new:
             found += new
-            new = [child for block in new for child in block.children.values()]
+            new = [child for block in new for child in (*block.children.values(), *block.tails.values())]
         return found
 
     def paths(self) -> dict[str, list[Block]]:
@@ -296,7 +287,7 @@ class PrefixIndex:
         self._paths[owner].append(block)
 
     def _queue(self, block: Block) -> None:
-        if block.known and not block.users and not block.children and not block.queued and block is not self.root:
+        if self._is_leaf(block) and not block.queued and block is not self.root:
             block.queued = True
             heapq.heappush(self._leaves, (block.last_used, block.number, block))
 
@@ -304,23 +295,30 @@ class PrefixIndex:
         while self._leaves:
             queued_at, _, block = heapq.heappop(self._leaves)
             block.queued = False
-            if queued_at == block.last_used and block.known and not block.users and not block.children:
+            if queued_at == block.last_used and self._is_leaf(block):
                 return block
             # It was used since, and goes where it belongs now.
             self._queue(block)
         return None
 
+    @staticmethod
+    def _is_leaf(block: Block) -> bool:
+        return block.known and not block.users and not block.children and not block.tails
+
     def _forget(self, block: Block) -> None:
         """Takes a block and all below it out of the tree."""
         assert block.parent is not None
-        del block.parent.children[block.key]
+        if block.length < self.page_size:
+            del block.parent.tails[block.length, block.key]
+        else:
+            del block.parent.children[block.key]
         self._queue(block.parent)
         self._matches.clear()
         lost = [block]
         while lost:
             block = lost.pop()
-            lost += block.children.values()
-            block.children, block.known = {}, False
+            lost += (*block.children.values(), *block.tails.values())
+            block.children, block.tails, block.known = {}, {}, False
             if block.checkpoint:
                 self._detach(block.checkpoint)
             if not block.users:

@@ -58,7 +58,8 @@ from ..buckets import choose, choose_prefill, of_kind
 from ..request import NO_INPUTS, HostInputs, Request
 from .checkpoints import CheckpointSlots, places
 from .policy import Policy
-from .prefix_index import Match, PrefixIndex
+from .prefix_blocks import Block, Match
+from .prefix_index import PrefixIndex
 from .request_state import RequestState
 from .step_times import UNMEASURED, StepTimes, padded_cost
 from .turns import Turns, in_turn
@@ -102,7 +103,7 @@ class GroupState:
 
     def cached_tokens(self, request: RequestState) -> int:
         """How many tokens of a waiting request are known to be in the caches."""
-        return self.prefixes.match(request).depth * self.prefixes.page_size if self.prefixes else 0
+        return self.prefixes.match(request).num_tokens(self.prefixes.page_size) if self.prefixes else 0
 
     def without(self, arrivals: Collection[int]) -> GroupState:
         """The group without these requests."""
@@ -340,13 +341,15 @@ def _prompts(policy: Policy, group: GroupState) -> tuple[list[_Prompt], Checkpoi
     limits, most = policy.limits, policy.max_prompts
     prompts = [_Prompt(request, request.num_pages) for request in group.running if not request.decoding][:most]
     running, pages, slots = len(group.running), group.free_pages(limits), group.free_slots(limits)
+    tails = set[Block]()
     for request in _first_waiting(policy, group, most - len(prompts)):
-        match = _usable(group.prefixes.match(request), limits, slots) if group.prefixes else None
+        match = _usable(group.prefixes.match(request), limits, slots, tails) if group.prefixes else None
         own, needed = policy.pages_to_prefill(request), limits.slots_per_request + (match is not None and _holds_more(match))
         new = own - (match.pinned_pages if match else 0)
         if slots < needed or running + 1 >= limits.num_request_slots or new + running * policy.pages_for(policy.candidates) > pages:
             break
         prompts.append(_Prompt(_resumed(policy, group, request, match), own, match))
+        tails |= {match.tail} if match is not None and match.tail is not None else set()
         running, pages, slots = running + 1, pages - new, slots - needed
     # Where a prompt finds no bitmask or adjustment left, it and all behind it wait.
     prompts = prompts[: sum(itertools.takewhile(lambda fits: fits, _fits([prompt.request for prompt in prompts], limits)))]
@@ -357,9 +360,11 @@ def _prompts(policy: Policy, group: GroupState) -> tuple[list[_Prompt], Checkpoi
     return [prompt._replace(stop=checkpoints.stop(prompt.request.checkpoints)) for prompt in prompts], checkpoints
 
 
-def _usable(match: Match, limits: Limits, slots: int) -> Match:
-    """What is known of a prompt, as far as it can begin from there: not where the slot of the state is one of those that it needs."""
-    return match._replace(depth=0) if slots < limits.slots_per_request + _holds_more(match) else match
+def _usable(match: Match, limits: Limits, slots: int, tails: Collection[Block]) -> Match:
+    """What is known of a prompt, as far as it can begin from there: not where another request of the step takes the tail, and not where
+    the slot of the state is one of those that it needs."""
+    match = match.without_tail() if match.tail in tails else match
+    return match._replace(depth=0, tail=None) if slots < limits.slots_per_request + _holds_more(match) else match
 
 
 def _holds_more(match: Match) -> bool:
@@ -373,7 +378,7 @@ def _resumed(policy: Policy, group: GroupState, request: RequestState, match: Ma
         return request
     page_size = policy.limits.page_size
     checkpoints = places(match, request.num_tokens, page_size, policy.smallest_prefill) if group.prefixes.recurrent else ()
-    return request.resumed(match.depth * page_size, checkpoints)
+    return request.resumed(match.num_tokens(page_size), checkpoints)
 
 
 def _first_waiting(policy: Policy, group: GroupState, most: int) -> Iterable[RequestState]:

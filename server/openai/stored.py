@@ -35,7 +35,7 @@ async def retrieve(api: Api, request: Request) -> Response:
             raise RequestError(f"there is no query parameter {show(name)}; legal are {list(QUERY)}", param=name[:128], code="unknown_field")
     stored = _stored(api, request)
     if not _flag(query, "stream"):
-        return JSONResponse(_body(stored))
+        return _body(stored)
     if stored.replay is None:
         raise NotResumable(stored.response_id)
     events = stored.replay.after(_number(query, "starting_after"))
@@ -62,7 +62,7 @@ async def cancel(api: Api, request: Request) -> Response:
         except TimeoutError:
             return JSONResponse(run.snapshot())
         return JSONResponse(run.snapshot())
-    return JSONResponse(_body(stored))
+    return _body(stored)
 
 
 async def delete(api: Api, request: Request) -> Response:
@@ -83,12 +83,13 @@ def _stored(api: Api, request: Request) -> StoredResponse:
     return api.serving().store.named(request.path_params["response_id"], (str(request.scope.get(OWNER, "")),))
 
 
-def _body(stored: StoredResponse) -> dict[str, object]:
-    body = stored.run.snapshot() if stored.run is not None else stored.body
-    if body is None:
+def _body(stored: StoredResponse) -> Response:
+    if stored.run is not None:
+        return JSONResponse(stored.run.snapshot())
+    if stored.body is None:
         message = f"response {show(stored.response_id)} was made with store: false, and has ended; its events may still be followed"
         raise RequestError(message, param="response_id", code="response_not_found")
-    return body
+    return Response(stored.body, media_type="application/json")
 
 
 def _flag(query: Mapping[str, str], name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -166,7 +167,7 @@ def test_one_in_the_background_goes_on_to_its_end():
         engine.finish()
         await settled()
         stored = service.store.named("resp_1", ("me",))
-        assert (stored.body["status"], stored.run, engine.cancelled) == ("completed", None, [])
+        assert (json.loads(stored.body)["status"], stored.run, engine.cancelled) == ("completed", None, [])
         assert [event["type"] for event in stored.replay.after(-1)][-1] == "response.completed"
 
     asyncio.run(play())

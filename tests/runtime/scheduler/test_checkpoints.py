@@ -6,11 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.runtime.scheduler.checkpoints import CheckpointSlots, Chunk, places
-from npucompile.runtime.scheduler.prefix_index import Block, Match
+from npucompile.runtime.scheduler.prefix_blocks import Block, Checkpoint, Match
 
 
-def match(known: int, depth: int) -> Match:
-    return Match(tuple(Block(b"", None, 0, number) for number in range(known)), depth)
+def match(known: int, depth: int, tail: int = 0) -> Match:
+    """So many blocks are known, with a state behind the first `depth`, or behind part of a page more."""
+    blocks = tuple(Block(b"", None, 0, number, 16) for number in range(known))
+    if depth:
+        blocks[depth - 1].checkpoint = Checkpoint(1)
+    return Match(blocks, known, Block(b"", None, 0, known, tail)) if tail else Match(blocks, depth)
 
 
 def test_a_prompt_is_kept_where_it_parts_from_others_and_at_its_end():
@@ -19,6 +23,16 @@ def test_a_prompt_is_kept_where_it_parts_from_others_and_at_its_end():
     # It begins where it parts; the last page boundary is never the whole prompt.
     assert places(match(3, 3), 96, 16, 4) == (80,)
     assert places(match(6, 0), 100, 16, 4) == (96,)
+
+
+def test_what_begins_behind_a_tail_is_kept_once_much_has_come_since_the_last_state_between_two_pages():
+    ended = match(3, 2, 7)
+    assert ended.num_tokens(16) == 55
+    assert ended.without_tail() == ended._replace(tail=None, depth=2)
+    assert [places(match(3, 2, 7), tokens, 16, 16) for tokens in (60, 96, 97)] == [(), (), (96,)]
+    # All that is known lies before the tail: a chunk cannot end there.
+    assert places(match(3, 0, 7), 60, 16, 16) == ()
+    assert places(match(4, 0, 7), 73, 16, 16) == ()
 
 
 def test_a_place_that_saves_too_little_is_none():
