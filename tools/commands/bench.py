@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,8 @@ from ..bench import machine as bench_machine
 from ..bench import overhead as bench_overhead
 from ..bench import speculation as bench_speculation
 from ..bench import streams as bench_streams
+from ..bench.peers import engines
+from ..bench.peers import run as bench_peers
 from ..bench.report import Table, as_data, as_markdown, as_text
 from ..bench.streams import Load
 from ..build import driver as building
@@ -34,8 +36,8 @@ from .family_option import family_option
 
 T = TypeVar("T")
 
-FIGURES = ("build", "load", "decode", "prefill", "streams", "overhead", "speculation", "peer")
-SLOW = ("build", "overhead", "speculation")
+FIGURES = ("build", "load", "decode", "prefill", "streams", "overhead", "speculation", "peer", "peers")
+SLOW = ("build", "overhead", "speculation", "peers")
 """Figures that are measured only if `--only` names them."""
 
 BUSY = 0.5
@@ -47,12 +49,13 @@ class Settings:
     """How much is measured.
 
     Attributes:
-        loads: request loads of streams, speculation and peer.
+        loads: request loads of streams, speculation, peer and peers.
         repetitions: of a step.
-        rounds: of load, streams, overhead, speculation and peer.
+        rounds: of load, streams, overhead, speculation, peer and peers.
         builds: rounds of builds.
         jobs: graphs compiled at a time.
         prompts: file of prompts for speculation; None means the model's own.
+        peers: the engines of peers.
     """
 
     loads: tuple[Load, ...]
@@ -61,6 +64,7 @@ class Settings:
     builds: int
     jobs: int
     prompts: Path | None = None
+    peers: bench_peers.Choice = field(default_factory=bench_peers.Choice)
 
 
 @click.command("bench")
@@ -76,6 +80,18 @@ class Settings:
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
 @click.option(
     "--prompts", type=click.Path(path_type=Path, dir_okay=False), help="Prompts for speculation, one per line.  [default: the model's own]"
+)
+@click.option(
+    "--peer",
+    "peer_names",
+    multiple=True,
+    metavar="NAME",
+    help=f"An engine to measure beside ours, of {', '.join(engines.PEERS)}; may be repeated. Without --only, peers is the only figure.  "
+    f"[default: {', '.join(engines.DEFAULT)}]",
+)
+@click.option("--peer-python", multiple=True, metavar="NAME=PATH", help="Interpreter that has an engine.  [default: our own, else python3]")
+@click.option(
+    "--llama-cpp", type=click.Path(path_type=Path, file_okay=False), help="Checkout of llama.cpp, whose converter writes GGUF files."
 )
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a step.  [default: all cores]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -94,13 +110,17 @@ def command(
     builds: int,
     jobs: int,
     prompts: Path | None,
+    peer_names: tuple[str, ...],
+    peer_python: tuple[str, ...],
+    llama_cpp: Path | None,
     threads: int | None,
     as_json: bool,
     markdown: bool,
 ) -> None:
     """Measure ARTIFACT_OR_MODEL, by default the newest artifact. A model that is not built yet is built first.
 
-    `npucompile bench serve` instead sends a load to a server that runs.
+    `npucompile bench serve` instead sends a load to a server that runs. peer compares tokens and throughput with transformers; peers
+    compares speed, start and memory with other engines, each in a process and a Python environment of its own.
 
     Every figure is a median with its smallest and largest value, and candidates that are compared run alternately. Other work on
     the machine still shows, so measure on a quiet one. Progress goes to standard error.
@@ -108,13 +128,18 @@ def command(
     \b
     Examples: npucompile bench qwen3.5-tiny --only decode,prefill
               npucompile bench qwen3.5-tiny --only streams --streams 1,8 --markdown
+              npucompile bench OUT --peer llama.cpp --peer-python llama.cpp=VENV/bin/python --llama-cpp CHECKOUT --prompt-tokens 512
     """
     if as_json and markdown:
         raise SpecError("give at most one of --json and --markdown")
     if threads:
         torch.set_num_threads(threads)
-    wanted = figure_names(only) if only is not None else None
-    settings = Settings(tuple(Load(n, prompt_tokens, tokens) for n in counts(streams)), repetitions, rounds, builds, jobs, prompts)
+    wanted = figure_names(only) if only is not None else ("peers",) if peer_names else None
+    chosen = bench_peers.choice(peer_names, peer_python, llama_cpp)
+    if (peer_names or peer_python or llama_cpp) and (wanted is None or "peers" not in wanted):
+        raise SpecError("--peer, --peer-python and --llama-cpp are for peers; name it in --only, or leave them out")
+    loads = tuple(Load(n, prompt_tokens, tokens) for n in counts(streams))
+    settings = Settings(loads, repetitions, rounds, builds, jobs, prompts, chosen)
     progress = Progress()
     machine = bench_machine.describe()
     if machine.load > BUSY:
@@ -173,7 +198,7 @@ def measure(
     sources: dict[str, Callable[[], list[Table]]] = {}
     if wanted != ("build",):
         artifact = _alone(lambda: find_or_build(home, name, progress, family))
-        if {"load", "streams", "speculation", "peer"} & set(wanted):
+        if {"load", "streams", "speculation", "peer", "peers"} & set(wanted):
             for load in settings.loads:
                 load.check(artifact.manifest.limits.max_model_len)
         subject = describe(artifact)
@@ -219,7 +244,23 @@ def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progre
         "overhead": lambda: [bench_overhead.overhead(artifact, settings.rounds, progress)],
         "speculation": lambda: [speculation(artifact, home, settings, progress)],
         "peer": lambda: [peer.peer(artifact, settings.loads, settings.rounds, progress)],
+        "peers": lambda: peers(artifact, home, settings, progress),
     }
+
+
+def peers(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> list[Table]:
+    """An artifact, with and without its drafts, beside other engines."""
+    return bench_peers.peers(
+        artifact,
+        without_drafts(artifact, home, settings, progress) if artifact.manifest.limits.drafts else None,
+        settings.peers,
+        settings.loads,
+        settings.rounds,
+        threads=torch.get_num_threads(),
+        cache=home.cache / "peers",
+        environment=home.environment,
+        progress=progress,
+    )
 
 
 def speculation(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> Table:
@@ -238,12 +279,18 @@ def speculation(artifact: Artifact, home: Home, settings: Settings, progress: Pr
     if manifest.tokenizer is None:
         raise SpecError(f"{artifact.path} has no tokenizer; drafting is measured on text")
     texts = bench_speculation.read_prompts(path, TextTokenizer.load(artifact.path / manifest.tokenizer))
-    plain_path = artifact.path.with_name(f"{artifact.path.name}-k0")
-    progress.say(f"{plain_path}: the same artifact without drafts, brought up to date")
+    plain = without_drafts(artifact, home, settings, progress)
+    return bench_speculation.speculation(artifact, plain, texts, settings.loads, settings.rounds, progress)
+
+
+def without_drafts(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> Artifact:
+    """The same artifact without drafts, which is built beside it."""
+    path = artifact.path.with_name(f"{artifact.path.name}-k0")
+    progress.say(f"{path}: the same artifact without drafts, brought up to date")
     # The last of repeated options counts.
-    arguments = (*manifest.build_arguments, "--speculative-tokens", "0")
-    build.apart(plain_path, home.cache, settings.jobs, arguments, home.environment)
-    return bench_speculation.speculation(artifact, Artifact.open(plain_path), texts, settings.loads, settings.rounds, progress)
+    arguments = (*artifact.manifest.build_arguments, "--speculative-tokens", "0")
+    build.apart(path, home.cache, settings.jobs, arguments, home.environment)
+    return Artifact.open(path)
 
 
 def describe(artifact: Artifact) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Other inference engines, measured beside ours: each in a process and a Python environment of its own."""
