@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,25 @@ TABLE: dict[str, Native] = {}
 """Every native operator by name; filled when `graphs.ops` is imported."""
 
 
+class Packed(NamedTuple):
+    """Says of an operator that it reads its weights in a packed layout, which is made of parameters when they are loaded.
+
+    The operand keeps the shape and dtype of the weights as they are stored: the layout is one of its bytes alone.
+    """
+
+    operand: int
+    """Position of the weights among the operands."""
+
+    kind: str
+    """Layout: a name of `lowering.backends.inductor.layouts.KINDS`."""
+
+    plain: Callable[..., Any]
+    """The same operation on weights as they are stored, for those that are no parameters or have other readers."""
+
+    worth: bool = True
+    """Whether it is a reason to pack; else it only reads what others want packed."""
+
+
 class Native:
     """One operator, `torch.ops.npuc_native.<name>`: the meaning of a primitive, run by compiled code.
 
@@ -28,15 +47,16 @@ class Native:
         name: of the operator; unique among all C functions that torch's packages call.
         schema: torch operator schema without the name.
         abstract: results on meta tensors.
+        packed: where it takes packed weights.
 
     Raises:
         PrimitiveError: the name is taken.
     """
 
-    def __init__(self, name: str, schema: str, abstract: Callable[..., Any]) -> None:
+    def __init__(self, name: str, schema: str, abstract: Callable[..., Any], packed: Packed | None = None) -> None:
         if name in TABLE:
             raise PrimitiveError(f"native operator {name!r} is defined twice; names are unique")
-        self.name = name
+        self.name, self.packed = name, packed
         self._kernel: Callable[..., Any] | None = None
         _LIBRARY.define(f"{name}{schema}")
         _LIBRARY.impl(name, self._call, "CPU")
@@ -52,3 +72,10 @@ class Native:
         if self._kernel is None:
             raise PrimitiveError(f"operator {NAMESPACE}.{self.name} has no kernel in this process; packages that call it bring one")
         return self._kernel(*args)
+
+
+def native_of(target: object) -> Native | None:
+    """The native operator that an FX node calls, or None for any other target."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
+        return None
+    return TABLE.get(target._schema.name.split("::")[1])

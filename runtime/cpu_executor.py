@@ -140,6 +140,7 @@ class CpuExecutor:
         signature = self._signatures[entry.bucket]
         blank = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.inputs]
         check_operands([*self._params, *self._state, *blank], signature)
+        executable.prepare(self._params)
         self.backends[entry.bucket.name] = executable.backend
         return executable
 

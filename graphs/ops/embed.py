@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..native_ops import Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 
 
@@ -32,6 +33,17 @@ def embed_reference(args: Embed) -> Tensor:
         [T, M].
     """
     return torch.nn.functional.embedding(args.tokens, args.table)
+
+
+_panels = Native("npuc_embed_bf16", embed.schema, embed.rule("abstract"), Packed(1, "bf16", embed.rule("reference"), worth=False)).op
+
+
+@embed.lowering("inductor")
+def embed_on_cpu(args: Embed) -> Any:
+    """A table that is the output head, too, is packed for it; rows are then picked out of its panels (lowering/cpp/linear_bf16.cpp)."""
+    if args.table.dtype == torch.bfloat16:
+        return _panels(args.tokens, args.table)
+    return embed_reference(args)
 
 
 @embed.lowering("npu")

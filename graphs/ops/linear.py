@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..native_ops import FEW_ROWS, Native
+from ..native_ops import FEW_ROWS, Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 
 
@@ -36,15 +36,19 @@ def linear_reference(args: Linear) -> Tensor:
 
 
 _few_rows = Native("npuc_linear", linear.schema, linear.rule("abstract")).op
+_panels = Native("npuc_linear_bf16", linear.schema, linear.rule("abstract"), Packed(1, "bf16", linear.rule("reference"))).op
 
 
 @linear.lowering("inductor")
 def linear_on_cpu(args: Linear) -> Any:
-    """Few rows in float32 go through a kernel that reads weights as fast as memory gives them (lowering/cpp/linear.cpp).
+    """Kernels that read weights as fast as memory gives them: of few rows in float32 (lowering/cpp/linear.cpp), and in bfloat16 of
+    any number of rows, with weights that were packed when they were loaded (lowering/cpp/linear_bf16.cpp).
 
     A row's result is the same bit for bit whatever rows are beside it; torch sums in another order for another number of rows.
     """
     x, weight = args
+    if x.dtype == weight.dtype == torch.bfloat16:
+        return _panels(x, weight)
     if x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype == torch.float32:
         return _few_rows(x, weight)
     return linear_reference(args)

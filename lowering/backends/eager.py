@@ -51,6 +51,10 @@ class EagerExecutable:
             elif node.op != "placeholder":
                 raise LoweringError(f"{node.name} is a {node.op} of {node.target!r}; everything a graph reads must be an operand")
 
+    def prepare(self, params: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Derives nothing: it reads parameters as they are stored."""
+        return ()
+
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Runs one step; state operands are updated in place, the outputs are returned.
 

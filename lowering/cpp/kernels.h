@@ -8,6 +8,12 @@ extern "C" {
 // y [M, N] = x [M, K] times the transpose of w [N, K]; rows of x are `ld` floats apart.
 void npuc_linear(const float* x, int64_t ld, const float* w, int64_t M, int64_t N, int64_t K, float* y);
 
+// The same in bfloat16, of w in panels (panels.h).
+void npuc_linear_bf16(const void* x, int64_t ld, const void* w, int64_t M, int64_t N, int64_t K, void* y);
+
+// out [T, K]: the rows `ids` [T], int32 or int64, of a table [N, K] in panels.
+void npuc_embed_bf16(const void* ids, int64_t wide_ids, const void* table, int64_t T, int64_t N, int64_t K, void* out);
+
 // out [T, M]: experts with weights gate_up [E, 2, F, M] and down [E, M, F] on tokens x [T, M], which are `ld` floats apart. Each token
 // has X experts `ids` [T, X] with weights `share` [T, X]; ids outside [0, E) are skipped.
 void npuc_experts(const float* x, int64_t ld, const float* share, const int32_t* ids, const float* gate_up, const float* down, int64_t T,

@@ -61,15 +61,16 @@ struct Dense {
     }
 };
 
-// Rows [T, K] of floats that are `ld` floats apart, copied if a row has gaps.
+// Rows [T, K] of elements that are `ld` elements apart, copied if a row has gaps.
+template <typename T>
 struct Rows {
-    std::vector<float> copy;
-    const float* data;
+    std::vector<T> copy;
+    const T* data;
     int64_t ld;
 
-    explicit Rows(const Tensor& from) : data(static_cast<const float*>(from.data)), ld(from.sizes[0] == 1 ? from.sizes[1] : from.strides[0]) {
+    explicit Rows(const Tensor& from) : data(static_cast<const T*>(from.data)), ld(from.sizes[0] == 1 ? from.sizes[1] : from.strides[0]) {
         if (from.dense(1)) return;
-        Dense<float> dense(from);
+        Dense<T> dense(from);
         copy.swap(dense.copy);
         data = copy.data(), ld = from.sizes[1];
     }
@@ -108,10 +109,32 @@ AOTITorchError aoti_torch_cpu_npuc_linear(AtenTensorHandle x, AtenTensorHandle w
     return guarded("npuc_linear", [&] {
         const Tensor input(x), w(weight);
         promised(w.dense() && input.dtype == aoti_torch_dtype_float32() && w.dtype == input.dtype);
-        const Rows rows(input);
+        const Rows<float> rows(input);
         const int64_t sizes[] = {input.sizes[0], w.sizes[0]};
         auto* y = static_cast<float*>(make(2, sizes, input.dtype, out));
         npuc_linear(rows.data, rows.ld, static_cast<const float*>(w.data), sizes[0], sizes[1], w.sizes[1], y);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_linear_bf16(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* out) {
+    return guarded("npuc_linear_bf16", [&] {
+        const Tensor input(x), w(weight);
+        promised(w.dense() && input.dtype == aoti_torch_dtype_bfloat16() && w.dtype == input.dtype);
+        const Rows<uint16_t> rows(input);
+        const int64_t sizes[] = {input.sizes[0], w.sizes[0]};
+        void* y = make(2, sizes, input.dtype, out);
+        npuc_linear_bf16(rows.data, rows.ld, w.data, sizes[0], sizes[1], w.sizes[1], y);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_embed_bf16(AtenTensorHandle tokens, AtenTensorHandle table, AtenTensorHandle* out) {
+    return guarded("npuc_embed_bf16", [&] {
+        const Tensor ids(tokens), rows(table);
+        const bool wide = ids.dtype == aoti_torch_dtype_int64();
+        promised(rows.dense() && ids.dense() && rows.dtype == aoti_torch_dtype_bfloat16() && (wide || ids.dtype == aoti_torch_dtype_int32()));
+        const int64_t sizes[] = {ids.sizes[0], rows.sizes[1]};
+        void* y = make(2, sizes, rows.dtype, out);
+        npuc_embed_bf16(ids.data, wide, rows.data, sizes[0], rows.sizes[0], sizes[1], y);
     });
 }
 
@@ -121,7 +144,7 @@ AOTITorchError aoti_torch_cpu_npuc_experts(AtenTensorHandle x, AtenTensorHandle 
         const Tensor input(x), share(weights), chosen(ids), wide(gate_up), narrow(down);
         promised(wide.dense() && narrow.dense() && chosen.dtype == aoti_torch_dtype_int32());
         for (const Tensor* one : {&input, &share, &wide, &narrow}) promised(one->dtype == aoti_torch_dtype_float32());
-        const Rows rows(input);
+        const Rows<float> rows(input);
         const Dense<float> shares(share);
         const Dense<int32_t> choices(chosen);
         auto* y = static_cast<float*>(make(2, input.sizes, input.dtype, out));

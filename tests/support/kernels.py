@@ -20,7 +20,10 @@ import torch
 from npucompile.graphs import native_ops as operators
 from npucompile.lowering.backends.inductor import aoti, native
 
-F32, I32 = torch.float32, torch.int32
+F32, I32, BF16, U8 = torch.float32, torch.int32, torch.bfloat16, torch.uint8
+
+VARIANTS = (0, 1, 2)
+"""Numbers of the variants of kernels (lowering/cpp/cpu.h)."""
 
 
 _OWN = aoti.instruction_set() or "native"
@@ -89,6 +92,43 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     x, out = _rows(x), torch.empty(M, N)
     _call("npuc_linear", _at(x, F32), x.stride(0), _at(weight, F32, (N, K)), M, N, K, _at(out, F32))
     return out
+
+
+def linear_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Packs the weight first, which a package finds packed."""
+    (M, K), N = x.shape, weight.shape[0]
+    x, out, panels = _rows(x), torch.empty(M, N, dtype=x.dtype), packed(weight)
+    _call("npuc_linear_bf16", _at(x, BF16), x.stride(0), _at(panels, U8), M, N, K, _at(out, BF16))
+    return out
+
+
+def embed_bf16(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    (N, K), tokens, panels = table.shape, tokens.contiguous(), packed(table)
+    out = torch.empty(len(tokens), K, dtype=table.dtype)
+    wide = int(tokens.dtype == torch.int64)
+    _call("npuc_embed_bf16", _at(tokens, tokens.dtype), wide, _at(panels, U8), len(tokens), N, K, _at(out, BF16))
+    return out
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix [N, K], or several [..., N, K], in panels."""
+    N, K = weight.shape[-2:]
+    weight, matrices = weight.contiguous(), weight.numel() // (N * K)
+    size = library(_level).npuc_packed_bf16
+    size.argtypes, size.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
+    out = torch.full((matrices * size(N, K),), 0xFF, dtype=U8)
+    _call("npuc_pack_bf16", _at(weight, BF16), matrices, N, K, _at(out, U8))
+    return out
+
+
+@contextmanager
+def limited(variant: int) -> Iterator[int]:
+    """Inside, kernels use at most a variant of lowering/cpp/cpu.h; gives the one that they use."""
+    limit = library(_level).npuc_limit
+    try:
+        yield limit(variant)
+    finally:
+        limit(max(VARIANTS))
 
 
 def experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -191,8 +231,10 @@ KERNELS = {
     "npuc_attention": attention,
     "npuc_conv": conv,
     "npuc_delta": delta,
+    "npuc_embed_bf16": embed_bf16,
     "npuc_experts": experts,
     "npuc_linear": linear,
+    "npuc_linear_bf16": linear_bf16,
     "npuc_logprobs": logprobs,
     "npuc_sample": sample,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from ....graphs import compile_count
 from ....graphs.errors import LoweringError
 from ...backend import Backend, Compiled
 from ...platform import CPU, Platform
+from .packing import Layout, Packer
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 NAME = "inductor"
 _ROOT = "graph"
 _MODEL = "model"
+_LAYOUTS, _PACKER = "npucompile/layouts.json", "npucompile/pack.so"
+"""Entries of a package whose graph reads packed parameters: their layouts by position, and the library that packs them."""
 
 
 class PackageExecutable:
@@ -46,10 +50,34 @@ class PackageExecutable:
             self._run = torch._C._aoti.AOTIModelPackageLoader(str(path), _MODEL, False, 1, -1).run
         except RuntimeError as error:
             raise LoweringError(f"{path} is not a package torch {torch.__version__} can load: {_error_line(error)}") from error
+        self._layouts, self._packer = _packing(path)
+        self._packed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def prepare(self, params: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Packs the parameters whose layout is not the stored one, unless another package of this process has."""
+        if self._packer:
+            made = self._packer.pack(params, self._layouts)
+            self._packed = [(i, params[i], packed) for i, packed in made.items()]
+        return tuple(self._layouts)
 
     def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
         """Runs one step; state operands are updated in place, the outputs are returned."""
+        if self._layouts:
+            operands = list(operands)
+            if len(self._packed) != len(self._layouts) or any(operands[i] is not plain for i, plain, _ in self._packed):
+                self.prepare(operands)
+            for i, _, packed in self._packed:
+                operands[i] = packed
         return self._run(operands)  # type: ignore[arg-type]  # pybind takes any sequence
+
+
+def _packing(path: Path) -> tuple[dict[int, Layout], Packer | None]:
+    """The layouts of a package's parameters by position, and what packs them."""
+    with zipfile.ZipFile(path) as archive:
+        if f"{_ROOT}/{_LAYOUTS}" not in archive.namelist():
+            return {}, None
+        layouts = json.loads(archive.read(f"{_ROOT}/{_LAYOUTS}"))
+        return {int(i): Layout(*layout) for i, layout in layouts.items()}, Packer(archive.read(f"{_ROOT}/{_PACKER}"))
 
 
 def check_operators(graph: GraphModule) -> None:
@@ -67,10 +95,16 @@ def check_operators(graph: GraphModule) -> None:
         raise LoweringError(f"the inductor backend runs operators of {', '.join(legal)}; this graph also calls {', '.join(foreign)}")
 
 
-def package(files: Mapping[str, bytes]) -> bytes:
-    """The package that torch's loader reads: a zip whose bytes depend on the files alone."""
-    entries = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"6\n"}
+def package(files: Mapping[str, bytes], more: Mapping[str, bytes] | None = None) -> bytes:
+    """The package that torch's loader reads: a zip whose bytes depend on the files alone.
+
+    Args:
+        files: of the model, by name.
+        more: other entries, by path.
+    """
+    entries: dict[str, bytes] = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"6\n"}
     entries |= {f"data/aotinductor/{_MODEL}/{name}": content for name, content in files.items()}
+    entries |= dict(more or {})
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name in sorted(entries):
@@ -91,10 +125,13 @@ class Inductor(Backend):
     suffix = "pt2"
 
     def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
-        """Replaces primitives by aten operators and native kernels; state is written in place."""
+        """Replaces primitives by aten operators and native kernels; state is written in place, and parameters get their layouts."""
         from ...lower import lower_inline
+        from .layouts import choose
 
-        return lower_inline(partitioned, NAME)
+        lowered = lower_inline(partitioned, NAME)
+        choose(lowered.graph)
+        return lowered
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
         """Compiles a graph of aten and native operators into a package.
@@ -125,7 +162,18 @@ class Inductor(Backend):
             raise LoweringError(
                 f"inductor could not compile {lowered.bucket.name}: {type(error).__name__}: {_error_line(error)}"
             ) from error
-        return Compiled(package(files))
+        return Compiled(package(files, self._packing(lowered.graph, cache_dir.resolve())))
+
+    def _packing(self, graph: GraphModule, cache_dir: Path) -> dict[str, bytes]:
+        """The entries of a package that say how to pack its parameters; none where it reads all as they are stored."""
+        from . import aoti, native
+        from .layouts import layouts
+
+        found = layouts(graph)
+        if not found:
+            return {}
+        library = native.packer(aoti.compiler()[0], aoti.instruction_set() or "native", cache_dir)
+        return {_LAYOUTS: json.dumps({str(i): layout for i, layout in found.items()}).encode(), _PACKER: library}
 
     def open(self, path: Path) -> Executable:
         """Loads a package."""

@@ -75,13 +75,26 @@ def archive(compiler: str, architecture: str, cache_dir: Path) -> Path:
     return target
 
 
-def _compile(unit: Path, compiler: str, architecture: str, to: Path) -> Path:
+def packer(compiler: str, architecture: str, cache_dir: Path) -> bytes:
+    """A shared library of the functions that pack parameters, which loaders call without torch; equal bytes for equal sources.
+
+    Raises:
+        LoweringError: quoting the compiler's error.
+    """
+    with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
+        library = Path(scratch) / "pack.so"
+        unit = _compile(FOLDER / "pack.cpp", compiler, architecture, Path(scratch), "-fvisibility=default")
+        _run([compiler, "-shared", "-fopenmp", "-s", "-Wl,--build-id=none", str(unit), "-o", str(library)])
+        return library.read_bytes()
+
+
+def _compile(unit: Path, compiler: str, architecture: str, to: Path, *more: str) -> Path:
     include = Path(torch.__file__).parent / "include"
     mapped = [f"-ffile-prefix-map={shlex.quote(str(path))}={name}" for path, name in ((FOLDER, "native"), (include, "torch"))]
     vectors = ["-mprefer-vector-width=512"] if architecture == "x86-64-v4" else []
     output = to / f"{unit.stem}.o"
     headers = ["-isystem", str(include)] if unit.stem == SHIMS else []
-    _run([compiler, *FLAGS, *headers, f"-march={architecture}", *vectors, *mapped, "-c", str(unit), "-o", str(output)])
+    _run([compiler, *FLAGS, *headers, f"-march={architecture}", *vectors, *mapped, *more, "-c", str(unit), "-o", str(output)])
     return output
 
 

@@ -1,0 +1,42 @@
+// Panels (panels.h) of matrices as checkpoints have them. Compiled into a library of its own, too, which loads weights.
+#include "pack.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "panels.h"
+
+using namespace npuc;
+
+namespace {
+
+// Transposes [16][width] words of rows that are `ld` apart, of which `rows` exist, to [width][16].
+void transpose(const uint16_t* from, int64_t rows, int64_t K, int64_t pairs, uint32_t* to) {
+    constexpr int64_t STEP = 16;
+    for (int64_t k0 = 0; k0 < pairs; k0 += STEP) {
+        uint32_t square[CHANNELS][STEP] = {};
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t left = std::min(2 * STEP, K - 2 * k0);
+            if (left == 2 * STEP)
+                std::memcpy(square[r], from + r * K + 2 * k0, sizeof square[r]);
+            else if (left > 0)
+                std::memcpy(square[r], from + r * K + 2 * k0, left * 2);
+        }
+        for (int64_t k = 0; k < STEP; k++)
+            for (int64_t r = 0; r < CHANNELS; r++) to[(k0 + k) * CHANNELS + r] = square[r][k];
+    }
+}
+
+}  // namespace
+
+int64_t npuc_packed_bf16(int64_t N, int64_t K) { return panels(N) * lines(K, 2) * LINE; }
+
+void npuc_pack_bf16(const void* weights, int64_t matrices, int64_t N, int64_t K, void* out) {
+    const int64_t each = panels(N), pairs = lines(K, 2);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < matrices * each; i++) {
+        const int64_t first = i % each * CHANNELS;
+        transpose(static_cast<const uint16_t*>(weights) + (i / each * N + first) * K, std::min(CHANNELS, N - first), K, pairs,
+                  static_cast<uint32_t*>(out) + i * pairs * CHANNELS);
+    }
+}

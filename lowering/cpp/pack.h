@@ -1,0 +1,11 @@
+// The C interface of packing, which happens when weights are loaded.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Bytes of one packed matrix [N, K] of bfloat16, and the packing of several that lie one behind the other.
+int64_t npuc_packed_bf16(int64_t N, int64_t K);
+void npuc_pack_bf16(const void* weights, int64_t matrices, int64_t N, int64_t K, void* out);
+}

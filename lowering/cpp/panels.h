@@ -1,0 +1,25 @@
+// Weights as products read them: in panels of 16 channels, made once when weights are loaded (pack.cpp).
+//
+// A matrix [N, K] of bfloat16 becomes [N / 16][K / 2][16][2]: a line of 64 bytes has a pair of each channel, which is what AVX-512's dot
+// products take, and 16 lines are a tile of AMX. N is filled up with zeros to whole panels and K to whole tiles. One of int8 becomes
+// [N / 16][K / 4][16][4], and behind each panel stand the 16 sums of its channels, int32.
+#pragma once
+
+#include <cstdint>
+
+namespace npuc {
+
+constexpr int64_t CHANNELS = 16;
+
+// Bytes of a line, and lines of a tile.
+constexpr int64_t LINE = 64, LINES = 16;
+
+constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// Lines of a panel whose matrix has K elements of `size` bytes a channel.
+constexpr int64_t lines(int64_t K, int64_t size) { return up(K, LINES * 4 / size) * size / 4; }
+
+// Panels of N channels.
+constexpr int64_t panels(int64_t N) { return (N + CHANNELS - 1) / CHANNELS; }
+
+}  // namespace npuc

@@ -1,0 +1,78 @@
+"""lowering/cpp/linear_bf16.cpp and its products: every variant of the instruction sets that this machine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import kernels as native_kernels
+
+BF16 = torch.bfloat16
+
+ROUNDED = 2.0**-8
+"""Relative to the largest value: results are rounded once, when they are stored."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(level, variant) for level in native_kernels.LEVELS for variant in native_kernels.VARIANTS],
+    ids=lambda chosen: f"{chosen[0]}-{chosen[1]}",
+)
+def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Iterator[ModuleType]:
+    """The kernels at each level that packages are compiled for, in each variant."""
+    level, variant = request.param
+    with kernels.compiled_for(level), kernels.limited(variant) as used:
+        if used != variant:
+            pytest.skip(f"this CPU runs variant {used} at most")
+        yield kernels
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape
+    assert got.isfinite().all(), "nothing that nobody wrote was read"
+    assert (got.double() - want).abs().max() <= ROUNDED * want.abs().max() + 1e-30
+
+
+def apart(x: torch.Tensor, by: int) -> torch.Tensor:
+    """The same rows with `by` undefined elements between them."""
+    wide = torch.full((len(x), x.shape[1] + by), float("nan"), dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 65), st.integers(1, 90), st.integers(1, 130), st.integers(0, 5))
+def test_the_product_is_that_of_wider_numbers(run: ModuleType, M: int, N: int, K: int, by: int) -> None:
+    x, weight = randn(M, K), randn(N, K, seed=1)
+    close(run.linear_bf16(apart(x, by), weight), x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize(("N", "K"), [(1, 1), (33, 17), (200, 300), (48, 4200)])
+def test_a_row_is_the_same_in_any_company(run: ModuleType, N: int, K: int) -> None:
+    """Bit for bit, whatever blocks rows are cut into: a request's tokens must not depend on other rows or on the number of threads.
+
+    With 4,200 columns 300 rows are more than stay in the cache at a time.
+    """
+    x, weight = randn(300, K), randn(N, K, seed=1)
+    whole = run.linear_bf16(x, weight)
+    close(whole, x.double() @ weight.double().T)
+    for threads in (1, 2):
+        with run.threads(threads):
+            for count in (*range(1, 35), 47, 64, 65, 130):
+                assert torch.equal(run.linear_bf16(x[3 : 3 + count], weight), whole[3 : 3 + count])
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 70), st.integers(1, 90), st.integers(1, 70), st.sampled_from([torch.int32, torch.int64]))
+def test_rows_are_picked_out_of_panels_as_they_were(run: ModuleType, V: int, M: int, T: int, dtype: torch.dtype) -> None:
+    table = randn(V, M)
+    tokens = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(run.embed_bf16(tokens, table), table[tokens.long()])
