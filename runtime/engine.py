@@ -100,11 +100,10 @@ class Engine:
         self._adjuster = Adjuster(executor.vocab_size)
         # Each with the missing bucket that it would have run in, if any, and when it was launched.
         self._in_flight: deque[tuple[ScheduledStep, Bucket | None, float, Pending]] = deque()
-        self._last_result_ms, self._metrics = 0.0, Metrics(limits.drafts, limits.max_model_len)
+        self._metrics, self._arrivals = Metrics(limits.drafts, limits.max_model_len), itertools.count()
         self.took_ms: Callable[[float, float], float] = self._took_ms
         self._refresher = Refresher(executor, refresh_every_s, clock)
         self._idle_memory = IdleMemory(executor, self._cache_managers, clock, never=refresh_every_s is None)
-        self._arrivals = itertools.count()
         # New requests, arrivals of requests to cancel, and orders to flush.
         self._inbox: deque[RequestState | int | Flush] = deque()
         self._live: dict[str, Live] = {}
@@ -112,7 +111,7 @@ class Engine:
         # Guards the inbox, the live requests, the metrics, the flags, and the binding of the (frozen) state.
         self._wake = threading.Condition()
         self._refusal: str | None = None
-        self._checked, self._used_pages = True, 0
+        self._checked, self._used_pages, self._last_result_ms = True, 0, 0.0
         self._thread: threading.Thread | None = None
 
     def submit(self, request: Request, sink: Sink) -> None:
@@ -155,11 +154,7 @@ class Engine:
         return self.prefix_cache is not None
 
     def step(self) -> bool:
-        """Handles the inbox, launches at most one step, and reads the results of steps until at most `run_ahead` are in flight.
-
-        Returns:
-            Whether there was anything to do.
-        """
+        """Handles the inbox, launches a step, and reads results until `run_ahead` are in flight; returns whether there was anything to do."""
         self._busy_since_s = time.monotonic()
         try:
             return self._step()

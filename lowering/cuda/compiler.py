@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,9 @@ def compile_package(graph: bytes, reads: Sequence[int], name: str, directory: Pa
     work.mkdir()
     compile_count.record("compile")
     try:
-        files = aot_compile(module, tuple(operands), options=options(name, work))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            files = aot_compile(module, tuple(operands), options=options(name, work))
         assert isinstance(files, list)
         package = Path(str(package_aoti(str(directory / f"{name}.building.pt2"), {MODEL: files})))
     except Exception as error:

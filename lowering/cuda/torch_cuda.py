@@ -141,7 +141,7 @@ class TorchCuda:
     def load(self, package: Path) -> Run:
         """Loads a package without its own locks and events between threads, which a capture refuses."""
         loader = torch._C._aoti.AOTIModelPackageLoader(str(package), compiler.MODEL, True, 1, self._device.index)
-        return lambda operands: loader.run(operands)  # type: ignore[arg-type, call-arg]  # pybind takes any sequence, and has a default
+        return lambda operands: loader.run(operands)  # type: ignore[arg-type]  # pybind takes any sequence, and has a default
 
     def capture(self, run: Run, operands: Sequence[torch.Tensor]) -> tuple[Captured, list[torch.Tensor]]:
         """Warms up on a stream of its own and captures there; all graphs of the device share one pool of memory.

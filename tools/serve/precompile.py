@@ -42,7 +42,7 @@ def precompile(home: Home, path: Path, requested: str, progress: Progress) -> st
         LoweringError: a graph cannot be compiled, and serving needs it.
         RankError: a rank was lost.
     """
-    if requested == NEVER:
+    if requested == NEVER or (requested == AUTO and missing(NPU) and missing(CUDA)):
         return NEVER
     artifact = Artifact.open(path, check=False)
     if (kind := choose_devices(requested, CUDA if CUDA in kinds_of(artifact) else NPU)) == NEVER:

@@ -88,5 +88,12 @@ def test_groups_that_straddle_nodes_have_the_slower_link():
 
 @pytest.mark.parametrize("lost", ["hbm_bytes_per_s", "bf16_flops_per_s", "link_bytes_per_s"])
 def test_without_figures_there_is_no_estimate(lost):
-    assert estimate(COST, [], Mesh(), replace(target("ascend-a3"), **{lost: None})) is None
+    step = [("all_reduce", "tp", "bf16[1024]")], Mesh.parse("tp=2")
+    assert estimate(COST, *step, replace(target("ascend-a3"), **{lost: None})) is None
     assert estimate(COST, [], Mesh(), target("cpu")) is None
+
+
+def test_one_device_needs_no_link():
+    roof = estimate({"flops": 989e12, "read_bytes": 3.35e12, "write_bytes": 0}, [], Mesh(), target("cuda"))
+    assert roof is not None
+    assert (roof.arithmetic_s, roof.memory_s, roof.links_s) == pytest.approx((1, 1, 0))
