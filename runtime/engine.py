@@ -154,7 +154,7 @@ class Engine:
         return self.prefix_cache is not None
 
     def step(self) -> bool:
-        """Handles the inbox, launches a step, and reads results until `run_ahead` are in flight; returns whether there was anything to do."""
+        """Handles the inbox, launches a step and reads results until `run_ahead` are in flight; returns whether there was work."""
         self._busy_since_s = time.monotonic()
         try:
             return self._step()
