@@ -25,6 +25,7 @@ from storms.fuzz import fuzz
 from storms.jobs import Job, jobs
 from storms.soak import soak
 from storms.target import Target
+from storms.turns import converse
 
 from npucompile.lowering.artifact.artifact import Artifact
 
@@ -39,6 +40,8 @@ class Storm:
     requests: int
     store: bool
     broken: int
+    conversations: int
+    turns: int
     frames: int
     bodies: int
     senders: int
@@ -98,6 +101,17 @@ async def _soaks(target: Target, known: list[Job], storm: Storm) -> int:
     return wrong
 
 
+async def _turns(target: Target, storm: Storm) -> int:
+    found = await converse(target, storm.conversations, storm.turns, random.Random(storm.seed))
+    for turn, times in found.first_ms.items():
+        cached, asked = found.found[turn]
+        click.echo(f"turn {turn + 1} of {storm.conversations} conversations: first token p50 {quantile(times, 0.5):.1f} ms, longest "
+                   f"{max(times):.1f} ms; {cached} of {asked} tokens cached ({100 * cached / asked:.0f} %)")  # fmt: skip
+    for line in found.wrong:
+        click.echo(f"  {line[:300]}")
+    return len(found.wrong)
+
+
 async def _fuzz(target: Target, known: list[Job], storm: Storm) -> int:
     beside = max(known, key=lambda job: len(job.expected))
     async with watched(target, beside) as calm:
@@ -127,6 +141,8 @@ async def _storms(target: Target, storm: Storm) -> int:
     generator = random.Random(storm.seed)
     known = await jobs(target, KNOWN, VOCAB, LONGEST, generator)
     wrong = await _soaks(target, known, storm) if storm.requests else 0
+    if storm.conversations:
+        wrong += await _turns(target, storm)
     if storm.broken:
         click.echo(f"broken off: {dict(await chaos(target, known, storm.broken, generator))}")
     if storm.frames or storm.bodies:
@@ -142,6 +158,8 @@ async def _storms(target: Target, storm: Storm) -> int:
 @click.option("--requests", default=10000, show_default=True, help="Of each number of streams.")
 @click.option("--store/--no-store", default=True, show_default=True, help="Whether responses over websockets are kept.")
 @click.option("--broken", default=0, show_default=True, help="Requests of clients that break off, some of which go on elsewhere.")
+@click.option("--conversations", default=0, show_default=True, help="Conversations, one turn of each after the other.")
+@click.option("--turns", default=10, show_default=True, help="Of each conversation.")
 @click.option("--frames", default=0, show_default=True, help="Frames of random content.")
 @click.option("--bodies", default=0, show_default=True, help="Bodies of random content.")
 @click.option("--senders", default=1, show_default=True, help="Processes that send frames and bodies.")

@@ -11,6 +11,7 @@ from storms.chaos import BEHAVIOURS, chaos
 from storms.fuzz import fuzz
 from storms.jobs import jobs
 from storms.soak import soak
+from storms.turns import converse
 from support import tiny
 
 
@@ -37,6 +38,14 @@ def test_every_token_of_many_streams_is_right(target, known):
 def test_clients_that_break_off_leave_nothing_behind(target, known):
     ran = asyncio.run(chaos(target, known, 90, random.Random(3), rare=0.0))
     assert len(ran) == len(BEHAVIOURS)
+    assert not any(asyncio.run(target.idle()).values())
+
+
+def test_a_turn_of_a_conversation_computes_its_message_alone(target):
+    found = asyncio.run(converse(target, 3, 3, random.Random(5), message=9, answer=12))
+    assert found.wrong == []
+    # Of a later turn all but the message, and the last token of the answer before it.
+    assert [cached for cached, _ in found.found.values()] == [0, 3 * 20, 3 * 41]
     assert not any(asyncio.run(target.idle()).values())
 
 
