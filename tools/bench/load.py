@@ -28,9 +28,10 @@ STAGES = {
     "executables": "load the executables, allocate the state: ready",
     "first_token": "first token",
     "to_first_token": "open to first token",
+    "process_to_first_token": "start of Python to first token",
     "second_request": "first token of a second, equal request",
 }
-"""Stages of a process by the key of their times; `to_first_token` is the sum of those after the import."""
+"""Stages of a process by the key of their times; `to_first_token` is the sum of those after the import, `process_to_first_token` of all."""
 
 COLUMNS = (Column("stage", "stage"), Column("ms", "ms", 1))
 
@@ -124,7 +125,8 @@ def load(
             began = clock()
             report: dict[str, float] = json.loads(launch([str(path), str(prompt_tokens), str(threads)]))
             # The monotonic clock is the same in all processes, so a child's reading after its imports can be compared with ours.
-            times = {"import": 1e3 * (report.pop("imported_s") - began), **report}
+            imported_ms = 1e3 * (report.pop("imported_s") - began)
+            times = {"import": imported_ms, "process_to_first_token": imported_ms + report["to_first_token"], **report}
             for stage in STAGES:
                 samples[stage] += [times[stage]] if i else []
             bar.step(f"{times['to_first_token']:.1f} ms to the first token")

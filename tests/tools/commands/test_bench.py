@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from npucompile.models import registry
 from npucompile.server.tokenizer import TextTokenizer
 from npucompile.tools.bench import build as bench_build
 from npucompile.tools.bench import machine, peer, speculation
+from npucompile.tools.bench.peers import run as peers
 from npucompile.tools.bench.report import Column, Table
 from npucompile.tools.bench.streams import Load
 from npucompile.tools.commands import bench
@@ -46,7 +48,7 @@ def test_figures_and_counts_are_read() -> None:
 @pytest.mark.parametrize("text", ["", "decode,", "decoding", "decode;peer"])
 def test_other_figures_are_refused(text: str) -> None:
     with pytest.raises(
-        SpecError, match="legal is a comma-separated list of build, load, decode, prefill, streams, overhead, speculation, peer"
+        SpecError, match="legal is a comma-separated list of build, load, decode, prefill, streams, overhead, speculation, peer, peers"
     ):
         bench.figure_names(text)
 
@@ -160,6 +162,39 @@ def test_a_missing_peer_is_left_out_or_refused(
     assert pretended == ["load", "decode", "prefill", "streams"]
     assert "transformers, which is not installed" in tiny.refused(tmp_path, "bench", "--only", "decode,peer")
     assert pretended == ["load", "decode", "prefill", "streams"]
+
+
+def test_a_named_peer_is_measured_beside_the_artifact_with_and_without_drafts(
+    own_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def pretend(*args: Any, **named: Any) -> list[Table]:
+        calls.append((*args, named))
+        return [Table("peers", "Beside others", (Column("x", "x"),), ({"x": 1.5},))]
+
+    monkeypatch.setattr(peers, "peers", pretend)
+    python = f"llama.cpp={sys.executable}"
+    result = tiny.cli(tmp_path, "bench", "tiny", "--peer", "vllm", "--peer", "llama.cpp", "--peer-python", python, "--threads", 1, *LITTLE)
+    assert result.exit_code == 0, result.output
+    artifact, plain, chosen, loads, rounds, named = calls[0]
+    assert (artifact.path, plain.path) == (own_artifact, own_artifact.with_name("tiny-k0"))
+    assert (artifact.manifest.limits.drafts, plain.manifest.limits.drafts) == (3, 0)
+    assert chosen == peers.choice(("vllm", "llama.cpp"), (python,), None)
+    assert (loads, rounds) == ((Load(1, 6, 4), Load(2, 6, 4)), 1)
+    assert (named["threads"], named["cache"]) == (1, tmp_path / "cache" / "peers")
+    assert [word for word in result.stdout.split("\n\n") if "Beside others" in word]
+    # An artifact without drafts is measured once.
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, limits=replace(manifest.limits, drafts=0, slots_per_request=1)))
+    tiny.cli(tmp_path, "bench", "tiny", "--only", "peers", *LITTLE)
+    assert calls[1][1:3] == (None, peers.Choice())
+
+
+def test_options_of_peers_without_peers_are_refused(own_artifact: Path, tmp_path: Path) -> None:
+    for only in ((), ("--only", "decode")):
+        refusal = tiny.refused(tmp_path, "bench", "tiny", "--peer-python", f"vllm={sys.executable}", *only)
+        assert "--peer, --peer-python and --llama-cpp are for peers; name it in --only, or leave them out" in refusal
+    assert "--peer 'sglang' is unknown; legal are llama.cpp, " in tiny.refused(tmp_path, "bench", "tiny", "--peer", "sglang")
 
 
 def test_a_busy_machine_is_told(own_artifact: Path, tmp_path: Path, pretended: list[str], monkeypatch: Any) -> None:
