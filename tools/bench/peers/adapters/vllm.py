@@ -9,6 +9,9 @@ from typing import Any
 
 DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}
 
+MAX_NUM_BATCHED_TOKENS = 2048
+"""As many as llama.cpp takes in a call and OpenVINO in a step."""
+
 
 def _version(version: Callable[[str], str], own: str, distribution_name: str) -> str:
     return f"{version(own)}+cpu" if distribution_name == "vllm" else version(distribution_name)
@@ -46,8 +49,8 @@ class Vllm:
             dtype=DTYPES[dtype],
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            # So that all prompts of a request are prefilled before one is decoded.
-            max_num_batched_tokens=max_model_len * max_num_seqs,
+            # It runs a step of this size when it loads; more than this makes no step cheaper.
+            max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, max_model_len),
             enable_prefix_caching=False,
             disable_log_stats=True,
         ).llm_engine
