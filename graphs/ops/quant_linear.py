@@ -1,10 +1,11 @@
 """Product with one int8 weight matrix."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..native_ops import Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 from ..quantise import quantise_rows
 
@@ -46,6 +47,19 @@ def quant_linear_reference(args: QuantLinear) -> Tensor:
     """
     rows, row_scale = quantise_rows(args.x)
     return (product(rows, args.weight) * args.scale * row_scale[:, None]).to(args.x.dtype)
+
+
+_panels = Native(
+    "npuc_quant_linear", quant_linear.schema, quant_linear.rule("abstract"), Packed(1, "int8", quant_linear.rule("reference"))
+).op
+
+
+@quant_linear.lowering("inductor")
+def quant_linear_on_cpu(args: QuantLinear) -> Any:
+    """The same numbers by integer arithmetic, with weights that were packed when they were loaded (lowering/cpp/linear_int8.cpp)."""
+    if args.x.dtype in (torch.bfloat16, torch.float32) and args.scale.dtype == torch.float32:
+        return _panels(*args)
+    return quant_linear_reference(args)
 
 
 @quant_linear.lowering("npu")

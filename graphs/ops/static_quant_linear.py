@@ -1,10 +1,11 @@
 """Product with one int8 weight matrix, of activations that are rounded by one scale and offset."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..native_ops import Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 from .quant_linear import product
 
@@ -40,6 +41,23 @@ def static_quant_linear_reference(args: StaticQuantLinear) -> Tensor:
     x, weight, scale, bias, input_scale, input_offset = args
     rows = torch.round(x.float() * input_scale.reciprocal().to(x.dtype).float() + input_offset).clamp(-128, 127).to(torch.int8)
     return ((product(rows, weight) + bias) * scale).to(x.dtype)
+
+
+_panels = Native(
+    "npuc_static_quant_linear",
+    static_quant_linear.schema,
+    static_quant_linear.rule("abstract"),
+    Packed(1, "int8", static_quant_linear.rule("reference")),
+).op
+
+
+@static_quant_linear.lowering("inductor")
+def static_quant_linear_on_cpu(args: StaticQuantLinear) -> Any:
+    """The same numbers by integer arithmetic, with weights that were packed when they were loaded (lowering/cpp/linear_int8.cpp)."""
+    floats = {args.scale.dtype, args.input_scale.dtype, args.input_offset.dtype}
+    if args.x.dtype in (torch.bfloat16, torch.float32) and floats == {torch.float32} and args.bias.dtype == torch.int32:
+        return _panels(*args)
+    return static_quant_linear_reference(args)
 
 
 @static_quant_linear.lowering("npu")

@@ -11,8 +11,14 @@ void npuc_linear(const float* x, int64_t ld, const float* w, int64_t M, int64_t 
 // The same in bfloat16, of w in panels (panels.h).
 void npuc_linear_bf16(const void* x, int64_t ld, const void* w, int64_t M, int64_t N, int64_t K, void* y);
 
-// out [T, K]: the rows `ids` [T], int32 or int64, of a table [N, K] in panels.
-void npuc_embed_bf16(const void* ids, int64_t wide_ids, const void* table, int64_t T, int64_t N, int64_t K, void* out);
+// out [T, K]: the rows `ids` [T], int32 or int64, of a table [.., K] in panels.
+void npuc_embed_bf16(const void* ids, int64_t wide_ids, const void* table, int64_t T, int64_t K, void* out);
+
+// y [M, N] = x [M, K] times w [K, N] of int8 in panels; rows of x, bfloat16 if `half` and else float32, are rounded to int8 by scales of
+// their own, or by one scale and offset, with a bias in units of `scale` [N].
+void npuc_quant_linear(const void* x, int64_t half, int64_t ld, const void* w, const float* scale, int64_t M, int64_t N, int64_t K, void* y);
+void npuc_static_quant_linear(const void* x, int64_t half, int64_t ld, const void* w, const float* scale, const int32_t* bias,
+                              float input_scale, float offset, int64_t M, int64_t N, int64_t K, void* y);
 
 // out [T, M]: experts with weights gate_up [E, 2, F, M] and down [E, M, F] on tokens x [T, M], which are `ld` floats apart. Each token
 // has X experts `ids` [T, X] with weights `share` [T, X]; ids outside [0, E) are skipped.

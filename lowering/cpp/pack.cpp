@@ -40,3 +40,23 @@ void npuc_pack_bf16(const void* weights, int64_t matrices, int64_t N, int64_t K,
                   static_cast<uint32_t*>(out) + i * pairs * CHANNELS);
     }
 }
+
+int64_t npuc_packed_int8(int64_t K, int64_t N) { return panels(N) * (lines(K, 1) + 1) * LINE; }
+
+void npuc_pack_int8(const void* weights, int64_t matrices, int64_t K, int64_t N, void* out) {
+    const int64_t each = panels(N), panel = (lines(K, 1) + 1) * LINE;
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < matrices * each; i++) {
+        const int64_t first = i % each * CHANNELS, channels = std::min(CHANNELS, N - first);
+        const auto* from = static_cast<const int8_t*>(weights) + i / each * K * N + first;
+        auto* to = static_cast<int8_t*>(out) + i * panel;
+        int32_t sums[CHANNELS] = {};
+        for (int64_t k = 0; k < lines(K, 1); k++) {
+            int8_t four[4][CHANNELS] = {};
+            for (int64_t j = 0; j < 4 && 4 * k + j < K; j++) std::memcpy(four[j], from + (4 * k + j) * N, channels);
+            for (int64_t c = 0; c < CHANNELS; c++)
+                for (int64_t j = 0; j < 4; j++) to[k * LINE + 4 * c + j] = four[j][c], sums[c] += four[j][c];
+        }
+        std::memcpy(to + panel - LINE, sums, LINE);
+    }
+}

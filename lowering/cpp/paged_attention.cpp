@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "attention.h"
 #include "dots.h"
 #include "kernels.h"
 
@@ -123,6 +124,20 @@ void attend(const T* q, const T* k, const T* v, const int32_t* table, const int3
             one_head(q, k, v, table + b * s.N, starts[b], starts[b] + lengths[b], scale, s, b, g, out);
 }
 
+#if defined(__x86_64__)
+void attend_by_tiles(const bf16* q, const bf16* k, const bf16* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
+                     float scale, const int64_t* sizes, bf16* out) {
+    const int64_t B = sizes[0], Q = sizes[1], H = sizes[2], G = sizes[3], D = sizes[4], P = sizes[5], N = sizes[6];
+    int64_t keys = 0;
+    for (int64_t b = 0; b < B; b++) keys += starts[b] + Q;
+#pragma omp parallel for collapse(2) schedule(dynamic) if (keys * Q * H * D >= WORTH)
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t g = 0; g < G; g++)
+            attend_tiles({q + b * Q * H * D, k, v, out + b * Q * H * D, table + b * N, starts[b], starts[b] + lengths[b], g, H / G, Q, H, G, D,
+                          P, N, scale});
+}
+#endif
+
 }  // namespace
 
 void npuc_attention(const float* q, const float* k, const float* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
@@ -133,5 +148,8 @@ void npuc_attention(const float* q, const float* k, const float* v, const int32_
 void npuc_attention_bf16(const void* q, const void* k, const void* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
                          float scale, const int64_t* sizes, void* out) {
     const auto of = [](const void* x) { return static_cast<const bf16*>(x); };
+#if defined(__x86_64__)
+    if (has_tiles_for(sizes[4])) return attend_by_tiles(of(q), of(k), of(v), table, starts, lengths, scale, sizes, static_cast<bf16*>(out));
+#endif
     attend(of(q), of(k), of(v), table, starts, lengths, scale, sizes, static_cast<bf16*>(out));
 }

@@ -76,6 +76,19 @@ struct Rows {
     }
 };
 
+// Calls `use(data, whether they are bfloat16, distance)` with rows of bfloat16 or float32.
+template <typename Use>
+void with_rows(const Tensor& from, const Use& use) {
+    if (from.dtype == aoti_torch_dtype_float32()) {
+        const Rows<float> rows(from);
+        use(rows.data, 0, rows.ld);
+    } else {
+        if (from.dtype != aoti_torch_dtype_bfloat16()) throw Failed{};
+        const Rows<uint16_t> rows(from);
+        use(rows.data, 1, rows.ld);
+    }
+}
+
 void* make(int64_t dim, const int64_t* sizes, int32_t dtype, AtenTensorHandle* made) {
     std::vector<int64_t> strides(dim, 1);
     for (int64_t d = dim - 2; d >= 0; d--) strides[d] = strides[d + 1] * sizes[d + 1];
@@ -134,7 +147,38 @@ AOTITorchError aoti_torch_cpu_npuc_embed_bf16(AtenTensorHandle tokens, AtenTenso
         promised(rows.dense() && ids.dense() && rows.dtype == aoti_torch_dtype_bfloat16() && (wide || ids.dtype == aoti_torch_dtype_int32()));
         const int64_t sizes[] = {ids.sizes[0], rows.sizes[1]};
         void* y = make(2, sizes, rows.dtype, out);
-        npuc_embed_bf16(ids.data, wide, rows.data, sizes[0], rows.sizes[0], sizes[1], y);
+        npuc_embed_bf16(ids.data, wide, rows.data, sizes[0], sizes[1], y);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_quant_linear(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle scale, AtenTensorHandle* out) {
+    return guarded("npuc_quant_linear", [&] {
+        const Tensor input(x), w(weight), scales(scale);
+        promised(w.dense() && w.dtype == aoti_torch_dtype_int8() && scales.dtype == aoti_torch_dtype_float32());
+        const Dense<float> each(scales);
+        with_rows(input, [&](const void* rows, int64_t half, int64_t ld) {
+            const int64_t sizes[] = {input.sizes[0], w.sizes[1]};
+            void* y = make(2, sizes, input.dtype, out);
+            npuc_quant_linear(rows, half, ld, w.data, each.data, sizes[0], sizes[1], w.sizes[0], y);
+        });
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_static_quant_linear(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle scale,
+                                                       AtenTensorHandle bias, AtenTensorHandle input_scale, AtenTensorHandle input_offset,
+                                                       AtenTensorHandle* out) {
+    return guarded("npuc_static_quant_linear", [&] {
+        const Tensor input(x), w(weight), scales(scale), more(bias), by(input_scale), offset(input_offset);
+        promised(w.dense() && w.dtype == aoti_torch_dtype_int8() && more.dtype == aoti_torch_dtype_int32());
+        for (const Tensor* one : {&scales, &by, &offset}) promised(one->dtype == aoti_torch_dtype_float32());
+        const Dense<float> each(scales);
+        const Dense<int32_t> added(more);
+        with_rows(input, [&](const void* rows, int64_t half, int64_t ld) {
+            const int64_t sizes[] = {input.sizes[0], w.sizes[1]};
+            void* y = make(2, sizes, input.dtype, out);
+            npuc_static_quant_linear(rows, half, ld, w.data, each.data, added.data, *static_cast<const float*>(by.data),
+                                     *static_cast<const float*>(offset.data), sizes[0], sizes[1], w.sizes[0], y);
+        });
     });
 }
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from npucompile.graphs import native_ops as operators
-from npucompile.lowering.backends.inductor import aoti, native
+from npucompile.lowering.backends.inductor import aoti, native, packing
 
 F32, I32, BF16, U8 = torch.float32, torch.int32, torch.bfloat16, torch.uint8
 
@@ -103,21 +103,46 @@ def linear_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def embed_bf16(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    (N, K), tokens, panels = table.shape, tokens.contiguous(), packed(table)
+    K, tokens, panels = table.shape[1], tokens.contiguous(), packed(table)
     out = torch.empty(len(tokens), K, dtype=table.dtype)
     wide = int(tokens.dtype == torch.int64)
-    _call("npuc_embed_bf16", _at(tokens, tokens.dtype), wide, _at(panels, U8), len(tokens), N, K, _at(out, BF16))
+    _call("npuc_embed_bf16", _at(tokens, tokens.dtype), wide, _at(panels, U8), len(tokens), K, _at(out, BF16))
     return out
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
-    """A matrix [N, K], or several [..., N, K], in panels."""
+def quant_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    (M, K), N = x.shape, weight.shape[1]
+    x, out, panels, scale = _rows(x), torch.empty(M, N, dtype=x.dtype), packed(weight, "int8"), scale.contiguous()
+    rows = _at(x, x.dtype), int(x.dtype == BF16), x.stride(0)
+    _call("npuc_quant_linear", *rows, _at(panels, U8), _at(scale, F32, (N,)), M, N, K, _at(out, x.dtype))
+    return out
+
+
+def static_quant_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor,
+    input_scale: torch.Tensor,
+    input_offset: torch.Tensor,
+) -> torch.Tensor:
+    (M, K), N = x.shape, weight.shape[1]
+    x, out, panels = _rows(x), torch.empty(M, N, dtype=x.dtype), packed(weight, "int8")
+    scale, bias, once = scale.contiguous(), bias.contiguous(), (ctypes.c_float(input_scale.item()), ctypes.c_float(input_offset.item()))
+    rows = _at(x, x.dtype), int(x.dtype == BF16), x.stride(0)
+    each = _at(scale, F32, (N,)), _at(bias, I32, (N,))
+    _call("npuc_static_quant_linear", *rows, _at(panels, U8), *each, *once, M, N, K, _at(out, x.dtype))
+    return out
+
+
+def packed(weight: torch.Tensor, kind: str = "bf16") -> torch.Tensor:
+    """A matrix, or several [..., rows, columns], in the panels of a kind of `packing.KINDS`."""
     N, K = weight.shape[-2:]
     weight, matrices = weight.contiguous(), weight.numel() // (N * K)
-    size = library(_level).npuc_packed_bf16
+    size = getattr(library(_level), f"npuc_packed_{kind}")
     size.argtypes, size.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
     out = torch.full((matrices * size(N, K),), 0xFF, dtype=U8)
-    _call("npuc_pack_bf16", _at(weight, BF16), matrices, N, K, _at(out, U8))
+    _call(f"npuc_pack_{kind}", _at(weight, packing.KINDS[kind]), matrices, N, K, _at(out, U8))
     return out
 
 
@@ -236,7 +261,9 @@ KERNELS = {
     "npuc_linear": linear,
     "npuc_linear_bf16": linear_bf16,
     "npuc_logprobs": logprobs,
+    "npuc_quant_linear": quant_linear,
     "npuc_sample": sample,
+    "npuc_static_quant_linear": static_quant_linear,
 }
 
 

@@ -1,4 +1,4 @@
-"""lowering/cpp/linear_bf16.cpp and its products: every variant of the instruction sets that this machine runs."""
+"""lowering/cpp/linear_bf16.cpp, linear_int8.cpp and their products: every variant of the instruction sets that this machine runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import kernels as native_kernels
+
+from npucompile.graphs import ops
 
 BF16 = torch.bfloat16
 
@@ -76,3 +78,29 @@ def test_rows_are_picked_out_of_panels_as_they_were(run: ModuleType, V: int, M: 
     table = randn(V, M)
     tokens = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1)).to(dtype)
     assert torch.equal(run.embed_bf16(tokens, table), table[tokens.long()])
+
+
+def integers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 65), st.integers(1, 90), st.integers(1, 300), st.integers(0, 5), st.sampled_from([BF16, torch.float32]))
+def test_products_of_integers_are_the_references_bit_for_bit(run: ModuleType, M: int, N: int, K: int, by: int, dtype: torch.dtype) -> None:
+    x, weight, scale = 3 * randn(M, K).to(dtype), integers(K, N, seed=1), 1e-3 * randn(N, seed=2).float()
+    x[0] = 0
+    assert torch.equal(run.quant_linear(apart(x, by), weight, scale), ops.quant_linear(x, weight, scale))
+    bias = torch.randint(-(2**20), 2**20, (N,), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    rounding = torch.tensor([0.031]), torch.tensor([-7.0])
+    got = run.static_quant_linear(apart(x, by), weight, scale, bias, *rounding)
+    assert torch.equal(got, ops.static_quant_linear(x, weight, scale, bias, *rounding))
+
+
+def test_integers_of_any_size_are_exact_for_many_rows_and_both_threads(run: ModuleType) -> None:
+    """Weights and rows of the largest magnitude, where sums of pairs leave 16 bits."""
+    x = torch.full((150, 700), -1.0)
+    x[::2] *= -1
+    weight, scale = torch.full((700, 200), -128, dtype=torch.int8), torch.ones(200)
+    assert torch.equal(run.quant_linear(x, weight, scale), ops.quant_linear(x, weight, scale))
+    x, weight = randn(150, 700).float(), integers(700, 200, seed=4)
+    assert torch.equal(run.quant_linear(x, weight, scale), ops.quant_linear(x, weight, scale))

@@ -1,0 +1,106 @@
+// The products of graphs/ops/quant_linear.py and static_quant_linear.py: rows are rounded to int8, sums are exact, and the results are those
+// of the references bit for bit.
+#include <cmath>
+
+#include "kernels.h"
+#include "linear_panels.h"
+
+using namespace npuc;
+
+namespace {
+
+// Number of elements of rows from which a second thread pays to round them.
+constexpr int64_t MANY = 1 << 15;
+
+// Keeps a product apart from the sum that it goes into, which the compiler would otherwise round once instead of twice.
+INLINE float apart(float x) {
+#if defined(__x86_64__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
+// Half to even, as torch.round; for numbers up to 2^22.
+INLINE int8_t rounded(float x) { return int8_t(apart(x + 12582912.0f) - 12582912.0f); }
+
+// amax / 127 of a row, 0 for zeros, by which it is divided.
+template <typename T>
+float round_row(const T* x, int64_t K, int8_t* to) {
+    float most = 0.0f;
+    for (int64_t k = 0; k < K; k++) most = std::max(most, std::fabs(widen(x[k])));
+    const float scale = most / 127, divisor = scale > 0 ? scale : 1.0f;
+    for (int64_t k = 0; k < K; k++) to[k] = rounded(widen(x[k]) / divisor);
+    return scale;
+}
+
+template <typename T>
+void round_statically(const T* x, int64_t K, float reciprocal, float offset, int8_t* to) {
+    for (int64_t k = 0; k < K; k++) to[k] = rounded(std::min(127.0f, std::max(-128.0f, apart(widen(x[k]) * reciprocal) + offset)));
+}
+
+// y [M, N] = (sums + bias) * scale [N] * row scale [M], in that order; no bias and no row scales where they are null.
+template <typename T>
+struct Scaled final : Sink {
+    T* y;
+    int64_t N;
+    const float *scale, *row_scale;
+    const int32_t* bias;
+
+    Scaled(T* y, int64_t N, const float* scale, const float* row_scale, const int32_t* bias)
+        : y(y), N(N), scale(scale), row_scale(row_scale), bias(bias) {}
+
+    void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override {
+        const auto* from = static_cast<const int32_t*>(sums);
+        const int64_t n = p * CHANNELS, channels = std::min(CHANNELS, N - n);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t c = 0; c < channels; c++) {
+                const float sum = float(from[r * CHANNELS + c]) + (bias ? float(bias[n + c]) : 0.0f);
+                const float scaled = sum * scale[n + c];
+                narrow(y[(m + r) * N + n + c], row_scale ? scaled * row_scale[m + r] : scaled);
+            }
+    }
+};
+
+// `round(row, to)` of every row, which gives its scale; then the product.
+template <typename T, typename Round>
+void product(const T* x, int64_t ld, const void* weights, const float* scale, const int32_t* bias, bool scaled, int64_t M, int64_t N, int64_t K,
+             T* y, const Round& round) {
+    static thread_local Scratch kept[2];
+    auto* data = static_cast<int8_t*>(kept[0].get(M * K));
+    auto* scales = static_cast<float*>(kept[1].get(M * 4));
+#pragma omp parallel for schedule(static) if (M * K >= MANY && M > 1)
+    for (int64_t m = 0; m < M; m++) scales[m] = round(x + m * ld, data + m * K);
+    const Scaled<T> sink(y, N, scale, scaled ? scales : nullptr, bias);
+    linear_panels(Blocks(Kind::INT8, M, K), rows_of(data, M, K).data(), weights, N, sink);
+}
+
+template <typename T>
+void dynamic(const void* x, int64_t ld, const void* weights, const float* scale, int64_t M, int64_t N, int64_t K, void* y) {
+    const auto round = [K](const T* row, int8_t* to) { return round_row(row, K, to); };
+    product(static_cast<const T*>(x), ld, weights, scale, nullptr, true, M, N, K, static_cast<T*>(y), round);
+}
+
+template <typename T>
+void statically(const void* x, int64_t ld, const void* weights, const float* scale, const int32_t* bias, float reciprocal, float offset,
+                int64_t M, int64_t N, int64_t K, void* y) {
+    const auto round = [=](const T* row, int8_t* to) { return round_statically(row, K, reciprocal, offset, to), 0.0f; };
+    product(static_cast<const T*>(x), ld, weights, scale, bias, false, M, N, K, static_cast<T*>(y), round);
+}
+
+}  // namespace
+
+void npuc_quant_linear(const void* x, int64_t half, int64_t ld, const void* weights, const float* scale, int64_t M, int64_t N, int64_t K,
+                       void* y) {
+    (half ? dynamic<bf16> : dynamic<float>)(x, ld, weights, scale, M, N, K, y);
+}
+
+void npuc_static_quant_linear(const void* x, int64_t half, int64_t ld, const void* weights, const float* scale, const int32_t* bias,
+                              float input_scale, float offset, int64_t M, int64_t N, int64_t K, void* y) {
+    float reciprocal = 1.0f / input_scale;
+    if (half) {
+        bf16 stored;
+        narrow(stored, reciprocal);
+        reciprocal = widen(stored);
+    }
+    (half ? statically<bf16> : statically<float>)(x, ld, weights, scale, bias, reciprocal, offset, M, N, K, y);
+}

@@ -1,0 +1,50 @@
+// Products of rows with panels of a matrix (panels.h): bfloat16 with sums in float32, and int8 with exact sums in int32.
+//
+// A row's sums have an order that depends on nothing but the variant (cpu.h), so a row is the same bits in any company.
+#pragma once
+
+#include "cpu.h"
+#include "panels.h"
+#include "vec.h"
+
+namespace npuc {
+
+enum class Kind { BF16, INT8 };
+
+// How M rows of K elements are cut into blocks of equally many rows; the last ones are filled up with zeros.
+struct Blocks {
+    Blocks(Kind kind, int64_t M, int64_t K);
+
+    // Bytes of a block, of all blocks, and of a panel that they are multiplied with.
+    int64_t block() const { return rows * lines * 4; }
+    int64_t bytes() const { return count * block(); }
+    int64_t panel() const { return (lines + (kind == Kind::INT8)) * LINE; }
+
+    Kind kind;
+    Isa isa;
+    int64_t M, width, lines, rows, count;  // `width` is bytes of a row
+};
+
+// What becomes of sums: `put` gets those of up to 16 rows from `m` on, and of the 16 channels of panel `p`, in 32 bits each.
+struct Sink {
+    virtual void put(const void* sums, int64_t m, int64_t rows, int64_t p) const = 0;
+
+   protected:
+    ~Sink() = default;
+};
+
+// Copies the rows of blocks [first, last), which start at `x[m]`, into `data`, in the order in which the variant reads them.
+void arrange(const Blocks& blocks, const void* const* x, char* data, int64_t first, int64_t last);
+
+// All rows, which `arrange` left in `data`, with panels [first, last) of a matrix.
+void multiply(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);
+
+// The panels that a thread takes at a time are a multiple of these, which variants read side by side.
+constexpr int64_t GROUP = 4;
+
+#if defined(__x86_64__)
+void multiply_dots(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);
+void multiply_tiles(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);
+#endif
+
+}  // namespace npuc

@@ -1,0 +1,149 @@
+// Products with panels by AMX: a tile of weights is 16 lines of a panel, a tile of rows 64 bytes of each.
+#include <algorithm>
+
+#include "product.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "tiles.h"
+
+namespace npuc {
+
+namespace {
+
+// Bytes of arranged rows that stay in the L2 cache beside the panels.
+constexpr int64_t CACHED = 1 << 20;
+
+constexpr int64_t TILE = LINES * LINE;
+
+// Registers are named by literals.
+#define DOT(sum, rows, weights)               \
+    do {                                      \
+        if (K == Kind::BF16)                  \
+            _tile_dpbf16ps(sum, rows, weights); \
+        else                                  \
+            _tile_dpbssd(sum, rows, weights); \
+    } while (false)
+
+WITH_TILES INLINE void prefetch(const char* next, int64_t lines) {
+    for (int64_t i = 0; i < lines; i++) _mm_prefetch(next + i * LINE, _MM_HINT_T1);
+}
+
+// One block of up to 16 rows with P panels side by side, whose successors are prefetched.
+template <Kind K, int P>
+WITH_TILES void few_rows(const Blocks& blocks, const char* x, const char* weights, int64_t p, const Sink& sink) {
+    alignas(64) char sums[4][TILE];
+    const int64_t step = blocks.rows * LINE, panel = blocks.panel(), end = blocks.lines * LINE;
+    const char *own = weights + p * panel, *next = own + P * panel;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < end; k += TILE, x += step) {
+        _tile_loadd(4, x, LINE);
+        _tile_loadd(5, own + k, LINE);
+        prefetch(next + k, LINES);
+        DOT(0, 4, 5);
+        if (P > 1) {
+            _tile_loadd(6, own + panel + k, LINE);
+            prefetch(next + panel + k, LINES);
+            DOT(1, 4, 6);
+        }
+        if (P > 2) {
+            _tile_loadd(7, own + 2 * panel + k, LINE);
+            prefetch(next + 2 * panel + k, LINES);
+            DOT(2, 4, 7);
+        }
+        if (P > 3) {
+            _tile_loadd(5, own + 3 * panel + k, LINE);
+            prefetch(next + 3 * panel + k, LINES);
+            DOT(3, 4, 5);
+        }
+    }
+    _tile_stored(0, sums[0], LINE);
+    _tile_stored(1, sums[1], LINE);
+    _tile_stored(2, sums[2], LINE);
+    _tile_stored(3, sums[3], LINE);
+    for (int i = 0; i < P; i++) sink.put(sums[i], 0, blocks.M, p + i);
+}
+
+// Two blocks of 16 rows with P panels, 1 or 2. Prefetches `ahead` lines from `next` on for every tile of a panel.
+template <Kind K, int P>
+WITH_TILES void two_blocks(const Blocks& blocks, const char* x, const char* weights, const char* next, int64_t ahead, char (*sums)[TILE]) {
+    const int64_t panel = blocks.panel(), end = blocks.lines * LINE;
+    const char* other = x + end;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < end; k += TILE, next += ahead * LINE) {
+        _tile_loadd(4, x + k, LINE);
+        _tile_loadd(6, weights + k, LINE);
+        _tile_loadd(5, other + k, LINE);
+        if (P > 1) _tile_loadd(7, weights + panel + k, LINE);
+        prefetch(next, ahead);
+        DOT(0, 4, 6);
+        DOT(1, 5, 6);
+        if (P > 1) {
+            DOT(2, 4, 7);
+            DOT(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], LINE);
+    _tile_stored(1, sums[1], LINE);
+    _tile_stored(2, sums[2], LINE);
+    _tile_stored(3, sums[3], LINE);
+}
+
+// The blocks [begin, end), an even number, with P panels.
+template <Kind K, int P>
+WITH_TILES void many_rows(const Blocks& blocks, const char* data, int64_t begin, int64_t end, const char* weights, int64_t p, const Sink& sink) {
+    alignas(64) char sums[4][TILE];
+    const int64_t panel = blocks.panel(), tiles = blocks.lines / LINES, whole = P * panel / LINE;
+    const char* own = weights + p * panel;
+    // The next panels come from memory spread over all blocks that these are multiplied with.
+    const int64_t ahead = (P * LINES * 2 + (end - begin) - 1) / (end - begin);
+    int64_t done = 0;
+    for (int64_t block = begin; block < end; block += 2) {
+        const int64_t now = done < whole ? ahead : 0;
+        two_blocks<K, P>(blocks, data + block * blocks.block(), own, own + P * panel + done * LINE, now, sums);
+        done += now * tiles;
+        for (int64_t i = 0; i < 2 * P; i++) {
+            const int64_t m = (block + i % 2) * LINES;
+            if (m < blocks.M) sink.put(sums[i], m, std::min(LINES, blocks.M - m), p + i / 2);
+        }
+    }
+}
+
+template <Kind K>
+WITH_TILES void all(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
+    if (blocks.count == 1) {
+        configure_tiles(blocks.rows, 5);
+        int64_t p = first;
+        for (; p + 4 <= last; p += 4) few_rows<K, 4>(blocks, data, weights, p, sink);
+        if (last - p == 3) few_rows<K, 3>(blocks, data, weights, p, sink);
+        if (last - p == 2) few_rows<K, 2>(blocks, data, weights, p, sink);
+        if (last - p == 1) few_rows<K, 1>(blocks, data, weights, p, sink);
+    } else {
+        configure_tiles(LINES, 8);
+        const int64_t chunk = std::max<int64_t>(2, CACHED / blocks.block() / 2 * 2);
+        for (int64_t begin = 0; begin < blocks.count; begin += chunk) {
+            const int64_t end = std::min(blocks.count, begin + chunk);
+            int64_t p = first;
+            for (; p + 2 <= last; p += 2) many_rows<K, 2>(blocks, data, begin, end, weights, p, sink);
+            if (p < last) many_rows<K, 1>(blocks, data, begin, end, weights, p, sink);
+        }
+    }
+    _tile_release();
+}
+
+}  // namespace
+
+void multiply_tiles(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
+    blocks.kind == Kind::BF16 ? all<Kind::BF16>(blocks, data, weights, first, last, sink)
+                              : all<Kind::INT8>(blocks, data, weights, first, last, sink);
+}
+
+}  // namespace npuc
+#endif
