@@ -112,9 +112,10 @@ _token_by_token = Native(
 
 @causal_conv.lowering("inductor")
 def causal_conv_on_cpu(args: CausalConv) -> Any:
-    """A window after every token in float32: by a kernel that reads and writes windows in the pool (lowering/cpp/conv.cpp)."""
+    """A window after every token, all of one dtype: by a kernel that reads and writes windows in the pool (lowering/cpp/conv.cpp)."""
     x, weight, state, read, write, num_computed_tokens, _, dtype = args
-    if write.shape[1] != x.shape[1] or _has_one_window(args) or {x.dtype, weight.dtype, state.dtype, dtype} != {torch.float32}:
+    one_dtype = {x.dtype, weight.dtype, state.dtype, dtype} in ({torch.float32}, {torch.bfloat16})
+    if write.shape[1] != x.shape[1] or _has_one_window(args) or not one_dtype:
         return causal_conv_reference(args)
     return _token_by_token(x, weight, state, read, write, num_computed_tokens), state
 

@@ -109,11 +109,12 @@ _token_by_token = Native(
 
 @gated_delta.lowering("inductor")
 def gated_delta_on_cpu(args: GatedDelta) -> Any:
-    """Token by token in float32 by a kernel that reads and writes states in the pool (lowering/cpp/delta.cpp)."""
+    """Token by token in float32, of float32 or bfloat16, by a kernel that reads and writes states in the pool (lowering/cpp/delta.cpp)."""
     q, k, v, g, beta, state, read, write, num_computed_tokens, _ = args
-    if {x.dtype for x in (q, k, v, g, beta, state)} != {torch.float32}:
+    one_dtype = {x.dtype for x in (q, k, v)} in ({torch.float32}, {torch.bfloat16})
+    if not one_dtype or {g.dtype, state.dtype} != {torch.float32}:
         return gated_delta_reference(args)
-    return _token_by_token(q, k, v, g, beta, state, read, write, num_computed_tokens), state
+    return _token_by_token(q, k, v, g, beta.float(), state, read, write, num_computed_tokens), state
 
 
 NPU_TOKENS = 8

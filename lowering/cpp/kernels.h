@@ -30,12 +30,16 @@ void npuc_experts(const float* x, int64_t ld, const float* share, const int32_t*
 // slot `write` [B, Q].
 void npuc_conv(const float* x, const float* weight, float* state, const int32_t* read, const int32_t* write, const int32_t* starts,
                int64_t B, int64_t Q, int64_t C, int64_t taps, float* out);
+void npuc_conv_bf16(const void* x, const void* weight, void* state, const int32_t* read, const int32_t* write, const int32_t* starts,
+                    int64_t B, int64_t Q, int64_t C, int64_t taps, void* out);
 
 // out [B, Q, H, Dv]: the gated delta rule on q, k [B, Q, Hk, Dk], v [B, Q, H, Dv], g, beta [B, Q, H]. A request continues from slot `read`
 // [B] of the pool `state` [slots, H, Dv, Dk], or from zeros where `starts` [B], its num_computed_tokens, is 0; the state after every token
 // is written to slot `write` [B, Q]. `sizes` are B, Q, Hk, H, Dk, Dv.
 void npuc_delta(const float* q, const float* k, const float* v, const float* g, const float* beta, float* state, const int32_t* read,
                 const int32_t* write, const int32_t* starts, const int64_t* sizes, float* out);
+void npuc_delta_bf16(const void* q, const void* k, const void* v, const float* g, const float* beta, float* state, const int32_t* read,
+                     const int32_t* write, const int32_t* starts, const int64_t* sizes, void* out);
 
 // out [B, Q, H, D]: attention of q [B, Q, H, D] over pools k, v [pages, P, G, D]. `table` [B, N] is the page table, `starts` [B] the
 // num_computed_tokens and `lengths` [B] the query_lens of requests. `sizes` are B, Q, H, G, D, P, N.

@@ -223,14 +223,20 @@ AOTITorchError aoti_torch_cpu_npuc_conv(AtenTensorHandle x, AtenTensorHandle wei
                                         AtenTensorHandle write, AtenTensorHandle starts, AtenTensorHandle* out) {
     return guarded("npuc_conv", [&] {
         const Tensor input(x), w(weight), pool(state), first(read), slots(write), begins(starts);
-        for (const Tensor* one : {&input, &w, &pool}) promised(one->dtype == aoti_torch_dtype_float32());
+        for (const Tensor* one : {&w, &pool}) promised(one->dtype == input.dtype);
         for (const Tensor* one : {&first, &slots, &begins}) promised(one->dtype == aoti_torch_dtype_int32());
         promised(pool.dense());
-        const Dense<float> inputs(input), weights(w);
         const Dense<int32_t> from(first), to(slots), begin(begins);
-        auto* y = static_cast<float*>(make(3, input.sizes, input.dtype, out));
-        npuc_conv(inputs.data, weights.data, static_cast<float*>(pool.data), from.data, to.data, begin.data, input.sizes[0], input.sizes[1],
-                  input.sizes[2], w.sizes[1], y);
+        const int64_t *sizes = input.sizes, B = sizes[0], Q = sizes[1], C = sizes[2], taps = w.sizes[1];
+        void* y = make(3, sizes, input.dtype, out);
+        if (input.dtype == aoti_torch_dtype_float32()) {
+            const Dense<float> x_(input), w_(w);
+            npuc_conv(x_.data, w_.data, static_cast<float*>(pool.data), from.data, to.data, begin.data, B, Q, C, taps, static_cast<float*>(y));
+        } else {
+            promised(input.dtype == aoti_torch_dtype_bfloat16());
+            const Dense<uint16_t> x_(input), w_(w);
+            npuc_conv_bf16(x_.data, w_.data, pool.data, from.data, to.data, begin.data, B, Q, C, taps, y);
+        }
     });
 }
 
@@ -239,14 +245,23 @@ AOTITorchError aoti_torch_cpu_npuc_delta(AtenTensorHandle q, AtenTensorHandle k,
                                          AtenTensorHandle starts, AtenTensorHandle* out) {
     return guarded("npuc_delta", [&] {
         const Tensor queries(q), keys(k), values(v), gates(g), betas(beta), pool(state), first(read), slots(write), begins(starts);
-        for (const Tensor* one : {&queries, &keys, &values, &gates, &betas, &pool}) promised(one->dtype == aoti_torch_dtype_float32());
+        for (const Tensor* one : {&gates, &betas, &pool}) promised(one->dtype == aoti_torch_dtype_float32());
+        promised(queries.dtype == values.dtype && keys.dtype == values.dtype);
         for (const Tensor* one : {&first, &slots, &begins}) promised(one->dtype == aoti_torch_dtype_int32());
         promised(pool.dense());
-        const Dense<float> q_(queries), k_(keys), v_(values), g_(gates), b_(betas);
+        const Dense<float> g_(gates), b_(betas);
         const Dense<int32_t> from(first), to(slots), begin(begins);
         const int64_t sizes[] = {values.sizes[0], values.sizes[1], keys.sizes[2], values.sizes[2], keys.sizes[3], values.sizes[3]};
-        auto* out_ = static_cast<float*>(make(4, values.sizes, values.dtype, out));
-        npuc_delta(q_.data, k_.data, v_.data, g_.data, b_.data, static_cast<float*>(pool.data), from.data, to.data, begin.data, sizes, out_);
+        void* y = make(4, values.sizes, values.dtype, out);
+        auto* states = static_cast<float*>(pool.data);
+        if (values.dtype == aoti_torch_dtype_float32()) {
+            const Dense<float> q_(queries), k_(keys), v_(values);
+            npuc_delta(q_.data, k_.data, v_.data, g_.data, b_.data, states, from.data, to.data, begin.data, sizes, static_cast<float*>(y));
+        } else {
+            promised(values.dtype == aoti_torch_dtype_bfloat16());
+            const Dense<uint16_t> q_(queries), k_(keys), v_(values);
+            npuc_delta_bf16(q_.data, k_.data, v_.data, g_.data, b_.data, states, from.data, to.data, begin.data, sizes, y);
+        }
     });
 }
 

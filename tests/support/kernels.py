@@ -169,11 +169,11 @@ def experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: 
 def conv(
     x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, read: torch.Tensor, write: torch.Tensor, num_computed_tokens: torch.Tensor
 ) -> torch.Tensor:
-    (B, Q, C), taps, out = x.shape, weight.shape[1], torch.empty(x.shape)
+    (B, Q, C), taps, out = x.shape, weight.shape[1], torch.empty(x.shape, dtype=x.dtype)
     x, weight, read, write, num_computed_tokens = (t.contiguous() for t in (x, weight, read, write, num_computed_tokens))
-    floats = _at(x, F32), _at(weight, F32, (C, taps)), _at(state, F32, (len(state), taps - 1, C))
+    floats = _at(x, x.dtype), _at(weight, x.dtype, (C, taps)), _at(state, x.dtype, (len(state), taps - 1, C))
     _call(
-        "npuc_conv",
+        _of("npuc_conv", x.dtype),
         *floats,
         _at(read, I32, (B,)),
         _at(write, I32, (B, Q)),
@@ -182,7 +182,7 @@ def conv(
         Q,
         C,
         taps,
-        _at(out, F32),
+        _at(out, x.dtype),
     )
     return out
 
@@ -198,13 +198,19 @@ def delta(
     write: torch.Tensor,
     num_computed_tokens: torch.Tensor,
 ) -> torch.Tensor:
-    (B, Q, Hk, Dk), (H, Dv), out = k.shape, v.shape[2:], torch.empty(v.shape)
+    (B, Q, Hk, Dk), (H, Dv), out = k.shape, v.shape[2:], torch.empty(v.shape, dtype=v.dtype)
     q, k, v, g, beta, read, write, num_computed_tokens = (
         tensor.contiguous() for tensor in (q, k, v, g, beta, read, write, num_computed_tokens)
     )
-    keys = _at(q, F32, (B, Q, Hk, Dk)), _at(k, F32), _at(v, F32, (B, Q, H, Dv)), _at(g, F32, (B, Q, H)), _at(beta, F32, (B, Q, H))
+    keys = (
+        _at(q, v.dtype, (B, Q, Hk, Dk)),
+        _at(k, v.dtype),
+        _at(v, v.dtype, (B, Q, H, Dv)),
+        _at(g, F32, (B, Q, H)),
+        _at(beta, F32, (B, Q, H)),
+    )
     slots = _at(state, F32, (len(state), H, Dv, Dk)), _at(read, I32, (B,)), _at(write, I32, (B, Q)), _at(num_computed_tokens, I32, (B,))
-    _call("npuc_delta", *keys, *slots, _sizes(B, Q, Hk, H, Dk, Dv), _at(out, F32))
+    _call(_of("npuc_delta", v.dtype), *keys, *slots, _sizes(B, Q, Hk, H, Dk, Dv), _at(out, v.dtype))
     return out
 
 
@@ -218,7 +224,7 @@ def attention(
     scale: float,
 ) -> torch.Tensor:
     (B, Q, H, D), (pages, P, G, _), N = q.shape, k_cache.shape, page_table.shape[1]
-    out, name = torch.empty(q.shape, dtype=q.dtype), {F32: "npuc_attention", torch.bfloat16: "npuc_attention_bf16"}[q.dtype]
+    out, name = torch.empty(q.shape, dtype=q.dtype), _of("npuc_attention", q.dtype)
     q, page_table, num_computed_tokens, query_lens = (t.contiguous() for t in (q, page_table, num_computed_tokens, query_lens))
     pools = (_at(pool, q.dtype, (pages, P, G, D)) for pool in (k_cache, v_cache))
     rows = _at(page_table, I32), _at(num_computed_tokens, I32, (B,)), _at(query_lens, I32, (B,))
@@ -265,6 +271,11 @@ KERNELS = {
     "npuc_sample": sample,
     "npuc_static_quant_linear": static_quant_linear,
 }
+
+
+def _of(name: str, dtype: torch.dtype) -> str:
+    """A kernel's version for a dtype."""
+    return {F32: name, BF16: f"{name}_bf16"}[dtype]
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

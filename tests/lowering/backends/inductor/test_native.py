@@ -30,8 +30,9 @@ MANY = 60
 
 @pytest.fixture(scope="module", params=["own", "narrow"])
 def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Iterator[ModuleType]:
-    """The kernels, compiled for this machine and for vectors half as wide."""
-    with kernels.compiled_for(kernels.LEVELS[0 if request.param == "own" else -1]):
+    """The kernels, compiled for this machine, and for vectors half as wide without what goes beyond the level."""
+    own = request.param == "own"
+    with kernels.compiled_for(kernels.LEVELS[0 if own else -1]), kernels.limited(max(kernels.VARIANTS) if own else 0):
         yield kernels
 
 
@@ -192,6 +193,16 @@ def test_the_convolution_is_the_reference(run, case):
     stored(rest[2], want_pool, write)
 
 
+@pytest.mark.parametrize("case", [case for case in CONVOLUTIONS if case[3] > 1], ids=str)
+def test_a_convolution_of_bfloat16_is_that_of_the_same_numbers_rounded(run, case):
+    x, weight, pool, read, write, num_computed_tokens = convolution(*case)
+    halves = x.bfloat16(), weight.bfloat16(), pool.bfloat16()
+    wide = [tensor.float() for tensor in halves]
+    want = run.conv(*wide, read, write, num_computed_tokens).bfloat16()
+    assert torch.equal(run.conv(*halves, read, write, num_computed_tokens), want)
+    assert torch.equal(halves[2].view(torch.int16), wide[2].bfloat16().view(torch.int16))
+
+
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
 def test_the_convolution_is_the_same_alone_and_token_by_token(run, case):
     x, weight, pool, read, write, num_computed_tokens = convolution(*case)
@@ -231,6 +242,15 @@ def test_the_delta_rule_is_the_reference(run, case):
     out, want_pool = ops.gated_delta(*rest, read, write, num_computed_tokens, torch.full_like(num_computed_tokens, case[1]))
     close(run.delta(*rest, read, write, num_computed_tokens), out)
     stored(rest[5], want_pool, write)
+
+
+@pytest.mark.parametrize("case", RULES, ids=str)
+def test_the_delta_rule_of_bfloat16_is_that_of_the_same_numbers_rounded(run, case):
+    q, k, v, g, beta, pool, *slots = rule(*case)
+    halves, states = [tensor.bfloat16() for tensor in (q, k, v)], pool.clone()
+    want = run.delta(*(half.float() for half in halves), g, beta, pool, *slots).bfloat16()
+    assert torch.equal(run.delta(*halves, g, beta, states, *slots), want)
+    assert torch.equal(states.view(I32), pool.view(I32))
 
 
 @pytest.mark.parametrize("case", RULES, ids=str)
@@ -299,8 +319,9 @@ def test_attention_is_the_reference_for_every_valid_query(run, case, dtype):
         close(got[b, :length].float(), want[b, :length], TOLERANCE[dtype])
 
 
-def test_a_row_of_attention_is_the_same_in_every_batch(run):
-    q, k, v, table, num_computed_tokens, query_lens, scale = attending(*ATTENTIONS[-1], F32)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_a_row_of_attention_is_the_same_in_every_batch(run, dtype):
+    q, k, v, table, num_computed_tokens, query_lens, scale = attending(*ATTENTIONS[-1], dtype)
     for threads in (1, 2):
         with run.threads(threads):
             together = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
