@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +31,32 @@ class Compiled:
 
     data: bytes
     census: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a lowered graph that is compiled by itself, as data that another process can be sent.
+
+    Attributes:
+        key: digest of everything that decides what it is compiled to; parts of equal keys, of whatever graphs, are compiled once.
+        data: in a form of the backend's.
+    """
+
+    key: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A lowered graph as its parts.
+
+    Attributes:
+        parts: each once, in the order of their first use.
+        data: how they belong together, in a form of the backend's.
+    """
+
+    parts: tuple[Part, ...]
+    data: bytes
 
 
 class Backend(Protocol):
@@ -77,6 +103,22 @@ class Backend(Protocol):
             LoweringError: naming what the backend cannot express, or quoting its compiler's error.
         """
         raise LoweringError(f"backend {self.name} compiles nothing: it reports cost and memory only")
+
+    def parts(self, lowered: Lowered, *, threads: int) -> Parts | None:
+        """The parts of a graph that are compiled one by one and joined; None where a graph is compiled as one."""
+        return None
+
+    def compile_part(self, part: Part, *, cache_dir: Path, threads: int) -> bytes:
+        """Compiles one part, or takes it from the cache.
+
+        Raises:
+            LoweringError: as `compile`.
+        """
+        raise LoweringError(f"backend {self.name} compiles graphs as one")
+
+    def join(self, parts: Parts, compiled: Sequence[bytes], *, cache_dir: Path) -> Compiled:
+        """The executable of a graph whose parts are compiled, in the order of `parts.parts`."""
+        raise LoweringError(f"backend {self.name} compiles graphs as one")
 
     def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
         """Checks the invariants of an executable that can be checked without running it, on the platform that it was lowered for.

@@ -12,14 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 
 from ..graphs import compile_count
+from ..graphs.errors import LoweringError
 from ..graphs.invariants import results_of
 from ..graphs.ir.alias import owner
-from ..graphs.ir.flatten import flatten
+from ..graphs.ir.flatten import bodies, flatten
+from ..graphs.ir.outline import outline
 from ..graphs.ir.record import record
 from ..graphs.ir.trace import name_placeholders
 from ..graphs.primitive import Primitive, of_target
 from ..graphs.stage import Stage
 from ..graphs.types import Bucket, Signature
+from .calls import calls_of
+from .donation import Donated, donations
 from .platform import CPU, Platform
 
 if TYPE_CHECKING:
@@ -51,6 +55,40 @@ def lower_eager(partitioned: Partitioned) -> Lowered:
     graph = flatten(partitioned.graph)
     donate(graph, partitioned.signature)
     return Lowered(partitioned.program.bucket, "eager", graph, partitioned.signature)
+
+
+def lower_bodies(partitioned: Partitioned, backend: str) -> Lowered:
+    """Lowers every body once for `backend`: calls of bodies that write their pools in place.
+
+    The nodes between calls become bodies, too, and values that one body hands to another are contiguous. Where a pool cannot be written
+    by the bodies (donation.py), the graph is that of `lower_inline`.
+    """
+    graph, signature = outline(partitioned.graph), partitioned.signature
+    try:
+        donated = donations(graph, signature)
+    except LoweringError:
+        return lower_inline(partitioned, backend)
+    compile_count.record("trace")
+    lowered = {name: _lower_body(body, donated.bodies[name], backend) for name, body in bodies(graph).items()}
+    calls = calls_of(graph, signature, donated, lowered)
+    name_placeholders(calls, signature)
+    return Lowered(partitioned.program.bucket, backend, calls, signature)
+
+
+def _lower_body(body: GraphModule, donated: Donated, backend: str) -> GraphModule:
+    """The body in operators of `backend`; new values of pools are written into their operands and are no results."""
+    operands = [node for node in body.graph.nodes if node.op == "placeholder"]
+    results, new_values = results_of(body), set(donated.values())
+    writers = set(_claims(body, [operands[i] for i in donated], [results[i] for i in donated.values()]))
+    inliner = _Inliner(body, backend, writers)
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        return [value if i in new_values else value.contiguous() for i, value in enumerate(inliner.run(*values))]
+
+    like = [torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta") for node in operands]
+    graph = record(run, like, FakeTensorMode(), "cpu")
+    _donate(graph, donated)
+    return graph
 
 
 def lower_inline(partitioned: Partitioned, backend: str, device: str = "cpu") -> Lowered:
@@ -99,14 +137,21 @@ def donate(graph: GraphModule, signature: Signature) -> None:
     variants write it. Any other new state is copied into its operand at the end, after every reader of the old value. An output that
     shares memory with a pool is cloned, or the next step would change it while it is being read.
     """
-    nodes = graph.graph
-    pools, replaced = _pools(graph, signature)
+    at, result = len(signature.params), len(signature.outputs)
+    _donate(graph, {at + i: result + i for i in range(len(signature.state))})
+
+
+def _donate(graph: GraphModule, donated: Donated) -> None:
+    nodes, results = graph.graph, results_of(graph)
+    placeholders = [node for node in nodes.nodes if node.op == "placeholder"]
+    pools, replaced = [placeholders[i] for i in donated], [results[i] for i in donated.values()]
     (output,) = (n for n in nodes.nodes if n.op == "output")
     for writer, pairs in _claims(graph, pools, replaced).items():
         _write_in_place(graph, writer, pairs)
     # A value that an in-place variant writes has been replaced by the pool itself.
     results = results_of(graph)
-    outputs, new_state = results[: len(signature.outputs)], results[len(signature.outputs) :]
+    outputs = [node for i, node in enumerate(results) if i not in donated.values()]
+    new_state = [results[i] for i in donated.values()]
     copies = [(pool, new) for pool, new in zip(pools, new_state, strict=True) if new is not pool]
     written = {pool for pool, _ in copies}
     with nodes.inserting_before(output):

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx._lazy_graph_module import _make_graph_module
+from torch.fx import GraphModule, Interpreter
 
 from ...graphs import compile_count
-from ...graphs.invariants import results_of
 from ...graphs.ir.flatten import bodies
 from ...graphs.ir.outline import outline
 from ...graphs.ir.record import record
 from ...graphs.primitive import of_target
-from ...graphs.types import Signature
+from ..calls import calls_of
+from ..donation import Donated, donations
 from ..lower import Lowered
 from ..platform import CPU, Platform
 from . import packages
-from .donation import Donated, Donations, donations
 from .hoist import hoist
 from .share import share
 
@@ -48,7 +44,7 @@ def lower(partitioned: Partitioned, platform: Platform = CPU, backend: str = "ge
     donated = donations(graph, signature)
     features = platform.features(backend)
     lowered = {name: _lower_body(body, donated.bodies[name], features) for name, body in bodies(graph).items()}
-    calls = _calls(graph, signature, donated, lowered)
+    calls = calls_of(graph, signature, donated, lowered)
     runs = bodies(graph).keys() - bodies(partitioned.graph).keys()
     calls = hoist(share(calls, signature, runs), signature)
     return Lowered(partitioned.program.bucket, backend, calls, signature, platform)
@@ -84,26 +80,3 @@ def _lower_body(body: GraphModule, donated: Donated, features: frozenset[str]) -
     graph = record(run, operands, FakeTensorMode())
     graph.recompile()
     return graph
-
-
-def _calls(graph: GraphModule, signature: Signature, donated: Donations, lowered: Mapping[str, GraphModule]) -> GraphModule:
-    """The graph that calls the lowered bodies and returns outputs only; readers of a pool's new value read the pool."""
-    calls, values, root = Graph(), dict[Node, Node](), torch.nn.Module()
-    for name, body in lowered.items():
-        setattr(root, name, body)
-    for node in graph.graph.nodes:
-        if node.op == "output":
-            continue
-        if (pool := donated.pools.get(node, node)) is not node:
-            values[node] = values[pool]
-            continue
-        values[node] = calls.node_copy(node, values.__getitem__)
-        values[node].meta = dict(node.meta)
-        if node.target is operator.getitem:
-            new_values = donated.bodies[str(node.args[0].target)].values()
-            values[node].args = (values[node].args[0], node.args[1] - sum(i < node.args[1] for i in new_values))
-        elif node.op == "call_module":
-            new_values = donated.bodies[str(node.target)].values()
-            values[node].meta["val"] = tuple(v for i, v in enumerate(node.meta["val"]) if i not in new_values)
-    calls.output(tuple(values[node] for node in results_of(graph)[: len(signature.outputs)]))
-    return _make_graph_module(root, calls)

@@ -19,7 +19,7 @@ from ...graphs.types import Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
 from ...lowering.artifact.graph_io import encode
 from ...lowering.artifact.manifest import ExecutableRecord
-from ...lowering.backend import Backend, backend
+from ...lowering.backend import Backend, Parts, backend
 from ...lowering.collectives_check import check_ranks, expand
 from ...lowering.toolchain import toolchain
 from ..progress import Progress
@@ -266,10 +266,10 @@ def _build_local(state: _Build, began: float) -> float:
     return ready_seconds
 
 
-def _stage_local(state: _Build) -> dict[Bucket, tuple[bytes, Signature]]:
+def _stage_local(state: _Build) -> dict[Bucket, Parts | tuple[bytes, Signature]]:
     """Adds every bucket's eager graph, and previous executables whose key is unchanged; returns lowered graphs that need compiling."""
     plan, todo = state.plan, [bucket for bucket in state.stamps if not state.is_complete(bucket)]
-    lowered = {}
+    lowered: dict[Bucket, Parts | tuple[bytes, Signature]] = {}
     with state.progress.bar("trace, partition, lower", len(todo)) as bar:
         for bucket in todo:
             staged = stage(plan, bucket)
@@ -277,7 +277,8 @@ def _stage_local(state: _Build) -> dict[Bucket, tuple[bytes, Signature]]:
             eager = state.writer.add("graphs", encode(reference.graph), "graph")
             state.add_staged(bucket, record_of(plan, staged), eager)
             if not state.is_complete(bucket):
-                lowered[bucket] = encode(staged.lowered.graph), staged.lowered.signature
+                parts = state.backend.parts(staged.lowered, threads=THREADS)
+                lowered[bucket] = parts or (encode(staged.lowered.graph), staged.lowered.signature)
             bar.step(bucket.name)
     return lowered
 

@@ -10,10 +10,11 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -23,7 +24,7 @@ from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import graph_key
 from ...lowering.artifact.graph_io import decode
-from ...lowering.backend import Compiled, backend
+from ...lowering.backend import Backend, Compiled, Part, Parts, backend
 from ...lowering.lower import Lowered
 from ...lowering.toolchain import toolchain
 from ...models.family_file import FamilyFile
@@ -39,7 +40,8 @@ class CompileJob:
     """One bucket to compile, as data that can be sent to another process.
 
     Attributes:
-        lowered: the lowered graph (`graph_io.encode`) and its signature, if the caller staged the bucket.
+        lowered: the lowered graph, if the caller staged the bucket: its parts, where the backend compiles graphs in parts, or else
+            the graph (`graph_io.encode`) and its signature.
         known_key: graph key of an existing executable; a graph of that key is not compiled again.
         nice: least niceness of the process, so that a server beside it keeps its cores.
     """
@@ -47,7 +49,7 @@ class CompileJob:
     plan: Plan
     bucket: Bucket
     cache_dir: Path
-    lowered: tuple[bytes, Signature] | None = None
+    lowered: Parts | tuple[bytes, Signature] | None = None
     known_key: str = ""
     nice: int = 0
 
@@ -77,7 +79,7 @@ class CompileResult:
     Attributes:
         staged: None if the caller staged the bucket.
         compiled: None if there is nothing to compile, or the key is known.
-        seconds: wall time.
+        seconds: wall time; of a graph in parts the sum over those that no bucket before it had.
     """
 
     job: CompileJob
@@ -109,15 +111,22 @@ def run(job: CompileJob) -> CompileResult:
         NpucompileError: naming the stage that failed, or the check.
     """
     began = time.monotonic()
-    if job.nice > os.getpriority(os.PRIO_PROCESS, 0):
-        os.setpriority(os.PRIO_PROCESS, 0, job.nice)
+    with _compiling(job.nice):
+        record, compiled = _compile(job)
+    return CompileResult(job, record, compiled, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _compiling(nice: int) -> Iterator[None]:
+    """Prepares this process to compile: as nice as is asked, with one thread, and quiet."""
+    if nice > os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
     # Graphs are rewritten here but never called; generating Python code for each would take a fifth of the time.
     with warnings.catch_warnings(), _use_lazy_graph_module(True), _uncollected():
         warnings.simplefilter("ignore")
-        record, compiled = _compile(job)
-    return CompileResult(job, record, compiled, time.monotonic() - began)
+        yield
 
 
 @contextlib.contextmanager
@@ -135,6 +144,9 @@ def _uncollected() -> Iterator[None]:
 def _compile(job: CompileJob) -> tuple[StagedRecord | None, Compiled | None]:
     chosen = backend(job.plan.backend)
     chosen.prepare(job.cache_dir)
+    if isinstance(job.lowered, Parts):
+        compiled_parts = [_compile_part(chosen, job, part) for part in job.lowered.parts]
+        return None, chosen.join(job.lowered, compiled_parts, cache_dir=job.cache_dir)
     if job.lowered:
         data, signature = job.lowered
         lowered = Lowered(job.bucket, chosen.name, decode(data), signature, job.plan.platform)
@@ -146,6 +158,13 @@ def _compile(job: CompileJob) -> tuple[StagedRecord | None, Compiled | None]:
     compiled = chosen.compile(staged.lowered, cache_dir=job.cache_dir, threads=THREADS)
     chosen.prove(compiled, staged.partitioned, job.plan.platform)
     return record, compiled
+
+
+def _compile_part(chosen: Backend, job: CompileJob, part: Part) -> bytes:
+    try:
+        return chosen.compile_part(part, cache_dir=job.cache_dir, threads=THREADS)
+    except LoweringError as error:
+        raise LoweringError(f"{chosen.name} could not compile {job.bucket.name}: {error}") from error
 
 
 def _prepare(files: Sequence[FamilyFile]) -> None:
@@ -167,22 +186,37 @@ def _run_in_worker(job: CompileJob) -> CompileResult:
     return result
 
 
+def _part_in_worker(job: CompileJob, part: Part) -> tuple[bytes, float]:
+    """A compiled part and its seconds, in a process of the pool; `job` is the first that has it, without its graph."""
+    began = time.monotonic()
+    with _compiling(job.nice):
+        chosen = backend(job.plan.backend)
+        chosen.prepare(job.cache_dir)
+        data = _compile_part(chosen, job, part)
+    gc.collect()
+    gc.freeze()
+    return data, time.monotonic() - began
+
+
 def run_all(jobs: Sequence[CompileJob], workers: int) -> Iterator[CompileResult]:
     """Yields results as they complete; jobs start in the order given.
+
+    Graphs in parts share the processes part by part, and a part that several graphs have is compiled for the first of them.
 
     Raises:
         NpucompileError: that of the first job that fails, or a process was killed; the other jobs are cancelled.
     """
-    if workers <= 1 or len(jobs) <= 1:
+    parts = {part.key for job in jobs if isinstance(job.lowered, Parts) for part in job.lowered.parts}
+    tasks = len(parts) + sum(not isinstance(job.lowered, Parts) for job in jobs)
+    if workers <= 1 or tasks <= 1:
         yield from map(run, jobs)
         return
     files = tuple({job.plan.source.family_file for job in jobs if job.plan.source.family_file})
     # Spawn, because a fork inherits torch's thread pools in an undefined state.
-    context, count = multiprocessing.get_context("spawn"), min(workers, len(jobs))
+    context, count = multiprocessing.get_context("spawn"), min(workers, tasks)
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(files,))
     try:
-        for future in as_completed([pool.submit(_run_in_worker, job) for job in jobs]):
-            yield future.result()
+        yield from _results(pool, jobs)
     except BrokenProcessPool:
         raise LoweringError(
             f"one of {count} processes that compile was killed, for want of memory more likely than not; "
@@ -190,3 +224,25 @@ def run_all(jobs: Sequence[CompileJob], workers: int) -> Iterator[CompileResult]
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _results(pool: Executor, jobs: Sequence[CompileJob]) -> Iterator[CompileResult]:
+    """Results of jobs in a pool, as they complete."""
+    whole = {pool.submit(_run_in_worker, job): None for job in jobs if not isinstance(job.lowered, Parts)}
+    waiting = [(job, job.lowered) for job in jobs if isinstance(job.lowered, Parts)]
+    futures, first = dict[str, Future[tuple[bytes, float]]](), dict[str, CompileJob]()
+    for job, graph in waiting:
+        for part in graph.parts:
+            if part.key not in futures:
+                futures[part.key], first[part.key] = pool.submit(_part_in_worker, replace(job, lowered=None), part), job
+    everything: list[Future[Any]] = [*whole, *futures.values()]
+    for done in as_completed(everything):
+        result = done.result()
+        if done in whole:
+            yield result
+            continue
+        for job, graph in [pair for pair in waiting if all(futures[part.key].done() for part in pair[1].parts)]:
+            waiting.remove((job, graph))
+            made = {part.key: futures[part.key].result() for part in graph.parts}
+            compiled = backend(job.plan.backend).join(graph, [data for data, _ in made.values()], cache_dir=job.cache_dir)
+            yield CompileResult(job, None, compiled, sum(seconds for key, (_, seconds) in made.items() if first[key] is job))

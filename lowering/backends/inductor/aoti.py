@@ -1,4 +1,4 @@
-"""Reproducible AOTInductor compiles: turns a flat aten graph into the files of a package, with equal bytes for equal graphs.
+"""Reproducible AOTInductor compiles: turns a flat aten graph into the library of a body, with equal bytes for equal graphs.
 
 Torch does not fix the location of its caches, generated names, paths inside the code and the instruction set; this file does.
 It uses private parts of torch, so the project depends on one exact version of torch.
@@ -80,7 +80,7 @@ def compile_files(graph: GraphModule, operands: Sequence[torch.Tensor], name: st
         threads: number of threads that loops are specialised for; 0 asks at run time.
 
     Returns:
-        File name to content: the shared library and the metadata that torch's loader reads.
+        File name to content: the shared library, which exports the functions of lowering/cpp/stitched/body.h, and torch's metadata.
 
     Raises:
         Exception: any error of torch or the C++ compiler.
@@ -136,7 +136,7 @@ def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
 
 @contextmanager
 def _settings(cache_dir: Path) -> Iterator[None]:
-    """Sets for one compile what torch has no options for: cache directories, and wrappers without operand checks."""
+    """Sets for one compile what torch has no options for: cache directories, wrappers without operand checks, and what they export."""
     from torch._inductor import codecache
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.runtime import cache_dir_utils
@@ -151,6 +151,7 @@ def _settings(cache_dir: Path) -> Iterator[None]:
         stack.enter_context(_replaced(codecache, "_HEADER_LOCK_DIR", str(headers / "locks")))
         # A third of the generated C++ would check operands, if an environment variable is set; `check_operands` does so instead.
         stack.enter_context(_replaced(CppWrapperCpu, "generate_input_output_runtime_checks", _no_checks))
+        stack.enter_context(_replaced(CppWrapperCpu, "_write_aoti_interface_header", _body_interface))
         yield
 
 
@@ -161,6 +162,10 @@ def _no_checks(wrapper: Any) -> None:
         static inline void __check_inputs_outputs(AtenTensorHandle*, AtenTensorHandle*) {}
         """
     )
+
+
+def _body_interface(wrapper: Any) -> None:
+    wrapper.header.splice(native.BODY.read_text(encoding="utf-8"))
 
 
 @contextmanager

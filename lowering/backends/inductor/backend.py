@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import torch
 
 from ....graphs import compile_count
 from ....graphs.errors import LoweringError
-from ...backend import Backend, Compiled
+from ...backend import Backend, Compiled, Part, Parts
 from ...platform import CPU, Platform
 from .packing import Layout, Packer
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from ....graphs.spmd.partition import Partitioned
     from ...executable import Executable
     from ...lower import Lowered
+    from .program import Program
 
 NAME = "inductor"
 _ROOT = "graph"
 _MODEL = "model"
 _LAYOUTS, _PACKER = "npucompile/layouts.json", "npucompile/pack.so"
 """Entries of a package whose graph reads packed parameters: their layouts by position, and the library that packs them."""
+METADATA = "_metadata.json"
 
 
 class PackageExecutable:
@@ -112,6 +115,30 @@ def package(files: Mapping[str, bytes], more: Mapping[str, bytes] | None = None)
     return buffer.getvalue()
 
 
+def _only(files: Mapping[str, bytes], suffix: str) -> bytes:
+    (content,) = (content for name, content in files.items() if name.endswith(suffix))
+    return content
+
+
+def _joint(program: Program, graph: GraphModule) -> bytes:
+    """What joins the parts of a graph: the program of its calls, and the layouts of its parameters as JSON, empty where none is packed."""
+    from .layouts import layouts
+
+    found = {str(i): layout for i, layout in layouts(graph).items()}
+    joint: bytes = msgpack.packb({"program": program.encode(), "layouts": json.dumps(found) if found else ""})
+    return joint
+
+
+def _packing_entries(layouts: str, cache_dir: Path) -> dict[str, bytes]:
+    """The entries of a package that say how to pack its parameters; none where it reads all as they are stored."""
+    from . import aoti, native
+
+    if not layouts:
+        return {}
+    library = native.packer(aoti.compiler()[0], aoti.instruction_set() or "native", cache_dir)
+    return {_LAYOUTS: layouts.encode(), _PACKER: library.read_bytes()}
+
+
 def _error_line(error: BaseException) -> str:
     """The line of a long error message that names the error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -125,55 +152,97 @@ class Inductor(Backend):
     suffix = "pt2"
 
     def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
-        """Replaces primitives by aten operators and native kernels; state is written in place, and parameters get their layouts."""
-        from ...lower import lower_inline
+        """Replaces primitives by aten operators and native kernels, in each body once, and gives parameters their layouts; bodies write
+        state in place."""
+        from ...lower import lower_bodies
         from .layouts import choose
 
-        lowered = lower_inline(partitioned, NAME)
+        lowered = lower_bodies(partitioned, NAME)
         choose(lowered.graph)
         return lowered
 
-    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
-        """Compiles a graph of aten and native operators into a package.
+    def parts(self, lowered: Lowered, *, threads: int) -> Parts:
+        """The bodies that a graph calls, and the program of its calls; a graph without calls is one body.
 
         Raises:
-            LoweringError: naming an operator that a package cannot call, or quoting the compiler's error.
+            LoweringError: naming an operator that a package cannot call.
+        """
+        from ....graphs.ir.flatten import bodies
+        from ...artifact import graph_io
+        from .program import one_call, program_of
+
+        called = bodies(lowered.graph)
+        for graph in called.values() if called else [lowered.graph]:
+            check_operators(graph)
+        if not called:
+            program = one_call(len(lowered.signature.operands), len(lowered.signature.outputs))
+            return Parts((self._part(graph_io.encode(lowered.graph), threads),), _joint(program, lowered.graph))
+        parts = {name: self._part(graph_io.encode(body), threads) for name, body in called.items()}
+        different = tuple({part.key: part for part in parts.values()}.values())
+        program = program_of(lowered.graph, {name: different.index(part) for name, part in parts.items()})
+        return Parts(different, _joint(program, lowered.graph))
+
+    def _part(self, data: bytes, threads: int) -> Part:
+        # The options hold the versions of compiler and kernels; of torch, a change of the code that it generates.
+        return Part(hashlib.sha256(data + repr((torch.__version__, sorted(self.options(threads).items()))).encode()).hexdigest(), data)
+
+    def compile_part(self, part: Part, *, cache_dir: Path, threads: int) -> bytes:
+        """The files of one compiled body.
+
+        Raises:
+            LoweringError: quoting the compiler's error.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from ....graphs import ops as ops  # so that the graph's operators are known where it is read back
         from ...artifact import graph_io
         from . import aoti
+        from .parts import CompiledParts, pack_files
 
-        check_operators(lowered.graph)
+        kept = CompiledParts(cache_dir / "bodies")
+        if (data := kept.take(part.key)) is not None:
+            return data
         aoti.compiler()
+        # Inductor modifies the graph that it compiles, so it gets one of its own; it would take recorded values for its operands.
+        graph = graph_io.decode(part.data)
         with FakeTensorMode():
-            operands = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in lowered.signature.operands]
-        data = graph_io.encode(lowered.graph)
-        name = hashlib.sha256(data + repr(sorted(self.options(threads).items())).encode()).hexdigest()[:16]
-        # Inductor modifies the graph that it compiles, so it gets a copy; it would take recorded values for its operands, so these go.
-        copy = graph_io.decode(data)
-        for node in copy.graph.nodes:
+            values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+            operands = [torch.empty(value.shape, dtype=value.dtype) for value in values]
+        for node in graph.graph.nodes:
             node.meta.clear()
         compile_count.record("compile")
         try:
-            files = aoti.compile_files(copy, operands, f"g_{name}", cache_dir=cache_dir.resolve(), threads=threads)
+            files = aoti.compile_files(graph, operands, f"g_{part.key[:16]}", cache_dir=cache_dir.resolve(), threads=threads)
         except Exception as error:
-            raise LoweringError(
-                f"inductor could not compile {lowered.bucket.name}: {type(error).__name__}: {_error_line(error)}"
-            ) from error
-        return Compiled(package(files, self._packing(lowered.graph, cache_dir.resolve())))
+            raise LoweringError(f"{type(error).__name__}: {_error_line(error)}") from error
+        kept.keep(part.key, data := pack_files(files))
+        return data
 
-    def _packing(self, graph: GraphModule, cache_dir: Path) -> dict[str, bytes]:
-        """The entries of a package that say how to pack its parameters; none where it reads all as they are stored."""
+    def join(self, parts: Parts, compiled: Sequence[bytes], *, cache_dir: Path) -> Compiled:
+        """The package of a graph, which calls its compiled bodies by the program."""
         from . import aoti, native
-        from .layouts import layouts
+        from .parts import unpack_files
 
-        found = layouts(graph)
-        if not found:
-            return {}
-        library = native.packer(aoti.compiler()[0], aoti.instruction_set() or "native", cache_dir)
-        return {_LAYOUTS: json.dumps({str(i): layout for i, layout in found.items()}).encode(), _PACKER: library}
+        bodies = [unpack_files(data) for data in compiled]
+        library = native.stitched(aoti.compiler()[0], cache_dir.resolve())
+        files = {f"body{i}.bin": _only(body, ".so") for i, body in enumerate(bodies)}
+        metadata = {f"stitched{METADATA}": _only(bodies[0], f".wrapper{METADATA}")}
+        joint = msgpack.unpackb(parts.data)
+        files |= {**metadata, "program.bin": joint["program"], "stitched.so": library.read_bytes()}
+        return Compiled(package(files, _packing_entries(joint["layouts"], cache_dir.resolve())))
+
+    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+        """Compiles a graph of aten and native operators, or of calls of bodies of them, into a package.
+
+        Raises:
+            LoweringError: naming an operator that a package cannot call, or quoting the compiler's error.
+        """
+        parts = self.parts(lowered, threads=threads)
+        try:
+            compiled = [self.compile_part(part, cache_dir=cache_dir, threads=threads) for part in parts.parts]
+        except LoweringError as error:
+            raise LoweringError(f"inductor could not compile {lowered.bucket.name}: {error}") from error
+        return self.join(parts, compiled, cache_dir=cache_dir)
 
     def open(self, path: Path) -> Executable:
         """Loads a package."""
@@ -189,6 +258,7 @@ class Inductor(Backend):
             "instruction_set": aoti.instruction_set(),
             "in_place": in_place.DIGEST,
             "kernels": native.digest(),
+            "stitched": native.stitched_digest(),
             "threads": threads,
             "wrapper": aoti.WRAPPER_OPT_LEVEL,
         }

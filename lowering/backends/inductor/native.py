@@ -6,7 +6,7 @@ import hashlib
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,11 @@ SHIMS = "shims"
 # Neither -ffast-math nor any part of it: a library linked with it makes the whole process flush denormals to zero when it is loaded,
 # and reordered sums would make a row's result depend on the rows beside it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+
+STITCHED = FOLDER / "stitched" / "stitched.cpp"
+BODY = FOLDER / "stitched" / "body.h"
+"""What generated code exports for the library of `stitched`."""
+STITCHED_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-s", "-fvisibility=hidden")
 
 _TYPES = {"Tensor": "AtenTensorHandle", "float": "double", "int": "int64_t"}
 
@@ -75,17 +80,54 @@ def archive(compiler: str, architecture: str, cache_dir: Path) -> Path:
     return target
 
 
-def packer(compiler: str, architecture: str, cache_dir: Path) -> bytes:
+def packer(compiler: str, architecture: str, cache_dir: Path) -> Path:
     """A shared library of the functions that pack parameters, which loaders call without torch; equal bytes for equal sources.
 
     Raises:
         LoweringError: quoting the compiler's error.
     """
-    with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
-        library = Path(scratch) / "pack.so"
-        unit = _compile(FOLDER / "pack.cpp", compiler, architecture, Path(scratch), "-fvisibility=default")
+
+    def make(library: Path) -> None:
+        unit = _compile(FOLDER / "pack.cpp", compiler, architecture, library.parent, "-fvisibility=default")
         _run([compiler, "-shared", "-fopenmp", "-s", "-Wl,--build-id=none", str(unit), "-o", str(library)])
-        return library.read_bytes()
+
+    return _kept(cache_dir, "pack", f"{digest()} {compiler} {architecture}", make)
+
+
+def stitched(compiler: str, cache_dir: Path) -> Path:
+    """The library that calls the bodies of a package (lowering/cpp/stitched); compiled again only when it, the compiler or torch change.
+
+    Raises:
+        LoweringError: quoting the compiler's error.
+    """
+    root = Path(torch.__file__).parent
+
+    def make(library: Path) -> None:
+        mapped = [f"-ffile-prefix-map={path}={name}" for path, name in ((STITCHED.parent, "native"), (root / "include", "torch"))]
+        files = ["-isystem", str(root / "include"), str(STITCHED), "-o", str(library), f"-L{root / 'lib'}", "-ltorch_cpu"]
+        _run([compiler, *STITCHED_FLAGS, *mapped, *files])
+
+    return _kept(cache_dir, "stitched", f"{stitched_digest()} {torch.__version__} {compiler}", make)
+
+
+def stitched_digest() -> str:
+    """Digest of the sources and the flags of `stitched`, and of what bodies export for it."""
+    texts = (path.read_text(encoding="utf-8") for path in (STITCHED, BODY))
+    return hashlib.sha256("\0".join((*STITCHED_FLAGS, *texts)).encode()).hexdigest()
+
+
+def _kept(cache_dir: Path, name: str, key: str, make: Callable[[Path], None]) -> Path:
+    """A library that is made when there is none of its key."""
+    target = cache_dir / "native" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        library = Path(scratch) / f"{name}.so"
+        make(library)
+        # Atomic, as above.
+        library.replace(target)
+    return target
 
 
 def _compile(unit: Path, compiler: str, architecture: str, to: Path, *more: str) -> Path:

@@ -1,4 +1,4 @@
-"""lowering/ascend/donation.py: a pool is donated only where every reader of the old value precedes the write by data."""
+"""lowering/donation.py: a pool is donated only where every reader of the old value precedes the write by data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npucompile.graphs.ir.block import block
 from npucompile.graphs.ir.outline import outline
 from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.types import Aval, Bucket, Program, Signature, Tree
-from npucompile.lowering.ascend.donation import Donations, donations
+from npucompile.lowering.donation import Donations, donations
 
 F32 = torch.float32
 POOL, ROWS = Aval((4, 2, 1, 3), F32), Aval((2, 1, 3), F32)

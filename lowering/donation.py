@@ -1,4 +1,4 @@
-"""Which operands of a graph's bodies may be donated: state pools that a device can update in place."""
+"""Which operands of a graph's bodies may be donated: state pools that a body can update in place."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from ...graphs.errors import LoweringError
-from ...graphs.invariants import results_of
-from ...graphs.ir.alias import owner
-from ...graphs.primitive import of_target
-from ...graphs.types import Signature
+from ..graphs.errors import LoweringError
+from ..graphs.invariants import results_of
+from ..graphs.ir.alias import owner
+from ..graphs.primitive import of_target
+from ..graphs.types import Signature
 
 Donated = dict[int, int]
 """Operand of a body that is a state pool -> the body's result that is the pool's new value."""
