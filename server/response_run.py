@@ -122,6 +122,9 @@ class ResponseRun:
             grace_s = self._service.limits.resume_grace_s
             self._grace = asyncio.get_running_loop().call_later(grace_s, self._abandoned)
             return ()
+        if not self._keeping.whole:
+            # Its conversation was its socket's, which has gone: what it ends with later would be kept for nobody.
+            self._keeping = Keeping()
         return self.live
 
     def cancel(self) -> None:

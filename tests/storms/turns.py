@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
 from dataclasses import dataclass, field
 
 from storms.target import Target
@@ -17,7 +15,8 @@ class Turns:
     """What conversations found.
 
     Attributes:
-        first_ms: of each turn, over all conversations, the time to its first token.
+        first_ms: of each turn, over all conversations, the time to its first token, by the server's record: text comes once tokens complete
+            a character.
         found: tokens of the prompts of each turn that were cached, and tokens of the prompts.
         wrong: turns whose tokens were not those of a prompt that is computed whole.
     """
@@ -54,15 +53,12 @@ async def converse(
 
 async def _turn(client: Client, prompt: list[int], turn: int, answer: int, found: Turns) -> list[int]:
     tokens: list[int] = []
-    began = time.monotonic()
     async for event in client.create(prompt, max_output_tokens=answer, ignore_eos=True, temperature=0):
         raise_if_refused(event)
         if event["type"] == "response.output_text.delta":
-            if not tokens:
-                found.first_ms.setdefault(turn, []).append((time.monotonic() - began) * 1e3)
             tokens += event["token_ids"]
         if "response" in event and event["response"]["usage"]:
             usage, (cached, asked) = event["response"]["usage"], found.found.get(turn, (0, 0))
+            found.first_ms.setdefault(turn, []).append(usage["npucompile"]["first_token_ms"])
             found.found[turn] = cached + usage["input_tokens_details"]["cached_tokens"], asked + usage["input_tokens"]
-    await asyncio.sleep(0)
     return tokens

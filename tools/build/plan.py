@@ -20,11 +20,13 @@ from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
 from ..notation import PrefillSize, format_prefill
+from .backend_choice import choose_backend
 from .checkpoint_slots import with_checkpoint_slots
-from .choices import MAX_LOGPROBS, NPU_BACKENDS
+from .choices import MAX_LOGPROBS
 from .decisions import Decided, decided, format_decided
 from .dispatch_size import fit_dispatch
 from .draft_choice import choose_draft_model, draft_name
+from .dtype_choice import choose_dtype, dtype_name
 from .instance import Instance, resolve, row_of
 from .kv_cache_choice import check_kv_cache, choose_kv_cache
 from .kv_cache_choice import note as kv_cache_note
@@ -34,8 +36,6 @@ from .pool_size import fit_pool, within_memory
 from .sizes import decode_sizes, prefill_buckets
 from .targets import Target, on_arch
 from .weights_choice import choose_weights
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def plan(options: Options) -> Plan:
     )
     instance = replace(instance, target=on_arch(instance.target, options.cuda_arch))
     target, mesh = instance.target, instance.mesh
-    backend = _backend(options, source, instance)
+    backend = choose_backend(options.backend, source, instance)
     dtype, dtype_note = choose_dtype(options.dtype, target)
     batches, limits, published = decode_sizes(options, source, instance)
     limits = with_checkpoint_slots(limits, options.checkpoint_slots, source.model, target, published)
@@ -289,25 +289,6 @@ def plan(options: Options) -> Plan:
         _check_memory(planned)
     _check_split(planned)
     return planned
-
-
-def _backend(options: Options, source: registry.ModelSource, instance: Instance) -> str:
-    """Name of the backend; several ranks on this machine run uncompiled."""
-    target, mesh = instance.target, instance.mesh
-    chosen = options.backend or (target.backend if not target.local or mesh.size == 1 else "eager")
-    if chosen not in target.backends:
-        if chosen in NPU_BACKENDS:
-            raise SpecError(f"--backend {chosen} is for NPUs; name a --deployment, or a --target and a --mesh")
-        raise SpecError(f"--backend {chosen} makes nothing that {target.name} runs; legal are {', '.join(target.backends)}")
-    if target.local and source.checkpoint_dir is None and chosen != "null":
-        raise SpecError(
-            f"{source.name} is a set of sizes without weights, and --backend {options.backend or target.backend} runs them; "
-            "legal here is --backend null (graphs, costs and memory only), a path to a checkpoint directory, or a build for NPUs "
-            "(--target ascend-a3 --mesh tp=2, or a --deployment)"
-        )
-    if mesh.size > 1 and chosen == "inductor":
-        raise SpecError(f"--backend inductor with mesh {mesh}: ranks on this machine run uncompiled; legal are eager and null")
-    return chosen
 
 
 def _platform(options: Options, target: Target) -> Platform:
@@ -393,27 +374,6 @@ def _model_name(source: registry.ModelSource) -> str:
     if source.name in registry.presets() and registry.find(source.name).checkpoint_dir == source.checkpoint_dir:
         return source.name
     return str(Path(source.checkpoint_dir or source.name).resolve())
-
-
-def choose_dtype(requested: str, target: Target) -> tuple[torch.dtype, str | None]:
-    """The dtype to compute in, and the reason if it was chosen among several."""
-    if requested not in ("auto", *DTYPES):
-        raise SpecError(f"dtype is {requested!r}; legal are {', '.join(('auto', *DTYPES))}")
-    if requested != "auto" and requested not in target.dtypes:
-        legal = " and ".join(("auto", *target.dtypes))
-        raise SpecError(f"--dtype {requested} for {target.name}: its fused operators take {', '.join(target.dtypes)}; legal are {legal}")
-    if requested != "auto" or len(target.dtypes) == 1:
-        return DTYPES[target.dtypes[0] if requested == "auto" else requested], None
-    if not target.local:
-        return DTYPES[target.dtypes[0]], f"dtype {target.dtypes[0]}: GPUs of compute capability 8.0 and above multiply it in hardware"
-    if torch.cpu._is_avx512_bf16_supported():
-        return torch.bfloat16, "dtype bfloat16: this CPU multiplies it in hardware (--dtype to change)"
-    return torch.float32, "dtype float32: this CPU has no bfloat16 arithmetic (--dtype to change)"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype on the command line."""
-    return next(name for name, kind in DTYPES.items() if kind == dtype)
 
 
 def default_out(artifacts: Path, source: registry.ModelSource) -> Path:

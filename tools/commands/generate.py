@@ -22,6 +22,7 @@ from ...server.tokenizer import TextTokenizer
 from ..bench import acceptance
 from ..build import driver as building
 from ..build import plan as planning
+from ..build.dtype_choice import DTYPES
 from ..cli import Home
 from ..locate import artifact_path, check_family
 from ..progress import Progress
@@ -51,7 +52,7 @@ from .family_option import family_option
 @click.option("--draft-model", metavar="MODEL", help="Build the model anew, uncompiled, with the draft head of this checkpoint.")
 @family_option
 @click.option("--logprobs", type=click.IntRange(0), help="With --json: log probabilities, also of this many most likely tokens.")
-@click.option("--dtype", type=click.Choice(list(planning.DTYPES)), help="Build the model anew, uncompiled, in this type.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Build the model anew, uncompiled, in this type.")
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import click
 
 OTHER = "Other options"
+WIDTH = 120
+RANGE = r"(?:[-\d.]+<=?)?x(?:[<>]=?[-\d.]+)?"
+"""Legal numbers as click writes them."""
 
 
 def grouped(groups: Mapping[str, Sequence[str]], base: type[click.Command] = click.Command) -> type[click.Command]:
@@ -20,9 +24,14 @@ def grouped(groups: Mapping[str, Sequence[str]], base: type[click.Command] = cli
     class GroupedCommand(base):  # type: ignore[valid-type, misc]
         """See `grouped`."""
 
+        def get_help(self, ctx: click.Context) -> str:
+            """The help, as wide as the terminal up to WIDTH: most options take a line."""
+            ctx.max_content_width = ctx.max_content_width or WIDTH
+            return str(super().get_help(ctx))
+
         def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
             """Writes the sections."""
-            records = {name: record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) for name in option.opts}
+            records = {name: record for option in self.get_params(ctx) if (record := _record(option, ctx)) for name in option.opts}
             rest = [record for option in self.get_params(ctx) if (record := _rest(option, ctx, groups))]
             for title, names in groups.items():
                 with formatter.section(title):
@@ -36,4 +45,18 @@ def grouped(groups: Mapping[str, Sequence[str]], base: type[click.Command] = cli
 
 def _rest(option: click.Parameter, ctx: click.Context, groups: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
     named = {name for names in groups.values() for name in names}
-    return None if named & set(option.opts) else option.get_help_record(ctx)
+    return None if named & set(option.opts) else _record(option, ctx)
+
+
+def _record(option: click.Parameter, ctx: click.Context) -> tuple[str, str] | None:
+    """An option and its line, without the range of its numbers, which an error names."""
+    record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+    if record is None:
+        return None
+    name, said = record
+    return name.replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X"), _without_range(said)
+
+
+def _without_range(said: str) -> str:
+    """A line without the range, which stands behind a default or in a bracket of its own."""
+    return re.sub(rf"\s*\[{RANGE}\]", "", re.sub(rf"; {RANGE}\]", "]", said))

@@ -49,11 +49,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 GROUPS = {
-    "Address": ("--host", "--port", "--tls-cert", "--tls-key"),
-    "Who may come in": ("--api-key", "--allowed-origin", "--allowed-host"),
-    "How the model presents itself": (
-        "--served-model-name", "--chat-template", "--reasoning-parser", "--tool-call-parser", "--default-sampling",
-    ),
+    "What most servers say": ("--host", "--port", "--api-key", "--served-model-name", "--device"),
+    "Who may come in": ("--allowed-origin", "--allowed-host", "--tls-cert", "--tls-key"),
+    "How the model presents itself": ("--chat-template", "--reasoning-parser", "--tool-call-parser", "--default-sampling"),
     "How much a client may take": (
         "--max-queue", "--max-client-requests", "--max-queued-tokens", "--max-client-tokens", "--min-priority", "--request-timeout",
         "--first-token-timeout", "--max-connections", "--max-client-connections", "--max-frame-bytes",
@@ -62,8 +60,10 @@ GROUPS = {
     "What is kept of prompts": ("--no-prefix-cache", "--prefix-cache-tokens"),
     "What is kept of responses": ("--max-stored-bytes", "--stored-timeout", "--resume-timeout"),
     "What is written down": ("--access-log", "--otlp-traces-endpoint", "--record", "--verbose"),
+    "How steps run": ("--threads", "--itl-target", "--step-timeout", "--join-timeout"),
+    "What is built and read first": ("--no-build", "--family", "--checkpoint"),
 }  # fmt: skip
-"""Sections of the help; the rest, about ranks and devices, comes last."""
+"""Sections of the help; the rest comes last."""
 
 
 @click.command("serve", cls=grouped(GROUPS, KnowsOtherNames))
@@ -110,17 +110,15 @@ def command(
 ) -> None:
     """Serve an artifact, or build and serve a model.
 
-    An artifact has all that serving needs, a family of your own included: --family is for a model that is built first.
+    \b
+    npucompile serve                            the newest artifact that runs here, or else the bundled model
+    npucompile serve qwen3.5-tiny --port 8001   a model, built first where it is not
+    npucompile serve DIR --api-key keys.txt     an artifact, for who has one of these keys
 
-    Without ARTIFACT_OR_MODEL, serves the newest artifact that this machine can run, or builds the bundled model. Buckets without
-    an executable run uncompiled; a background build adds executables, and the server swaps them in.
-
-    An artifact for NPUs runs on NPUs, or, with --device emulated, on this CPU by interpreting its graphs: a rehearsal, for small models.
-
-    An artifact for several devices runs as one process per device, which this command starts; or start them yourself, on one
-    machine or several: torchrun --nproc-per-node N -m npucompile.tools.cli serve ARTIFACT
-
-    Example: npucompile serve qwen3.5-tiny --port 8001
+    Buckets without an executable run uncompiled; a background build adds executables, and the server swaps them in. An artifact has all
+    that serving needs. For NPUs it runs on NPUs or, with --device emulated, on this CPU by interpreting its graphs: a rehearsal, for small
+    models. For several devices it runs as a process per device, which this command starts; or start them yourself, on one machine or
+    several: torchrun --nproc-per-node N -m npucompile.tools.cli serve ARTIFACT
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     if threads:

@@ -291,3 +291,43 @@ def test_a_state_that_is_held_stays_when_its_prefix_is_forgotten(recurrent):
     assert (freed, tree.num_held, tree.num_checkpoints) == ([], 1, 1)
     tree.drop(checkpoint)
     assert (freed, tree.num_held, tree.num_checkpoints) == ([7], 0, 0)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_tail_is_found_with_all_its_tokens_and_by_its_salt_and_goes_to_one(drafts: bool) -> None:
+    pages, slots = list[int](), list[int]()
+    index = PrefixIndex(4, drafts=drafts, recurrent=True, free_page=pages.append, free_slot=slots.append)
+    said = (1, 2, 3, 4, 5, 6, 7)
+    index.enter("a", index.find("", said))
+    index.extend("a", index.edge("", said), 1)
+    # It ends behind six or, where the draft of a place depends on the token after it, five and that.
+    assert index.end("a", "", said[4:], 2, 11 + drafts)
+    assert not index.end("a", "", said[4:], 3, 12)
+    index.leave("a")
+    assert (index.num_unused, index.num_checkpoints) == (2, 1)
+    length = 3 - drafts
+    found = index.find("", (*said, 8))
+    assert (found.num_tokens(4), found.tail.page if found.tail else None) == (4 + length, 2)
+    # Another token, another salt, or nothing left to compute: there are pages without a state.
+    for salt, tokens in (("", (*said[:6], 9, 9)), ("b", (*said, 8)), ("", said[: 4 + length])):
+        other = index.find(salt, tokens)
+        assert (other.depth, other.tail) == (0, None), (salt, tokens)
+    state = found.checkpoint
+    assert state is not None
+    index.hold(state)
+    index.enter("b", found)
+    assert index.find("", (*said, 8)).tail is None
+    # Its page is the new user's, its state is free once it was read.
+    assert (index.num_unused, pages, slots) == (0, [], [])
+    index.drop(state)
+    assert slots == [state.slot]
+    index.leave("b")
+    # A tail goes before the block that it hangs on, and with its state.
+    index.enter("c", index.find("", said))
+    index.extend("c", index.edge("", said), 1)
+    assert index.end("c", "", said[4:], 5, 13)
+    index.leave("c")
+    assert index.evict_checkpoint()
+    assert (pages[-1], slots[-1]) == (5, 13)
+    assert index.evict(9) == 1
+    assert (index.num_unused, index.num_checkpoints) == (0, 0)

@@ -19,7 +19,6 @@ from npucompile.tools.build import plan as planning
 from npucompile.tools.build.deviations import source_of
 from npucompile.tools.build.dispatch_size import FEWER_DISPATCHED
 from npucompile.tools.build.plan import Options
-from npucompile.tools.build.targets import target
 from npucompile.tools.commands import build
 from npucompile.tools.notation import PrefillSize
 
@@ -141,13 +140,6 @@ def test_an_unknown_model_is_named():
         planning.plan(Options("qwen3.5-tinny"))
 
 
-def test_sizes_without_weights_only_report():
-    with pytest.raises(SpecError, match=r"qwen3\.5-27b is a set of sizes without weights.*--backend null"):
-        planning.plan(Options("qwen3.5-27b", backend="eager"))
-    plan = planning.plan(Options("qwen3.5-27b", backend="null", dtype="bfloat16"))
-    assert plan.params_bytes > 50e9
-
-
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_loaded(monkeypatch, tiny_checkpoint):
     plan = tiny.planned(tiny_checkpoint)
     pages = math.ceil((plan.params_bytes + plan.state_bytes) / 4096)
@@ -158,15 +150,6 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_loaded(monkeypatc
     with pytest.raises(SpecError, match=r"tiny needs .* GB for weights and .* GB for state, this machine has .* GB"):
         tiny.planned(tiny_checkpoint)
     assert tiny.planned(tiny_checkpoint, backend="null").buckets == plan.buckets
-
-
-@pytest.mark.parametrize(("hardware", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_takes_the_dtype_the_cpu_multiplies(monkeypatch, hardware, dtype):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
-    chosen, why = planning.choose_dtype("auto", target("cpu"))
-    assert chosen == dtype
-    assert f"dtype {planning.dtype_name(dtype)}" in why
-    assert planning.choose_dtype("float32", target("cpu")) == (torch.float32, None)
 
 
 def options_of(arguments):
@@ -209,15 +192,6 @@ def test_a_build_goes_where_its_name_says(tmp_path, tiny_checkpoint):
 
 
 # --- several ranks on this machine ---
-
-
-def test_a_mesh_on_this_machine_runs_uncompiled(tiny_checkpoint):
-    plan = tiny.planned(tiny_checkpoint, backend=None, mesh="dp=2,tp=1")
-    assert (plan.backend, plan.target.name, str(plan.mesh), plan.target.local) == ("eager", "cpu", "dp=2,tp=1", True)
-    assert plan.model.config.variant.grouped
-    assert not tiny.planned(tiny_checkpoint, backend=None).model.config.variant.grouped
-    with pytest.raises(SpecError, match=r"--backend inductor with mesh dp=2: .* legal are eager and null"):
-        tiny.planned(tiny_checkpoint, backend="inductor", mesh="dp=2")
 
 
 def test_more_ranks_than_key_value_heads_hold_copies(tmp_path):

@@ -18,6 +18,11 @@ def test_every_option_of_serve_is_in_one_section():
     assert set(names) <= known
     output = CliRunner().invoke(command, ["--help"]).output
     assert re.findall(r"^(\S.*):$", output, re.MULTILINE)[-len(GROUPS) - 1 :] == [*GROUPS, OTHER]
+    # What most need comes within the first lines, and no line is spent on ranges, which errors name.
+    assert output.index("--port N ") < 1000
+    assert "RANGE" not in output
+    assert not re.search(r"x[<>]|\]\]", output)
+    assert "[default: 8000]" in output
     shown = re.findall(r"^  (--[a-z-]+)", output, re.MULTILINE)
     assert set(shown) - {"--nproc-per-node"} == {name for name in known if name.startswith("--")} | {"--help"}
 

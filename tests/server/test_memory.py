@@ -1,0 +1,80 @@
+"""What a server holds does not grow with the requests that it has served: objects by type after N requests are those after 2 N."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections import Counter
+
+import httpx
+from support.texts import byte_codec
+
+from npucompile.graphs.errors import ProtocolError
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.engine import Engine
+from npucompile.runtime.prefix_cache import PrefixCacheSettings
+from npucompile.server.client import Client
+from npucompile.server.run import running
+from npucompile.server.service import ServedModel, Service
+
+ROUNDS = 8
+"""Of seven requests each."""
+
+
+async def ask(url: str, number: int) -> None:
+    """Requests of every kind: read to the end, cancelled, left, refused, over both protocols; prompts come again and again."""
+    prompt = [1 + (number % 3) * 7 + place for place in range(20)]
+    async with await Client.connect(url) as client:
+        await client.create(prompt, max_output_tokens=6, store=False).completion()
+        stream = await client.create(prompt, max_output_tokens=30, store=False, n=2).start()
+        await anext(stream)
+        await stream.cancel()
+        async for _ in stream:
+            pass
+        async for _ in client.create([], store=False):
+            pass
+    left = await Client.connect(url)
+    stream = await left.create(prompt, max_output_tokens=30, store=False).start()
+    await anext(stream)
+    left._websocket.transport.abort()
+    with contextlib.suppress(ProtocolError):
+        await left.close()
+    http = url.replace("ws:", "http:").removesuffix("/v1/responses")
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
+    async with httpx.AsyncClient(timeout=60) as client:
+        assert (await client.post(f"{http}/v1/completions", json=body)).status_code == 200
+        async with client.stream("POST", f"{http}/v1/completions", json={**body, "max_tokens": 30, "stream": True}) as answer:
+            async for _ in answer.aiter_lines():
+                break
+
+
+def counted(engine: Engine) -> Counter[str]:
+    """Objects by type, once nothing runs any more."""
+    while engine.stats()["num_requests_running"] or engine.stats()["num_requests_waiting"]:
+        pass
+    gc.collect()
+    return Counter(f"{type(item).__module__}.{type(item).__qualname__}" for item in gc.get_objects())
+
+
+def test_objects_do_not_grow_with_requests(tiny_artifact):
+    engine = Engine.from_loader(
+        lambda: CpuExecutor(Artifact.open(tiny_artifact), prefer_eager=True), prefix_cache=PrefixCacheSettings(), refresh_every_s=None
+    )
+    model = ServedModel("tiny", engine.executor.limits.max_model_len, engine.executor.vocab_size)
+    counts: list[Counter[str]] = []
+    try:
+        with running(Service(engine, byte_codec(), model)) as server:
+            # The first rounds fill what is bounded: the prefix cache, histograms, pools of threads.
+            for _ in range(3):
+                for number in range(ROUNDS):
+                    asyncio.run(ask(server.url, number))
+                counts.append(counted(engine))
+    finally:
+        engine.stop(drain=False)
+    for name, count in counts[2].items():
+        # One object a round would be ROUNDS more. What is remembered and bounded varies, such as matches of prompts.
+        bounded = not name.startswith("npucompile") or "prefix" in name
+        spare = 3 * ROUNDS if bounded else ROUNDS // 2
+        assert count - counts[1][name] <= spare, name
