@@ -13,11 +13,11 @@ from ...graphs import ops as ops
 from ...graphs.errors import LoweringError
 from ..artifact.graph_io import decode, encode
 from ..backend import Backend, Compiled
-from ..lower import Lowered, lower_eager
 from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
+    from ..lower import Lowered
 
 
 class EagerExecutable:
@@ -109,6 +109,9 @@ class Eager(Backend):
 
     def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
         """Primitives stay whole; those that update a pool write it in place."""
+        # Not at the top: it brings DTensor along, most of a second that serving has no use for.
+        from ..lower import lower_eager
+
         return lower_eager(partitioned)
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import operator
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.fx import Graph, GraphModule
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Bucket, Signature
+from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.backends.eager import BACKEND, EagerExecutable
 from npucompile.lowering.lower import Lowered
 
@@ -163,3 +166,15 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.graph").write_bytes(b"not a graph")
     with pytest.raises(LoweringError, match="not a serialised graph"):
         BACKEND.open(tmp_path / "bad.graph")
+
+
+def test_a_graph_is_read_back_without_what_partitions_it(tiny_artifact: Path) -> None:
+    graph = tiny_artifact / Artifact.open(tiny_artifact).manifest.graphs[0].reference
+    code = f"""
+import sys
+from pathlib import Path
+from npucompile.lowering.executable import open_executable
+open_executable(Path({str(graph)!r}), "eager")
+sys.exit("torch.distributed.tensor" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -94,7 +94,8 @@ def peer_side(
         if kind is None:
             model, remark = checkpoint, manifest.dtype
         else:
-            model, remark = cache / f"{manifest.source_digest[:16]}-{peer.environment_name}-{kind}", f"{kind} weights"
+            digest = manifest.source_digest.rpartition(":")[2]
+            model, remark = cache / f"{digest[:32]}-{peer.environment_name}-{kind}", f"{kind} weights"
             if not model.exists():
                 progress.say(f"{peer.name}: converting {checkpoint} to {kind}, once")
                 convert(partial(engines.conversion, peer, python, checkpoint, kind=kind, llama_cpp=chosen.llama_cpp), model, variables, run)
