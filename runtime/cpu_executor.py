@@ -9,6 +9,7 @@ import torch
 
 from ..graphs.errors import SpecError
 from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules
+from ..lowering.artifact import mapped
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.executable import Executable, check_operands, open_executable
@@ -65,7 +66,9 @@ class CpuExecutor:
         self._signatures = {bucket: local_signature(manifest, entry) for bucket, entry in self._entries.items()}
         self._input_rows = {bucket: {leaf.path: leaf.aval.shape[0] for leaf in s.inputs} for bucket, s in self._signatures.items()}
         self._output_names = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
+        self._derived: dict[Bucket, tuple[int, ...]] = {}
         self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
+        self._release()
         self._compiles_before_ready = compile_evidence()
 
     @property
@@ -120,6 +123,8 @@ class CpuExecutor:
             self._executables[entry.bucket] = self._load(entry)
             self._entries[entry.bucket] = entry
             changed = True
+        if changed:
+            self._release()
         return changed
 
     def give_back(self, numbers: Sequence[Mapping[str, Sequence[int]]]) -> None:
@@ -140,9 +145,14 @@ class CpuExecutor:
         signature = self._signatures[entry.bucket]
         blank = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.inputs]
         check_operands([*self._params, *self._state, *blank], signature)
-        executable.prepare(self._params)
+        self._derived[entry.bucket] = executable.prepare(self._params)
         self.backends[entry.bucket.name] = executable.backend
         return executable
+
+    def _release(self) -> None:
+        """Gives back the memory of parameters that no bucket reads as they are stored; they stay mapped."""
+        unread = set.intersection(*map(set, self._derived.values())) if self._derived else set()
+        mapped.release(self._params[i] for i in sorted(unread))
 
     def _open(self, entry: GraphEntry) -> Executable:
         if entry.compiled is None or self._prefer_eager:

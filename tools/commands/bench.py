@@ -18,6 +18,7 @@ from ...models import registry
 from ...models.family_file import FamilyFile
 from ...server.tokenizer import TextTokenizer
 from ..bench import build, peer, step
+from ..bench import kernels as bench_kernels
 from ..bench import load as bench_load
 from ..bench import machine as bench_machine
 from ..bench import overhead as bench_overhead
@@ -36,8 +37,8 @@ from .family_option import family_option
 
 T = TypeVar("T")
 
-FIGURES = ("build", "load", "decode", "prefill", "streams", "overhead", "speculation", "peer", "peers")
-SLOW = ("build", "overhead", "speculation", "peers")
+FIGURES = ("build", "load", "decode", "prefill", "streams", "overhead", "speculation", "peer", "peers", "kernels")
+SLOW = ("build", "overhead", "speculation", "peers", "kernels")
 """Figures that are measured only if `--only` names them."""
 
 BUSY = 0.5
@@ -196,7 +197,7 @@ def measure(
         wanted = tuple(figure for figure in wanted if figure != "peer")
     subject: dict[str, str] = {}
     sources: dict[str, Callable[[], list[Table]]] = {}
-    if wanted != ("build",):
+    if set(wanted) - {"build", "kernels"}:
         artifact = _alone(lambda: find_or_build(home, name, progress, family))
         if {"load", "streams", "speculation", "peer", "peers"} & set(wanted):
             for load in settings.loads:
@@ -209,6 +210,7 @@ def measure(
         sources["build"] = lambda: [
             build.build(arguments, jobs=settings.jobs, rounds=settings.builds, environment=home.environment, progress=progress)
         ]
+    sources["kernels"] = lambda: bench_kernels.kernels(home.cache, settings.rounds, progress)
     return subject, (table for figure in wanted for table in _alone(sources[figure]))
 
 

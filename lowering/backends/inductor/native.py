@@ -80,6 +80,21 @@ def archive(compiler: str, architecture: str, cache_dir: Path) -> Path:
     return target
 
 
+def shared(compiler: str, architecture: str, cache_dir: Path) -> Path:
+    """A shared library of all kernels, whose functions are called without torch, to measure them.
+
+    Raises:
+        LoweringError: quoting the compiler's error.
+    """
+
+    def make(library: Path) -> None:
+        units = [path for path in sources() if path.suffix == ".cpp" and path.stem != SHIMS]
+        objects = [_compile(unit, compiler, architecture, library.parent, "-fvisibility=default") for unit in units]
+        _run([compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(library)])
+
+    return _kept(cache_dir, "kernels", f"{digest()} {compiler} {architecture}", make)
+
+
 def packer(compiler: str, architecture: str, cache_dir: Path) -> Path:
     """A shared library of the functions that pack parameters, which loaders call without torch; equal bytes for equal sources.
 
