@@ -16,7 +16,7 @@ from npucompile.lowering.backends.inductor.packing import Layout, Packer
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return native.packer(aoti.compiler()[0], aoti.instruction_set() or "native", tmp_path_factory.mktemp("cache"))
+    return native.packer(aoti.compiler()[0], aoti.instruction_set() or "native", tmp_path_factory.mktemp("cache")).read_bytes()
 
 
 def bytes_of(packed: torch.Tensor, size: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_a_parameter_is_packed_once_for_a_process_and_forgotten_with_it(library:
 
 
 def test_equal_sources_give_equal_libraries(library: bytes, tmp_path: Path) -> None:
-    assert native.packer(aoti.compiler()[0], aoti.instruction_set() or "native", tmp_path) == library
+    assert native.packer(aoti.compiler()[0], aoti.instruction_set() or "native", tmp_path).read_bytes() == library
 
 
 def test_memory_for_packed_parameters_starts_at_a_huge_page() -> None:
