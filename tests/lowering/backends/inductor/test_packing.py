@@ -27,11 +27,12 @@ def bytes_of(packed: torch.Tensor, size: int) -> torch.Tensor:
 
 def test_packing_is_that_of_the_kernels_with_the_shape_of_the_parameter(library: bytes) -> None:
     first, second = torch.randn(33, 17).to(torch.bfloat16), torch.randn(3, 20, 64).to(torch.bfloat16)
-    wanted = {0: Layout("bf16", 1, 33, 17), 2: Layout("bf16", 3, 20, 64)}
-    made = Packer(library).pack([first, torch.zeros(1), second], wanted)
-    assert sorted(made) == [0, 2]
-    for i, plain in ((0, first), (2, second)):
-        want = native_kernels.packed(plain)
+    integers = torch.randint(-128, 128, (70, 37), dtype=torch.int8)
+    wanted = {0: Layout("bf16", 1, 33, 17), 2: Layout("bf16", 3, 20, 64), 3: Layout("int8", 1, 70, 37)}
+    made = Packer(library).pack([first, torch.zeros(1), second, integers], wanted)
+    assert sorted(made) == [0, 2, 3]
+    for i, plain in ((0, first), (2, second), (3, integers)):
+        want = native_kernels.packed(plain, wanted[i].kind)
         assert (made[i].shape, made[i].dtype, made[i].is_contiguous()) == (plain.shape, plain.dtype, True)
         assert made[i].data_ptr() % 64 == 0
         assert torch.equal(bytes_of(made[i], len(want)), want)
