@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
 import torch
+from support import oracle
 
 from npucompile.graphs import compile_count, ops
+from npucompile.graphs.ir.flatten import bodies, flatten
 from npucompile.graphs.ir.trace import Traced, trace
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.primitive import TABLE, Cost, Primitive
@@ -17,7 +19,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.text import as_text, target_name
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Program, Rules, Tree
 from npucompile.lowering.backends.eager import EagerExecutable
-from npucompile.lowering.lower import Lowered, lower_eager, lower_inline
+from npucompile.lowering.lower import Lowered, lower_bodies, lower_eager, lower_inline
 from npucompile.models import qwen3_5, step
 
 # Graphs lowered for inductor call native operators, also when Python runs them.
@@ -388,6 +390,7 @@ class Stages:
     optimised: Partitioned
     eager: Lowered
     inductor: Lowered
+    bodies: Lowered
 
 
 def stages(bucket: Bucket) -> Stages:
@@ -395,7 +398,7 @@ def stages(bucket: Bucket) -> Stages:
     traced = trace(step.program(model, bucket, LIMITS, F32))
     partitioned = partition(traced, Mesh(), Rules())
     best = optimise(partitioned)
-    return Stages(traced, partitioned, best, lower_eager(best), lower_inline(best, "inductor"))
+    return Stages(traced, partitioned, best, lower_eager(best), lower_inline(best, "inductor"), lower_bodies(best, "inductor"))
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +416,7 @@ def test_every_stage_reads_as_it_did(decode: Stages, golden: Callable[[str, str]
     golden("tiny_2_partitioned", as_text(decode.partitioned.graph, "tiny decode-b2-q1 partitioned"))
     golden("tiny_3_optimised", as_text(decode.optimised.graph, "tiny decode-b2-q1 optimised"))
     golden("tiny_4_eager", decode.eager.as_text())
-    golden("tiny_5_inductor", decode.inductor.as_text())
+    golden("tiny_5_inductor", decode.bodies.as_text())
 
 
 def test_lowering_leaves_the_partitioned_graph_alone(decode: Stages) -> None:
@@ -451,7 +454,7 @@ def test_inlining_leaves_aten_and_native_operators(decode: Stages) -> None:
 
 
 def test_lowered_placeholders_know_their_leaves_and_results_are_the_outputs(decode: Stages) -> None:
-    for lowered in (decode.eager, decode.inductor):
+    for lowered in (decode.eager, decode.inductor, decode.bodies):
         nodes = list(lowered.graph.graph.nodes)
         assert [n.meta["leaf"] for n in nodes if n.op == "placeholder"] == [leaf.name for leaf in lowered.signature.operands]
         shapes = [tuple(n.meta["val"].shape) for n in nodes[-1].args[0]]
@@ -477,11 +480,11 @@ SAMPLING = {"temperature": [0.0, 0.9], "top_k": [0, 3], "top_p": [1.0, 0.8], "mi
 
 
 def run(stages: Stages, steps: list[dict[str, object]]) -> None:
-    """Runs the functional, eager and inlined graphs over the same steps; outputs and pools agree after each."""
+    """Runs the functional, eager and inlined graphs and the one of bodies over the same steps; outputs and pools agree after each."""
     signature = stages.optimised.signature
     state_at = slice(len(signature.params), len(signature.params) + len(signature.state))
-    forms = [EagerExecutable(stages.eager.graph), EagerExecutable(stages.inductor.graph)]
-    pools = [operands(stages, steps[0])[state_at] for _ in range(3)]
+    forms = [EagerExecutable(graph) for graph in (stages.eager.graph, stages.inductor.graph, flatten(stages.bodies.graph))]
+    pools = [operands(stages, steps[0])[state_at] for _ in range(4)]
     for step_inputs in steps:
         values = operands(stages, step_inputs)
         values[state_at] = pools[0]
@@ -521,3 +524,45 @@ def test_prefill_chunks_agree_in_every_form(prefill: Stages) -> None:
             {"tokens": [9, 10, 11, 0, 0, 0, 0, 0], "num_computed_tokens": 8, "query_lens": 3, "next_tokens": -1, **base},
         ],
     )
+
+
+# --- bodies ---
+
+
+def lowered_twice(name: str, bucket: Bucket) -> tuple[Lowered, Lowered]:
+    """A family's step, which drafts, as calls of bodies and as one graph."""
+    model = replace(oracle.drafting(name).model, drafting=True)
+    optimised = optimise(partition(trace(step.program(model, bucket, oracle.limits(2), F32)), Mesh(), Rules()))
+    return lower_bodies(optimised, "inductor"), lower_inline(optimised, "inductor")
+
+
+@pytest.mark.parametrize("bucket", [Bucket("decode", 2, 3), Bucket("prefill", 1, 16)], ids=lambda bucket: bucket.name)
+@pytest.mark.parametrize("name", ["dense", "moe", "latent"])
+def test_bodies_compute_bit_for_bit_what_one_graph_does(name: str, bucket: Bucket) -> None:
+    called, flat = lowered_twice(name, bucket)
+    r = torch.Generator().manual_seed(1)
+    values = [
+        torch.randn(leaf.aval.shape, generator=r) * 0.3
+        if leaf.aval.dtype == F32
+        else torch.randint(0, 2, leaf.aval.shape, generator=r).to(leaf.aval.dtype)
+        for leaf in flat.signature.operands
+    ]
+    ours, theirs = [value.clone() for value in values], [value.clone() for value in values]
+    for _ in range(2):
+        got, want = EagerExecutable(flatten(called.graph))(ours), EagerExecutable(flat.graph)(theirs)
+        for pair in zip([*got, *ours], [*want, *theirs], strict=True):
+            torch.testing.assert_close(*pair, rtol=0, atol=0, equal_nan=True)
+    assert any(not torch.equal(value, before) for value, before in zip(ours, values, strict=True)), "pools were written"
+
+
+def test_every_body_takes_and_gives_contiguous_values_alone() -> None:
+    called, _ = lowered_twice("moe", Bucket("decode", 2, 3))
+    for body in bodies(called.graph).values():
+        results = body.graph.output_node().args[0]
+        assert all(node.meta["val"].is_contiguous() for node in [*body.graph.find_nodes(op="placeholder"), *results])
+
+
+def test_a_pool_that_bodies_cannot_write_in_place_makes_one_graph() -> None:
+    lowered = lower_bodies(whole(swapped), "inductor")
+    assert not bodies(lowered.graph)
+    assert lowered.as_text() == lower_inline(whole(swapped), "inductor").as_text()

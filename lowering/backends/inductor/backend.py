@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,6 +116,15 @@ def package(files: Mapping[str, bytes], more: Mapping[str, bytes] | None = None)
     return buffer.getvalue()
 
 
+def _check_needs_no_proxy(files: Mapping[str, bytes]) -> None:
+    """Refuses a body that calls operators through torch's proxy executor: what runs bodies has none."""
+    described = b"".join(content for name, content in files.items() if name.endswith(".json") and not name.endswith(METADATA))
+    if described:
+        named = sorted(set(re.findall(r'"target": *"([^"]+)"', described.decode(errors="replace"))))
+        operators = ", ".join(named) or "an operator that torch does not name"
+        raise LoweringError(f"{operators} cannot be called from a body; legal are operators with a C function in torch or of our own")
+
+
 def _only(files: Mapping[str, bytes], suffix: str) -> bytes:
     (content,) = (content for name, content in files.items() if name.endswith(suffix))
     return content
@@ -190,7 +200,7 @@ class Inductor(Backend):
         """The files of one compiled body.
 
         Raises:
-            LoweringError: quoting the compiler's error.
+            LoweringError: quoting the compiler's error, or naming operators that have no C function.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -215,6 +225,7 @@ class Inductor(Backend):
             files = aoti.compile_files(graph, operands, f"g_{part.key[:16]}", cache_dir=cache_dir.resolve(), threads=threads)
         except Exception as error:
             raise LoweringError(f"{type(error).__name__}: {_error_line(error)}") from error
+        _check_needs_no_proxy(files)
         kept.keep(part.key, data := pack_files(files))
         return data
 
@@ -222,13 +233,14 @@ class Inductor(Backend):
         """The package of a graph, which calls its compiled bodies by the program."""
         from . import aoti, native
         from .parts import unpack_files
+        from .program import encoded_sizes
 
         bodies = [unpack_files(data) for data in compiled]
         library = native.stitched(aoti.compiler()[0], cache_dir.resolve())
-        files = {f"body{i}.bin": _only(body, ".so") for i, body in enumerate(bodies)}
-        metadata = {f"stitched{METADATA}": _only(bodies[0], f".wrapper{METADATA}")}
-        joint = msgpack.unpackb(parts.data)
-        files |= {**metadata, "program.bin": joint["program"], "stitched.so": library.read_bytes()}
+        libraries, joint = [_only(body, ".so") for body in bodies], msgpack.unpackb(parts.data)
+        files = {f"body{i}.bin": content for i, content in enumerate(libraries)}
+        files |= {f"stitched{METADATA}": _only(bodies[0], f".wrapper{METADATA}"), "stitched.so": library.read_bytes()}
+        files["program.bin"] = joint["program"] + encoded_sizes(libraries)
         return Compiled(package(files, _packing_entries(joint["layouts"], cache_dir.resolve())))
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:

@@ -7,7 +7,7 @@ results of calls. A value that is read for the last time is given to its reader,
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,6 +100,11 @@ def one_call(operands: int, results: int) -> Program:
     """The program that calls a single body with all operands, and returns its results."""
     reads, values = tuple((i, True) for i in range(operands)), range(operands, operands + results)
     return Program(operands, operands + results, (Call(0, reads, tuple(values)),), tuple((value, True) for value in values))
+
+
+def encoded_sizes(bodies: Sequence[bytes]) -> bytes:
+    """What follows an encoded program in a package: the bytes of each body."""
+    return np.array([len(body) for body in bodies], "<i4").tobytes()
 
 
 def _last_reads(readers: list[list[int]]) -> Iterator[list[bool]]:

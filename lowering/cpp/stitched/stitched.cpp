@@ -1,7 +1,7 @@
 // A model for torch's package loader that runs other models: the bodies of a graph, in the order of the program beside this library.
 //
 // The program is 32-bit integers (lowering/backends/inductor/program.py): a mark, the numbers of operands, results, values and models,
-// then one record a call, then the results. Values are handles of tensors; one is freed, or given away, where it is read last.
+// then one record a call, then the results, then the bytes of each model. Values are handles of tensors; one is freed, or given away, where it is read last.
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_runtime/interface.h>
 
@@ -148,11 +148,19 @@ struct Program {
         values = from.count();
         for (int32_t i = 0, count = from.count(); i < count; i++) {
             const int32_t takes = from.count(), gives = from.count();
-            models.push_back(std::make_unique<Model>(folder + "/body" + std::to_string(i) + ".bin", takes, gives));
             sizes.emplace_back(takes, gives);
         }
         for (int32_t i = 0, count = from.count(); i < count; i++) calls.push_back(call(from));
         for (int32_t i = 0; i < outputs; i++) results.push_back(from.read(values));
+        for (size_t i = 0; i < sizes.size(); i++) {
+            const std::string path = folder + "/body" + std::to_string(i) + ".bin";
+            const int32_t bytes = from.number(0, INT32_MAX);
+            std::ifstream body(path, std::ios::binary | std::ios::ate);
+            // Reading a library that was cut off would end the process.
+            if (!body || body.tellg() != bytes) throw std::runtime_error(path + " has not the size that the program says");
+            models.push_back(std::make_unique<Model>(path, sizes[i].first, sizes[i].second));
+        }
+        if (from.file.peek() != EOF) throw std::runtime_error("the program has more numbers than it needs");
     }
 
     // Results are new handles; the operands' are freed, whatever happens.
@@ -185,7 +193,7 @@ struct Program {
     std::vector<std::pair<int32_t, int32_t>> sizes;
 
     Call call(Reader& from) {
-        Call call{static_cast<size_t>(from.number(0, static_cast<int32_t>(models.size()) - 1)), {}, {}};
+        Call call{static_cast<size_t>(from.number(0, static_cast<int32_t>(sizes.size()) - 1)), {}, {}};
         const auto [takes, gives] = sizes[call.model];
         for (int32_t i = 0; i < takes; i++) call.reads.push_back(from.read(values));
         for (int32_t i = 0; i < gives; i++) call.results.push_back(from.number(-1, static_cast<int32_t>(values) - 1));

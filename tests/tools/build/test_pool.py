@@ -21,6 +21,7 @@ from npucompile.lowering import collectives_check
 from npucompile.lowering.artifact.graph_io import encode
 from npucompile.lowering.ascend import inspect_ge
 from npucompile.lowering.ascend.ge_file import decode
+from npucompile.lowering.backend import Compiled, Part, Parts
 from npucompile.models import step
 from npucompile.tools.build import plan as planning
 from npucompile.tools.build import pool, stages
@@ -225,6 +226,65 @@ def test_a_lowered_graph_that_is_there_already_is_only_compiled(tiny_checkpoint,
     monkeypatch.setattr(pool, "stage", None)
     result = pool.run(CompileJob(plan, staged.bucket, tmp_path, (data, staged.lowered.signature)))
     assert (result.staged, result.compiled.data) == (None, data)
+
+
+class InThisProcess:
+    """A pool whose one process is this one."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def submit(self, run, *arguments):
+        future = Future()
+        try:
+            future.set_result(run(*arguments))
+        except LoweringError as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **how):
+        pass
+
+
+@pytest.fixture
+def in_parts(tiny_checkpoint, tmp_path, monkeypatch):
+    """Two jobs of two parts each, of which one is in both; and the data of the parts that are compiled."""
+    seen = []
+
+    def compile_part(self, part, **how):
+        if part.data == b"bad":
+            raise LoweringError("it is bad")
+        seen.append(part.data)
+        return part.data.upper()
+
+    chosen = type(pool.backend("inductor"))
+    monkeypatch.setattr(chosen, "compile_part", compile_part)
+    monkeypatch.setattr(chosen, "join", lambda self, parts, compiled, **how: Compiled(parts.data + b"".join(compiled)))
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", InThisProcess)
+    plan, (a, b, c) = tiny.planned(tiny_checkpoint, backend="inductor"), (Part(key, key.encode()) for key in "abc")
+    graphs = Parts((a, b), b"1"), Parts((b, c), b"2")
+    return [CompileJob(plan, bucket, tmp_path, graph) for bucket, graph in zip(plan.buckets, graphs, strict=False)], seen
+
+
+def test_parts_that_several_graphs_have_are_compiled_once(in_parts):
+    jobs, seen = in_parts
+    results = {result.job.bucket: result for result in pool.run_all(jobs, 2)}
+    assert seen == [b"a", b"b", b"c"]
+    assert [results[job.bucket].compiled.data for job in jobs] == [b"1AB", b"2BC"]
+    assert all(result.staged is None and result.seconds >= 0 for result in results.values())
+
+
+def test_one_process_compiles_graph_by_graph(in_parts):
+    jobs, _ = in_parts
+    assert [result.compiled.data for result in pool.run_all(jobs, 1)] == [b"1AB", b"2BC"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_part_that_cannot_be_compiled_is_told_with_its_bucket(in_parts, workers):
+    jobs, _ = in_parts
+    jobs[1] = replace(jobs[1], lowered=Parts((Part("bad", b"bad"),), b""))
+    with pytest.raises(LoweringError, match=f"inductor could not compile {jobs[1].bucket.name}: it is bad"):
+        list(pool.run_all(jobs, workers))
 
 
 def test_a_process_is_as_nice_as_it_is_asked_to_be_at_least(model, tmp_path, monkeypatch):

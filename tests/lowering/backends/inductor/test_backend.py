@@ -6,26 +6,33 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import oracle
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs import compile_count, native_ops, ops
 from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.ir.flatten import flatten
+from npucompile.graphs.ir.trace import trace
+from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.primitive import Primitive
+from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.text import as_text
-from npucompile.graphs.types import Aval, Bucket, Leaf, Signature
+from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Rules, Signature
 from npucompile.lowering.artifact import graph_io
 from npucompile.lowering.backend import backend
 from npucompile.lowering.backends.inductor import aoti
 from npucompile.lowering.backends.inductor import backend as inductor
 from npucompile.lowering.executable import check_operands, open_executable
 from npucompile.lowering.lower import Lowered
+from npucompile.models.step import program as make_program
 
 F32, I32 = torch.float32, torch.int32
 BUCKET = Bucket("decode", 2, 1)
@@ -236,6 +243,91 @@ def test_a_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
         open_executable(tmp_path / "cut.pt2", "inductor")
 
 
+# --- graphs of bodies ---
+
+
+def called(kinds: str) -> Lowered:
+    """A decode step of a small hybrid model, a letter a layer, lowered to calls of bodies."""
+    model = oracle.build(oracle.settings(kinds)).model
+    program = make_program(model, Bucket("decode", 2, 1), oracle.LIMITS, F32)
+    return inductor.BACKEND.lower(optimise(partition(trace(program), Mesh(), Rules())))
+
+
+def test_the_number_of_compiles_is_that_of_kinds_of_layers() -> None:
+    short, long = (inductor.BACKEND.parts(called(kinds), threads=1) for kinds in ("lflf", "lflflflf"))
+    assert [len(graph.parts) for graph in (short, long)] == [4, 4], "before the layers, two kinds of layers, after them"
+    assert len(long.data) > len(short.data)
+    assert short.parts[1:3] == long.parts[1:3], "a layer is compiled for any number of them"
+
+
+@pytest.fixture(scope="module")
+def stitched(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Path:
+    out = tmp_path_factory.mktemp("out") / "stitched.pt2"
+    out.write_bytes(inductor.BACKEND.compile(called("lflf"), cache_dir=cache_dir, threads=1).data)
+    return out
+
+
+def test_stitched_bodies_compute_bit_for_bit_what_one_graph_does(stitched: Path, cache_dir: Path, tmp_path: Path) -> None:
+    graph = called("lflf")
+    whole = replace(graph, graph=flatten(graph.graph))
+    (tmp_path / "whole.pt2").write_bytes(inductor.BACKEND.compile(whole, cache_dir=cache_dir, threads=1).data)
+    r = torch.Generator().manual_seed(1)
+    values = [
+        torch.randn(leaf.aval.shape, generator=r) * 0.3 if leaf.aval.dtype == F32 else torch.ones(leaf.aval.shape, dtype=leaf.aval.dtype)
+        for leaf in graph.signature.operands
+    ]
+    ours, theirs = [value.clone() for value in values], [value.clone() for value in values]
+    runs = open_executable(stitched, "inductor"), open_executable(tmp_path / "whole.pt2", "inductor")
+    for _ in range(3):
+        for pair in zip([*runs[0](ours), *ours], [*runs[1](theirs), *theirs], strict=True):
+            torch.testing.assert_close(*pair, rtol=0, atol=0)
+    state = slice(len(graph.signature.params), len(graph.signature.params) + len(graph.signature.state))
+    assert all(not torch.equal(pool, before) for pool, before in zip(ours[state], values[state], strict=True)), "pools are written in place"
+
+
+def test_a_body_that_is_compiled_is_not_compiled_again(
+    stitched: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aoti, "compile_files", None)
+    again = inductor.BACKEND.compile(called("lflf"), cache_dir=cache_dir, threads=1)
+    assert again.data == stitched.read_bytes()
+    monkeypatch.setattr(aoti, "compile_files", counting := Counting())
+    with pytest.raises(LoweringError, match="decode-b2-q1: RuntimeError: no more"):
+        inductor.BACKEND.compile(called("lflf"), cache_dir=tmp_path, threads=1)
+    assert counting.calls == 1
+
+
+class Counting:
+    """Stands for the compiler, counts its calls and refuses."""
+
+    calls = 0
+
+    def __call__(self, *args: object, **kwargs: object) -> dict[str, bytes]:
+        self.calls += 1
+        raise RuntimeError("no more")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("program.bin", lambda data: data[:-4]),
+        ("program.bin", lambda data: b"\0\0\0\0" + data[4:]),
+        ("body0.bin", lambda data: data[: len(data) // 2]),
+        ("body1.bin", None),
+    ],
+)
+def test_a_package_whose_program_or_body_is_damaged_is_refused(stitched: Path, tmp_path: Path, name: str, change: object) -> None:
+    out = tmp_path / "damaged.pt2"
+    with zipfile.ZipFile(stitched) as before, zipfile.ZipFile(out, "w") as after:
+        for entry in before.infolist():
+            data = before.read(entry)
+            if entry.filename.endswith(name):
+                data = change(data) if change else before.read(entry.filename.replace("body1", "body0"))  # type: ignore[operator]
+            after.writestr(entry, data)
+    with pytest.raises(LoweringError, match=r"damaged.pt2 is not a package torch \S+ can load"):
+        open_executable(out, "inductor")
+
+
 # --- refusals, without a compile ---
 
 
@@ -260,6 +352,14 @@ def test_a_failed_compile_says_what_the_compiler_said(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(aoti, "compile_files", fails)
     assert f"{BUCKET.name}: RuntimeError: a.cpp:1: error: 'x' was not declared" in refused(lowered(), tmp_path)
+
+
+def test_an_operator_without_a_c_function_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = b'{"nodes": [{"name": "buf0", "node": {"target": "aten::poisson"}}]}'
+    files = {"g.wrapper.so": b"", "g.wrapper_metadata.json": b"{}", "g.wrapper.json": nodes}
+    monkeypatch.setattr(aoti, "compile_files", lambda *args, **kwargs: files)
+    assert f"{BUCKET.name}: aten::poisson cannot be called from a body" in refused(lowered(), tmp_path)
+    assert not (tmp_path / "bodies").exists()
 
 
 def test_a_missing_compiler_is_refused_before_anything_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
