@@ -258,9 +258,8 @@ def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature
     """
     index = next(i for i, leaf in enumerate(signature.state) if is_request_slots(leaf))
     pool = case.operands[len(signature.params) + index]
-    names = [leaf.path for leaf in signature.outputs]
     for place in range(pool.shape[1] - request_slots.TOKENS - 1):
-        sampled = dict(zip(names, reference(_copy_state(case, signature)), strict=True))["tokens"]
+        sampled = _run(reference, case, signature)[0]["tokens"]
         for i, live in enumerate(case.live):
             if i % sampled.shape[1] > place:
                 pool[live.request_slot, request_slots.TOKENS + 1 + place] = sampled[live.row, place]
@@ -273,14 +272,11 @@ def compare(
     signature: Signature,
     measure: Callable[[torch.Tensor, torch.Tensor], float] | None = None,
 ) -> Differences:
-    """Runs both on copies of each case's state and measures every live value, by `difference` unless another measure is given."""
-    first, last = len(signature.params), len(signature.params) + len(signature.state)
-    names = [leaf.path for leaf in signature.outputs]
+    """Runs both on each case's state and measures every live value, by `difference` unless another measure is given."""
     differences = Differences()
     for case in cases:
-        left, right = _copy_state(case, signature), _copy_state(case, signature)
-        expected, actual = (dict(zip(names, run(own), strict=True)) for run, own in ((reference, left), (candidate, right)))
-        pools = list(zip(signature.state, left[first:last], right[first:last], strict=True))
+        (expected, left), (actual, right) = _run(reference, case, signature), _run(candidate, case, signature)
+        pools = list(zip(signature.state, left, right, strict=True))
         differences = differences.combined(output_differences(case, expected, actual, pools, measure or difference))
     return differences
 
@@ -364,9 +360,29 @@ def _live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts
     return torch.cat(filled) if filled else pool.new_zeros(0)
 
 
-def _copy_state(case: PoisonedStep, signature: Signature) -> list[torch.Tensor]:
-    first, last = len(signature.params), len(signature.params) + len(signature.state)
-    return [operand.clone() if first <= i < last else operand for i, operand in enumerate(case.operands)]
+def _run(executable: Executable, case: PoisonedStep, signature: Signature) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Outputs by name, and pools that have what the step left where it may write; the case's own pools are afterwards what they were.
+
+    Only those places are copied. Pools are made for all requests that are served at once, gigabytes of a large model: what the results
+    do not hold of them is memory that nobody writes, which the kernel never gives.
+    """
+    first = len(signature.params)
+    pools = case.operands[first : first + len(signature.state)]
+    places = [_written_places(leaf, case.live) for leaf in signature.state]
+    before = [pool[at] for pool, at in zip(pools, places, strict=True)]
+    outputs = executable(case.operands)
+    after = [torch.empty_like(pool) for pool in pools]
+    for pool, at, was, left in zip(pools, places, before, after, strict=True):
+        left[at] = pool[at]
+        pool[at] = was
+    return dict(zip((leaf.path for leaf in signature.outputs), outputs, strict=True)), after
+
+
+def _written_places(leaf: Leaf, live: Sequence[LiveRow]) -> list[int]:
+    """The null place of a pool, which rows of padding write, and those of the live rows."""
+    if is_request_slots(leaf):
+        return [0, *(row.request_slot for row in live)]
+    return [0, *(place for row in live for place in (row.pages if is_paged(leaf) else row.slots))]
 
 
 def _random(low: int, high: int, generator: torch.Generator) -> int:
