@@ -16,9 +16,13 @@ struct Rounded final : Sink {
     void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override {
         const auto* from = static_cast<const float*>(sums);
         const int64_t n = p * CHANNELS, channels = std::min(CHANNELS, N - n);
+        if (channels == CHANNELS) {
+            for (int64_t r = 0; r < rows; r++) narrow16(y + (m + r) * N + n, from + r * CHANNELS);
+            return;
+        }
         for (int64_t r = 0; r < rows; r++) {
             bf16 rounded[CHANNELS];
-            for (int64_t c = 0; c < CHANNELS; c++) narrow(rounded[c], from[r * CHANNELS + c]);
+            narrow16(rounded, from + r * CHANNELS);
             std::memcpy(y + (m + r) * N + n, rounded, channels * sizeof(bf16));
         }
     }

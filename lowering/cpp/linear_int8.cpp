@@ -38,6 +38,10 @@ void round_statically(const T* x, int64_t K, float reciprocal, float offset, int
     for (int64_t k = 0; k < K; k++) to[k] = rounded(std::min(127.0f, std::max(-128.0f, apart(widen(x[k]) * reciprocal) + offset)));
 }
 
+// 16 results in the dtype of y.
+INLINE void stored(float* to, const float* from) { std::memcpy(to, from, CHANNELS * sizeof(float)); }
+INLINE void stored(bf16* to, const float* from) { narrow16(to, from); }
+
 // y [M, N] = (sums + bias) * scale [N] * row scale [M], in that order; no bias and no row scales where they are null.
 template <typename T>
 struct Scaled final : Sink {
@@ -52,12 +56,19 @@ struct Scaled final : Sink {
     void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override {
         const auto* from = static_cast<const int32_t*>(sums);
         const int64_t n = p * CHANNELS, channels = std::min(CHANNELS, N - n);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t c = 0; c < channels; c++) {
-                const float sum = float(from[r * CHANNELS + c]) + (bias ? float(bias[n + c]) : 0.0f);
-                const float scaled = sum * scale[n + c];
-                narrow(y[(m + r) * N + n + c], row_scale ? scaled * row_scale[m + r] : scaled);
-            }
+        float by[CHANNELS] = {}, added[CHANNELS] = {};
+        std::memcpy(by, scale + n, channels * sizeof(float));
+        if (bias)
+            for (int64_t c = 0; c < channels; c++) added[c] = float(bias[n + c]);
+        for (int64_t r = 0; r < rows; r++) {
+            float scaled[CHANNELS];
+            T results[CHANNELS];
+            // A row scale of 1 changes nothing.
+            const float own = row_scale ? row_scale[m + r] : 1.0f;
+            for (int64_t c = 0; c < CHANNELS; c++) scaled[c] = (float(from[r * CHANNELS + c]) + added[c]) * by[c] * own;
+            stored(results, scaled);
+            std::memcpy(y + (m + r) * N + n, results, channels * sizeof(T));
+        }
     }
 };
 

@@ -130,6 +130,11 @@ class _Turns:
         }
 
 
+def _copies(one: torch.Tensor, count: int) -> torch.Tensor:
+    """Equal tensors [count, ...] in huge pages."""
+    return huge(count * one.nbytes).view(one.dtype).view(count, *one.shape).copy_(one)
+
+
 def _turning(copies: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
     """The next copy at every call."""
     endless: Iterator[torch.Tensor] = (copy for _ in iter(int, 1) for copy in copies)
@@ -138,8 +143,8 @@ def _turning(copies: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 def _products(own: Kernels, N: int, K: int, measure: _Turns, progress: Progress) -> Iterator[Mapping[str, Value]]:
     count = max(2, WORKING_SET_BYTES // (2 * N * K))
-    plain = huge(count * N * K * 2).view(torch.bfloat16).view(count, N, K).normal_()
-    integers = torch.randint(-127, 128, (count, K, N), dtype=torch.int8)
+    plain = _copies(torch.randn(N, K).bfloat16(), count)
+    integers = _copies(torch.randint(-127, 128, (K, N), dtype=torch.int8), count)
     weights, eights = list(plain), list(integers)
     packed = own.packer.pack(weights, dict.fromkeys(range(count), Layout("bf16", 1, N, K)))
     packed8 = own.packer.pack(eights, dict.fromkeys(range(count), Layout("int8", 1, K, N)))
@@ -168,7 +173,7 @@ def _attention(own: Kernels, B: int, T: int, Q: int, measure: _Turns, progress: 
     N = -(-(start + Q) // P)
     progress.say(f"attention of {B} requests, {T} tokens")
     count = max(2, WORKING_SET_BYTES // (4 * B * N * P * G * D))
-    keys, values = (torch.randn(count, B * N, P, G, D).bfloat16() for _ in range(2))
+    keys, values = (_copies(torch.randn(B * N, P, G, D).bfloat16(), count) for _ in range(2))
     table = torch.randperm(B * N, dtype=torch.int32).view(B, N)
     starts, lengths = torch.full((B,), start, dtype=torch.int32), torch.full((B,), Q, dtype=torch.int32)
     q, out = torch.randn(B, Q, H, D).bfloat16(), torch.empty(B, Q, H, D, dtype=torch.bfloat16)
@@ -190,7 +195,7 @@ def _delta(own: Kernels, B: int, measure: _Turns, progress: Progress) -> Mapping
     H, D = 16, 128
     progress.say(f"delta rule of {B} requests")
     count = max(2, WORKING_SET_BYTES // (4 * B * H * D * D))
-    states = huge(count * B * H * D * D * 4).view(torch.float32).view(count, B, H, D, D).normal_()
+    states = _copies(torch.randn(B, H, D, D), count)
     q, k, v = (torch.nn.functional.normalize(torch.randn(B, 1, H, D), dim=-1).bfloat16() for _ in range(3))
     g, beta, out = -torch.rand(B, 1, H), torch.rand(B, 1, H), torch.empty(B, 1, H, D, dtype=torch.bfloat16)
     slots, begun, following = torch.arange(B, dtype=torch.int32), torch.ones(B, dtype=torch.int32), _turning(list(states))
