@@ -232,6 +232,9 @@ class Stub(Backend):
         class Executable:
             backend = stub.name
 
+            def prepare(self, params: Sequence[torch.Tensor]) -> tuple[int, ...]:
+                return run.prepare(params)
+
             def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 return [result + stub.error if result.shape[-1] == VOCAB else result for result in run(operands)]
 
