@@ -31,7 +31,7 @@ from npucompile.lowering.backend import backend
 from npucompile.lowering.backends.inductor import aoti
 from npucompile.lowering.backends.inductor import backend as inductor
 from npucompile.lowering.executable import check_operands, open_executable
-from npucompile.lowering.lower import Lowered
+from npucompile.lowering.lower import Lowered, lower_bodies
 from npucompile.models.step import program as make_program
 
 F32, I32 = torch.float32, torch.int32
@@ -250,7 +250,7 @@ def called(kinds: str) -> Lowered:
     """A decode step of a small hybrid model, a letter a layer, lowered to calls of bodies."""
     model = oracle.build(oracle.settings(kinds)).model
     program = make_program(model, Bucket("decode", 2, 1), oracle.LIMITS, F32)
-    return inductor.BACKEND.lower(optimise(partition(trace(program), Mesh(), Rules())))
+    return lower_bodies(optimise(partition(trace(program), Mesh(), Rules())), "inductor")
 
 
 def test_the_number_of_compiles_is_that_of_kinds_of_layers() -> None:
@@ -258,6 +258,12 @@ def test_the_number_of_compiles_is_that_of_kinds_of_layers() -> None:
     assert [len(graph.parts) for graph in (short, long)] == [4, 4], "before the layers, two kinds of layers, after them"
     assert len(long.data) > len(short.data)
     assert short.parts[1:3] == long.parts[1:3], "a layer is compiled for any number of them"
+
+
+@pytest.mark.parametrize(("layers", "one"), [(1, True), (4, True), (40, False)])
+def test_few_layers_are_one_body(layers: int, one: bool) -> None:
+    graph = called("lf" * layers).graph
+    assert inductor.compiles_sooner_as_one(graph) is one
 
 
 @pytest.fixture(scope="module")
