@@ -16,7 +16,7 @@ from .platform import CPU, Platform
 if TYPE_CHECKING:
     # A serving process imports this file and must not load the partitioner; only a build lowers and compiles.
     from ..graphs.spmd.partition import Partitioned
-    from .executable import Executable
+    from .executable import HostExecutable
     from .lower import Lowered
 
 
@@ -130,7 +130,7 @@ class Backend(Protocol):
         """
         return
 
-    def open(self, path: Path) -> Executable:
+    def open(self, path: Path) -> HostExecutable:
         """Loads an executable that `compile` returned, for this machine's CPU; nothing is traced or compiled.
 
         Executables for devices with memory of their own are opened by the device (lowering/device.py).

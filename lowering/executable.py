@@ -24,17 +24,22 @@ class Executable(Protocol):
     def backend(self) -> str:
         """Name of the backend that compiled it."""
 
+    def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
+        """Runs one step."""
+
+
+class HostExecutable(Executable, Protocol):
+    """An executable on this machine's CPU, which reads parameters where they were loaded."""
+
     def prepare(self, params: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Derives from parameters, in the order of `Signature.params`, what it reads in place of some; returns the positions of these.
 
         Done once for a process, when parameters are loaded. A call with parameters that were not prepared does it first.
         """
-
-    def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
-        """Runs one step."""
+        ...
 
 
-def open_executable(path: Path, name: str) -> Executable:
+def open_executable(path: Path, name: str) -> HostExecutable:
     """Opens an executable that backend `name` compiled; nothing is traced or compiled.
 
     Raises:

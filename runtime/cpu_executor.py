@@ -12,7 +12,7 @@ from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules
 from ..lowering.artifact import mapped
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
-from ..lowering.executable import Executable, check_operands, open_executable
+from ..lowering.executable import Executable, HostExecutable, check_operands, open_executable
 from .buckets import with_all_rows
 from .executor import FinishedStep, Inputs, check_step, compile_evidence, has_recurrent_states
 from .pool_memory import PoolMemory
@@ -154,7 +154,7 @@ class CpuExecutor:
         unread = set.intersection(*map(set, self._derived.values())) if self._derived else set()
         mapped.release(self._params[i] for i in sorted(unread))
 
-    def _open(self, entry: GraphEntry) -> Executable:
+    def _open(self, entry: GraphEntry) -> HostExecutable:
         if entry.compiled is None or self._prefer_eager:
             return open_executable(self.artifact.path / entry.reference, "eager")
         return open_executable(self.artifact.path / entry.compiled.file, entry.compiled.backend)

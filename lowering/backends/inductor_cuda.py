@@ -14,7 +14,7 @@ from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
-    from ..executable import Executable
+    from ..executable import HostExecutable
     from ..lower import Lowered
 
 NAME = "inductor_cuda"
@@ -55,7 +55,7 @@ class InductorCuda(Backend):
         """Why this machine runs nothing that is built for a GPU."""
         return missing(CUDA)
 
-    def open(self, path: Path) -> Executable:
+    def open(self, path: Path) -> HostExecutable:
         """Refuses: a device opens it."""
         raise LoweringError(f"{path.name} runs on a GPU, which opens it (lowering/device.py); a CPU runs none of it")
 

@@ -55,10 +55,6 @@ class CudaExecutable:
         """Operands that the graph takes."""
         return frozenset(position for position, node in enumerate(self._placeholders) if node.users)
 
-    def prepare(self, params: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Nothing: every parameter is read as it is stored."""
-        return ()
-
     def derived(self, params: Sequence[Leaf]) -> tuple[DerivedValue, ...]:
         """None: nothing is computed when weights are loaded."""
         return ()

@@ -66,19 +66,20 @@ def test_what_depends_on_values_is_always_a_kernel() -> None:
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (FEW_ROWS, F32), (FEW_ROWS + 1, F32), (1, torch.bfloat16)])
-def test_few_rows_in_float32_go_through_kernels_and_others_through_torch(rows: int, dtype: torch.dtype) -> None:
-    few = rows <= FEW_ROWS and dtype == F32
+def test_few_rows_in_float32_and_all_in_bfloat16_go_through_kernels(rows: int, dtype: torch.dtype) -> None:
+    few, half = rows <= FEW_ROWS and dtype == F32, dtype == torch.bfloat16
+    product = {"npuc_linear"} if few else {"npuc_linear_bf16"} if half else set()
     x, zeros = torch.zeros(rows, 6, dtype=dtype), partial(torch.zeros, dtype=dtype)
-    assert called(ops.linear, x, zeros(5, 6)) == ({"npuc_linear"} if few else set())
-    assert called(ops.swiglu_linear, x, zeros(2, 5, 6)) == ({"npuc_linear"} if few else set())
+    assert called(ops.linear, x, zeros(5, 6)) == product
+    assert called(ops.swiglu_linear, x, zeros(2, 5, 6)) == product
     experts = zeros(rows, 2), ints(rows, 2), zeros(4, 2, 5, 6), zeros(4, 6, 5)
     assert called(ops.moe_experts, x, *experts) == ({"npuc_experts"} if few else set())
 
 
 @pytest.mark.parametrize(("whole", "dtype"), [(False, F32), (True, F32), (False, torch.bfloat16)])
-def test_states_after_every_token_in_float32_are_written_by_kernels(whole: bool, dtype: torch.dtype) -> None:
-    """`whole` is a prefill, which stores one state per row."""
-    kernel, (B, Q, H, D), zeros = not whole and dtype == F32, (2, 4, 2, 3), partial(torch.zeros, dtype=dtype)
+def test_states_after_every_token_are_written_by_kernels(whole: bool, dtype: torch.dtype) -> None:
+    """`whole` is a prefill, which stores one state per row. The states of the delta rule are float32."""
+    kernel, (B, Q, H, D), zeros = not whole, (2, 4, 2, 3), partial(torch.zeros, dtype=dtype)
     slots = ints(B), ints(B, 1 if whole else Q), ints(B), ints(B)
     assert called(ops.causal_conv, zeros(B, Q, 6), zeros(6, 3), zeros(9, 2, 6), *slots, dtype) == ({"npuc_conv"} if kernel else set())
     if whole:
@@ -86,7 +87,7 @@ def test_states_after_every_token_in_float32_are_written_by_kernels(whole: bool,
         assert not called(ops.chunk_gated_delta, *tokens, zeros(9, H, D, D), *slots, 1e-6, 4)
     else:
         rows = zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H), zeros(B, Q, H)
-        assert called(ops.gated_delta, *rows, zeros(9, H, D, D), *slots) == ({"npuc_delta"} if kernel else set())
+        assert called(ops.gated_delta, *rows, zeros(9, H, D, D), *slots) == ({"npuc_delta"} if kernel and dtype == F32 else set())
 
 
 def test_operators_that_write_a_pool_say_so() -> None:

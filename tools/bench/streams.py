@@ -16,7 +16,7 @@ import torch
 
 from ...graphs.errors import NpucompileError, SpecError
 from ...lowering.artifact.artifact import Artifact, GraphEntry
-from ...lowering.executable import Executable
+from ...lowering.executable import HostExecutable
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
 from ...runtime.executor import Executor
@@ -127,14 +127,14 @@ class TimedExecutor(CpuExecutor):
         self._clock = clock
         super().__init__(artifact)
 
-    def _open(self, entry: GraphEntry) -> Executable:
+    def _open(self, entry: GraphEntry) -> HostExecutable:
         return _Timed(super()._open(entry), entry.bucket.kind, self.calls, self._clock)
 
 
 class _Timed:
     """An executable whose calls are timed."""
 
-    def __init__(self, inner: Executable, kind: str, calls: list[tuple[str, float]], clock: Clock) -> None:
+    def __init__(self, inner: HostExecutable, kind: str, calls: list[tuple[str, float]], clock: Clock) -> None:
         self._inner, self._kind, self._calls, self._clock = inner, kind, calls, clock
         self.backend = inner.backend
 

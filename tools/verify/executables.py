@@ -101,10 +101,6 @@ class RowByRow:
         self.inputs = [leaf.path for leaf in entry.inputs]
         self.outputs = [(leaf.aval.shape, leaf.aval.dtype) for leaf in entry.outputs]
 
-    def prepare(self, params: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """As the executable of one row does."""
-        return self.single.prepare(params)
-
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs of the batch; rows of padding are zero."""
         results = [torch.zeros(shape, dtype=dtype) for shape, dtype in self.outputs]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from ....graphs.spmd.partition import Partitioned
-    from ...executable import Executable
+    from ...executable import HostExecutable
     from ...lower import Lowered
     from .program import Program
 
@@ -272,7 +272,7 @@ class Inductor(Backend):
             raise LoweringError(f"inductor could not compile {lowered.bucket.name}: {error}") from error
         return self.join(parts, compiled, cache_dir=cache_dir)
 
-    def open(self, path: Path) -> Executable:
+    def open(self, path: Path) -> HostExecutable:
         """Loads a package."""
         return PackageExecutable(path)
 

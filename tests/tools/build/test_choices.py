@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from npucompile.lowering import platform
 from npucompile.models.quant.recipes import SCHEMES
-from npucompile.tools.build import choices, plan, targets
+from npucompile.tools.build import choices, dtype_choice, targets
 
 
 def test_choices_are_what_they_name() -> None:
-    assert tuple(plan.DTYPES) == choices.DTYPES
+    assert tuple(dtype_choice.DTYPES) == choices.DTYPES
     assert choices.TARGETS == targets.TARGETS
     assert tuple(SCHEMES) == choices.SCHEMES
     assert choices.CUDA_ARCHS == platform.CUDA_ARCHS == tuple(targets.GPUS)
