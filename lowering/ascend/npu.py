@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...graphs.errors import LoweringError
+from ..device_event import StreamEvent
 from . import device as ge
 from . import packages as operator_packages
 from .acl_graph import file
@@ -25,46 +25,13 @@ from .toolchain import harness
 from .toolchain.harness import Torchair
 from .toolchain.stubs import cann
 
-POLL_S = 50e-6
-"""How often a wait with a limit looks at its event: torch_npu's own wait has no limit, and a step takes milliseconds."""
-
 CLOSE_S = 5.0
 _DEVICE_FILES = Path("/dev")
 
-
-class NpuEvent:
-    """A place in the current stream of an NPU; any thread may wait for it.
-
-    Args:
-        event: a recorded `torch.npu.Event`.
-        name: of the device, for errors.
-        enter: makes the NPU the current device of the calling thread: ACL has a context for each thread, and none in a new one.
-    """
-
-    def __init__(self, event: Any, name: str, enter: Callable[[], None]) -> None:
-        self._event, self._name, self._enter = event, name, enter
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when the stream has passed it.
-
-        Raises:
-            LoweringError: something queued before it failed, or the time is over.
-        """
-        try:
-            self._enter()
-            if timeout_s is None:
-                self._event.synchronize()
-                return
-            deadline = time.monotonic() + timeout_s
-            while not self._event.query():
-                if time.monotonic() > deadline:
-                    raise LoweringError(
-                        f"{self._name} has not finished within {timeout_s:g} s; a rank that is late or lost in a collective looks like "
-                        "this: HCCL's plog of this process names the communicator (ASCEND_PROCESS_LOG_PATH)"
-                    )
-                time.sleep(POLL_S)
-        except RuntimeError as error:
-            raise LoweringError(f"a step on {self._name} failed: {error}") from error
+WHEN_LATE = (
+    "a rank that is late or lost in a collective looks like this: HCCL's plog of this process names the communicator "
+    "(ASCEND_PROCESS_LOG_PATH)"
+)
 
 
 class NpuDevice:
@@ -130,11 +97,11 @@ class NpuDevice:
             raise LoweringError(f"a weight {tuple(weight.shape)} {weight.dtype} is in format {actual} after a cast to {ge.FRACTAL_NZ} (NZ)")
         return cast
 
-    def record(self) -> NpuEvent:
+    def record(self) -> StreamEvent:
         """An event behind everything that this thread has queued on its current stream."""
         event = self._torch_npu.npu.Event()
         event.record()
-        return NpuEvent(event, self.name, self.enter)
+        return StreamEvent(event, self.name, self.enter, WHEN_LATE)
 
     def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:
         """HCCL's names of the communicators of these groups; every rank of a group must make this call."""

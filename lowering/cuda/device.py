@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,46 +11,14 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
+from ..device_event import StreamEvent
 from . import cuda_file, torch_cuda
 from .executable import CudaExecutable
-from .torch_cuda import Cuda, Recorded
-
-POLL_S = 50e-6
-"""How often a wait with a limit looks at its event: torch's own wait has no limit, and a step takes milliseconds."""
+from .torch_cuda import Cuda
 
 CLOSE_S = 5.0
 
-
-class CudaEvent:
-    """A place in the current stream of a GPU; any thread may wait for it.
-
-    Args:
-        recorded: the event.
-        name: of the device, for errors.
-        enter: makes the GPU the current device of the calling thread.
-    """
-
-    def __init__(self, recorded: Recorded, name: str, enter: Callable[[], None]) -> None:
-        self._recorded, self._name, self._enter = recorded, name, enter
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when the stream has passed it.
-
-        Raises:
-            LoweringError: something queued before it failed, or the time is over.
-        """
-        try:
-            self._enter()
-            if timeout_s is None:
-                self._recorded.synchronize()
-                return
-            deadline = time.monotonic() + timeout_s
-            while not self._recorded.query():
-                if time.monotonic() > deadline:
-                    raise LoweringError(f"{self._name} has not finished within {timeout_s:g} s; nvidia-smi and dmesg may tell why (Xid)")
-                time.sleep(POLL_S)
-        except RuntimeError as error:
-            raise LoweringError(f"a step on {self._name} failed: {error}") from error
+WHEN_LATE = "nvidia-smi and dmesg may tell why (Xid)"
 
 
 class CudaDevice:
@@ -95,9 +62,9 @@ class CudaDevice:
         """
         raise LoweringError(f"{self.name} has no format NZ; legal is row-major")
 
-    def record(self) -> CudaEvent:
+    def record(self) -> StreamEvent:
         """An event behind everything that this thread has queued on its current stream."""
-        return CudaEvent(self._cuda.record(), self.name, self.enter)
+        return StreamEvent(self._cuda.record(), self.name, self.enter, WHEN_LATE)
 
     def load_packages(self, packages: Sequence[str]) -> None:
         """Raises:

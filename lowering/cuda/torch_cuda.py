@@ -14,22 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from ...graphs.errors import LoweringError
+from ..device_event import Recorded
 from . import compiler
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """A compiled graph: operands on the GPU -> outputs there; state operands are written in place."""
-
-
-class Recorded(Protocol):
-    """A recorded event of the stream."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed it; raises RuntimeError where something before it failed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Waits until it has; raises RuntimeError where something before it failed."""
-        ...
 
 
 class Captured(Protocol):
