@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PrimitiveError
+from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 from ..state_slots import read_states, write_states_npu
 from .delta_gates import DeltaGates, delta_gates_reference, delta_gates_vllm
@@ -177,6 +178,28 @@ def chunk_gated_delta_reference(args: ChunkGatedDelta) -> tuple[Tensor, Tensor]:
 def _inplace(args: ChunkGatedDelta) -> tuple[Tensor, Tensor]:
     out, after = _step(args)
     return out, args.state.index_put_((args.write.flatten().long(),), after)
+
+
+def _native_abstract(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+_rows = Native(
+    "npuc_delta_rows",
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor read, Tensor write, "
+    "Tensor num_computed_tokens, Tensor query_lens) -> Tensor",
+    _native_abstract,
+).op
+
+
+@chunk_gated_delta.lowering("inductor")
+def chunk_gated_delta_on_cpu(args: ChunkGatedDelta) -> Any:
+    """Token by token, not in chunks: rows of a state stay in a core's cache meanwhile (lowering/cpp/delta_rows.cpp)."""
+    if args.qkv.dtype not in (torch.float32, torch.bfloat16) or args.state.dtype != torch.float32:
+        return chunk_gated_delta_reference(args)
+    q, k, v, g, beta = _prepared(args, args.qkv, l2_norm_reference, delta_gates_reference)
+    slots = args.read, args.write, args.num_computed_tokens, args.query_lens
+    return _rows(q, k, v.contiguous(), g.float(), beta.float(), args.state, *slots).to(args.ba.dtype), args.state
 
 
 NPU_CHUNK = 128

@@ -41,6 +41,14 @@ void npuc_delta(const float* q, const float* k, const float* v, const float* g, 
 void npuc_delta_bf16(const void* q, const void* k, const void* v, const float* g, const float* beta, float* state, const int32_t* read,
                      const int32_t* write, const int32_t* starts, const int64_t* sizes, void* out);
 
+// The same of rows of `lengths` [B] tokens, the query_lens; only the state after the last of them is written, to slot `write` [B]. `out` is
+// zero behind them.
+void npuc_delta_rows(const float* q, const float* k, const float* v, const float* g, const float* beta, float* state, const int32_t* read,
+                     const int32_t* write, const int32_t* starts, const int32_t* lengths, const int64_t* sizes, float* out);
+void npuc_delta_rows_bf16(const void* q, const void* k, const void* v, const float* g, const float* beta, float* state,
+                          const int32_t* read, const int32_t* write, const int32_t* starts, const int32_t* lengths, const int64_t* sizes,
+                          void* out);
+
 // out [B, Q, H, D]: attention of q [B, Q, H, D] over pools k, v [pages, P, G, D]. `table` [B, N] is the page table, `starts` [B] the
 // num_computed_tokens and `lengths` [B] the query_lens of requests. `sizes` are B, Q, H, G, D, P, N.
 void npuc_attention(const float* q, const float* k, const float* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,

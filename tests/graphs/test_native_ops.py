@@ -84,7 +84,8 @@ def test_states_after_every_token_are_written_by_kernels(whole: bool, dtype: tor
     assert called(ops.causal_conv, zeros(B, Q, 6), zeros(6, 3), zeros(9, 2, 6), *slots, dtype) == ({"npuc_conv"} if kernel else set())
     if whole:
         tokens = zeros(B, Q, H, 3 * D), zeros(B, Q, H, 2), torch.zeros(H), torch.zeros(H)
-        assert not called(ops.chunk_gated_delta, *tokens, zeros(9, H, D, D), *slots, 1e-6, 4)
+        assert not called(ops.chunk_gated_delta, *tokens, zeros(9, H, D, D), *slots, 1e-6, 4) - {"npuc_delta_rows"}
+        assert called(ops.chunk_gated_delta, *tokens, torch.zeros(9, H, D, D), *slots, 1e-6, 4) == {"npuc_delta_rows"}
     else:
         rows = zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H), zeros(B, Q, H)
         assert called(ops.gated_delta, *rows, zeros(9, H, D, D), *slots) == ({"npuc_delta"} if kernel and dtype == F32 else set())
@@ -98,4 +99,4 @@ def test_operators_that_write_a_pool_say_so() -> None:
         for argument in native.op._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     }
-    assert writes == {("npuc_conv", "state"), ("npuc_delta", "state")}
+    assert writes == {("npuc_conv", "state"), ("npuc_delta", "state"), ("npuc_delta_rows", "state")}

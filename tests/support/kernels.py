@@ -214,6 +214,27 @@ def delta(
     return out
 
 
+def delta_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    query_lens: torch.Tensor,
+) -> torch.Tensor:
+    (B, Q, Hk, Dk), (H, Dv), out = k.shape, v.shape[2:], torch.empty(v.shape, dtype=v.dtype)
+    q, k, v, g, beta, *slots = (x.contiguous() for x in (q, k, v, g, beta, read, write, num_computed_tokens, query_lens))
+    keys = _at(q, v.dtype, (B, Q, Hk, Dk)), _at(k, v.dtype), _at(v, v.dtype, (B, Q, H, Dv)), _at(g, F32, (B, Q, H)), _at(beta, F32, (B, Q, H))
+    numbers = (_at(of, I32, shape) for of, shape in zip(slots, ((B,), (B, 1), (B,), (B,)), strict=True))
+    pool = _at(state, F32, (len(state), H, Dv, Dk))
+    _call(_of("npuc_delta_rows", v.dtype), *keys, pool, *numbers, _sizes(B, Q, Hk, H, Dk, Dv), _at(out, v.dtype))
+    return out
+
+
 def attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -262,6 +283,7 @@ KERNELS = {
     "npuc_attention": attention,
     "npuc_conv": conv,
     "npuc_delta": delta,
+    "npuc_delta_rows": delta_rows,
     "npuc_embed_bf16": embed_bf16,
     "npuc_experts": experts,
     "npuc_linear": linear,

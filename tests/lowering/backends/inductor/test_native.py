@@ -274,6 +274,52 @@ def test_the_delta_rule_is_the_same_alone_and_token_by_token(run, case):
         assert torch.equal(pool[used], states[used])
 
 
+def long_rows(case, query_lens):
+    """As `rule`; NaN behind the tokens of each row, which have one slot for their last state."""
+    *tokens, pool, read, write, begins = rule(*case)
+    for x in tokens:
+        for row, length in zip(x, query_lens, strict=True):
+            row[length:] = NAN
+    return *tokens, pool, read, write[:, :1].contiguous(), begins, ints(query_lens)
+
+
+LONG_ROWS = [
+    *[((1, 1, 1, 1, 1, 1, [0]), [1]), ((2, 3, 1, 2, 16, 16, [4, 0]), [3, 2]), ((3, 9, 2, 4, 17, 19, [0, 5, 2]), [9, 0, 1])],
+    ((4, 5, 2, 4, 35, 70, [3, 0, 1, 9]), [5, 1, 4, 0]),
+]
+"""As `RULES`, and how many tokens each row has; the last uses a second thread."""
+
+
+@pytest.mark.parametrize(("case", "query_lens"), LONG_ROWS, ids=str)
+def test_the_delta_rule_over_long_rows_is_the_reference(run, case, query_lens):
+    q, k, v, g, beta, pool, read, write, begins, lengths = long_rows(case, query_lens)
+    want_pool, want = pool.clone(), torch.zeros(v.shape)
+    for b, length in enumerate(query_lens):
+        row, tokens = slice(b, b + 1), (x[b : b + 1, :length] for x in (q, k, v, g, beta))
+        if length:
+            # All states but the last go where nothing is kept.
+            at = torch.cat([torch.zeros(1, length - 1, dtype=I32), write[row]], 1)
+            want[row, :length], want_pool = ops.gated_delta(*tokens, want_pool, read[row], at, begins[row], ints([length]))
+        else:
+            want_pool[write[b].long()] = pool[read[b : b + 1].long()] if begins[b] else 0.0
+    want_pool[0] = pool[0]
+    with run.threads(2):
+        out = run.delta_rows(q, k, v, g, beta, again := pool.clone(), read, write, begins, lengths)
+    assert torch.equal(run.delta_rows(q, k, v, g, beta, pool, read, write, begins, lengths), out)
+    close(out, want)
+    assert torch.equal(again.view(I32), pool.view(I32))
+    stored(pool, want_pool, write)
+
+
+@pytest.mark.parametrize(("case", "query_lens"), LONG_ROWS, ids=str)
+def test_the_delta_rule_over_long_rows_of_bfloat16_is_that_of_the_same_numbers_rounded(run, case, query_lens):
+    q, k, v, g, beta, pool, *slots = long_rows(case, query_lens)
+    halves, states = [tensor.bfloat16() for tensor in (q, k, v)], pool.clone()
+    want = run.delta_rows(*(half.float() for half in halves), g, beta, pool, *slots).bfloat16()
+    assert torch.equal(run.delta_rows(*halves, g, beta, states, *slots), want)
+    assert torch.equal(states.view(I32), pool.view(I32))
+
+
 # --- attention ---
 
 
