@@ -110,14 +110,26 @@ _token_by_token = Native(
 ).op
 
 
+_rows = Native(
+    "npuc_conv_rows",
+    "(Tensor x, Tensor weight, Tensor(a!) state, Tensor read, Tensor write, Tensor num_computed_tokens, Tensor query_lens) -> Tensor",
+    lambda x, *rest: torch.empty(x.shape, dtype=torch.float32, device=x.device),
+).op
+
+
 @causal_conv.lowering("inductor")
 def causal_conv_on_cpu(args: CausalConv) -> Any:
-    """A window after every token, all of one dtype: by a kernel that reads and writes windows in the pool (lowering/cpp/conv.cpp)."""
-    x, weight, state, read, write, num_computed_tokens, _, dtype = args
-    one_dtype = {x.dtype, weight.dtype, state.dtype, dtype} in ({torch.float32}, {torch.bfloat16})
-    if write.shape[1] != x.shape[1] or _has_one_window(args) or not one_dtype:
+    """By kernels that read and write windows in the pool: one after every token (lowering/cpp/conv.cpp), or the last one of a row alone,
+    with results of float32 (lowering/cpp/conv_rows.cpp)."""
+    x, weight, state, read, write, num_computed_tokens, query_lens, dtype = args
+    one_dtype = {x.dtype, weight.dtype, state.dtype} in ({torch.float32}, {torch.bfloat16})
+    if _has_one_window(args) or not one_dtype:
         return causal_conv_reference(args)
-    return _token_by_token(x, weight, state, read, write, num_computed_tokens), state
+    if write.shape[1] == x.shape[1] and dtype == x.dtype:
+        return _token_by_token(x, weight, state, read, write, num_computed_tokens), state
+    if write.shape[1] == 1:
+        return _rows(x, weight, state, read, write, num_computed_tokens, query_lens).to(dtype), state
+    return causal_conv_reference(args)
 
 
 @causal_conv.lowering("npu")

@@ -180,14 +180,15 @@ def _inplace(args: ChunkGatedDelta) -> tuple[Tensor, Tensor]:
     return out, args.state.index_put_((args.write.flatten().long(),), after)
 
 
-def _native_abstract(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+def _native_abstract(qkv: Tensor, g: Tensor, beta: Tensor, state: Tensor, *rest: Any) -> Tensor:
+    dtype = torch.bfloat16 if rest[-1] else torch.float32
+    return torch.empty(*g.shape, state.shape[2], dtype=dtype, device=qkv.device)
 
 
-_rows = Native(
+_token_by_token = Native(
     "npuc_delta_rows",
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor read, Tensor write, "
-    "Tensor num_computed_tokens, Tensor query_lens) -> Tensor",
+    "(Tensor qkv, Tensor g, Tensor beta, Tensor(a!) state, Tensor read, Tensor write, Tensor num_computed_tokens, Tensor query_lens, "
+    "float eps, int half) -> Tensor",
     _native_abstract,
 ).op
 
@@ -195,11 +196,15 @@ _rows = Native(
 @chunk_gated_delta.lowering("inductor")
 def chunk_gated_delta_on_cpu(args: ChunkGatedDelta) -> Any:
     """Token by token, not in chunks: rows of a state stay in a core's cache meanwhile (lowering/cpp/delta_rows.cpp)."""
-    if args.qkv.dtype not in (torch.float32, torch.bfloat16) or args.state.dtype != torch.float32:
+    qkv, ba, a_log, dt_bias, state, *slots, eps, _ = args
+    if state.dtype != torch.float32 or ba.dtype not in (torch.float32, torch.bfloat16):
         return chunk_gated_delta_reference(args)
-    q, k, v, g, beta = _prepared(args, args.qkv, l2_norm_reference, delta_gates_reference)
-    slots = args.read, args.write, args.num_computed_tokens, args.query_lens
-    return _rows(q, k, v.contiguous(), g.float(), beta.float(), args.state, *slots).to(args.ba.dtype), args.state
+    B, Q, Hk, both = ba.shape
+    b, a = ba.view(B, Q, Hk, 2, both // 2).permute(3, 0, 1, 2, 4).reshape(2, B, Q, -1).unbind(0)
+    g, beta = delta_gates_reference(DeltaGates(a, b, a_log, dt_bias))
+    return _token_by_token(
+        qkv.float().contiguous(), g.contiguous(), beta.float().contiguous(), state, *slots, eps, int(ba.dtype == torch.bfloat16)
+    ), state
 
 
 NPU_CHUNK = 128

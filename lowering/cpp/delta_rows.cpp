@@ -20,22 +20,15 @@ constexpr int64_t WORTH = 1 << 16;
 // Rows of a state in a task.
 constexpr int64_t ROWS = 2 * L;
 
-const float* floats(const float* x, int64_t, float*) { return x; }
-
-const float* floats(const bf16* x, int64_t count, float* copy) {
-    for (int64_t i = 0; i < count; i++) copy[i] = widen(x[i]);
-    return copy;
-}
-
-// What a token changes in the rows of a task: the state is multiplied by `fade`, and then `change` times its key is added.
+// What a token changes in the rows of a task: they are multiplied by `fade`, and then `change` times its key is added.
 struct Update {
     vec change[2];
     float fade;
 };
 
 // The rows [Dk][ROWS] after an update by the token with `key`: their products with its query, and with the key of the next token.
-INLINED inline void pass(float* rows, int64_t Dk, const Update& update, const float* key, const float* query, const float* next_key,
-                         vec (&by_query)[2], vec (&by_key)[2]) {
+INLINE void pass(float* rows, int64_t Dk, const Update& update, const float* key, const float* query, const float* next_key,
+                 vec (&by_query)[2], vec (&by_key)[2]) {
     vec q[2][2] = {}, k[2][2] = {};
     const auto one = [&](int64_t i, int chain) INLINED {
         UNROLL for (int half = 0; half < 2; half++) {
@@ -56,62 +49,90 @@ INLINED inline void pass(float* rows, int64_t Dk, const Update& update, const fl
     }
 }
 
+// `scale` times a vector of unit length, as graphs/ops/l2_norm.py.
+void unit(const float* x, int64_t count, float eps, float scale, float* to) {
+    vec squares = {};
+    float lanes[L], sum = 0.0f;
+    int64_t i = 0;
+    for (; i + L <= count; i += L) squares += load(x + i) * load(x + i);
+    store(lanes, squares);
+    for (float lane : lanes) sum += lane;
+    for (; i < count; i++) sum += x[i] * x[i];
+    const float by = 1.0f / std::sqrt(sum + eps) * scale;
+    for (i = 0; i < count; i++) to[i] = by * x[i];
+}
+
 struct Sizes {
     int64_t B, Q, own, H, Dk, Dv;
 };
 
-template <typename T>
+template <typename Out>
 struct Operands {
-    const T *q, *k, *v;
-    const float *g, *beta;
-    T* out;
+    const float *qkv, *g, *beta;
+    float eps;
+    Out* out;
 };
 
+template <typename Out>
+INLINE void put(Out* to, int64_t count, const vec (&x)[2]) {
+    float lanes[ROWS];
+    store(lanes, x[0]), store(lanes + L, x[1]);
+    for (int64_t r = 0; r < count; r++) narrow(to[r], lanes[r]);
+}
+
+INLINE void take(const float* from, int64_t count, vec (&x)[2]) {
+    float lanes[ROWS] = {};
+    if (count < ROWS) std::copy_n(from, count, lanes), from = lanes;
+    x[0] = load(from), x[1] = load(from + L);
+}
+
 // Takes `count` rows from `first` on, of one head of one request, through its tokens.
-template <typename T>
-void some_rows(const Operands<T>& x, const Sizes& s, int64_t b, int64_t h, int64_t first, int64_t count, int64_t length, const float* from,
-               float* to) {
+template <typename Out>
+void some_rows(const Operands<Out>& x, const Sizes& s, int64_t b, int64_t h, int64_t first, int64_t count, int64_t length,
+               const float* from, float* to) {
     static thread_local Scratch kept[2];
     auto* rows = static_cast<float*>(kept[0].get(s.Dk * ROWS * 4));
-    auto* copies = static_cast<float*>(kept[1].get(4 * s.Dk * 4));
+    auto* vectors = static_cast<float*>(kept[1].get(3 * s.Dk * 4));
     for (int64_t i = 0; i < s.Dk; i++)
         for (int64_t r = 0; r < ROWS; r++) rows[i * ROWS + r] = from && r < count ? from[(first + r) * s.Dk + i] : 0.0f;
-    const auto token = [&](const T* of, int64_t t, int64_t place) {
-        return floats(of + ((b * s.Q + t) * s.own + h / (s.H / s.own)) * s.Dk, s.Dk, copies + (2 * place + t % 2) * s.Dk);
+    // Query, key and values of each key head lie one behind the other.
+    const int64_t share = s.H / s.own, width = 2 * s.Dk + share * s.Dv;
+    const auto head = [&](int64_t t) { return x.qkv + ((b * s.Q + t) * s.own + h / share) * width; };
+    const auto key_of = [&](int64_t t) {
+        float* key = vectors + t % 2 * s.Dk;
+        unit(head(t) + s.Dk, s.Dk, x.eps, 1.0f, key);
+        return key;
     };
+    const float scale = 1.0f / std::sqrt(float(s.Dk));
+    float* query = vectors + 2 * s.Dk;
+    std::fill_n(query, s.Dk, 0.0f);
     // The first pass changes nothing, and the last one has no next token.
     Update update{{}, 1.0f};
-    alignas(64) float lanes[ROWS];
-    const float *key = token(x.k, 0, 0), *query = key;
+    const float* key = length ? key_of(0) : query;
     for (int64_t t = 0; t <= length && length; t++) {
-        const int64_t gate = (b * s.Q + t) * s.H + h;
-        const float* next = t < length ? token(x.k, t, 0) : key;
-        vec found[2], seen[2];
+        const float* next = t < length && t ? key_of(t) : key;
+        vec found[2], seen[2], values[2];
         pass(rows, s.Dk, update, key, query, next, found, seen);
-        if (t) {
-            store(lanes, found[0]), store(lanes + L, found[1]);
-            T* result = x.out + (gate - s.H) * s.Dv + first;
-            for (int64_t r = 0; r < count; r++) narrow(result[r], lanes[r]);
-        }
+        const int64_t gate = (b * s.Q + t) * s.H + h;
+        if (t) put(x.out + (gate - s.H) * s.Dv + first, count, found);
         if (t == length) break;
-        for (int64_t r = 0; r < ROWS; r++) lanes[r] = r < count ? widen(x.v[gate * s.Dv + first + r]) : 0.0f;
+        take(head(t) + 2 * s.Dk + h % share * s.Dv + first, count, values);
         update.fade = std::exp(x.g[gate]);
-        UNROLL for (int half = 0; half < 2; half++) update.change[half] = x.beta[gate] * (load(lanes + half * L) - update.fade * seen[half]);
-        key = next, query = token(x.q, t, 1);
+        UNROLL for (int half = 0; half < 2; half++) update.change[half] = x.beta[gate] * (values[half] - update.fade * seen[half]);
+        unit(head(t), s.Dk, x.eps, scale, query);
+        key = next;
     }
     for (int64_t r = 0; r < count; r++)
         for (int64_t i = 0; i < s.Dk; i++) to[(first + r) * s.Dk + i] = rows[i * ROWS + r];
-    // What no token is at is zero.
-    for (int64_t t = length; t < s.Q; t++)
-        for (int64_t r = 0; r < count; r++) narrow(x.out[((b * s.Q + t) * s.H + h) * s.Dv + first + r], 0.0f);
+    for (int64_t t = length; t < s.Q; t++) std::fill_n(x.out + ((b * s.Q + t) * s.H + h) * s.Dv + first, count, Out{});
 }
 
-template <typename T>
-void rule(const Operands<T>& x, float* state, const int32_t* read, const int32_t* write, const int32_t* starts, const int32_t* lengths,
+template <typename Out>
+void rule(const Operands<Out>& x, float* state, const int32_t* read, const int32_t* write, const int32_t* starts, const int32_t* lengths,
           const int64_t* sizes) {
     const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
     const int64_t parts = (s.Dv + ROWS - 1) / ROWS;
-    // Rows of a batch differ in length.
+    // Requests differ in length.
 #pragma omp parallel for collapse(3) schedule(dynamic) if (s.B * s.Q * s.H * s.Dk * s.Dv >= WORTH)
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t h = 0; h < s.H; h++)
@@ -125,14 +146,12 @@ void rule(const Operands<T>& x, float* state, const int32_t* read, const int32_t
 
 }  // namespace
 
-void npuc_delta_rows(const float* q, const float* k, const float* v, const float* g, const float* beta, float* state, const int32_t* read,
-                     const int32_t* write, const int32_t* starts, const int32_t* lengths, const int64_t* sizes, float* out) {
-    rule(Operands<float>{q, k, v, g, beta, out}, state, read, write, starts, lengths, sizes);
+void npuc_delta_rows(const float* qkv, const float* g, const float* beta, float* state, const int32_t* read, const int32_t* write,
+                     const int32_t* starts, const int32_t* lengths, float eps, const int64_t* sizes, float* out) {
+    rule(Operands<float>{qkv, g, beta, eps, out}, state, read, write, starts, lengths, sizes);
 }
 
-void npuc_delta_rows_bf16(const void* q, const void* k, const void* v, const float* g, const float* beta, float* state,
-                          const int32_t* read, const int32_t* write, const int32_t* starts, const int32_t* lengths, const int64_t* sizes,
-                          void* out) {
-    const auto of = [](const void* x) { return static_cast<const bf16*>(x); };
-    rule(Operands<bf16>{of(q), of(k), of(v), g, beta, static_cast<bf16*>(out)}, state, read, write, starts, lengths, sizes);
+void npuc_delta_rows_bf16(const float* qkv, const float* g, const float* beta, float* state, const int32_t* read, const int32_t* write,
+                          const int32_t* starts, const int32_t* lengths, float eps, const int64_t* sizes, void* out) {
+    rule(Operands<bf16>{qkv, g, beta, eps, static_cast<bf16*>(out)}, state, read, write, starts, lengths, sizes);
 }

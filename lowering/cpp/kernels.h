@@ -33,6 +33,13 @@ void npuc_conv(const float* x, const float* weight, float* state, const int32_t*
 void npuc_conv_bf16(const void* x, const void* weight, void* state, const int32_t* read, const int32_t* write, const int32_t* starts,
                     int64_t B, int64_t Q, int64_t C, int64_t taps, void* out);
 
+// out [B, Q, C] of float32: the same of `lengths` [B] tokens of each request, the query_lens; only the window after the last of them is
+// written, to slot `write` [B].
+void npuc_conv_rows(const float* x, const float* weight, float* state, const int32_t* read, const int32_t* write, const int32_t* starts,
+                    const int32_t* lengths, int64_t B, int64_t Q, int64_t C, int64_t taps, float* out);
+void npuc_conv_rows_bf16(const void* x, const void* weight, void* state, const int32_t* read, const int32_t* write, const int32_t* starts,
+                         const int32_t* lengths, int64_t B, int64_t Q, int64_t C, int64_t taps, float* out);
+
 // out [B, Q, H, Dv]: the gated delta rule on q, k [B, Q, Hk, Dk], v [B, Q, H, Dv], g, beta [B, Q, H]. A request continues from slot `read`
 // [B] of the pool `state` [slots, H, Dv, Dk], or from zeros where `starts` [B], its num_computed_tokens, is 0; the state after every token
 // is written to slot `write` [B, Q]. `sizes` are B, Q, Hk, H, Dk, Dv.
@@ -41,13 +48,13 @@ void npuc_delta(const float* q, const float* k, const float* v, const float* g, 
 void npuc_delta_bf16(const void* q, const void* k, const void* v, const float* g, const float* beta, float* state, const int32_t* read,
                      const int32_t* write, const int32_t* starts, const int64_t* sizes, void* out);
 
-// The same of rows of `lengths` [B] tokens, the query_lens; only the state after the last of them is written, to slot `write` [B]. `out` is
-// zero behind them.
-void npuc_delta_rows(const float* q, const float* k, const float* v, const float* g, const float* beta, float* state, const int32_t* read,
-                     const int32_t* write, const int32_t* starts, const int32_t* lengths, const int64_t* sizes, float* out);
-void npuc_delta_rows_bf16(const void* q, const void* k, const void* v, const float* g, const float* beta, float* state,
-                          const int32_t* read, const int32_t* write, const int32_t* starts, const int32_t* lengths, const int64_t* sizes,
-                          void* out);
+// out [B, Q, H, Dv]: the same of `lengths` [B] tokens of each request, the query_lens; only the state after the last of them is written, to
+// slot `write` [B]. `qkv` [B, Q, Hk, 2 Dk + H / Hk Dv] has query, key and values of each key head, the first two not yet of unit length:
+// `eps` is added to their sums of squares, and queries are scaled by Dk^-0.5.
+void npuc_delta_rows(const float* qkv, const float* g, const float* beta, float* state, const int32_t* read, const int32_t* write,
+                     const int32_t* starts, const int32_t* lengths, float eps, const int64_t* sizes, float* out);
+void npuc_delta_rows_bf16(const float* qkv, const float* g, const float* beta, float* state, const int32_t* read, const int32_t* write,
+                          const int32_t* starts, const int32_t* lengths, float eps, const int64_t* sizes, void* out);
 
 // out [B, Q, H, D]: attention of q [B, Q, H, D] over pools k, v [pages, P, G, D]. `table` [B, N] is the page table, `starts` [B] the
 // num_computed_tokens and `lengths` [B] the query_lens of requests. `sizes` are B, Q, H, G, D, P, N.

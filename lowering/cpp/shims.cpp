@@ -2,7 +2,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cstdio>
-#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -62,6 +61,14 @@ struct Dense {
     }
 };
 
+// Slots, lengths and the like.
+struct Numbers : Dense<int32_t> {
+    explicit Numbers(AtenTensorHandle of) : Numbers(Tensor(of)) {}
+    explicit Numbers(const Tensor& of) : Dense(of) {
+        if (of.dtype != aoti_torch_dtype_int32()) throw Failed{};
+    }
+};
+
 // Rows [T, K] of elements that are `ld` elements apart, copied if a row has gaps.
 template <typename T>
 struct Rows {
@@ -114,62 +121,6 @@ AOTITorchError guarded(const char* name, const Kernel& kernel) {
 void promised(bool kept) {
     if (!kept) throw Failed{};
 }
-
-// The version of a kernel for results of float32, or else of bfloat16.
-template <typename Result, typename Floats, typename Halves>
-constexpr auto pick(Floats floats, Halves halves) {
-    if constexpr (std::is_same_v<Result, float*>)
-        return floats;
-    else
-        return halves;
-}
-
-// What the gated delta rule takes for each token.
-struct DeltaTokens {
-    const Tensor q, k, v, g, beta;
-
-    DeltaTokens(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle g, AtenTensorHandle beta)
-        : q(q), k(k), v(v), g(g), beta(beta) {
-        for (const Tensor* one : {&this->g, &this->beta}) promised(one->dtype == aoti_torch_dtype_float32());
-        for (const Tensor* one : {&this->q, &this->k}) promised(one->dtype == this->v.dtype);
-    }
-
-    // Calls `use` with them, their sizes and a new result.
-    template <typename Use>
-    void with(AtenTensorHandle* out, const Use& use) const {
-        const Dense<float> g_(g), b_(beta);
-        const int64_t sizes[] = {v.sizes[0], v.sizes[1], k.sizes[2], v.sizes[2], k.sizes[3], v.sizes[3]};
-        void* y = make(4, v.sizes, v.dtype, out);
-        if (v.dtype == aoti_torch_dtype_float32()) {
-            const Dense<float> q_(q), k_(k), v_(v);
-            use(q_.data, k_.data, v_.data, g_.data, b_.data, sizes, static_cast<float*>(y));
-        } else {
-            promised(v.dtype == aoti_torch_dtype_bfloat16());
-            const Dense<uint16_t> q_(q), k_(k), v_(v);
-            use(q_.data, k_.data, v_.data, g_.data, b_.data, sizes, y);
-        }
-    }
-};
-
-// Which states of the pool it reads and writes.
-struct DeltaSlots {
-    float* pool;
-    Dense<int32_t> read, write, starts;
-
-    DeltaSlots(AtenTensorHandle state, AtenTensorHandle read, AtenTensorHandle write, AtenTensorHandle starts)
-        : pool(floats(Tensor(state))), read(numbers(read)), write(numbers(write)), starts(numbers(starts)) {}
-
-    static float* floats(const Tensor& pool) {
-        promised(pool.dtype == aoti_torch_dtype_float32() && pool.dense());
-        return static_cast<float*>(pool.data);
-    }
-
-    static Tensor numbers(AtenTensorHandle of) {
-        const Tensor made(of);
-        promised(made.dtype == aoti_torch_dtype_int32());
-        return made;
-    }
-};
 
 }  // namespace
 
@@ -301,28 +252,65 @@ AOTITorchError aoti_torch_cpu_npuc_delta(AtenTensorHandle q, AtenTensorHandle k,
                                          AtenTensorHandle beta, AtenTensorHandle state, AtenTensorHandle read, AtenTensorHandle write,
                                          AtenTensorHandle starts, AtenTensorHandle* out) {
     return guarded("npuc_delta", [&] {
-        const DeltaTokens x(q, k, v, g, beta);
-        const DeltaSlots to(state, read, write, starts);
-        x.with(out, [&](auto q, auto k, auto v, auto g, auto beta, const int64_t* sizes, auto y) {
-            constexpr auto kernel = pick<decltype(y)>(npuc_delta, npuc_delta_bf16);
-            kernel(q, k, v, g, beta, to.pool, to.read.data, to.write.data, to.starts.data, sizes, y);
-        });
+        const Tensor queries(q), keys(k), values(v), gates(g), betas(beta), pool(state), first(read), slots(write), begins(starts);
+        for (const Tensor* one : {&gates, &betas, &pool}) promised(one->dtype == aoti_torch_dtype_float32());
+        promised(queries.dtype == values.dtype && keys.dtype == values.dtype);
+        for (const Tensor* one : {&first, &slots, &begins}) promised(one->dtype == aoti_torch_dtype_int32());
+        promised(pool.dense());
+        const Dense<float> g_(gates), b_(betas);
+        const Dense<int32_t> from(first), to(slots), begin(begins);
+        const int64_t sizes[] = {values.sizes[0], values.sizes[1], keys.sizes[2], values.sizes[2], keys.sizes[3], values.sizes[3]};
+        void* y = make(4, values.sizes, values.dtype, out);
+        auto* states = static_cast<float*>(pool.data);
+        if (values.dtype == aoti_torch_dtype_float32()) {
+            const Dense<float> q_(queries), k_(keys), v_(values);
+            npuc_delta(q_.data, k_.data, v_.data, g_.data, b_.data, states, from.data, to.data, begin.data, sizes, static_cast<float*>(y));
+        } else {
+            promised(values.dtype == aoti_torch_dtype_bfloat16());
+            const Dense<uint16_t> q_(queries), k_(keys), v_(values);
+            npuc_delta_bf16(q_.data, k_.data, v_.data, g_.data, b_.data, states, from.data, to.data, begin.data, sizes, y);
+        }
     });
 }
 
-AOTITorchError aoti_torch_cpu_npuc_delta_rows(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle g,
-                                              AtenTensorHandle beta, AtenTensorHandle state, AtenTensorHandle read, AtenTensorHandle write,
-                                              AtenTensorHandle starts, AtenTensorHandle lengths, AtenTensorHandle* out) {
+AOTITorchError aoti_torch_cpu_npuc_conv_rows(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle state, AtenTensorHandle read,
+                                             AtenTensorHandle write, AtenTensorHandle starts, AtenTensorHandle lengths,
+                                             AtenTensorHandle* out) {
+    return guarded("npuc_conv_rows", [&] {
+        const Tensor input(x), w(weight), pool(state);
+        const Numbers from(read), to(write), begin(starts), count(lengths);
+        for (const Tensor* one : {&w, &pool}) promised(one->dtype == input.dtype);
+        const int64_t *sizes = input.sizes, B = sizes[0], Q = sizes[1], C = sizes[2], taps = w.sizes[1];
+        promised(pool.dense() && pool.sizes[1] == taps - 1);
+        auto* y = static_cast<float*>(make(3, sizes, aoti_torch_dtype_float32(), out));
+        if (input.dtype == aoti_torch_dtype_float32()) {
+            const Dense<float> x_(input), w_(w);
+            npuc_conv_rows(x_.data, w_.data, static_cast<float*>(pool.data), from.data, to.data, begin.data, count.data, B, Q, C, taps, y);
+        } else {
+            promised(input.dtype == aoti_torch_dtype_bfloat16());
+            const Dense<uint16_t> x_(input), w_(w);
+            npuc_conv_rows_bf16(x_.data, w_.data, pool.data, from.data, to.data, begin.data, count.data, B, Q, C, taps, y);
+        }
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_delta_rows(AtenTensorHandle qkv, AtenTensorHandle g, AtenTensorHandle beta, AtenTensorHandle state,
+                                              AtenTensorHandle read, AtenTensorHandle write, AtenTensorHandle starts,
+                                              AtenTensorHandle lengths, double eps, int64_t half, AtenTensorHandle* out) {
     return guarded("npuc_delta_rows", [&] {
-        const DeltaTokens x(q, k, v, g, beta);
-        const DeltaSlots to(state, read, write, starts);
-        const Tensor counts(lengths);
-        promised(counts.dtype == aoti_torch_dtype_int32());
-        const Dense<int32_t> lens(counts);
-        x.with(out, [&](auto q, auto k, auto v, auto g, auto beta, const int64_t* sizes, auto y) {
-            constexpr auto kernel = pick<decltype(y)>(npuc_delta_rows, npuc_delta_rows_bf16);
-            kernel(q, k, v, g, beta, to.pool, to.read.data, to.write.data, to.starts.data, lens.data, sizes, y);
-        });
+        const Tensor tokens(qkv), gates(g), betas(beta), pool(state);
+        for (const Tensor* one : {&tokens, &gates, &betas, &pool}) promised(one->dtype == aoti_torch_dtype_float32());
+        promised(pool.dense());
+        const Numbers from(read), to(write), begin(starts), count(lengths);
+        const Dense<float> x(tokens), g_(gates), b_(betas);
+        const int64_t *shape = pool.sizes, sizes[] = {tokens.sizes[0], tokens.sizes[1], tokens.sizes[2], shape[1], shape[3], shape[2]};
+        const int64_t made[] = {sizes[0], sizes[1], sizes[3], sizes[5]};
+        void* y = make(4, made, half ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32(), out);
+        auto* states = static_cast<float*>(pool.data);
+        const auto call = [&](auto kernel, auto* result) {
+            kernel(x.data, g_.data, b_.data, states, from.data, to.data, begin.data, count.data, float(eps), sizes, result);
+        };
+        half ? call(npuc_delta_rows_bf16, y) : call(npuc_delta_rows, static_cast<float*>(y));
     });
 }
 

@@ -32,6 +32,18 @@ INLINE vec load(const float* p) {
     return v;
 }
 
+// L numbers of bfloat16, widened.
+INLINE vec load(const bf16* p) {
+    typedef uint16_t halves __attribute__((vector_size(2 * L)));
+    typedef uint32_t words __attribute__((vector_size(4 * L)));
+    halves narrow;
+    std::memcpy(&narrow, p, sizeof narrow);
+    const words bits = __builtin_convertvector(narrow, words) << 16;
+    vec v;
+    std::memcpy(&v, &bits, sizeof v);
+    return v;
+}
+
 INLINE void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
 
 INLINE vec fill(float x) { return x - vec{}; }

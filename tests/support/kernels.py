@@ -214,10 +214,24 @@ def delta(
     return out
 
 
+def conv_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    query_lens: torch.Tensor,
+) -> torch.Tensor:
+    (B, Q, C), taps, out = x.shape, weight.shape[1], torch.empty(x.shape)
+    x, weight, *slots = (t.contiguous() for t in (x, weight, read, write, num_computed_tokens, query_lens))
+    operands = _at(x, x.dtype), _at(weight, x.dtype, (C, taps)), _at(state, x.dtype, (len(state), taps - 1, C))
+    _call(_of("npuc_conv_rows", x.dtype), *operands, *_row_numbers(B, slots), B, Q, C, taps, _at(out, F32))
+    return out
+
+
 def delta_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
@@ -225,14 +239,22 @@ def delta_rows(
     write: torch.Tensor,
     num_computed_tokens: torch.Tensor,
     query_lens: torch.Tensor,
+    eps: float,
+    half: int,
 ) -> torch.Tensor:
-    (B, Q, Hk, Dk), (H, Dv), out = k.shape, v.shape[2:], torch.empty(v.shape, dtype=v.dtype)
-    q, k, v, g, beta, *slots = (x.contiguous() for x in (q, k, v, g, beta, read, write, num_computed_tokens, query_lens))
-    keys = _at(q, v.dtype, (B, Q, Hk, Dk)), _at(k, v.dtype), _at(v, v.dtype, (B, Q, H, Dv)), _at(g, F32, (B, Q, H)), _at(beta, F32, (B, Q, H))
-    numbers = (_at(of, I32, shape) for of, shape in zip(slots, ((B,), (B, 1), (B,), (B,)), strict=True))
-    pool = _at(state, F32, (len(state), H, Dv, Dk))
-    _call(_of("npuc_delta_rows", v.dtype), *keys, pool, *numbers, _sizes(B, Q, Hk, H, Dk, Dv), _at(out, v.dtype))
+    (B, Q, Hk, width), (slots, H, Dv, Dk), dtype = qkv.shape, state.shape, BF16 if half else F32
+    qkv, g, beta, *numbers = (x.contiguous() for x in (qkv, g, beta, read, write, num_computed_tokens, query_lens))
+    assert width == 2 * Dk + H // Hk * Dv
+    tokens = _at(qkv, F32), _at(g, F32, (B, Q, H)), _at(beta, F32, (B, Q, H)), _at(state, F32, (slots, H, Dv, Dk))
+    out = torch.empty(B, Q, H, Dv, dtype=dtype)
+    sizes = _sizes(B, Q, Hk, H, Dk, Dv)
+    _call(_of("npuc_delta_rows", dtype), *tokens, *_row_numbers(B, numbers), ctypes.c_float(eps), sizes, _at(out, dtype))
     return out
+
+
+def _row_numbers(B: int, numbers: Sequence[torch.Tensor]) -> list[ctypes.c_void_p]:
+    """read, write, num_computed_tokens and query_lens of a step that keeps one state a row."""
+    return [_at(of, I32, shape) for of, shape in zip(numbers, ((B,), (B, 1), (B,), (B,)), strict=True)]
 
 
 def attention(
@@ -282,6 +304,7 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, asked: torch.Tensor, mo
 KERNELS = {
     "npuc_attention": attention,
     "npuc_conv": conv,
+    "npuc_conv_rows": conv_rows,
     "npuc_delta": delta,
     "npuc_delta_rows": delta_rows,
     "npuc_embed_bf16": embed_bf16,

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from npucompile.graphs import native_ops as operators
 from npucompile.graphs import ops
 from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.ops.delta_gates import DeltaGates, delta_gates_reference
 from npucompile.graphs.ops.sample import _kept_weights
 from npucompile.graphs.step_inputs import NON_FINITE
 from npucompile.lowering.backends.inductor import aoti, native
@@ -274,13 +275,12 @@ def test_the_delta_rule_is_the_same_alone_and_token_by_token(run, case):
         assert torch.equal(pool[used], states[used])
 
 
-def long_rows(case, query_lens):
-    """As `rule`; NaN behind the tokens of each row, which have one slot for their last state."""
-    *tokens, pool, read, write, begins = rule(*case)
-    for x in tokens:
+def blanked(tensors, query_lens):
+    """The tensors [B, Q, ...] with NaN behind the tokens of each row."""
+    for x in tensors:
         for row, length in zip(x, query_lens, strict=True):
             row[length:] = NAN
-    return *tokens, pool, read, write[:, :1].contiguous(), begins, ints(query_lens)
+    return tensors
 
 
 LONG_ROWS = [
@@ -290,34 +290,55 @@ LONG_ROWS = [
 """As `RULES`, and how many tokens each row has; the last uses a second thread."""
 
 
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize(("case", "query_lens"), LONG_ROWS, ids=str)
-def test_the_delta_rule_over_long_rows_is_the_reference(run, case, query_lens):
-    q, k, v, g, beta, pool, read, write, begins, lengths = long_rows(case, query_lens)
-    want_pool, want = pool.clone(), torch.zeros(v.shape)
-    for b, length in enumerate(query_lens):
-        row, tokens = slice(b, b + 1), (x[b : b + 1, :length] for x in (q, k, v, g, beta))
-        if length:
-            # All states but the last go where nothing is kept.
-            at = torch.cat([torch.zeros(1, length - 1, dtype=I32), write[row]], 1)
-            want[row, :length], want_pool = ops.gated_delta(*tokens, want_pool, read[row], at, begins[row], ints([length]))
-        else:
-            want_pool[write[b].long()] = pool[read[b : b + 1].long()] if begins[b] else 0.0
-    want_pool[0] = pool[0]
+def test_the_delta_rule_over_long_rows_is_the_reference(run, case, query_lens, half):
+    (B, Q, Hk, H, *_), (q, k, v, g, beta, pool, read, write, begins) = case, rule(*case)
+    # Keys and queries get their length in the kernel.
+    raw, write = [3 * q, 0.5 * k, v.view(B, Q, Hk, -1)], write[:, :1].contiguous()
+    a_log, dt_bias = randn(H, seed=10), randn(H, seed=11)
+    qkv, ba = blanked([torch.cat(raw, -1), randn(B, Q, Hk, 2 * H // Hk, seed=9)], query_lens)
+    lengths, dtype = ints(query_lens), torch.bfloat16 if half else torch.float32
+    operands = qkv, ba.to(dtype), a_log, dt_bias, pool, read, write, begins, lengths, 1e-6, 1
+    want, want_pool = ops.chunk_gated_delta(*operands)
+    b, a = (part.reshape(B, Q, H).to(dtype) for part in ba.view(B, Q, Hk, 2, -1).unbind(3))
+    g, beta = delta_gates_reference(DeltaGates(a, b, a_log, dt_bias))
+    tokens = qkv, g, beta.float()
     with run.threads(2):
-        out = run.delta_rows(q, k, v, g, beta, again := pool.clone(), read, write, begins, lengths)
-    assert torch.equal(run.delta_rows(q, k, v, g, beta, pool, read, write, begins, lengths), out)
-    close(out, want)
+        out = run.delta_rows(*tokens, again := pool.clone(), read, write, begins, lengths, 1e-6, half)
+    assert torch.equal(run.delta_rows(*tokens, pool, read, write, begins, lengths, 1e-6, half), out)
     assert torch.equal(again.view(I32), pool.view(I32))
     stored(pool, want_pool, write)
+    for row, length in enumerate(query_lens):
+        torch.testing.assert_close(out[row, :length], want[row, :length], rtol=1e-2 if half else 1e-4, atol=1e-3 if half else 1e-5)
+        assert not out[row, length:].any()
 
 
-@pytest.mark.parametrize(("case", "query_lens"), LONG_ROWS, ids=str)
-def test_the_delta_rule_over_long_rows_of_bfloat16_is_that_of_the_same_numbers_rounded(run, case, query_lens):
-    q, k, v, g, beta, pool, *slots = long_rows(case, query_lens)
-    halves, states = [tensor.bfloat16() for tensor in (q, k, v)], pool.clone()
-    want = run.delta_rows(*(half.float() for half in halves), g, beta, pool, *slots).bfloat16()
-    assert torch.equal(run.delta_rows(*halves, g, beta, states, *slots), want)
-    assert torch.equal(states.view(I32), pool.view(I32))
+LONG_CONVOLUTIONS = [
+    *[(1, 3, 1, 2, [0], [3]), (2, 6, 5, 4, [3, 0], [1, 6]), (3, 40, 33, 4, [0, 2, 9], [40, 0, 2]), (2, 70, 64, 3, [5, 0], [70, 1])],
+]
+"""Sizes B, Q, C, taps, num_computed_tokens and query_lens."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", LONG_CONVOLUTIONS, ids=str)
+def test_the_convolution_of_long_rows_is_the_reference(run, case, dtype):
+    B, Q, C, taps, begins, query_lens = case
+    total, read, write, starts = slots(B, Q, begins)
+    write, lengths = write[:, :1].contiguous(), ints(query_lens)
+    (x,), weight = blanked([randn(B, Q, C).to(dtype)], query_lens), randn(C, taps, seed=1).to(dtype)
+    pool = pool_for(read, starts, total, taps - 1, C).to(dtype)
+    want, want_pool = ops.causal_conv(x, weight, pool, read, write, starts, lengths, torch.float32)
+    with run.threads(2):
+        out = run.conv_rows(x, weight, again := pool.clone(), read, write, starts, lengths)
+    assert torch.equal(run.conv_rows(x, weight, pool, read, write, starts, lengths), out)
+    bits = I32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(pool.view(bits), again.view(bits))
+    stored(pool.float(), want_pool.float(), write)
+    for row, length in enumerate(query_lens):
+        if length:
+            close(out[row, :length], want[row, :length])
+        assert not out[row, length:].any()
 
 
 # --- attention ---
