@@ -180,14 +180,14 @@ def _inplace(args: ChunkGatedDelta) -> tuple[Tensor, Tensor]:
     return out, args.state.index_put_((args.write.flatten().long(),), after)
 
 
-def _native_abstract(qkv: Tensor, g: Tensor, beta: Tensor, state: Tensor, *rest: Any) -> Tensor:
+def _native_abstract(qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, *rest: Any) -> Tensor:
     dtype = torch.bfloat16 if rest[-1] else torch.float32
-    return torch.empty(*g.shape, state.shape[2], dtype=dtype, device=qkv.device)
+    return torch.empty(*decay.shape, state.shape[2], dtype=dtype, device=qkv.device)
 
 
 _token_by_token = Native(
     "npuc_delta_rows",
-    "(Tensor qkv, Tensor g, Tensor beta, Tensor(a!) state, Tensor read, Tensor write, Tensor num_computed_tokens, Tensor query_lens, "
+    "(Tensor qkv, Tensor decay, Tensor beta, Tensor(a!) state, Tensor read, Tensor write, Tensor num_computed_tokens, Tensor query_lens, "
     "float eps, int half) -> Tensor",
     _native_abstract,
 ).op
@@ -202,9 +202,8 @@ def chunk_gated_delta_on_cpu(args: ChunkGatedDelta) -> Any:
     B, Q, Hk, both = ba.shape
     b, a = ba.view(B, Q, Hk, 2, both // 2).permute(3, 0, 1, 2, 4).reshape(2, B, Q, -1).unbind(0)
     g, beta = delta_gates_reference(DeltaGates(a, b, a_log, dt_bias))
-    return _token_by_token(
-        qkv.float().contiguous(), g.contiguous(), beta.float().contiguous(), state, *slots, eps, int(ba.dtype == torch.bfloat16)
-    ), state
+    gates = (x.float().contiguous() for x in (g.exp(), beta))
+    return _token_by_token(qkv.float().contiguous(), *gates, state, *slots, eps, int(ba.dtype == torch.bfloat16)), state
 
 
 NPU_CHUNK = 128

@@ -38,22 +38,24 @@ INLINE vec some(const T* from, int64_t c, int64_t count) {
 }
 
 // One token; weights are [taps, wide].
-template <typename T, typename Out>
-void convolve(const Rows<T>& rows, int64_t b, int64_t t, const float* weights, int64_t wide, const T** inputs, Out* out) {
+template <typename T>
+void convolve(const Rows<T>& rows, int64_t b, int64_t t, const float* weights, int64_t wide, const T** inputs, float* out) {
     const int64_t taps = rows.past + 1;
     for (int64_t tap = 0; tap < taps; tap++) inputs[tap] = rows.at(b, t - rows.past + tap);
     for (int64_t c = 0; c < rows.C; c += L) {
         const int64_t count = std::min<int64_t>(L, rows.C - c);
         vec total = some(inputs[0], c, count) * load(weights + c);
         for (int64_t tap = 1; tap < taps; tap++) total += some(inputs[tap], c, count) * load(weights + tap * wide + c);
-        float activated[L];
-        store(activated, silu(total));
-        for (int64_t i = 0; i < count; i++) narrow(out[c + i], activated[i]);
+        total = silu(total);
+        if (count == L)
+            store(out + c, total);
+        else
+            std::memcpy(out + c, &total, count * sizeof(float));
     }
 }
 
-template <typename T, typename Out>
-void whole(const Rows<T>& rows, const T* weight, T* state, const int32_t* write, int64_t B, Out* out) {
+template <typename T>
+void whole(const Rows<T>& rows, const T* weight, T* state, const int32_t* write, int64_t B, float* out) {
     const int64_t taps = rows.past + 1, C = rows.C, wide = (C + L - 1) / L * L, parts = (rows.Q + TOKENS - 1) / TOKENS;
     std::vector<float> weights(taps * wide);
     for (int64_t c = 0; c < C; c++)
@@ -64,11 +66,11 @@ void whole(const Rows<T>& rows, const T* weight, T* state, const int32_t* write,
             std::vector<const T*> inputs(taps);
             const int64_t last = std::min((part + 1) * TOKENS, rows.Q), live = rows.length(b);
             for (int64_t t = part * TOKENS; t < last; t++) {
-                Out* to = out + (b * rows.Q + t) * C;
+                float* to = out + (b * rows.Q + t) * C;
                 if (t < live)
                     convolve(rows, b, t, weights.data(), wide, inputs.data(), to);
                 else
-                    std::fill(to, to + C, Out{});
+                    std::fill(to, to + C, 0.0f);
             }
         }
     // Only now nobody reads the pool any more.

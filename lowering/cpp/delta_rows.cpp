@@ -1,10 +1,10 @@
 // The gated delta rule of graphs/ops/chunk_gated_delta.py over long rows of tokens, of which only the last state is kept.
 //
-// Rows of a state [Dv, Dk] change independently of each other. A task takes 2 L of them through all tokens, side by side in lanes, so
-// they stay in the L1 cache, and a state is read and written once a step. The products with a state are taken while it is updated: each
-// token takes one pass over it.
+// Rows of a state [Dv, Dk] change independently of each other: some of them, side by side in lanes, go through a tile of tokens in the L1
+// cache. The products with a state are taken while it is updated, so that each token takes one pass over it.
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "kernels.h"
 #include "scratch.h"
@@ -17,36 +17,33 @@ namespace {
 // Number of products from which a second thread pays.
 constexpr int64_t WORTH = 1 << 16;
 
-// Rows of a state in a task.
-constexpr int64_t ROWS = 2 * L;
+// Vectors of rows of a state that a pass takes, as many as registers hold sums of; and tokens of a tile. A head's tokens are far apart in
+// memory, so a tile is copied.
+constexpr int WIDE = L == 16 ? 4 : 2;
+constexpr int64_t ROWS = WIDE * L, TOKENS = 16;
 
-// What a token changes in the rows of a task: they are multiplied by `fade`, and then `change` times its key is added.
+// What a token changes in some rows: they are multiplied by `fade`, and then `change` times its key is added.
 struct Update {
-    vec change[2];
+    vec change[WIDE];
     float fade;
 };
 
 // The rows [Dk][ROWS] after an update by the token with `key`: their products with its query, and with the key of the next token.
 INLINE void pass(float* rows, int64_t Dk, const Update& update, const float* key, const float* query, const float* next_key,
-                 vec (&by_query)[2], vec (&by_key)[2]) {
-    vec q[2][2] = {}, k[2][2] = {};
-    const auto one = [&](int64_t i, int chain) INLINED {
-        UNROLL for (int half = 0; half < 2; half++) {
-            float* at = rows + i * ROWS + half * L;
-            const vec row = update.fade * load(at) + key[i] * update.change[half];
+                 vec (&by_query)[WIDE], vec (&by_key)[WIDE]) {
+    vec q[WIDE] = {}, k[WIDE] = {};
+    for (int64_t i = 0; i < Dk; i++) {
+        vec one = fill(key[i]), two = fill(query[i]), three = fill(next_key[i]);
+        hold(one), hold(two), hold(three);
+        UNROLL for (int w = 0; w < WIDE; w++) {
+            float* at = rows + i * ROWS + w * L;
+            const vec row = update.fade * load(at) + one * update.change[w];
             store(at, row);
-            q[chain][half] += query[i] * row;
-            k[chain][half] += next_key[i] * row;
+            q[w] += two * row;
+            k[w] += three * row;
         }
-    };
-    int64_t i = 0;
-    // Two chains of sums, because an addition takes longer than the loop.
-    for (; i + 2 <= Dk; i += 2) one(i, 0), one(i + 1, 1);
-    if (i < Dk) one(i, 0);
-    UNROLL for (int half = 0; half < 2; half++) {
-        by_query[half] = q[0][half] + q[1][half];
-        by_key[half] = k[0][half] + k[1][half];
     }
+    UNROLL for (int w = 0; w < WIDE; w++) by_query[w] = q[w], by_key[w] = k[w];
 }
 
 // `scale` times a vector of unit length, as graphs/ops/l2_norm.py.
@@ -64,94 +61,130 @@ void unit(const float* x, int64_t count, float eps, float scale, float* to) {
 
 struct Sizes {
     int64_t B, Q, own, H, Dk, Dv;
+
+    // Tasks' rows, in whole passes.
+    int64_t parts() const { return (Dv + ROWS - 1) / ROWS; }
 };
 
 template <typename Out>
 struct Operands {
-    const float *qkv, *g, *beta;
+    const float *qkv, *decay, *beta;
     float eps;
     Out* out;
 };
 
+// One head of one request: its state, and a tile of its tokens.
 template <typename Out>
-INLINE void put(Out* to, int64_t count, const vec (&x)[2]) {
-    float lanes[ROWS];
-    store(lanes, x[0]), store(lanes + L, x[1]);
-    for (int64_t r = 0; r < count; r++) narrow(to[r], lanes[r]);
-}
-
-INLINE void take(const float* from, int64_t count, vec (&x)[2]) {
-    float lanes[ROWS] = {};
-    if (count < ROWS) std::copy_n(from, count, lanes), from = lanes;
-    x[0] = load(from), x[1] = load(from + L);
-}
-
-// Takes `count` rows from `first` on, of one head of one request, through its tokens.
-template <typename Out>
-void some_rows(const Operands<Out>& x, const Sizes& s, int64_t b, int64_t h, int64_t first, int64_t count, int64_t length,
-               const float* from, float* to) {
-    static thread_local Scratch kept[2];
-    auto* rows = static_cast<float*>(kept[0].get(s.Dk * ROWS * 4));
-    auto* vectors = static_cast<float*>(kept[1].get(3 * s.Dk * 4));
-    for (int64_t i = 0; i < s.Dk; i++)
-        for (int64_t r = 0; r < ROWS; r++) rows[i * ROWS + r] = from && r < count ? from[(first + r) * s.Dk + i] : 0.0f;
-    // Query, key and values of each key head lie one behind the other.
-    const int64_t share = s.H / s.own, width = 2 * s.Dk + share * s.Dv;
-    const auto head = [&](int64_t t) { return x.qkv + ((b * s.Q + t) * s.own + h / share) * width; };
-    const auto key_of = [&](int64_t t) {
-        float* key = vectors + t % 2 * s.Dk;
-        unit(head(t) + s.Dk, s.Dk, x.eps, 1.0f, key);
-        return key;
-    };
-    const float scale = 1.0f / std::sqrt(float(s.Dk));
-    float* query = vectors + 2 * s.Dk;
-    std::fill_n(query, s.Dk, 0.0f);
-    // The first pass changes nothing, and the last one has no next token.
-    Update update{{}, 1.0f};
-    const float* key = length ? key_of(0) : query;
-    for (int64_t t = 0; t <= length && length; t++) {
-        const float* next = t < length && t ? key_of(t) : key;
-        vec found[2], seen[2], values[2];
-        pass(rows, s.Dk, update, key, query, next, found, seen);
-        const int64_t gate = (b * s.Q + t) * s.H + h;
-        if (t) put(x.out + (gate - s.H) * s.Dv + first, count, found);
-        if (t == length) break;
-        take(head(t) + 2 * s.Dk + h % share * s.Dv + first, count, values);
-        update.fade = std::exp(x.g[gate]);
-        UNROLL for (int half = 0; half < 2; half++) update.change[half] = x.beta[gate] * (values[half] - update.fade * seen[half]);
-        unit(head(t), s.Dk, x.eps, scale, query);
-        key = next;
+class Head {
+   public:
+    Head(const Operands<Out>& x, const Sizes& s, int64_t b, int64_t h) : x_(x), s_(s), b_(b), h_(h), updates_(s.parts(), Update{{}, 1.0f}) {
+        static thread_local Scratch kept;
+        const int64_t wide = s.parts() * ROWS;
+        rows_ = static_cast<float*>(kept.get((wide * s.Dk + 2 * s.Dk * (TOKENS + 1) + 2 * wide * TOKENS) * 4));
+        tokens_ = rows_ + wide * s.Dk, values_ = tokens_ + 2 * s.Dk * (TOKENS + 1), outs_ = values_ + wide * TOKENS;
+        std::fill(tokens_, outs_, 0.0f);
     }
-    for (int64_t r = 0; r < count; r++)
-        for (int64_t i = 0; i < s.Dk; i++) to[(first + r) * s.Dk + i] = rows[i * ROWS + r];
-    for (int64_t t = length; t < s.Q; t++) std::fill_n(x.out + ((b * s.Q + t) * s.H + h) * s.Dv + first, count, Out{});
-}
+
+    void start(const float* from) {
+        for (int64_t part = 0; part < s_.parts(); part++)
+            for (int64_t i = 0; i < s_.Dk; i++)
+                for (int64_t r = 0; r < ROWS; r++) {
+                    const int64_t row = part * ROWS + r;
+                    rows_[(part * s_.Dk + i) * ROWS + r] = from && row < s_.Dv ? from[row * s_.Dk + i] : 0.0f;
+                }
+    }
+
+    // The tokens [begin, begin + count). Results come a token late: of the last one with the next tile, or `finish`.
+    void tile(int64_t begin, int64_t count) {
+        std::copy_n(tokens_ + 2 * s_.Dk * last_, 2 * s_.Dk, tokens_);
+        last_ = count;
+        const int64_t share = s_.H / s_.own, wide = s_.parts() * ROWS;
+        const float scale = 1.0f / std::sqrt(float(s_.Dk));
+        for (int64_t t = 0; t < count; t++) {
+            // Query, key and values of each key head lie one behind the other.
+            const float* from = x_.qkv + ((b_ * s_.Q + begin + t) * s_.own + h_ / share) * (2 * s_.Dk + share * s_.Dv);
+            float* to = tokens_ + 2 * s_.Dk * (t + 1);
+            unit(from, s_.Dk, x_.eps, scale, to);
+            unit(from + s_.Dk, s_.Dk, x_.eps, 1.0f, to + s_.Dk);
+            std::copy_n(from + 2 * s_.Dk + h_ % share * s_.Dv, s_.Dv, values_ + t * wide);
+        }
+        for (int64_t part = 0; part < s_.parts(); part++) {
+            // In registers, which the compiler could not know of a reference.
+            Update update = updates_[part];
+            for (int64_t t = 0; t < count; t++) {
+                const float *before = tokens_ + 2 * s_.Dk * t, *now = before + 2 * s_.Dk, *values = values_ + t * wide + part * ROWS;
+                const int64_t gate = (b_ * s_.Q + begin + t) * s_.H + h_;
+                vec seen[WIDE];
+                step(part, t, update, before, now + s_.Dk, seen);
+                update.fade = x_.decay[gate];
+                UNROLL for (int w = 0; w < WIDE; w++) update.change[w] = x_.beta[gate] * (load(values + w * L) - update.fade * seen[w]);
+            }
+            updates_[part] = update;
+        }
+        for (int64_t t = begin ? 0 : 1; t < count; t++) write(begin + t - 1, t);
+    }
+
+    // The state, and the result of the last of `length` tokens.
+    void finish(int64_t length, float* to) {
+        const float* last = tokens_ + 2 * s_.Dk * last_;
+        vec unused[WIDE];
+        for (int64_t part = 0; part < s_.parts(); part++) {
+            if (length) step(part, 0, updates_[part], last, last + s_.Dk, unused);
+            for (int64_t r = 0; r < std::min(ROWS, s_.Dv - part * ROWS); r++)
+                for (int64_t i = 0; i < s_.Dk; i++) to[(part * ROWS + r) * s_.Dk + i] = rows_[(part * s_.Dk + i) * ROWS + r];
+        }
+        if (length) write(length - 1, 0);
+        for (int64_t t = length; t < s_.Q; t++) std::fill_n(result(t), s_.Dv, Out{});
+    }
+
+   private:
+    INLINE void step(int64_t part, int64_t t, const Update& update, const float* before, const float* next_key, vec (&seen)[WIDE]) {
+        vec found[WIDE];
+        pass(rows_ + part * s_.Dk * ROWS, s_.Dk, update, before + s_.Dk, before, next_key, found, seen);
+        float* to = outs_ + (t * s_.parts() + part) * ROWS;
+        UNROLL for (int w = 0; w < WIDE; w++) store(to + w * L, found[w]);
+    }
+
+    Out* result(int64_t t) const { return x_.out + ((b_ * s_.Q + t) * s_.H + h_) * s_.Dv; }
+
+    void write(int64_t t, int64_t from) const {
+        const float* found = outs_ + from * s_.parts() * ROWS;
+        Out* to = result(t);
+        for (int64_t i = 0; i < s_.Dv; i++) narrow(to[i], found[i]);
+    }
+
+    const Operands<Out>& x_;
+    const Sizes& s_;
+    int64_t b_, h_, last_ = 0;  // place of the last token of the tile before
+    std::vector<Update> updates_;
+    float *rows_, *tokens_, *values_, *outs_;
+};
 
 template <typename Out>
 void rule(const Operands<Out>& x, float* state, const int32_t* read, const int32_t* write, const int32_t* starts, const int32_t* lengths,
           const int64_t* sizes) {
     const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
-    const int64_t parts = (s.Dv + ROWS - 1) / ROWS;
     // Requests differ in length.
-#pragma omp parallel for collapse(3) schedule(dynamic) if (s.B * s.Q * s.H * s.Dk * s.Dv >= WORTH)
+#pragma omp parallel for collapse(2) schedule(dynamic) if (s.B * s.Q * s.H * s.Dk * s.Dv >= WORTH)
     for (int64_t b = 0; b < s.B; b++)
-        for (int64_t h = 0; h < s.H; h++)
-            for (int64_t part = 0; part < parts; part++) {
-                const auto slot = [&](int32_t number) { return state + (number * s.H + h) * s.Dk * s.Dv; };
-                const int64_t first = part * ROWS, count = std::min(ROWS, s.Dv - first);
-                const float* from = starts[b] == 0 ? nullptr : slot(read[b]);
-                some_rows(x, s, b, h, first, count, std::min<int64_t>(lengths[b], s.Q), from, slot(write[b]));
-            }
+        for (int64_t h = 0; h < s.H; h++) {
+            const auto slot = [&](int32_t number) { return state + (number * s.H + h) * s.Dk * s.Dv; };
+            const int64_t length = std::min<int64_t>(lengths[b], s.Q);
+            Head<Out> head(x, s, b, h);
+            head.start(starts[b] == 0 ? nullptr : slot(read[b]));
+            for (int64_t t = 0; t < length; t += TOKENS) head.tile(t, std::min(TOKENS, length - t));
+            head.finish(length, slot(write[b]));
+        }
 }
 
 }  // namespace
 
-void npuc_delta_rows(const float* qkv, const float* g, const float* beta, float* state, const int32_t* read, const int32_t* write,
+void npuc_delta_rows(const float* qkv, const float* decay, const float* beta, float* state, const int32_t* read, const int32_t* write,
                      const int32_t* starts, const int32_t* lengths, float eps, const int64_t* sizes, float* out) {
-    rule(Operands<float>{qkv, g, beta, eps, out}, state, read, write, starts, lengths, sizes);
+    rule(Operands<float>{qkv, decay, beta, eps, out}, state, read, write, starts, lengths, sizes);
 }
 
-void npuc_delta_rows_bf16(const float* qkv, const float* g, const float* beta, float* state, const int32_t* read, const int32_t* write,
+void npuc_delta_rows_bf16(const float* qkv, const float* decay, const float* beta, float* state, const int32_t* read, const int32_t* write,
                           const int32_t* starts, const int32_t* lengths, float eps, const int64_t* sizes, void* out) {
-    rule(Operands<bf16>{qkv, g, beta, eps, static_cast<bf16*>(out)}, state, read, write, starts, lengths, sizes);
+    rule(Operands<bf16>{qkv, decay, beta, eps, static_cast<bf16*>(out)}, state, read, write, starts, lengths, sizes);
 }

@@ -49,11 +49,11 @@ void npuc_delta_bf16(const void* q, const void* k, const void* v, const float* g
                      const int32_t* write, const int32_t* starts, const int64_t* sizes, void* out);
 
 // out [B, Q, H, Dv]: the same of `lengths` [B] tokens of each request, the query_lens; only the state after the last of them is written, to
-// slot `write` [B]. `qkv` [B, Q, Hk, 2 Dk + H / Hk Dv] has query, key and values of each key head, the first two not yet of unit length:
+// slot `write` [B]. `decay` [B, Q, H] is e^g. `qkv` [B, Q, Hk, 2 Dk + H / Hk Dv] has query, key and values of each key head, the first two not yet of unit length:
 // `eps` is added to their sums of squares, and queries are scaled by Dk^-0.5.
-void npuc_delta_rows(const float* qkv, const float* g, const float* beta, float* state, const int32_t* read, const int32_t* write,
+void npuc_delta_rows(const float* qkv, const float* decay, const float* beta, float* state, const int32_t* read, const int32_t* write,
                      const int32_t* starts, const int32_t* lengths, float eps, const int64_t* sizes, float* out);
-void npuc_delta_rows_bf16(const float* qkv, const float* g, const float* beta, float* state, const int32_t* read, const int32_t* write,
+void npuc_delta_rows_bf16(const float* qkv, const float* decay, const float* beta, float* state, const int32_t* read, const int32_t* write,
                           const int32_t* starts, const int32_t* lengths, float eps, const int64_t* sizes, void* out);
 
 // out [B, Q, H, D]: attention of q [B, Q, H, D] over pools k, v [pages, P, G, D]. `table` [B, N] is the page table, `starts` [B] the

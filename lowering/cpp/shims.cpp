@@ -294,11 +294,11 @@ AOTITorchError aoti_torch_cpu_npuc_conv_rows(AtenTensorHandle x, AtenTensorHandl
     });
 }
 
-AOTITorchError aoti_torch_cpu_npuc_delta_rows(AtenTensorHandle qkv, AtenTensorHandle g, AtenTensorHandle beta, AtenTensorHandle state,
+AOTITorchError aoti_torch_cpu_npuc_delta_rows(AtenTensorHandle qkv, AtenTensorHandle decay, AtenTensorHandle beta, AtenTensorHandle state,
                                               AtenTensorHandle read, AtenTensorHandle write, AtenTensorHandle starts,
                                               AtenTensorHandle lengths, double eps, int64_t half, AtenTensorHandle* out) {
     return guarded("npuc_delta_rows", [&] {
-        const Tensor tokens(qkv), gates(g), betas(beta), pool(state);
+        const Tensor tokens(qkv), gates(decay), betas(beta), pool(state);
         for (const Tensor* one : {&tokens, &gates, &betas, &pool}) promised(one->dtype == aoti_torch_dtype_float32());
         promised(pool.dense());
         const Numbers from(read), to(write), begin(starts), count(lengths);

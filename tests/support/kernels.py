@@ -232,7 +232,7 @@ def conv_rows(
 
 def delta_rows(
     qkv: torch.Tensor,
-    g: torch.Tensor,
+    decay: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
     read: torch.Tensor,
@@ -243,9 +243,9 @@ def delta_rows(
     half: int,
 ) -> torch.Tensor:
     (B, Q, Hk, width), (slots, H, Dv, Dk), dtype = qkv.shape, state.shape, BF16 if half else F32
-    qkv, g, beta, *numbers = (x.contiguous() for x in (qkv, g, beta, read, write, num_computed_tokens, query_lens))
+    qkv, decay, beta, *numbers = (x.contiguous() for x in (qkv, decay, beta, read, write, num_computed_tokens, query_lens))
     assert width == 2 * Dk + H // Hk * Dv
-    tokens = _at(qkv, F32), _at(g, F32, (B, Q, H)), _at(beta, F32, (B, Q, H)), _at(state, F32, (slots, H, Dv, Dk))
+    tokens = _at(qkv, F32), _at(decay, F32, (B, Q, H)), _at(beta, F32, (B, Q, H)), _at(state, F32, (slots, H, Dv, Dk))
     out = torch.empty(B, Q, H, Dv, dtype=dtype)
     sizes = _sizes(B, Q, Hk, H, Dk, Dv)
     _call(_of("npuc_delta_rows", dtype), *tokens, *_row_numbers(B, numbers), ctypes.c_float(eps), sizes, _at(out, dtype))

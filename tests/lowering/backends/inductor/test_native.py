@@ -303,7 +303,7 @@ def test_the_delta_rule_over_long_rows_is_the_reference(run, case, query_lens, h
     want, want_pool = ops.chunk_gated_delta(*operands)
     b, a = (part.reshape(B, Q, H).to(dtype) for part in ba.view(B, Q, Hk, 2, -1).unbind(3))
     g, beta = delta_gates_reference(DeltaGates(a, b, a_log, dt_bias))
-    tokens = qkv, g, beta.float()
+    tokens = qkv, g.exp(), beta.float()
     with run.threads(2):
         out = run.delta_rows(*tokens, again := pool.clone(), read, write, begins, lengths, 1e-6, half)
     assert torch.equal(run.delta_rows(*tokens, pool, read, write, begins, lengths, 1e-6, half), out)
