@@ -1,6 +1,7 @@
 """An artifact on disk: a directory of content-addressed files and one manifest, written atomically and checked when opened.
 
 manifest.msgpack             description of all (lowering/artifact/manifest.py)
+.checked                     what was compared with its digest (lowering/artifact/checked.py)
 graphs/<digest>.graph        eager graph of a bucket
 graphs/<digest>.pt2          its executable, once compiled (.ge: its GE graph)
 stages/<digest>.json.z       texts of its stages
@@ -28,6 +29,7 @@ from safetensors.torch import load_file
 from ...graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, ArtifactTampered
 from ..backend import backend
 from ..toolchain import differences, missing_features
+from .checked import Checked, now_ns
 from .lock import exclusive
 from .manifest import FileRecord, GraphEntry, Manifest, decode, encode
 
@@ -52,11 +54,12 @@ class Artifact:
         self.path, self.manifest, self.digest, self._stamp = path, manifest, digest, stamp
 
     @staticmethod
-    def open(path: Path, *, check: bool = True) -> Artifact:
+    def open(path: Path, *, check: bool = True, again: bool = False) -> Artifact:
         """Reads a directory.
 
         Args:
             check: compare every file's size and sha256 with the manifest.
+            again: also those of files that were compared before and have not changed since (`checked`).
 
         Raises:
             ArtifactMissing: there is no artifact.
@@ -71,9 +74,17 @@ class Artifact:
             raise ArtifactMissing(f"{path} is not an artifact: it has no {MANIFEST}; `npucompile build` makes one") from None
         artifact = Artifact(path, decode(data, str(path / MANIFEST)), hashlib.sha256(data).hexdigest(), before)
         if check:
-            for name, record in artifact.manifest.files.items():
-                check_file(path / name, record)
+            artifact._check_files(again)
         return artifact
+
+    def _check_files(self, again: bool) -> None:
+        checked = Checked(self.path)
+        for name, record in self.manifest.files.items():
+            if again or not checked.holds(name, record):
+                began_ns = now_ns()
+                check_file(self.path / name, record)
+                checked.compared(name, record, began_ns)
+        checked.save()
 
     def check_runnable(self) -> None:
         """Refuses an artifact whose executables were built with another toolchain or need CPU features that this machine lacks.

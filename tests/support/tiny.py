@@ -25,6 +25,7 @@ from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.lowering import backend as backend_table
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
+from npucompile.lowering.artifact.checked import NAME as CHECKED
 from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.backend import Backend
 from npucompile.lowering.backends import eager
@@ -292,8 +293,8 @@ def tampered(file: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every file of a directory, hidden ones too."""
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    """Every file of a directory, hidden ones too, but for what says that others were read."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file() and file.name != CHECKED}
 
 
 def run_row(executor: Executor, bucket: Bucket, row: Row) -> Outputs:

@@ -23,7 +23,7 @@ from .stats import Clock, spread
 
 STAGES = {
     "import": "start Python, import torch and the runtime",
-    "open": "open the artifact: manifest, every file's digest",
+    "open": "open the artifact: manifest, digests of files that changed since they were checked",
     "weights": "load the weights",
     "executables": "load the executables, allocate the state: ready",
     "first_token": "first token",

@@ -29,14 +29,14 @@ from ..verify.npu import DEFAULT_STEPS, describe, is_for_device, verify_device
 def command(home: Home, artifact: str | None, as_json: bool, steps: int | None, seed: int | None) -> None:
     """Verify ARTIFACT again: a directory or the name of a built model, by default the newest artifact.
 
-    Checks the digest of every file. For this machine, compares each bucket's executable with the eager reference, on full batches,
+    Reads every file and checks its digest. For this machine, compares each bucket's executable with the eager reference, on full batches,
     on padded batches and row by row, with NaN in everything a live row must not read; the ranks of a mesh run in one process and
     are compared with one device. For NPUs, checks each shipped GE graph, then builds a small model with the same layers, mesh,
     quantization and drafts, and compares an emulated run of its GE graphs on all ranks with one device.
 
     Example: npucompile verify qwen3.5-tiny
     """
-    opened = Artifact.open(artifact_path(home.artifacts, artifact))
+    opened = Artifact.open(artifact_path(home.artifacts, artifact), again=True)
     opened.check_runnable()
     if family := FamilyFile.recorded(opened.manifest.model):
         family.check_unchanged(opened.path)
