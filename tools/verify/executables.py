@@ -11,6 +11,7 @@ from ...graphs.step_inputs import OPTIONAL_ROWS
 from ...graphs.types import DTYPES, Bucket
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.executable import Executable, open_executable
+from ..heap import give_back_heap
 from ..progress import Progress
 from .compare import Differences, check_tolerance, compare, plant_drafts, poisoned_step, tolerance_of
 
@@ -66,15 +67,20 @@ def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.T
     candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
     references = {"the eager graph": eager} | ({"eager rows run alone": rows} if rows else {})
     found = dict.fromkeys(references, Differences())
+
+    def compared(live: int, seed: int) -> dict[str, Differences]:
+        generator = torch.Generator().manual_seed(17 * seed + live)
+        case = poisoned_step(entry.bucket, signature, manifest.limits, params, vocab, live, generator)
+        if entry.bucket.kind == "decode":
+            plant_drafts(eager, case, signature)
+        return {name: compare(reference, candidate, [case], signature, tolerance.measure) for name, reference in references.items()}
+
     for live in sorted({1, entry.bucket.batch // 2 + 1, entry.bucket.batch}):
         for seed in range(SEEDS):
-            # One at a time: each has pools of its own, for all requests that are served at once.
-            generator = torch.Generator().manual_seed(17 * seed + live)
-            case = poisoned_step(entry.bucket, signature, manifest.limits, params, vocab, live, generator)
-            if entry.bucket.kind == "decode":
-                plant_drafts(eager, case, signature)
-            for name, reference in references.items():
-                found[name] = found[name].combined(compare(reference, candidate, [case], signature, tolerance.measure))
+            # One at a time, the last one gone: each has pools of its own, for all requests that are served at once.
+            of_case = compared(live, seed)
+            give_back_heap()
+            found = {name: differences.combined(of_case[name]) for name, differences in found.items()}
     for name, differences in found.items():
         check_tolerance(differences, tolerance, f"{entry.bucket.name} ({entry.backend}) against {name}")
     return {name: float(value) for name, value in asdict(differences).items()}
