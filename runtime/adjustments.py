@@ -15,7 +15,7 @@ from ..graphs.types import WORD_BITS
 
 if TYPE_CHECKING:
     from .request import Sampling
-    from .scheduler.schedule import ScheduledRequest, ScheduledStep
+    from .scheduler.scheduled_step import ScheduledRequest, ScheduledStep
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.int32]
@@ -57,7 +57,7 @@ class Adjuster:
 
     def adjustments(self, step: ScheduledStep) -> dict[str, Adjustment]:
         """The adjustments of the rows of a step that have any, by request id; to be used before the next call."""
-        rows = (row for part in step.groups for row in part.rows if row.request.sampling.adjusts and row.samples)
+        rows = (row for row in step.rows_with_rules if row.request.sampling.adjusts and row.samples)
         return {row.request.id: self._adjustment(row) for row in rows}
 
     def forget(self, request_id: str) -> None:

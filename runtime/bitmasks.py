@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..graphs.step_inputs import write_width
 from .constraint import EVERYTHING, WORD_BITS, Bitmask, ConstraintError
 from .request import Request
-from .scheduler.schedule import ScheduledRequest, ScheduledStep
+from .scheduler.scheduled_step import ScheduledRequest, ScheduledStep
 
 Words = npt.NDArray[np.int32]
 
@@ -26,7 +26,7 @@ def bitmasks(step: ScheduledStep, words: int) -> dict[str, Bitmask]:
         ConstraintError: of the first request whose output cannot go on.
     """
     shape = write_width(step.bucket), words
-    rows = (row for part in step.groups for row in part.rows if row.state.restricted and row.samples)
+    rows = (row for row in step.rows_with_rules if row.state.restricted and row.samples)
     return {row.request.id: _bitmask(row, shape) for row in rows}
 
 

@@ -27,7 +27,7 @@ from .prefix_cache import Flush
 from .request import Request, Sampling
 from .scheduler.advance import GroupResults
 from .scheduler.request_state import RequestState
-from .scheduler.schedule import ScheduledStep
+from .scheduler.scheduled_step import ScheduledStep
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Journal:
 
     def launched(self, step: ScheduledStep, bitmasks: Mapping[str, Bitmask]) -> None:
         """A step is about to be launched, with these bitmasks by request id."""
-        constrained = {row.request.id for part in step.groups for row in part.rows if row.request.constraint is not None}
+        constrained = {row.request.id for row in step.rows_with_rules if row.request.constraint is not None}
         masks = {name: bitmask.tobytes() for name, bitmask in bitmasks.items() if name in constrained}
         if masks:
             self._add(MASKS, masks)

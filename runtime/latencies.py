@@ -54,14 +54,11 @@ class Latencies:
         Most requests of a step were in the step before it, so their gaps are one value, observed once.
         """
         latest = self._latest_ms
-        gaps: Counter[float] = Counter()
-        for request_id in request_ids:
-            # A step that hung may bring tokens of requests that were given up.
-            if request_id in latest:
-                gaps[now_ms - latest[request_id]] += 1
-                latest[request_id] = now_ms
-        for gap_ms, times in gaps.items():
-            self._between_tokens.observe(gap_ms / 1e3, times)
+        # A step that hung may bring tokens of requests that were given up.
+        live = [request_id for request_id in request_ids if request_id in latest]
+        for latest_ms, times in Counter(map(latest.__getitem__, live)).items():
+            self._between_tokens.observe((now_ms - latest_ms) / 1e3, times)
+        latest.update(dict.fromkeys(live, now_ms))
 
     def step(self, tokens: int) -> None:
         """Observes the tokens of a step, prefilled and sampled ones."""

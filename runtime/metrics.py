@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from ..graphs.types import Bucket
 from .latencies import Latencies
 from .request import FINISH_REASONS, Event, TokenEvent
 from .scheduler.advance import GroupResults
-from .scheduler.schedule import ScheduledStep
+from .scheduler.scheduled_step import ScheduledRequest, ScheduledStep
+from .step_outputs import BatchTokens, SampledTokens
 
 
 class Metrics:
@@ -49,34 +49,50 @@ class Metrics:
         """
         continued: list[str] = []
         computed = 0
-        rows = [row for part in step.groups for row in part.rows]
-        self.count_step(step.bucket, len(rows), len(step.groups))
+        self.count_step(step.bucket, sum(len(part.rows) for part in step.groups), len(step.groups))
         if wanted is not None:
             self.count_degraded(wanted)
-        for row, tokens in zip(rows, chain.from_iterable(results), strict=True):
-            computed += 0 if row.state.decoding else row.num_tokens
-            if tokens is None:
-                self.discarded_rows += 1
+        for part, rows in zip(step.groups, results, strict=True):
+            if isinstance(rows, BatchTokens):
+                continued += rows.ids
+                computed += int(rows.counts.sum())
+                self._count_verified_rows(rows)
                 continue
-            computed += len(tokens.token_ids)
-            self.not_finite += tokens.not_finite
-            if tokens.num_drafts:
-                self.count_verified(tokens.num_drafts, len(tokens.token_ids) - 1)
-            index, count = row.output_index, len(tokens.token_ids)
-            if count and index <= 0 and index + count >= min(row.request.max_tokens, 1):
-                self.prompt_tokens += len(row.request.prompt)
-                if row.request.max_tokens:
-                    self.latencies.first_token(row.request, row.state.submitted_ms, now_ms)
-            elif count and index > 0:
-                continued.append(row.request.id)
+            for row, tokens in zip(part.rows, rows, strict=True):
+                computed += self._count_row(row, tokens, continued, now_ms)
         self.latencies.more_tokens(continued, now_ms)
         self.latencies.step(computed)
+
+    def _count_row(self, row: ScheduledRequest, tokens: SampledTokens | None, continued: list[str], now_ms: float) -> int:
+        """Counts what came of a row; returns the tokens that it computed, and puts a request that has further ones to the others."""
+        computed = 0 if row.state.decoding else row.num_tokens
+        if tokens is None:
+            self.discarded_rows += 1
+            return computed
+        self.not_finite += tokens.not_finite
+        if tokens.num_drafts:
+            self.count_verified(tokens.num_drafts, len(tokens.token_ids) - 1)
+        index, count = row.output_index, len(tokens.token_ids)
+        if count and index <= 0 and index + count >= min(row.request.max_tokens, 1):
+            self.prompt_tokens += len(row.request.prompt)
+            if row.request.max_tokens:
+                self.latencies.first_token(row.request, row.state.submitted_ms, now_ms)
+        elif count and index > 0:
+            continued.append(row.request.id)
+        return computed + count
+
+    def _count_verified_rows(self, rows: BatchTokens) -> None:
+        if self.accepted:
+            self.verified_rows += int((rows.verified > 0).sum())
+            self.drafted_tokens += int(rows.verified.sum())
+            for position in range(len(self.accepted)):
+                self.accepted[position] += int((rows.counts > position + 1).sum())
 
     def count_launch(self, step: ScheduledStep) -> None:
         """Counts a step that is launched: what is preempted, and what is known of those that are admitted for the first time."""
         for part in step.groups:
             self.preemptions += len(part.preempted)
-            for row in part.rows:
+            for row in part.rows if part.admitted else ():
                 if row.match is not None and not row.state.record.preemptions and not row.request.skip_reading_prefix_cache:
                     self.prefix_queries += row.state.num_tokens
                     self.prefix_hits += row.state.num_computed_tokens

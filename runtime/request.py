@@ -258,9 +258,8 @@ class Logprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class TokenEvent:
-    """New tokens of one request.
+class TokenEvent(NamedTuple):
+    """New tokens of one request. A named tuple, because every row of every step makes one.
 
     Attributes:
         logprobs: of each token if the request asks for them, else empty.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,9 +14,12 @@ from ..graphs.errors import NpucompileError
 from ..graphs.step_inputs import MAX_RANKED, NON_FINITE, UNDECIDED, write_width
 from ..graphs.types import Bucket
 from .executor import Outputs
+from .lazy_sequence import LazySequence
 from .request import Logprobs
+from .scheduler.decode_batch import DecodeBatch, Ints
 from .scheduler.request_state import RequestState
-from .scheduler.schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, SchedulerState
+from .scheduler.scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
+from .scheduler.state import GroupState, SchedulerState
 
 NOT_FINITE = "the model returned logits that are no finite numbers, of which no token can be taken"
 
@@ -40,9 +44,40 @@ class SampledTokens(NamedTuple):
     not_finite: bool = False
 
 
+class BatchTokens(LazySequence[SampledTokens]):
+    """The tokens that a step sampled for each request of a batch. None of them ends a request, and nothing failed.
+
+    Attributes:
+        ids: of the requests, in the order of the rows.
+        token_ids: as `SampledTokens.token_ids`, of each row.
+        counts: how many these are.
+        verified: as `SampledTokens.num_drafts`.
+        logprobs: as `SampledTokens.logprobs`; None where no request asks for any.
+    """
+
+    __slots__ = ("counts", "ids", "logprobs", "token_ids", "verified")
+
+    def __init__(
+        self,
+        ids: tuple[str, ...],
+        token_ids: Sequence[tuple[int, ...]],
+        counts: Ints,
+        verified: Ints,
+        logprobs: list[tuple[Logprobs, ...]] | None = None,
+    ) -> None:
+        self.ids, self.token_ids, self.counts, self.verified, self.logprobs = ids, token_ids, counts, verified, logprobs
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def _make(self) -> tuple[SampledTokens, ...]:
+        logprobs = self.logprobs or [()] * len(self)
+        return tuple(map(SampledTokens, self.token_ids, self.verified.tolist(), logprobs))
+
+
 def read_outputs(
     outputs: Sequence[Outputs], step: ScheduledStep, state: SchedulerState, vocab_size: int
-) -> tuple[tuple[SampledTokens | None, ...], ...]:
+) -> tuple[Sequence[SampledTokens | None], ...]:
     """The sampled tokens of each row of each dp group.
 
     Args:
@@ -63,9 +98,40 @@ def read_outputs(
     )
 
 
+def _read_batch(outputs: Outputs, bucket: Bucket, batch: DecodeBatch, max_model_len: int, vocab_size: int) -> BatchTokens | None:
+    """What a step sampled for a whole batch; None where that ends a request or is not right, so that each row has to be looked at."""
+    members, computed, rows = batch.members, batch.progress.num_computed, len(batch)
+    tokens = _array(outputs, "tokens", "i", bucket.batch, write_width(bucket))[:rows]
+    counts = _array(outputs, "counts", "i", bucket.batch)[:rows].astype(np.int64)
+    verified = np.minimum(members.drafts, max_model_len - 1 - computed)
+    ends = (computed + counts + 1 >= members.ends) | (counts < 1) | (counts > verified + 1)
+    if ends.any() or not batch.grows:
+        return None
+    token_ids: Sequence[tuple[int, ...]]
+    if bucket.q_len == 1:
+        token_ids = list(zip(tokens[:, 0].tolist(), strict=True))
+    else:
+        token_ids = [tuple(row[:count]) for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+    flat = list(itertools.chain.from_iterable(token_ids))
+    if min(flat) < 0 or max(flat) >= vocab_size or not members.stops.isdisjoint(flat):
+        return None
+    if not members.scores:
+        return BatchTokens(members.ids, token_ids, counts, verified)
+    logprobs = [
+        _logprobs(outputs, bucket, state.request.logprobs, i, len(new))
+        for i, (state, new) in enumerate(zip(members.states, token_ids, strict=True))
+    ]
+    finite = all(math.isfinite(entry.logprob) for entries in logprobs for entry in entries)
+    return BatchTokens(members.ids, token_ids, counts, verified, logprobs) if finite else None
+
+
 def _read_group(
     outputs: Outputs, bucket: Bucket, part: GroupStep, group: GroupState, max_model_len: int, vocab_size: int
-) -> tuple[SampledTokens | None, ...]:
+) -> Sequence[SampledTokens | None]:
+    if isinstance(group.running, DecodeBatch) and bucket.kind == "decode" and part.arrivals == group.running.members.arrivals:
+        batch_tokens = _read_batch(outputs, bucket, group.running, max_model_len, vocab_size)
+        if batch_tokens is not None:
+            return batch_tokens
     tokens = _array(outputs, "tokens", "i", bucket.batch, write_width(bucket)).tolist()
     counts = _array(outputs, "counts", "i", bucket.batch).tolist() if bucket.kind == "decode" else [1] * bucket.batch
     running = {request.arrival: request for request in group.running}
@@ -95,7 +161,7 @@ def _read_group(
                     raise NpucompileError(f"the executor returned token ids {list(token_ids)} for {request.id!r}; {legal}")
             if row.forced:
                 _check_forced(row, token_ids)
-            logprobs = _logprobs(outputs, bucket, row, i, len(token_ids))
+            logprobs = _logprobs(outputs, bucket, row.logprobs, i, len(token_ids))
             # A mask hides what is no number from the sampled token, and not from its log probability.
             unknown = next((place for place, entry in enumerate(logprobs) if not math.isfinite(entry.logprob)), None) if logprobs else None
             if unknown is not None:
@@ -130,8 +196,7 @@ def _drafts(outputs: Outputs, bucket: Bucket, i: int) -> tuple[int, ...]:
     return tuple(_array(outputs, "drafts", "i", bucket.batch, None)[i].tolist()) if "drafts" in outputs else ()
 
 
-def _logprobs(outputs: Outputs, bucket: Bucket, row: ScheduledRequest, i: int, count: int) -> tuple[Logprobs, ...]:
-    most = row.logprobs
+def _logprobs(outputs: Outputs, bucket: Bucket, most: int | None, i: int, count: int) -> tuple[Logprobs, ...]:
     if most is None:
         return ()
     batch, width = bucket.batch, write_width(bucket)

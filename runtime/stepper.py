@@ -35,7 +35,10 @@ from .scheduler import admission, advance
 from .scheduler.kv_cache_manager import KVCacheManager, PrefixCaching
 from .scheduler.policy import Policy
 from .scheduler.request_state import RequestState
-from .scheduler.schedule import GroupState, ScheduledStep, SchedulerState, schedule, wanted_bucket
+from .scheduler.schedule import schedule, wanted_bucket
+from .scheduler.scheduled_step import ScheduledStep
+from .scheduler.state import GroupState, SchedulerState
+from .scheduler.steady import gathered
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +170,8 @@ class Stepper:
             self._expire()
         self._refresher.when_due()
         self._idle_memory.when_due(busy=bool(self._in_flight))
+        # An equal state, so that no other thread minds.
+        self._state = gathered(self._state)
         step = schedule(self._state)
         if step is not None:
             self._checked = False
@@ -285,8 +290,9 @@ class Stepper:
             if self.policy.measured:
                 took_ms = self.took_ms(launched_ms, now_ms)
                 self.journal.took(took_ms)
-            for manager, rows in zip(self._cache_managers, advance.computed(self._state, step, results), strict=True):
-                manager.computed(rows)
+            if self.prefix_cache is not None:
+                for manager, rows in zip(self._cache_managers, advance.computed(self._state, step, results), strict=True):
+                    manager.computed(rows)
             state, events = advance.commit(self._state, step, results, now_ms, took_ms)
             self._publish(state, events, lambda: self._metrics.count_results(step, results, wanted, now_ms))
 
@@ -305,7 +311,8 @@ class Stepper:
     def _publish(self, state: SchedulerState, events: Sequence[Event], count: Callable[[], None] = lambda: None) -> None:
         """Makes a new state the current one, calls `count` under the lock, and then sends the events to the sinks."""
         finished = [event.request_id for event in events if isinstance(event, FinishEvent)]
-        events = [self._with_writes(event) if isinstance(event, FinishEvent) else event for event in events]
+        if finished:
+            events = [self._with_writes(event) if isinstance(event, FinishEvent) else event for event in events]
         for request_id in finished:
             # Only its own group's pools hold anything of it.
             for manager in self._cache_managers:

@@ -1,6 +1,6 @@
 """The scheduler's state transitions: what submitting, cancelling, launching, committing and failing change.
 
-Pure functions over the records of `schedule.py`. A step passes through twice: `launch` applies what is certain while it runs,
+Pure functions over the records of `state.py`. A step passes through twice: `launch` applies what is certain while it runs,
 `commit` (or `fail`) its results. Steps are committed in the order in which they were launched. Between the two, the next step may be
 launched and requests of the step may end; results for an ended request are dropped.
 """
@@ -11,14 +11,17 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ...graphs.types import Bucket
 from ..buckets import padded_rows
 from ..request import Event, Logprobs, TokenEvent
-from ..step_outputs import SampledTokens
+from ..step_outputs import BatchTokens, SampledTokens
+from . import steady
+from .computed import Computed, ComputedBatch
+from .decode_batch import DecodeBatch
 from .request_state import RequestState
-from .schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, SchedulerState
+from .scheduled_step import DecodeRows, GroupStep, ScheduledRequest, ScheduledStep
+from .state import GroupState, SchedulerState
 from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
 
 GroupResults = Sequence[SampledTokens | None]
@@ -88,7 +91,10 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
     groups: list[GroupState] = []
     num_scheduled = state.num_scheduled
     for group, part in zip(state.groups, step.groups, strict=True):
-        groups.append(_launch_group(group, part, num_scheduled, now_ms) if part != GroupStep() else group)
+        if isinstance(part.rows, DecodeRows):
+            groups.append(steady.launched(group, part.rows, num_scheduled))
+        else:
+            groups.append(_launch_group(group, part, num_scheduled, now_ms) if part != GroupStep() else group)
         num_scheduled += len(part.rows)
     return replace(
         state,
@@ -105,47 +111,18 @@ def _predicted_ms(state: SchedulerState, bucket: Bucket) -> float:
     return cost(bucket) if cost else 0.0
 
 
-class Computed(NamedTuple):
-    """What is known to be in the caches once a step's results are.
-
-    Attributes:
-        request: as it was before the results.
-        output: its tokens among them that were not known before.
-        num_computed_tokens: of its tokens; those of steps in flight do not count.
-        not_finite: it computed what is no number, and nobody knows where that began.
-        first: position of the first token that a decode step computed; None of a prefill step.
-    """
-
-    request: RequestState
-    output: tuple[int, ...]
-    num_computed_tokens: int
-    not_finite: bool = False
-    first: int | None = None
-
-    def token_ids(self, start: int, count: int) -> tuple[int, ...]:
-        """Up to `count` known tokens from position `start` on."""
-        known = self.request.token_ids(start, count)
-        after = max(0, start - self.request.num_tokens)
-        return known + self.output[after : after + count - len(known)]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens known."""
-        return self.request.num_tokens + len(self.output)
-
-
-def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults]) -> list[list[Computed]]:
+def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults]) -> list[Sequence[Computed]]:
     """What the rows of each group have computed, before `commit` ends some of them; arguments are those of `commit`."""
-    return [
-        [
-            _computed_row(state, requests[row.state.arrival], row, tokens)
-            for row, tokens in zip(part.rows, rows, strict=True)
-            if tokens is not None and row.state.arrival in requests
-        ]
-        for part, rows, requests in zip(
-            step.groups, results, [{request.arrival: request for request in group.running} for group in state.groups], strict=True
-        )
-    ]
+    found: list[Sequence[Computed]] = []
+    for group, part, rows in zip(state.groups, step.groups, results, strict=True):
+        if isinstance(rows, BatchTokens) and isinstance(group.running, DecodeBatch):
+            found.append(ComputedBatch(group.running, rows))
+            continue
+        requests = {request.arrival: request for request in group.running}
+        pairs = [(row, tokens) for row, tokens in zip(part.rows, rows, strict=True) if tokens is not None]
+        pairs = [(row, tokens) for row, tokens in pairs if row.state.arrival in requests]
+        found.append([_computed_row(state, requests[row.state.arrival], row, tokens) for row, tokens in pairs])
+    return found
 
 
 def _computed_row(state: SchedulerState, request: RequestState, row: ScheduledRequest, tokens: SampledTokens) -> Computed:
@@ -171,6 +148,11 @@ def commit(
     groups: list[GroupState] = []
     events: list[Event] = []
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
+        if isinstance(rows, BatchTokens):
+            group, token_events = steady.committed(group, step.bucket, rows)
+            groups.append(group)
+            events += token_events
+            continue
         by_arrival = {row.state.arrival: tokens for row, tokens in zip(part.rows, rows, strict=True)}
         padding = padded_rows(step.bucket, len(part.rows))
         running: list[RequestState] = []

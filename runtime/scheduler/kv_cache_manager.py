@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from ...graphs.types import Bucket, Limits
 from ..adjustments import Adjustment
 from ..buckets import Arrays, DecodeRow, PrefillRow, Row, pack
 from ..constraint import Bitmask
 from ..rng import random_number
-from .advance import Computed
+from .batch_inputs import BatchInputs
+from .computed import Computed, ComputedBatch
 from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotPool
 from .prefix_blocks import Checkpoint
 from .prefix_index import PrefixIndex
-from .schedule import GroupState, GroupStep, ScheduledRequest
+from .scheduled_step import DecodeRows, GroupStep, ScheduledRequest
+from .shares import BatchShares, Share
+from .state import GroupState
 
 
 @dataclass(frozen=True)
@@ -30,29 +34,6 @@ class PrefixCaching:
 
     recurrent: bool
     most_tokens: int | None = None
-
-
-@dataclass(slots=True)
-class _Share:
-    """What a running request has.
-
-    Attributes:
-        table: its pages in order of position: those of its path in the prefix index, and then its own.
-        flushes: of the index when it was admitted.
-        source: the state that its next chunk starts from, if that is not in its own slot.
-        written: states that steps in flight write, by tokens computed.
-        num_kept: tokens of its prompt that it was the first to have in the prefix index.
-        in_flight: its steps that are launched and whose results are not known.
-        last: what its last step computed, as long as no later one is launched, which writes over its states.
-    """
-
-    table: array[int] = field(default_factory=lambda: array("i"))
-    flushes: int = 0
-    source: Checkpoint | None = None
-    written: dict[int, Checkpoint] = field(default_factory=dict)
-    num_kept: int = 0
-    in_flight: int = 0
-    last: Computed | None = None
 
 
 class KVCacheManager:
@@ -87,7 +68,8 @@ class KVCacheManager:
                 most_pages=None if most is None else most // limits.page_size,
             )
         self._max_logprobs = max_logprobs
-        self._shares: dict[str, _Share] = {}
+        self._shares: dict[str, Share] = {}
+        self._batch: BatchShares | None = None
 
     def inputs(
         self,
@@ -105,13 +87,27 @@ class KVCacheManager:
         Raises:
             OwnershipError: when the pools cannot give what was scheduled.
         """
+        batch, rows = self._batch, step.rows
+        if isinstance(rows, DecodeRows) and batch is not None and batch.inputs.are_of(bucket, rows):
+            for i in np.flatnonzero(rows.num_pages > rows.batch.progress.num_pages).tolist():
+                self._grow(rows.batch.members.ids[i], int(rows.num_pages[i]))
+                batch.table_changes(i)
+            return batch.launch(rows)
+        self._settle()
+        arrays = self._new_inputs(bucket, step, bitmasks or {}, adjustments or {})
+        if isinstance(rows, DecodeRows):
+            names, prefixes = rows.batch.members.ids, self.prefixes
+            depths = [len(prefixes.path(name)) if prefixes is not None else 0 for name in names]
+            self._batch = BatchShares(BatchInputs(bucket, rows, arrays), [self._shares[name] for name in names], depths)
+        return arrays
+
+    def _new_inputs(self, bucket: Bucket, step: GroupStep, masks: Mapping[str, Bitmask], changes: Mapping[str, Adjustment]) -> Arrays:
         for request_id in step.preempted:
             self.release(request_id)
         self._admit(step)
         # What a row starts from stays until all rows have what they write.
         read = [share.source for row in step.rows if (share := self._shares[row.request.id]).source]
         make: Callable[[ScheduledRequest], Row] = self._decode_row if bucket.kind == "decode" else self._prefill_row
-        masks, changes = bitmasks or {}, adjustments or {}
         rows = [make(row) for row in step.rows]
         for row in step.rows:
             share = self._shares[row.request.id]
@@ -125,9 +121,15 @@ class KVCacheManager:
 
     def computed(self, rows: Sequence[Computed]) -> None:
         """Keeps what rows have computed, once that is known; before their requests are released."""
+        if self.prefixes is None:
+            return
+        if isinstance(rows, ComputedBatch) and self._batch is not None and self._batch.inputs.members is rows.batch.members:
+            self._batch_computed(self.prefixes, self._batch, rows)
+            return
+        self._settle()
         for row in rows:
             share = self._shares.get(row.request.id)
-            if share is None or self.prefixes is None:
+            if share is None:
                 continue
             share.in_flight -= 1
             if row.not_finite:
@@ -139,6 +141,8 @@ class KVCacheManager:
 
     def release(self, request_id: str) -> None:
         """Frees all pages and slots of a request, but for those that are kept; one that owns nothing here changes nothing."""
+        if request_id in self._shares:
+            self._settle()
         share = self._shares.pop(request_id, None)
         if share is not None and self.prefixes is not None:
             for checkpoint in (share.source, *share.written.values()):
@@ -201,7 +205,7 @@ class KVCacheManager:
         """Gives those that are admitted their slots, and the pages and the state that they start after."""
         admitted = [row for row in step.rows if row.request.id in step.admitted]
         for row in admitted:
-            share = self._shares[row.request.id] = _Share()
+            share = self._shares[row.request.id] = Share()
             if self.prefixes is not None and row.match is not None:
                 share.flushes, share.source = self.prefixes.flushes, row.match.checkpoint
                 if share.source:
@@ -226,7 +230,7 @@ class KVCacheManager:
         return PrefillRow(
             tokens=row.token_ids,
             start=row.start,
-            pages=self._grow(row),
+            pages=self._grow(request.id, row.num_pages),
             slot=share.source.slot if share.source else own,
             request_slot=self.request_slots.owned(request.id)[0],
             next_token=row.next_token,
@@ -241,7 +245,7 @@ class KVCacheManager:
         return DecodeRow(
             request_slot=self.request_slots.owned(request.id)[0],
             base=row.start,
-            pages=self._grow(row),
+            pages=self._grow(request.id, row.num_pages),
             slots=self.state_slots.owned(request.id),
             drafts=row.num_drafts,
             sampling=sampling,
@@ -249,14 +253,32 @@ class KVCacheManager:
             logprobs=row.logprobs is not None,
         )
 
-    def _grow(self, row: ScheduledRequest) -> Sequence[int]:
-        """The request's pages, after allocating those that the row lacks."""
-        table = self._shares[row.request.id].table
-        lacking = row.num_pages - len(table)
+    def _settle(self) -> None:
+        """Brings the shares of a batch up to date; its next step packs all of its inputs."""
+        batch, self._batch = self._batch, None
+        if batch is not None and self.prefixes is not None:
+            batch.settle()
+
+    def _batch_computed(self, prefixes: PrefixIndex, batch: BatchShares, rows: ComputedBatch) -> None:
+        """`computed` of a batch: only rows that have filled a page have anything to keep."""
+        full = rows.num_computed // self.limits.page_size
+        for i in np.flatnonzero(full > batch.full_pages).tolist():
+            share, row = batch.shares[i], rows.row(i)
+            if share.flushes == prefixes.flushes:
+                self._keep_pages(prefixes, share, row)
+                batch.table_changes(i)
+            # What is not in the index now, because it was forgotten, never will be.
+            batch.full_pages[i] = full[i] if len(prefixes.path(row.request.id)) == full[i] else self.limits.num_pages
+        batch.computed(rows)
+
+    def _grow(self, request_id: str, num_pages: int) -> Sequence[int]:
+        """The request's pages, after allocating those that it lacks of so many."""
+        table = self._shares[request_id].table
+        lacking = num_pages - len(table)
         if lacking > 0:
             if self.prefixes is not None and lacking > self.pages.free_count:
                 self.prefixes.evict(lacking - self.pages.free_count)
-            table.extend(self.pages.allocate(lacking, row.request.id))
+            table.extend(self.pages.allocate(lacking, request_id))
         return table
 
     def _make_room(self, count: int) -> None:
@@ -264,7 +286,7 @@ class KVCacheManager:
         while self.prefixes is not None and self.state_slots.free_count < count and self.prefixes.evict_checkpoint():
             pass
 
-    def _new_checkpoint(self, share: _Share, num_tokens: int) -> Checkpoint:
+    def _new_checkpoint(self, share: Share, num_tokens: int) -> Checkpoint:
         """A slot for the state after so many tokens; a step is about to write it, and the next one to read it."""
         assert self.prefixes is not None
         self._make_room(1)
@@ -278,7 +300,7 @@ class KVCacheManager:
         if checkpoint is not None and self.prefixes is not None:
             self.prefixes.drop(checkpoint)
 
-    def _keep_pages(self, prefixes: PrefixIndex, share: _Share, row: Computed) -> None:
+    def _keep_pages(self, prefixes: PrefixIndex, share: Share, row: Computed) -> None:
         """Gives the pages that are full, and whose tokens are known, to the index, or takes its own where it has them already."""
         owner, page_size = row.request.id, self.limits.page_size
         full = min(row.num_computed_tokens, row.num_tokens - prefixes.drafts) // page_size
@@ -295,7 +317,7 @@ class KVCacheManager:
                 self.pages.free_number(share.table[place], owner)
                 share.table[place] = block.page
 
-    def _keep_states(self, prefixes: PrefixIndex, share: _Share, row: Computed) -> None:
+    def _keep_states(self, prefixes: PrefixIndex, share: Share, row: Computed) -> None:
         path = prefixes.path(row.request.id)
         for num_tokens in [place for place in share.written if place <= row.num_computed_tokens]:
             checkpoint, depth = share.written.pop(num_tokens), num_tokens // self.limits.page_size
@@ -303,7 +325,7 @@ class KVCacheManager:
                 prefixes.attach(path[depth - 1], checkpoint)
             prefixes.drop(checkpoint)
 
-    def _keep_end(self, prefixes: PrefixIndex, share: _Share, last: Computed) -> None:
+    def _keep_end(self, prefixes: PrefixIndex, share: Share, last: Computed) -> None:
         """Keeps the state after the last token of a request that ends, and the page with the last of its tokens if it is not full."""
         owner, page_size = last.request.id, self.limits.page_size
         count = min(last.num_computed_tokens, last.num_tokens - prefixes.drafts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Limits
 from ..buckets import of_kind
+from ..request import Request
 from .request_state import RequestState
 
 
@@ -73,6 +74,16 @@ class Policy:
     def smallest_prefill(self) -> int:
         """Tokens of the smallest prefill bucket."""
         return min(bucket.tokens for bucket in of_kind(self.buckets, "prefill"))
+
+    @functools.cached_property
+    def max_decodes(self) -> int:
+        """Most requests of one group in a decode step."""
+        return max(bucket.batch for bucket in self.buckets if bucket.kind == "decode")
+
+    def drafts(self, request: Request) -> int:
+        """Drafts that a decode step of the request verifies."""
+        most = request.speculative_tokens
+        return self.limits.drafts if most is None else min(most, self.limits.drafts)
 
     @property
     def candidates(self) -> int:

@@ -176,9 +176,9 @@ class RequestState(NamedTuple):
         """
         record = self.record
         accepted = record.accepted_per_position
-        record = _decode_recorded(
+        record = decode_recorded(
             record,
-            _one_more(record.decode_steps, bucket_name),
+            one_more(record.decode_steps, bucket_name),
             record.padded_rows + padded_rows,
             record.verify_steps + (num_drafts > 0),
             record.drafted_tokens + num_drafts,
@@ -235,12 +235,12 @@ class RequestState(NamedTuple):
 
 _decode_launched = replacer(RequestState, "steps_in_flight", "num_pages", "last_scheduled")
 _decode_committed = replacer(RequestState, "record", "output_token_ids", "num_computed_tokens", "steps_in_flight", "drafts")
-_decode_recorded = replacer(ExecutionRecord, "decode_steps", "padded_rows", "verify_steps", "drafted_tokens", "accepted_per_position")
+decode_recorded = replacer(ExecutionRecord, "decode_steps", "padded_rows", "verify_steps", "drafted_tokens", "accepted_per_position")
 
 
-def _one_more(steps: tuple[tuple[str, int], ...], bucket_name: str) -> tuple[tuple[str, int], ...]:
-    """The counts with one more step of this bucket; new buckets come last."""
+def one_more(steps: tuple[tuple[str, int], ...], bucket_name: str, more: int = 1) -> tuple[tuple[str, int], ...]:
+    """The counts with one more step of this bucket, or `more`; new buckets come last."""
     for place, (name, count) in enumerate(steps):
         if name == bucket_name:
-            return (*steps[:place], (name, count + 1), *steps[place + 1 :])
-    return (*steps, (bucket_name, 1))
+            return (*steps[:place], (name, count + more), *steps[place + 1 :])
+    return (*steps, (bucket_name, more))

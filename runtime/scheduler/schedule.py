@@ -48,195 +48,22 @@ prompt of each group that it can begin or go on with, and who has waited long en
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
 from ..buckets import choose, choose_prefill, of_kind
-from ..request import NO_INPUTS, HostInputs, Request
+from ..request import NO_INPUTS, HostInputs
+from . import steady
 from .checkpoints import CheckpointSlots, places
 from .policy import Policy
 from .prefix_blocks import Block, Match
-from .prefix_index import PrefixIndex
 from .request_state import RequestState
-from .step_times import UNMEASURED, StepTimes, padded_cost
-from .turns import Turns, in_turn
-
-
-@dataclass(frozen=True, slots=True)
-class GroupState:
-    """The live requests of one dp group.
-
-    Attributes:
-        waiting: oldest first.
-        running: most urgent first (`turns.rank`), which is oldest first among equals.
-        turns: None while all requests are of one priority and tenant, and order of arrival decides.
-        prefixes: what is in the group's caches; None where prefixes are not kept. It is no record: it changes when a step's pages and
-            slots are given out, when its results are known, and when a request ends, and is read in between.
-    """
-
-    waiting: tuple[RequestState, ...] = ()
-    running: tuple[RequestState, ...] = ()
-    turns: Turns | None = None
-    prefixes: PrefixIndex | None = None
-
-    @property
-    def num_requests(self) -> int:
-        """Live requests."""
-        return len(self.waiting) + len(self.running)
-
-    @property
-    def used_pages(self) -> int:
-        """Pages that running requests hold; one that several share counts once."""
-        return sum(request.num_pages for request in self.running) - (self.prefixes.num_shared if self.prefixes else 0)
-
-    def free_pages(self, limits: Limits) -> int:
-        """Pages that no running request holds, without the null page."""
-        return limits.num_pages - 1 - self.used_pages
-
-    def free_slots(self, limits: Limits) -> int:
-        """State slots that no running request holds, and no step to come writes or reads, without the null slot."""
-        held = self.prefixes.num_held if self.prefixes else 0
-        return limits.num_slots - 1 - len(self.running) * limits.slots_per_request - held
-
-    def cached_tokens(self, request: RequestState) -> int:
-        """How many tokens of a waiting request are known to be in the caches."""
-        return self.prefixes.match(request).num_tokens(self.prefixes.page_size) if self.prefixes else 0
-
-    def without(self, arrivals: Collection[int]) -> GroupState:
-        """The group without these requests."""
-        waiting, running = (tuple(r for r in requests if r.arrival not in arrivals) for requests in (self.waiting, self.running))
-        return replace(self, waiting=waiting, running=running)
-
-    def decodable(self, limits: Limits) -> tuple[RequestState, ...]:
-        """Running requests that a decode step can continue; one that depends on its tokens only once these are known."""
-        return tuple(
-            r
-            for r in self.running
-            if r.decoding and not r.finishes_in_flight(limits.max_model_len) and (r.request.plain or r.settled or not r.follows_output)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerState:
-    """The live requests of all dp groups.
-
-    Attributes:
-        prefill_steps: prefill steps since the last decode step, including those in flight.
-        steps_in_flight: steps launched whose results are not known.
-        num_scheduled: rows scheduled since the start (see `RequestState.last_scheduled`).
-        times: measured times of steps; none where the policy does not go by them.
-        prefill_ms: what the prefill steps since the last decode step take by these times.
-        next_deadline_ms: no request ends by time before; infinity where none has a deadline.
-    """
-
-    policy: Policy
-    groups: tuple[GroupState, ...]
-    prefill_steps: int = 0
-    steps_in_flight: int = 0
-    num_scheduled: int = 0
-    times: StepTimes = UNMEASURED
-    prefill_ms: float = 0.0
-    next_deadline_ms: float = math.inf
-
-    @property
-    def used_pages(self) -> int:
-        """Pages that running requests hold, of all groups."""
-        return sum(group.used_pages for group in self.groups)
-
-
-class ScheduledRequest(NamedTuple):
-    """One request's row of a step.
-
-    Attributes:
-        state: of the request when the step was scheduled.
-        num_pages: pages the request holds during the step; the pool grows its share to this count first.
-        num_tokens: prefill: prompt or generated tokens to compute; decode: candidates, the last token and the drafts to verify.
-        match: of a request that is admitted where prefixes are kept: what is known of it; `state` is that after the cached tokens.
-        checkpoint: the recurrent state after these tokens gets a slot of its own, to be kept.
-    """
-
-    state: RequestState
-    num_pages: int
-    num_tokens: int
-    match: Match | None = None
-    checkpoint: bool = False
-
-    @property
-    def request(self) -> Request:
-        """The client's request."""
-        return self.state.request
-
-    @property
-    def start(self) -> int:
-        """Position of the row's first token; of decode the smallest possible one, as steps in flight produce one token at least."""
-        return self.state.num_computed_tokens + self.state.steps_in_flight
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Tokens to compute in prefill. A decode step finds its candidates on the device."""
-        return self.state.token_ids(self.start, self.num_tokens)
-
-    @property
-    def next_token(self) -> int:
-        """The known token after those of a prefill; -1 where the step samples it."""
-        (token,) = self.state.token_ids(self.start + self.num_tokens, 1) or (-1,)
-        return token
-
-    @property
-    def samples(self) -> bool:
-        """Whether the sampled token is part of the output; false for a prefill chunk that is not the last."""
-        return self.state.decoding or self.start + self.num_tokens == self.state.num_tokens
-
-    @property
-    def output_index(self) -> int:
-        """Index among the generated tokens of the first one that the row can sample; negative for one of the prompt that is scored."""
-        state = self.state
-        known = state.num_computed_tokens + state.steps_in_flight + 1 if state.decoding else state.num_tokens
-        return known - len(state.request.prompt)
-
-    @property
-    def forced(self) -> tuple[int, ...]:
-        """Tokens of the prompt that the row scores: nothing else can be sampled in their places, the first of those that it samples."""
-        # While there are any no other step of the request is in flight, so that the index is exact.
-        if self.state.request.plain or self.output_index >= 0 or not self.samples:
-            return ()
-        return self.request.prompt[self.output_index :][: 1 + self.num_drafts]
-
-    @property
-    def logprobs(self) -> int | None:
-        """Number of most likely tokens to return log probabilities of; None returns none at all."""
-        most, prompts = self.state.request.logprobs, self.state.request.prompt_logprobs
-        if prompts is None or self.output_index >= 0:
-            return most
-        return prompts if most is None else max(most, prompts)
-
-    @property
-    def num_drafts(self) -> int:
-        """Drafts to verify."""
-        return self.num_tokens - 1 if self.state.decoding else 0
-
-
-class GroupStep(NamedTuple):
-    """A dp group's part of a step; a group without rows runs padding.
-
-    Attributes:
-        preempted: ids of requests whose pages and slots are freed first.
-        admitted: ids of the requests that get state slots and a request slot first, in order of arrival.
-    """
-
-    rows: tuple[ScheduledRequest, ...] = ()
-    preempted: tuple[str, ...] = ()
-    admitted: tuple[str, ...] = ()
-
-
-class ScheduledStep(NamedTuple):
-    """What all dp groups run next, in one bucket."""
-
-    bucket: Bucket
-    groups: tuple[GroupStep, ...]
+from .scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
+from .state import GroupState, SchedulerState
+from .step_times import padded_cost
+from .turns import in_turn
 
 
 def schedule(state: SchedulerState) -> ScheduledStep | None:
@@ -246,6 +73,8 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
         At least one row. None when there is nothing to run before the results of the steps in flight are known; with nothing in
         flight, exactly when no request is live.
     """
+    if (step := steady.schedule(state)) is not None:
+        return step
     policy, limits = state.policy, state.policy.limits
     decodable = [group.decodable(limits) for group in state.groups]
     most = max(map(len, decodable))
@@ -425,6 +254,4 @@ def _fits(requests: Iterable[RequestState], limits: Limits) -> list[bool]:
 
 
 def _decode_row(policy: Policy, request: RequestState) -> ScheduledRequest:
-    most = request.request.speculative_tokens
-    drafts = policy.limits.drafts if most is None else min(most, policy.limits.drafts)
-    return ScheduledRequest(request, max(request.num_pages, policy.pages_to_decode(request)), 1 + drafts)
+    return ScheduledRequest(request, max(request.num_pages, policy.pages_to_decode(request)), 1 + policy.drafts(request.request))

@@ -11,7 +11,8 @@ from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.request import Logprobs, Request
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.request_state import RequestState
-from npucompile.runtime.scheduler.schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, SchedulerState
+from npucompile.runtime.scheduler.scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
+from npucompile.runtime.scheduler.state import GroupState, SchedulerState
 from npucompile.runtime.step_outputs import NOT_FINITE, SampledTokens, read_outputs
 
 VOCAB = 13

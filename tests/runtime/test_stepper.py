@@ -20,7 +20,7 @@ from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 from npucompile.runtime.scheduler import advance
 from npucompile.runtime.scheduler.pools import OwnershipError
-from npucompile.runtime.scheduler.schedule import GroupStep
+from npucompile.runtime.scheduler.scheduled_step import GroupStep
 
 VOCAB = 13
 WAIT_S = 60

@@ -12,7 +12,8 @@ from npucompile.runtime.scheduler.advance import commit, launch
 from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.pools import OwnershipError
-from npucompile.runtime.scheduler.schedule import GroupStep, schedule
+from npucompile.runtime.scheduler.schedule import schedule
+from npucompile.runtime.scheduler.scheduled_step import GroupStep
 
 LIMITS = Limits(page_size=4, num_pages=9, num_slots=7, max_model_len=16, slots_per_request=2, drafts=1)
 BUCKETS = (Bucket("prefill", 1, 8), Bucket("decode", 2, 2))

@@ -13,14 +13,9 @@ from npucompile.graphs.types import Bucket
 from npucompile.runtime.request import FinishEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, fail, launch
 from npucompile.runtime.scheduler.request_state import RequestState
-from npucompile.runtime.scheduler.schedule import (
-    GroupState,
-    GroupStep,
-    ScheduledStep,
-    SchedulerState,
-    schedule,
-    wanted_bucket,
-)
+from npucompile.runtime.scheduler.schedule import schedule, wanted_bucket
+from npucompile.runtime.scheduler.scheduled_step import GroupStep, ScheduledStep
+from npucompile.runtime.scheduler.state import GroupState, SchedulerState
 from npucompile.runtime.step_outputs import SampledTokens
 
 

@@ -13,7 +13,8 @@ from npucompile.runtime.request import FinishEvent, Request, TokenEvent
 from npucompile.runtime.scheduler.advance import commit, launch, submit
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.request_state import RequestState
-from npucompile.runtime.scheduler.schedule import GroupState, SchedulerState, schedule
+from npucompile.runtime.scheduler.schedule import schedule
+from npucompile.runtime.scheduler.state import GroupState, SchedulerState
 from npucompile.runtime.step_outputs import SampledTokens
 from npucompile.tools.plan.simulate import simulate
 from npucompile.tools.plan.system import Serving, Workload

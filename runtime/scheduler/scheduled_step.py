@@ -1,0 +1,146 @@
+"""A scheduled step: the bucket that it runs in, and the rows of each dp group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ...graphs.types import Bucket
+from ..lazy_sequence import LazySequence
+from ..request import Request
+from .decode_batch import DecodeBatch, Ints
+from .prefix_blocks import Match
+from .request_state import RequestState
+
+
+class ScheduledRequest(NamedTuple):
+    """One request's row of a step.
+
+    Attributes:
+        state: of the request when the step was scheduled.
+        num_pages: pages the request holds during the step; the pool grows its share to this count first.
+        num_tokens: prefill: prompt or generated tokens to compute; decode: candidates, the last token and the drafts to verify.
+        match: of a request that is admitted where prefixes are kept: what is known of it; `state` is that after the cached tokens.
+        checkpoint: the recurrent state after these tokens gets a slot of its own, to be kept.
+    """
+
+    state: RequestState
+    num_pages: int
+    num_tokens: int
+    match: Match | None = None
+    checkpoint: bool = False
+
+    @property
+    def request(self) -> Request:
+        """The client's request."""
+        return self.state.request
+
+    @property
+    def start(self) -> int:
+        """Position of the row's first token; of decode the smallest possible one, as steps in flight produce one token at least."""
+        return self.state.num_computed_tokens + self.state.steps_in_flight
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens to compute in prefill. A decode step finds its candidates on the device."""
+        return self.state.token_ids(self.start, self.num_tokens)
+
+    @property
+    def next_token(self) -> int:
+        """The known token after those of a prefill; -1 where the step samples it."""
+        (token,) = self.state.token_ids(self.start + self.num_tokens, 1) or (-1,)
+        return token
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sampled token is part of the output; false for a prefill chunk that is not the last."""
+        return self.state.decoding or self.start + self.num_tokens == self.state.num_tokens
+
+    @property
+    def output_index(self) -> int:
+        """Index among the generated tokens of the first one that the row can sample; negative for one of the prompt that is scored."""
+        state = self.state
+        known = state.num_computed_tokens + state.steps_in_flight + 1 if state.decoding else state.num_tokens
+        return known - len(state.request.prompt)
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens of the prompt that the row scores: nothing else can be sampled in their places, the first of those that it samples."""
+        # While there are any no other step of the request is in flight, so that the index is exact.
+        if self.state.request.plain or self.output_index >= 0 or not self.samples:
+            return ()
+        return self.request.prompt[self.output_index :][: 1 + self.num_drafts]
+
+    @property
+    def logprobs(self) -> int | None:
+        """Number of most likely tokens to return log probabilities of; None returns none at all."""
+        most, prompts = self.state.request.logprobs, self.state.request.prompt_logprobs
+        if prompts is None or self.output_index >= 0:
+            return most
+        return prompts if most is None else max(most, prompts)
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts to verify."""
+        return self.num_tokens - 1 if self.state.decoding else 0
+
+
+class DecodeRows(LazySequence[ScheduledRequest]):
+    """The rows of a decode step of a batch: one for each of its requests.
+
+    Attributes:
+        batch: as it was when the step was scheduled.
+        num_pages: pages that each request holds during the step.
+        used_pages: their sum.
+    """
+
+    __slots__ = ("batch", "num_pages", "used_pages")
+
+    def __init__(self, batch: DecodeBatch, num_pages: Ints, used_pages: int) -> None:
+        self.batch, self.num_pages, self.used_pages = batch, num_pages, used_pages
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    @property
+    def base(self) -> Ints:
+        """`ScheduledRequest.start` of each row."""
+        progress = self.batch.progress
+        return progress.num_computed + progress.steps_in_flight
+
+    def _make(self) -> tuple[ScheduledRequest, ...]:
+        drafts, pages = self.batch.members.drafts.tolist(), self.num_pages.tolist()
+        return tuple([ScheduledRequest(self.batch.row(i), pages[i], 1 + drafts[i]) for i in range(len(self))])
+
+
+class GroupStep(NamedTuple):
+    """A dp group's part of a step; a group without rows runs padding.
+
+    Attributes:
+        rows: of plain requests that all decode, `DecodeRows`.
+        preempted: ids of requests whose pages and slots are freed first.
+        admitted: ids of the requests that get state slots and a request slot first, in order of arrival.
+    """
+
+    rows: Sequence[ScheduledRequest] = ()
+    preempted: tuple[str, ...] = ()
+    admitted: tuple[str, ...] = ()
+
+    @property
+    def arrivals(self) -> tuple[int, ...]:
+        """`RequestState.arrival` of the requests of the rows."""
+        rows = self.rows
+        return rows.batch.members.arrivals if isinstance(rows, DecodeRows) else tuple([row.state.arrival for row in rows])
+
+
+class ScheduledStep(NamedTuple):
+    """What all dp groups run next, in one bucket."""
+
+    bucket: Bucket
+    groups: tuple[GroupStep, ...]
+
+    @property
+    def rows_with_rules(self) -> Iterator[ScheduledRequest]:
+        """The rows of requests that are not plain."""
+        parts = (part.rows for part in self.groups if not isinstance(part.rows, DecodeRows))
+        return (row for rows in parts for row in rows if not row.state.request.plain)

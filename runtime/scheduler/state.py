@@ -1,0 +1,101 @@
+"""The scheduler's records of the live requests of all dp groups, which its pure functions turn into others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from ...graphs.types import Limits
+from .decode_batch import DecodeBatch
+from .policy import Policy
+from .prefix_index import PrefixIndex
+from .request_state import RequestState
+from .step_times import UNMEASURED, StepTimes
+from .turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """The live requests of one dp group.
+
+    Attributes:
+        waiting: oldest first.
+        running: most urgent first (`turns.rank`), which is oldest first among equals; a `DecodeBatch` where all of them can be one.
+        turns: None while all requests are of one priority and tenant, and order of arrival decides.
+        prefixes: what is in the group's caches; None where prefixes are not kept. It is no record: it changes when a step's pages and
+            slots are given out, when its results are known, and when a request ends, and is read in between.
+    """
+
+    waiting: tuple[RequestState, ...] = ()
+    running: Sequence[RequestState] = ()
+    turns: Turns | None = None
+    prefixes: PrefixIndex | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Live requests."""
+        return len(self.waiting) + len(self.running)
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that running requests hold; one that several share counts once."""
+        running = self.running
+        held = running.progress.used_pages if isinstance(running, DecodeBatch) else sum(request.num_pages for request in running)
+        return held - (self.prefixes.num_shared if self.prefixes else 0)
+
+    def free_pages(self, limits: Limits) -> int:
+        """Pages that no running request holds, without the null page."""
+        return limits.num_pages - 1 - self.used_pages
+
+    def free_slots(self, limits: Limits) -> int:
+        """State slots that no running request holds, and no step to come writes or reads, without the null slot."""
+        held = self.prefixes.num_held if self.prefixes else 0
+        return limits.num_slots - 1 - len(self.running) * limits.slots_per_request - held
+
+    def cached_tokens(self, request: RequestState) -> int:
+        """How many tokens of a waiting request are known to be in the caches."""
+        return self.prefixes.match(request).num_tokens(self.prefixes.page_size) if self.prefixes else 0
+
+    def without(self, arrivals: Collection[int]) -> GroupState:
+        """The group without these requests."""
+        if not arrivals:
+            return self
+        waiting, running = (tuple(r for r in requests if r.arrival not in arrivals) for requests in (self.waiting, self.running))
+        return replace(self, waiting=waiting, running=running)
+
+    def decodable(self, limits: Limits) -> tuple[RequestState, ...]:
+        """Running requests that a decode step can continue; one that depends on its tokens only once these are known."""
+        return tuple(
+            r
+            for r in self.running
+            if r.decoding and not r.finishes_in_flight(limits.max_model_len) and (r.request.plain or r.settled or not r.follows_output)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """The live requests of all dp groups.
+
+    Attributes:
+        prefill_steps: prefill steps since the last decode step, including those in flight.
+        steps_in_flight: steps launched whose results are not known.
+        num_scheduled: rows scheduled since the start (see `RequestState.last_scheduled`).
+        times: measured times of steps; none where the policy does not go by them.
+        prefill_ms: what the prefill steps since the last decode step take by these times.
+        next_deadline_ms: no request ends by time before; infinity where none has a deadline.
+    """
+
+    policy: Policy
+    groups: tuple[GroupState, ...]
+    prefill_steps: int = 0
+    steps_in_flight: int = 0
+    num_scheduled: int = 0
+    times: StepTimes = UNMEASURED
+    prefill_ms: float = 0.0
+    next_deadline_ms: float = math.inf
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that running requests hold, of all groups."""
+        return sum(group.used_pages for group in self.groups)
