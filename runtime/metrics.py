@@ -47,6 +47,9 @@ class Metrics:
             wanted: the bucket that it would have taken, if that one cannot run.
             now_ms: when the results were known.
         """
+        if len(results) == 1 and isinstance(results[0], BatchTokens):
+            self._count_batch(step.bucket, results[0], wanted, now_ms)
+            return
         continued: list[str] = []
         computed = 0
         self.count_step(step.bucket, sum(len(part.rows) for part in step.groups), len(step.groups))
@@ -55,13 +58,21 @@ class Metrics:
         for part, rows in zip(step.groups, results, strict=True):
             if isinstance(rows, BatchTokens):
                 continued += rows.ids
-                computed += int(rows.counts.sum())
+                computed += rows.total
                 self._count_verified_rows(rows)
                 continue
             for row, tokens in zip(part.rows, rows, strict=True):
                 computed += self._count_row(row, tokens, continued, now_ms)
         self.latencies.more_tokens(continued, now_ms)
         self.latencies.step(computed)
+
+    def _count_batch(self, bucket: Bucket, rows: BatchTokens, wanted: Bucket | None, now_ms: float) -> None:
+        self.count_step(bucket, len(rows))
+        if wanted is not None:
+            self.count_degraded(wanted)
+        self._count_verified_rows(rows)
+        self.latencies.more_tokens(rows.ids, now_ms)
+        self.latencies.step(rows.total)
 
     def _count_row(self, row: ScheduledRequest, tokens: SampledTokens | None, continued: list[str], now_ms: float) -> int:
         """Counts what came of a row; returns the tokens that it computed, and puts a request that has further ones to the others."""

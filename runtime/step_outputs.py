@@ -70,6 +70,11 @@ class BatchTokens(LazySequence[SampledTokens]):
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def total(self) -> int:
+        """Tokens of all rows."""
+        return sum(map(len, self.token_ids))
+
     def _make(self) -> tuple[SampledTokens, ...]:
         logprobs = self.logprobs or [()] * len(self)
         return tuple(map(SampledTokens, self.token_ids, self.verified.tolist(), logprobs))
@@ -102,25 +107,24 @@ def _read_batch(outputs: Outputs, bucket: Bucket, batch: DecodeBatch, max_model_
     """What a step sampled for a whole batch; None where that ends a request or is not right, so that each row has to be looked at."""
     members, computed, rows = batch.members, batch.progress.num_computed, len(batch)
     tokens = _array(outputs, "tokens", "i", bucket.batch, write_width(bucket))[:rows]
-    counts = _array(outputs, "counts", "i", bucket.batch)[:rows].astype(np.int64)
-    verified = np.minimum(members.drafts, max_model_len - 1 - computed)
-    ends = (computed + counts + 1 >= members.ends) | (counts < 1) | (counts > verified + 1)
-    if ends.any() or not batch.grows:
-        return None
+    counts, verified = _array(outputs, "counts", "i", bucket.batch)[:rows], members.drafts
     token_ids: Sequence[tuple[int, ...]]
     if bucket.q_len == 1:
-        token_ids = list(zip(tokens[:, 0].tolist(), strict=True))
+        flat = tokens[:, 0].tolist()
+        if counts.tolist().count(1) != rows or batch.may_end(1):
+            return None
+        counts, token_ids = members.ones, list(zip(flat, strict=True))
     else:
+        counts, verified = counts.astype(np.int64), np.minimum(members.drafts, max_model_len - 1 - computed)
+        if ((counts < 1) | (counts > verified + 1) | (computed + counts + 1 >= members.ends)).any():
+            return None
         token_ids = [tuple(row[:count]) for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-    flat = list(itertools.chain.from_iterable(token_ids))
-    if min(flat) < 0 or max(flat) >= vocab_size or not members.stops.isdisjoint(flat):
+        flat = list(itertools.chain.from_iterable(token_ids))
+    if not batch.grows or min(flat) < 0 or max(flat) >= vocab_size or not members.stops.isdisjoint(flat):
         return None
     if not members.scores:
         return BatchTokens(members.ids, token_ids, counts, verified)
-    logprobs = [
-        _logprobs(outputs, bucket, state.request.logprobs, i, len(new))
-        for i, (state, new) in enumerate(zip(members.states, token_ids, strict=True))
-    ]
+    logprobs = _all_logprobs(outputs, bucket, [state.request.logprobs for state in members.states], token_ids)
     finite = all(math.isfinite(entry.logprob) for entries in logprobs for entry in entries)
     return BatchTokens(members.ids, token_ids, counts, verified, logprobs) if finite else None
 
@@ -206,12 +210,30 @@ def _logprobs(outputs: Outputs, bucket: Bucket, most: int | None, i: int, count:
     return tuple(Logprobs(value, tuple(zip(*top, strict=True))) for value, *top in zip(chosen, ids, values, strict=True))
 
 
+def _all_logprobs(
+    outputs: Outputs, bucket: Bucket, most: Sequence[int | None], token_ids: Sequence[tuple[int, ...]]
+) -> list[tuple[Logprobs, ...]]:
+    """`_logprobs` of the first rows, which reads each output once."""
+    batch, width, rows = bucket.batch, write_width(bucket), len(most)
+    chosen = _array(outputs, "chosen_logprobs", "f", batch, width)[:rows].tolist()
+    ids = _array(outputs, "top_ids", "i", batch, width, None)[:rows].tolist()
+    values = _array(outputs, "top_logprobs", "f", batch, width, None)[:rows].tolist()
+    return [
+        ()
+        if count is None
+        else tuple([Logprobs(c, tuple(zip(i[:count], v[:count], strict=True))) for c, i, v, _ in zip(*row, strict=False)])
+        for count, *row in zip(most, chosen, ids, values, token_ids, strict=True)
+    ]
+
+
 def _array(outputs: Outputs, name: str, kind: str, *shape: int | None) -> npt.NDArray[Any]:
     """An output of this numpy dtype kind and shape; a size of None stands for any."""
     if name not in outputs:
         raise NpucompileError(f"the executor returned no {name}; it returned {', '.join(outputs)}")
     array = np.asarray(outputs[name])
-    fits = array.ndim == len(shape) and all(legal in (None, size) for size, legal in zip(array.shape, shape, strict=True))
+    fits = array.shape == shape or (
+        array.ndim == len(shape) and all(legal in (None, size) for size, legal in zip(array.shape, shape, strict=True))
+    )
     if array.dtype.kind != kind or not fits:
         legal = f"{'int' if kind == 'i' else 'float'}32[{', '.join('n' if size is None else str(size) for size in shape)}]"
         raise NpucompileError(f"the executor returned {name} {array.dtype}{list(array.shape)}; legal is {legal}")

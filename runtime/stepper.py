@@ -107,6 +107,7 @@ class Stepper:
         # New requests, arrivals of requests to cancel, and orders to flush.
         self._inbox: deque[RequestState | int | Flush] = deque()
         self._live: dict[str, Live] = {}
+        self._routes = delivery.Routes()
         self._busy_since_s: float | None = None
         # Guards the inbox, the live requests, the metrics, the flags, and the binding of the (frozen) state.
         self._wake = threading.Condition()
@@ -294,7 +295,8 @@ class Stepper:
                 for manager, rows in zip(self._cache_managers, advance.computed(self._state, step, results), strict=True):
                     manager.computed(rows)
             state, events = advance.commit(self._state, step, results, now_ms, took_ms)
-            self._publish(state, events, lambda: self._metrics.count_results(step, results, wanted, now_ms))
+            ids = results[0].ids if len(results) == 1 and isinstance(results[0], step_outputs.BatchTokens) else None
+            self._publish(state, events, lambda: self._metrics.count_results(step, results, wanted, now_ms), ids)
 
     def _took_ms(self, launched_ms: float, now_ms: float) -> float:
         # A step that was launched while another one ran began when that ended.
@@ -308,8 +310,27 @@ class Stepper:
         state, events = advance.fail(self._state, step, f"{name}: {type(error).__name__}: {error}", self.now_ms())
         self._publish(state, events, self._metrics.count_failure)
 
-    def _publish(self, state: SchedulerState, events: Sequence[Event], count: Callable[[], None] = lambda: None) -> None:
-        """Makes a new state the current one, calls `count` under the lock, and then sends the events to the sinks."""
+    def _publish(
+        self,
+        state: SchedulerState,
+        events: Sequence[Event],
+        count: Callable[[], None] = lambda: None,
+        ids: tuple[str, ...] | None = None,
+    ) -> None:
+        """Makes a new state the current one, calls `count` under the lock, and then sends the events to the sinks.
+
+        Args:
+            ids: of a batch whose tokens all events are; the same object for the same batch.
+        """
+        if ids is not None:
+            with self._wake:
+                if sink := self._routes.shared(self._live, ids):
+                    self._state, self._used_pages = state, state.used_pages
+                    count()
+                    self._metrics.count_events(events)
+            if sink is not None:
+                self._cancel_lost(delivery.deliver(sink, events))
+                return
         finished = [event.request_id for event in events if isinstance(event, FinishEvent)]
         if finished:
             events = [self._with_writes(event) if isinstance(event, FinishEvent) else event for event in events]
@@ -332,10 +353,12 @@ class Stepper:
         kept = sum(manager.num_kept(end.request_id) for manager in self._cache_managers)
         return replace(end, record=end.record._replace(cache_write_tokens=kept)) if kept else end
 
-    def _send(self, deliveries: Sequence[tuple[Sink, Event]]) -> None:
-        lost = delivery.send(deliveries)
+    def _cancel_lost(self, lost: Sequence[Event]) -> None:
         if lost:
             self.cancel(*{event.request_id for event in lost})
+
+    def _send(self, deliveries: Sequence[tuple[Sink, Event]]) -> None:
+        self._cancel_lost(delivery.send(deliveries))
         for _, event in deliveries:
             if isinstance(event, FinishEvent):
                 self.on_end(event)

@@ -19,6 +19,9 @@ from .request_state import RequestState, decode_recorded, one_more
 from .token_log import TokenLog
 
 Ints = npt.NDArray[np.int64]
+LOOK_AHEAD = 2
+"""Steps of one token that are looked ahead, at most: one in flight and the next one."""
+
 T = TypeVar("T")
 
 
@@ -36,6 +39,7 @@ class Members:
         drafts: how many drafts each verifies in a step.
         stops: tokens that end the output of any of them.
         scores: whether any wants log probabilities.
+        ones: one for each row.
     """
 
     states: tuple[RequestState, ...]
@@ -48,6 +52,7 @@ class Members:
     drafts: Ints
     stops: frozenset[int]
     scores: bool
+    ones: Ints
 
     def urgent_first(self, values: Sequence[T]) -> Sequence[T]:
         """What is in the order of rows, in that of the running requests."""
@@ -62,6 +67,8 @@ class Progress(NamedTuple):
         num_pages: pages that each holds.
         used_pages: their sum.
         steps_in_flight: of each of them.
+        room: at least so many tokens more can be computed of each before one has to end.
+        num_output: tokens of all outputs.
         first_scheduled: rank of the first row of the latest step among all rows ever scheduled; None before the first one.
         decode_steps: steps by bucket name, as in `ExecutionRecord`.
         padded_rows: of these steps.
@@ -72,6 +79,8 @@ class Progress(NamedTuple):
     num_pages: Ints
     used_pages: int
     steps_in_flight: int
+    room: int
+    num_output: int
     verify_steps: Ints
     drafted_tokens: Ints
     accepted: Ints
@@ -122,6 +131,11 @@ class DecodeBatch(LazySequence[RequestState]):
             p._replace(num_pages=num_pages, used_pages=used_pages, steps_in_flight=in_flight, first_scheduled=first_scheduled),
         )
 
+    def may_end(self, tokens: int) -> bool:
+        """Whether a request ends within so many more tokens that are computed of each."""
+        p = self.progress
+        return p.room <= tokens and bool((p.num_computed + (tokens + 1) >= self.members.ends).any())
+
     def committed(
         self, bucket_name: str, padded_rows: int, token_ids: Sequence[tuple[int, ...]], counts: Ints, verified: Ints
     ) -> DecodeBatch:
@@ -134,28 +148,30 @@ class DecodeBatch(LazySequence[RequestState]):
         """
         for log, tokens in zip(self.members.logs, token_ids, strict=True):
             log += tokens
-        p = self.progress
+        p, num_computed = self.progress, self.progress.num_computed + counts
+        most, total = (1, len(self)) if counts is self.members.ones else (int(counts.max()), int(counts.sum()))
         p = p._replace(
-            num_computed=p.num_computed + counts,
+            num_computed=num_computed,
             steps_in_flight=p.steps_in_flight - 1,
+            # Where the least that is certain is not enough it is looked up.
+            room=p.room - most if p.room > most + LOOK_AHEAD else int((self.members.ends - num_computed).min()) - 1,
+            num_output=p.num_output + total,
             decode_steps=one_more(p.decode_steps, bucket_name),
             padded_rows=p.padded_rows + padded_rows,
         )
-        most = p.accepted.shape[1]
-        if most:
+        drafts = p.accepted.shape[1]
+        if drafts:
             p = p._replace(
                 verify_steps=p.verify_steps + (verified > 0),
                 drafted_tokens=p.drafted_tokens + verified,
-                accepted=p.accepted + (counts[:, None] > np.arange(1, most + 1)),
+                accepted=p.accepted + (counts[:, None] > np.arange(1, drafts + 1)),
             )
         return DecodeBatch(self.members, p)
 
     @property
     def grows(self) -> bool:
         """Whether it may grow: nobody has let the outputs grow from an older state of it."""
-        members = self.members
-        known = self.progress.num_computed - members.prompts + 1
-        return sum(map(len, members.logs)) == int(known.sum())
+        return sum(map(len, self.members.logs)) == self.progress.num_output
 
     def _make(self) -> tuple[RequestState, ...]:
         places = range(len(self)) if self.members.places is None else self.members.places
@@ -185,13 +201,17 @@ def batch_of(policy: Policy, running: Sequence[RequestState], steps_in_flight: i
         np.array([policy.drafts(request) for request in requests]),
         frozenset().union(*{request.stop_token_ids for request in requests}),
         any(request.logprobs is not None for request in requests),
+        np.ones(count, np.int64),
     )
-    num_pages, none = np.array([state.num_pages for state in states]), np.zeros(count, np.int64)
+    num_computed, num_pages = (np.array(column) for column in zip(*((s.num_computed_tokens, s.num_pages) for s in states), strict=True))
+    none = np.zeros(count, np.int64)
     progress = Progress(
-        np.array([state.num_computed_tokens for state in states]),
+        num_computed,
         num_pages,
         int(num_pages.sum()),
         steps_in_flight,
+        int((members.ends - num_computed).min()) - 1,
+        sum(len(state.output_token_ids) for state in states),
         none,
         none,
         np.zeros((count, limits.drafts), np.int64),

@@ -89,7 +89,7 @@ class KVCacheManager:
         """
         batch, rows = self._batch, step.rows
         if isinstance(rows, DecodeRows) and batch is not None and batch.inputs.are_of(bucket, rows):
-            for i in np.flatnonzero(rows.num_pages > rows.batch.progress.num_pages).tolist():
+            for i in rows.grown:
                 self._grow(rows.batch.members.ids[i], int(rows.num_pages[i]))
                 batch.table_changes(i)
             return batch.launch(rows)

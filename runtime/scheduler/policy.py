@@ -76,9 +76,14 @@ class Policy:
         return min(bucket.tokens for bucket in of_kind(self.buckets, "prefill"))
 
     @functools.cached_property
+    def decode_buckets(self) -> tuple[Bucket, ...]:
+        """Smallest first."""
+        return of_kind(self.buckets, "decode")
+
+    @property
     def max_decodes(self) -> int:
         """Most requests of one group in a decode step."""
-        return max(bucket.batch for bucket in self.buckets if bucket.kind == "decode")
+        return self.decode_buckets[-1].batch
 
     def drafts(self, request: Request) -> int:
         """Drafts that a decode step of the request verifies."""

@@ -92,12 +92,13 @@ class DecodeRows(LazySequence[ScheduledRequest]):
         batch: as it was when the step was scheduled.
         num_pages: pages that each request holds during the step.
         used_pages: their sum.
+        grown: numbers of the rows whose requests get pages, in order.
     """
 
-    __slots__ = ("batch", "num_pages", "used_pages")
+    __slots__ = ("batch", "grown", "num_pages", "used_pages")
 
-    def __init__(self, batch: DecodeBatch, num_pages: Ints, used_pages: int) -> None:
-        self.batch, self.num_pages, self.used_pages = batch, num_pages, used_pages
+    def __init__(self, batch: DecodeBatch, num_pages: Ints, used_pages: int, grown: Sequence[int]) -> None:
+        self.batch, self.num_pages, self.used_pages, self.grown = batch, num_pages, used_pages, grown
 
     def __len__(self) -> int:
         return len(self.batch)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from ...graphs.types import Bucket
 from ..buckets import choose, padded_rows
-from ..request import TokenEvent
+from ..request import TokenEvent, token_events
 from ..step_outputs import BatchTokens
 from .decode_batch import DecodeBatch, batch_of
 from .policy import Policy
@@ -48,13 +46,14 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
         if rows is None:
             return None
         parts.append(GroupStep(rows))
-    most = max(len(part.rows) for part in parts)
-    return ScheduledStep(choose(state.policy.buckets, most), tuple(parts)) if most else None
+    most = max([len(part.rows) for part in parts])
+    return ScheduledStep(choose(state.policy.decode_buckets, most), tuple(parts)) if most else None
 
 
 def launched(group: GroupState, rows: DecodeRows, first_scheduled: int) -> GroupState:
     """The group once the step with these rows is launched, which was scheduled from it."""
-    return replace(group, running=rows.batch.launched(rows.num_pages, rows.used_pages, first_scheduled))
+    running = rows.batch.launched(rows.num_pages, rows.used_pages, first_scheduled)
+    return GroupState(group.waiting, running, group.turns, group.prefixes)
 
 
 def committed(group: GroupState, bucket: Bucket, tokens: BatchTokens) -> tuple[GroupState, list[TokenEvent]]:
@@ -64,7 +63,7 @@ def committed(group: GroupState, bucket: Bucket, tokens: BatchTokens) -> tuple[G
     batch = group.running.committed(bucket.name, padded_rows(bucket, len(tokens)), tokens.token_ids, tokens.counts, tokens.verified)
     ids, token_ids = members.urgent_first(members.ids), members.urgent_first(tokens.token_ids)
     if tokens.logprobs is None:
-        events = [TokenEvent(name, new) for name, new in zip(ids, token_ids, strict=True)]
+        events = token_events(ids, token_ids)
     else:
         logprobs = members.urgent_first(tokens.logprobs)
         events = [TokenEvent(name, new, entries) for name, new, entries in zip(ids, token_ids, logprobs, strict=True)]
@@ -73,7 +72,7 @@ def committed(group: GroupState, bucket: Bucket, tokens: BatchTokens) -> tuple[G
         for state, new in zip(members.urgent_first(members.states), token_ids, strict=True):
             served[key_of(state)] = served.get(key_of(state), 0) + OUTPUT_WEIGHT * len(new)
         turns = turns.charged(served)
-    return replace(group, running=batch, turns=turns), events
+    return GroupState(group.waiting, batch, turns, group.prefixes), events
 
 
 def _admits_nobody(policy: Policy, group: GroupState) -> bool:
@@ -88,13 +87,17 @@ def _rows(policy: Policy, group: GroupState, batch: DecodeBatch) -> DecodeRows |
     """A row for each request; None where a prompt may be next, a request needs none, or pages are lacking."""
     limits, Q, progress = policy.limits, policy.candidates, batch.progress
     computed, in_flight = progress.num_computed, progress.steps_in_flight
-    if not _admits_nobody(policy, group) or (computed + (1 + in_flight) >= batch.members.ends).any():
+    if not _admits_nobody(policy, group) or batch.may_end(in_flight):
         return None
     # As Policy.pages_to_decode has it.
     reach, num_pages, used = computed + (in_flight * Q + 2 * Q - 1), progress.num_pages, progress.used_pages
-    if (reach > num_pages * limits.page_size).any():
-        num_pages = np.maximum(num_pages, -(-np.minimum(reach, limits.max_model_len) // limits.page_size))
-        used = int(num_pages.sum())
+    short = (reach > num_pages * limits.page_size).nonzero()[0].tolist()
+    if short:
+        num_pages = num_pages.copy()
+        for i in short:
+            used -= int(num_pages[i])
+            num_pages[i] = policy.pages_for(int(reach[i]))
+            used += int(num_pages[i])
         if used - progress.used_pages > group.free_pages(limits):
             return None
-    return DecodeRows(batch, num_pages, used)
+    return DecodeRows(batch, num_pages, used, short)

@@ -56,6 +56,7 @@ def test_the_next_inputs_are_those_of_all_rows(kinds: list[tuple[float, int]], s
         if inputs is None:
             inputs = BatchInputs(BUCKET, rows, expected)
         grown = np.flatnonzero(rows.num_pages > rows.batch.progress.num_pages).tolist()
+        assert rows.grown == grown
         assert inputs.are_of(BUCKET, rows)
         assert not inputs.are_of(Bucket("decode", 8, 3), rows)
         kept.append((inputs.next(rows, [(i, pages_of(i, int(rows.num_pages[i]))) for i in grown]), expected))

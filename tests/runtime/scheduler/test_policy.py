@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.scheduling import policy
+from support.scheduling import policy, request
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket, Limits
@@ -32,3 +32,9 @@ def test_a_decode_bucket_of_another_width_is_refused():
     with pytest.raises(SpecError, match="1 state slots per request with 2 drafts; decoding needs 3, one for each candidate"):
         Policy(Limits(2, 9, 9, 8, 1, 2), buckets)
     Policy(Limits(2, 9, 10, 8, 3, 2), buckets)
+
+
+def test_what_a_decode_step_has_room_for():
+    rules = policy(decode=(4, 1, 2), drafts=3)
+    assert ([bucket.batch for bucket in rules.decode_buckets], rules.max_decodes) == ([1, 2, 4], 4)
+    assert [rules.drafts(request("a", speculative_tokens=most)) for most in (None, 0, 2, 9)] == [3, 0, 2, 3]
