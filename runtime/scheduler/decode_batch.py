@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..lazy_sequence import LazySequence
+from ..replacing import replacer
 from .policy import Policy
 from .request_state import RequestState, decode_recorded, one_more
 from .token_log import TokenLog
@@ -23,6 +24,8 @@ LOOK_AHEAD = 2
 """Steps of one token that are looked ahead, at most: one in flight and the next one."""
 
 T = TypeVar("T")
+
+_progressed = replacer(RequestState, "record", "output_token_ids", "num_computed_tokens", "steps_in_flight", "num_pages", "last_scheduled")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,13 +116,14 @@ class DecodeBatch(LazySequence[RequestState]):
                 record.drafted_tokens + int(p.drafted_tokens[i]),
                 tuple([a + b for a, b in zip(record.accepted_per_position, p.accepted[i].tolist(), strict=False)]),
             )
-        return base._replace(
-            record=record,
-            output_token_ids=TokenLog.of(self.members.logs[i], computed + 1 - len(base.request.prompt)),
-            num_computed_tokens=computed,
-            steps_in_flight=p.steps_in_flight,
-            num_pages=int(p.num_pages[i]),
-            last_scheduled=base.last_scheduled if p.first_scheduled is None else p.first_scheduled + i,
+        return _progressed(
+            base,
+            record,
+            TokenLog.of(self.members.logs[i], computed + 1 - len(base.request.prompt)),
+            computed,
+            p.steps_in_flight,
+            int(p.num_pages[i]),
+            base.last_scheduled if p.first_scheduled is None else p.first_scheduled + i,
         )
 
     def launched(self, num_pages: Ints, used_pages: int, first_scheduled: int) -> DecodeBatch:

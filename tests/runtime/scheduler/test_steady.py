@@ -180,3 +180,19 @@ def test_requests_that_decode_together_are_a_batch_until_one_ends(drafts: int, p
     assert decodes >= 30
     # The steps in which one of them ends, with one in flight behind them, look at each of them.
     assert decodes - 4 * (1 + 2 * run_ahead) <= run.batches <= decodes
+
+
+def test_an_engine_that_gives_up_knows_what_a_batch_has_generated() -> None:
+    served = toy.serving(toy.limits_of(4, 49, 4, 48), (Bucket("decode", 4, 1), Bucket("prefill", 4, 4)))
+    sinks = [served.submit(Request(f"r{i}", (i, 1), 40)) for i in range(3)]
+    while len(sinks[0].tokens) < 9:
+        served.engine.step()
+    assert isinstance(served.engine._state.groups[0].running, DecodeBatch)
+    served.engine.give_up("it hangs")
+    assert [(sink.end.reason, sink.end.message, sink.end.completion_tokens) for sink in sinks] == [("error", "it hangs", 9)] * 3
+    assert {sum(steps for _, steps in sink.end.record.decode_steps) for sink in sinks} == {8}
+    # The results of a step that was in flight are nobody's.
+    tokens = served.engine.stats()["generation_tokens_total"]
+    served.engine.step()
+    assert [len(sink.tokens) for sink in sinks] == [9] * 3
+    assert served.engine.stats()["generation_tokens_total"] == tokens
