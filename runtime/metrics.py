@@ -37,6 +37,7 @@ class Metrics:
         self.not_finite = 0
         self.bucket_steps: dict[str, int] = {}
         self.degraded_steps: dict[str, int] = {}
+        self.decode_batch_steps: dict[int, int] = {}
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
 
     def count_results(self, step: ScheduledStep, results: Sequence[GroupResults], wanted: Bucket | None, now_ms: float) -> None:
@@ -53,6 +54,8 @@ class Metrics:
         continued: list[str] = []
         computed = 0
         self.count_step(step.bucket, sum(len(part.rows) for part in step.groups), len(step.groups))
+        if step.bucket.kind == "decode":
+            self.count_decode_batch(max(len(part.rows) for part in step.groups))
         if wanted is not None:
             self.count_degraded(wanted)
         for part, rows in zip(step.groups, results, strict=True):
@@ -68,6 +71,7 @@ class Metrics:
 
     def _count_batch(self, bucket: Bucket, rows: BatchTokens, wanted: Bucket | None, now_ms: float) -> None:
         self.count_step(bucket, len(rows))
+        self.count_decode_batch(len(rows))
         if wanted is not None:
             self.count_degraded(wanted)
         self._count_verified_rows(rows)
@@ -124,6 +128,10 @@ class Metrics:
         self.bucket_steps[bucket.name] = self.bucket_steps.get(bucket.name, 0) + 1
         self.padded_rows += groups * bucket.batch - live_rows
 
+    def count_decode_batch(self, live_rows: int) -> None:
+        """Counts a decode step by the live rows of the dp group that has most of them, which decide its bucket."""
+        self.decode_batch_steps[live_rows] = self.decode_batch_steps.get(live_rows, 0) + 1
+
     def count_degraded(self, wanted: Bucket) -> None:
         """Counts a step that ran in another bucket because the one that it would have taken cannot run."""
         self.degraded_steps[wanted.name] = self.degraded_steps.get(wanted.name, 0) + 1
@@ -151,7 +159,8 @@ class Metrics:
         vLLM: `spec_decode_num_drafts_total` is rows that verified drafts, `spec_decode_num_draft_tokens_total` the drafts they
         verified, `spec_decode_num_accepted_tokens_total` the accepted ones, and `spec_decode_num_accepted_tokens_per_pos` maps a
         draft's position in its row, from "0", to how often it was accepted. `degraded_steps` maps the name of a bucket that cannot run to
-        how many steps ran in another one in its place. `histograms` maps vLLM's names to those of `latencies`.
+        how many steps ran in another one in its place. `decode_batch_steps` maps the live rows of the largest dp group to how many decode
+        steps had them. `histograms` maps vLLM's names to those of `latencies`.
         """
         return {
             "prompt_tokens_total": self.prompt_tokens,
@@ -172,5 +181,6 @@ class Metrics:
             "requests_not_finite_total": self.not_finite,
             "bucket_steps": dict(sorted(self.bucket_steps.items())),
             "degraded_steps": dict(sorted(self.degraded_steps.items())),
+            "decode_batch_steps": {str(rows): count for rows, count in sorted(self.decode_batch_steps.items())},
             "histograms": self.latencies.snapshot(),
         }

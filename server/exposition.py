@@ -44,6 +44,7 @@ HELP: Mapping[str, str] = {
     "spec_decode_num_accepted_tokens_total": "Draft tokens accepted.",
     "spec_decode_num_accepted_tokens_per_pos_total": "Draft tokens accepted per place among the drafts of a step, from 0.",
     "bucket_steps_total": "Steps run per bucket.",
+    "decode_batch_steps_total": "Decode steps run per live rows, of the dp group that has most.",
     "bucket_info": "What runs each bucket; always 1.",
     "websocket_connections": "Sockets open.",
     "draining": "1 while the server ends and takes no new requests.",
@@ -68,6 +69,7 @@ HELP: Mapping[str, str] = {
 LABELS: Mapping[str, tuple[str, str]] = {
     "bucket_steps": ("bucket_steps_total", "bucket"),
     "degraded_steps": ("degraded_steps_total", "bucket"),
+    "decode_batch_steps": ("decode_batch_steps_total", "batch_size"),
     "spec_decode_num_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos_total", "position"),
 }
 """The engine's numbers that are mappings: name and label of the metric that each becomes."""
@@ -128,7 +130,7 @@ def _ours(stats: Mapping[str, Any]) -> dict[str, Samples]:
             continue
         if name in LABELS:
             metric, label = LABELS[name]
-            order = (lambda key: int(key)) if label == "position" else str
+            order = str if label == "bucket" else int
             metrics[metric] = [({label: key}, value[key]) for key in sorted(value, key=order)]
         elif name == "backends":
             metrics["bucket_info"] = [({"bucket": bucket, "backend": backend}, 1) for bucket, backend in sorted(value.items())]

@@ -28,6 +28,9 @@ def test_counts_and_shares_nothing():
         "error": 1,
     }
     assert snapshot["degraded_steps"] == {"decode-b2-q1": 1}
+    for rows in (10, 9, 10):
+        metrics.count_decode_batch(rows)
+    assert list(metrics.snapshot()["decode_batch_steps"].items()) == [("9", 1), ("10", 2)]
     snapshot["bucket_steps"]["decode-b4-q1"] = 99
     assert metrics.snapshot()["bucket_steps"]["decode-b4-q1"] == 2
 

@@ -204,6 +204,11 @@ def reconcile(served, sinks):
     steps = stats["bucket_steps"]
     assert stats["padded_rows_total"] == device.groups * sum(batch[name] * n for name, n in steps.items()) - device.rows.total()
     assert stats["steps_total"] == sum(steps.values()) == device.runs - stats["steps_failed_total"]
+    decode = {name for name in steps if name.startswith("decode")}
+    batches = {int(size): count for size, count in stats["decode_batch_steps"].items()}
+    assert sum(batches.values()) == sum(steps[name] for name in decode)
+    live, largest = sum(device.rows[name] for name in decode), sum(size * count for size, count in batches.items())
+    assert largest <= live <= device.groups * largest
     assert stats["preemptions_total"] == sum(record.preemptions for record in records)
     assert stats["spec_decode_num_drafts_total"] == sum(record.verify_steps for record in records)
     assert stats["spec_decode_num_draft_tokens_total"] == sum(record.drafted_tokens for record in records)

@@ -20,7 +20,7 @@ GRAPH_S = 3.1
 """Processor seconds of building one decode graph of Qwen3.5-397B: docs/benchmarks.md."""
 ENOUGH = 0.005
 """A shorter list is taken if it loses no more than this share of the time of the longest one."""
-_METRIC = re.compile(r'^npucompile:bucket_steps_total\{(?:[^}]*,)?bucket="decode-b(\d+)-q\d+"[^}]*\} ([0-9.e+]+)$')
+_METRIC = re.compile(r'^npucompile:decode_batch_steps_total\{(?:[^}]*,)?batch_size="(\d+)"[^}]*\} ([0-9.e+]+)$')
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,17 @@ def build_list(prediction: Prediction, case: Case, most: int) -> tuple[int, ...]
 
 
 def of_metrics(text: str) -> dict[int, float]:
-    """Decode steps by rows from a server's `/metrics`, which counts them by bucket: rows are taken as even within a bucket.
+    """Decode steps by live rows of the largest group, from the text of a server's `/metrics`.
+
+    Lines with other labels, as Prometheus adds for several servers, are summed.
 
     Raises:
         SpecError: the text counts no decode step.
     """
-    counted = sorted((int(found[1]), float(found[2])) for line in text.splitlines() if (found := _METRIC.match(line.strip())))
     steps: dict[int, float] = {}
-    below = 0
-    for bucket, count in counted:
-        for rows in range(below + 1, bucket + 1):
-            steps[rows] = count / (bucket - below)
-        below = bucket
+    for line in text.splitlines():
+        if found := _METRIC.match(line.strip()):
+            steps[int(found[1])] = steps.get(int(found[1]), 0.0) + float(found[2])
     if not any(steps.values()):
         raise SpecError("the metrics count no decode step; legal is the text of /metrics of a server that has decoded")
     return steps

@@ -73,9 +73,9 @@ def test_wrong_options_are_refused(words: tuple[str, ...], message: str) -> None
 def test_buckets_from_the_metrics_of_a_server(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics"
     metrics.write_text(
-        'npucompile:bucket_steps_total{bucket="decode-b2-q4"} 10.0\nnpucompile:bucket_steps_total{bucket="decode-b8-q4"} 60.0\n'
+        'npucompile:decode_batch_steps_total{batch_size="2"} 10.0\nnpucompile:decode_batch_steps_total{batch_size="8"} 60.0\n'
     )
     words = ("--deployment", "qwen3-32b-a3x2-mix-2k-2k-50ms", "--metrics", str(metrics), "--max-buckets", "8", "--json")
     chosen = json.loads(run(*words).stdout)["buckets"]["chosen"]
-    assert chosen[-1] == 8
+    assert chosen == [2, 8]
     assert "no such file" in run(*words[:3], str(tmp_path / "none")).output

@@ -88,12 +88,13 @@ def test_it_is_never_worse_than_the_published_list(name: str) -> None:
 
 def test_metrics_of_a_server():
     text = """
-# TYPE npucompile:bucket_steps_total counter
-npucompile:bucket_steps_total{bucket="decode-b1-q4"} 10.0
+# TYPE npucompile:decode_batch_steps_total counter
+npucompile:decode_batch_steps_total{batch_size="1"} 10.0
+npucompile:decode_batch_steps_total{batch_size="3",instance="a"} 2e+06
+npucompile:decode_batch_steps_total{instance="b",batch_size="3"} 5.0
 npucompile:bucket_steps_total{bucket="decode-b4-q4"} 30.0
-npucompile:bucket_steps_total{bucket="prefill-b1-q128"} 7.0
 """
-    assert of_metrics(text) == {1: 10, 2: 10, 3: 10, 4: 10}
+    assert of_metrics(text) == {1: 10, 3: 2000005}
     with pytest.raises(SpecError, match="count no decode step"):
         of_metrics("")
     with pytest.raises(SpecError, match="at least one size"):
