@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Model:
     config: Any
     drafting: bool = False
 
-    @property
+    @cached_property
     def has_draft_head(self) -> bool:
         """Whether its programs can draft."""
         return self.family.draft_key in self.family.abstract_params(self.config, torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -198,7 +199,7 @@ class Plan:
         singles = {Bucket(b.kind, 1, b.q_len) for b in self.buckets}
         return tuple(sorted(singles - set(self.buckets)))
 
-    @property
+    @cached_property
     def params_bytes(self) -> int:
         """Bytes of one device's parameters."""
         rules = self.rules()

@@ -121,6 +121,12 @@ class Facts:
         return vllm_series(most) if most else ()
 
     @property
+    def pool_tokens(self) -> int | None:
+        """Most cached tokens of a dp group; None where the line does not say."""
+        blocks, size = self.number("pool_blocks"), self.number("page")
+        return self.number("pool") if blocks is None or size is None else blocks * size
+
+    @property
     def chunk(self) -> int | None:
         """Most tokens of a prefill step as its engine counts them; None where prompts are not cut."""
         value = self.number("sglang_chunk") if self.engine == "sglang" else self.number("vllm_chunk")

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from .tables import topics
-from .verdicts import MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule
+from .verdicts import MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, rule_of
 
 
-@rule
-def sglang_tp(value: Any, context: Context) -> Verdict:
-    """Ranks of an instance, or of a replica."""
-    return _mesh(context)
-
-
-def _mesh(context: Context) -> Verdict:
+@rule_of("sglang_tp", "attention_dp", "vllm_tp", "vllm_dp")
+def mesh(value: Any, context: Context) -> Verdict:
+    """Ranks of an instance, a replica or a group, and groups."""
     mesh = context.facts.mesh
     return Verdict(MAPPED, f"mesh {mesh}, {context.row}" if context.row else f"--mesh {mesh}")
 
@@ -22,16 +18,10 @@ def _mesh(context: Context) -> Verdict:
 @rule
 def sglang_dp(value: Any, context: Context) -> Verdict:
     """Groups of attention, or replicas."""
-    verdict = _mesh(context)
+    verdict = mesh(value, context)
     if context.facts.has("dp_attention") or context.facts.number("attention_dp") or value == 1:
         return verdict
     return Verdict(MAPPED, f"{verdict.why}: replicas are dp groups of one server, which share what experts the model has")
-
-
-@rule
-def attention_dp(value: Any, context: Context) -> Verdict:
-    """Groups of attention."""
-    return _mesh(context)
 
 
 @rule
@@ -39,19 +29,7 @@ def dp_attention(value: Any, context: Context) -> Verdict:
     """Data parallel attention."""
     if not value:
         return Verdict(UNNECESSARY, "the mesh says which ranks share a request")
-    return _mesh(context)
-
-
-@rule
-def vllm_tp(value: Any, context: Context) -> Verdict:
-    """Ranks of a group."""
-    return _mesh(context)
-
-
-@rule
-def vllm_dp(value: Any, context: Context) -> Verdict:
-    """Groups."""
-    return _mesh(context)
+    return mesh(value, context)
 
 
 @rule
@@ -117,9 +95,9 @@ def expert_parallel(value: Any, context: Context) -> Verdict:
 @rule
 def device(value: Any, context: Context) -> Verdict:
     """Kind of device."""
-    if value in ("npu", "auto", None):
+    if value in ("npu", "auto", None) or value == context.proposal.target:
         return Verdict(MAPPED, f"--target {context.proposal.target}" if not context.row else context.row)
-    return Verdict(REFUSED, f"builds are for NPUs and CPUs; {value} is neither (--target cpu builds for this machine)")
+    return Verdict(REFUSED, f"legal are NPUs, CPUs and GPUs of CUDA; {value} is none of them, or not what --target of import says")
 
 
 @rule

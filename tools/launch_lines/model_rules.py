@@ -63,8 +63,15 @@ def quantization(value: Any, context: Context) -> Verdict:
         return Verdict(UNNECESSARY, "the checkpoint's own description says how each matrix is stored")
     if value in ("none", "None", "unquant"):
         return Verdict(UNNECESSARY, "weights stay as the checkpoint has them")
+    if value == "fp8":
+        return Verdict(
+            REFUSED,
+            "nothing is computed in fp8: blocks of a DeepSeek checkpoint in FP8 are read as floats, which --quantization rounds",
+        )
     return Verdict(
-        REFUSED, f"{value} is not built; legal are checkpoints of ModelSlim and compressed-tensors, and the schemes of --quantization"
+        REFUSED,
+        f"{value} is not built; legal are checkpoints of ModelSlim, compressed-tensors (int8 and int4) and DeepSeek's FP8, and the schemes "
+        "of --quantization",
     )
 
 

@@ -92,6 +92,8 @@ def _target(facts: Facts, name: str | None) -> tuple[Target, str]:
     """The machine, and why where the line does not say it."""
     if name is not None:
         return target(name), ""
+    if facts.values.get("device") in ("cpu", "cuda"):
+        return target(facts.values["device"]), ""
     if facts.npus_per_node() > ASCEND_NODE:
         return target("ascend-a3"), ""
     return target(
@@ -142,7 +144,7 @@ def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: li
         if facts.group_requests:
             requests = phase.group_requests
             arguments["max-num-seqs"] = str(requests)
-            if limits.num_pages - 1 < requests * limits.pages_per_request:
+            if limits.num_pages - 1 < requests * limits.pages_per_request and facts.number("pool_bytes") is None:
                 arguments["max-total-tokens"] = str((limits.num_pages - 1) * limits.page_size)
     arguments["speculative-tokens"] = str(drafts)
     arguments |= draft | _precision(facts)
@@ -180,12 +182,14 @@ def _draft(facts: Facts, model: str) -> dict[str, str]:
 
 
 def _precision(facts: Facts) -> dict[str, str]:
-    """Types that the line says."""
+    """Types and memory that the line says."""
     arguments = {}
     if facts.values.get("kv_cache_dtype") in ("int8", "bfloat16", "bf16"):
         arguments["kv-cache-dtype"] = {"bf16": "bfloat16"}.get(facts.values["kv_cache_dtype"], facts.values["kv_cache_dtype"])
     if facts.values.get("dtype") == "bfloat16":
         arguments["dtype"] = "bfloat16"
+    if (memory := facts.number("pool_bytes")) is not None:
+        arguments["kv-cache-memory"] = str(memory)
     if (most := facts.number("max_logprobs")) is not None and 0 <= most <= 20:
         arguments["max-logprobs"] = str(most)
     return arguments
@@ -205,7 +209,7 @@ def options_of(proposal: Proposal) -> planning.Options:
     """The proposal as the plan reads it."""
     values = {name.replace("-", "_"): value for name, value in proposal.arguments.items() if name != "out"}
     read = {"buckets": parse_buckets, "prefill": parse_prefill}
-    numbers = ("max_model_len", "max_num_seqs", "max_total_tokens", "max_logprobs")
+    numbers = ("max_model_len", "max_num_seqs", "max_total_tokens", "kv_cache_memory", "max_logprobs")
     typed = {name: read[name](value) if name in read else int(value) if name in numbers else value for name, value in values.items()}
     if "speculative_tokens" in typed:
         typed["num_speculative_tokens"] = int(str(typed.pop("speculative_tokens")))
@@ -222,5 +226,5 @@ def _fitted(proposal: Proposal) -> Proposal:
         return proposal
     tokens = pages * plan.limits.page_size
     note = f"{tokens} cached tokens a dp group: all requests at full length need {(plan.limits.num_pages - 1) * plan.limits.page_size}"
-    arguments = {**proposal.arguments, "max-total-tokens": str(tokens)}
+    arguments = {name: value for name, value in proposal.arguments.items() if name != "kv-cache-memory"} | {"max-total-tokens": str(tokens)}
     return _planned(replace(proposal, arguments=arguments, assumed=(*proposal.assumed, note)))

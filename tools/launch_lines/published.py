@@ -24,7 +24,7 @@ def phase_of(facts: Facts) -> Phase:
         max_running_requests=requests,
         buckets=() if facts.role == "prefill" else facts.buckets,
         num_speculative_tokens=facts.drafts,
-        max_total_tokens=facts.number("pool"),
+        max_total_tokens=facts.pool_tokens,
         context_len=facts.context,
         chunk_len=facts.chunk,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..build.choices import MAX_LOGPROBS
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, topic
@@ -36,6 +37,10 @@ ADDITIONAL = {
 """Topics of the keys of vllm-ascend's --additional-config (user_guide/configuration/additional_config.md); others choose kernels."""
 
 
+GRPC_PORT = 4317
+"""Of OTLP, by its specification; 4318 is that of OTLP over HTTP."""
+
+
 @rule
 def watchdog(value: Any, context: Context) -> Verdict:
     """Most seconds of a step."""
@@ -56,6 +61,26 @@ def log_requests(value: Any, context: Context) -> Verdict:
     if not value:
         return Verdict(UNNECESSARY, "requests are logged only with --access-log")
     return Verdict(MAPPED, "serve --access-log: a JSON line a request, without its text", ("--access-log",))
+
+
+@rule
+def traces(value: Any, context: Context) -> Verdict:
+    """Where spans are sent. Both engines speak gRPC unless told otherwise, whose port is 4317."""
+    address = urlsplit(str(value))
+    if address.scheme in ("http", "https") and address.port != GRPC_PORT:
+        return Verdict(CARRIED, f"serve --otlp-traces-endpoint {value}", ("--otlp-traces-endpoint", str(value)))
+    return Verdict(
+        REFUSED,
+        f"{value} is a collector's gRPC; serve sends a span a request by OTLP over HTTP: --otlp-traces-endpoint http://HOST:4318/v1/traces",
+    )
+
+
+@rule
+def traced(value: Any, context: Context) -> Verdict:
+    """Whether spans are sent."""
+    if context.facts.values.get("traces"):
+        return Verdict(UNNECESSARY, "serve sends spans where it has --otlp-traces-endpoint")
+    return Verdict(REFUSED, "name the collector: serve --otlp-traces-endpoint http://HOST:4318/v1/traces")
 
 
 @rule

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..build.targets import target
 from .tables import topics
-from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, topic
+from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, rule_of, topic
 
 
 @rule
@@ -24,7 +24,9 @@ def context(value: Any, context: Context) -> Verdict:
     return Verdict(MAPPED, f"--max-model-len {ours}: {why}")
 
 
-def _requests(value: Any, context: Context) -> Verdict:
+@rule_of("sglang_requests", "vllm_requests")
+def requests(value: Any, context: Context) -> Verdict:
+    """Requests in flight: of all groups together for SGLang, of one for vLLM."""
     ours = context.proposal.arguments.get("max-num-seqs")
     if context.row or ours is None:
         return Verdict(MAPPED, context.row or "the largest of --buckets")
@@ -38,18 +40,6 @@ def _requests(value: Any, context: Context) -> Verdict:
 
 
 @rule
-def sglang_requests(value: Any, context: Context) -> Verdict:
-    """Requests in flight, all groups together."""
-    return _requests(value, context)
-
-
-@rule
-def vllm_requests(value: Any, context: Context) -> Verdict:
-    """Requests in flight of a group."""
-    return _requests(value, context)
-
-
-@rule
 def pool(value: Any, context: Context) -> Verdict:
     """Cached tokens."""
     ours = context.proposal.arguments.get("max-total-tokens")
@@ -59,18 +49,39 @@ def pool(value: Any, context: Context) -> Verdict:
         return Verdict(CARRIED, f"--max-total-tokens {ours}")
     if ours is None:
         return Verdict(UNNECESSARY, "every request in flight has room at full length with fewer")
-    return Verdict(MAPPED, f"--max-total-tokens {ours}: pages of {target(context.proposal.target).page_size} tokens, as many as fit")
+    page = target(context.proposal.target).page_size
+    why = "a request at full length takes as many" if int(ours) >= value + page else f"pages of {page} tokens, as many as fit"
+    return Verdict(MAPPED, f"--max-total-tokens {ours}: {why}")
+
+
+@rule
+def pool_blocks(value: Any, context: Context) -> Verdict:
+    """Blocks of the cache."""
+    if context.facts.pool_tokens is None:
+        return Verdict(REFUSED, "the line does not say how many tokens a block has (--block-size); legal is --max-total-tokens of build")
+    return pool(context.facts.pool_tokens, context)
 
 
 @rule
 def pool_bytes(value: Any, context: Context) -> Verdict:
-    """Memory of the cache, in bytes or blocks."""
-    return Verdict(
-        REFUSED, "legal is --kv-cache-memory SIZE of build, for the pages of a rank alone; `npucompile inspect ARTIFACT --memory` shows all"
-    )
+    """Memory of the cache of a rank."""
+    ours = context.proposal.arguments.get("kv-cache-memory")
+    if ours is None:
+        return Verdict(UNNECESSARY, "a rank has room for fewer tokens than that; see --max-total-tokens of the build")
+    return Verdict(MAPPED, f"--kv-cache-memory {ours}: KV pages alone, recurrent states of requests are beside them")
 
 
-def _prefill(value: Any, context: Context) -> Verdict:
+@rule
+def memory_share(value: Any, context: Context) -> Verdict:
+    """Share of a device's memory for weights and cache."""
+    pool = context.proposal.arguments.get("max-total-tokens")
+    bound = f"--max-total-tokens {pool} bounds" if pool else "--kv-cache-memory SIZE or --max-total-tokens of build bounds"
+    return Verdict(UNNECESSARY, f"{topics()['memory_share'].why}; {bound} the cache")
+
+
+@rule_of("vllm_chunk", "prefill_tokens", "prefill_prompts")
+def prefill(value: Any, context: Context) -> Verdict:
+    """Tokens, or prompts, of a prefill step."""
     if context.facts.role == "decode":
         return Verdict(UNNECESSARY, "a decode server prefills nothing")
     return Verdict(MAPPED, context.option("prefill"))
@@ -79,7 +90,7 @@ def _prefill(value: Any, context: Context) -> Verdict:
 @rule
 def sglang_chunk(value: Any, context: Context) -> Verdict:
     """Tokens of a prefill step, all groups together; -1 for whole prompts."""
-    verdict = _prefill(value, context)
+    verdict = prefill(value, context)
     if verdict.status == UNNECESSARY:
         return verdict
     groups = context.facts.mesh.axis("dp")
@@ -89,24 +100,6 @@ def sglang_chunk(value: Any, context: Context) -> Verdict:
         else f"{value} tokens" + (f" in all {groups} dp groups" if groups > 1 else "")
     )
     return Verdict(MAPPED, f"{verdict.why} ({meant})")
-
-
-@rule
-def vllm_chunk(value: Any, context: Context) -> Verdict:
-    """Tokens of a step of a group."""
-    return _prefill(value, context)
-
-
-@rule
-def prefill_tokens(value: Any, context: Context) -> Verdict:
-    """Tokens of all prompts of a step."""
-    return _prefill(value, context)
-
-
-@rule
-def prefill_prompts(value: Any, context: Context) -> Verdict:
-    """Prompts of a step."""
-    return _prefill(value, context)
 
 
 @rule
@@ -127,40 +120,12 @@ def page(value: Any, context: Context) -> Verdict:
     )
 
 
-def _buckets(value: Any, context: Context) -> Verdict:
+@rule_of("sglang_buckets", "sglang_max_bucket", "vllm_buckets", "vllm_max_bucket", "no_padding")
+def buckets(value: Any, context: Context) -> Verdict:
+    """Batch sizes, or tokens, of captured graphs: all of them, the largest, or every one."""
     if context.facts.role == "prefill":
         return Verdict(UNNECESSARY, "a prefill server has no decode steps")
     return Verdict(MAPPED, context.option("buckets"))
-
-
-@rule
-def sglang_buckets(value: Any, context: Context) -> Verdict:
-    """Captured batch sizes of a group."""
-    return _buckets(value, context)
-
-
-@rule
-def sglang_max_bucket(value: Any, context: Context) -> Verdict:
-    """The largest captured batch size."""
-    return _buckets(value, context)
-
-
-@rule
-def vllm_buckets(value: Any, context: Context) -> Verdict:
-    """Captured tokens of a step: those of a request are one and its drafts."""
-    return _buckets(value, context)
-
-
-@rule
-def vllm_max_bucket(value: Any, context: Context) -> Verdict:
-    """The largest captured step."""
-    return _buckets(value, context)
-
-
-@rule
-def no_padding(value: Any, context: Context) -> Verdict:
-    """A graph for every batch size."""
-    return _buckets(value, context)
 
 
 @rule
@@ -176,7 +141,7 @@ def compilation_config(value: Any, context: Context) -> Verdict:
     """vLLM's modes of compiling and capturing."""
     keys = sorted(value) if isinstance(value, dict) else [str(value)]
     rest = [key for key in keys if key not in ("cudagraph_capture_sizes", "cudagraph_mode")]
-    parts = [f"cudagraph_capture_sizes: {_buckets(value, context).why}"] if "cudagraph_capture_sizes" in keys else []
+    parts = [f"cudagraph_capture_sizes: {buckets(value, context).why}"] if "cudagraph_capture_sizes" in keys else []
     parts += ["cudagraph_mode: every bucket is one static graph in any mode"] if "cudagraph_mode" in keys else []
     parts += [f"{', '.join(rest)}: {topics()['compile'].why}"] if rest else []
     return Verdict(MAPPED if "cudagraph_capture_sizes" in keys else UNNECESSARY, "; ".join(parts) or topics()["compile"].why)

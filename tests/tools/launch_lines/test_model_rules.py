@@ -17,6 +17,7 @@ from npucompile.tools.launch_lines.imported import import_text
         ("sglang", "--quantization modelslim", "mapped", "--quantization w8a8, which the checkpoint's name says (w8a8)"),
         ("vllm", "--quantization ascend", "mapped", "--quantization w8a8"),
         ("vllm", "--quantization awq", "refused", "awq is not built"),
+        ("sglang", "--quantization fp8", "refused", "read as floats, which --quantization rounds"),
         ("sglang", "--quantization unquant", "unnecessary", "weights stay as the checkpoint has them"),
         ("sglang", "--kv-cache-dtype bf16", "mapped", "--kv-cache-dtype bfloat16"),
         ("vllm", "--kv-cache-dtype int8", "carried", "--kv-cache-dtype int8"),

@@ -62,6 +62,16 @@ def test_a_checkpoint_that_is_here_is_built_itself(tmp_path):
     assert proposal.arguments["max-model-len"] == "1024"
 
 
+def test_heads_need_not_divide_and_the_pool_is_bounded_by_one_option_alone():
+    values = {"model": "qwen3-32b", "vllm_tp": 3, "vllm_requests": 400}
+    for asked in (8 << 30, 400 << 30):
+        proposal = propose(Facts("vllm", {**values, "pool_bytes": asked}))
+        assert proposal.problem == ""
+        assert len({"kv-cache-memory", "max-total-tokens"} & set(proposal.arguments)) == 1
+    assert proposal.plan.mesh.axis("tp") == 3
+    assert "--max-total-tokens" in proposal.words
+
+
 @pytest.mark.parametrize(
     ("values", "argument"),
     [
