@@ -13,7 +13,7 @@ from ..bench.prediction import ACCEPTED
 from ..build.targets import target
 from ..notation import parse_buckets
 from ..plan.artifact import serve
-from ..plan.timed import Compared, compare, read_bench
+from ..plan.benched import Compared, compare, read_bench
 from .cost import step_cost
 from .plan_views import View, workload_of
 
@@ -50,7 +50,7 @@ def _estimated(artifact: Artifact, options: Mapping[str, Any]) -> View:
     def step_s(bucket: str, context: int) -> float:
         return step_cost(artifact, entries[bucket], context).step_ms / 1e3
 
-    def seconds(entry: GraphEntry, context: int) -> float:
+    def seconds(entry: GraphEntry, rows: int, context: int) -> float:
         return step_s(entry.bucket.name, context)
 
     drafts = artifact.manifest.limits.drafts

@@ -18,8 +18,8 @@ from .simulate import simulate
 from .system import Serving, Workload
 from .table import StepTable
 
-GraphSeconds = Callable[[GraphEntry, int], float]
-"""Seconds of one step of a graph whose requests have so many cached tokens."""
+GraphSeconds = Callable[[GraphEntry, int, int], float]
+"""Seconds of one step of a graph with so many live rows, whose requests have so many cached tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,20 @@ class Served:
 
 
 def serve(
-    artifact: Artifact, workload: Workload, graph_seconds: GraphSeconds, host_s: Callable[[int], float], accepted: float = 1.0
+    artifact: Artifact,
+    workload: Workload,
+    graph_seconds: GraphSeconds,
+    host_s: Callable[[int], float],
+    accepted: float = 1.0,
+    spread: float = 0.0,
 ) -> Served:
     """Serves a workload.
 
     Args:
         graph_seconds: of a step on the device.
-        host_s: what the host adds to a step of so many rows.
-        accepted: tokens a step of a request.
+        host_s: what the host adds to a step of so many live rows.
+        accepted: tokens a step of a request on average.
+        spread: their coefficient of variation over requests.
 
     Raises:
         SpecError: a request is longer than the artifact serves.
@@ -67,62 +73,54 @@ def serve(
     dp = Mesh.parse(manifest.mesh).axis("dp")
     shortest = min(workload.inputs)
 
-    def seconds(batch: Array, context: Array) -> Array:
-        entries = {entry.bucket.batch: entry for entry in decode}
-        ends = (shortest, longest)
-        times = {b: [graph_seconds(e, max(c, 1)) + host_s(b) for c in ends] for b, e in entries.items()}
-        low = np.asarray([[times[int(b)][0]] for b in batch[:, 0]])
-        high = np.asarray([[times[int(b)][1]] for b in batch[:, 0]])
+    largest = decode[-1].bucket.batch
+
+    def step_s(rows: int, context: int) -> float:
+        entry = next(entry for entry in decode if entry.bucket.batch >= rows)
+        return graph_seconds(entry, rows, max(context, 1)) + host_s(rows)
+
+    def seconds(rows: Array, context: Array) -> Array:
+        low, high = (np.asarray([[step_s(int(count), end)] for count in rows[:, 0]]) for end in (shortest, longest))
         result: Array = low + (high - low) * (context - shortest) / max(longest - shortest, 1)
         return result
 
-    def prefill_seconds(largest: int, prompts: int, new: float, cached: float) -> float:
-        return graph_seconds(prefill[largest, int(new)], max(int(cached), 1)) + host_s(largest)
+    def prefill_seconds(batch: int, prompts: int, new: float, cached: float) -> float:
+        return graph_seconds(prefill[batch, int(new)], batch, max(int(cached), 1)) + host_s(batch)
 
-    table = StepTable([entry.bucket.batch for entry in decode], shortest, longest, seconds)
+    table = StepTable(range(1, largest + 1), shortest, longest, seconds)
     chunk, most = max(q for _, q in prefill), max(b for b, _ in prefill)
     serving = Serving("npucompile", limits.num_request_slots - 1, chunk * most, chunk, most)
-    rates: list[float] = per_request(accepted, 0.0, limits.drafts, workload.requests).tolist()
+    rates: list[float] = per_request(accepted, spread, limits.drafts, workload.requests).tolist()
     pool = float((limits.num_pages - 1) * limits.page_size)
     sizes = tuple(sorted(entry.bucket for entry in prefill.values()))
     return Served.of(workload, simulate(workload, serving, rates, dp, pool, table, prefill_seconds, False, sizes))
 
 
-@dataclass(frozen=True)
-class StepModel:
-    """Seconds of a step that computes and reads so much: a fixed part, and one for each operation and byte."""
+def fit_parts(points: Sequence[tuple[Sequence[float], float]]) -> tuple[float, ...]:
+    """What a unit of each part of a step takes: the non-negative factors that miss the measured times least, relative to each.
 
-    fixed: float
-    per_flop: float
-    per_byte: float
+    Few parts have few sets of factors that are not zero: all are tried.
 
-    def seconds(self, flops: float, nbytes: float) -> float:
-        """Of a step."""
-        return self.fixed + self.per_flop * flops + self.per_byte * nbytes
-
-
-def fit_steps(points: Sequence[tuple[float, float, float]]) -> StepModel:
-    """The model without negative parts that misses (flops, bytes, seconds) least, relative to each.
-
-    Three unknowns have seven sets of parts that are not zero: all are tried.
+    Args:
+        points: parts of a step, and its seconds.
 
     Raises:
         SpecError: fewer than two points.
     """
     if len(points) < 2:
         raise SpecError(f"{len(points)} measured steps; legal is at least two")
-    flops, nbytes, seconds = (np.asarray(column, dtype=float) for column in zip(*points, strict=True))
-    columns = np.stack([np.ones_like(seconds), flops, nbytes]) / seconds
-    best, found = np.inf, np.zeros(3)
-    for count in range(1, 4):
-        for used in itertools.combinations(range(3), count):
-            some, *_ = np.linalg.lstsq(columns[list(used)].T, np.ones_like(seconds), rcond=None)
-            whole = np.zeros(3)
-            whole[list(used)] = some
-            miss = float(((columns.T @ whole - 1) ** 2).sum())
+    columns = np.asarray([np.asarray(parts, dtype=float) / seconds for parts, seconds in points])
+    units = np.maximum(columns.max(axis=0), 1e-300)
+    best, factors = np.inf, np.zeros(columns.shape[1])
+    for count in range(1, columns.shape[1] + 1):
+        for used in itertools.combinations(range(columns.shape[1]), count):
+            some, *_ = np.linalg.lstsq(columns[:, used] / units[list(used)], np.ones(len(points)), rcond=None)
+            whole = np.zeros(columns.shape[1])
+            whole[list(used)] = some / units[list(used)]
+            miss = float(((columns @ whole - 1) ** 2).sum())
             if (some >= 0).all() and miss < best - 1e-12:
-                best, found = miss, whole
-    return StepModel(*found.tolist())
+                best, factors = miss, whole
+    return tuple(factors.tolist())
 
 
 def bucket_named(name: str) -> Bucket:

@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scheduled import served
 
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.buckets import choose
-from npucompile.runtime.request import FinishEvent, Request, TokenEvent
-from npucompile.runtime.scheduler.advance import commit, launch, submit
 from npucompile.runtime.scheduler.policy import Policy
-from npucompile.runtime.scheduler.request_state import RequestState
-from npucompile.runtime.scheduler.schedule import schedule
-from npucompile.runtime.scheduler.state import GroupState, SchedulerState
-from npucompile.runtime.step_outputs import SampledTokens
 from npucompile.tools.plan.simulate import simulate
 from npucompile.tools.plan.system import Serving, Workload
 from npucompile.tools.plan.table import StepTable
@@ -23,33 +18,9 @@ from npucompile.tools.plan.table import StepTable
 PAGE = 16
 
 
-def served(work: Workload, policy: Policy, groups: int, tokens: int, decode_s, prefill_s):
-    """Sent, first and last token of each request, from the real scheduler under a clock that only steps move."""
-    state, now, sent = SchedulerState(policy, (GroupState(),) * groups), 0.0, 0
-    live, first, end, at = 0, {}, {}, {}
-    while len(end) < work.requests:
-        while sent < work.requests and live < work.concurrency and (not work.arrivals or work.arrivals[sent] <= now):
-            prompt = Request(str(sent), (1,) * work.inputs[sent], work.outputs[sent])
-            state = submit(state, RequestState(prompt, sent, now))
-            at[sent], sent, live = now, sent + 1, live + 1
-        step = schedule(state)
-        if step is None:
-            now = work.arrivals[sent]
-            continue
-        state = launch(state, step, now)
-        now += decode_s(step.bucket.batch) if step.bucket.kind == "decode" else prefill_s(step.bucket)
-        results = []
-        for part in step.groups:
-            rows = [SampledTokens((7,) * (tokens if row.state.decoding else 1) if row.samples else ()) for row in part.rows]
-            results.append(rows)
-        state, events = commit(state, step, results, now)
-        for event in events:
-            index = int(event.request_id if hasattr(event, "request_id") else event.id)
-            if isinstance(event, TokenEvent):
-                first.setdefault(index, now)
-            elif isinstance(event, FinishEvent):
-                end[index], live = now, live - 1
-    return [[column[i] for i in range(work.requests)] for column in (at, first, end)]
+def step_s(decode_s, prefill_s):
+    """Seconds of a step by its bucket."""
+    return lambda step: decode_s(step.bucket.batch) if step.bucket.kind == "decode" else prefill_s(step.bucket)
 
 
 @st.composite
@@ -78,7 +49,7 @@ def test_it_is_the_scheduler_that_serves(work: Workload, tokens: int, prompts: i
     def prefill_s(bucket):
         return 0.03 + 0.001 * bucket.tokens
 
-    expected = served(work, policy, 1, tokens, decode_s, prefill_s)
+    expected = served(work, policy, 1, tokens, step_s(decode_s, prefill_s))
     table = StepTable([b.batch for b in decode], 1, 128, lambda batch, context: 0.01 + 0.002 * batch + 0 * context)
     serving = Serving("npucompile", most, chunk * prompts, chunk, prompts, prefill_burst=burst)
     trace = simulate(
@@ -140,7 +111,7 @@ def test_several_groups_are_near_the_scheduler_that_serves(groups: int, each: in
     work = Workload.uniform(prompt, output, most, 3 * most)
     prefill, decode = (Bucket("prefill", 1, 32),), tuple(Bucket("decode", batch, tokens) for batch in (1, each // 2, each))
     policy = Policy(Limits(PAGE, 1 + each * 8, 1 + each * tokens, 128, tokens, tokens - 1), (*prefill, *decode))
-    sent, first, end = served(work, policy, groups, tokens, lambda batch: 0.01 + 0.002 * batch, lambda bucket: 0.03)
+    sent, first, end = served(work, policy, groups, tokens, step_s(lambda batch: 0.01 + 0.002 * batch, lambda bucket: 0.03))
     table = StepTable([b.batch for b in decode], 1, 128, lambda batch, context: 0.01 + 0.002 * batch + 0 * context)
     trace = simulate(
         work, Serving("npucompile", each, 32, 32, 1), [float(tokens)] * work.requests, groups, 1e9, table,

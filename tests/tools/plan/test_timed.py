@@ -1,4 +1,4 @@
-"""tools/plan/timed.py: measured steps are read, and predicted from two buckets."""
+"""tools/plan/timed.py: steps that NPUs timed are read, and move the fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.tools.plan.accuracy import model_of
 from npucompile.tools.plan.fit import fit
 from npucompile.tools.plan.parameters import fitted, priors
-from npucompile.tools.plan.timed import host_of, read_bench, read_bringup
+from npucompile.tools.plan.timed import read_bringup
 
 SECONDS = ((4, 0.042), (16, 0.058))
 
@@ -49,19 +49,3 @@ def test_a_bring_up_is_read_and_moves_the_fit(tmp_path: Path) -> None:
 def test_other_reports_are_refused(tmp_path: Path, changes, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         read_bringup(report(tmp_path, **changes), 131)
-
-
-def test_a_bench_without_streams_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
-    file.write_text(json.dumps({"figures": [{"figure": "decode", "rows": []}]}))
-    with pytest.raises(SpecError, match="lacks prefill, streams"):
-        read_bench(file)
-    file.write_text("[]")
-    with pytest.raises(SpecError, match="is not what"):
-        read_bench(file)
-
-
-def test_host_time_is_linear_in_rows():
-    assert host_of([])(5) == 0
-    assert host_of([(4, 0.002)])(64) == 0.002
-    assert host_of([(1, 0.001), (5, 0.003)])(3) == pytest.approx(0.002)
