@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...graphs.errors import SpecError
@@ -94,4 +95,10 @@ def lines_of(compared: Sequence[Compared], fit_on: Sequence[int]) -> list[str]:
     for row in compared:
         mark = " fitted" if row.fitted else ""
         lines.append(f"{row.what:28} {row.measured:10,.2f} {row.predicted:10,.2f} {100 * row.error:+8.1f} {row.unit}{mark}")
+    for unit, what in (("ms", "steps"), ("tok/s", "throughput")):
+        errors = [abs(row.error) for row in compared if row.unit == unit and not row.fitted]
+        if errors:
+            lines.append(
+                f"{what} that nothing was fitted to: {100 * max(errors):.1f} % off at most, {100 * median(errors):.1f} % in the median"
+            )
     return lines

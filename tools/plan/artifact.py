@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,33 +93,6 @@ def serve(
     pool = float((limits.num_pages - 1) * limits.page_size)
     sizes = tuple(sorted(entry.bucket for entry in prefill.values()))
     return Served.of(workload, simulate(workload, serving, rates, dp, pool, table, prefill_seconds, False, sizes))
-
-
-def fit_parts(points: Sequence[tuple[Sequence[float], float]]) -> tuple[float, ...]:
-    """What a unit of each part of a step takes: the non-negative factors that miss the measured times least, relative to each.
-
-    Few parts have few sets of factors that are not zero: all are tried.
-
-    Args:
-        points: parts of a step, and its seconds.
-
-    Raises:
-        SpecError: fewer than two points.
-    """
-    if len(points) < 2:
-        raise SpecError(f"{len(points)} measured steps; legal is at least two")
-    columns = np.asarray([np.asarray(parts, dtype=float) / seconds for parts, seconds in points])
-    units = np.maximum(columns.max(axis=0), 1e-300)
-    best, factors = np.inf, np.zeros(columns.shape[1])
-    for count in range(1, columns.shape[1] + 1):
-        for used in itertools.combinations(range(columns.shape[1]), count):
-            some, *_ = np.linalg.lstsq(columns[:, used] / units[list(used)], np.ones(len(points)), rcond=None)
-            whole = np.zeros(columns.shape[1])
-            whole[list(used)] = some / units[list(used)]
-            miss = float(((columns @ whole - 1) ** 2).sum())
-            if (some >= 0).all() and miss < best - 1e-12:
-                best, factors = miss, whole
-    return tuple(factors.tolist())
 
 
 def bucket_named(name: str) -> Bucket:

@@ -13,10 +13,10 @@ import numpy as np
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket
-from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
-from ..bench.step import needed_bytes
+from ...lowering.artifact.artifact import Artifact, GraphEntry
 from .acceptance import spread_over_steps
-from .artifact import Served, bucket_named, fit_parts, serve, value_of
+from .artifact import Served, bucket_named, serve, value_of
+from .step_law import ReadRates, StepLaw
 from .system import Workload
 
 Row = Mapping[str, Any]
@@ -43,54 +43,20 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class StepLaw:
-    """Seconds of a decode step on a CPU: three parts, each in proportion to what it does.
-
-    Attributes:
-        fixed: what every step takes: weights that all buckets read alike, and starting the operators.
-        per_flop: of the arithmetic of all rows of the bucket, padding included.
-        per_key_byte: of the cached keys and values of live rows. Attention is bound by its arithmetic and by short reads here, so a byte
-            of these takes several times as long as one of a weight.
-    """
-
-    manifest: Manifest
-    fixed: float
-    per_flop: float
-    per_key_byte: float
-
-    def seconds(self, entry: GraphEntry, rows: int, context: int) -> float:
-        """Of a step with so many live rows, whose requests have so many cached tokens."""
-        parts = step_parts(self.manifest, entry, rows, context)
-        return sum(part * factor for part, factor in zip(parts, (self.fixed, self.per_flop, self.per_key_byte), strict=True))
-
-    @staticmethod
-    def fit(manifest: Manifest, points: Sequence[tuple[GraphEntry, int, float]]) -> StepLaw:
-        """The law of (bucket, context, seconds) of steps with every row live.
-
-        Raises:
-            SpecError: fewer than two points.
-        """
-        measured = [(step_parts(manifest, entry, entry.bucket.batch, context), seconds) for entry, context, seconds in points]
-        return StepLaw(manifest, *fit_parts(measured))
-
-
-def step_parts(manifest: Manifest, entry: GraphEntry, rows: int, context: int) -> tuple[float, float, float]:
-    """One step, its operations, and the bytes of keys and values that it reads."""
-    full = needed_bytes(manifest, entry, context) - needed_bytes(manifest, entry, -entry.bucket.q_len)
-    return 1.0, float(entry.cost["flops"]), full * rows / entry.bucket.batch
-
-
-@dataclass(frozen=True)
 class Bench:
     """What was measured of an artifact; times in seconds.
 
     Attributes:
         decode: (bucket, context, a step).
+        reads: (bytes, bytes/s) of a buffer as large as what each of these steps reads.
+        buffers: the same of buffers that are of no bucket.
         prefill: a step by bucket.
         streams: rows of requests through the engine, by number of streams.
     """
 
     decode: Sequence[tuple[GraphEntry, int, float]]
+    reads: Sequence[tuple[float, float]]
+    buffers: Sequence[tuple[float, float]]
     prefill: Mapping[Bucket, float]
     streams: Mapping[int, Row]
 
@@ -109,11 +75,13 @@ class Bench:
                 raise SpecError(f"{row['bucket']} was measured and {artifact.path} has no such bucket; legal is a bench of this artifact")
             return entry
 
-        decode = [
-            (entry_of(row), int(row["context_tokens"]), value / 1e3)
-            for row in figures["decode"]
-            if "bucket" in row and (value := value_of(row.get("compiled_ms")) or value_of(row.get("eager_ms")))
-        ]
+        decode, reads, buffers = [], [], []
+        for row in figures["decode"]:
+            if "bucket" not in row:
+                buffers.append((float(row["buffer_mb"]) * 1e6, (value_of(row["gb_per_s"]) or 0.0) * 1e9))
+            elif milliseconds := value_of(row.get("compiled_ms")) or value_of(row.get("eager_ms")):
+                decode.append((entry_of(row), int(row["context_tokens"]), milliseconds / 1e3))
+                reads.append((float(row["read_mb"]) * 1e6, (value_of(row["read_gb_per_s"]) or 0.0) * 1e9))
         prefill = {}
         for row in figures["prefill"]:
             # A second table has prompts that share a step; these buckets are in the first one, too.
@@ -125,7 +93,7 @@ class Bench:
         if missing:
             raise SpecError(f"{', '.join(missing)} of {artifact.path} was not measured; legal is a bench of all its prefill buckets")
         streams = {int(row["streams"]): row for row in figures["streams"] if value_of(row.get("step_ms")) is not None}
-        return Bench(decode, prefill, streams)
+        return Bench(decode, reads, buffers, prefill, streams)
 
 
 def read_bench(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -165,7 +133,9 @@ def compare(artifact: Artifact, figures: Mapping[str, Sequence[Row]], fit_on: Se
     if {entry.bucket.batch for entry, *_ in fitted} != set(fit_on):
         known = sorted({entry.bucket.batch for entry, *_ in bench.decode})
         raise SpecError(f"--fit-on {','.join(map(str, fit_on))}; the bench measured {', '.join(map(str, known))}")
-    law = StepLaw.fit(artifact.manifest, fitted)
+    # Of the other buckets not even the rate at which a buffer of their size was read beside them is used.
+    reads = [read for read, point in zip(bench.reads, bench.decode, strict=True) if point in fitted]
+    law = StepLaw.fit(artifact.manifest, fitted, ReadRates([*reads, *bench.buffers]))
     steps = [
         Compared(
             f"{entry.bucket.name} at {context}",

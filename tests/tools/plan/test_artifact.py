@@ -5,30 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.tools.plan.artifact import bucket_named, fit_parts, serve, value_of
+from npucompile.tools.plan.artifact import bucket_named, serve, value_of
 from npucompile.tools.plan.system import Workload
-
-
-@given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=3), st.sets(st.integers(0, 2), max_size=2))
-def test_steps_that_are_linear_are_met(factors: list[float], none: set[int]) -> None:
-    factors = [0.0 if i in none else factor for i, factor in enumerate(factors)]
-    parts = [(1.0, 1e6, 3e3), (1.0, 4e6, 3.5e3), (1.0, 9e6, 7e3), (1.0, 2e6, 9e3)]
-    points = [(row, sum(map(float.__mul__, row, factors))) for row in parts]
-    found = fit_parts(points)
-    assert min(found) >= 0
-    for row, seconds in points:
-        assert sum(map(float.__mul__, row, found)) == pytest.approx(seconds, rel=1e-3)
-
-
-def test_one_point_is_too_few():
-    with pytest.raises(SpecError, match="1 measured steps; legal is at least two"):
-        fit_parts([((1.0,), 1.0)])
 
 
 def test_buckets_and_cells_are_read():
