@@ -22,11 +22,11 @@ TABLE: dict[str, Native] = {}
 class Packed(NamedTuple):
     """Says of an operator that it reads its weights in a packed layout, which is made of parameters when they are loaded.
 
-    The operand keeps the shape and dtype of the weights as they are stored: the layout is one of its bytes alone.
+    The operands keep the shape and dtype of the weights as they are stored: the layout is one of their bytes alone.
     """
 
-    operand: int
-    """Position of the weights among the operands."""
+    operands: tuple[int, ...]
+    """Positions of the weights among the operands: all are packed, or none."""
 
     kind: str
     """Layout: a name of `lowering.backends.inductor.layouts.KINDS`."""

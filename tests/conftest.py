@@ -51,6 +51,16 @@ def kernels() -> Iterator[ModuleType]:
     native_kernels.unbind()
 
 
+@pytest.fixture(scope="module", params=native_kernels.every_variant(), ids=lambda chosen: f"{chosen[0]}-{chosen[1]}")
+def variant(request: pytest.FixtureRequest, kernels: ModuleType) -> Iterator[ModuleType]:
+    """The kernels at each level that packages are compiled for, in each variant that this machine runs."""
+    level, most = request.param
+    with kernels.compiled_for(level), kernels.limited(most) as used:
+        if used != most:
+            pytest.skip(f"this CPU runs variant {used} at most")
+        yield kernels
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint directory of two layers whose draft head is now and then right; not to be changed."""

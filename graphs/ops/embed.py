@@ -35,7 +35,7 @@ def embed_reference(args: Embed) -> Tensor:
     return torch.nn.functional.embedding(args.tokens, args.table)
 
 
-_panels = Native("npuc_embed_bf16", embed.schema, embed.rule("abstract"), Packed(1, "bf16", embed.rule("reference"), worth=False)).op
+_panels = Native("npuc_embed_bf16", embed.schema, embed.rule("abstract"), Packed((1,), "bf16", embed.rule("reference"), worth=False)).op
 
 
 @embed.lowering("inductor")

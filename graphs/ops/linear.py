@@ -36,7 +36,7 @@ def linear_reference(args: Linear) -> Tensor:
 
 
 _few_rows = Native("npuc_linear", linear.schema, linear.rule("abstract")).op
-_panels = Native("npuc_linear_bf16", linear.schema, linear.rule("abstract"), Packed(1, "bf16", linear.rule("reference"))).op
+_panels = Native("npuc_linear_bf16", linear.schema, linear.rule("abstract"), Packed((1,), "bf16", linear.rule("reference"))).op
 
 
 @linear.lowering("inductor")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..native_ops import FEW_ROWS, Native
+from ..native_ops import FEW_ROWS, Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 from .grouped_experts import GroupedExperts, grouped_experts_ge
 from .moe_sort import MoeSort, MoeUnsort, moe_sort_ge, moe_unsort_ge
@@ -50,15 +50,6 @@ def moe_experts_reference(args: MoeExperts) -> Tensor:
 _few_rows = Native("npuc_experts", moe_experts.schema, moe_experts.rule("abstract")).op
 
 
-@moe_experts.lowering("inductor")
-def moe_experts_on_cpu(args: MoeExperts) -> Tensor:
-    """Few rows in float32 go through a kernel that reads the chosen experts alone (lowering/cpp/experts.cpp), row by row as `linear`."""
-    if args.x.shape[0] <= FEW_ROWS and {args.x.dtype, args.weights.dtype, args.gate_up.dtype, args.down.dtype} == {torch.float32}:
-        few: Tensor = _few_rows(*args)
-        return few
-    return moe_experts_static(args)
-
-
 def moe_experts_static(args: MoeExperts) -> Tensor:
     """The same sum with static shapes.
 
@@ -81,6 +72,28 @@ def moe_experts_static(args: MoeExperts) -> Tensor:
     chosen = ids[:, :, None] == torch.arange(experts, dtype=torch.int32, device=ids.device)
     share = torch.where(chosen, weights.float()[:, :, None], 0.0).sum(1)
     return (out.float() * share.t()[:, :, None]).sum(0).to(x.dtype)
+
+
+_panels = Native(
+    "npuc_experts_bf16",
+    moe_experts.schema,
+    moe_experts.rule("abstract"),
+    Packed((3, 4), "bf16", lambda *args: moe_experts_static(MoeExperts(*args))),
+).op
+
+
+@moe_experts.lowering("inductor")
+def moe_experts_on_cpu(args: MoeExperts) -> Tensor:
+    """Kernels that read the chosen experts alone: of few rows in float32 (lowering/cpp/experts.cpp), row by row as `linear`, and in
+    bfloat16 of any number of rows, with weights that were packed when they were loaded (lowering/cpp/experts_bf16.cpp)."""
+    x, weights, _, gate_up, down = args
+    if weights.dtype == torch.float32 and {x.dtype, gate_up.dtype, down.dtype} == {torch.bfloat16}:
+        packed: Tensor = _panels(*args)
+        return packed
+    if x.shape[0] <= FEW_ROWS and {x.dtype, weights.dtype, gate_up.dtype, down.dtype} == {torch.float32}:
+        few: Tensor = _few_rows(*args)
+        return few
+    return moe_experts_static(args)
 
 
 @moe_experts.lowering("npu")

@@ -50,7 +50,7 @@ def quant_linear_reference(args: QuantLinear) -> Tensor:
 
 
 _panels = Native(
-    "npuc_quant_linear", quant_linear.schema, quant_linear.rule("abstract"), Packed(1, "int8", quant_linear.rule("reference"))
+    "npuc_quant_linear", quant_linear.schema, quant_linear.rule("abstract"), Packed((1,), "int8", quant_linear.rule("reference"))
 ).op
 
 

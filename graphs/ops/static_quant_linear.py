@@ -47,7 +47,7 @@ _panels = Native(
     "npuc_static_quant_linear",
     static_quant_linear.schema,
     static_quant_linear.rule("abstract"),
-    Packed(1, "int8", static_quant_linear.rule("reference")),
+    Packed((1,), "int8", static_quant_linear.rule("reference")),
 ).op
 
 

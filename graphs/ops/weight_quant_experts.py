@@ -1,15 +1,17 @@
 """Experts with int4 weights, over rows grouped by expert that stay what they are."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..native_ops import Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 from ..quantise import unpack_w4
 from .grouped_experts import each_group, every_group, experts_cost
 from .quant_experts import GROUPS
+from .weight_quant_linear import takes_groups
 
 
 class ExpertsW4A16(NamedTuple):
@@ -58,10 +60,27 @@ def grouped_experts_w4a16_reference(args: ExpertsW4A16) -> Tensor:
     return _run(each_group, args)
 
 
-@grouped_experts_w4a16.lowering("inductor")
 def grouped_experts_w4a16_static(args: ExpertsW4A16) -> Tensor:
     """Every expert on every row."""
     return _run(every_group, args)
+
+
+_panels = Native(
+    "npuc_grouped_int4",
+    grouped_experts_w4a16.schema,
+    grouped_experts_w4a16.rule("abstract"),
+    Packed((2, 4), "int4", lambda *args: grouped_experts_w4a16_static(ExpertsW4A16(*args))),
+).op
+
+
+@grouped_experts_w4a16.lowering("inductor")
+def grouped_experts_w4a16_on_cpu(args: ExpertsW4A16) -> Any:
+    """Each expert on its own rows, by the products of `weight_quant_linear`; those without rows are not read
+    (lowering/cpp/experts_int4.cpp)."""
+    rows, _, gate_up, gate_up_scale, down, down_scale = args
+    if rows.dtype in (torch.bfloat16, torch.float32) and takes_groups(gate_up, gate_up_scale) and takes_groups(down, down_scale):
+        return _panels(*args)
+    return grouped_experts_w4a16_static(args)
 
 
 @grouped_experts_w4a16.lowering("npu")

@@ -1,30 +1,13 @@
 // The mixture of experts of graphs/ops/moe_experts.py for few tokens: weights of experts that no token chose are not read.
 #include <vector>
 
+#include "chosen.h"
 #include "dots.h"
 #include "kernels.h"
 
 using namespace npuc;
 
 namespace {
-
-// The choices of all tokens, numbered token * X + choice, grouped by expert.
-struct Chosen {
-    std::vector<int64_t> places, first;  // those of expert e are places[first[e]..first[e + 1])
-    std::vector<int64_t> experts;        // chosen by at least one token
-
-    Chosen(const int32_t* ids, int64_t count, int64_t E) : places(count), first(E + 1) {
-        for (int64_t i = 0; i < count; i++)
-            if (0 <= ids[i] && ids[i] < E) first[ids[i] + 1]++;
-        for (int64_t e = 0; e < E; e++) {
-            if (first[e + 1]) experts.push_back(e);
-            first[e + 1] += first[e];
-        }
-        std::vector<int64_t> next(first);
-        for (int64_t i = 0; i < count; i++)
-            if (0 <= ids[i] && ids[i] < E) places[next[ids[i]]++] = i;
-    }
-};
 
 void gate(const float* gates, const float* ups, int64_t F, float* to) {
     int64_t f = 0;

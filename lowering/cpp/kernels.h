@@ -20,10 +20,25 @@ void npuc_quant_linear(const void* x, int64_t half, int64_t ld, const void* w, c
 void npuc_static_quant_linear(const void* x, int64_t half, int64_t ld, const void* w, const float* scale, const int32_t* bias,
                               float input_scale, float offset, int64_t M, int64_t N, int64_t K, void* y);
 
+// y [M, N] = x [M, K] times w [K, N] of int4 in panels, each group of K / groups rows of w times its row of `scale` [groups, N]. Rows of x
+// and y are bfloat16 if `half` and else float32. Groups are multiples of 32 rows, unless there is one.
+void npuc_linear_int4(const void* x, int64_t half, int64_t ld, const void* w, const float* scale, int64_t groups, int64_t M, int64_t N,
+                      int64_t K, void* y);
+
 // out [T, M]: experts with weights gate_up [E, 2, F, M] and down [E, M, F] on tokens x [T, M], which are `ld` floats apart. Each token
 // has X experts `ids` [T, X] with weights `share` [T, X]; ids outside [0, E) are skipped.
 void npuc_experts(const float* x, int64_t ld, const float* share, const int32_t* ids, const float* gate_up, const float* down, int64_t T,
                   int64_t X, int64_t E, int64_t F, int64_t M, float* out);
+
+// The same in bfloat16, of gate_up and down in panels; rows are rounded before down, and at the end.
+void npuc_experts_bf16(const void* x, int64_t ld, const float* share, const int32_t* ids, const void* gate_up, const void* down, int64_t T,
+                       int64_t X, int64_t E, int64_t F, int64_t M, void* out);
+
+// out [R, M]: experts with weights gate_up [E, M, 2 F] and down [E, F, M] of int4 in panels, each with `groups` of scales, on rows that are
+// grouped by expert, the first counts[0] of expert 0. Rows and out are bfloat16 if `half` and else float32; rows of no expert become zeros.
+// `sizes` are R, E, F, M, the groups of gate_up and of down.
+void npuc_grouped_int4(const void* x, int64_t half, int64_t ld, const int64_t* counts, const void* gate_up, const float* gate_up_scale,
+                       const void* down, const float* down_scale, const int64_t* sizes, void* out);
 
 // out [B, Q, C]: SiLU of x [B, Q, C] convolved with weight [C, taps]. A request continues from slot `read` [B] of the pool `state`
 // [slots, taps - 1, C], or from zeros where `starts` [B], its num_computed_tokens, is 0; the window after every token is written to

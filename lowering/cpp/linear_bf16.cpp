@@ -4,34 +4,8 @@
 
 using namespace npuc;
 
-namespace {
-
-// y [M, N] of bfloat16.
-struct Rounded final : Sink {
-    bf16* y;
-    int64_t N;
-
-    Rounded(void* y, int64_t N) : y(static_cast<bf16*>(y)), N(N) {}
-
-    void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override {
-        const auto* from = static_cast<const float*>(sums);
-        const int64_t n = p * CHANNELS, channels = std::min(CHANNELS, N - n);
-        if (channels == CHANNELS) {
-            for (int64_t r = 0; r < rows; r++) narrow16(y + (m + r) * N + n, from + r * CHANNELS);
-            return;
-        }
-        for (int64_t r = 0; r < rows; r++) {
-            bf16 rounded[CHANNELS];
-            narrow16(rounded, from + r * CHANNELS);
-            std::memcpy(y + (m + r) * N + n, rounded, channels * sizeof(bf16));
-        }
-    }
-};
-
-}  // namespace
-
 void npuc_linear_bf16(const void* x, int64_t ld, const void* weights, int64_t M, int64_t N, int64_t K, void* y) {
-    linear_panels(Blocks(Kind::BF16, M, K), rows_of(x, M, ld * 2).data(), weights, N, Rounded(y, N));
+    linear_panels(Blocks(Kind::BF16, M, K), rows_of(x, M, ld * 2).data(), weights, N, Stored<bf16>(y, N));
 }
 
 void npuc_embed_bf16(const void* ids, int64_t wide_ids, const void* table, int64_t T, int64_t K, void* out) {

@@ -38,10 +38,6 @@ void round_statically(const T* x, int64_t K, float reciprocal, float offset, int
     for (int64_t k = 0; k < K; k++) to[k] = rounded(std::min(127.0f, std::max(-128.0f, apart(widen(x[k]) * reciprocal) + offset)));
 }
 
-// 16 results in the dtype of y.
-INLINE void stored(float* to, const float* from) { std::memcpy(to, from, CHANNELS * sizeof(float)); }
-INLINE void stored(bf16* to, const float* from) { narrow16(to, from); }
-
 // y [M, N] = (sums + bias) * scale [N] * row scale [M], in that order; no bias and no row scales where they are null.
 template <typename T>
 struct Scaled final : Sink {

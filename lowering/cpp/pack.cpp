@@ -60,3 +60,24 @@ void npuc_pack_int8(const void* weights, int64_t matrices, int64_t K, int64_t N,
         std::memcpy(to + panel - LINE, sums, LINE);
     }
 }
+
+int64_t npuc_packed_int4(int64_t K, int64_t words) { return panels(8 * words) * nibbles(K); }
+
+void npuc_pack_int4(const void* weights, int64_t matrices, int64_t K, int64_t words, void* out) {
+    const int64_t each = panels(8 * words), panel = nibbles(K);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < matrices * each; i++) {
+        const int64_t first = i % each * 2;
+        const auto* from = static_cast<const uint32_t*>(weights) + i / each * K * words + first;
+        auto* to = static_cast<char*>(out) + i * panel;
+        for (int64_t quad = 0; quad < panel / LINE; quad++) {
+            uint32_t line[CHANNELS] = {};
+            for (int64_t j = 0; j < 8 && 8 * quad + j < K; j++) {
+                const uint32_t* row = from + (8 * quad + j) * words;
+                const uint32_t own[2] = {row[0], first + 1 < words ? row[1] : 0};
+                for (int64_t c = 0; c < CHANNELS; c++) line[c] |= (own[c / 8] >> (4 * (c % 8)) & 15) << (4 * (j / 2) + 16 * (j % 2));
+            }
+            std::memcpy(to + quad * LINE, line, LINE);
+        }
+    }
+}

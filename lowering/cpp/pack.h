@@ -12,4 +12,8 @@ void npuc_pack_bf16(const void* weights, int64_t matrices, int64_t N, int64_t K,
 // The same of matrices [K, N] of int8.
 int64_t npuc_packed_int8(int64_t K, int64_t N);
 void npuc_pack_int8(const void* weights, int64_t matrices, int64_t K, int64_t N, void* out);
+
+// The same of matrices [K, 8 * words] of int4, of which eight neighbours are an int32 (`pack_w4` of graphs/quantise.py).
+int64_t npuc_packed_int4(int64_t K, int64_t words);
+void npuc_pack_int4(const void* weights, int64_t matrices, int64_t K, int64_t words, void* out);
 }

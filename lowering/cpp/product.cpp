@@ -11,8 +11,11 @@ namespace npuc {
 
 namespace {
 
-// Rows of a block of each variant: what its registers hold of sums.
-constexpr int64_t MOST[] = {4, 12, 16};
+// Rows of a block of each variant, and of one of float32: what its registers hold of sums.
+constexpr int64_t MOST[] = {4, 12, 16}, MOST_FLOATS = L == 16 ? 12 : 4;
+
+// Bytes of an element.
+constexpr int64_t SIZE[] = {2, 1, 4};
 
 // One block of R rows and one panel; `x` are pairs [lines][R].
 template <int R>
@@ -98,9 +101,10 @@ void multiply_wide(const Blocks& blocks, const char* data, const char* weights, 
 
 }  // namespace
 
-Blocks::Blocks(Kind kind, int64_t M, int64_t K) : kind(kind), isa(npuc::isa()), M(M) {
-    const int64_t size = kind == Kind::BF16 ? 2 : 1, most = MOST[int(isa)];
-    width = K * size, lines = npuc::lines(K, size);
+Blocks::Blocks(Kind kind, int64_t M, int64_t K) : kind(kind), isa(kind == Kind::F32 ? Isa::WIDE : npuc::isa()), M(M) {
+    const int64_t size = SIZE[int(kind)], most = kind == Kind::F32 ? MOST_FLOATS : MOST[int(isa)];
+    // A word of float32 is one element, of which panels of int4 have as many as those of bfloat16.
+    width = K * size, lines = kind == Kind::F32 ? 2 * npuc::lines(K, 2) : npuc::lines(K, size);
     count = (M + most - 1) / most;
     // Rows are shared evenly, but tiles of several blocks are read in pairs and whole.
     rows = count > 0 ? (M + count - 1) / count : 0;

@@ -1,4 +1,5 @@
-// Products of rows with panels of a matrix (panels.h): bfloat16 with sums in float32, and int8 with exact sums in int32.
+// Products of rows with panels of a matrix (panels.h): bfloat16 with sums in float32, and int8 with exact sums in int32. Rows are arranged
+// here for products with int4, too (product_int4.h), which multiplies bfloat16 and float32.
 //
 // A row's sums have an order that depends on nothing but the variant (cpu.h), so a row is the same bits in any company.
 #pragma once
@@ -9,7 +10,7 @@
 
 namespace npuc {
 
-enum class Kind { BF16, INT8 };
+enum class Kind { BF16, INT8, F32 };
 
 // How M rows of K elements are cut into blocks of equally many rows; the last ones are filled up with zeros.
 struct Blocks {

@@ -52,8 +52,9 @@ WITH_DOTS void side_by_side(const Blocks& blocks, const int32_t* x, const char* 
 }
 
 template <Kind K, int R, int P>
-WITH_DOTS void group(const Blocks& blocks, const char* data, const char* weights, int64_t p, const Sink& sink) {
-    const char *own = weights + p * blocks.panel(), *next = own + P * blocks.panel();
+WITH_DOTS void group(const Blocks& blocks, const char* data, const char* weights, int64_t p, int64_t last, const Sink& sink) {
+    // What follows the last panel is another thread's, or weights that nobody asked for.
+    const char *own = weights + p * blocks.panel(), *next = p + P < last ? own + P * blocks.panel() : own;
     for (int64_t block = 0; block < blocks.count; block++) {
         const auto* x = reinterpret_cast<const int32_t*>(data + block * blocks.block());
         // The first blocks prefetch what the next panels are; further ones find it in the cache.
@@ -70,8 +71,8 @@ template <Kind K, int R>
 void all(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
     constexpr int P = R <= 6 ? 4 : 2;
     int64_t p = first;
-    for (; p + P <= last; p += P) group<K, R, P>(blocks, data, weights, p, sink);
-    for (; p < last; p++) group<K, R, 1>(blocks, data, weights, p, sink);
+    for (; p + P <= last; p += P) group<K, R, P>(blocks, data, weights, p, last, sink);
+    for (; p < last; p++) group<K, R, 1>(blocks, data, weights, p, last, sink);
 }
 
 using All = void (*)(const Blocks&, const char*, const char*, int64_t, int64_t, const Sink&);

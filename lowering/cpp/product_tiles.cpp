@@ -30,12 +30,12 @@ WITH_TILES INLINE void prefetch(const char* next, int64_t lines) {
     for (int64_t i = 0; i < lines; i++) _mm_prefetch(next + i * LINE, _MM_HINT_T1);
 }
 
-// One block of up to 16 rows with P panels side by side, whose successors are prefetched.
+// One block of up to 16 rows with P panels side by side, whose successors before `last` are prefetched.
 template <Kind K, int P>
-WITH_TILES void few_rows(const Blocks& blocks, const char* x, const char* weights, int64_t p, const Sink& sink) {
+WITH_TILES void few_rows(const Blocks& blocks, const char* x, const char* weights, int64_t p, int64_t last, const Sink& sink) {
     alignas(64) char sums[4][TILE];
     const int64_t step = blocks.rows * LINE, panel = blocks.panel(), end = blocks.lines * LINE;
-    const char *own = weights + p * panel, *next = own + P * panel;
+    const char *own = weights + p * panel, *next = p + P < last ? own + P * panel : own;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -121,10 +121,10 @@ WITH_TILES void all(const Blocks& blocks, const char* data, const char* weights,
     if (blocks.count == 1) {
         configure_tiles(blocks.rows, 5);
         int64_t p = first;
-        for (; p + 4 <= last; p += 4) few_rows<K, 4>(blocks, data, weights, p, sink);
-        if (last - p == 3) few_rows<K, 3>(blocks, data, weights, p, sink);
-        if (last - p == 2) few_rows<K, 2>(blocks, data, weights, p, sink);
-        if (last - p == 1) few_rows<K, 1>(blocks, data, weights, p, sink);
+        for (; p + 4 <= last; p += 4) few_rows<K, 4>(blocks, data, weights, p, last, sink);
+        if (last - p == 3) few_rows<K, 3>(blocks, data, weights, p, last, sink);
+        if (last - p == 2) few_rows<K, 2>(blocks, data, weights, p, last, sink);
+        if (last - p == 1) few_rows<K, 1>(blocks, data, weights, p, last, sink);
     } else {
         configure_tiles(LINES, 8);
         const int64_t chunk = std::max<int64_t>(2, CACHED / blocks.block() / 2 * 2);

@@ -190,6 +190,19 @@ AOTITorchError aoti_torch_cpu_npuc_static_quant_linear(AtenTensorHandle x, AtenT
     });
 }
 
+AOTITorchError aoti_torch_cpu_npuc_linear_int4(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle scale, AtenTensorHandle* out) {
+    return guarded("npuc_linear_int4", [&] {
+        const Tensor input(x), w(weight), scales(scale);
+        promised(w.dense() && w.dtype == aoti_torch_dtype_int32() && scales.dtype == aoti_torch_dtype_float32());
+        const Dense<float> each(scales);
+        with_rows(input, [&](const void* rows, int64_t half, int64_t ld) {
+            const int64_t sizes[] = {input.sizes[0], scales.sizes[1]};
+            void* y = make(2, sizes, input.dtype, out);
+            npuc_linear_int4(rows, half, ld, w.data, each.data, scales.sizes[0], sizes[0], sizes[1], w.sizes[0], y);
+        });
+    });
+}
+
 AOTITorchError aoti_torch_cpu_npuc_experts(AtenTensorHandle x, AtenTensorHandle weights, AtenTensorHandle ids, AtenTensorHandle gate_up,
                                            AtenTensorHandle down, AtenTensorHandle* out) {
     return guarded("npuc_experts", [&] {
@@ -202,6 +215,39 @@ AOTITorchError aoti_torch_cpu_npuc_experts(AtenTensorHandle x, AtenTensorHandle 
         auto* y = static_cast<float*>(make(2, input.sizes, input.dtype, out));
         npuc_experts(rows.data, rows.ld, shares.data, choices.data, static_cast<const float*>(wide.data),
                      static_cast<const float*>(narrow.data), input.sizes[0], chosen.sizes[1], wide.sizes[0], wide.sizes[2], wide.sizes[3], y);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_experts_bf16(AtenTensorHandle x, AtenTensorHandle weights, AtenTensorHandle ids, AtenTensorHandle gate_up,
+                                                AtenTensorHandle down, AtenTensorHandle* out) {
+    return guarded("npuc_experts_bf16", [&] {
+        const Tensor input(x), share(weights), chosen(ids), wide(gate_up), narrow(down);
+        promised(wide.dense() && narrow.dense() && chosen.dtype == aoti_torch_dtype_int32() && share.dtype == aoti_torch_dtype_float32());
+        for (const Tensor* one : {&input, &wide, &narrow}) promised(one->dtype == aoti_torch_dtype_bfloat16());
+        const Rows<uint16_t> rows(input);
+        const Dense<float> shares(share);
+        const Dense<int32_t> choices(chosen);
+        void* y = make(2, input.sizes, input.dtype, out);
+        npuc_experts_bf16(rows.data, rows.ld, shares.data, choices.data, wide.data, narrow.data, input.sizes[0], chosen.sizes[1],
+                          wide.sizes[0], wide.sizes[2], wide.sizes[3], y);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_grouped_int4(AtenTensorHandle rows, AtenTensorHandle counts, AtenTensorHandle gate_up,
+                                                AtenTensorHandle gate_up_scale, AtenTensorHandle down, AtenTensorHandle down_scale,
+                                                AtenTensorHandle* out) {
+    return guarded("npuc_grouped_int4", [&] {
+        const Tensor input(rows), each(counts), wide(gate_up), wide_scale(gate_up_scale), narrow(down), narrow_scale(down_scale);
+        promised(wide.dense() && narrow.dense() && each.dtype == aoti_torch_dtype_int64());
+        for (const Tensor* one : {&wide, &narrow}) promised(one->dtype == aoti_torch_dtype_int32());
+        for (const Tensor* one : {&wide_scale, &narrow_scale}) promised(one->dtype == aoti_torch_dtype_float32());
+        const Dense<int64_t> taken(each);
+        const Dense<float> up(wide_scale), back(narrow_scale);
+        const int64_t sizes[] = {input.sizes[0], wide.sizes[0], narrow.sizes[1], input.sizes[1], wide_scale.sizes[1], narrow_scale.sizes[1]};
+        with_rows(input, [&](const void* x, int64_t half, int64_t ld) {
+            void* y = make(2, input.sizes, input.dtype, out);
+            npuc_grouped_int4(x, half, ld, taken.data, wide.data, up.data, narrow.data, back.data, sizes, y);
+        });
     });
 }
 

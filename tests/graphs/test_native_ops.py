@@ -72,8 +72,18 @@ def test_few_rows_in_float32_and_all_in_bfloat16_go_through_kernels(rows: int, d
     x, zeros = torch.zeros(rows, 6, dtype=dtype), partial(torch.zeros, dtype=dtype)
     assert called(ops.linear, x, zeros(5, 6)) == product
     assert called(ops.swiglu_linear, x, zeros(2, 5, 6)) == product
-    experts = zeros(rows, 2), ints(rows, 2), zeros(4, 2, 5, 6), zeros(4, 6, 5)
-    assert called(ops.moe_experts, x, *experts) == ({"npuc_experts"} if few else set())
+    experts = torch.zeros(rows, 2), ints(rows, 2), zeros(4, 2, 5, 6), zeros(4, 6, 5)
+    assert called(ops.moe_experts, x, *experts) == ({"npuc_experts"} if few else {"npuc_experts_bf16"} if half else set())
+
+
+@pytest.mark.parametrize(("groups", "taken"), [(1, True), (2, True), (4, False)])
+def test_int4_goes_through_kernels_where_a_scale_is_of_whole_tiles(groups: int, taken: bool) -> None:
+    """64 weights of a channel: of groups of 16 each weight is multiplied by its scale, as in the reference."""
+    x, scale = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(groups, 16)
+    assert called(ops.weight_quant_linear, x, ints(64, 2), scale) == ({"npuc_linear_int4"} if taken else set())
+    experts = ints(5, 64, 16), torch.zeros(5, groups, 128), ints(5, 64, 8), torch.zeros(5, groups, 64)
+    counts = torch.zeros(5, dtype=torch.int64)
+    assert called(ops.grouped_experts_w4a16, x, counts, *experts) == ({"npuc_grouped_int4"} if taken else set())
 
 
 @pytest.mark.parametrize(("whole", "dtype"), [(False, F32), (True, F32), (False, torch.bfloat16)])

@@ -135,6 +135,14 @@ def static_quant_linear(
     return out
 
 
+def linear_int4(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    (M, K), (groups, N) = x.shape, scale.shape
+    x, out, panels, scale = _rows(x), torch.empty(M, N, dtype=x.dtype), packed(weight, "int4"), scale.contiguous()
+    rows = _at(x, x.dtype), int(x.dtype == BF16), x.stride(0)
+    _call("npuc_linear_int4", *rows, _at(panels, U8), _at(scale, F32, (groups, N)), groups, M, N, K, _at(out, x.dtype))
+    return out
+
+
 def packed(weight: torch.Tensor, kind: str = "bf16") -> torch.Tensor:
     """A matrix, or several [..., rows, columns], in the panels of a kind of `packing.KINDS`."""
     N, K = weight.shape[-2:]
@@ -144,6 +152,11 @@ def packed(weight: torch.Tensor, kind: str = "bf16") -> torch.Tensor:
     out = torch.full((matrices * size(N, K),), 0xFF, dtype=U8)
     _call(f"npuc_pack_{kind}", _at(weight, packing.KINDS[kind]), matrices, N, K, _at(out, U8))
     return out
+
+
+def every_variant() -> list[tuple[str, int]]:
+    """The levels that packages are compiled for, each with every variant, which a machine need not have."""
+    return [(level, variant) for level in LEVELS for variant in VARIANTS]
 
 
 @contextmanager
@@ -163,6 +176,34 @@ def experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: 
     chosen = _at(weights, F32, (T, X)), _at(ids, I32, (T, X))
     matrices = _at(gate_up, F32, (E, 2, F, M)), _at(down, F32, (E, M, F))
     _call("npuc_experts", _at(x, F32), x.stride(0), *chosen, *matrices, T, X, E, F, M, _at(out, F32))
+    return out
+
+
+def experts_bf16(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Packs the weights first, which a package finds packed."""
+    (T, M), X, (E, _, F, _) = x.shape, ids.shape[1], gate_up.shape
+    x, out, weights, ids = _rows(x), torch.empty(T, M, dtype=x.dtype), weights.contiguous(), ids.contiguous()
+    chosen, matrices = (_at(weights, F32, (T, X)), _at(ids, I32, (T, X))), (packed(gate_up), packed(down))
+    rows = _at(x, BF16), x.stride(0)
+    _call("npuc_experts_bf16", *rows, *chosen, *(_at(panels, U8) for panels in matrices), T, X, E, F, M, _at(out, BF16))
+    return out
+
+
+def grouped_int4(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+) -> torch.Tensor:
+    (R, M), (E, F, _), G, H = rows.shape, down.shape, gate_up_scale.shape[1], down_scale.shape[1]
+    rows, out, counts = _rows(rows), torch.empty(R, M, dtype=rows.dtype), counts.contiguous()
+    gate_up_scale, down_scale = gate_up_scale.contiguous(), down_scale.contiguous()
+    wide, narrow = packed(gate_up, "int4"), packed(down, "int4")
+    given = _at(rows, rows.dtype), int(rows.dtype == BF16), rows.stride(0), _at(counts, torch.int64, (E,))
+    matrices = _at(wide, U8), _at(gate_up_scale, F32, (E, G, 2 * F)), _at(narrow, U8), _at(down_scale, F32, (E, H, M))
+    _call("npuc_grouped_int4", *given, *matrices, _sizes(R, E, F, M, G, H), _at(out, rows.dtype))
     return out
 
 
@@ -309,8 +350,11 @@ KERNELS = {
     "npuc_delta_rows": delta_rows,
     "npuc_embed_bf16": embed_bf16,
     "npuc_experts": experts,
+    "npuc_experts_bf16": experts_bf16,
+    "npuc_grouped_int4": grouped_int4,
     "npuc_linear": linear,
     "npuc_linear_bf16": linear_bf16,
+    "npuc_linear_int4": linear_int4,
     "npuc_logprobs": logprobs,
     "npuc_quant_linear": quant_linear,
     "npuc_sample": sample,

@@ -26,7 +26,7 @@ def choose(graph: GraphModule) -> None:
     for module in _modules(graph):
         for node in list(module.graph.nodes):
             wants = _wants(node)
-            if wants and id(_source(node.args[wants.operand])) not in packed:
+            if wants and not all(id(_source(node.args[i])) in packed for i in wants.operands):
                 _inline(module.graph, node, wants.plain)
         module.recompile()
 
@@ -39,12 +39,31 @@ def layouts(graph: GraphModule) -> dict[int, Layout]:
 
 def _packed(graph: GraphModule) -> Iterator[tuple[Node, Layout]]:
     """The operands of the graph and of its bodies that are packed."""
-    for members in _shared(graph):
-        readers = [reader for node in members for reader in _readers(node)]
-        found = {_layout(reader, node) for reader, node in readers}
-        worth = any(wants.worth for reader, _ in readers if (wants := _wants(reader)))
-        if worth and len(found) == 1 and (layout := found.pop()) is not None:
-            yield from ((node, layout) for node in members)
+    wanted = [(members, layout) for members in _shared(graph) if (layout := _agreed(members)) is not None]
+    count = -1
+    # An operator that reads two weights packed reads both plain if one of them stays so, which may leave others without a reader.
+    while count != len(wanted):
+        count, packed = len(wanted), {id(node) for members, _ in wanted for node in members}
+        wanted = [(members, layout) for members, layout in wanted if all(_others_in(packed, reader) for reader in _all_readers(members))]
+    for members, layout in wanted:
+        yield from ((node, layout) for node in members)
+
+
+def _agreed(members: list[Node]) -> Layout | None:
+    """The layout in which all readers of one memory read it, if one of them is worth packing for."""
+    found = {_layout(reader, node) for member in members for reader, node in _readers(member)}
+    worth = any(wants.worth for reader in _all_readers(members) if (wants := _wants(reader)))
+    return found.pop() if worth and len(found) == 1 else None
+
+
+def _all_readers(members: list[Node]) -> list[Node]:
+    return [reader for member in members for reader, _ in _readers(member)]
+
+
+def _others_in(packed: set[int], reader: Node) -> bool:
+    """Whether all weights that a reader wants packed are."""
+    wants = _wants(reader)
+    return wants is not None and all(id(_source(reader.args[i])) in packed for i in wants.operands)
 
 
 def _modules(graph: GraphModule) -> list[GraphModule]:
@@ -96,7 +115,8 @@ def _layout(reader: Node, read: Node) -> Layout | None:
     """The layout in which an operator reads a weight; None where it reads it as it lies."""
     wants, source = _wants(reader), _source(read)
     assert isinstance(source, Node)
-    if wants is None or reader.args[wants.operand] is not read or [*reader.all_input_nodes].count(read) != 1:
+    places = [i for i, argument in enumerate(reader.args) if argument is read]
+    if wants is None or len(places) != 1 or places[0] not in wants.operands:
         return None
     shape, stored = read.meta["val"].shape, source.meta["val"]
     if not read.meta["val"].is_contiguous() or stored.dtype != KINDS[wants.kind] or stored.numel() != read.meta["val"].numel():

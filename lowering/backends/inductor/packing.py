@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-KINDS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "int8": torch.int8}
+KINDS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.int32}
 """Layout -> dtype of the weights that it is made of."""
 
 

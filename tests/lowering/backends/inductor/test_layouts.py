@@ -12,6 +12,7 @@ from npucompile.graphs.ir.record import record
 from npucompile.graphs.native_ops import NAMESPACE
 from npucompile.graphs.ops.embed import Embed, embed_on_cpu
 from npucompile.graphs.ops.linear import Linear, linear_on_cpu
+from npucompile.graphs.ops.moe_experts import MoeExperts, moe_experts_on_cpu
 from npucompile.lowering.backends.inductor.layouts import choose, layouts
 from npucompile.lowering.backends.inductor.packing import Layout
 
@@ -79,6 +80,31 @@ def test_an_embedding_is_packed_only_for_a_head() -> None:
     alone = graph_of(lambda tokens, table: [embed_on_cpu(Embed(tokens, table))], (5,), (70, 48))
     assert chosen(alone) == {}
     assert natives(alone) == []
+
+
+def mixture(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    share, ids = torch.zeros(5, 2, device=x.device), torch.zeros(5, 2, dtype=torch.int32, device=x.device)
+    return moe_experts_on_cpu(MoeExperts(x, share, ids, gate_up, down))
+
+
+GATE_UP, DOWN = Layout("bf16", 8, 20, 48), Layout("bf16", 4, 48, 20)
+
+
+def test_both_weights_of_experts_are_packed_or_none() -> None:
+    shapes = (5, 48), (4, 2, 20, 48), (4, 48, 20)
+    assert chosen(graph_of(lambda x, up, down: [mixture(x, up, down)], *shapes)) == {1: GATE_UP, 2: DOWN}
+    graph = graph_of(lambda x, up, down: [mixture(x, up, down), down.sum(0)], *shapes)
+    assert chosen(graph) == {}
+    assert natives(graph) == []
+
+
+def test_what_stays_plain_in_one_operator_does_so_in_those_that_share_its_weights() -> None:
+    def shared(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, other: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return [mixture(product(x, w), up, down), mixture(x, up, other), down.sum(0)]
+
+    graph = graph_of(shared, (5, 48), (4, 2, 20, 48), (4, 48, 20), (4, 48, 20), (48, 48))
+    assert chosen(graph) == {4: Layout("bf16", 1, 48, 48)}
+    assert len(natives(graph)) == 1
 
 
 def calling(body: GraphModule, given: Callable[[Graph, list[torch.fx.Node]], list[list[torch.fx.Node]]]) -> GraphModule:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import kernels as native_kernels
 
 from npucompile.graphs import ops
 
@@ -19,18 +17,9 @@ ROUNDED = 2.0**-8
 """Relative to the largest value: results are rounded once, when they are stored."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(level, variant) for level in native_kernels.LEVELS for variant in native_kernels.VARIANTS],
-    ids=lambda chosen: f"{chosen[0]}-{chosen[1]}",
-)
-def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Iterator[ModuleType]:
-    """The kernels at each level that packages are compiled for, in each variant."""
-    level, variant = request.param
-    with kernels.compiled_for(level), kernels.limited(variant) as used:
-        if used != variant:
-            pytest.skip(f"this CPU runs variant {used} at most")
-        yield kernels
+@pytest.fixture(scope="module")
+def run(variant: ModuleType) -> ModuleType:
+    return variant
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

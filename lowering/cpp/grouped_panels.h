@@ -1,0 +1,120 @@
+// Experts over rows that are grouped by expert: gate and up, the activation, and down, by all threads.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "linear_panels.h"
+
+namespace npuc {
+
+// Which rows belong to which expert: those of experts[i] are [first[i], first[i + 1]), at least one.
+struct Groups {
+    std::vector<int64_t> experts, first;
+
+    int64_t count() const { return int64_t(experts.size()); }
+    int64_t rows() const { return first.back(); }
+};
+
+// A product of each group's rows with its expert's matrix, whose panels are `all`.
+struct GroupedProduct {
+    GroupedProduct(const Groups& groups, Kind kind, int64_t K, int64_t all) : all(all) {
+        for (int64_t i = 0; i < groups.count(); i++) {
+            blocks.emplace_back(kind, groups.first[i + 1] - groups.first[i], K);
+            at.push_back(bytes), bytes += blocks[i].bytes();
+        }
+    }
+
+    std::vector<Blocks> blocks;
+    std::vector<int64_t> at;  // where each group's arranged rows begin
+    int64_t all, bytes = 0;
+};
+
+// Within a parallel region: calls `multiply(group, its arranged rows, first panel, last panel)` for this thread's share. What a panel costs
+// is the number of blocks that it is multiplied with.
+template <typename Multiply>
+void share_groups(const GroupedProduct& product, const Groups& groups, const void* const* rows, char* data, const Multiply& multiply) {
+    const int64_t count = groups.count(), steps = (product.all + GROUP - 1) / GROUP;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count; i++) arrange(product.blocks[i], rows + groups.first[i], data + product.at[i], 0, product.blocks[i].count);
+    int64_t total = 0, before = 0;
+    for (const Blocks& blocks : product.blocks) total += steps * blocks.count;
+    const int64_t low = total * member() / team(), high = total * (member() + 1) / team();
+    for (int64_t i = 0; i < count; before += steps * product.blocks[i++].count) {
+        const int64_t each = product.blocks[i].count;
+        const auto step = [&](int64_t cost) { return std::min(steps, (std::max<int64_t>(0, cost - before) + each - 1) / each); };
+        const int64_t begin = step(low) * GROUP, end = std::min(product.all, step(high) * GROUP);
+        if (begin < end) multiply(i, data + product.at[i], begin, end);
+    }
+#pragma omp barrier
+}
+
+// Sums of a group as rows of `width` floats.
+struct Placed final : Sink {
+    float* to;
+    int64_t width;
+
+    Placed(float* to, int64_t width) : to(to), width(width) {}
+
+    void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override {
+        for (int64_t r = 0; r < rows; r++)
+            std::memcpy(to + (m + r) * width + p * CHANNELS, static_cast<const float*>(sums) + r * CHANNELS, LINE);
+    }
+};
+
+// hidden = silu(gate) * up of a row, in float32 before it is rounded to T.
+template <typename T>
+void activate(const float* gates, const float* ups, int64_t F, T* to) {
+    for (int64_t f = 0; f < F; f += L) {
+        const int64_t count = std::min<int64_t>(L, F - f);
+        float padded[2][L] = {}, activated[L];
+        std::memcpy(padded[0], gates + f, count * sizeof(float));
+        std::memcpy(padded[1], ups + f, count * sizeof(float));
+        store(activated, silu(load(padded[0])) * load(padded[1]));
+        for (int64_t i = 0; i < count; i++) narrow(to[f + i], activated[i]);
+    }
+}
+
+// Sizes of experts, and what their rows are.
+struct Expert {
+    Kind kind;  // BF16 or F32
+    int64_t M, F;
+    int64_t wide, up;  // panels of gate and up together, and the float of a row of them where up begins
+    int64_t bytes;     // of an expert's weights
+};
+
+// Rows [rows][panels(M) * 16] of float32 that the experts make of rows `x`, in memory of this thread that the next call overwrites.
+// `multiply_up` and `multiply_down` are called as `multiply(blocks, arranged rows, expert, first panel, last panel, sink)`.
+template <typename Up, typename Down>
+const float* through_experts(const Groups& groups, const Expert& expert, const void* const* x, const Up& multiply_up,
+                             const Down& multiply_down) {
+    static thread_local Scratch kept[4];
+    const int64_t rows = groups.rows(), wide = expert.wide * CHANNELS, width = panels(expert.M) * CHANNELS;
+    const int64_t size = expert.kind == Kind::F32 ? 4 : 2;
+    const GroupedProduct first(groups, expert.kind, expert.M, expert.wide), second(groups, expert.kind, expert.F, panels(expert.M));
+    auto* data = static_cast<char*>(kept[0].get(std::max(first.bytes, second.bytes)));
+    auto* gates = static_cast<float*>(kept[1].get(rows * wide * 4));
+    auto* hidden = static_cast<char*>(kept[2].get(rows * expert.F * size));
+    auto* outs = static_cast<float*>(kept[3].get(rows * width * 4));
+    const std::vector<const void*> inner = rows_of(hidden, rows, expert.F * size);
+#pragma omp parallel if (groups.count() * expert.bytes >= WORTH_SHARING)
+    {
+        share_groups(first, groups, x, data, [&](int64_t i, const char* own, int64_t begin, int64_t end) {
+            multiply_up(first.blocks[i], own, groups.experts[i], begin, end, Placed(gates + groups.first[i] * wide, wide));
+        });
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) {
+            const float* from = gates + r * wide;
+            if (expert.kind == Kind::F32)
+                activate(from, from + expert.up, expert.F, reinterpret_cast<float*>(hidden) + r * expert.F);
+            else
+                activate(from, from + expert.up, expert.F, reinterpret_cast<bf16*>(hidden) + r * expert.F);
+        }
+        share_groups(second, groups, inner.data(), data, [&](int64_t i, const char* own, int64_t begin, int64_t end) {
+            multiply_down(second.blocks[i], own, groups.experts[i], begin, end, Placed(outs + groups.first[i] * width, width));
+        });
+    }
+    return outs;
+}
+
+}  // namespace npuc

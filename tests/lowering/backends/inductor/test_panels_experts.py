@@ -1,0 +1,138 @@
+"""lowering/cpp/experts_bf16.cpp and experts_int4.cpp: experts in panels, in every variant of instruction sets that this machine runs."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npucompile.graphs import ops
+from npucompile.graphs.quantise import pack_w4, quantise_w4_values
+
+BF16, I32, NAN = torch.bfloat16, torch.int32, float("nan")
+
+ROUNDED = 2.0**-7
+"""Relative to the largest sum of magnitudes: rows are rounded before the second product and at the end."""
+
+
+@pytest.fixture(scope="module")
+def run(variant: ModuleType) -> ModuleType:
+    return variant
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def apart(x: torch.Tensor, by: int) -> torch.Tensor:
+    """The same rows with `by` undefined elements between them."""
+    wide = torch.full((len(x), x.shape[1] + by), NAN, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def mixture(T: int, X: int, E: int, F: int, M: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Choices that include other ranks' experts; weights of experts that are not chosen are NaN."""
+    r = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-2, E + 2, (T, X), generator=r, dtype=I32)
+    gate_up, down = randn(E, 2, F, M, seed=seed + 1), randn(E, M, F, seed=seed + 2)
+    unchosen = [e for e in range(E) if not (ids == e).any()]
+    gate_up[unchosen], down[unchosen] = NAN, NAN
+    return randn(T, M, seed=seed + 3), torch.rand(T, X, generator=r), ids, gate_up, down
+
+
+def wanted(
+    x: torch.Tensor, share: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum in float64, choice by choice, and the same sum of the magnitudes of what is added."""
+    total, size = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(x.shape, dtype=torch.float64)
+    for t, c in ((ids >= 0) & (ids < len(down))).nonzero().tolist():
+        e = int(ids[t, c])
+        gate, up = (gate_up[e].double() @ x[t].double()).unbind()
+        hidden = torch.nn.functional.silu(gate) * up
+        total[t] += share[t, c].double() * (down[e].double() @ hidden)
+        size[t] += share[t, c].double() * (down[e].double().abs() @ hidden.abs())
+    return total, size
+
+
+def close(got: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor]) -> None:
+    total, size = want
+    assert got.shape == total.shape
+    assert got.isfinite().all(), "nothing that nobody wrote was read"
+    assert (got.double() - total).abs().max() <= ROUNDED * size.max() + 1e-30
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 64), st.integers(1, 3), st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.integers(0, 3), st.integers(0, 9)
+)
+def test_experts_nobody_chose_are_not_read(run: ModuleType, T: int, X: int, E: int, F: int, M: int, by: int, seed: int) -> None:
+    x, *rest = mixture(T, X, E, F, M, seed)
+    close(run.experts_bf16(apart(x, by), *rest), wanted(x, *rest))
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 7, 9), (3, 4, 72, 130)], ids=str)
+def test_a_token_is_the_same_in_any_company(run: ModuleType, sizes: tuple[int, ...]) -> None:
+    """Bit for bit; the larger sizes use a second thread, and experts with more rows than one block."""
+    x, share, ids, *matrices = mixture(64, *sizes)
+    alone = torch.cat([run.experts_bf16(x[t : t + 1], share[t : t + 1], ids[t : t + 1], *matrices) for t in range(64)])
+    close(alone, wanted(x, share, ids, *matrices))
+    for threads in (1, 2):
+        with run.threads(threads):
+            for first, count in ((5, 2), (9, 4), (3, 9), (30, 17), (0, 33), (0, 64)):
+                rows = slice(first, first + count)
+                assert torch.equal(run.experts_bf16(x[rows], share[rows], ids[rows], *matrices), alone[rows])
+
+
+def test_tokens_of_other_ranks_experts_get_nothing(run: ModuleType) -> None:
+    x, share, _, gate_up, down = mixture(3, 2, 4, 20, 24)
+    nobody = torch.full((3, 2), 4, dtype=I32)
+    assert not run.experts_bf16(x, share, nobody, gate_up, down).any()
+    assert run.experts_bf16(x[:0], share[:0], nobody[:0], gate_up, down).shape == (0, 24)
+
+
+def grouped(counts: list[int], more: int, F: int, M: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Rows grouped by expert, and `more` of none, which are NaN; so are the scales of experts without rows."""
+    weights = []
+    for i, (K, N) in enumerate(((M, 2 * F), (F, M))):
+        values, scale = quantise_w4_values(randn(len(counts), K, N, seed=i).float(), group)
+        scale[[e for e, count in enumerate(counts) if count == 0]] = NAN
+        weights += [pack_w4(values), scale]
+    rows = randn(sum(counts) + more, M, seed=4).to(dtype)
+    rows[sum(counts) :] = NAN
+    return rows, torch.tensor(counts), *weights
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    st.integers(0, 3),
+    st.sampled_from([(4, 8, 0), (12, 40, 0), (32, 64, 32), (64, 32, 32), (128, 192, 64)]),
+    st.sampled_from([BF16, torch.float32]),
+)
+def test_int4_experts_are_the_reference_on_their_rows(
+    run: ModuleType, counts: list[int], more: int, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    operands = grouped(counts, more, *sizes, dtype)
+    got, own = run.grouped_int4(*operands), sum(counts)
+    assert got.shape == operands[0].shape
+    assert not got[own:].any()
+    # The reference in float32 rounds nothing that the kernel keeps, but scales, which these hold in float16.
+    want = ops.grouped_experts_w4a16(operands[0].float(), *operands[1:])
+    assert got[:own].isfinite().all(), "nothing that nobody wrote was read"
+    if own:
+        assert (got - want)[:own].abs().max() <= (2.0**-6 if dtype == BF16 else 1e-5) * want[:own].abs().max()
+
+
+def test_a_row_of_int4_experts_is_the_same_in_any_company(run: ModuleType) -> None:
+    for dtype in (BF16, torch.float32):
+        rows, counts, *weights = grouped([40, 0, 3, 17], 0, 128, 192, 64, dtype)
+        whole = run.grouped_int4(rows, counts, *weights)
+        for threads in (1, 2):
+            with run.threads(threads):
+                for first, few in ((0, [1, 0, 0, 0]), (39, [1, 0, 3, 5]), (40, [0, 0, 2, 0]), (43, [0, 0, 0, 17])):
+                    part = slice(first, first + sum(few))
+                    assert torch.equal(run.grouped_int4(rows[part], torch.tensor(few), *weights), whole[part])
