@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from ...graphs import ops
+from ...graphs.ops.moe_experts import MoeExperts, moe_experts_static
+from ...graphs.quantise import pack_w4
 from ...lowering.backends.inductor import aoti, native
 from ...lowering.backends.inductor.packing import Layout, Packer, huge
 from ..progress import Progress
@@ -26,6 +29,15 @@ ROWS = (1, 4, 16, 64, 512)
 
 WORKING_SET_BYTES = 2**30
 """Copies of one matrix, so that none is found in a cache, and what is read beside them."""
+
+GROUP = 128
+"""Weights of a channel that share a scale, in int4."""
+
+TORCH_INT4_ROWS = 64
+"""Most rows for which torch's int4 product is measured: of more it takes longer than what widens the weights before."""
+
+TOKENS, CHOICES, EXPERTS, EXPERT = (1, 4, 16, 64), 8, {"bf16": 64, "int4": 256}, (768, 2048)
+"""Tokens of a step, experts of a token, experts, and channels and columns of one: about 600 MB of either type."""
 
 ATTENTIONS = ((1, 512, 1), (1, 4096, 1), (4, 2048, 4), (16, 512, 1), (1, 512, 512))
 """Requests, cached tokens and tokens of the step; 16 query heads, 8 key heads of 128, pages of 16 tokens."""
@@ -67,7 +79,7 @@ def _argument(value: Any) -> Any:
 
 
 def kernels(cache_dir: Path, rounds: int, progress: Progress, clock: Clock = time.perf_counter) -> list[Table]:
-    """Products of bfloat16 and int8, attention and the gated delta rule; every candidate in turns with a read of memory.
+    """Products and experts, attention and the gated delta rule; every candidate in turns with a read of memory.
 
     Raises:
         LoweringError: there is no C++ compiler.
@@ -76,11 +88,13 @@ def kernels(cache_dir: Path, rounds: int, progress: Progress, clock: Clock = tim
     measure = _Turns(_reader(clock), rounds, clock)
     with torch.inference_mode():
         products = [row for N, K in SHAPES for row in _products(own, N, K, measure, progress)]
+        experts = [*_experts(own, measure, progress), *_experts_int4(own, measure, progress)]
         states = [_attention(own, *case, measure, progress) for case in ATTENTIONS] + [
             _delta(own, B, measure, progress) for B in (1, 4, 16)
         ]
     return [
         Table("kernels", "Products with packed weights", _COLUMNS, tuple(products), _NOTES),
+        Table("kernels", "Experts with packed weights", _COLUMNS, tuple(experts), _EXPERT_NOTES),
         Table("kernels", "Attention and states", _COLUMNS, tuple(states), ("bytes: keys and values, or states read and written",)),
     ]
 
@@ -103,7 +117,14 @@ _COLUMNS = (
 )
 _NOTES = (
     "bfloat16 beside F.linear, int8 (rounding of rows included) beside the own product in bfloat16",
-    "every call has another copy of the weights; of memory's speed: weight bytes a second over those of a read of 1 GiB in the same round",
+    f"int4 (groups of {GROUP}, rows of bfloat16) beside torch's _weight_int4pack_mm_for_cpu, which is not measured for more rows",
+    "every call has another copy of the weights; of memory's speed: weight bytes a second, scales included, over those of a read of "
+    "1 GiB in the same round",
+)
+_EXPERT_NOTES = (
+    f"{CHOICES} experts a token, chosen at random in every call, of {EXPERTS['bf16']} in bfloat16 and {EXPERTS['int4']} in int4, each "
+    f"2 x {EXPERT[0]} x {EXPERT[1]} and {EXPERT[1]} x {EXPERT[0]}; bytes: those of the chosen ones, each once",
+    "bfloat16 beside the same in torch's operators, int4 beside the reference, which widens the weights of chosen experts",
 )
 
 
@@ -113,8 +134,10 @@ class _Turns:
     rounds: int
     clock: Clock
 
-    def row(self, what: str, own: Callable[[], object], other: Callable[[], object] | None, nbytes: int, flops: int) -> dict[str, Value]:
-        candidates = {"own": (own, 8), "stream": (self.stream.read, 1)} | ({"other": (other, 8)} if other else {})
+    def row(
+        self, what: str, own: Callable[[], object], other: Callable[[], object] | None, nbytes: float, flops: int, calls: int = 8
+    ) -> dict[str, Value]:
+        candidates = {"own": (own, 8), "stream": (self.stream.read, 1)} | ({"other": (other, calls)} if other else {})
         timed = {name: partial(seconds_per_call, run, self.clock, calls=calls) for name, (run, calls) in candidates.items()}
         found = interleave(timed, self.rounds)
         speed = [nbytes / mine / (self.stream.nbytes / read) for mine, read in zip(found["own"], found["stream"], strict=True)]
@@ -149,7 +172,7 @@ def _products(own: Kernels, N: int, K: int, measure: _Turns, progress: Progress)
     packed = own.packer.pack(weights, dict.fromkeys(range(count), Layout("bf16", 1, N, K)))
     packed8 = own.packer.pack(eights, dict.fromkeys(range(count), Layout("int8", 1, K, N)))
     next_plain, next_packed, next_packed8 = _turning(weights), _turning(list(packed.values())), _turning(list(packed8.values()))
-    scale = torch.rand(N)
+    scale, int4 = torch.rand(N), _Int4(own, N, K)
     for M in ROWS:
         progress.say(f"product {M} x {N} x {K}")
         x, y = torch.randn(M, K).bfloat16(), torch.empty(M, N, dtype=torch.bfloat16)
@@ -165,6 +188,84 @@ def _products(own: Kernels, N: int, K: int, measure: _Turns, progress: Progress)
 
         yield measure.row(f"bf16 {M} x {N} x {K}", halves, torchs, 2 * N * K, 2 * M * N * K)
         yield measure.row(f"int8 {M} x {N} x {K}", quarters, halves, N * K, 2 * M * N * K)
+        beside = int4.torchs(x) if M <= TORCH_INT4_ROWS else None
+        yield measure.row(f"int4 {M} x {N} x {K}", int4.product(x, y), beside, int4.nbytes, 2 * M * N * K)
+
+
+class _Int4:
+    """Copies of one matrix of int4, for the own kernel and for torch's, and their products with rows of bfloat16."""
+
+    def __init__(self, own: Kernels, N: int, K: int) -> None:
+        self._own, self._N, self._K = own, N, K
+        self.nbytes = N * K // 2 + 4 * N * K // GROUP
+        count = max(2, WORKING_SET_BYTES // self.nbytes)
+        values = torch.randint(-8, 8, (K, N), dtype=torch.int8)
+        plain = list(_copies(pack_w4(values), count))
+        self._next = _turning(list(own.packer.pack(plain, dict.fromkeys(range(count), Layout("int4", 1, K, N // 8))).values()))
+        self._scale = torch.rand(K // GROUP, N)
+        torchs = torch.ops.aten._convert_weight_to_int4pack_for_cpu((values.t() + 8).int().contiguous(), 1)
+        self._next_torchs, self._both = _turning(list(_copies(torchs, count))), torch.rand(K // GROUP, N, 2).bfloat16()
+
+    def product(self, x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
+        sizes = self._K // GROUP, len(x), self._N, self._K
+        return lambda: self._own.call("npuc_linear_int4", x, 1, self._K, self._next(), self._scale, *sizes, y)
+
+    def torchs(self, x: torch.Tensor) -> Callable[[], object]:
+        return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._next_torchs(), GROUP, self._both)
+
+
+def _choices(T: int, E: int) -> tuple[list[torch.Tensor], float]:
+    """Different experts of each token, for each call of a round, and how many experts a call chooses on average."""
+    drawn = [torch.rand(T, E).topk(min(CHOICES, E)).indices.int() for _ in range(8)]
+    return drawn, sum(len(ids.unique()) for ids in drawn) / len(drawn)
+
+
+def _experts(own: Kernels, measure: _Turns, progress: Progress) -> Iterator[Mapping[str, Value]]:
+    E, (F, M) = EXPERTS["bf16"], EXPERT
+    gate_up, down = (huge(2 * E * n * F * M).view(torch.bfloat16).normal_() for n in (2, 1))
+    gate_up, down = gate_up.view(E, 2, F, M), down.view(E, M, F)
+    packed = own.packer.pack([gate_up, down], {0: Layout("bf16", 2 * E, F, M), 1: Layout("bf16", E, M, F)})
+    for T in TOKENS:
+        progress.say(f"experts of {T} tokens")
+        drawn, chosen = _choices(T, E)
+        x, y, X = torch.randn(T, M).bfloat16(), torch.empty(T, M, dtype=torch.bfloat16), drawn[0].shape[1]
+        share, mine, theirs = torch.rand(T, X), _turning(drawn), _turning(drawn)
+        sizes = T, X, E, F, M
+
+        def run(x: torch.Tensor = x, y: torch.Tensor = y, share: torch.Tensor = share, mine: Any = mine, sizes: Any = sizes) -> None:
+            own.call("npuc_experts_bf16", x, M, share, mine(), packed[0], packed[1], *sizes, y)
+
+        def torchs(x: torch.Tensor = x, share: torch.Tensor = share, theirs: Any = theirs) -> None:
+            moe_experts_static(MoeExperts(x, share, theirs(), gate_up, down))
+
+        yield measure.row(f"bf16 experts, {T} tokens", run, torchs, 6 * F * M * chosen, 6 * T * X * F * M, calls=2)
+
+
+def _experts_int4(own: Kernels, measure: _Turns, progress: Progress) -> Iterator[Mapping[str, Value]]:
+    E, (F, M) = EXPERTS["int4"], EXPERT
+    gate_up, down = (torch.randint(-(2**31), 2**31, shape, dtype=torch.int32) for shape in ((E, M, 2 * F // 8), (E, F, M // 8)))
+    packed = own.packer.pack([gate_up, down], {0: Layout("int4", E, M, 2 * F // 8), 1: Layout("int4", E, F, M // 8)})
+    scales = torch.rand(E, M // GROUP, 2 * F), torch.rand(E, F // GROUP, M)
+    for T in TOKENS:
+        progress.say(f"experts of {T} tokens in int4")
+        drawn, chosen = _choices(T, E)
+        R = drawn[0].numel()
+        rows, y, counts = (
+            torch.randn(R, M).bfloat16(),
+            torch.empty(R, M, dtype=torch.bfloat16),
+            [ids.flatten().bincount(minlength=E) for ids in drawn],
+        )
+        mine, theirs = _turning(counts), _turning(counts)
+
+        def run(rows: torch.Tensor = rows, y: torch.Tensor = y, mine: Any = mine, R: int = R) -> None:
+            weights = packed[0], scales[0], packed[1], scales[1]
+            own.call("npuc_grouped_int4", rows, 1, M, mine(), *weights, (R, E, F, M, M // GROUP, F // GROUP), y)
+
+        def reference(rows: torch.Tensor = rows, theirs: Any = theirs) -> None:
+            ops.grouped_experts_w4a16.rule("reference")(rows, theirs(), gate_up, scales[0], down, scales[1])
+
+        nbytes = (3 * F * M / 2 + 4 * 3 * F * M / GROUP) * chosen
+        yield measure.row(f"int4 experts, {T} tokens", run, reference, nbytes, 6 * R * F * M, calls=1)
 
 
 def _attention(own: Kernels, B: int, T: int, Q: int, measure: _Turns, progress: Progress) -> Mapping[str, Value]:
