@@ -1,11 +1,12 @@
 """Experts with int8 or int4 weights, over int8 rows grouped by expert."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..native_ops import Native, Packed
 from ..primitive import Cost, Primitive
 from ..quantise import bits_scale, quantise_rows, unpack_w4
 from .grouped_experts import each_group, every_group, experts_cost
@@ -96,10 +97,32 @@ def grouped_experts_w8a8_reference(args: ExpertsW8A8) -> Tensor:
     return _run(each_group, args)
 
 
-@grouped_experts_w8a8.lowering("inductor")
 def grouped_experts_w8a8_static(args: ExpertsW8A8) -> Tensor:
     """Every expert on every row."""
     return _run(every_group, args)
+
+
+def _w8a8(operands: tuple[Any, ...]) -> ExpertsW8A8:
+    """The operands of the kernel, whose last one says whether the result is bfloat16 or float32."""
+    return ExpertsW8A8(*operands[:-1], torch.bfloat16 if operands[-1] else torch.float32)
+
+
+_panels = Native(
+    "npuc_grouped_int8",
+    "(Tensor rows, Tensor row_scale, Tensor counts, Tensor gate_up, Tensor gate_up_scale, Tensor down, Tensor down_scale, int half)"
+    " -> Tensor",
+    lambda *operands: _abstract(_w8a8(operands)),
+    Packed((3, 5), "int8", lambda *operands: grouped_experts_w8a8_static(_w8a8(operands))),
+).op
+
+
+@grouped_experts_w8a8.lowering("inductor")
+def grouped_experts_w8a8_on_cpu(args: ExpertsW8A8) -> Any:
+    """Each expert on its own rows, by exact products; those without rows are not read (lowering/cpp/experts_int8.cpp)."""
+    scales = {args.row_scale.dtype, args.gate_up_scale.dtype, args.down_scale.dtype}
+    if args.dtype in (torch.bfloat16, torch.float32) and scales == {torch.float32}:
+        return _panels(*args[:-1], int(args.dtype == torch.bfloat16))
+    return grouped_experts_w8a8_static(args)
 
 
 @grouped_experts_w8a8.lowering("npu")

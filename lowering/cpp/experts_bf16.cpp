@@ -24,7 +24,7 @@ void npuc_experts_bf16(const void* x, int64_t ld, const float* share, const int3
         };
     };
     const Expert expert{Kind::BF16, M, F, 2 * half, half * CHANNELS, wide + narrow};
-    const float* outs = through_experts(groups, expert, rows.data(), product(gate_up, wide), product(down, narrow));
+    const float* outs = through_experts(groups, expert, rows.data(), product(gate_up, wide), activated(expert), product(down, narrow));
     // Summed in the order of the token's choices, so that the result does not depend on other tokens.
 #pragma omp parallel for schedule(static) if (T * X * M >= WORTH_SHARING)
     for (int64_t t = 0; t < T; t++)

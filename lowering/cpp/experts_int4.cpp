@@ -35,15 +35,13 @@ void stored_rows(const float* outs, int64_t width, int64_t rows, int64_t R, int6
 void npuc_grouped_int4(const void* x, int64_t half, int64_t ld, const int64_t* counts, const void* gate_up, const float* gate_up_scale,
                        const void* down, const float* down_scale, const int64_t* sizes, void* out) {
     const int64_t R = sizes[0], E = sizes[1], F = sizes[2], M = sizes[3], width = panels(M) * CHANNELS;
-    Groups groups{{}, {0}};
-    for (int64_t e = 0; e < E; e++)
-        if (counts[e] > 0) groups.experts.push_back(e), groups.first.push_back(groups.rows() + counts[e]);
+    const Groups groups = Groups::of(counts, E);
     const bool floats = !half || isa() == Isa::WIDE;
     std::vector<const void*> rows = rows_of(x, groups.rows(), ld * (half ? 2 : 4));
     if (half && floats) rows = rows_of(widened_rows(rows.data(), groups.rows(), M), groups.rows(), M * 4);
     const Matrices wide{gate_up, gate_up_scale, M, 2 * F, sizes[4], half != 0}, narrow{down, down_scale, F, M, sizes[5], half != 0};
     const Expert expert{floats ? Kind::F32 : Kind::BF16, M, F, panels(2 * F), F, wide.bytes() + narrow.bytes()};
-    const float* outs = through_experts(groups, expert, rows.data(), wide, narrow);
+    const float* outs = through_experts(groups, expert, rows.data(), wide, activated(expert), narrow);
     if (half)
         stored_rows(outs, width, groups.rows(), R, M, static_cast<bf16*>(out));
     else

@@ -14,6 +14,15 @@ struct Groups {
 
     int64_t count() const { return int64_t(experts.size()); }
     int64_t rows() const { return first.back(); }
+    int64_t expert_of(int64_t row) const { return experts[std::upper_bound(first.begin(), first.end(), row) - first.begin() - 1]; }
+
+    // Of rows that are grouped by expert, counts[e] of each.
+    static Groups of(const int64_t* counts, int64_t E) {
+        Groups groups{{}, {0}};
+        for (int64_t e = 0; e < E; e++)
+            if (counts[e] > 0) groups.experts.push_back(e), groups.first.push_back(groups.rows() + counts[e]);
+        return groups;
+    }
 };
 
 // A product of each group's rows with its expert's matrix, whose panels are `all`.
@@ -77,44 +86,49 @@ void activate(const float* gates, const float* ups, int64_t F, T* to) {
 
 // Sizes of experts, and what their rows are.
 struct Expert {
-    Kind kind;  // BF16 or F32
+    Kind kind;
     int64_t M, F;
-    int64_t wide, up;  // panels of gate and up together, and the float of a row of them where up begins
+    int64_t wide, up;  // panels of gate and up together, and the sum of a row of them where up begins
     int64_t bytes;     // of an expert's weights
 };
 
-// Rows [rows][panels(M) * 16] of float32 that the experts make of rows `x`, in memory of this thread that the next call overwrites.
-// `multiply_up` and `multiply_down` are called as `multiply(blocks, arranged rows, expert, first panel, last panel, sink)`.
-template <typename Up, typename Down>
-const float* through_experts(const Groups& groups, const Expert& expert, const void* const* x, const Up& multiply_up,
+// Rows [rows][panels(M) * 16] of sums that the experts make of rows `x`, in memory of this thread that the next call overwrites.
+// `multiply_up` and `multiply_down` are called as `multiply(blocks, arranged rows, expert, first panel, last panel, sink)`, and in between
+// `inner(group, row, sums of gate and up, to)` makes a row of F elements of them.
+template <typename Up, typename Inner, typename Down>
+const float* through_experts(const Groups& groups, const Expert& expert, const void* const* x, const Up& multiply_up, const Inner& inner,
                              const Down& multiply_down) {
     static thread_local Scratch kept[4];
     const int64_t rows = groups.rows(), wide = expert.wide * CHANNELS, width = panels(expert.M) * CHANNELS;
-    const int64_t size = expert.kind == Kind::F32 ? 4 : 2;
+    const int64_t size = expert.F * bytes_of(expert.kind);
     const GroupedProduct first(groups, expert.kind, expert.M, expert.wide), second(groups, expert.kind, expert.F, panels(expert.M));
     auto* data = static_cast<char*>(kept[0].get(std::max(first.bytes, second.bytes)));
     auto* gates = static_cast<float*>(kept[1].get(rows * wide * 4));
-    auto* hidden = static_cast<char*>(kept[2].get(rows * expert.F * size));
+    auto* hidden = static_cast<char*>(kept[2].get(rows * size));
     auto* outs = static_cast<float*>(kept[3].get(rows * width * 4));
-    const std::vector<const void*> inner = rows_of(hidden, rows, expert.F * size);
+    const std::vector<const void*> between = rows_of(hidden, rows, size);
 #pragma omp parallel if (groups.count() * expert.bytes >= WORTH_SHARING)
     {
         share_groups(first, groups, x, data, [&](int64_t i, const char* own, int64_t begin, int64_t end) {
             multiply_up(first.blocks[i], own, groups.experts[i], begin, end, Placed(gates + groups.first[i] * wide, wide));
         });
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
-            const float* from = gates + r * wide;
-            if (expert.kind == Kind::F32)
-                activate(from, from + expert.up, expert.F, reinterpret_cast<float*>(hidden) + r * expert.F);
-            else
-                activate(from, from + expert.up, expert.F, reinterpret_cast<bf16*>(hidden) + r * expert.F);
-        }
-        share_groups(second, groups, inner.data(), data, [&](int64_t i, const char* own, int64_t begin, int64_t end) {
+        for (int64_t r = 0; r < rows; r++) inner(groups.expert_of(r), r, gates + r * wide, hidden + r * size);
+        share_groups(second, groups, between.data(), data, [&](int64_t i, const char* own, int64_t begin, int64_t end) {
             multiply_down(second.blocks[i], own, groups.experts[i], begin, end, Placed(outs + groups.first[i] * width, width));
         });
     }
     return outs;
+}
+
+// The activation of sums of float32 for `through_experts`.
+inline auto activated(const Expert& expert) {
+    return [&expert](int64_t, int64_t, const float* from, void* to) {
+        if (expert.kind == Kind::F32)
+            activate(from, from + expert.up, expert.F, static_cast<float*>(to));
+        else
+            activate(from, from + expert.up, expert.F, static_cast<bf16*>(to));
+    };
 }
 
 }  // namespace npuc

@@ -40,6 +40,11 @@ void npuc_experts_bf16(const void* x, int64_t ld, const float* share, const int3
 void npuc_grouped_int4(const void* x, int64_t half, int64_t ld, const int64_t* counts, const void* gate_up, const float* gate_up_scale,
                        const void* down, const float* down_scale, const int64_t* sizes, void* out);
 
+// The same of int8: x [R, M] with scales `row_scale` [R], and a scale of each channel; rows are rounded to int8 again before down. `sizes`
+// are R, E, F, M; out is bfloat16 if `half`.
+void npuc_grouped_int8(const int8_t* x, const float* row_scale, const int64_t* counts, const void* gate_up, const float* gate_up_scale,
+                       const void* down, const float* down_scale, const int64_t* sizes, int64_t half, void* out);
+
 // out [B, Q, C]: SiLU of x [B, Q, C] convolved with weight [C, taps]. A request continues from slot `read` [B] of the pool `state`
 // [slots, taps - 1, C], or from zeros where `starts` [B], its num_computed_tokens, is 0; the window after every token is written to
 // slot `write` [B, Q].

@@ -14,9 +14,6 @@ namespace {
 // Rows of a block of each variant, and of one of float32: what its registers hold of sums.
 constexpr int64_t MOST[] = {4, 12, 16}, MOST_FLOATS = L == 16 ? 12 : 4;
 
-// Bytes of an element.
-constexpr int64_t SIZE[] = {2, 1, 4};
-
 // One block of R rows and one panel; `x` are pairs [lines][R].
 template <int R>
 void floats(const int32_t* x, const char* weights, int64_t lines, float (*out)[CHANNELS]) {
@@ -102,7 +99,7 @@ void multiply_wide(const Blocks& blocks, const char* data, const char* weights, 
 }  // namespace
 
 Blocks::Blocks(Kind kind, int64_t M, int64_t K) : kind(kind), isa(kind == Kind::F32 ? Isa::WIDE : npuc::isa()), M(M) {
-    const int64_t size = SIZE[int(kind)], most = kind == Kind::F32 ? MOST_FLOATS : MOST[int(isa)];
+    const int64_t size = bytes_of(kind), most = kind == Kind::F32 ? MOST_FLOATS : MOST[int(isa)];
     // A word of float32 is one element, of which panels of int4 have as many as those of bfloat16.
     width = K * size, lines = kind == Kind::F32 ? 2 * npuc::lines(K, 2) : npuc::lines(K, size);
     count = (M + most - 1) / most;

@@ -12,6 +12,9 @@ namespace npuc {
 
 enum class Kind { BF16, INT8, F32 };
 
+// Bytes of an element.
+constexpr int64_t bytes_of(Kind kind) { return kind == Kind::BF16 ? 2 : kind == Kind::INT8 ? 1 : 4; }
+
 // How M rows of K elements are cut into blocks of equally many rows; the last ones are filled up with zeros.
 struct Blocks {
     Blocks(Kind kind, int64_t M, int64_t K);

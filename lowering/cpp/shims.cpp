@@ -251,6 +251,24 @@ AOTITorchError aoti_torch_cpu_npuc_grouped_int4(AtenTensorHandle rows, AtenTenso
     });
 }
 
+AOTITorchError aoti_torch_cpu_npuc_grouped_int8(AtenTensorHandle rows, AtenTensorHandle row_scale, AtenTensorHandle counts,
+                                                AtenTensorHandle gate_up, AtenTensorHandle gate_up_scale, AtenTensorHandle down,
+                                                AtenTensorHandle down_scale, int64_t half, AtenTensorHandle* out) {
+    return guarded("npuc_grouped_int8", [&] {
+        const Tensor input(rows), row_scales(row_scale), each(counts), wide(gate_up), wide_scale(gate_up_scale), narrow(down);
+        const Tensor narrow_scale(down_scale);
+        promised(wide.dense() && narrow.dense() && each.dtype == aoti_torch_dtype_int64());
+        for (const Tensor* one : {&input, &wide, &narrow}) promised(one->dtype == aoti_torch_dtype_int8());
+        for (const Tensor* one : {&row_scales, &wide_scale, &narrow_scale}) promised(one->dtype == aoti_torch_dtype_float32());
+        const Dense<int8_t> x(input);
+        const Dense<int64_t> taken(each);
+        const Dense<float> by(row_scales), up(wide_scale), back(narrow_scale);
+        const int64_t sizes[] = {input.sizes[0], wide.sizes[0], narrow.sizes[1], input.sizes[1]};
+        void* y = make(2, input.sizes, half ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32(), out);
+        npuc_grouped_int8(x.data, by.data, taken.data, wide.data, up.data, narrow.data, back.data, sizes, half, y);
+    });
+}
+
 AOTITorchError aoti_torch_cpu_npuc_attention(AtenTensorHandle q, AtenTensorHandle k_cache, AtenTensorHandle v_cache,
                                              AtenTensorHandle page_table, AtenTensorHandle starts, AtenTensorHandle lengths, double scale,
                                              AtenTensorHandle* out) {

@@ -86,6 +86,14 @@ def test_int4_goes_through_kernels_where_a_scale_is_of_whole_tiles(groups: int, 
     assert called(ops.grouped_experts_w4a16, x, counts, *experts) == ({"npuc_grouped_int4"} if taken else set())
 
 
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+def test_int8_experts_go_through_kernels(dtype: torch.dtype) -> None:
+    rows, counts = torch.zeros(3, 6, dtype=torch.int8), torch.zeros(5, dtype=torch.int64)
+    gate_up, down = (torch.zeros(5, *shape, dtype=torch.int8) for shape in ((6, 8), (4, 6)))
+    operands = rows, torch.zeros(3), counts, gate_up, torch.zeros(5, 8), down, torch.zeros(5, 6)
+    assert called(ops.grouped_experts_w8a8, *operands, dtype) == {"npuc_grouped_int8"}
+
+
 @pytest.mark.parametrize(("whole", "dtype"), [(False, F32), (True, F32), (False, torch.bfloat16)])
 def test_states_after_every_token_are_written_by_kernels(whole: bool, dtype: torch.dtype) -> None:
     """`whole` is a prefill, which stores one state per row. The states of the delta rule are float32."""

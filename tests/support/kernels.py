@@ -207,6 +207,30 @@ def grouped_int4(
     return out
 
 
+def grouped_int8(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    counts: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    half: int,
+) -> torch.Tensor:
+    (R, M), (E, F, _), dtype = rows.shape, down.shape, BF16 if half else F32
+    rows, row_scale, counts, out = rows.contiguous(), row_scale.contiguous(), counts.contiguous(), torch.empty(R, M, dtype=dtype)
+    gate_up_scale, down_scale, wide, narrow = (
+        gate_up_scale.contiguous(),
+        down_scale.contiguous(),
+        packed(gate_up, "int8"),
+        packed(down, "int8"),
+    )
+    given = _at(rows, torch.int8, (R, M)), _at(row_scale, F32, (R,)), _at(counts, torch.int64, (E,))
+    matrices = _at(wide, U8), _at(gate_up_scale, F32, (E, 2 * F)), _at(narrow, U8), _at(down_scale, F32, (E, M))
+    _call("npuc_grouped_int8", *given, *matrices, _sizes(R, E, F, M), half, _at(out, dtype))
+    return out
+
+
 def conv(
     x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, read: torch.Tensor, write: torch.Tensor, num_computed_tokens: torch.Tensor
 ) -> torch.Tensor:
@@ -352,6 +376,7 @@ KERNELS = {
     "npuc_experts": experts,
     "npuc_experts_bf16": experts_bf16,
     "npuc_grouped_int4": grouped_int4,
+    "npuc_grouped_int8": grouped_int8,
     "npuc_linear": linear,
     "npuc_linear_bf16": linear_bf16,
     "npuc_linear_int4": linear_int4,

@@ -85,8 +85,11 @@ PARAMS = {
     **{"share": ((5, 2), F32), "ids": ((5, 2), I32), "gate_up": (WIDE, BF16), "down": (DOWN, BF16)},
     **{"counts": ((E,), torch.int64), "gate_up4": (WIDE4, I32), "gate_up4_scale": ((E, 1, 32), F32)},
     **{"down4": (DOWN4, I32), "down4_scale": ((E, 1, 48), F32)},
+    **{"rows8": ((5, 48), torch.int8), "rows8_scale": ((5,), F32), "counts8": ((E,), torch.int64)},
+    **{"gate_up8": ((E, 48, 40), torch.int8), "gate_up8_scale": ((E, 40), F32)},
+    **{"down8": ((E, 20, 48), torch.int8), "down8_scale": ((E, 48), F32)},
 }
-RESULTS = {"y": 70, "int4": 32, "experts": 48, "experts4": 48, "int8": 37, "static": 20}
+RESULTS = {"y": 70, "int4": 32, "experts": 48, "experts4": 48, "experts8": 48, "int8": 37, "static": 20}
 SIGNATURE = Signature(
     params=tuple(Leaf(f"params.{name}", Aval(shape, dtype)) for name, (shape, dtype) in PARAMS.items()),
     state=(),
@@ -103,7 +106,8 @@ def step(rule: Callable[[Primitive[Any]], Callable[..., Any]], *operands: torch.
         rule(ops.linear)(x, table),
         rule(ops.weight_quant_linear)(x, int4, int4_scale),
         rule(ops.moe_experts)(x, *experts[:4]),
-        rule(ops.grouped_experts_w4a16)(x, *experts[4:]),
+        rule(ops.grouped_experts_w4a16)(x, *experts[4:9]),
+        rule(ops.grouped_experts_w8a8)(*experts[9:], BF16),
         rule(ops.quant_linear)(x, int8, scale),
         rule(ops.static_quant_linear)(x, static, static_scale, bias, by, offset),
     ]
@@ -112,11 +116,11 @@ def step(rule: Callable[[Primitive[Any]], Callable[..., Any]], *operands: torch.
 def value(leaf: Leaf, generator: torch.Generator) -> torch.Tensor:
     """Numbers that its operators take: any bits of int4, choices of an expert more than there are, and rows for all but the second."""
     name, (shape, dtype) = leaf.name.split(".")[1], (leaf.aval.shape, leaf.aval.dtype)
-    if name == "counts":
+    if name.startswith("counts"):
         return torch.tensor([2, 0, 3])
-    low, high = {"tokens": (0, 70), "ids": (0, E + 1), "int8": (-127, 128), "static": (-127, 128)}.get(name, (-(2**31), 2**31))
-    if name == "bias":
-        low, high = 0, 70
+    low, high = {"tokens": (0, 70), "ids": (0, E + 1), "bias": (0, 70)}.get(name, (-(2**31), 2**31))
+    if dtype == torch.int8:
+        low, high = -127, 128
     if not dtype.is_floating_point:
         return torch.randint(low, high, shape, generator=generator).to(dtype)
     return (torch.rand(shape, generator=generator) - (0.5 if dtype == BF16 else 0)).to(dtype)
@@ -133,7 +137,7 @@ def test_a_package_calls_every_native_operator_of_packed_weights(tmp_path: Path)
     generator = torch.Generator().manual_seed(0)
     operands = [value(leaf, generator) for leaf in SIGNATURE.operands]
     got, want = open_executable(tmp_path / "step.pt2", "inductor")(operands), step(lambda p: p.rule("reference"), *operands)
-    for product, wanted_product in zip(got[:4], want[:4], strict=True):
+    for product, wanted_product in zip(got[:5], want[:5], strict=True):
         torch.testing.assert_close(product, wanted_product, rtol=2e-2, atol=1e-2 * float(wanted_product.abs().max()))
-    for integers, wanted_integers in zip(got[4:], want[4:], strict=True):
+    for integers, wanted_integers in zip(got[5:], want[5:], strict=True):
         assert torch.equal(integers, wanted_integers)

@@ -1,4 +1,4 @@
-"""lowering/cpp/experts_bf16.cpp and experts_int4.cpp: experts in panels, in every variant of instruction sets that this machine runs."""
+"""lowering/cpp/experts_*.cpp with weights in panels, in every variant of the instruction sets that this machine runs."""
 
 from __future__ import annotations
 
@@ -136,3 +136,43 @@ def test_a_row_of_int4_experts_is_the_same_in_any_company(run: ModuleType) -> No
                 for first, few in ((0, [1, 0, 0, 0]), (39, [1, 0, 3, 5]), (40, [0, 0, 2, 0]), (43, [0, 0, 0, 17])):
                     part = slice(first, first + sum(few))
                     assert torch.equal(run.grouped_int4(rows[part], torch.tensor(few), *weights), whole[part])
+
+
+def rounded(counts: list[int], more: int, F: int, M: int, sign: int = 1) -> tuple[torch.Tensor, ...]:
+    """Rows of int8 grouped by expert; the scales of experts without rows are NaN. Rows and gates have one sign where `sign` is 0."""
+    r, E, R = torch.Generator().manual_seed(F), len(counts), sum(counts) + more
+    rows = torch.randint(-127 * sign, 128, (R, M), generator=r, dtype=torch.int8)
+    gate = torch.randint(-127 * sign, 128, (E, M, F), generator=r, dtype=torch.int8)
+    up, down = (torch.randint(-128, 128, shape, generator=r, dtype=torch.int8) for shape in ((E, M, F), (E, F, M)))
+    scales = torch.rand(R, generator=r) + 0.5, torch.rand(E, 2 * F, generator=r) / 8192, torch.rand(E, M, generator=r) / 64
+    for scale in scales[1:]:
+        scale[[e for e, count in enumerate(counts) if count == 0]] = NAN
+    return rows, scales[0], torch.tensor(counts), torch.cat([gate, up], -1), scales[1], down, scales[2]
+
+
+COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=5)
+
+
+@settings(max_examples=40)
+@given(COUNTS, st.integers(0, 3), st.integers(1, 70), st.integers(8, 90), st.booleans())
+def test_int8_experts_are_the_reference(run: ModuleType, counts: list[int], more: int, F: int, M: int, half: bool) -> None:
+    """Up to a last bit of the exponential, which may round a number of the rows in between to its neighbour."""
+    operands, dtype = rounded(counts, more, F, M), BF16 if half else torch.float32
+    got, want = run.grouped_int8(*operands, int(half)), ops.grouped_experts_w8a8(*operands, dtype)
+    assert got.dtype == want.dtype
+    assert got.isfinite().all(), "nothing that nobody wrote was read"
+    apart = (got.double() - want.double()).abs().amax(-1)
+    assert (apart <= 0.02 * want.double().abs().amax(-1) + 1e-30).all()
+
+
+@settings(max_examples=40)
+@given(COUNTS, st.integers(1, 70), st.integers(8, 90), st.booleans())
+def test_int8_experts_are_bit_for_bit_the_reference_where_gates_are_open(
+    run: ModuleType, counts: list[int], F: int, M: int, half: bool
+) -> None:
+    """Gates so large that their SiLU is themselves: all that is left is integers and scales."""
+    rows, row_scale, counts_, gate_up, *rest = rounded(counts, 2, F, M, sign=0)
+    gate_up_scale = torch.rand(len(counts), 2 * F, generator=torch.Generator().manual_seed(1)) + 1
+    rows, gate_up[:, :, :F] = rows.clamp(min=1), gate_up[:, :, :F].clamp(min=3)
+    operands = rows, row_scale, counts_, gate_up, gate_up_scale, *rest[1:]
+    assert torch.equal(run.grouped_int8(*operands, int(half)), ops.grouped_experts_w8a8(*operands, BF16 if half else torch.float32))
