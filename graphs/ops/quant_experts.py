@@ -104,7 +104,7 @@ def grouped_experts_w8a8_static(args: ExpertsW8A8) -> Tensor:
 
 def _w8a8(operands: tuple[Any, ...]) -> ExpertsW8A8:
     """The operands of the kernel, whose last one says whether the result is bfloat16 or float32."""
-    return ExpertsW8A8(*operands[:-1], torch.bfloat16 if operands[-1] else torch.float32)
+    return ExpertsW8A8._make((*operands[:-1], torch.bfloat16 if operands[-1] else torch.float32))
 
 
 _panels = Native(
