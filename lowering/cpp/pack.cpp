@@ -27,6 +27,17 @@ void transpose(const uint16_t* from, int64_t rows, int64_t K, int64_t pairs, uin
     }
 }
 
+typedef uint32_t Lanes __attribute__((vector_size(LINE)));
+
+// The nibbles of 16 channels in row j of eight, of panel p, where a line has them.
+template <int j>
+inline Lanes gathered(const uint32_t (&rows)[8][16], int64_t p) {
+    const Lanes shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+    const Lanes first = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, 0, 0, 0, 0, 0, 0, 0, 0};
+    const Lanes own = (first & rows[j][2 * p]) | (~first & rows[j][2 * p + 1]);
+    return ((own >> shifts) & 15) << (4 * (j / 2) + 16 * (j % 2));
+}
+
 }  // namespace
 
 int64_t npuc_packed_bf16(int64_t N, int64_t K) { return panels(N) * lines(K, 2) * LINE; }
@@ -64,20 +75,27 @@ void npuc_pack_int8(const void* weights, int64_t matrices, int64_t K, int64_t N,
 int64_t npuc_packed_int4(int64_t K, int64_t words) { return panels(8 * words) * nibbles(K); }
 
 void npuc_pack_int4(const void* weights, int64_t matrices, int64_t K, int64_t words, void* out) {
-    const int64_t each = panels(8 * words), panel = nibbles(K);
+    // The panels that are made side by side: their words in a row of the matrix are a line of the cache.
+    constexpr int64_t SIDE = LINE / 8, WORDS = 2 * SIDE;
+    const int64_t each = panels(8 * words), panel = nibbles(K), sides = (each + SIDE - 1) / SIDE;
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < matrices * each; i++) {
-        const int64_t first = i % each * 2;
-        const auto* from = static_cast<const uint32_t*>(weights) + i / each * K * words + first;
-        auto* to = static_cast<char*>(out) + i * panel;
+    for (int64_t i = 0; i < matrices * sides; i++) {
+        const int64_t side = i % sides, matrix = i / sides, first = side * WORDS, present = std::min(WORDS, words - first);
+        const auto* from = static_cast<const uint32_t*>(weights) + matrix * K * words + first;
+        auto* to = static_cast<char*>(out) + (matrix * each + side * SIDE) * panel;
         for (int64_t quad = 0; quad < panel / LINE; quad++) {
-            uint32_t line[CHANNELS] = {};
+            uint32_t rows[8][WORDS] = {};
             for (int64_t j = 0; j < 8 && 8 * quad + j < K; j++) {
-                const uint32_t* row = from + (8 * quad + j) * words;
-                const uint32_t own[2] = {row[0], first + 1 < words ? row[1] : 0};
-                for (int64_t c = 0; c < CHANNELS; c++) line[c] |= (own[c / 8] >> (4 * (c % 8)) & 15) << (4 * (j / 2) + 16 * (j % 2));
+                if (present == WORDS)
+                    std::memcpy(rows[j], from + (8 * quad + j) * words, sizeof rows[j]);
+                else
+                    std::memcpy(rows[j], from + (8 * quad + j) * words, present * 4);
             }
-            std::memcpy(to + quad * LINE, line, LINE);
+            for (int64_t p = 0; p < std::min(SIDE, each - side * SIDE); p++) {
+                const Lanes line = gathered<0>(rows, p) | gathered<1>(rows, p) | gathered<2>(rows, p) | gathered<3>(rows, p) |
+                                   gathered<4>(rows, p) | gathered<5>(rows, p) | gathered<6>(rows, p) | gathered<7>(rows, p);
+                std::memcpy(to + p * panel + quad * LINE, &line, LINE);
+            }
         }
     }
 }
