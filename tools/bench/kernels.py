@@ -123,7 +123,7 @@ _NOTES = (
 _EXPERT_NOTES = (
     f"{CHOICES} experts a token, chosen at random in every call, of {EXPERTS['bf16']} in bfloat16 and {EXPERTS['int4']} in int4, each "
     f"2 x {EXPERT[0]} x {EXPERT[1]} and {EXPERT[1]} x {EXPERT[0]}; bytes: those of the chosen ones, each once",
-    "bfloat16 beside the same in torch's operators; int4 beside nothing, since torch widens all weights first, which takes a second",
+    "bfloat16 beside the same in torch's operators; int4 beside nothing: torch's operators take about a second to widen what is chosen",
 )
 
 
