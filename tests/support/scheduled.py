@@ -6,7 +6,9 @@ from npucompile.runtime.request import FinishEvent, Request, TokenEvent
 from npucompile.runtime.scheduler.advance import commit, launch, submit
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.request_state import RequestState
-from npucompile.runtime.scheduler.schedule import GroupState, ScheduledStep, SchedulerState, schedule
+from npucompile.runtime.scheduler.schedule import schedule
+from npucompile.runtime.scheduler.scheduled_step import ScheduledStep
+from npucompile.runtime.scheduler.state import GroupState, SchedulerState
 from npucompile.runtime.step_outputs import SampledTokens
 from npucompile.tools.plan.system import Workload
 
