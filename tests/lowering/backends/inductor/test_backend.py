@@ -59,6 +59,7 @@ SIGNATURE = Signature(
     outputs=(
         *(Leaf("outputs.y", Aval((3, 4, 8), F32)), Leaf("outputs.sums", Aval((3,), F32))),
         *(Leaf("outputs.experts", Aval((6, 16), F32)), Leaf("outputs.delta", Aval((3, 2, 2, 5), F32))),
+        Leaf("outputs.long", Aval((3, 2, 2, 5), F32)),
         *(Leaf("outputs.attention", Aval((3, 2, 2, 32), F32)), Leaf("outputs.tokens", Aval((3, 2), I32))),
         *(
             Leaf("outputs.chosen", Aval((3, 2), F32)),
@@ -91,18 +92,23 @@ def step(rule: Rule, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     scores = rule(ops.linear)(x, w)
     share, ids = scores[:, :4].softmax(-1).topk(2)
     outs = rule(ops.moe_experts)(x, share, ids.to(I32), gate_up, down)
-    mixed, windows = rule(ops.causal_conv)(mixed.view(3, 2, 22), taps, windows, read, after, num_computed_tokens, two, mixed.dtype)
+    raw, gate_sizes, last = mixed.view(3, 2, 22), (knobs[0, :2], knobs[1, :2]), after[:, 1:]
+    mixed, windows = rule(ops.causal_conv)(raw, taps, windows, read, after, num_computed_tokens, two, F32)
     q, k, v = mixed.split([6, 6, 10], -1)
     g, beta = (half.sigmoid().view(3, 2, 2) for half in gates[:, :4].chunk(2, -1))
     heads = q.view(3, 2, 1, 6), k.view(3, 2, 1, 6), v.view(3, 2, 2, 5)
     delta, states = rule(ops.gated_delta)(*heads, -g, beta, states, read, after, num_computed_tokens, two)
+    # Prefills, which keep one state a row.
+    prefilled, windows = rule(ops.causal_conv)(raw, taps, windows, read, last, num_computed_tokens, two, F32)
+    tokens_of_heads = prefilled.view(3, 2, 1, 22), gates[:, 4:8].view(3, 2, 1, 4), *gate_sizes
+    long, states = rule(ops.chunk_gated_delta)(*tokens_of_heads, states, read, last, num_computed_tokens, two, 1e-6, 2)
     attended = rule(ops.paged_attention)(rows.view(3, 2, 2, 32), written, written, pages[:, None], num_computed_tokens, two, 0.2)
     temperature, top_k, top_p, min_p, *uniform = knobs.unbind(-1)
     logits = scores.view(3, 2, 8)
     tokens = rule(ops.sample)(logits, temperature, top_k.to(I32), top_p, min_p, torch.stack(uniform).t())
     logprobs = rule(ops.token_logprobs)(logits, tokens, read, 3)
     y, sums = torch.nn.functional.linear(state, w), written[pages].sum((1, 2, 3))
-    return y, sums, outs, delta, attended, tokens, *logprobs, written, new_slots, windows, states
+    return y, sums, outs, delta, long, attended, tokens, *logprobs, written, new_slots, windows, states
 
 
 def lowered() -> GraphModule:
