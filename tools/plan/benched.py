@@ -119,7 +119,8 @@ def compare(artifact: Artifact, figures: Mapping[str, Sequence[Row]], fit_on: Se
 
     Steps of other buckets follow from what their graphs compute and read; throughput from the simulated scheduler. From the engine's own
     runs at the loads of the fitted buckets (without two of these: at the smallest and the largest load) come what the host adds to a
-    step, and by how much executables are slower between the host's work than one after the other.
+    step, by how much executables are slower between the host's work than one after the other, and, from the first tokens of the smallest
+    load, what these prompts take of a full prefill step.
 
     Args:
         fit_on: decode batch sizes that are fitted.
@@ -166,14 +167,19 @@ class _Streams:
         rows = {count: self.median_rows(count) for count in loads}
         host = host_of([(rows[count], (value_of(streams[count].get("host_ms")) or 0.0) / 1e3) for count in loads])
         slower = self.slower(rows)
+        padded = self.padded(min(loads), slower, host) if loads else 1.0
         return [
-            Compared(f"{count} streams", measured, self.serve(count, slower, host).output_tok_s, "tok/s", count in loads)
+            Compared(f"{count} streams", measured, self.serve(count, slower, padded, host).output_tok_s, "tok/s", count in loads)
             for count, row in streams.items()
             if (measured := value_of(row["tokens_per_s"])) is not None
         ]
 
-    def serve(self, count: int, slower: float = 1.0, host: Callable[[int], float] = lambda rows: 0.0) -> Served:
-        """So many requests that start together, as the bench sends them."""
+    def serve(self, count: int, slower: float = 1.0, padded: float = 1.0, host: Callable[[int], float] = lambda rows: 0.0) -> Served:
+        """So many requests that start together, as the bench sends them.
+
+        Args:
+            slower, padded: factors of decode and of prefill steps.
+        """
         drafts = self.artifact.manifest.limits.drafts
         accepted = value_of(self.bench.streams[count].get("acceptance_length")) or 1.0
         spread = spread_over_steps(accepted, drafts, self.output / accepted)
@@ -181,7 +187,7 @@ class _Streams:
         def seconds(entry: GraphEntry, rows: int, context: int) -> float:
             if entry.bucket.kind == "decode":
                 return slower * self.law.seconds(entry, rows, context)
-            return slower * self.bench.prefill[entry.bucket]
+            return padded * self.bench.prefill[entry.bucket]
 
         return serve(self.artifact, Workload.uniform(self.prompt, self.output, count, count), seconds, host, accepted, spread)
 
@@ -194,6 +200,16 @@ class _Streams:
             if passed >= half:
                 return rows
         return count
+
+    def padded(self, count: int, slower: float, host: Callable[[int], float]) -> float:
+        """What part of the time of a full prefill step these prompts take, by the first tokens of this load.
+
+        A prompt that does not fill its bucket takes less: kernels of attention and of the delta rule pass over padding, products do not.
+        """
+        measured, factor = value_of(self.bench.streams[count].get("first_token_ms")), 1.0
+        for _ in range(8 if measured else 0):
+            factor *= (measured or 0.0) / max(self.serve(count, slower, factor, host).ttft_ms.median, 1e-9)
+        return factor
 
     def slower(self, rows: Mapping[int, int]) -> float:
         """By which factor executables are slower in an engine, of these loads with so many rows in the median step: the mean logarithm."""

@@ -20,7 +20,7 @@ from npucompile.tools.plan.step_law import ReadRates, StepLaw
 from npucompile.tools.plan.system import Workload
 
 PROMPT, OUTPUT = 6, 9
-SLOWER = 1.4
+SLOWER, PADDED = 1.4, 0.6
 BATCHES = (1, 2, 4, 8, 16)
 RATES = ReadRates(((1e4, 8e9), (1e6, 5e9), (1e9, 1e9)))
 
@@ -54,15 +54,16 @@ def engine_row(artifact: Artifact, law: StepLaw, count: int) -> dict[str, object
     def step_s(step):
         rows = live_rows(step)
         if step.bucket.kind == "prefill":
-            return SLOWER * prefill_s(step.bucket) + host_s(rows)
+            return PADDED * prefill_s(step.bucket) + host_s(rows)
         context = max(row.start for part in step.groups for row in part.rows)
         inner.append((SLOWER * law.seconds(entries[step.bucket], rows, context), host_s(rows)))
         return sum(inner[-1])
 
-    _, _, ends = served(Workload.uniform(PROMPT, OUTPUT, count, count), Policy(artifact.manifest.limits, tuple(entries)), 1, 1, step_s)
+    _, firsts, ends = served(Workload.uniform(PROMPT, OUTPUT, count, count), Policy(artifact.manifest.limits, tuple(entries)), 1, 1, step_s)
     return {
         "streams": count,
         "tokens_per_s": {"median": count * OUTPUT / max(ends)},
+        "first_token_ms": 1e3 * statistics.median(firsts),
         "step_ms": 1e3 * statistics.median(map(sum, inner)),
         "executable_ms": 1e3 * statistics.median(seconds for seconds, _ in inner),
         "host_ms": 1e3 * statistics.median(seconds for _, seconds in inner),
