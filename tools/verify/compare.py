@@ -16,6 +16,7 @@ from ...graphs.step_inputs import STEP_INPUTS, StepInputs
 from ...graphs.types import Bucket, Leaf, Limits, Signature
 from ...lowering.executable import Executable
 from ...models import request_slots
+from . import poison
 
 NAN = float("nan")
 TOKENS = ("tokens", "counts", "drafts")
@@ -191,7 +192,7 @@ def _random_pool(leaf: Leaf, filled: list[tuple[int, int]], slots: list[int], ge
     """A state pool with random values in what is filled: (page, tokens in it), or slots."""
     if is_request_slots(leaf):
         return torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype)
-    pool = torch.full(leaf.aval.shape, unread_value(leaf), dtype=leaf.aval.dtype)
+    pool = poison.filled(leaf.aval.shape, unread_value(leaf), leaf.aval.dtype)
     if is_paged(leaf):
         for page, used in filled:
             tokens = tokens_second(leaf, pool)[page, :used]

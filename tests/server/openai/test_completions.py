@@ -87,7 +87,7 @@ def test_a_stream_is_the_answer_in_pieces(client, echo):
     assert chunks[-1].usage == whole.usage
     assert {chunk.usage for chunk in chunks[:-1]} == {None}
     assert len({chunk.id for chunk in chunks}) == 1
-    assert [chunk.usage for chunk in client.completions.create(**options, stream=True)] == [None] * (len(chunks) - 1)
+    assert {chunk.usage for chunk in client.completions.create(**options, stream=True)} == {None}
 
 
 @pytest.mark.parametrize("stream", [False, True])
