@@ -142,6 +142,20 @@ def play(visits: tuple[Visit, ...], device: dict[str, Any]) -> Run:
 @settings(max_examples=200, deadline=None)
 @given(worlds())
 def test_any_run_is_the_same_without_batches(world: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
+    compare(world)
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_requests_that_fill_the_same_pages_share_them(flushes: bool) -> None:
+    same = [Visit(Request(f"r{i}", (1, 2, 3), 30, Sampling(seed=i)), 0, None, False) for i in range(3)]
+    late = Visit(Request("late", (4,), 3, Sampling(seed=9)), 3, None, flushes)
+    limits = Limits(8, 49, 9, 40)
+    device = {"limits": limits, "buckets": (Bucket("decode", 4, 1), Bucket("prefill", 4, 4)), "prefix_cache": PrefixCacheSettings()}
+    compare(((*same, late), device))
+
+
+def compare(world: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
+    """Plays a world with batches and without, which has to be the same."""
     batched = play(*world)
     with mock.patch.object(stepper, "gathered", lambda state: state):
         single = play(*world)
