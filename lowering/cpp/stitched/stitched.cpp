@@ -22,6 +22,30 @@ std::string& last_error() {
     return text;
 }
 
+// Gives Python's lock away, if this thread has it: torch's loader keeps it while a model runs, and no other thread of a server could work
+// meanwhile. Python is found where this process has one; nothing is linked with it.
+class WithoutPython {
+   public:
+    WithoutPython() {
+        const auto held = function<int()>("PyGILState_Check");
+        const auto release = function<void*()>("PyEval_SaveThread");
+        if (held && release && held()) state_ = release();
+    }
+    ~WithoutPython() {
+        if (state_) function<void(void*)>("PyEval_RestoreThread")(state_);
+    }
+    WithoutPython(const WithoutPython&) = delete;
+    WithoutPython& operator=(const WithoutPython&) = delete;
+
+   private:
+    template <typename Signature>
+    static Signature* function(const char* name) {
+        return reinterpret_cast<Signature*>(dlsym(RTLD_DEFAULT, name));
+    }
+
+    void* state_ = nullptr;
+};
+
 template <typename Body>
 AOTIRuntimeError guarded(Body body) {
     try {
@@ -237,6 +261,7 @@ AOTIRuntimeError AOTInductorModelContainerRun(
             throw std::runtime_error(
                 std::to_string(num_inputs) + " operands and " + std::to_string(num_outputs) + " results, the program has " +
                 std::to_string(program.inputs) + " and " + std::to_string(program.results.size()));
+        const WithoutPython unlocked;
         program.run(inputs, outputs);
     });
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -295,6 +297,32 @@ def test_stitched_bodies_compute_bit_for_bit_what_one_graph_does(stitched: Path,
             torch.testing.assert_close(*pair, rtol=0, atol=0)
     state = slice(len(graph.signature.params), len(graph.signature.params) + len(graph.signature.state))
     assert all(not torch.equal(pool, before) for pool, before in zip(ours[state], values[state], strict=True)), "pools are written in place"
+
+
+def test_other_threads_work_while_stitched_bodies_run(stitched: Path) -> None:
+    """A server's event loop is one of them; torch's loader itself keeps Python's lock."""
+    values = [torch.ones(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in called("lflf").signature.operands]
+    executable, turns, stop = open_executable(stitched, "inductor"), 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not stop.is_set():
+            turns += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
+    try:
+        during = 0
+        for _ in range(20):
+            before = turns
+            executable(values)
+            during += turns > before
+    finally:
+        stop.set()
+        thread.join()
+    # Between two lines of this loop it may get the lock once or twice.
+    assert during >= 10
 
 
 def test_a_body_that_is_compiled_is_not_compiled_again(
