@@ -135,14 +135,19 @@ Gates = Callable[[DeltaGates], tuple[Tensor, Tensor]]
 
 def _prepared(args: ChunkGatedDelta, qkv: Tensor, norm: Norm, gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, g, beta by token. Without decay and with beta 0 beyond a row's length, tokens leave the state alone."""
-    B, Q, Hk, both = args.ba.shape
     q, k, v = _split(args, qkv)
     q, k = norm(L2Norm(q, args.eps, q.shape[-1] ** -0.5)), norm(L2Norm(k, args.eps, 1.0))
-    # One copy for both: what reads them wants rows side by side.
-    b, a = args.ba.view(B, Q, Hk, 2, both // 2).permute(3, 0, 1, 2, 4).reshape(2, B, Q, -1).unbind(0)
-    g, beta = gates(DeltaGates(a, b, args.a_log, args.dt_bias))
+    g, beta = _gates(args, gates)
     valid = _is_valid(args)[:, :, None]
     return q, k, v, torch.where(valid, g, 0.0), torch.where(valid, beta, 0.0)
+
+
+def _gates(args: ChunkGatedDelta, gates: Gates) -> tuple[Tensor, Tensor]:
+    """Log decay and beta by token, [B, Q, H] each."""
+    B, Q, Hk, both = args.ba.shape
+    # One copy for both: what reads them wants rows side by side.
+    b, a = args.ba.view(B, Q, Hk, 2, both // 2).permute(3, 0, 1, 2, 4).reshape(2, B, Q, -1).unbind(0)
+    return gates(DeltaGates(a, b, args.a_log, args.dt_bias))
 
 
 def _is_valid(args: ChunkGatedDelta) -> Tensor:
@@ -195,13 +200,11 @@ _token_by_token = Native(
 
 @chunk_gated_delta.lowering("inductor")
 def chunk_gated_delta_on_cpu(args: ChunkGatedDelta) -> Any:
-    """Token by token, not in chunks: rows of a state stay in a core's cache meanwhile (lowering/cpp/delta_rows.cpp)."""
-    qkv, ba, a_log, dt_bias, state, *slots, eps, _ = args
+    """Token by token, not in chunks, with states of float32: rows of a state stay in a core's cache (lowering/cpp/delta_rows.cpp)."""
+    qkv, ba, _, _, state, *slots, eps, _ = args
     if state.dtype != torch.float32 or ba.dtype not in (torch.float32, torch.bfloat16):
         return chunk_gated_delta_reference(args)
-    B, Q, Hk, both = ba.shape
-    b, a = ba.view(B, Q, Hk, 2, both // 2).permute(3, 0, 1, 2, 4).reshape(2, B, Q, -1).unbind(0)
-    g, beta = delta_gates_reference(DeltaGates(a, b, a_log, dt_bias))
+    g, beta = _gates(args, delta_gates_reference)
     gates = (x.float().contiguous() for x in (g.exp(), beta))
     return _token_by_token(qkv.float().contiguous(), *gates, state, *slots, eps, int(ba.dtype == torch.bfloat16)), state
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,8 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@dataclass(frozen=True)
-class Visit:
-    """A request that comes before a step, may be cancelled before another, and may come with an order to flush."""
-
-    request: Request
-    arrives: int
-    cancelled: int | None
-    flushes: bool
-
-
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
+def worlds(draw: st.DrawFn) -> tuple[tuple[toy.Visit, ...], dict[str, Any]]:
     """Requests whose prompts begin with the same text, on a device that is small enough for preemptions, and may fail."""
     drafts, page_size, per_request = draw(st.integers(0, 3)), draw(st.integers(1, 4)), draw(st.sampled_from([12, 8, 5]))
     length, token = page_size * per_request, st.integers(0, toy.VOCAB - 1)
@@ -86,7 +75,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
             prompt = (*known, *draw(st.lists(token, min_size=1, max_size=3)))[: length - 1]
             request = Request(**{**vars(request), "prompt": prompt, "cache_salt": earlier.cache_salt})
         named = Request(**{**vars(request), "id": f"r{i}"})
-        visits.append(Visit(named, arrives, cancelled, draw(st.sampled_from([False] * 5 + [True]))))
+        visits.append(toy.Visit(named, arrives, cancelled, draw(st.sampled_from([False] * 5 + [True]))))
     device = {
         "limits": limits,
         "buckets": (
@@ -105,7 +94,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
     return tuple(visits), device
 
 
-def play(visits: tuple[Visit, ...], device: dict[str, Any]) -> tuple[toy.Serving, list[toy.Collector], list[Any]]:
+def play(visits: tuple[toy.Visit, ...], device: dict[str, Any]) -> tuple[toy.Serving, list[toy.Collector], list[Any]]:
     served, entries = toy.serving(**device), list[Any]()
     served.engine.journal = Journal(entries.append)
     sinks: dict[str, toy.Collector] = {}
@@ -125,7 +114,7 @@ def play(visits: tuple[Visit, ...], device: dict[str, Any]) -> tuple[toy.Serving
 
 @settings(max_examples=200)
 @given(worlds())
-def test_whatever_is_kept_each_request_gets_what_it_gets_alone(world: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
+def test_whatever_is_kept_each_request_gets_what_it_gets_alone(world: tuple[tuple[toy.Visit, ...], dict[str, Any]]) -> None:
     visits, device = world
     served, sinks, entries = play(visits, device)
     for visit, sink in zip(visits, sinks, strict=True):
@@ -150,7 +139,7 @@ def test_whatever_is_kept_each_request_gets_what_it_gets_alone(world: tuple[tupl
     assert replay(again.engine, entries).divergence is None
 
 
-def longest_shared(visit: Visit, visits: tuple[Visit, ...]) -> int:
+def longest_shared(visit: toy.Visit, visits: tuple[toy.Visit, ...]) -> int:
     """The most tokens that anyone else with the same salt has in common with a prompt, but for the prompt's last one."""
     prompt, longest = visit.request.prompt, 0
     for other in visits:

@@ -63,6 +63,15 @@ def logprobs_of(tokens: Sequence[int], state: int, chosen: int, most: int) -> Lo
     return Logprobs(-((seed + chosen) % 64) / 8, top)
 
 
+class Visit(NamedTuple):
+    """A request that comes before a step, may be cancelled before another, and may come with an order to flush the prefix cache."""
+
+    request: Request
+    arrives: int
+    cancelled: int | None
+    flushes: bool
+
+
 class ReferenceRun(NamedTuple):
     """The output of a request that is generated without an engine, one token after another."""
 

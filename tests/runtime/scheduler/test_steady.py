@@ -29,17 +29,8 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-class Visit(NamedTuple):
-    """A request that comes before a step, may be cancelled before another, and may come with an order to flush the prefix cache."""
-
-    request: Request
-    arrives: int
-    cancelled: int | None
-    flushes: bool
-
-
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
+def worlds(draw: st.DrawFn) -> tuple[tuple[toy.Visit, ...], dict[str, Any]]:
     """Requests that decode together for a while, on a device that is small enough for preemptions, and may fail."""
     drafts, page_size, per_request = draw(st.integers(0, 3)), draw(st.integers(1, 4)), draw(st.sampled_from([16, 8, 24]))
     length, most_logprobs = page_size * per_request, draw(st.sampled_from([0, 2]))
@@ -72,7 +63,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
     for i in range(draw(st.integers(1, 6))):
         arrives = draw(st.sampled_from([0, 0, 0, 3, 9, 20]))
         cancelled = draw(st.none() | st.none() | st.none() | st.integers(arrives, arrives + 20))
-        visits.append(Visit(replace(draw(requests), id=f"r{i}"), arrives, cancelled, draw(st.sampled_from([False] * 6 + [True]))))
+        visits.append(toy.Visit(replace(draw(requests), id=f"r{i}"), arrives, cancelled, draw(st.sampled_from([False] * 6 + [True]))))
     device = {
         "limits": limits,
         "buckets": (
@@ -109,7 +100,7 @@ class Run(NamedTuple):
     batches: int
 
 
-def play(visits: tuple[Visit, ...], device: dict[str, Any]) -> Run:
+def play(visits: tuple[toy.Visit, ...], device: dict[str, Any]) -> Run:
     served, run = toy.serving(**device), Run([], {}, [], [], 0)
     served.engine.journal = Journal(run.entries.append)
     launch, batches = served.device.launch, 0
@@ -141,20 +132,20 @@ def play(visits: tuple[Visit, ...], device: dict[str, Any]) -> Run:
 
 @settings(max_examples=200, deadline=None)
 @given(worlds())
-def test_any_run_is_the_same_without_batches(world: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
+def test_any_run_is_the_same_without_batches(world: tuple[tuple[toy.Visit, ...], dict[str, Any]]) -> None:
     compare(world)
 
 
 @pytest.mark.parametrize("flushes", [False, True])
 def test_requests_that_fill_the_same_pages_share_them(flushes: bool) -> None:
-    same = [Visit(Request(f"r{i}", (1, 2, 3), 30, Sampling(seed=i)), 0, None, False) for i in range(3)]
-    late = Visit(Request("late", (4,), 3, Sampling(seed=9)), 3, None, flushes)
+    same = [toy.Visit(Request(f"r{i}", (1, 2, 3), 30, Sampling(seed=i)), 0, None, False) for i in range(3)]
+    late = toy.Visit(Request("late", (4,), 3, Sampling(seed=9)), 3, None, flushes)
     limits = Limits(8, 49, 9, 40)
     device = {"limits": limits, "buckets": (Bucket("decode", 4, 1), Bucket("prefill", 4, 4)), "prefix_cache": PrefixCacheSettings()}
     compare(((*same, late), device))
 
 
-def compare(world: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
+def compare(world: tuple[tuple[toy.Visit, ...], dict[str, Any]]) -> None:
     """Plays a world with batches and without, which has to be the same."""
     batched = play(*world)
     with mock.patch.object(stepper, "gathered", lambda state: state):
@@ -189,7 +180,7 @@ def test_requests_that_decode_together_are_a_batch_until_one_ends(drafts: int, p
         "run_ahead": run_ahead,
         "right": 0.0,
     }
-    run = play(tuple(Visit(request, 0, None, False) for request in requests), device)
+    run = play(tuple(toy.Visit(request, 0, None, False) for request in requests), device)
     decodes = sum(entry[0] == LAUNCH and entry[1].startswith("decode") for entry in run.entries)
     assert decodes >= 30
     # The steps in which one of them ends, with one in flight behind them, look at each of them.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.mixtures import mixture
 
 from npucompile.graphs import native_ops as operators
 from npucompile.graphs import ops
@@ -88,16 +89,6 @@ def test_a_row_of_linear_is_the_same_in_any_company(run, N, K):
 
 
 # --- experts ---
-
-
-def mixture(T, X, E, F, M, seed=0):
-    """Choices that include other ranks' experts; weights of experts that are not chosen are NaN."""
-    r = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-2, E + 2, (T, X), generator=r, dtype=I32)
-    gate_up, down = randn(E, 2, F, M, seed=seed + 1), randn(E, M, F, seed=seed + 2)
-    unchosen = [e for e in range(E) if not (ids == e).any()]
-    gate_up[unchosen], down[unchosen] = NAN, NAN
-    return randn(T, M, seed=seed + 3), torch.rand(T, X, generator=r), ids, gate_up, down
 
 
 @settings(max_examples=MANY)

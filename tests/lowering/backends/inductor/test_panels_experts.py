@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.mixtures import mixture
 
 from npucompile.graphs import ops
 from npucompile.graphs.quantise import pack_w4, quantise_w4_values
@@ -32,16 +33,6 @@ def apart(x: torch.Tensor, by: int) -> torch.Tensor:
     wide = torch.full((len(x), x.shape[1] + by), NAN, dtype=x.dtype)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
-
-
-def mixture(T: int, X: int, E: int, F: int, M: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Choices that include other ranks' experts; weights of experts that are not chosen are NaN."""
-    r = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-2, E + 2, (T, X), generator=r, dtype=I32)
-    gate_up, down = randn(E, 2, F, M, seed=seed + 1), randn(E, M, F, seed=seed + 2)
-    unchosen = [e for e in range(E) if not (ids == e).any()]
-    gate_up[unchosen], down[unchosen] = NAN, NAN
-    return randn(T, M, seed=seed + 3), torch.rand(T, X, generator=r), ids, gate_up, down
 
 
 def wanted(
@@ -70,14 +61,14 @@ def close(got: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor]) -> None:
     st.integers(1, 64), st.integers(1, 3), st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.integers(0, 3), st.integers(0, 9)
 )
 def test_experts_nobody_chose_are_not_read(run: ModuleType, T: int, X: int, E: int, F: int, M: int, by: int, seed: int) -> None:
-    x, *rest = mixture(T, X, E, F, M, seed)
+    x, *rest = mixture(T, X, E, F, M, seed, BF16)
     close(run.experts_bf16(apart(x, by), *rest), wanted(x, *rest))
 
 
 @pytest.mark.parametrize("sizes", [(2, 5, 7, 9), (3, 4, 72, 130)], ids=str)
 def test_a_token_is_the_same_in_any_company(run: ModuleType, sizes: tuple[int, ...]) -> None:
     """Bit for bit; the larger sizes use a second thread, and experts with more rows than one block."""
-    x, share, ids, *matrices = mixture(64, *sizes)
+    x, share, ids, *matrices = mixture(64, *sizes, dtype=BF16)
     alone = torch.cat([run.experts_bf16(x[t : t + 1], share[t : t + 1], ids[t : t + 1], *matrices) for t in range(64)])
     close(alone, wanted(x, share, ids, *matrices))
     for threads in (1, 2):
@@ -88,7 +79,7 @@ def test_a_token_is_the_same_in_any_company(run: ModuleType, sizes: tuple[int, .
 
 
 def test_tokens_of_other_ranks_experts_get_nothing(run: ModuleType) -> None:
-    x, share, _, gate_up, down = mixture(3, 2, 4, 20, 24)
+    x, share, _, gate_up, down = mixture(3, 2, 4, 20, 24, dtype=BF16)
     nobody = torch.full((3, 2), 4, dtype=I32)
     assert not run.experts_bf16(x, share, nobody, gate_up, down).any()
     assert run.experts_bf16(x[:0], share[:0], nobody[:0], gate_up, down).shape == (0, 24)
