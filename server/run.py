@@ -28,6 +28,10 @@ from .transport import protocols
 GRACE_S = 5
 """How long sockets may take to close after the last stream has ended before their tasks are cancelled."""
 
+KEEP_ALIVE_S = 75
+"""How long a connection may be idle. Longer than clients keep theirs (httpx 5 s, aiohttp 15 s, proxies 60 s): whoever closes first must
+not be the server, or a request that is on its way then is lost."""
+
 UNREAD_MS = 60_000
 """How long sent bytes may lie unread by a client before the kernel drops the connection."""
 
@@ -259,6 +263,7 @@ def _config(lifecycle: Lifecycle, settings: Serving) -> uvicorn.Config:
         proxy_headers=False,
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
     try:

@@ -171,7 +171,12 @@ async def _bodies(target: Target, numbers: Any, generator: random.Random, found:
         for _ in numbers:
             path, method = generator.choice(PATHS), generator.choice(["POST", "POST", "POST", "GET", "DELETE", "PUT"])
             content = body(generator)
-            answer = await client.request(method, target.http + path, content=content, headers={"content-type": "application/json"})
+            try:
+                answer = await client.request(method, target.http + path, content=content, headers={"content-type": "application/json"})
+            except httpx.TransportError as error:
+                # Whatever is wrong with a body, its answer arrives.
+                found.faults.append(f"{method} {path} of {len(content)} bytes {content[:300]!r}: {error!r}")
+                continue
             found.answers[f"body {answer.status_code}"] += 1
             if answer.status_code >= 500 and answer.status_code != 503:
                 found.faults.append(f"{method} {path} {content[:300]!r}: {answer.status_code} {answer.text[:300]}")
