@@ -53,7 +53,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
-from ..buckets import choose, choose_prefill, of_kind
+from ..buckets import choose, choose_prefill
 from ..request import NO_INPUTS, HostInputs
 from . import steady
 from .checkpoints import CheckpointSlots, places
@@ -62,7 +62,7 @@ from .prefix_blocks import Block, Match
 from .request_state import RequestState
 from .scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
-from .step_times import padded_cost
+from .step_times import in_time
 from .turns import in_turn
 
 
@@ -147,11 +147,8 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
 def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[Bucket]:
     """The prefill buckets that leave time for the next decode step, of so many requests at most; none where that is due."""
     buckets, times = state.policy.buckets, state.times
-    prefill, cost = of_kind(buckets, "prefill"), times.prefill_ms(buckets)
     left_ms = target_ms - state.prefill_ms - times.decode_ms(choose(buckets, streams))
-    if cost is not None and (affordable := [bucket for bucket in prefill if cost(bucket) <= left_ms]):
-        return affordable
-    return () if state.prefill_steps else (min(prefill, key=cost or padded_cost(prefill)),)
+    return in_time(buckets, times.prefill_ms(buckets), left_ms, not state.prefill_steps)
 
 
 def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt], slots: CheckpointSlots) -> GroupStep:

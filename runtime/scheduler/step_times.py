@@ -5,7 +5,7 @@ The engine measures, and a policy that goes by these times has them as an input 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -82,3 +82,16 @@ def padded_cost(buckets: Iterable[Bucket]) -> Cost:
     step costs: nobody builds a bucket so small that its tokens matter less than that."""
     fixed = min(b.tokens for b in of_kind(buckets, "prefill"))
     return lambda bucket: fixed + bucket.tokens
+
+
+def in_time(buckets: Iterable[Bucket], cost: Cost | None, left_ms: float, first: bool) -> Sequence[Bucket]:
+    """The prefill buckets that take at most so long. Where none does, or none was measured, the cheapest, if the step is the first one
+    since somebody decoded, so that prompts go on whatever the target; else none.
+
+    Args:
+        cost: in ms; None where nothing is measured.
+    """
+    prefill = of_kind(buckets, "prefill")
+    if cost is not None and (affordable := [bucket for bucket in prefill if cost(bucket) <= left_ms]):
+        return affordable
+    return (min(prefill, key=cost or padded_cost(prefill)),) if first else ()

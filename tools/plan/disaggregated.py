@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Sequence
 
 from .groups import Groups
@@ -13,6 +12,7 @@ from .run import Span, Trace
 from .simulate import Clients
 from .system import Serving, Workload
 from .table import StepTable
+from .waiting import waiting
 
 HANDOVER_S = 0.35
 """From the end of a prompt's prefill to its request at the decode instance, without the transfer: fit to published rows."""
@@ -24,7 +24,7 @@ class _Prefiller:
 
     def __init__(self, groups: int, serving: Serving, seconds: PrefillTime, workload: Workload) -> None:
         self.groups, self.serving, self.seconds, self.work = groups, serving, seconds, workload
-        self.queue: deque[int] = deque()
+        self.queue = waiting(workload)
         self.batch: list[int] = []
         self.done = math.inf
         self.known = workload.cached == 0
@@ -34,12 +34,13 @@ class _Prefiller:
         if self.batch or not self.queue:
             return 0.0
         most, tokens = self.serving.max_running * self.groups, 0.0
-        while self.queue and len(self.batch) < most:
-            new = self.work.inputs[self.queue[0]] - (self.work.cached if self.known else 0)
+        for index in self.queue.first(most):
+            new = self.work.inputs[index] - (self.work.cached if self.known else 0)
             if self.batch and tokens + new > self.serving.budget * self.groups:
                 break
             tokens += new
-            self.batch.append(self.queue.popleft())
+            self.batch.append(index)
+        self.queue.admit(self.batch)
         largest = -(-len(self.batch) // self.groups)
         cached = self.work.cached if self.known else 0
         taken = self.seconds(largest, len(self.batch), round(tokens / len(self.batch)), cached)
@@ -78,8 +79,10 @@ def simulate_disaggregated(
     trace, clients = Trace([0.0] * n, [0.0] * n, [0.0] * n, record), Clients(workload)
     groups = Groups(workload, accepted, dp, pool_tokens, trace)
     servers = [_Prefiller(prefill_groups, prefill_serving, prefill, workload) for _ in range(instances)]
+    # Requests whose prompts are done: those on their way with the times at which they come, and those that wait for a place.
     ready: list[tuple[float, int]] = []
-    retracted: list[deque[int]] = [deque() for _ in range(dp)]
+    arrived = waiting(workload)
+    retracted = [waiting(workload) for _ in range(dp)]
     remaining = [0.0] * n
     now, server_turn, group_turn = 0.0, 0, 0
     while groups.finished < n:
@@ -97,18 +100,24 @@ def simulate_disaggregated(
                 heapq.heappush(ready, (ended + moved, index))
             trace.prefill_busy_s += server.start(ended)
         for group, queue in enumerate(retracted if trace.retracted else ()):
-            while queue and groups.count[group] < serving.max_running and groups.need(queue[0], 0.0, False) <= groups.room(group, False):
-                groups.start(group, queue.popleft(), remaining)
+            while groups.count[group] < serving.max_running and (first := list(queue.first(1))):
+                if groups.need(first[0], 0.0, False) > groups.room(group, False):
+                    break
+                queue.admit(first)
+                groups.start(group, first[0], remaining)
         while ready and ready[0][0] <= now:
-            chosen = _place(groups, serving, ready[0][1], group_turn, dp)
+            arrived.append(heapq.heappop(ready)[1])
+        while first := list(arrived.first(1)):
+            index = first[0]
+            chosen = _place(groups, serving, index, group_turn, dp)
             if chosen is None:
                 break
-            index = heapq.heappop(ready)[1]
+            arrived.admit(first)
             group_turn = (chosen + 1) % dp
             trace.first[index] = now
             groups.start(chosen, index, remaining)
         upcoming = min(
-            ready[0][0] if ready and ready[0][0] > now else math.inf,
+            ready[0][0] if ready and not arrived else math.inf,
             min(server.done for server in servers),
             clients.next_arrival(),
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 from .run import Trace
 from .system import Workload
+from .waiting import Waiting
 
 RESERVED = 0.4
 """Share of the remaining outputs that SGLang keeps free when it admits; 0.2 with several groups."""
@@ -157,12 +157,13 @@ class Groups:
             steps = min(steps, int((self.pool - self.used(group)) / max(self.rate[group], 1e-9)) + 1)
         return max(steps, 1)
 
-    def retract(self, queues: list[deque[int]], remaining: list[float]) -> bool:
-        """Takes the caches of the requests with least progress in groups that are over; they queue first again."""
+    def retract(self, queues: Sequence[Waiting], remaining: list[float]) -> bool:
+        """Takes the caches of the least urgent requests, of those with least progress, in groups that are over; they queue again."""
         any_taken = False
         for group in tuple(self._crowded):
             while self.count[group] > 1 and self.used(group) > self.pool:
-                index = max((i for i, live in self._live.items() if live[0] == group), key=lambda i: self._live[i][3])
+                level = queues[group].level
+                index = max((i for i, live in self._live.items() if live[0] == group), key=lambda i: (level(i), self._live[i][3]))
                 _, base, rate, _ = self._live[index]
                 tokens = base + rate * (self.at - self.missed[group])
                 self.produced[index] = min(tokens - self.work.inputs[index], self.work.outputs[index] - 1.0)

@@ -6,18 +6,20 @@ once. `disaggregated.py` has the instances that do only one of both.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
 from ...graphs.types import Bucket
 from ...runtime.buckets import choose_prefill
+from ...runtime.scheduler.step_times import Cost, in_time
 from .groups import Groups
 from .prefill import PrefillTime
 from .run import Span, Trace
 from .system import Serving, Workload
 from .table import StepTable
+from .waiting import Waiting, waiting
 
 _MOST_WAITS = 30
 """Steps that SGLang's prefill waits at most for all groups."""
@@ -95,12 +97,16 @@ class _Mixed:
         self.clients = Clients(workload)
         self.trace = Trace([0.0] * n, [0.0] * n, [0.0] * n, record)
         self.groups = Groups(workload, accepted, dp, pool_tokens, self.trace)
-        self.queues: list[deque[int]] = [deque() for _ in range(dp)]
+        self.queues: list[Waiting] = [waiting(workload) for _ in range(dp)]
         self.remaining = [float(tokens) for tokens in workload.inputs]
         self.now, self.stall, self.bursts, self.waits, self.passes = 0.0, 0.0, 0, 0, 0
         self.prefix_known = [workload.cached == 0] * dp
         self.started: list[list[int]] = [[] for _ in range(dp)]
         self.unsent_firsts: list[int] = []
+        # Of each request that decodes since the last prefill passes, what had been stalled when its first token left.
+        self.late: list[float] = []
+        self.prefill_ms = 0.0
+        self.legal = sizes
         self.turn, self._chunk = 0, 0
         self.taken: dict[int, float] = {}
 
@@ -150,12 +156,25 @@ class _Mixed:
             self.queues[group].append(index)
 
     def _may_prefill(self, parts: dict[int, list[int]]) -> bool:
-        serving = self.serving
+        serving, self.legal = self.serving, self.sizes
         if not self.groups.running:
             return True
+        if serving.policy == "npucompile" and serving.itl_target_ms is not None:
+            self.legal = self._in_time(parts, serving.itl_target_ms)
+            return bool(self.legal)
         if serving.policy == "npucompile":
             return self.bursts < serving.prefill_burst
         return not serving.waits or len(parts) == len(self.queues) or self.waits >= _MOST_WAITS
+
+    def _in_time(self, parts: dict[int, list[int]], target_ms: float) -> tuple[Bucket, ...]:
+        """The prefill buckets that leave time for the decode step of all that then decode, by the predicted times of both."""
+        rows = self.groups.largest() + max(map(len, parts.values()))
+        left_ms = target_ms - self.prefill_ms - 1e3 * self.table.most_seconds(rows, self.groups.context())
+        return tuple(in_time(self.sizes, self._cost_ms(parts), left_ms, not self.bursts))
+
+    def _cost_ms(self, parts: dict[int, list[int]]) -> Cost:
+        groups, cached = len(self.queues), round(self._cached(parts))
+        return lambda bucket: 1e3 * self.prefill(bucket.batch, bucket.batch * groups, bucket.q_len, cached)
 
     def _prompts(self) -> dict[int, list[int]]:
         """Requests that each group can prefill now: those begun, then those that are admitted."""
@@ -171,14 +190,14 @@ class _Mixed:
                 parts[group] = chosen
         return parts
 
-    def _prompts_of(self, group: int, queue: deque[int], begun: list[int]) -> list[int]:
+    def _prompts_of(self, group: int, queue: Waiting, begun: list[int]) -> list[int]:
         """The prompts of one group that fit a step; `taken` says how many tokens of each."""
         serving, groups = self.serving, self.groups
         ours = serving.policy == "npucompile"
         chosen, budget = list[int](), float(serving.budget)
         places = serving.max_running - groups.count[group] - len(begun)
         room = groups.room(group, ours) - sum(self.remaining[index] for index in begun)
-        for index in (*begun, *queue):
+        for index in itertools.chain(begun, queue.first(min(places, serving.prompts - len(begun)))):
             new = self._new_tokens(group, index)
             if new > budget and chosen:
                 # Only where prompts are cut anyway does the next one fill the step.
@@ -188,13 +207,11 @@ class _Mixed:
             if len(chosen) >= serving.prompts:
                 break
             if len(chosen) >= len(begun):
-                if places <= 0:
-                    break
                 need = groups.need(index, self.remaining[index], ours)
                 if need > room and (groups.count[group] or chosen):
                     self.trace.waiting += 1
                     break
-                places, room = places - 1, room - need
+                room -= need
             chosen.append(index)
             self.taken[index] = new
             budget -= new
@@ -231,6 +248,7 @@ class _Mixed:
             groups.start(group, index, self.remaining)
             if ours:
                 self._first(index, self.now)
+                self.late += [self.stall] * (self.work.outputs[index] > groups.produced[index])
             else:
                 self.unsent_firsts.append(index)
         self.bursts, self.waits = self.bursts + 1, 0
@@ -247,11 +265,15 @@ class _Mixed:
 
     def _padded_pass(self, parts: dict[int, list[int]]) -> float:
         most = max(size.batch for size in self.sizes)
-        bucket = _bucket(self.sizes, tuple(tuple(max(int(self._left(group, i)), 1) for i in own[:most]) for group, own in parts.items()))
+        left = tuple(tuple(max(int(self._left(group, i)), 1) for i in own[:most]) for group, own in parts.items())
+        timed = self.serving.itl_target_ms is not None
+        bucket = choose_prefill(self.legal, left, self._cost_ms(parts)) if timed else _bucket(self.sizes, left)
         for group, own in parts.items():
             parts[group] = own[: bucket.batch]
         self._chunk = bucket.q_len
-        return self.prefill(bucket.batch, bucket.batch * len(self.queues), bucket.q_len, round(self._cached(parts)))
+        seconds = self.prefill(bucket.batch, bucket.batch * len(self.queues), bucket.q_len, round(self._cached(parts)))
+        self.prefill_ms += 1e3 * seconds
+        return seconds
 
     def _left(self, group: int, index: int) -> float:
         known = self.prefix_known[group] and self.remaining[index] == self.work.inputs[index]
@@ -266,10 +288,10 @@ class _Mixed:
         """Moves the prompts of a pass on; returns those that are whole."""
         done = []
         for group, own in parts.items():
+            if new := own[len(self.started[group]) :]:
+                self.queues[group].admit(new)
+                self.started[group] = self.queues[group].urgent_first([*self.started[group], *new])
             for index in own:
-                if self.queues[group] and self.queues[group][0] == index:
-                    self.queues[group].popleft()
-                    self.started[group].append(index)
                 left = self._left(group, index)
                 step = min(left, self._chunk) if self.sizes else self.taken[index]
                 self.remaining[index] = left - step
@@ -311,10 +333,12 @@ class _Mixed:
         trace.decode_s[rows] += count * seconds
         trace.context_s[rows] += count * seconds * context
         trace.running_s += count * seconds * running
-        trace.gaps.append((seconds + self.stall, running))
+        trace.gaps.append((seconds + self.stall, max(running - len(self.late), 0)))
+        trace.gaps += [(seconds + self.stall - stall, 1) for stall in self.late]
         if count > 1:
             trace.gaps.append((seconds, running * (count - 1)))
         if trace.record:
             trace.spans.append(Span(start, self.now, "decode", rows, running))
-        self.stall, self.bursts = 0.0, 0
+        self.stall, self.bursts, self.prefill_ms = 0.0, 0, 0.0
+        self.late.clear()
         self.waits = self.waits + count if prompts_wait else 0

@@ -112,6 +112,8 @@ class Serving:
         memory_fraction: of the usable memory, for weights and pools.
         max_tokens: cap of cached tokens of a group.
         prefill_burst: prefill steps between two decode steps, of "npucompile".
+        itl_target_ms: in place of that, what prefill and decode steps between two tokens of a stream should take at most
+            (`runtime/scheduler/schedule.py`); None sets no such target.
         early_first_s: a first token is counted so many seconds after its request was sent though its prompt still waits, as the published
             rows of an EAGLE-3 head and several mixed groups do: all first tokens within 7 s, then gaps of 34 and 41 s. None counts none.
     """
@@ -125,6 +127,7 @@ class Serving:
     memory_fraction: float = 0.8
     max_tokens: int | None = None
     prefill_burst: int = 1
+    itl_target_ms: float | None = None
     early_first_s: float | None = None
 
 
@@ -137,6 +140,7 @@ class Workload:
         concurrency: requests in flight at most; clients send the next when one ends.
         arrivals: seconds at which each may be sent at the earliest.
         cached: leading tokens that all prompts share, computed once.
+        priorities: of each request, lower first; empty where all are alike.
     """
 
     inputs: tuple[int, ...]
@@ -144,6 +148,7 @@ class Workload:
     concurrency: int
     arrivals: tuple[float, ...] = ()
     cached: int = 0
+    priorities: tuple[int, ...] = ()
 
     @staticmethod
     def uniform(input_len: int, output_len: int, concurrency: int, requests: int, rate: float | None = None, cached: int = 0) -> Workload:

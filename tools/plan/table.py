@@ -34,7 +34,9 @@ class StepTable:
         self.width = max(longest - shortest, 1.0) / (POINTS - 1)
         contexts: Array = shortest + self.width * np.arange(POINTS, dtype=np.float64)
         rows = np.asarray(self.buckets, dtype=float)
-        self._rows: list[list[float]] = seconds(rows[:, None], contexts[None, :]).tolist()
+        times = seconds(rows[:, None], contexts[None, :])
+        self._rows: list[list[float]] = times.tolist()
+        self._most: list[list[float]] = np.maximum.accumulate(times, axis=0).tolist()
         self._index = [bisect.bisect_left(self.buckets, batch) for batch in range(self.buckets[-1] + 1)]
 
     def bucket(self, batch: int) -> int:
@@ -43,7 +45,14 @@ class StepTable:
 
     def seconds(self, batch: int, context: float) -> float:
         """Of a step with so many live rows in the largest group."""
-        row = self._rows[self._index[batch] if batch < len(self._index) else -1]
+        return self._between(self._rows, batch, context)
+
+    def most_seconds(self, batch: int, context: float) -> float:
+        """Of a step with up to so many live rows in the largest group."""
+        return self._between(self._most, batch, context)
+
+    def _between(self, times: Sequence[Sequence[float]], batch: int, context: float) -> float:
+        row = times[self._index[batch] if batch < len(self._index) else -1]
         place = (context - self.shortest) / self.width
         left = min(max(int(place), 0), POINTS - 2)
         return row[left] + (row[left + 1] - row[left]) * (place - left)

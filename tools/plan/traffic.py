@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from ...graphs.errors import SpecError
+from ...server.limits import MAX_PRIORITY
 from .system import Workload
 
 WAVES = 4
@@ -53,24 +55,28 @@ def of_lengths(inputs: str, outputs: str, concurrency: int, requests: int | None
 
 
 def of_trace(path: Path, concurrency: int | None) -> Workload:
-    """The requests of a trace in Mooncake's format, as `npucompile bench serve --trace` reads it, with arrivals in ms.
+    """The requests of a trace in Mooncake's format, with arrivals in ms, and perhaps the `priority` of each, 0 where it has none.
 
     Raises:
         SpecError: naming the line that is no request, or a file without any.
     """
-    inputs, outputs, arrivals = list[int](), list[int](), list[float]()
+    inputs, outputs, arrivals, priorities = list[int](), list[int](), list[float](), list[int]()
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
-            row = entry["timestamp"], entry["input_length"], entry["output_length"]
+            row = entry["timestamp"], entry["input_length"], entry["output_length"], entry.get("priority")
         except (ValueError, TypeError, KeyError):
-            row = None, None, None
-        at, input_len, output_len = row
+            row = None, None, None, None
+        at, input_len, output_len, priority = row
         legal = isinstance(at, int | float) and at >= 0 and all(type(n) is int and n >= 1 for n in (input_len, output_len))
         if not legal:
             raise SpecError(f"{path}:{number} is no request; legal is a JSON object with timestamp in ms, input_length and output_length")
+        if priority is not None and (type(priority) is not int or abs(priority) > MAX_PRIORITY):
+            known = f"legal is an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}, of which lower ones are served first, or none"
+            raise SpecError(f"{path}:{number} has priority {priority!r}; {known}")
+        priorities.append(priority or 0)
         inputs.append(input_len)
         outputs.append(output_len)
         arrivals.append(at / 1e3)
@@ -84,6 +90,7 @@ def of_trace(path: Path, concurrency: int | None) -> Workload:
         tuple(outputs[i] for i in order),
         concurrency or len(inputs),
         tuple(arrivals[i] - first for i in order),
+        priorities=tuple(priorities[i] for i in order) if any(priorities) else (),
     )
 
 
@@ -91,15 +98,18 @@ def share(workload: Workload, instances: int) -> Workload:
     """What one of several equal instances gets: every so many-th request."""
     if instances == 1:
         return workload
-    inputs, outputs, arrivals = workload.inputs[::instances], workload.outputs[::instances], workload.arrivals[::instances]
-    return Workload(inputs, outputs, max(workload.concurrency // instances, 1), arrivals, workload.cached)
+    return replace(_part(workload, slice(None, None, instances)), concurrency=max(workload.concurrency // instances, 1))
 
 
 def shortened(workload: Workload, waves: int) -> Workload:
     """The first so many waves of it."""
-    count = max(workload.concurrency * waves, 1)
-    inputs, outputs = workload.inputs[:count], workload.outputs[:count]
-    return Workload(inputs, outputs, workload.concurrency, workload.arrivals[:count], workload.cached)
+    return _part(workload, slice(max(workload.concurrency * waves, 1)))
+
+
+def _part(workload: Workload, part: slice) -> Workload:
+    """Some of its requests."""
+    inputs, outputs, arrivals = workload.inputs[part], workload.outputs[part], workload.arrivals[part]
+    return replace(workload, inputs=inputs, outputs=outputs, arrivals=arrivals, priorities=workload.priorities[part])
 
 
 def _check_count(count: int) -> None:

@@ -59,11 +59,11 @@ def engine_row(artifact: Artifact, law: StepLaw, count: int) -> dict[str, object
         inner.append((SLOWER * law.seconds(entries[step.bucket], rows, context), host_s(rows)))
         return sum(inner[-1])
 
-    _, firsts, ends = served(Workload.uniform(PROMPT, OUTPUT, count, count), Policy(artifact.manifest.limits, tuple(entries)), 1, 1, step_s)
+    run = served(Workload.uniform(PROMPT, OUTPUT, count, count), Policy(artifact.manifest.limits, tuple(entries)), 1, 1, step_s)
     return {
         "streams": count,
-        "tokens_per_s": {"median": count * OUTPUT / max(ends)},
-        "first_token_ms": 1e3 * statistics.median(firsts),
+        "tokens_per_s": {"median": count * OUTPUT / max(run.end)},
+        "first_token_ms": 1e3 * statistics.median(run.first),
         "step_ms": 1e3 * statistics.median(map(sum, inner)),
         "executable_ms": 1e3 * statistics.median(seconds for seconds, _ in inner),
         "host_ms": 1e3 * statistics.median(seconds for _, seconds in inner),

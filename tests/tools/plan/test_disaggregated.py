@@ -44,3 +44,14 @@ def test_full_caches_take_requests_back_and_lose_none():
     trace = run(Workload.uniform(50, 100, 4, 4), pool=330, batch=4)
     assert all(trace.end)
     assert trace.retracted
+
+
+def test_urgent_requests_go_first_at_both_instances():
+    work = Workload((100,) * 6, (30,) * 6, 6, priorities=(5, 5, 5, 0, 5, 0))
+    trace = run(work, most=1)
+    # All come at once.
+    assert sorted(range(6), key=lambda i: trace.first[i]) == [3, 5, 0, 1, 2, 4]
+    crowded = run(Workload((50,) * 4, (100,) * 4, 4, priorities=(5, 0, 5, 0)), pool=330, batch=4)
+    assert all(crowded.end)
+    assert crowded.retracted
+    assert max(crowded.end[1], crowded.end[3]) < min(crowded.end[0], crowded.end[2])

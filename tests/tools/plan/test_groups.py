@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npucompile.tools.plan.groups import Groups
 from npucompile.tools.plan.run import Trace
 from npucompile.tools.plan.system import Workload
+from npucompile.tools.plan.waiting import InOrder, waiting
 
 
 @given(
@@ -46,7 +45,7 @@ def test_it_is_a_loop_over_requests(requests, steps) -> None:
 def test_crowded_groups_take_back_who_has_done_least():
     work = Workload((10, 10), (50, 50), 2)
     groups = Groups(work, [1.0, 1.0], 1, 40, Trace([0.0] * 2, [0.1] * 2, [0.0] * 2))
-    remaining, queues = [0.0, 0.0], [deque()]
+    remaining, queues = [0.0, 0.0], [InOrder()]
     groups.start(0, 0, remaining)
     groups.step(3, ())
     groups.start(0, 1, remaining)
@@ -56,3 +55,15 @@ def test_crowded_groups_take_back_who_has_done_least():
     assert groups.retract(queues, remaining)
     assert list(queues[0]) == [1]
     assert remaining[1] == 10 + 1 + steps
+
+
+def test_crowded_groups_take_back_who_is_least_urgent():
+    work = Workload((10, 10), (50, 50), 2, priorities=(4, 0))
+    groups = Groups(work, [1.0, 1.0], 1, 40, Trace([0.0] * 2, [0.1] * 2, [0.0] * 2))
+    queues = [waiting(work)]
+    groups.start(0, 0, [0.0, 0.0])
+    groups.step(3, ())
+    groups.start(0, 1, [0.0, 0.0])
+    groups.step(groups.until_full(), ())
+    assert groups.retract(queues, [0.0, 0.0])
+    assert list(queues[0].first(2)) == [0]

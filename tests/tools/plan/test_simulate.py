@@ -11,11 +11,14 @@ from support.scheduled import served
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.buckets import choose
 from npucompile.runtime.scheduler.policy import Policy
+from npucompile.runtime.scheduler.step_times import StepTimes
 from npucompile.tools.plan.simulate import simulate
 from npucompile.tools.plan.system import Serving, Workload
 from npucompile.tools.plan.table import StepTable
 
 PAGE = 16
+TICK = 1 / 1024
+"""Seconds; all times are multiples, so that sums are exact and nothing depends on rounding."""
 
 
 def step_s(decode_s, prefill_s):
@@ -25,39 +28,60 @@ def step_s(decode_s, prefill_s):
 
 @st.composite
 def loads(draw):
-    requests = draw(st.integers(1, 12))
-    concurrency = draw(st.integers(1, 6))
-    sizes = st.lists(st.integers(1, 60), min_size=requests, max_size=requests)
-    arrivals = (
-        sorted(i * 0.0371 for i in draw(st.lists(st.integers(0, 80), min_size=requests, max_size=requests))) if draw(st.booleans()) else []
-    )
-    return Workload(tuple(draw(sizes)), tuple(draw(sizes)), concurrency, tuple(arrivals))
+    requests = draw(st.integers(1, 14))
+
+    def each(values):
+        return tuple(draw(st.lists(values, min_size=requests, max_size=requests)))
+
+    # Arrivals are never at the end of a step.
+    arrivals = sorted((i + 0.25) * TICK for i in each(st.integers(0, 4000))) if draw(st.booleans()) else ()
+    priorities = each(st.sampled_from([-1, 0, 7])) if draw(st.booleans()) else ()
+    sizes = st.integers(1, 60)
+    return Workload(each(sizes), each(sizes), draw(st.integers(1, 9)), tuple(arrivals), priorities=priorities)
 
 
-@settings(max_examples=60, deadline=None)
-@given(loads(), st.integers(1, 3), st.integers(1, 3), st.sampled_from([(16,), (8, 32)]), st.integers(1, 2))
-def test_it_is_the_scheduler_that_serves(work: Workload, tokens: int, prompts: int, chunks: tuple[int, ...], burst: int) -> None:
-    chunk, most = chunks[-1], work.concurrency
-    prefill = tuple(Bucket("prefill", count, chunk) for count in sorted({1, prompts}))
-    decode = tuple(Bucket("decode", batch, tokens) for batch in sorted({1, 2, most}))
-    limits = Limits(PAGE, 1 + most * 16, 1 + most * tokens, 256, tokens, tokens - 1)
-    policy = Policy(limits, (*prefill, *decode), burst)
+def merged(steps):
+    """The steps, with decode steps of as many rows that follow one another as one."""
+    stretches = []
+    for kind, rows, start, end in steps:
+        if kind == "decode" and stretches and stretches[-1][:2] == (kind, rows) and stretches[-1][3] == start:
+            start = stretches.pop()[2]
+        stretches.append((kind, rows, start, end))
+    return stretches
 
-    def decode_s(batch):
-        return 0.01 + 0.002 * batch
 
-    def prefill_s(bucket):
-        return 0.03 + 0.001 * bucket.tokens
+@settings(max_examples=300, deadline=None)
+@given(
+    loads(),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sets(st.tuples(st.integers(1, 3), st.integers(4, 48)), min_size=1, max_size=4),
+    st.integers(1, 2),
+    st.data(),
+)
+def test_it_is_the_scheduler_that_serves(work: Workload, running: int, tokens: int, sizes, burst: int, data) -> None:
+    prefill = tuple(sorted(Bucket("prefill", *size) for size in sizes))
+    decode = tuple(Bucket("decode", batch, tokens) for batch in sorted({1, 2, running}))
+    ticks = {bucket: data.draw(st.integers(2, 90), label=bucket.name) for bucket in (*prefill, *decode)}
+    seconds = {bucket: count * TICK for bucket, count in ticks.items()}
+    target = data.draw(st.sampled_from([None, 1.0, 40.0, 75.0, 125.0, 400.0]), label="target")
+    limits = Limits(PAGE, 1 + running * 16, 1 + running * tokens, 256, tokens, tokens - 1)
+    policy = Policy(limits, (*prefill, *decode), burst, target is not None, target)
+    times = None if target is None else StepTimes(ms={bucket: 1e3 * each for bucket, each in seconds.items()})
+    expected = served(work, policy, 1, tokens, lambda step: seconds[step.bucket], times)
 
-    expected = served(work, policy, 1, tokens, step_s(decode_s, prefill_s))
-    table = StepTable([b.batch for b in decode], 1, 128, lambda batch, context: 0.01 + 0.002 * batch + 0 * context)
-    serving = Serving("npucompile", most, chunk * prompts, chunk, prompts, prefill_burst=burst)
+    most = max(bucket.batch for bucket in prefill)
+    chunk = max(bucket.q_len for bucket in prefill)
+    decode_s = {bucket.batch: seconds[bucket] for bucket in decode}
+    table = StepTable(list(decode_s), 1, 128, lambda batch, context: np.vectorize(decode_s.get)(batch) + 0 * context)
+    serving = Serving("npucompile", running, chunk * most, chunk, most, prefill_burst=burst, itl_target_ms=target)
     trace = simulate(
         work, serving, [float(tokens)] * work.requests, 1, 1e9, table,
-        lambda largest, _, new, cached: 0.03 + 0.001 * largest * new, sizes=prefill,
+        lambda largest, _, new, cached: seconds[Bucket("prefill", largest, new)], record=True, sizes=prefill,
     )  # fmt: skip
-    for ours, theirs in zip((trace.sent, trace.first, trace.end), expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-6)
+    assert (trace.sent, trace.first, trace.end) == (expected.sent, expected.first, expected.end)
+    assert merged((span.kind, span.rows, span.start_s, span.end_s) for span in trace.spans) == merged(expected.steps)
+    assert sorted(gap for gap, count in trace.gaps for _ in range(count)) == sorted(expected.gaps)
     assert all(choose(decode, rows).batch == table.bucket(rows) for rows in trace.steps)
 
 
@@ -111,7 +135,7 @@ def test_several_groups_are_near_the_scheduler_that_serves(groups: int, each: in
     work = Workload.uniform(prompt, output, most, 3 * most)
     prefill, decode = (Bucket("prefill", 1, 32),), tuple(Bucket("decode", batch, tokens) for batch in (1, each // 2, each))
     policy = Policy(Limits(PAGE, 1 + each * 8, 1 + each * tokens, 128, tokens, tokens - 1), (*prefill, *decode))
-    sent, first, end = served(work, policy, groups, tokens, step_s(lambda batch: 0.01 + 0.002 * batch, lambda bucket: 0.03))
+    sent, first, end = served(work, policy, groups, tokens, step_s(lambda batch: 0.01 + 0.002 * batch, lambda bucket: 0.03))[:3]
     table = StepTable([b.batch for b in decode], 1, 128, lambda batch, context: 0.01 + 0.002 * batch + 0 * context)
     trace = simulate(
         work, Serving("npucompile", each, 32, 32, 1), [float(tokens)] * work.requests, groups, 1e9, table,

@@ -30,3 +30,8 @@ def test_a_system_is_interpolated_within_a_percent():
         exact = sum(float(part) for part in decode_parts(system, fitted(), table.bucket(rows), context).values())
         assert table.seconds(rows, context) == pytest.approx(exact, rel=0.01)
     assert table.buckets[-1] == 120
+
+
+def test_a_larger_bucket_may_be_faster():
+    table = StepTable([1, 4, 8], 10, 500, lambda batch, cached: abs(batch - 4) + 0 * cached)
+    assert [(table.seconds(rows, 50), table.most_seconds(rows, 50)) for rows in (1, 3, 8)] == [(3, 3), (0, 3), (4, 4)]

@@ -48,3 +48,19 @@ def test_instances_share_and_waves_shorten():
         of_lengths("10", "5", 4, None, None, 10)
     with pytest.raises(SpecError, match="0 requests"):
         of_lengths("10", "5", 4, 0, None, 0)
+
+
+def test_a_trace_may_have_priorities(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    row = {"input_length": 7, "output_length": 2}
+    rows = [row | {"timestamp": 9, "priority": -4}, row | {"timestamp": 3}, row | {"timestamp": 5, "priority": None}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    work = of_trace(file, None)
+    assert work.priorities == (0, 0, -4)
+    assert (share(work, 2).priorities, shortened(work, 1).priorities) == ((0, -4), (0, 0, -4))
+    for wrong in (1001, 0.5, True, "high"):
+        file.write_text(json.dumps(row | {"timestamp": 3, "priority": wrong}))
+        with pytest.raises(SpecError, match=r"trace\.jsonl:1 has priority .*; legal is an integer from -1000 to 1000"):
+            of_trace(file, None)
+    file.write_text(json.dumps(row | {"timestamp": 3}))
+    assert of_trace(file, None).priorities == ()
