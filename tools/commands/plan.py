@@ -23,10 +23,10 @@ NPU_TARGETS = tuple(name for name in TARGETS if name != "cpu")
     help="Predict the server of this artifact instead, with the times of its own graphs.",
 )  # fmt: skip
 @click.option(
-    "--measured", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
-    help="With --artifact of a CPU: what `npucompile bench --only decode,prefill,streams --json` printed of it.",
+    "--measured", metavar="FILE[:LIST]",
+    help="With --artifact of a CPU: what `npucompile bench --only decode,prefill,streams --json` printed of it, and the two decode buckets "
+    "to fit.  [default: the smallest and the largest]",
 )  # fmt: skip
-@click.option("--fit-on", metavar="LIST", help="With --measured: the two decode buckets to fit.  [default: the smallest and the largest]")
 @click.option("--cards", type=click.IntRange(1), help="Packages of the target: two NPUs each of ascend-a3, one of ascend-a2.")
 @click.option("--target", type=click.Choice(NPU_TARGETS), default="ascend-a3", show_default=True, help="Kind of NPU.")
 @click.option("--input", "inputs", metavar="TOKENS", help="Tokens of a prompt, or a histogram: 1000:3,4000:1 is three of four with 1000.")
@@ -37,10 +37,13 @@ NPU_TARGETS = tuple(name for name in TARGETS if name != "cpu")
 @click.option("--shared-prefix", type=click.IntRange(0), default=0, help="Leading tokens that all prompts share and a prefix cache keeps.")
 @click.option(
     "--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
-    help="Requests in Mooncake's format instead of lengths: a JSON object a line with timestamp, input_length, output_length.",
+    help="Requests in Mooncake's format instead of lengths: a JSON object a line with timestamp, input_length, output_length "
+    "and perhaps the priority.",
 )  # fmt: skip
 @click.option("--tpot", type=click.FloatRange(0, min_open=True), metavar="MS", help="Target of the mean time per output token.")
 @click.option("--ttft", type=click.FloatRange(0, min_open=True), metavar="MS", help="Target of the mean time to the first token.")
+@click.option("--itl-target", type=click.FloatRange(0, min_open=True), metavar="MS",
+              help="Simulate servers with this `serve --itl-target`.  [default: none, or what --ttft needs]")  # fmt: skip
 @click.option(
     "--quantization", type=click.Choice([name for name in SCHEMES if name != "none"] + ["bf16"]), multiple=True,
     help="Schemes to try; may be repeated.  [default: those of the model's published deployments, else w8a8]",

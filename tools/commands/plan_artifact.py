@@ -15,8 +15,10 @@ from ..build.targets import target
 from ..notation import parse_buckets
 from ..plan.artifact import serve
 from ..plan.benched import Compared, compare, read_bench
+from ..plan.recipe import serve_command
+from ..plan.system import Serving
 from .cost import step_cost
-from .plan_views import View, workload_of
+from .plan_views import View, latency_lines, workload_of
 
 PROMPT, OUTPUT = 64, 64
 """Tokens of a request of `npucompile bench`, by default."""
@@ -32,6 +34,8 @@ def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
     """
     artifact = Artifact.open(path, check=False)
     if options["measured"] is not None:
+        if options["itl_target"] is not None:
+            raise SpecError("--itl-target with --measured, whose bench had none; legal is one of both")
         return _measured(artifact, options)
     if target(artifact.manifest.target).local:
         raise SpecError(
@@ -56,7 +60,9 @@ def _estimated(artifact: Artifact, options: Mapping[str, Any]) -> View:
 
     drafts = artifact.manifest.limits.drafts
     accepted = options["accepted"] or (min(ACCEPTED, drafts + 1.0) if drafts else 1.0)
-    served = serve(artifact, work, seconds, lambda rows: _HOST_S, accepted)
+    target_ms = options["itl_target"]
+    served = serve(artifact, work, seconds, lambda rows: _HOST_S, accepted, itl_target_ms=target_ms)
+    command = serve_command(str(artifact.path), Serving(itl_target_ms=target_ms), work)
     data = {
         "artifact": str(artifact.path),
         "accepted": accepted,
@@ -64,13 +70,18 @@ def _estimated(artifact: Artifact, options: Mapping[str, Any]) -> View:
             "tpot_ms": served.tpot_ms.mean,
             "ttft_ms": served.ttft_ms.mean,
             "e2e_ms": served.e2e_ms.mean,
+            "itl_ms": served.itl_ms.as_dict(),
             "output_tok_s": served.output_tok_s,
+            "priority_ttft_ms": {str(level): spread.as_dict() for level, spread in served.priority_ttft_ms.items()},
         },
+        "serve": command,
     }
     lines = [
         f"{artifact.path}: {work.requests} requests, {work.concurrency} in flight, {accepted:g} tokens a step",
         f"predicted  TPOT {served.tpot_ms.mean:.1f} ms, {served.output_tok_s:,.0f} tok/s, TTFT {served.ttft_ms.mean:,.0f} ms, "
         f"E2E {served.e2e_ms.mean:,.0f} ms",
+        *latency_lines(served.itl_ms, served.priority_ttft_ms),
+        f"serve      {command}",
     ]
     return View(data, lines, sorted(entry.bucket.batch for entry in artifact.manifest.graphs if entry.bucket.kind == "decode"))
 
@@ -78,15 +89,31 @@ def _estimated(artifact: Artifact, options: Mapping[str, Any]) -> View:
 def _measured(artifact: Artifact, options: Mapping[str, Any]) -> View:
     """What a bench measured, beside what two of its buckets predict."""
     sizes = sorted(entry.bucket.batch for entry in artifact.manifest.graphs if entry.bucket.kind == "decode")
-    fit_on = parse_buckets(options["fit_on"]) if options["fit_on"] else tuple(dict.fromkeys((sizes[0], sizes[-1])))
+    file, chosen = _bench_file(options["measured"])
+    fit_on = chosen or tuple(dict.fromkeys((sizes[0], sizes[-1])))
     prompt, output = (int(options[name] or default) for name, default in (("inputs", PROMPT), ("outputs", OUTPUT)))
-    compared = compare(artifact, read_bench(options["measured"]), fit_on, prompt, output)
+    compared = compare(artifact, read_bench(file), fit_on, prompt, output)
     data = {
         "artifact": str(artifact.path),
         "fitted": list(fit_on),
         "rows": [{**vars(row), "error": row.error} for row in compared],
     }
     return View(data, lines_of(compared, fit_on), sizes)
+
+
+def _bench_file(text: str) -> tuple[Path, tuple[int, ...]]:
+    """The file of --measured, and the buckets after it; none where there are none.
+
+    Raises:
+        SpecError: there is no such file, or what follows it is no list.
+    """
+    path, buckets = Path(text), ""
+    if not path.is_file():
+        name, _, buckets = text.rpartition(":")
+        path = Path(name or text)
+    if not path.is_file():
+        raise SpecError(f"--measured {text}: no such file; legal is what `npucompile bench --json` printed, as FILE or FILE:1,64")
+    return path, parse_buckets(buckets) if buckets else ()
 
 
 def lines_of(compared: Sequence[Compared], fit_on: Sequence[int]) -> list[str]:

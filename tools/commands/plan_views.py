@@ -20,6 +20,7 @@ from ..plan.measurements import measured
 from ..plan.parameters import FILE, Parameters, fitted
 from ..plan.predict import Prediction, predict
 from ..plan.published import case_of
+from ..plan.run import Spread
 from ..plan.search import Answer, Found, excess, search
 from ..plan.shape import shape_of
 from ..plan.system import Case, Workload
@@ -50,6 +51,8 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
     Raises:
         SpecError: there is none of that id, or the metrics cannot be read.
     """
+    if options["itl_target"] is not None:
+        raise SpecError("--itl-target with --deployment, whose engine has no such target; legal is --itl-target with a MODEL or --artifact")
     parameters = _parameters(options)
     case = case_of(name, options["accepted"])
     prediction = predict(case, parameters, record=options.get("record", True))
@@ -94,9 +97,11 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
     case = (legal or checked[0])[0].candidate.case
     lists, _ = _lists(prediction, case, options, {case.serving.max_running})
     commands = [recipe.command_of(each) for each in legal[1]] if legal else []
+    # Instances of one phase are not served by this engine.
+    serving = recipe.serve_command(question.model, case.serving, question.workload) if legal and case.prefill is None else None
     lines = [*_header(question, answer), "", *table_of(question, answer), "", *_near(question)]
     if legal:
-        lines += ["", f"build {legal[0].candidate.label}:", *(f"  {command}" for command in commands), ""]
+        lines += ["", f"build {legal[0].candidate.label}:", *(f"  {command}" for command in (*commands, serving) if command), ""]
         lines += [f"each of {legal[0].candidate.share} instances"] if legal[0].candidate.share > 1 else []
         lines += prediction_lines(prediction)
         sizes = recipe.prefill_of(legal[0].candidate, parameters)
@@ -112,6 +117,7 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
         "meets": answer.meets,
         "best": [_as_dict(found, refusals.get(id(found))) for found in answer.best],
         "build": commands,
+        "serve": serving,
         "published": published_rows(question),
         "refused": refused,
     }
@@ -141,6 +147,7 @@ def question_of(model: str, options: Mapping[str, Any]) -> Question:
         tuple(quantised),
         tuple(options["drafts"]) or None,
         options["accepted"],
+        options["itl_target"],
     )
 
 
@@ -193,12 +200,21 @@ def prediction_lines(prediction: Prediction) -> list[str]:
     lines = [
         f"predicted  TPOT {prediction.tpot_ms.mean:.1f} ms ({low:.1f} to {high:.1f}), {prediction.output_tok_s:,.0f} tok/s "
         f"({less:,.0f} to {more:,.0f}), TTFT {prediction.ttft_ms.mean:,.0f} ms, E2E {prediction.e2e_ms.mean:,.0f} ms",
+        *latency_lines(prediction.itl_ms, prediction.priority_ttft_ms),
         f"binds      {prediction.binding}: {prediction.why}",
     ]
     shown = [f"{name} {part:.1f}" for name, part in prediction.parts_ms.items() if part >= 0.05]
     lines.append(f"a token    {', '.join(shown)} ms; a step {prediction.step_ms:.1f} ms")
     lines.append("memory     " + ", ".join(f"{name} {part:.1f}" for name, part in prediction.memory.items() if part >= 0.05) + " GiB")
     return [*lines, *(f"assumed    {text}" for text in prediction.assumed)]
+
+
+def latency_lines(itl_ms: Spread, priority_ttft_ms: Mapping[int, Spread]) -> list[str]:
+    """Gaps between deliveries, and first tokens by priority where there are several, as text."""
+    lines = [f"gaps       {itl_ms.median:.1f} ms in the median, {itl_ms.p95:.1f} for 95 %, {itl_ms.p99:.1f} for 99 %"]
+    for level, ttft in priority_ttft_ms.items():
+        lines.append(f"priority   {level}: TTFT {ttft.mean:,.0f} ms, {ttft.median:,.0f} in the median, {ttft.p99:,.0f} for 99 %")
+    return lines
 
 
 def table_of(question: Question, answer: Answer) -> list[str]:

@@ -12,7 +12,7 @@ from ...graphs.types import Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from .acceptance import per_request
 from .products import Array
-from .run import Spread, Trace
+from .run import Spread, Trace, by_priority, weighted
 from .simulate import simulate
 from .system import Serving, Workload
 from .table import StepTable
@@ -23,13 +23,15 @@ GraphSeconds = Callable[[GraphEntry, int, int], float]
 
 @dataclass(frozen=True)
 class Served:
-    """What clients of a simulated server see; times in ms."""
+    """What clients of a simulated server see; times in ms (`Prediction`)."""
 
     tpot_ms: Spread
     ttft_ms: Spread
     e2e_ms: Spread
+    itl_ms: Spread
     output_tok_s: float
     trace: Trace
+    priority_ttft_ms: Mapping[int, Spread]
 
     @staticmethod
     def of(workload: Workload, trace: Trace) -> Served:
@@ -38,7 +40,9 @@ class Served:
         outputs = np.asarray(workload.outputs, dtype=float)
         several = outputs > 1
         tpot = (end - first)[several] / (outputs - 1)[several] if several.any() else np.zeros(1)
-        return Served(Spread.of(tpot), Spread.of(first - sent), Spread.of(end - sent), float(outputs.sum()) / trace.makespan_s, trace)
+        gaps = weighted([(gap * 1e3, count) for gap, count in trace.gaps])
+        tok_s, urgent = float(outputs.sum()) / trace.makespan_s, by_priority(first - sent, workload.priorities)
+        return Served(Spread.of(tpot), Spread.of(first - sent), Spread.of(end - sent), gaps, tok_s, trace, urgent)
 
 
 def serve(
@@ -48,6 +52,7 @@ def serve(
     host_s: Callable[[int], float],
     accepted: float = 1.0,
     spread: float = 0.0,
+    itl_target_ms: float | None = None,
 ) -> Served:
     """Serves a workload.
 
@@ -56,6 +61,7 @@ def serve(
         host_s: what the host adds to a step of so many live rows.
         accepted: tokens a step of a request on average.
         spread: their coefficient of variation over requests.
+        itl_target_ms: of the server (`Serving`).
 
     Raises:
         SpecError: a request is longer than the artifact serves.
@@ -88,7 +94,7 @@ def serve(
 
     table = StepTable(range(1, largest + 1), shortest, longest, seconds)
     chunk, most = max(q for _, q in prefill), max(b for b, _ in prefill)
-    serving = Serving("npucompile", limits.num_request_slots - 1, chunk * most, chunk, most)
+    serving = Serving("npucompile", limits.num_request_slots - 1, chunk * most, chunk, most, itl_target_ms=itl_target_ms)
     rates: list[float] = per_request(accepted, spread, limits.drafts, workload.requests).tolist()
     pool = float((limits.num_pages - 1) * limits.page_size)
     sizes = tuple(sorted(entry.bucket for entry in prefill.values()))

@@ -133,7 +133,7 @@ def compare(artifact: Artifact, figures: Mapping[str, Sequence[Row]], fit_on: Se
     fitted = [point for point in bench.decode if point[0].bucket.batch in fit_on]
     if {entry.bucket.batch for entry, *_ in fitted} != set(fit_on):
         known = sorted({entry.bucket.batch for entry, *_ in bench.decode})
-        raise SpecError(f"--fit-on {','.join(map(str, fit_on))}; the bench measured {', '.join(map(str, known))}")
+        raise SpecError(f"buckets to fit are {','.join(map(str, fit_on))}; the bench measured {', '.join(map(str, known))}")
     # Of the other buckets not even the rate at which a buffer of their size was read beside them is used.
     reads = [read for read, point in zip(bench.reads, bench.decode, strict=True) if point in fitted]
     law = StepLaw.fit(artifact.manifest, fitted, ReadRates([*reads, *bench.buffers]))

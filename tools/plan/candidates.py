@@ -32,6 +32,7 @@ class Question:
     Attributes:
         npus: ranks of all instances.
         tpot_ms, ttft_ms: targets; None for none.
+        itl_target_ms: of the servers (`Serving`); None leaves it to the search.
         schemes: quantisations to try.
         drafts: k to try; None tries `DRAFTS`.
         accepted: tokens a step; None takes published rows'.
@@ -47,6 +48,7 @@ class Question:
     schemes: tuple[str, ...] = ("w8a8",)
     drafts: tuple[int, ...] | None = None
     accepted: float | None = None
+    itl_target_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Candidate:
             text += f", prefill {case.prefill.layout}"
         if system.shape.experts and not system.layout.spread and system.layout.ranks > 1:
             text += ", experts split"
-        return f"{text}, {system.drafts} drafts, chunk {self.chunk}x{self.prompts}, {case.serving.max_running} a group"
+        text = f"{text}, {system.drafts} drafts, chunk {self.chunk}x{self.prompts}, {case.serving.max_running} a group"
+        target_ms = case.serving.itl_target_ms
+        return text if target_ms is None else f"{text}, gaps of {target_ms:g} ms"
 
     @property
     def chunk(self) -> int:
@@ -161,6 +165,7 @@ def _mixed(question: Question, system: System, scheme: str, chunks: Sequence[int
         if prompts <= max(running, 1):
             tokens = running * request_tokens(system, work)
             serving = Serving("npucompile", running, chunk * prompts, chunk, prompts, memory_fraction=FRACTION, max_tokens=tokens)
+            serving = replace(serving, itl_target_ms=question.itl_target_ms)
             yield Candidate(Case(single, serving, work, accepted, spread, assumed=why), scheme, layout.instances, row)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from .disaggregated import simulate_disaggregated
 from .memory import fixed_bytes, pool_tokens, request_bytes, token_bytes
 from .parameters import Parameters, fitted
 from .prefill import prefill_time
-from .run import Spread, Trace, weighted
+from .run import Spread, Trace, by_priority, weighted
 from .simulate import simulate
 from .system import Case
 from .table import StepTable, step_table
@@ -43,6 +43,7 @@ class Prediction:
         memory: GiB of a rank by kind.
         histogram: seconds of decoding by live rows of the largest group.
         trace: what happened.
+        priority_ttft_ms: ttft_ms of the requests of each priority, where there are several.
     """
 
     tpot_ms: Spread
@@ -59,6 +60,7 @@ class Prediction:
     step_ms: float
     trace: Trace
     assumed: tuple[str, ...]
+    priority_ttft_ms: Mapping[int, Spread] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -70,6 +72,7 @@ class Prediction:
             "binding": self.binding,
             "why": self.why,
             "percentiles": {f"{name}_ms": spread.as_dict() for name, spread in spreads.items()},
+            "priority_ttft_ms": {str(level): spread.as_dict() for level, spread in self.priority_ttft_ms.items()},
             "breakdown_ms": {name: round(part, 3) for name, part in self.parts_ms.items()},
             "step_ms": round(self.step_ms, 3),
             "memory_gib": {name: round(part, 3) for name, part in self.memory.items()},
@@ -173,6 +176,7 @@ def _summary(case: Case, p: Parameters, table: StepTable, pool: float, trace: Tr
         step_ms,
         trace,
         case.assumed,
+        by_priority(first - sent, work.priorities),
     )
 
 

@@ -18,6 +18,7 @@ from .candidates import Candidate, Question
 from .parameters import Parameters, fitted
 from .prefill import prefill_time
 from .search import Found
+from .system import Serving, Workload
 
 MOST_BUCKETS = 16
 """Decode buckets of a build; published rows have 1 to 17."""
@@ -107,6 +108,20 @@ def arguments(options: Options) -> list[str]:
 def command_of(options: Options) -> str:
     """The command line."""
     return "npucompile build " + shlex.join(arguments(options))
+
+
+def serve_command(subject: str, serving: Serving, work: Workload) -> str:
+    """The command line of the server that was simulated.
+
+    Args:
+        subject: the artifact, or the model of a build.
+    """
+    words = [subject]
+    if serving.itl_target_ms is not None:
+        words += ["--itl-target", f"{serving.itl_target_ms:g}"]
+    if (most_urgent := min(work.priorities, default=0)) < 0:
+        words += ["--min-priority", str(most_urgent)]
+    return "npucompile serve " + shlex.join(words)
 
 
 def refusal(every: Sequence[Options]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,6 +76,12 @@ class Spread(NamedTuple):
     def as_dict(self) -> Mapping[str, float]:
         """Plain values, three decimals."""
         return {name: round(value, 3) for name, value in self._asdict().items()}
+
+
+def by_priority(values: Array, priorities: Sequence[int]) -> dict[int, Spread]:
+    """Of the values of each priority's requests, most urgent first; of none where all are of one."""
+    levels = sorted(set(priorities))
+    return {level: Spread.of(values[np.asarray(priorities) == level]) for level in levels} if len(levels) > 1 else {}
 
 
 def weighted(pairs: list[tuple[float, int]]) -> Spread:

@@ -20,6 +20,8 @@ KEPT = 10
 _SLACK = 0.15
 """By how much the estimate may be over the target before a candidate is put behind."""
 _FINALISTS = 16
+_GAPS = (2, 4, 8)
+"""Targets for the gap between tokens that are tried, over the gap that 99 of 100 stay below without any."""
 SIMULATED = 160
 """Candidates that are simulated: those that the estimate puts first."""
 
@@ -68,6 +70,7 @@ def search(question: Question, parameters: Parameters) -> Answer:
     found = [_found(question, each, parameters, SHORT_WAVES) for each in tried]
     finalists = _distinct(_ranked(question, found))[:_FINALISTS]
     whole = [_found(question, each.candidate, parameters, None) for each in finalists]
+    whole += [_found(question, each, parameters, None) for found in whole for each in _with_gaps(question, found)]
     return Answer(_ranked(question, whole)[:KEPT], len(every), len(tried))
 
 
@@ -104,6 +107,16 @@ def _found(question: Question, candidate: Candidate, parameters: Parameters, wav
     tpot, ttft = prediction.tpot_ms.mean, prediction.ttft_ms.mean
     meets = (question.tpot_ms is None or tpot <= question.tpot_ms) and (question.ttft_ms is None or ttft <= question.ttft_ms)
     return Found(candidate, prediction, prediction.output_tok_s * candidate.share, meets)
+
+
+def _with_gaps(question: Question, found: Found) -> list[Candidate]:
+    """A candidate that misses the target for first tokens alone, with servers that let more prefill steps between two decode steps."""
+    case, prediction = found.candidate.case, found.prediction
+    slow = question.tpot_ms is not None and prediction.tpot_ms.mean > question.tpot_ms
+    if found.meets or slow or question.ttft_ms is None or case.prefill is not None or question.itl_target_ms is not None:
+        return []
+    targets = [float(math.ceil(factor * prediction.itl_ms.p99)) for factor in _GAPS]
+    return [replace(found.candidate, case=replace(case, serving=replace(case.serving, itl_target_ms=each))) for each in targets]
 
 
 def excess(question: Question, found: Found) -> float:

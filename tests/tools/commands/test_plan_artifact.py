@@ -76,7 +76,7 @@ def test_a_bench_is_predicted_from_two_buckets(own_artifact: Path, tmp_path: Pat
     assert streams["1 streams"] == pytest.approx(6 / (3.0 + 2.0 + 5 * (bucket + 2.0)) * 1e3, rel=0.01)
     assert streams["1 streams"] < streams["2 streams"] < streams["4 streams"]
     assert "fitted to decode buckets" in tiny.cli(tmp_path, *words).stdout
-    assert "the bench measured" in tiny.refused(tmp_path, *words, "--fit-on", 99)
+    assert "the bench measured" in tiny.refused(tmp_path, "plan", "--artifact", own_artifact, "--measured", f"{file}:1,99")
 
 
 def test_an_artifact_for_this_machine_needs_a_bench(own_artifact: Path, tmp_path: Path) -> None:

@@ -31,5 +31,23 @@ def test_a_trace_is_planned(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     best = json.loads(result.stdout)["best"][0]["predicted"]
     assert best["output_tok_s"] <= 100 * 40 / (0.2 * 39) * 1.2
+    assert json.loads(result.stdout)["serve"] == "npucompile serve qwen3-32b"
     both = CliRunner().invoke(main, ["plan", "qwen3-32b", "--cards", "2", "--trace", str(trace), "--input", "5"])
     assert "one of both ways" in both.output
+
+
+def test_priorities_and_a_target_for_gaps_are_those_of_the_server(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 20 * i, "input_length": 1500, "output_length": 60, "priority": -(i % 3 == 0)} for i in range(60)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    words = ["plan", "qwen3-32b", "--cards", "1", "--trace", str(trace), "--quantization", "w8a8", "--speculative-tokens", "1"]
+    result = CliRunner().invoke(main, [*words, "--itl-target", "200"])
+    assert result.exit_code == 0, result.output
+    assert "npucompile serve qwen3-32b --itl-target 200 --min-priority -1" in result.output
+    data = json.loads(CliRunner().invoke(main, [*words, "--itl-target", "200", "--json"]).stdout)
+    assert "gaps of 200 ms" in data["best"][0]["layout"]
+    ttft = data["best"][0]["predicted"]["priority_ttft_ms"]
+    assert f"priority   -1: TTFT {ttft['-1']['mean']:,.0f} ms" in result.output
+    assert 2 * ttft["-1"]["mean"] < ttft["0"]["mean"]
+    refused = CliRunner().invoke(main, ["plan", "--deployment", "dsv32-reference-values", "--itl-target", "5"])
+    assert "whose engine has no such target" in refused.output

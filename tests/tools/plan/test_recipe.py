@@ -10,9 +10,10 @@ from npucompile.tools.build.plan import Options, plan
 from npucompile.tools.commands.build import command as build
 from npucompile.tools.plan.candidates import Question, schemes_of
 from npucompile.tools.plan.parameters import fitted
-from npucompile.tools.plan.recipe import command_of, options_of, refusal
+from npucompile.tools.plan.recipe import command_of, options_of, refusal, serve_command
 from npucompile.tools.plan.search import search
 from npucompile.tools.plan.shape import shape_of
+from npucompile.tools.plan.system import Serving, Workload
 from npucompile.tools.plan.traffic import of_lengths
 
 
@@ -49,3 +50,10 @@ def test_what_a_build_refuses_is_said():
         "qwen3-32b", target="ascend-a3", mesh="dp=1,tp=2", quantization="w8a8", max_model_len=40960, max_num_seqs=30, buckets=(30,)
     )
     assert "left for activations" in refusal([crowded])
+
+
+def test_the_server_is_what_was_simulated():
+    work = Workload((5, 5), (5, 5), 2, priorities=(0, -3))
+    assert serve_command("qwen3-32b", Serving(), Workload((5, 5), (5, 5), 2, priorities=(0, 3))) == "npucompile serve qwen3-32b"
+    command = serve_command("an artifact", Serving(itl_target_ms=62.5), work)
+    assert command == "npucompile serve 'an artifact' --itl-target 62.5 --min-priority -3"

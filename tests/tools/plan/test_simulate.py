@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,11 +21,6 @@ from npucompile.tools.plan.table import StepTable
 PAGE = 16
 TICK = 1 / 1024
 """Seconds; all times are multiples, so that sums are exact and nothing depends on rounding."""
-
-
-def step_s(decode_s, prefill_s):
-    """Seconds of a step by its bucket."""
-    return lambda step: decode_s(step.bucket.batch) if step.bucket.kind == "decode" else prefill_s(step.bucket)
 
 
 @st.composite
@@ -127,21 +124,29 @@ def test_prefill_waits_for_all_groups_at_most_thirty_steps():
     assert trace.first[2] - eager.first[2] == pytest.approx(0.30, abs=0.02)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(2, 4), st.integers(4, 10), st.integers(5, 60), st.integers(5, 60), st.integers(1, 2))
-def test_several_groups_are_near_the_scheduler_that_serves(groups: int, each: int, prompt: int, output: int, tokens: int) -> None:
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 4), st.integers(4, 10), st.integers(0, 2), st.integers(5, 60), st.integers(5, 60), st.integers(1, 2),
+    st.sampled_from([None, 70.0, 130.0]), st.sampled_from([(0,), (0, 2), (0, 0, -1)]),
+)  # fmt: skip
+def test_several_groups_are_near_the_scheduler_that_serves(
+    groups: int, each: int, waits: int, prompt: int, output: int, tokens: int, target: float | None, levels: tuple[int, ...]
+) -> None:
     """Which of several equally loaded groups a request joins depends on pages, which only the scheduler counts."""
-    most = groups * each
-    work = Workload.uniform(prompt, output, most, 3 * most)
-    prefill, decode = (Bucket("prefill", 1, 32),), tuple(Bucket("decode", batch, tokens) for batch in (1, each // 2, each))
-    policy = Policy(Limits(PAGE, 1 + each * 8, 1 + each * tokens, 128, tokens, tokens - 1), (*prefill, *decode))
-    sent, first, end = served(work, policy, groups, tokens, step_s(lambda batch: 0.01 + 0.002 * batch, lambda bucket: 0.03))[:3]
+    most, places = groups * each, each - waits
+    work = replace(Workload.uniform(prompt, output, most, 3 * most), priorities=(levels * 3 * most)[: 3 * most])
+    prefill, decode = (Bucket("prefill", 1, 32),), tuple(Bucket("decode", batch, tokens) for batch in sorted({1, places // 2, places}))
+    limits = Limits(PAGE, 1 + each * 8, 1 + places * tokens, 128, tokens, tokens - 1)
+    policy = Policy(limits, (*prefill, *decode), measured=target is not None, itl_target_ms=target)
+    seconds = {bucket: 0.03 if bucket.kind == "prefill" else 0.01 + 0.002 * bucket.batch for bucket in policy.buckets}
+    times = None if target is None else StepTimes(ms={bucket: 1e3 * own for bucket, own in seconds.items()})
+    expected = served(work, policy, groups, tokens, lambda step: seconds[step.bucket], times)
     table = StepTable([b.batch for b in decode], 1, 128, lambda batch, context: 0.01 + 0.002 * batch + 0 * context)
     trace = simulate(
-        work, Serving("npucompile", each, 32, 32, 1), [float(tokens)] * work.requests, groups, 1e9, table,
+        work, Serving("npucompile", places, 32, 32, 1, itl_target_ms=target), [float(tokens)] * work.requests, groups, 1e9, table,
         lambda largest, _, new, cached: 0.03, sizes=prefill,
     )  # fmt: skip
-    for ours, theirs in ((trace.first, first), (trace.end, end)):
-        mean = np.mean(np.subtract(theirs, sent))
+    for ours, theirs in ((trace.first, expected.first), (trace.end, expected.end)):
+        mean = np.mean(np.subtract(theirs, expected.sent))
         assert np.mean(np.subtract(ours, trace.sent)) == pytest.approx(mean, rel=0.1)
-    assert trace.makespan_s == pytest.approx(max(end) - min(sent), rel=0.1)
+    assert trace.makespan_s == pytest.approx(max(expected.end) - min(expected.sent), rel=0.1)
