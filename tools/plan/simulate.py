@@ -183,7 +183,7 @@ class _Mixed:
             return parts
         for group, queue in enumerate(self.queues):
             begun = self.started[group]
-            if not queue and not begun:
+            if not begun and (not queue or self.groups.count[group] >= self.serving.max_running):
                 continue
             chosen = self._prompts_of(group, queue, begun)
             if chosen:

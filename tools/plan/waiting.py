@@ -52,16 +52,21 @@ class ByPriority:
         self._new: dict[int, deque[int]] = {}
         self._resumed: dict[int, deque[int]] = {}
         self._count = 0
+        # Who is next, as far as that is known, and how many were asked for at the most.
         self._next: list[RequestState] = []
+        self._most = 0
 
     def __len__(self) -> int:
         return self._count
 
     def append(self, request: int) -> None:
         """A request comes."""
-        self._new.setdefault(self._state(request).level, deque()).append(request)
+        level = self._state(request).level
+        self._new.setdefault(level, deque()).append(request)
         self._count += 1
-        self._next.clear()
+        # Behind those of its own priority it changes nothing.
+        if any(level < other.request.priority for other in self._next):
+            self._next.clear()
 
     def appendleft(self, request: int) -> None:
         """A request lost its caches."""
@@ -77,7 +82,8 @@ class ByPriority:
         if most <= 0:
             return ()
         if len(self._next) < most:
-            self._next = list(itertools.islice(in_turn(self._turns, self._shown(most), Policy.ageing), most))
+            self._most = max(most, self._most)
+            self._next = list(itertools.islice(in_turn(self._turns, self._shown(self._most), Policy.ageing), self._most))
         return [self._of_arrival[state.arrival] for state in self._next[:most]]
 
     def admit(self, requests: Sequence[int]) -> None:
@@ -92,7 +98,8 @@ class ByPriority:
             queues[self._states[request].level].popleft()
             self._states[request] = state
         self._count -= len(requests)
-        self._next.clear()
+        # The rest was next as if these were admitted.
+        del self._next[: len(requests)]
 
     def urgent_first(self, running: list[int]) -> list[int]:
         """Requests that were admitted, most urgent first."""
