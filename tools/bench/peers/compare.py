@@ -9,7 +9,7 @@ from functools import partial
 
 from ..machine import Reader
 from ..report import Column, Table, Value
-from ..stats import Clock, interleave, ratio, seconds_per_call, spread
+from ..stats import Clock, Spread, interleave, ratio, seconds_per_call, spread
 from ..streams import Load
 from .process import PeerError, PeerProcess
 
@@ -18,6 +18,9 @@ MEMORY = "memory"
 
 STARTS = 3
 """Most counted starts of a side; an engine that compiles at each start takes a quarter of a minute for one."""
+
+SLOW_START_S = 30
+"""A first start that takes longer is repeated once and not `STARTS` times."""
 
 THROUGHPUT_COLUMNS = (
     Column("streams", "streams", 0),
@@ -170,6 +173,13 @@ def rows(
             line["bandwidth_share"] = ratio(rates, bytes_per_s)
         lines.append(line)
     return lines
+
+
+def short(lines: Sequence[Mapping[str, Value]]) -> str:
+    """The medians of one load in a line, for who watches."""
+    medians = [(str(line["side"]), line["prefill_tokens_per_s"], line["decode_tokens_per_s"]) for line in lines]
+    said = [f"{name} {p.median:.0f} and {d.median:.1f}" for name, p, d in medians if isinstance(p, Spread) and isinstance(d, Spread)]
+    return f"prefill and decode tok/s {', '.join(said)}"
 
 
 def throughput(

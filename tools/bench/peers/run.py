@@ -23,7 +23,7 @@ from ..report import Table, Value
 from ..step import needed_bytes
 from ..streams import Load
 from . import engines
-from .compare import STARTS, Side, Started, start, start_row, tables, throughput
+from .compare import SLOW_START_S, STARTS, Side, Started, short, start, start_row, tables, throughput
 from .engines import Peer
 from .process import NotInstalled, PeerError, PeerProcess
 
@@ -210,7 +210,7 @@ def peers(
                 rows += lines
                 notes += failed
                 bandwidths += bytes_per_s
-                bar.step(f"{load.streams} streams")
+                bar.step(f"{load.streams} streams: {short(lines)}")
         by_name = {side.name: side for side in sides}
         start_rows: list[dict[str, Value]] = [
             start_row(by_name[name], starts, starts[-1].process.resident_bytes()) for name, starts in started.items()
@@ -230,7 +230,7 @@ def start_all(
     progress: Progress,
     stack: ExitStack,
 ) -> dict[str, list[Started]]:
-    """Starts all sides in turns, the last time to stay.
+    """Starts all sides in turns, the last time to stay. One whose first start is slow is started once more only.
 
     Args:
         refused: takes the reason of a side that does not start.
@@ -243,10 +243,11 @@ def start_all(
     room = Load(max(load.streams for load in loads), loads[0].prompt_tokens, loads[0].tokens)
     prompt = loads[0].prompts(vocab)[0]
     started: dict[str, list[Started]] = {side.name: [] for side in sides}
+    slow: set[str] = set()
     with progress.bar("start", (1 + counted) * len(sides)) as bar:
         for i in range(1 + counted):
             for side in sides if i % 2 == 0 else list(reversed(sides)):
-                if side.name in refused:
+                if side.name in refused or (side.name in slow and i < counted):
                     continue
                 try:
                     new = start(side, dtype, threads, room, prompt)
@@ -262,6 +263,7 @@ def start_all(
                     stack.callback(new.process.close)
                 # The first fills the page cache.
                 started[side.name] += [new] if i else []
+                slow |= {side.name} if new.process_s > SLOW_START_S else set()
                 bar.step(f"{side.name}: {new.load_s:.1f} s to the first token")
     return started
 
@@ -289,7 +291,7 @@ def _notes(manifest: Manifest, loads: Sequence[Load], rounds: int, threads: int,
 
 def _start_notes(rounds: int) -> list[str]:
     return [
-        f"medians (smallest..largest) of {min(rounds, STARTS)} starts, in turns, after one that does not count; the files are in the page "
-        "cache",
+        f"medians (smallest..largest) of {min(rounds, STARTS)} starts, in turns, after one that does not count, and of one where that took "
+        f"over {SLOW_START_S} s; the files are in the page cache",
         "start: a new process, with its imports; load: from the request to load, imports excluded; RSS: at the end, mapped files included",
     ]

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from support import tiny
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.tools.bench.peers import run
+from npucompile.tools.bench.peers.compare import Side
 from npucompile.tools.bench.peers.engines import PEERS, Peer
-from npucompile.tools.bench.peers.process import PeerError
+from npucompile.tools.bench.peers.process import PeerError, PeerProcess
 from npucompile.tools.bench.peers.run import Choice, choice, convert, decode_step_bytes, find, peer_side, peers
 from npucompile.tools.bench.streams import Load
 from npucompile.tools.progress import Progress
@@ -150,3 +154,12 @@ def test_a_step_reads_more_after_a_longer_prompt(tiny_artifact: Path) -> None:
     assert 0 < short < long
     no_single = tuple(entry for entry in manifest.graphs if entry.bucket.batch != 1)
     assert decode_step_bytes(replace(manifest, graphs=no_single), Load(1, 8, 8)) is None
+
+
+def test_an_engine_that_starts_slowly_is_started_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "SLOW_START_S", -1.0)
+    sides = [Side(name, partial(PeerProcess, fake(tmp_path, name).command(sys.executable), dict(os.environ)), "m") for name in ("a", "b")]
+    with ExitStack() as stack:
+        started = run.start_all(sides, "float32", 1, [Load(1, 2, 2)], 10, 5, {}, QUIET, stack)
+        assert {name: len(starts) for name, starts in started.items()} == {"a": 1, "b": 1}
+        assert all(starts[-1].process.ask("generate", prompts=[[1]], tokens=1)["token_ids"] == [[1]] for starts in started.values())
