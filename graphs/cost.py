@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -13,6 +15,9 @@ from .ir.alias import is_view, owner, shares
 from .ir.flatten import bodies
 from .primitive import Cost, nbytes, of_inplace, of_target
 from .types import Signature
+
+_PAGES = "page_table"
+"""Operand of primitives that read cached tokens: [B, pages of a request]."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,20 @@ class Memory:
 
 def cost(graph: GraphModule) -> Cost:
     """Sum over all nodes: primitives by their own rule, matrix products by torch's formulas, others one operation per result element."""
-    inner = {name: cost(body) for name, body in bodies(graph).items()}
+    return _sum(graph, node_cost)
+
+
+def cached_flops(graph: GraphModule) -> int:
+    """The part of `cost(graph).flops` that is for cached tokens: as many as page tables hold, where the requests of a step have fewer."""
+    return _sum(graph, _cached_cost).flops
+
+
+def _sum(graph: GraphModule, of: Callable[[Node], Cost]) -> Cost:
+    inner = {name: _sum(body, of) for name, body in bodies(graph).items()}
     total = Cost()
     for node in graph.graph.nodes:
         if node.op == "call_function":
-            total = total + node_cost(node)
+            total = total + of(node)
         elif node.op == "call_module":
             total = total + inner[str(node.target)]
     return total
@@ -62,6 +76,20 @@ def node_cost(node: Node) -> Cost:
     formula = flop_registry.get(target.overloadpacket)
     flops = int(formula(*args, out_val=node.meta["val"])) if formula else sum(v.numel() for v in outputs)
     return Cost(flops, nbytes(*[a for a in _flat(args) if isinstance(a, torch.Tensor)]), nbytes(*outputs))
+
+
+def _cached_cost(node: Node) -> Cost:
+    """What of a node's operations is for the pages of its page table."""
+    target = node.target
+    primitive = (of_target(target) or of_inplace(target)) if isinstance(target, torch._ops.OpOverload) else None
+    if primitive is None or _PAGES not in primitive.arguments:
+        return Cost()
+    args: list[Any] = [_value(a) for a in node.args]
+    whole: Cost = primitive.rule("cost")(*args)
+    at = primitive.arguments.index(_PAGES)
+    args[at] = args[at][:, :0]
+    none: Cost = primitive.rule("cost")(*args)
+    return Cost(whole.flops - none.flops)
 
 
 def memory(graph: GraphModule, signature: Signature) -> Memory:

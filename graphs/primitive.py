@@ -89,6 +89,7 @@ class Primitive(Generic[Operands]):
             `inplace` then does the same into the operand itself.
 
     Attributes:
+        arguments: names of the operator's arguments, in order.
         schema: torch operator schema without the name; results are as many tensors as the factors have groups.
 
     Raises:
@@ -104,6 +105,7 @@ class Primitive(Generic[Operands]):
         if strange := {field: kind for field, kind in types.items() if kind not in _SCHEMA_TYPES}:
             legal = ", ".join(kind.__name__ for kind in _SCHEMA_TYPES)
             raise PrimitiveError(f"primitive {name!r}: {operands.__name__} has fields {strange}; legal types are {legal}")
+        self.arguments = tuple(types)
         self.tensor_arguments = [kind is torch.Tensor for kind in types.values()]
         if sum(self.tensor_arguments) != len(self.factors.operands):
             raise PrimitiveError(

@@ -60,7 +60,8 @@ class GraphEntry:
         stages: path of the compressed texts of its stages.
         digest: `artifact.graph_key` of its lowered text, backend, options and toolchain.
         compiled: record of its executable; None while it is not compiled.
-        cost: flops, read_bytes, write_bytes of one step.
+        cost: flops, read_bytes, write_bytes of one step whose page tables are full; cached_flops, the part of flops that is for cached
+            tokens.
         memory: params_bytes, state_bytes, inputs_bytes, peak_bytes.
         collectives: (collective, group, type) in program order.
         verified: measured differences between the executable and the reference; empty while it is not compiled.

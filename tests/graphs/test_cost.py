@@ -93,6 +93,21 @@ def test_a_graph_costs_the_sum_of_its_nodes() -> None:
     assert cost.cost(b.end(b.call(aten.mul.Tensor, y, y, val=meta(15)))) == Cost(30, 60 + 120, 120)
 
 
+def test_operations_on_cached_tokens_are_those_of_full_page_tables() -> None:
+    def attention(pages: int) -> GraphModule:
+        b = Build()
+        q, k, v = b.operand(2, 8, 4, 16), b.operand(9, 32, 2, 16), b.operand(9, 32, 2, 16)
+        table = b.operand(2, pages, dtype=torch.int32)
+        lengths = b.operand(2, dtype=torch.int32), b.operand(2, dtype=torch.int32)
+        return b.end(
+            b.call(aten.add.Tensor, b.call(ops.paged_attention.op, q, k, v, table, *lengths, 0.25, val=q.meta["val"]), 1, val=meta(3))
+        )
+
+    # Products of queries with keys, and of weights with values.
+    assert [cost.cached_flops(attention(pages)) for pages in (0, 1, 5)] == [2 * 2 * (2 * 8 * 4 * 16) * 32 * pages for pages in (0, 1, 5)]
+    assert cost.cost(attention(5)).flops - cost.cached_flops(attention(5)) == cost.cost(attention(0)).flops
+
+
 # --- memory; all sizes in KiB of f32 ---
 
 

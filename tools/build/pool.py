@@ -20,6 +20,7 @@ import torch
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ...graphs import ops as ops
+from ...graphs.cost import cached_flops
 from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import graph_key
@@ -98,7 +99,7 @@ def record_of(plan: Plan, staged: Staged) -> StagedRecord:
         partitioned.signature.outputs,
         key,
         pack_texts(texts),
-        asdict(partitioned.cost()),
+        asdict(partitioned.cost()) | {"cached_flops": cached_flops(partitioned.graph)},
         asdict(partitioned.memory()),
         partitioned.collectives,
     )
