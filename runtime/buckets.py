@@ -1,10 +1,9 @@
-"""Choice of the bucket that a step runs in, and the padded input arrays of that step."""
+"""Choice of the bucket of a decode step, and the padded input arrays of any step."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -111,43 +110,6 @@ def choose(buckets: Iterable[Bucket], live: int) -> Bucket:
         raise SpecError(f"a decode bucket for {live} rows; legal is at least 1")
     decode = of_kind(buckets, "decode")
     return next((b for b in decode if b.batch >= live), decode[-1])
-
-
-def choose_prefill(buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]], cost: Callable[[Bucket], float] | None = None) -> Bucket:
-    """The prefill bucket that wastes least on the oldest prompts of every dp group, and as much of each as a row holds.
-
-    The oldest prompt of every group comes first: only buckets are considered that hold all that is left of the longest of these, or as
-    much of it as any bucket does. Of those, the one is chosen that saves most against prefilling its rows one after the other, each in
-    the cheapest bucket that holds it. So prompts share a step only where that costs no more. Where nothing is known of its time, what a
-    step costs is its padded tokens, and once more the tokens of the smallest prefill bucket, for what every step costs: nobody builds a
-    bucket so small that its tokens matter less than that. Among equals more prompts share.
-
-    A row that gets fewer tokens than alone counts for that part of its cost. All groups run every step together, so one after the other
-    means the first prompts of all groups together, then the second ones.
-
-    Args:
-        remaining: of each group, tokens left of its prompts, oldest first; a bucket of B rows takes the first B of each.
-        cost: of a step, measured; None takes the padded tokens.
-
-    Raises:
-        SpecError: when there is no prefill bucket, no prompt, or one with fewer than 1 token left.
-    """
-    if not any(remaining) or min(itertools.chain.from_iterable(remaining)) < 1:
-        raise SpecError(f"a prefill bucket for prompts of {[list(own) for own in remaining]} tokens; legal is one or more, of at least 1")
-    prefill = sorted(of_kind(buckets, "prefill"), key=lambda b: (b.tokens, b))
-    longest, fixed = max(b.q_len for b in prefill), prefill[0].tokens
-    price = cost or (lambda b: fixed + b.tokens)
-    # The first prompts of all groups, the second ones, ...: the longest of each decides, as all are padded to it.
-    lengths = [max(column) for column in itertools.zip_longest(*remaining, fillvalue=0)]
-    alone = [min(price(b) for b in prefill if b.q_len >= min(length, longest)) for length in lengths]
-
-    def loss(bucket: Bucket) -> float:
-        """What the step costs, less what its rows cost one after the other."""
-        rows = zip(lengths[: bucket.batch], alone, strict=False)
-        return price(bucket) - sum(by_itself * min(length, bucket.q_len) / min(length, longest) for length, by_itself in rows)
-
-    legal = [b for b in prefill if b.q_len >= min(lengths[0], longest)]
-    return min(legal, key=lambda b: (loss(b), -b.batch))
 
 
 def padded_rows(bucket: Bucket, live: int) -> int:

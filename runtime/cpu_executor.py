@@ -11,6 +11,7 @@ from ..graphs.errors import SpecError
 from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules
 from ..lowering.artifact import mapped
 from ..lowering.artifact.artifact import Artifact, GraphEntry
+from ..lowering.artifact.fixed_cost import fixed_tokens
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.executable import Executable, HostExecutable, check_operands, open_executable
 from .buckets import with_all_rows
@@ -54,6 +55,7 @@ class CpuExecutor:
         self.vocab_size = int(manifest.model["vocab_size"])
         self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
         self.recurrent = has_recurrent_states(manifest.state)
+        self.fixed_tokens = fixed_tokens(manifest)
         self.backends: dict[str, str] = {}
         self._prefer_eager = prefer_eager
         self._operand_layout = _operand_layout(artifact)

@@ -14,6 +14,7 @@ from ..graphs.errors import ArtifactError, LoweringError
 from ..graphs.step_inputs import MAX_RANKED, OPTIONAL_ROWS
 from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
+from ..lowering.artifact.fixed_cost import fixed_tokens
 from ..lowering.artifact.shards import local_leaves, local_signature
 from ..lowering.device import Device, DeviceExecutable, Event
 from .buckets import without_unused
@@ -100,6 +101,7 @@ class DeviceExecutor:
         self.vocab_size = int(manifest.model["vocab_size"])
         self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
         self.recurrent = has_recurrent_states(manifest.state)
+        self.fixed_tokens = fixed_tokens(manifest)
         self.max_ranked = MAX_RANKED if self.vocab_size > MAX_RANKED else 0
         self._coords = mesh.coords(rank).numpy()
         signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}

@@ -86,6 +86,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def fixed_tokens(self) -> float | None:
+        """What every step costs whatever its size, in tokens (`lowering/artifact/fixed_cost.py`); None where nobody knows."""
+        ...
+
+    @property
     def recurrent(self) -> bool:
         """Whether the model has recurrent states, in state slots."""
         ...

@@ -91,7 +91,8 @@ class Stepper:
         self.failure: str | None = None
         self.on_end: Callable[[FinishEvent], None] = lambda _: None
         self.journal: Journal = NoJournal()
-        policy = Policy(limits, executor.buckets, prefill_burst, measured or itl_target_ms is not None, itl_target_ms)
+        measured = measured or itl_target_ms is not None
+        policy = Policy(limits, executor.buckets, prefill_burst, measured, itl_target_ms, fixed_tokens=executor.fixed_tokens)
         self.prefix_cache = prefix_cache
         caching = PrefixCaching(executor.recurrent, prefix_cache.most_tokens) if prefix_cache else None
         self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs, caching) for _ in range(executor.groups))

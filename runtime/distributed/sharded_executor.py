@@ -112,6 +112,11 @@ class ShardedExecutor:
         return self.local.recurrent
 
     @property
+    def fixed_tokens(self) -> float | None:
+        """What every step costs whatever its size, in tokens."""
+        return self.local.fixed_tokens
+
+    @property
     def max_ranked(self) -> int:
         """Number of most likely tokens that sampling may have to rank; 0 if any number."""
         return self.local.max_ranked

@@ -107,7 +107,7 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
 
 
 def _predicted_ms(state: SchedulerState, bucket: Bucket) -> float:
-    cost = state.times.prefill_ms(state.policy.buckets) if state.policy.itl_target_ms is not None else None
+    cost = state.times.prefill_ms(state.policy.price) if state.policy.itl_target_ms is not None else None
     return cost(bucket) if cost else 0.0
 
 

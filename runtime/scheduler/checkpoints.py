@@ -1,7 +1,7 @@
 """Where the state of a prompt is worth keeping: chunks end there, and each such place costs one step more.
 
-What a step costs is counted in tokens, as `buckets.choose_prefill` does: those that it is padded to, and once more those of the smallest
-prefill bucket. A chunk that ends early leaves a rest for a step of its own, which costs twice that bucket's tokens or more.
+What a step costs is counted in tokens, by `prefill_buckets.price`. A chunk that ends early leaves a rest for a step of its own, which
+costs as much as one of the smallest prefill bucket or more.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from .prefix_blocks import Match
 
-BRANCH, END = 1, 4
-"""Fewest tokens that a checkpoint saves, in tokens of the smallest prefill bucket: at a branch, which saves them for every prompt to come
+BRANCH, END = 0.5, 2.0
+"""Fewest tokens that a checkpoint saves, in parts of the cost of that step: at a branch, which saves them for every prompt to come
 that shares them; and at the end of a prompt, which only a prompt that goes on from there has use for."""
 
 
-def places(match: Match, num_tokens: int, page_size: int, smallest: int) -> tuple[int, ...]:
+def places(match: Match, num_tokens: int, page_size: int, step_tokens: float) -> tuple[int, ...]:
     """How many tokens of an admitted prompt are computed at each place, in order.
 
     They are the last page boundary up to which the prompt is known, where that has no state yet, and the last one of the prompt.
@@ -25,13 +25,13 @@ def places(match: Match, num_tokens: int, page_size: int, smallest: int) -> tupl
         match: what is known of the prompt.
         num_tokens: of the prompt.
         page_size: P.
-        smallest: tokens of the smallest prefill bucket.
+        step_tokens: what a step of the smallest prefill bucket costs, in tokens.
     """
     start, branch, end = match.num_tokens(page_size), len(match.blocks) * page_size, (num_tokens - 1) // page_size * page_size
     # A tail is gone once it was used; what other prompts find is a state between two pages.
     kept = match.without_tail().depth * page_size
-    branches = (branch,) if branch > start and branch - kept >= BRANCH * smallest else ()
-    return (*branches, end) if end > start and end - (*branches, kept)[0] >= END * smallest else branches
+    branches = (branch,) if branch > start and branch - kept >= BRANCH * step_tokens else ()
+    return (*branches, end) if end > start and end - (*branches, kept)[0] >= END * step_tokens else branches
 
 
 class Chunk(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Limits
 from ..buckets import of_kind
+from ..prefill_buckets import default_fixed_tokens, price
 from ..request import Request
 from .request_state import RequestState
 
@@ -22,6 +23,7 @@ class Policy:
         measured: whether measured times of steps (`step_times.py`) decide which prompts share a step.
         itl_target_ms: how long the time between two tokens of a stream should be at most; prefill between two decode steps gets what
             a decode step leaves of it, instead of `prefill_burst` steps. None sets no such target. Only if times are measured.
+        fixed_tokens: what every step costs whatever its size, in tokens (`lowering/artifact/fixed_cost.py`); None where nobody knows.
         ageing: how many times a prompt's tokens may be admitted past it, before it is next whatever its priority (`turns.py`).
 
     Raises:
@@ -34,6 +36,7 @@ class Policy:
     prefill_burst: int = 1
     measured: bool = False
     itl_target_ms: float | None = None
+    fixed_tokens: float | None = None
     ageing: int = 16
 
     def __post_init__(self) -> None:
@@ -71,9 +74,18 @@ class Policy:
         return max(bucket.batch for bucket in self.buckets if bucket.kind == "prefill")
 
     @functools.cached_property
-    def smallest_prefill(self) -> int:
-        """Tokens of the smallest prefill bucket."""
-        return min(bucket.tokens for bucket in of_kind(self.buckets, "prefill"))
+    def fixed_price(self) -> float:
+        """What every step costs whatever its size, in tokens, where no times are measured."""
+        return default_fixed_tokens(self.buckets) if self.fixed_tokens is None else self.fixed_tokens
+
+    def price(self, bucket: Bucket) -> float:
+        """What a step costs, in tokens, where no times are measured."""
+        return price(bucket, self.fixed_price)
+
+    @functools.cached_property
+    def cheapest_prefill(self) -> float:
+        """What a step of the smallest prefill bucket costs, in tokens."""
+        return min(map(self.price, of_kind(self.buckets, "prefill")))
 
     @functools.cached_property
     def decode_buckets(self) -> tuple[Bucket, ...]:

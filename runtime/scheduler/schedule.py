@@ -8,8 +8,8 @@ Policy:
     behind it wait too. Where all are of one priority and tenant that is order of arrival, and running requests are older than waiting
     ones.
     A prefill step computes chunks of several prompts of each group, a row each: those in progress, most urgent first, then waiting ones
-    that can be admitted, as many as the bucket has rows. `buckets.choose_prefill` says which bucket that is: the first prompt is never
-    slowed down, and others share its step where that costs no more than one step after the other.
+    that can be admitted, as many as the bucket has rows. `prefill_buckets.choose_prefill` says which bucket that is: the first prompt
+    gets a chunk as long as if it were alone, and others share its step where that costs no more than one step after the other.
     While any request decodes, at most `prefill_burst` prefill steps run between two decode steps, which bounds the gap between two
     tokens of a stream. With a target for that gap (`Policy.itl_target_ms`) they are as many, in buckets as large, as its time allows
     beside the decode step: measured times say so, and where they do not yet, or nothing fits, it is one step of the cheapest bucket. So
@@ -53,7 +53,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
-from ..buckets import choose, choose_prefill
+from ..buckets import choose
+from ..prefill_buckets import choose_prefill
 from ..request import NO_INPUTS, HostInputs
 from . import steady
 from .checkpoints import CheckpointSlots, places
@@ -139,16 +140,30 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
         buckets = _in_time(state, policy.itl_target_ms, streams + max(map(len, prompts)))
         if not buckets:
             return None
-    cost = state.times.prefill_ms(policy.buckets) if policy.measured else None
-    bucket = choose_prefill(buckets, [[prompt.remaining for prompt in own] for own in prompts], cost)
+    measured = state.times.prefill_ms(policy.price) if policy.measured else None
+    between = _between(state, streams, measured is not None) if streams else 0.0
+    bucket = choose_prefill(buckets, [[prompt.remaining for prompt in own] for own in prompts], measured or policy.price, between)
     return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in found))
+
+
+def _between(state: SchedulerState, streams: int, measured: bool) -> float:
+    """What the decode steps between two prefill steps cost while so many requests decode, in ms or in tokens.
+
+    With a target for the time between tokens it is nothing: if there is time for one step, there is time for several that take less.
+    """
+    policy = state.policy
+    if policy.itl_target_ms is not None:
+        return 0.0
+    bucket = choose(policy.buckets, streams)
+    return (state.times.decode_ms(bucket) if measured else policy.price(bucket)) / policy.prefill_burst
 
 
 def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[Bucket]:
     """The prefill buckets that leave time for the next decode step, of so many requests at most; none where that is due."""
     buckets, times = state.policy.buckets, state.times
     left_ms = target_ms - state.prefill_ms - times.decode_ms(choose(buckets, streams))
-    return in_time(buckets, times.prefill_ms(buckets), left_ms, not state.prefill_steps)
+    price = state.policy.price
+    return in_time(buckets, times.prefill_ms(price), price, left_ms, not state.prefill_steps)
 
 
 def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt], slots: CheckpointSlots) -> GroupStep:
@@ -203,7 +218,7 @@ def _resumed(policy: Policy, group: GroupState, request: RequestState, match: Ma
     if match is None or group.prefixes is None:
         return request
     page_size = policy.limits.page_size
-    checkpoints = places(match, request.num_tokens, page_size, policy.smallest_prefill) if group.prefixes.recurrent else ()
+    checkpoints = places(match, request.num_tokens, page_size, policy.cheapest_prefill) if group.prefixes.recurrent else ()
     return request.resumed(match.num_tokens(page_size), checkpoints)
 
 

@@ -5,12 +5,13 @@ The engine measures, and a policy that goes by these times has them as an input 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from ...graphs.types import Bucket
 from ..buckets import of_kind
+from ..prefill_buckets import Cost
 
 SAMPLES = 8
 """Times of a bucket that are kept. A median of them forgets a step that was held up."""
@@ -23,9 +24,6 @@ FRESH_STEPS = 1000
 
 SWEEP_STEPS = 50
 """How often that is looked at."""
-
-Cost = Callable[[Bucket], float]
-"""What a step of a bucket costs, in whatever unit is the same for all."""
 
 
 class StepTimes(NamedTuple):
@@ -63,35 +61,28 @@ class StepTimes(NamedTuple):
         count = sum(b < bucket for b in known) + 1
         return max((self.ms[b] for b in known[:count]), default=0.0)
 
-    def prefill_ms(self, buckets: Iterable[Bucket]) -> Cost | None:
-        """What a prefill step takes, in ms: one of a bucket that was not measured as many ms for each of its `padded_cost` as those that
-        were; None where none was."""
-        cost = padded_cost(buckets)
-        known = [(ms, cost(bucket)) for bucket, ms in self.ms.items() if bucket.kind == "prefill"]
+    def prefill_ms(self, price: Cost) -> Cost | None:
+        """What a prefill step takes, in ms: one of a bucket that was not measured as many ms for its price as those that were; None where
+        none was."""
+        known = [(ms, price(bucket)) for bucket, ms in self.ms.items() if bucket.kind == "prefill"]
         if not known:
             return None
         rate = sum(ms for ms, _ in known) / sum(units for _, units in known)
-        return lambda bucket: self.ms[bucket] if bucket in self.ms else rate * cost(bucket)
+        return lambda bucket: self.ms[bucket] if bucket in self.ms else rate * price(bucket)
 
 
 UNMEASURED = StepTimes()
 
 
-def padded_cost(buckets: Iterable[Bucket]) -> Cost:
-    """What prefill steps cost while nothing is measured: their padded tokens, and once more the tokens of the smallest, for what every
-    step costs: nobody builds a bucket so small that its tokens matter less than that."""
-    fixed = min(b.tokens for b in of_kind(buckets, "prefill"))
-    return lambda bucket: fixed + bucket.tokens
-
-
-def in_time(buckets: Iterable[Bucket], cost: Cost | None, left_ms: float, first: bool) -> Sequence[Bucket]:
+def in_time(buckets: Iterable[Bucket], cost: Cost | None, price: Cost, left_ms: float, first: bool) -> Sequence[Bucket]:
     """The prefill buckets that take at most so long. Where none does, or none was measured, the cheapest, if the step is the first one
     since somebody decoded, so that prompts go on whatever the target; else none.
 
     Args:
         cost: in ms; None where nothing is measured.
+        price: in whatever unit, for that case.
     """
     prefill = of_kind(buckets, "prefill")
     if cost is not None and (affordable := [bucket for bucket in prefill if cost(bucket) <= left_ms]):
         return affordable
-    return (min(prefill, key=cost or padded_cost(prefill)),) if first else ()
+    return (min(prefill, key=cost or price),) if first else ()

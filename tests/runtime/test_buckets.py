@@ -9,7 +9,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.graphs.ops.sample import Sample, sample_reference
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.runtime.buckets import DecodeRow, PrefillRow, choose, choose_prefill, of_kind, pack
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, choose, of_kind, pack
 from npucompile.runtime.request import Sampling
 
 LIMITS = {drafts: Limits(4, 20, 1 + 4 * (drafts + 1), 16, drafts + 1, drafts) for drafts in (0, 2)}
@@ -21,27 +21,15 @@ prefill_lists = st.lists(st.builds(lambda q: Bucket("prefill", 1, q), st.integer
 
 @given(decode_lists, prefill_lists, st.integers(1, 60))
 def test_choice_is_the_smallest_that_holds_it_else_the_largest(decode, prefill, live):
-    buckets = [*prefill, *decode]
     batches = sorted(b.batch for b in decode)
-    assert choose(buckets, live).batch == next((b for b in batches if b >= live), batches[-1])
-    query_lens = sorted(b.q_len for b in prefill)
-    assert choose_prefill(buckets, [[live]]).q_len == next((q for q in query_lens if q >= live), query_lens[-1])
-    assert choose(buckets, live).kind == "decode"
-    assert choose_prefill(buckets, [[live]]).kind == "prefill"
-
-
-def test_prefill_is_chosen_by_length_not_by_batch():
-    wide, long = Bucket("prefill", 1, 64), Bucket("prefill", 4, 8)
-    assert choose_prefill([wide, long], [[8]]) == long
-    assert choose_prefill([wide, long], [[9]]) == wide
+    chosen = choose([*prefill, *decode], live)
+    assert (chosen.kind, chosen.batch) == ("decode", next((b for b in batches if b >= live), batches[-1]))
 
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_no_bucket_for_nothing(count):
     with pytest.raises(SpecError, match="at least 1"):
         choose(ONE_OF_EACH, count)
-    with pytest.raises(SpecError, match="at least 1"):
-        choose_prefill(ONE_OF_EACH, [[count]])
 
 
 def test_a_missing_kind_is_named():

@@ -313,7 +313,7 @@ class Narrowed:
         self.limits: Limits = replace(executor.limits, **limits)
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
-        self.max_ranked, self.recurrent = executor.max_ranked, executor.recurrent
+        self.max_ranked, self.recurrent, self.fixed_tokens = executor.max_ranked, executor.recurrent, executor.fixed_tokens
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
         assert bucket in self.buckets
@@ -333,7 +333,7 @@ class Launching:
         self.executor, self.limits, self.buckets = executor, executor.limits, executor.buckets
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
-        self.max_ranked, self.recurrent = executor.max_ranked, executor.recurrent
+        self.max_ranked, self.recurrent, self.fixed_tokens = executor.max_ranked, executor.recurrent, executor.fixed_tokens
         self.most_in_flight = self._in_flight = 0
         self._thread = ThreadPoolExecutor(1)
 

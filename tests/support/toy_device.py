@@ -430,6 +430,7 @@ class ToyDevice:
     max_logprobs: int = 0
     max_ranked: int = 0
     recurrent: bool = True
+    fixed_tokens: float | None = None
     right: float = 0.5
     lazy: bool = False
     fail_at: frozenset[int] = frozenset()

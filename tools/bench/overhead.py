@@ -74,6 +74,7 @@ class IdleExecutor:
 
     groups, run_ahead, max_ranked, recurrent = 1, 0, 0, False
     missing: Mapping[Bucket, str] = {}
+    fixed_tokens: float | None = None
     vocab_size, max_logprobs = VOCAB, LOGPROBS
 
     def __init__(self, streams: int, token: int, pause_s: float = PAUSE_S) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry
+from ...lowering.artifact.fixed_cost import fixed_tokens
 from .acceptance import per_request
 from .products import Array
 from .run import Spread, Trace, by_priority, weighted
@@ -94,10 +95,12 @@ def serve(
 
     table = StepTable(range(1, largest + 1), shortest, longest, seconds)
     chunk, most = max(q for _, q in prefill), max(b for b, _ in prefill)
-    serving = Serving("npucompile", limits.num_request_slots - 1, chunk * most, chunk, most, itl_target_ms=itl_target_ms)
+    fixed = fixed_tokens(manifest)
+    most_running = limits.num_request_slots - 1
+    serving = Serving("npucompile", most_running, chunk * most, chunk, most, itl_target_ms=itl_target_ms, fixed_tokens=fixed)
     rates: list[float] = per_request(accepted, spread, limits.drafts, workload.requests).tolist()
     pool = float((limits.num_pages - 1) * limits.page_size)
-    sizes = tuple(sorted(entry.bucket for entry in prefill.values()))
+    sizes = tuple(sorted(entry.bucket for entry in (*prefill.values(), *decode)))
     return Served.of(workload, simulate(workload, serving, rates, dp, pool, table, prefill_seconds, False, sizes))
 
 

@@ -142,7 +142,9 @@ def _sizes(case: Case) -> tuple[Bucket, ...]:
     serving = case.serving
     chunk = serving.chunk or serving.budget
     many = min(serving.prompts, max(serving.budget // chunk, 1))
-    return tuple(Bucket("prefill", prompts, chunk) for prompts in sorted({1, many}))
+    batches = case.decode.buckets or range(1, serving.max_running + 1)
+    decode = (Bucket("decode", batch, case.decode.candidates) for batch in batches)
+    return (*decode, *(Bucket("prefill", prompts, chunk) for prompts in sorted({1, many})))
 
 
 def _summary(case: Case, p: Parameters, table: StepTable, pool: float, trace: Trace) -> Prediction:

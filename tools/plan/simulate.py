@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ...graphs.types import Bucket
-from ...runtime.buckets import choose_prefill
-from ...runtime.scheduler.step_times import Cost, in_time
+from ...runtime.buckets import choose
+from ...runtime.prefill_buckets import Cost, choose_prefill, default_fixed_tokens, price
+from ...runtime.scheduler.step_times import in_time
 from .groups import Groups
 from .prefill import PrefillTime
 from .run import Span, Trace
@@ -69,14 +70,16 @@ def simulate(
         accepted: tokens a step of each request.
         dp: groups.
         pool_tokens: that a group's caches hold.
-        sizes: prefill buckets, of "npucompile".
+        sizes: prefill and decode buckets, of "npucompile".
     """
     return _Mixed(workload, serving, accepted, dp, pool_tokens, table, prefill, record, sizes).run()
 
 
 @lru_cache(maxsize=4096)
-def _bucket(sizes: tuple[Bucket, ...], remaining: tuple[tuple[int, ...], ...]) -> Bucket:
-    return choose_prefill(sizes, remaining)
+def _bucket(sizes: tuple[Bucket, ...], remaining: tuple[tuple[int, ...], ...], fixed_tokens: float, streams: int, burst: int) -> Bucket:
+    """What the scheduler chooses while nothing is measured and so many requests of a group decode."""
+    between = price(choose(sizes, streams), fixed_tokens) / burst if streams else 0.0
+    return choose_prefill(sizes, remaining, lambda bucket: price(bucket, fixed_tokens), between)
 
 
 class _Mixed:
@@ -94,6 +97,7 @@ class _Mixed:
     ) -> None:
         n = workload.requests
         self.work, self.serving, self.table, self.prefill, self.sizes = workload, serving, table, prefill, sizes
+        self.fixed_tokens = (serving.fixed_tokens or default_fixed_tokens(sizes)) if sizes else 0.0
         self.clients = Clients(workload)
         self.trace = Trace([0.0] * n, [0.0] * n, [0.0] * n, record)
         self.groups = Groups(workload, accepted, dp, pool_tokens, self.trace)
@@ -170,7 +174,8 @@ class _Mixed:
         """The prefill buckets that leave time for the decode step of all that then decode, by the predicted times of both."""
         rows = self.groups.largest() + max(map(len, parts.values()))
         left_ms = target_ms - self.prefill_ms - 1e3 * self.table.most_seconds(rows, self.groups.context())
-        return tuple(in_time(self.sizes, self._cost_ms(parts), left_ms, not self.bursts))
+        cost = self._cost_ms(parts)
+        return tuple(in_time(self.sizes, cost, cost, left_ms, not self.bursts))
 
     def _cost_ms(self, parts: dict[int, list[int]]) -> Cost:
         groups, cached = len(self.queues), round(self._cached(parts))
@@ -264,10 +269,13 @@ class _Mixed:
         return self.prefill(max(1, round(sum(largest) / new)), prompts, round(new), round(cached))
 
     def _padded_pass(self, parts: dict[int, list[int]]) -> float:
-        most = max(size.batch for size in self.sizes)
+        most = max(size.batch for size in self.sizes if size.kind == "prefill")
         left = tuple(tuple(max(int(self._left(group, i)), 1) for i in own[:most]) for group, own in parts.items())
-        timed = self.serving.itl_target_ms is not None
-        bucket = choose_prefill(self.legal, left, self._cost_ms(parts)) if timed else _bucket(self.sizes, left)
+        if self.serving.itl_target_ms is not None:
+            # Nothing is counted between chunks: if there is time for one step, there is time for several that take less.
+            bucket = choose_prefill(self.legal, left, self._cost_ms(parts))
+        else:
+            bucket = _bucket(self.sizes, left, self.fixed_tokens, self.groups.largest(), self.serving.prefill_burst)
         for group, own in parts.items():
             parts[group] = own[: bucket.batch]
         self._chunk = bucket.q_len

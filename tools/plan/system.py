@@ -114,6 +114,7 @@ class Serving:
         prefill_burst: prefill steps between two decode steps, of "npucompile".
         itl_target_ms: in place of that, what prefill and decode steps between two tokens of a stream should take at most
             (`runtime/scheduler/schedule.py`); None sets no such target.
+        fixed_tokens: what every step costs whatever its size, in tokens, of "npucompile"; None where nobody knows (`Policy.fixed_tokens`).
         early_first_s: a first token is counted so many seconds after its request was sent though its prompt still waits, as the published
             rows of an EAGLE-3 head and several mixed groups do: all first tokens within 7 s, then gaps of 34 and 41 s. None counts none.
     """
@@ -128,6 +129,7 @@ class Serving:
     max_tokens: int | None = None
     prefill_burst: int = 1
     itl_target_ms: float | None = None
+    fixed_tokens: float | None = None
     early_first_s: float | None = None
 
 

@@ -25,7 +25,7 @@ class Local:
 
     buckets, limits, vocab_size, backends = (PREFILL, BUCKET), Limits(4, 9, 9, 16), 13, {BUCKET.name: "eager"}
     error: Exception | None = None
-    max_logprobs, max_ranked, run_ahead, missing, recurrent = 7, 3, 1, {}, True
+    max_logprobs, max_ranked, run_ahead, missing, recurrent, fixed_tokens = 7, 3, 1, {}, True, 11.0
 
     def launch(self, bucket, inputs):
         if self.error:
@@ -91,7 +91,7 @@ def run(executor, *inputs):
 def test_it_has_the_properties_of_rank_0s_executor(make_cluster):
     executor = make_cluster("dp=2,tp=2").executor()
     assert (executor.buckets, executor.limits, executor.vocab_size, executor.groups) == (Local.buckets, Local.limits, 13, 2)
-    assert (executor.max_logprobs, executor.max_ranked, executor.recurrent) == (7, 3, True)
+    assert (executor.max_logprobs, executor.max_ranked, executor.recurrent, executor.fixed_tokens) == (7, 3, True, 11.0)
     assert (executor.run_ahead, executor.backends, executor.compiles(), executor.refresh()) == (1, Local.backends, 5, False)
 
 

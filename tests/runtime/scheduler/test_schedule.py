@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scheduling import add, arrivals, fresh, grouped, ids, policy, request, run_step, sampled, state_with
+from support.scheduling import add, all_decode, arrivals, fresh, grouped, ids, policy, request, run_step, sampled, state_with
 
 from npucompile.graphs.types import Bucket
+from npucompile.runtime.buckets import choose
+from npucompile.runtime.prefill_buckets import Alone
 from npucompile.runtime.request import FinishEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, fail, launch
 from npucompile.runtime.scheduler.request_state import RequestState
@@ -180,7 +183,7 @@ def test_as_many_are_admitted_at_once_as_have_slots_and_pages(limit, admitted):
 @pytest.mark.parametrize(
     "lengths, expected",
     [
-        # One after the other: (32 + 32) tokens for each prompt of up to 32, and for eight together 32 + 256.
+        # One after the other a step of 32 tokens costs 64, and one of 256 costs 262.
         ([32] * 4, ("prefill-b1-q32", [32])),
         ([32] * 5, ("prefill-b8-q32", [32] * 5)),
         ([5] * 9, ("prefill-b8-q32", [5] * 8)),
@@ -189,16 +192,27 @@ def test_as_many_are_admitted_at_once_as_have_slots_and_pages(limit, admitted):
         ([100] * 4, ("prefill-b4-q128", [100] * 4)),
         ([100, 500, 70, 128], ("prefill-b4-q128", [100, 128, 70, 128])),
         ([500] + [100] * 3, ("prefill-b4-q128", [128, 100, 100, 100])),
-        # A longer one behind it that would get a quarter of its chunk counts for a quarter.
-        ([32, 32, 128, 128, 128, 128], ("prefill-b8-q32", [32] * 6)),
-        ([32, 32, 128, 128, 128], ("prefill-b1-q32", [32])),
-        ([32, 128, 128], ("prefill-b1-q32", [32])),
+        # A longer one behind it that would get a quarter of its chunk takes as large a step for the rest, so nothing is saved.
+        ([32, 32, 128, 128, 128, 128], ("prefill-b1-q32", [32])),
+        ([32] * 4 + [160], ("prefill-b8-q32", [32] * 5)),
     ],
 )
 def test_prompts_share_a_step_where_that_costs_no_more(lengths, expected):
     rules = policy(prefill=(32, 128, (8, 32), (4, 128)), pages=900, length=600, requests=9)
     step = schedule(fresh(rules, *(request(f"r{i}", prompt=size) for i, size in enumerate(lengths))))
     assert (step.bucket.name, [row.num_tokens for row in step.groups[0].rows]) == expected
+
+
+@pytest.mark.parametrize("burst, streams, expected", [(1, 0, 32), (1, 1, 512), (9, 1, 32)])
+def test_a_short_prompt_goes_in_small_steps_unless_it_waits_for_decode_steps_between_them(burst, streams, expected):
+    # A step of 32 tokens costs 104, one of 512 costs 521, and one that decodes 99.
+    rules = replace(policy(prefill=(32, 512), pages=900, length=600, burst=burst, decode=(1,)), fixed_tokens=99.0)
+    state = add(all_decode(rules, *(request(f"stream{i}", prompt=1, max_tokens=500) for i in range(streams))), request("a", prompt=96))
+    steps = []
+    while any(not live.decoding for live in (*state.groups[0].running, *state.groups[0].waiting)):
+        state, step, _ = run_step(state)
+        steps.append(step.bucket)
+    assert [bucket.q_len for bucket in steps if bucket.kind == "prefill"] == [expected] * -(-96 // expected)
 
 
 def test_an_older_prompt_in_progress_goes_before_a_younger_one_that_lacks_pages():
@@ -385,19 +399,17 @@ def check_part(state, group, bucket, part):
 
 
 def check_prompts(state, group, bucket, part):
-    """Rows are the first prompts in order of arrival; the oldest gets as much as any bucket gives, and what is admitted fits."""
+    """Rows are the first prompts in order of arrival, and what is admitted fits."""
     limits, rows = state.policy.limits, part.rows
     started = [live for live in group.running if not live.decoding]
     assert [row.state for row in rows] == [*started, *group.waiting][: len(rows)]
     assert part.admitted == tuple(row.request.id for row in rows[len(started) :])
     assert len(part.admitted) * limits.slots_per_request <= group.free_slots(limits)
     assert len(group.running) + len(part.admitted) < limits.num_request_slots
-    longest = max(b.q_len for b in state.policy.buckets if b.kind == "prefill")
     for row in rows:
         remaining = row.state.num_tokens - row.start
         assert row.num_tokens == min(remaining, bucket.q_len) == len(row.token_ids)
         assert row.start + row.num_tokens <= row.num_pages * limits.page_size
-    assert rows[0].num_tokens == min(rows[0].state.num_tokens - rows[0].start, longest)
     # Each is admitted only with pages to spare for a step of all that run by then.
     free = group.free_pages(limits)
     for running, row in enumerate(rows[len(started) :], len(group.running)):
@@ -498,7 +510,9 @@ class World:
         resting = [not some or stuck(self.state, group) for some, group in zip(decodable, self.state.groups, strict=True)]
         if bucket.kind == "prefill":
             assert all(resting) or self.state.prefill_steps < self.rules.prefill_burst
-            self.check_shares(step)
+            # Nobody waits where prompts go on because no group can decode.
+            streams = max(map(len, decodable)) if self.state.prefill_steps < self.rules.prefill_burst else 0
+            self.check_shares(step, streams)
         else:
             assert [not part.rows for part in step.groups] == resting
             for group, (some, part) in enumerate(zip(decodable, step.groups, strict=True)):
@@ -509,15 +523,17 @@ class World:
             if smaller.kind == bucket.kind and smaller.tokens < bucket.tokens:
                 assert any(len(part.rows) > smaller.batch or any(r.num_tokens > smaller.q_len for r in part.rows) for part in step.groups)
 
-    def check_shares(self, step):
-        """Prompts share a step only where it costs no more than all groups' first ones, then their second ones, and so on."""
-        prefill = [b for b in self.rules.buckets if b.kind == "prefill"]
-        fixed, longest = min(b.tokens for b in prefill), max(b.q_len for b in prefill)
-        one_by_one = 0
-        for i in range(max(len(part.rows) for part in step.groups)):
-            chunks = [part.rows[i].state.num_tokens - part.rows[i].start for part in step.groups if len(part.rows) > i]
-            one_by_one += fixed + min(b.tokens for b in prefill if b.q_len >= min(max(chunks), longest))
-        assert fixed + step.bucket.tokens <= one_by_one
+    def check_shares(self, step, streams):
+        """The oldest prompts get as much as by themselves, and others share where it costs no more than all groups' first ones, then their
+        second ones, and so on."""
+        prefill, rules = [b for b in self.rules.buckets if b.kind == "prefill"], self.rules
+        longest = max(b.q_len for b in prefill)
+        rows = [[row.state.num_tokens - row.start for row in part.rows] for part in step.groups]
+        lengths = [max(column) for column in itertools.zip_longest(*rows, fillvalue=0)]
+        between = rules.price(choose(rules.buckets, streams)) / rules.prefill_burst if streams else 0.0
+        assert step.bucket.q_len >= Alone([(b.q_len, rules.price(b)) for b in prefill], between).chunk(lengths[0])
+        one_by_one = sum(min(rules.price(b) for b in prefill if b.q_len >= min(length, longest)) for length in lengths)
+        assert rules.price(step.bucket) <= one_by_one + 1e-9
 
     def check_fairness(self, group, decodable, part):
         """As many requests as fit have a row, and none that could have one waits for long."""

@@ -39,10 +39,10 @@ def test_a_prefill_bucket_that_was_not_used_for_long_is_as_new():
 
 
 def test_what_was_not_measured_follows_from_what_was():
-    assert UNMEASURED.prefill_ms([ONE, EIGHT]) is None
-    cost = StepTimes(ms={ONE: 64.0}).prefill_ms([ONE, EIGHT])
-    # 32 + 32 tokens take 64 ms, so 32 + 256 take 288.
-    assert (cost(ONE), cost(EIGHT)) == (64.0, 288.0)
+    prices = {ONE: 64.0, EIGHT: 288.0}
+    assert UNMEASURED.prefill_ms(prices.__getitem__) is None
+    cost = StepTimes(ms={ONE: 32.0}).prefill_ms(prices.__getitem__)
+    assert (cost(ONE), cost(EIGHT)) == (32.0, 144.0)
     assert UNMEASURED.decode_ms(SMALL) == 0
     # A smaller bucket that takes longer may be what runs, and the next larger one stands for one that was not measured.
     times = StepTimes(ms={SMALL: 9.0, LARGE: 8.0})
@@ -56,6 +56,16 @@ def test_prompts_share_a_step_by_what_steps_really_take(together, expected):
     state = fresh(rules, *(request(f"r{i}", prompt=32) for i in range(8)))
     assert schedule(state).bucket == EIGHT
     assert schedule(replace(state, times=StepTimes(ms={ONE: 40.0, EIGHT: together}))).bucket.name == expected
+
+
+@pytest.mark.parametrize(("decode", "target", "expected"), [(10.0, None, ONE), (60.0, None, LONG), (60.0, 1e3, ONE)])
+def test_decode_steps_between_small_steps_count_as_long_as_they_take(decode, target, expected):
+    """Three steps of 20 ms, and two that decode between them; with a target that leaves time for all, none is between."""
+    rules = replace(policy(prefill=(32, 256), decode=(4,), pages=900, length=600), measured=True, itl_target_ms=target)
+    state, _, _ = run_step(fresh(rules, request("stream", prompt=1, max_tokens=500)))
+    state, _, _ = run_step(state)
+    state = replace(add(state, request("a", prompt=96)), times=StepTimes(ms={LARGE: decode, ONE: 20.0, LONG: 130.0}))
+    assert schedule(state).bucket == expected
 
 
 def test_nothing_fits_a_target_without_measured_times():

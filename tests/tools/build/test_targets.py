@@ -8,7 +8,8 @@ import pytest
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
-from npucompile.tools.build.targets import GIB, TARGETS, check_mesh, on_arch, target
+from npucompile.lowering.artifact.fixed_cost import FLOPS_PER_BYTE
+from npucompile.tools.build.targets import GIB, GPUS, TARGETS, check_mesh, on_arch, target
 
 
 def test_names_are_the_kinds_of_machine():
@@ -44,6 +45,11 @@ def test_a_gpu_is_that_of_the_capability():
     assert target("cpu", "sm_80") == on_arch(target("cpu"), None) == target("cpu")
     with pytest.raises(SpecError, match="--cuda-arch 90 is for GPUs, the target is cpu; legal is --target cuda"):
         on_arch(target("cpu"), "90")
+
+
+def test_the_price_of_a_step_is_by_the_same_speeds():
+    kinds = [target("ascend-a3"), target("ascend-a2"), *(on_arch(target("cuda"), arch) for arch in GPUS)]
+    assert {kind.chip: round(kind.bf16_flops_per_s / kind.hbm_bytes_per_s) for kind in kinds} == FLOPS_PER_BYTE
 
 
 def test_ranks_on_a_cpu_share_its_memory():

@@ -63,7 +63,8 @@ def test_it_is_the_scheduler_that_serves(work: Workload, running: int, tokens: i
     seconds = {bucket: count * TICK for bucket, count in ticks.items()}
     target = data.draw(st.sampled_from([None, 1.0, 40.0, 75.0, 125.0, 400.0]), label="target")
     limits = Limits(PAGE, 1 + running * 16, 1 + running * tokens, 256, tokens, tokens - 1)
-    policy = Policy(limits, (*prefill, *decode), burst, target is not None, target)
+    fixed = data.draw(st.none() | st.floats(1, 99), label="fixed")
+    policy = Policy(limits, (*prefill, *decode), burst, target is not None, target, fixed)
     times = None if target is None else StepTimes(ms={bucket: 1e3 * each for bucket, each in seconds.items()})
     expected = served(work, policy, 1, tokens, lambda step: seconds[step.bucket], times)
 
@@ -71,10 +72,10 @@ def test_it_is_the_scheduler_that_serves(work: Workload, running: int, tokens: i
     chunk = max(bucket.q_len for bucket in prefill)
     decode_s = {bucket.batch: seconds[bucket] for bucket in decode}
     table = StepTable(list(decode_s), 1, 128, lambda batch, context: np.vectorize(decode_s.get)(batch) + 0 * context)
-    serving = Serving("npucompile", running, chunk * most, chunk, most, prefill_burst=burst, itl_target_ms=target)
+    serving = Serving("npucompile", running, chunk * most, chunk, most, prefill_burst=burst, itl_target_ms=target, fixed_tokens=fixed)
     trace = simulate(
         work, serving, [float(tokens)] * work.requests, 1, 1e9, table,
-        lambda largest, _, new, cached: seconds[Bucket("prefill", largest, new)], record=True, sizes=prefill,
+        lambda largest, _, new, cached: seconds[Bucket("prefill", largest, new)], record=True, sizes=policy.buckets,
     )  # fmt: skip
     assert (trace.sent, trace.first, trace.end) == (expected.sent, expected.first, expected.end)
     assert merged((span.kind, span.rows, span.start_s, span.end_s) for span in trace.spans) == merged(expected.steps)
@@ -144,7 +145,7 @@ def test_several_groups_are_near_the_scheduler_that_serves(
     table = StepTable([b.batch for b in decode], 1, 128, lambda batch, context: 0.01 + 0.002 * batch + 0 * context)
     trace = simulate(
         work, Serving("npucompile", places, 32, 32, 1, itl_target_ms=target), [float(tokens)] * work.requests, groups, 1e9, table,
-        lambda largest, _, new, cached: 0.03, sizes=prefill,
+        lambda largest, _, new, cached: 0.03, sizes=policy.buckets,
     )  # fmt: skip
     for ours, theirs in ((trace.first, expected.first), (trace.end, expected.end)):
         mean = np.mean(np.subtract(theirs, expected.sent))
