@@ -32,7 +32,7 @@ def test_json_has_every_bucket(tmp_path, tiny_artifact, tiny_checkpoint):
         assert (bucket["kind"], bucket["batch"], bucket["q_len"]) == (entry.bucket.kind, entry.bucket.batch, entry.bucket.q_len)
         assert bucket["backend"] == "eager"
         assert len(bucket["digest"]) == 64
-        assert set(bucket["cost"]) == {"flops", "read_bytes", "write_bytes"}
+        assert set(bucket["cost"]) == {"flops", "cached_flops", "read_bytes", "write_bytes"}
         assert bucket["cost"]["flops"] > 0
         assert bucket["memory"]["params_bytes"] == plan.params_bytes
         assert bucket["collectives"] == []
