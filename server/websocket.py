@@ -37,7 +37,7 @@ from .prepare import keeping as keeping_of
 from .response_run import ResponseRun
 from .response_store import NotResumable
 from .service import Service
-from .transport import FRAMES
+from .transport import FRAMES, LimitedWebSocket
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,18 @@ class SocketHub:
             self.connections -= 1
 
 
+class _Writer:
+    """Writes to the protocol of a socket; see `outbox.Writer`."""
+
+    def __init__(self, protocol: LimitedWebSocket, is_text: bool) -> None:
+        self.ready = protocol.ready
+        self._write_frames, self._is_text = protocol.write_frames, is_text
+
+    def write(self, frames: list[bytes]) -> None:
+        """All at once."""
+        self._write_frames(frames, self._is_text)
+
+
 class _Socket:
     """One open socket; every method runs on the event loop."""
 
@@ -87,7 +99,9 @@ class _Socket:
         self._streams: dict[str, _Stream] = {}
         self._to_cancel: set[str] = set()
         self._starting: set[asyncio.Task[None]] = set()
-        self._outbox = Outbox(limits.max_queue_bytes, limits.slow_reader_s, asyncio.get_running_loop().time)
+        protocol = websocket.scope.get("extensions", {}).get(FRAMES, {}).get("protocol")
+        writer = _Writer(protocol, subprotocol == JSON) if protocol else None
+        self._outbox = Outbox(limits.max_queue_bytes, limits.slow_reader_s, asyncio.get_running_loop().time, writer)
         self._too_slow = asyncio.Event()
         self._context = contextvars.copy_context()
         self._complaint: str | None = None
