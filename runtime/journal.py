@@ -31,7 +31,7 @@ from .scheduler.scheduled_step import ScheduledStep
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 STEP, SUBMIT, CANCEL, FLUSH, EXPIRED, MASKS, DEAD_END = "step", "submit", "cancel", "flush", "expired", "masks", "dead end"
 LAUNCH, RESULT, TOOK, FAILURE = "launch", "result", "took", "failure"
 """First words of entries: a call of `Engine.step`; a request, with the time of its submission if it has a deadline, the arrival of

@@ -64,6 +64,7 @@ class Stepper:
             executor allows.
         on_failure: called once, by the stepping thread, when no step can run any more.
         prefix_cache: how prefixes of requests are kept for later ones; None keeps none.
+        fixed_tokens: see `Policy`; None takes the executor's.
 
     Raises:
         SpecError: when the executor's limits or buckets cannot serve every legal request, or run_ahead is more than it allows.
@@ -81,6 +82,7 @@ class Stepper:
         run_ahead: int | None = None,
         on_failure: Callable[[], None] = lambda: None,
         prefix_cache: PrefixCacheSettings | None = None,
+        fixed_tokens: float | None = None,
     ) -> None:
         limits, allowed = executor.limits, executor.run_ahead
         self.run_ahead = allowed if run_ahead is None else run_ahead
@@ -92,7 +94,8 @@ class Stepper:
         self.on_end: Callable[[FinishEvent], None] = lambda _: None
         self.journal: Journal = NoJournal()
         measured = measured or itl_target_ms is not None
-        policy = Policy(limits, executor.buckets, prefill_burst, measured, itl_target_ms, fixed_tokens=executor.fixed_tokens)
+        fixed_tokens = executor.fixed_tokens if fixed_tokens is None else fixed_tokens
+        policy = Policy(limits, executor.buckets, prefill_burst, measured, itl_target_ms, fixed_tokens)
         self.prefix_cache = prefix_cache
         caching = PrefixCaching(executor.recurrent, prefix_cache.most_tokens) if prefix_cache else None
         self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs, caching) for _ in range(executor.groups))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ...graphs.types import Mesh, Rules
 from .manifest import Manifest
 from .shards import local_leaves
@@ -10,35 +12,43 @@ FLOPS_PER_BYTE = {"ascend910_93": 221, "ascend910b": 221, "sm_80": 153, "sm_86":
 """Operations that a machine computes while it reads a byte of its memory, by chip: nameplate bfloat16 products over nameplate bandwidth, as
 `tools/build/targets.py` has them."""
 
-CPU_FLOPS_PER_BYTE = {"bf16": 70, "f32": 7}
-"""The same of CPUs, measured on two cores by dtype of the products.
+CPU_FLOPS_PER_BYTE = {"bf16": 12, "f32": 7}
+TILED_FLOPS_PER_BYTE = {**CPU_FLOPS_PER_BYTE, "bf16": 70}
+"""The same of CPUs, the latter with AMX, measured on two cores by dtype of the products.
 
-bf16: 0.75 B parameters (1.505 GB, 1.05 GFLOP a token) with AMX. Steps of 32 tokens take 90 ms and of 512 take 450, which is a fixed part
-of 99 tokens; this says 101. By themselves products reach 2 TFLOP/s there and reads 30 GB/s. f32: the bundled model (20.8 MB, 4.7 MFLOP
-a token) with AVX-512. Steps of 32 tokens take 3.43 ms and of 128 take 10.53, which is 28 tokens; this says 31.
+bf16: 0.75 B parameters (1.505 GB, 1.05 GFLOP a token). With AMX steps of 32 tokens take 90 ms and of 512 take 450, which is a fixed part
+of 99 tokens; this says 101. By themselves products reach 2 TFLOP/s there and reads 30 GB/s. With bfloat16 dot products alone they take 300
+and 4,274 ms, which is 17 tokens; this says 17. f32: the bundled model (20.8 MB, 4.7 MFLOP a token) with AVX-512. Steps of 32 tokens take
+3.43 ms and of 128 take 10.53, which is 28 tokens; this says 31.
 """
 
 _INT8 = ("w8a8", "w4a8")
 """Quantizations whose products are of int8, which every machine here computes twice as fast."""
 
 
-def fixed_tokens(manifest: Manifest) -> int:
+def fixed_tokens(manifest: Manifest, tiles: bool | None = None) -> int:
     """How many tokens take as long to compute as a rank's parameters take to read: the fixed part of a step's cost; at least 1.
 
     That is bytes of parameters x operations a byte (the machine's) / operations a token (the largest graph's, without those on cached
     tokens). All parameters count, also a table of embeddings of which a step reads few rows, and experts that no token chooses. Launches
     and messages between ranks do not count.
+
+    Args:
+        tiles: whether the CPU that serves has AMX; None asks this one. Of other platforms it says nothing.
     """
     mesh, rules = Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
     entry = max(manifest.graphs, key=lambda entry: (entry.bucket.kind == "prefill", entry.bucket.tokens))
     # Builds before there was a count of cached_flops take attention over a full context for a token's own cost.
     flops = entry.cost["flops"] - entry.cost.get("cached_flops", 0)
     params = sum(leaf.aval.nbytes for leaf in local_leaves(manifest.params, mesh, rules))
-    return max(round(params * balance(manifest) * entry.bucket.tokens / flops), 1)
+    return max(round(params * balance(manifest, tiles) * entry.bucket.tokens / flops), 1)
 
 
-def balance(manifest: Manifest) -> float:
+def balance(manifest: Manifest, tiles: bool | None = None) -> float:
     """Operations that the artifact's machine computes while it reads a byte, in the dtype of its products."""
     chip = manifest.platform.get("chip", "")
-    bf16_or_own = FLOPS_PER_BYTE[chip] if chip else CPU_FLOPS_PER_BYTE[manifest.dtype]
+    if tiles is None:
+        tiles = bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    cpu = TILED_FLOPS_PER_BYTE if tiles else CPU_FLOPS_PER_BYTE
+    bf16_or_own = FLOPS_PER_BYTE[chip] if chip else cpu[manifest.dtype]
     return bf16_or_own * (2 if manifest.quantization in _INT8 else 1)

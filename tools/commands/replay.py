@@ -69,7 +69,7 @@ def command(
         executor = stack.enter_context(opened_ranks(artifact, None, settings, home.environment, progress))()
         if facts["run_ahead"] > executor.run_ahead:
             raise SpecError(f"{file} was recorded with run_ahead {facts['run_ahead']}; legal here is up to {executor.run_ahead}")
-        policy = {name: facts[name] for name in ("run_ahead", "prefill_burst", "measured", "itl_target_ms")}
+        policy = {name: facts[name] for name in ("run_ahead", "prefill_burst", "measured", "itl_target_ms", "fixed_tokens")}
         kept = PrefixCacheSettings(**facts["prefix_cache"]) if facts["prefix_cache"] else None
         engine = Engine(executor, refresh_every_s=None, prefix_cache=kept, **policy)
 
@@ -95,6 +95,7 @@ def facts_of(artifact: Artifact, engine: Engine) -> dict[str, Any]:
         "prefill_burst": engine.policy.prefill_burst,
         "measured": engine.policy.measured,
         "itl_target_ms": engine.policy.itl_target_ms,
+        "fixed_tokens": engine.policy.fixed_tokens,
         "prefix_cache": asdict(engine.prefix_cache) if engine.prefix_cache else None,
         "backends": dict(engine.executor.backends),
     }
