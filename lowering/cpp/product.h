@@ -20,13 +20,13 @@ struct Blocks {
     Blocks(Kind kind, int64_t M, int64_t K);
 
     // Bytes of a block, of all blocks, and of a panel that they are multiplied with.
-    int64_t block() const { return rows * lines * 4; }
+    int64_t block() const { return rows * words * 4; }
     int64_t bytes() const { return count * block(); }
     int64_t panel() const { return (lines + (kind == Kind::INT8)) * LINE; }
 
     Kind kind;
     Isa isa;
-    int64_t M, width, lines, rows, count;  // `width` is bytes of a row
+    int64_t M, width, lines, words, rows, count;  // `width` is bytes of a row, `words` what a row of a block has of 32 bits
 };
 
 // What becomes of sums: `put` gets those of up to 16 rows from `m` on, and of the 16 channels of panel `p`, in 32 bits each.
@@ -46,6 +46,7 @@ void multiply(const Blocks& blocks, const char* data, const char* weights, int64
 // The panels that a thread takes at a time are a multiple of these, which variants read side by side.
 constexpr int64_t GROUP = 4;
 
+void multiply_wide(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);
 #if defined(__x86_64__)
 void multiply_dots(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);
 void multiply_tiles(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);

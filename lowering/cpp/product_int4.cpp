@@ -114,7 +114,7 @@ using All = void (*)(const Blocks&, const char*, const Int4&, int64_t, int64_t, 
 #if defined(__AVX512F__)
 constexpr All by_rows[] = {all<1>, all<2>, all<3>, all<4>, all<5>, all<6>, all<7>, all<8>, all<9>, all<10>, all<11>, all<12>};
 #else
-constexpr All by_rows[] = {all<1>, all<2>, all<3>, all<4>};
+constexpr All by_rows[] = {all<1>, all<2>, all<3>, all<4>, all<5>, all<6>};
 #endif
 
 }  // namespace
