@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from ..graphs import tree
 from ..graphs.errors import CheckpointError
 from ..graphs.types import Tree
 from .block_scales import with_block_scales
-from .params import Param, Picked
+from .params import Param, Picked, Source
 from .quant import unread_tensors
 from .quant.description import canonical
 from .safetensors_files import SINGLE, STORED_DTYPES, Checkpoint, TensorEntry, digest, open_checkpoint
@@ -215,8 +215,13 @@ def _canonical(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
 
 def _recipe(param: Param, table: Mapping[str, TensorEntry]) -> _Recipe:
     source = param.source
-    names = enumerate(zip(source.names, source.shapes, strict=True))
+    names = enumerate(zip(found_names(source, table), source.shapes, strict=True))
     return _Recipe(param, tuple(_pieces(name, shape, source.legal_dtypes(index), table) for index, (name, shape) in names))
+
+
+def found_names(source: Source, table: Container[str]) -> tuple[str, ...]:
+    """The tensors that a source is read from: `Source.instead` where the checkpoint has these, and none of `Source.names`."""
+    return source.instead if source.instead and not any(name in table for name in source.names) else source.names
 
 
 def _pieces(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: Mapping[str, TensorEntry]) -> tuple[_Piece, ...]:

@@ -7,13 +7,17 @@ from typing import Any, Protocol
 
 import torch
 
-from ..graphs import ops
 from ..graphs.ir.block import block
 from ..graphs.types import Aval, Tree
-from . import feed_forward, norms, sequence_parallel
+from . import feed_forward, norms, quant, sequence_parallel
 from .batch import Batch
 from .family import Intermediates
 from .params import Param, Source, norm
+from .quant.formats import FLOAT
+from .variant import Variant
+
+HEAD = "lm_head.weight"
+"""Name of the head in checkpoints."""
 
 Mixer = Callable[[Any, Tree, Tree, Batch, torch.Tensor], tuple[torch.Tensor, Tree]]
 """(cfg, weights, state, batch, x) -> the output before the residual add and the new state, as `attention.apply`."""
@@ -33,10 +37,15 @@ class DecoderSizes(feed_forward.MoeSizes, Protocol):
     def norm_offset(self) -> float: ...
     @property
     def tie_word_embeddings(self) -> bool: ...
+    @property
+    def variant(self) -> Variant: ...
 
 
 def params(cfg: DecoderSizes, dtype: torch.dtype, layers: Sequence[Tree]) -> dict[str, Any]:
-    """Tree of Param of a model with these layers: `embed`, `layers`, `norm`, and `head` where it is not tied to `embed`."""
+    """Tree of Param of a model with these layers: `embed`, `layers`, `norm`, and `head` where it is not tied to `embed`.
+
+    A head that is not float is a parameter of its own even so: products read integers, and embeddings are looked up as floats.
+    """
     M, V = cfg.hidden_size, cfg.vocab_size
     table = Aval((V, M), dtype, ("vocab", None))
     tree: dict[str, Any] = {
@@ -44,7 +53,11 @@ def params(cfg: DecoderSizes, dtype: torch.dtype, layers: Sequence[Tree]) -> dic
         "layers": list(layers),
         "norm": norm("model.norm", M, dtype, cfg.norm_offset),
     }
-    return tree if cfg.tie_word_embeddings else {**tree, "head": Param(table, Source(("lm_head.weight",), ((V, M),)))}
+    own = (HEAD,)
+    if cfg.tie_word_embeddings and cfg.variant.formats.of(own) == FLOAT:
+        return tree
+    instead = ("model.embed_tokens.weight",) if cfg.tie_word_embeddings else ()
+    return {**tree, "head": Param(table, Source(own, ((V, M),), instead=instead), role="column")}
 
 
 def layer_params(cfg: DecoderSizes, dtype: torch.dtype, prefix: str, mixer: Tree, mlp: Tree) -> dict[str, Tree]:
@@ -113,5 +126,4 @@ def after_mixer(
 
 def head(cfg: DecoderSizes, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
     """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
-    logits: torch.Tensor = ops.linear(hidden, params["embed"] if cfg.tie_word_embeddings else params["head"])
-    return logits
+    return quant.linear(hidden, params["head"] if "head" in params else params["embed"])

@@ -155,6 +155,7 @@ class Source:
         padded_from: the source of all heads, of which this one's checkpoint has some (head_padding.py): its join tells what goes where.
         uncalibrated: whether `join` makes up the scale of activations that a calibration would find: for rehearsals on random weights.
         dtypes: for each tensor the legal dtypes on disk, by their codes in a file; empty: all are floats.
+        instead: the tensors that are read where a checkpoint has none of `names`: a head may share the embedding's.
     """
 
     names: tuple[str, ...]
@@ -167,6 +168,7 @@ class Source:
     dtypes: tuple[tuple[str, ...], ...] = ()
     uncalibrated: bool = False
     padded_from: Source | None = None
+    instead: tuple[str, ...] = ()
 
     def legal_dtypes(self, index: int) -> tuple[str, ...]:
         """Legal dtypes of a tensor on disk, by their codes in a file."""

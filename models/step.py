@@ -44,9 +44,13 @@ class Model:
 
     def params(self, dtype: torch.dtype) -> Tree:
         """Tree of Param that the programs read."""
+        return stored(self.matrices(dtype), self.config.variant)
+
+    def matrices(self, dtype: torch.dtype) -> Tree:
+        """The same before matrices are replaced by the tensors that their formats store them in."""
         declared = self._used(self.family.abstract_params(self.wide, dtype))
         real = {name: with_real_sources(value, self._heads(name)) for name, value in declared.items()}
-        return stored(padded(real, self.config.variant), self.config.variant)
+        return padded(real, self.config.variant)
 
     @property
     def wide(self) -> Any:

@@ -22,7 +22,7 @@ and 4,274 ms, which is 17 tokens; this says 17. f32: the bundled model (20.8 MB,
 3.43 ms and of 128 take 10.53, which is 28 tokens; this says 31.
 """
 
-_INT8 = ("w8a8", "w4a8")
+_INT8 = ("w8a8", "w8a8-all", "w4a8")
 """Quantizations whose products are of int8, which every machine here computes twice as fast."""
 
 

@@ -28,6 +28,7 @@ from npucompile.models import (
     sharding_rules,
     step,
 )
+from npucompile.models.checkpoint import found_names
 from npucompile.models.params import initialise
 from npucompile.models.quant.declare import EXPERT_FORMATS
 from npucompile.models.quant.formats import Formats
@@ -196,9 +197,11 @@ def quantised(scheme: str, shards: Mapping[str, int] | None = None, **changes: A
 
 
 def everywhere(form: str, **shards: int) -> Variant:
-    """All matrices of layers in one format, but experts, which have no static one; int4 scales are of groups of four weights."""
+    """All matrices of layers in one format, but experts, which have no static one; int4 scales are of groups of four. In int8 the head,
+    too: these have too few tokens to share packed int4."""
     experts = form if form in EXPERT_FORMATS else "w8a8_dynamic"
-    rules = (("*.experts.*", experts), ("*_proj", form), ("*.in_proj_qkv", form), ("*.in_proj_z", form), ("mtp.layers.*_proj", form))
+    layers = (("*_proj", form), ("*.in_proj_qkv", form), ("*.in_proj_z", form), ("mtp.layers.*_proj", form))
+    rules = (("*.experts.*", experts), *layers, *((("lm_head", form),) if form.startswith("w8") else ()))
     return Variant(formats=Formats(rules, group=4), grouped=True, shards=tuple(shards.items()))
 
 
@@ -217,7 +220,9 @@ OTHERS: dict[str, Mapping[str, torch.Tensor]] = {}
 def weights(model: step.Model) -> Tree:
     """The model's parameters, in the form that its variant holds them in."""
     checkpoint = OTHERS[model.name] if model.name in OTHERS else tensors(model.config.num_experts > 0, model.name)
-    return tree.map_leaves(lambda p: p.source.join(*(checkpoint[n] for n in p.source.names)).contiguous(), model.params(F32))
+    return tree.map_leaves(
+        lambda p: p.source.join(*(checkpoint[n] for n in found_names(p.source, checkpoint))).contiguous(), model.params(F32)
+    )
 
 
 class OneDevice:

@@ -21,7 +21,7 @@ DENSE: dict[str, Any] = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_
 PLAIN: dict[str, Any] = {
     **DENSE, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {"moe": {}, "dense": DENSE, "plain": PLAIN}
+MODELS: dict[str, dict[str, Any]] = {"moe": {}, "dense": DENSE, "plain": PLAIN, "tied": {**DENSE, "tie_word_embeddings": True}}
 """Changes to `tiny.CONFIG`."""
 
 

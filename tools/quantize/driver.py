@@ -32,6 +32,7 @@ from .matrices import Matrix, check_patterns, checked_model, formats_for, select
 from .report import ErrorSums, MatrixError
 from .shards import SHARD_BYTES, ShardWriter, Slot
 
+TIED = "tie_word_embeddings"
 STEM = "quant_model_weights"
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 """Endings of files that are not copied: weights in any format."""
@@ -90,6 +91,8 @@ def quantize(
     try:
         errors = _write(partial, checkpoint, matrices, formats, activations, floats, progress, shard_bytes)
         _copy_others(checkpoint.directory, partial, _configured(checkpoint, matrices, formats.group))
+        if any(matrix.shared for matrix in matrices):
+            _untie(partial / "config.json")
         os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -186,6 +189,11 @@ class _Job:
         return self.floats or STORED_DTYPES[self.entry.dtype]
 
     @property
+    def stays(self) -> bool:
+        """Whether it stays float, if only for another parameter."""
+        return not self.matrices or any(matrix.shared for matrix in self.matrices)
+
+    @property
     def slot(self) -> Slot:
         """The place of one that stays float."""
         if self.floats is None:
@@ -227,7 +235,8 @@ def _write(
     # What is in a file together: the tensors of a matrix, or one that stays float.
     groups: list[tuple[str, list[Slot]]] = []
     for job in jobs:
-        groups += [(TYPES[matrix.form], announced.slots(matrix, job.dtype)) for matrix in job.matrices] or [("FLOAT", [job.slot])]
+        groups += [(TYPES[matrix.form], announced.slots(matrix, job.dtype)) for matrix in job.matrices]
+        groups += [("FLOAT", [job.slot])] if job.stays else []
     stem = packed.STEM if _is_packed(matrices) else STEM
     writer, sums = ShardWriter(directory, stem, [slots for _, slots in groups], shard_bytes), ErrorSums()
     with progress.byte_bar("quantising", checkpoint.nbytes) as bar:
@@ -235,9 +244,9 @@ def _write(
             for matrix in job.matrices:
                 _write_matrix(writer, matrix, job.dtype, formats.group, activations.get(matrix.param), sums)
                 bar.add(matrix.nbytes)
-            if not job.matrices:
+            if job.stays:
                 job.write_float(writer)
-                bar.add(job.entry.nbytes)
+                bar.add(0 if job.matrices else job.entry.nbytes)
     writer.finish()
     if not _is_packed(matrices):
         types = {slot.name: kind for kind, slots in groups for slot in slots}
@@ -288,6 +297,15 @@ def _description(types: Mapping[str, str], formats: Formats, matrices: Sequence[
     own = {TYPES[matrix.form] for matrix in matrices}
     label = next((name for name in ("W8A8", "W8A8_DYNAMIC") if name in own), "W4A8_DYNAMIC")
     return {**types, "version": "1.0.0", "model_quant_type": label, "metadata": {}, "group_size": formats.group, "optional": {}}
+
+
+def _untie(config: Path) -> None:
+    """Says that the head has tensors of its own."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    for each in (values, values.get("text_config") or {}):
+        if TIED in each or each is values:
+            each[TIED] = False
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_others(source: Path, directory: Path, quantization: dict[str, Any] | None) -> None:

@@ -13,7 +13,8 @@ import torch
 from ...graphs import tree
 from ...graphs.errors import CheckpointError, SpecError
 from ...graphs.quantise import NIBBLES
-from ...models.checkpoint import PER_EXPERT, Checkpoint, ParamReader
+from ...models.checkpoint import PER_EXPERT, Checkpoint, ParamReader, found_names
+from ...models.decoder import HEAD
 from ...models.params import Param
 from ...models.quant.declare import ROLES
 from ...models.quant.description import canonical
@@ -36,6 +37,7 @@ class Matrix:
         form: of models/quant/formats.py.
         row: whether ranks share its contraction.
         entry, region: where its floats are.
+        shared: whether these are another parameter's too, which stays float: the embedding's.
     """
 
     stem: str
@@ -45,6 +47,7 @@ class Matrix:
     row: bool
     entry: TensorEntry
     region: tuple[slice, ...]
+    shared: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,6 +121,9 @@ def select(model: Model, checkpoint: Checkpoint, formats: Formats) -> list[Matri
     """
     table = {canonical(name): entry for name, entry in checkpoint.tensors.items()}
     params: list[tuple[str, Param]] = tree.flatten(model.params(torch.float32))
+    # A head that shares the embedding's floats is a parameter only where it has a format of its own.
+    formatted = replace(model, config=replace(model.config, variant=replace(model.config.variant, formats=formats)))
+    params += [(path, param) for path, param in tree.flatten(formatted.matrices(torch.float32)) if param.source.instead]
     matrices: list[Matrix] = []
     for path, param in [(path, part) for path, whole in params for part in apart(whole, formats)]:
         form = formats.of(param.source.names)
@@ -146,7 +152,8 @@ def check_patterns(model: Model, patterns: Iterable[str]) -> None:
         SpecError: naming it.
     """
     params = tree.flatten(model.params(torch.float32))
-    names = [matrix_name(name) for _, param in params if param.role in ROLES for name in param.source.names]
+    # The head is none of its own where it shares the embedding's floats, but becomes one where it is quantised.
+    names = [*(matrix_name(name) for _, param in params if param.role in ROLES for name in param.source.names), matrix_name(HEAD)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise SpecError(f"no matrix is named {pattern!r}; legal are patterns of names such as {', '.join(names[:3])}")
@@ -154,11 +161,13 @@ def check_patterns(model: Model, patterns: Iterable[str]) -> None:
 
 def _matrices(path: str, param: Param, form: str, table: Mapping[str, TensorEntry]) -> Iterator[Matrix]:
     lead, row = ROLES[param.role]
-    for name, shape in zip(param.source.names, param.source.shapes, strict=True):
+    found = found_names(param.source, table)
+    for name, at, shape in zip(param.source.names, found, param.source.shapes, strict=True):
         group_name = matrix_name(name)
         if not lead:
-            entry = table[name]
-            yield Matrix(matrix_name(entry.name), group_name, path, form, row, entry, tuple(slice(0, size) for size in shape))
+            entry, shared = table[at], at != name
+            stem = group_name if shared else matrix_name(entry.name)
+            yield Matrix(stem, group_name, path, form, row, entry, tuple(slice(0, size) for size in shape), shared)
             continue
         prefix, _, fused = name.rpartition(".")
         parts = PER_EXPERT[fused]

@@ -398,7 +398,7 @@ def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
         ({"cann": "8.4"}, SpecError, r"CANN release '8.4' is not known; legal are 8.3, 8.5, 9.0, 9.1"),
         ({"operator_packages": ("mystery",)}, SpecError, r"operator packages mystery are not known; legal are sgl-kernel-npu, vllm-ascend"),
         ({"target": "cpu", "backend": "null", "cann": "8.5"}, SpecError, r"--cann and --operator-packages are for NPUs, the target is cpu"),
-        ({"quantization": "w2a8"}, SpecError, r"quantization is 'w2a8'; legal are none, w8a8, w4a8, w4a16"),
+        ({"quantization": "w2a8"}, SpecError, r"quantization is 'w2a8'; legal are none, w8a8, w8a8-all, w4a8, w4a16"),
         ({"num_speculative_tokens": 8}, SpecError, r"speculative tokens is 8; legal are 0 to 7"),
         ({"dtype": "float32"}, SpecError, r"dtype float32 for ascend-a3: its fused operators take bfloat16"),
         ({"dtype": "float64"}, SpecError, r"dtype is 'float64'; legal are auto, float32, bfloat16"),

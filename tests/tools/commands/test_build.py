@@ -196,7 +196,7 @@ def test_what_npus_cannot_have_is_said_before_anything_is_built(tmp_path, plans,
     ("arguments", "message"),
     [
         (("--target", "ascend-a4"), "'ascend-a4' is not one of 'cpu', 'ascend-a3', 'ascend-a2'"),
-        (("--quantization", "w2"), "'w2' is not one of 'none', 'w8a8', 'w4a8'"),
+        (("--quantization", "w2"), "'w2' is not one of 'none', 'w8a8', 'w8a8-all', 'w4a8'"),
         (("--phase", "both"), "'both' is not one of 'prefill', 'decode'"),
         (("--speculative-tokens", "8"), "8 is not in the range 0<=x<=7"),
         (("--max-logprobs", "21"), "21 is not in the range 0<=x<=20"),

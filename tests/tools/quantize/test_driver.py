@@ -34,7 +34,8 @@ MIXED = Formats((("*.q_proj", "float"), ("*.layers.1.*.up_proj", "float"), *form
 
 @pytest.mark.parametrize("kind", ["moe", "dense", "plain"])
 @pytest.mark.parametrize(
-    ("scheme", "group"), [("w8a8", 0), ("w4a8", 0), ("w4a8", 8), ("int4", 0), ("int4", 4), ("mixed", 0), ("w4a16", 0), ("w4a16", 8)]
+    ("scheme", "group"),
+    [("w8a8", 0), ("w8a8-all", 0), ("w4a8", 0), ("w4a8", 8), ("int4", 0), ("int4", 4), ("mixed", 0), ("w4a16", 0), ("w4a16", 8)],
 )
 def test_it_loads_as_the_floats_do_quantised_on_loading(tmp_path, monkeypatch, kind, scheme, group):
     source = quantised.write(tmp_path / "float", kind)
@@ -66,6 +67,24 @@ def test_it_loads_as_the_floats_do_quantised_on_loading(tmp_path, monkeypatch, k
     assert torch.equal(*results)
     plain = logits(*loaded(source, torch.float32), tokens, torch.float32)
     assert 1e-6 < float((results[0] - plain).square().mean().sqrt() / plain.std()) < 0.5
+
+
+def test_a_head_that_shares_the_embedding_gets_integers_of_its_own(tmp_path):
+    """On loading and ahead of time; the embedding stays float. `--keep` leaves them one tensor."""
+    source = quantised.write(tmp_path / "float", "tied")
+    written, formats = quantised.quantised(source, tmp_path / "out", "w8a8-all"), formats_for("w8a8-all", source.name)
+    assert [json.loads(each.text)["tie_word_embeddings"] for each in (source, written)] == [True, False]
+    wanted, found = quantised.leaves(source, formats), quantised.leaves(written, formats_in(tmp_path / "out"))
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[path], tensor) for path, tensor in wanted.items())
+    embedding = load_file(tmp_path / "float" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(wanted["embed"], embedding.float())
+    integers, scale = wanted["head.weight"], wanted["head.scale"]
+    assert integers.dtype == torch.int8
+    assert ((integers.t() * scale[:, None] - embedding).abs() <= 0.501 * scale[:, None]).all()
+    kept = quantised.quantised(source, tmp_path / "kept", "w8a8-all", keep=("lm_head",))
+    assert json.loads(kept.text)["tie_word_embeddings"] is True
+    assert "head.weight" not in quantised.leaves(kept, formats_in(tmp_path / "kept"))
 
 
 def test_it_generates_the_tokens_of_the_floats_quantised_on_loading(tmp_path):
