@@ -9,7 +9,7 @@ import torch
 from support import speculators
 
 MODELS = ["dense", "moe"]
-LEAVES, NEAR = 24, 1e-6
+LEAVES, NEAR = 24, 3e-6
 
 
 def memories(course, server, **knobs):

@@ -17,7 +17,8 @@ from npucompile.models import variant as variants
 from npucompile.models.quant.formats import Formats
 from npucompile.models.variant import PLAIN, Variant
 
-TOLERANCE = 2e-4
+TOLERANCE = 5e-4
+"""Of quantised models: sums of other orders round an activation to another integer now and then. It depends on the CPU where."""
 
 
 @dataclass(frozen=True)

@@ -121,10 +121,10 @@ def _row_by_row(node: Any) -> Any:
 
 
 def _each_row(reference: Any, count: int) -> Any:
-    """A product whose first `count` operands have one row for each token."""
+    """A product whose first `count` operands have one row for each token. Rows are copied: MKL may sum in the order of an address."""
 
     def call(*args: Any) -> torch.Tensor:
-        parts = zip(*(arg.split(1) for arg in args[:count]), strict=True)
+        parts = zip(*([row.clone() for row in arg.split(1)] for arg in args[:count]), strict=True)
         return torch.cat([reference(*part, *args[count:]) for part in parts])
 
     return call
@@ -146,7 +146,7 @@ def _each_query(
         for t in range(length):
             single = torch.ones(1, dtype=torch.int32)
             out[b : b + 1, t : t + 1] = reference(
-                q[b : b + 1, t : t + 1], k, v, table[b : b + 1], num_computed_tokens[b : b + 1] + t, single, scale
+                q[b : b + 1, t : t + 1].clone(), k, v, table[b : b + 1], num_computed_tokens[b : b + 1] + t, single, scale
             )
     return out
 

@@ -45,7 +45,8 @@ def torchair(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("mesh", "experts"), [("tp=2", False), ("dp=2,tp=2", True)])
 def test_a_model_captured_on_devices_is_the_model_that_ge_runs(torchair: Any, tmp_path: Path, mesh: str, experts: bool) -> None:
-    """Prefill, launched one by one, and captured steps with drafts: outputs and state are equal in every bit."""
+    """Prefill, launched one by one, and captured steps with drafts: integers are equal, and floats but for the order in which
+    this machine's products sum, which may depend on where a tensor lies."""
     where, machines = Mesh.parse(mesh), list[Machine]()
 
     def linked(partitioned: Partitioned) -> GeFile:
@@ -84,7 +85,7 @@ def test_a_model_captured_on_devices_is_the_model_that_ge_runs(torchair: Any, tm
         for one, other in ((want, got), (interpreted.state, captured.state)):
             for a, b in zip(one, other, strict=True):
                 for x, y in zip(*(list(v.values()) if isinstance(v, dict) else v for v in (a, b)), strict=True):
-                    assert torch.equal(x.nan_to_num(-7), y.nan_to_num(-7))
+                    torch.testing.assert_close(x, y, rtol=1e-5 * x.is_floating_point(), atol=1e-6 * x.is_floating_point(), equal_nan=True)
         serving.commit(bucket, inputs, want)
     kinds = {file.captured for (form, _), file in files.items() if form == "made"}
     assert kinds == {True, False}
