@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import shlex
+import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -57,6 +61,8 @@ def _declaration(name: str, schema: torch._C.FunctionSchema) -> str:
 def archive(compiler: str, architecture: str, cache_dir: Path) -> Path:
     """The archive of all kernels; compiled again only when the sources, the compiler or the architecture change.
 
+    Processes that need it at the same time share the sources between them.
+
     Args:
         compiler: path of a C++ compiler.
         architecture: value of `-march`.
@@ -69,15 +75,48 @@ def archive(compiler: str, architecture: str, cache_dir: Path) -> Path:
     target = cache_dir / "native" / f"kernels-{key}.a"
     if target.is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        library = Path(scratch) / "kernels.a"
-        units = [path for path in sources() if path.suffix == ".cpp"]
-        objects = [_compile(unit, compiler, architecture, Path(scratch)) for unit in units]
-        _run(["ar", "rcD", str(library), *map(str, objects)])
-        # Atomic, because another process may compile the same archive at the same time.
-        library.replace(target)
+    shared_by_all = target.with_suffix(".objects")
+    shared_by_all.mkdir(parents=True, exist_ok=True)
+    units = [path for path in sources() if path.suffix == ".cpp"]
+    # The slowest first, so that nobody waits for it in the end: torch's headers are most of all that is compiled.
+    units.sort(key=lambda unit: unit.stem != SHIMS)
+    try:
+        for wait in (False, True):
+            for unit in units:
+                with _turn(shared_by_all / f"{unit.stem}.lock", wait) as mine:
+                    # In this order: objects are removed when the archive is there.
+                    if mine and not (shared_by_all / f"{unit.stem}.o").exists() and not target.is_file():
+                        _compile(unit, compiler, architecture, shared_by_all)
+        if not target.is_file():
+            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+                library = Path(scratch) / "kernels.a"
+                _run(["ar", "rcD", str(library), *(str(shared_by_all / f"{unit.stem}.o") for unit in units)])
+                # Atomic, because another process may do the same at the same time.
+                library.replace(target)
+    except LoweringError:
+        # Another process may have made it and removed the objects meanwhile.
+        if not target.is_file():
+            raise
+    finally:
+        shutil.rmtree(shared_by_all, ignore_errors=True)
     return target
+
+
+@contextmanager
+def _turn(lock: Path, wait: bool) -> Iterator[bool]:
+    """Whether this process has the lock, or may not have it now; the system takes it from a process that ends."""
+    try:
+        handle = os.open(lock, os.O_CREAT | os.O_RDWR)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(handle)
 
 
 def shared(compiler: str, architecture: str, cache_dir: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import shutil
 from collections.abc import Iterator
@@ -508,6 +509,25 @@ def test_equal_sources_give_equal_bytes_and_are_compiled_once(tmp_path, monkeypa
     assert [path.name for path in first.parent.iterdir()] == [first.name]
     monkeypatch.setattr(native.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert build(tmp_path / "first") == first
+
+
+def test_processes_that_need_it_at_once_share_the_sources(tmp_path, monkeypatch):
+    """Each is compiled once in all, by a compiler that notes what it is asked for."""
+    few = [path for path in native.sources() if path.stem in ("conv", "cpu", "linear", "pack", "sample")]
+    monkeypatch.setattr(native, "sources", lambda: few)
+    compiler, asked = tmp_path / "compiler", tmp_path / "asked"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nexec {aoti.compiler()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    level = aoti.instruction_set() or "native"
+    others = [multiprocessing.get_context("fork").Process(target=native.archive, args=(str(compiler), level, tmp_path)) for _ in range(3)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert [other.exitcode for other in others] == [0, 0, 0]
+    compiled = sorted(Path(word).stem for line in asked.read_text().splitlines() for word in line.split() if word.endswith(".cpp"))
+    assert compiled == sorted(path.stem for path in few if path.suffix == ".cpp")
+    assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".a"]
 
 
 def test_whatever_changes_is_another_archive(tmp_path, monkeypatch):
