@@ -402,7 +402,14 @@ TOLERANCES = {
 ROUNDED = Tolerance(0.02, 0.02, False, difference)
 """Allowed in float32 where caches are int8: a value between two integers may be rounded the other way, one part in 127."""
 
+ROUNDED_ACTIVATIONS = Tolerance(0.5, 0.5, False, deviation)
+"""Allowed in bfloat16 where products read activations in int8: what the last bit of a bfloat16 changes, rounding to 127 steps makes
+larger. A model of 24 layers with random weights is off by 0.12 to 0.37, and by 0.05 to 0.09 without int8."""
+
 
 def tolerance_of(dtype: torch.dtype, signature: Signature) -> Tolerance:
     """Allowed differences of a graph that computes in a dtype."""
-    return ROUNDED if dtype == torch.float32 and rounds_caches(signature.state) else TOLERANCES[dtype]
+    if dtype == torch.float32:
+        return ROUNDED if rounds_caches(signature.state) else TOLERANCES[dtype]
+    # Only weights that meet activations in int8 are int8: those of W4A16 are packed into int32.
+    return ROUNDED_ACTIVATIONS if any(leaf.aval.dtype == torch.int8 for leaf in signature.params) else TOLERANCES[dtype]

@@ -68,7 +68,7 @@ class Toy:
             k[pages[at // 4], at % 4] = float(at) + (self.fault == "writes wrong")
         for w in range(len(slots)):
             s[slots[w]] = state + w + (self.fault == "state wrong")
-            out["logits"][row, w] = total + state + torch.arange(VOCAB) * 0.1 * (-1) ** w + (self.fault == "logits wrong")
+            out["logits"][row, w] = (total + state + torch.arange(VOCAB) * 0.1 * (-1) ** w) * (1 + (self.fault == "logits wrong"))
         best = out["logits"][row].argmax(-1).int()
         out["tokens"][row] = 1 - best if self.fault == "tokens wrong" else best
         count = 1
@@ -158,9 +158,10 @@ def test_deviation_is_an_average_and_infinite_for_nan() -> None:
     assert compare.deviation(torch.empty(0), torch.empty(0)) == 0.0
 
 
+@pytest.mark.parametrize("tolerance", [compare.TOLERANCES[torch.bfloat16], compare.ROUNDED_ACTIVATIONS], ids=["bf16", "int8"])
 @pytest.mark.parametrize("fault", ["reads ahead", "reads null", "state wrong", "logits wrong"])
-def test_the_coarse_tolerance_still_sees_leaks_and_wrong_kernels(fault: str) -> None:
-    bucket, tolerance = Bucket("decode", 4, 1), compare.TOLERANCES[torch.bfloat16]
+def test_coarse_tolerances_still_see_leaks_and_wrong_kernels(fault: str, tolerance: compare.Tolerance) -> None:
+    bucket = Bucket("decode", 4, 1)
     sign, steps = signature(bucket, PLAIN), poisoned_steps(bucket, PLAIN, (4,))
     with pytest.raises(VerifyError):
         compare.check_tolerance(
