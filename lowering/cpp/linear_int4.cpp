@@ -15,7 +15,7 @@ void npuc_linear_int4(const void* x, int64_t half, int64_t ld, const void* weigh
     const Stored<float> wide(y, N);
     const Stored<bf16> narrow(y, N);
     const Sink& sink = half ? static_cast<const Sink&>(narrow) : wide;
-    share_panels(blocks, rows.data(), panels(N), matrix.panel(), [&](const char* data, int64_t begin, int64_t end) {
+    share_panels(blocks, rows.data(), panels(N), matrix.panel(), [&](const char* data, int64_t begin, int64_t end, int64_t) {
         multiply_int4(blocks, data, matrix, begin, end, sink);
     });
 }

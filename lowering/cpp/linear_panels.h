@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "product.h"
@@ -13,7 +14,11 @@ namespace npuc {
 // Bytes of weights from which a second thread pays, and bytes of rows from which it pays to arrange them.
 constexpr int64_t WORTH_SHARING = 1 << 16, WORTH_ARRANGING = 1 << 17;
 
-// Calls `multiply(arranged rows, first panel, last panel)` for all of `all` panels of `panel` bytes; x[m] are the rows.
+// One part of this many is not shared evenly: threads that are done take of it in turns, as memory is not equally fast for all of them.
+constexpr int64_t IN_TURNS = 8;
+
+// Calls `multiply(arranged rows, first panel, last panel, panel that the thread takes next or -1)` for all of `all` panels of `panel` bytes;
+// x[m] are the rows.
 template <typename Multiply>
 void share_panels(const Blocks& blocks, const void* const* x, int64_t all, int64_t panel, const Multiply& multiply) {
     static thread_local Scratch kept;
@@ -21,21 +26,28 @@ void share_panels(const Blocks& blocks, const void* const* x, int64_t all, int64
     const int64_t groups = (all + GROUP - 1) / GROUP;
     const bool large = blocks.bytes() >= WORTH_ARRANGING;
     if (!large) arrange(blocks, x, data, 0, blocks.count);
+    const int64_t even = groups - groups / IN_TURNS;
+    std::atomic<int64_t> taken{even};
 #pragma omp parallel if (all * panel >= WORTH_SHARING)
     {
         if (large) {
 #pragma omp for schedule(static)
             for (int64_t block = 0; block < blocks.count; block++) arrange(blocks, x, data, block, block + 1);
         }
-        const int64_t begin = groups * member() / team() * GROUP, end = std::min(all, groups * (member() + 1) / team() * GROUP);
-        if (begin < end) multiply(data, begin, end);
+        // A group is taken before the one in front of it is multiplied, which so prefetches it.
+        int64_t begin = even * member() / team(), end = even * (member() + 1) / team();
+        for (int64_t next; begin < groups; begin = next, end = next + 1) {
+            next = taken.fetch_add(1, std::memory_order_relaxed);
+            if (begin < end) multiply(data, begin * GROUP, std::min(all, end * GROUP), next < groups ? next * GROUP : -1);
+        }
     }
 }
 
 // The product with a matrix of bfloat16 or int8; N is its number of channels.
 inline void linear_panels(const Blocks& blocks, const void* const* x, const void* weights, int64_t N, const Sink& sink) {
-    share_panels(blocks, x, panels(N), blocks.panel(), [&](const char* data, int64_t begin, int64_t end) {
-        multiply(blocks, data, static_cast<const char*>(weights), begin, end, sink);
+    share_panels(blocks, x, panels(N), blocks.panel(), [&](const char* data, int64_t begin, int64_t end, int64_t next) {
+        const auto* from = static_cast<const char*>(weights);
+        multiply(blocks, data, from, begin, end, sink, next < 0 ? nullptr : from + next * blocks.panel());
     });
 }
 

@@ -43,7 +43,9 @@ int64_t fewest_added(int64_t M, int64_t most) {
 
 }  // namespace
 
-Blocks::Blocks(Kind kind, int64_t M, int64_t K) : kind(kind), isa(kind == Kind::F32 ? Isa::WIDE : npuc::isa()), M(M) {
+Blocks::Blocks(Kind kind, int64_t M, int64_t K, int64_t few) : kind(kind), isa(kind == Kind::F32 ? Isa::WIDE : npuc::isa()), M(M) {
+    in_order_of_tiles = isa == Isa::TILES && M <= few;
+    if (in_order_of_tiles) isa = Isa::WIDE;
     const int64_t size = bytes_of(kind), most = MOST[int(isa)];
     // Panels of int4, the only ones that are multiplied with float32, have as many elements as those of bfloat16.
     width = K * size, lines = npuc::lines(K, std::min<int64_t>(size, 2)), words = isa == Isa::WIDE ? 2 * lines : lines;
@@ -77,12 +79,14 @@ void arrange(const Blocks& blocks, const void* const* x, char* data, int64_t fir
         }
 }
 
-void multiply(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
+void multiply(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink,
+              const char* then) {
 #if defined(__x86_64__)
-    if (blocks.isa == Isa::TILES) return multiply_tiles(blocks, data, weights, first, last, sink);
-    if (blocks.isa == Isa::DOTS) return multiply_dots(blocks, data, weights, first, last, sink);
+    if (blocks.in_order_of_tiles) return blocks.count > 0 ? multiply_few(blocks, data, weights, first, last, sink, then) : void();
+    if (blocks.isa == Isa::TILES) return multiply_tiles(blocks, data, weights, first, last, sink, then);
+    if (blocks.isa == Isa::DOTS) return multiply_dots(blocks, data, weights, first, last, sink, then);
 #endif
-    multiply_wide(blocks, data, weights, first, last, sink);
+    multiply_wide(blocks, data, weights, first, last, sink, then);
 }
 
 }  // namespace npuc

@@ -15,9 +15,13 @@ enum class Kind { BF16, INT8, F32 };
 // Bytes of an element.
 constexpr int64_t bytes_of(Kind kind) { return kind == Kind::BF16 ? 2 : kind == Kind::INT8 ? 1 : 4; }
 
+// Rows of bfloat16 that vectors multiply as fast as memory gives weights.
+constexpr int64_t FEW = 3;
+
 // How M rows of K elements are cut into blocks of equally many rows; the last ones are filled up with zeros.
 struct Blocks {
-    Blocks(Kind kind, int64_t M, int64_t K);
+    // Up to `few` rows are multiplied by vectors where there are tiles.
+    Blocks(Kind kind, int64_t M, int64_t K, int64_t few = 0);
 
     // Bytes of a block, of all blocks, and of a panel that they are multiplied with.
     int64_t block() const { return rows * words * 4; }
@@ -26,6 +30,7 @@ struct Blocks {
 
     Kind kind;
     Isa isa;
+    bool in_order_of_tiles;  // sums of WIDE
     int64_t M, width, lines, words, rows, count;  // `width` is bytes of a row, `words` what a row of a block has of 32 bits
 };
 
@@ -40,16 +45,19 @@ struct Sink {
 // Copies the rows of blocks [first, last), which start at `x[m]`, into `data`, in the order in which the variant reads them.
 void arrange(const Blocks& blocks, const void* const* x, char* data, int64_t first, int64_t last);
 
-// All rows, which `arrange` left in `data`, with panels [first, last) of a matrix.
-void multiply(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);
+// All rows, which `arrange` left in `data`, with panels [first, last) of a matrix. A few rows prefetch the panels from `then` on in the end,
+// which this thread takes next.
+void multiply(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink,
+              const char* then = nullptr);
 
 // The panels that a thread takes at a time are a multiple of these, which variants read side by side.
 constexpr int64_t GROUP = 4;
 
-void multiply_wide(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);
+void multiply_wide(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then);
 #if defined(__x86_64__)
-void multiply_dots(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);
-void multiply_tiles(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink);
+void multiply_few(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then);
+void multiply_dots(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then);
+void multiply_tiles(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then);
 #endif
 
 }  // namespace npuc

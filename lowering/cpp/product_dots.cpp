@@ -52,9 +52,8 @@ WITH_DOTS void side_by_side(const Blocks& blocks, const int32_t* x, const char* 
 }
 
 template <Kind K, int R, int P>
-WITH_DOTS void group(const Blocks& blocks, const char* data, const char* weights, int64_t p, int64_t last, const Sink& sink) {
-    // What follows the last panel is another thread's, or weights that nobody asked for.
-    const char *own = weights + p * blocks.panel(), *next = p + P < last ? own + P * blocks.panel() : own;
+WITH_DOTS void group(const Blocks& blocks, const char* data, const char* weights, int64_t p, int64_t last, const Sink& sink, const char* then) {
+    const char *own = weights + p * blocks.panel(), *next = p + P < last ? own + P * blocks.panel() : then ? then : own;
     for (int64_t block = 0; block < blocks.count; block++) {
         const auto* x = reinterpret_cast<const int32_t*>(data + block * blocks.block());
         // The first blocks prefetch what the next panels are; further ones find it in the cache.
@@ -68,14 +67,15 @@ WITH_DOTS void group(const Blocks& blocks, const char* data, const char* weights
 }
 
 template <Kind K, int R>
-void all(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
-    constexpr int P = R <= 6 ? 4 : 2;
+void all(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then) {
+    // As few as keep the units busy: the fewer places are read side by side, the faster is memory.
+    constexpr int P = R <= 3 ? 2 : R <= 6 ? 1 : 2;
     int64_t p = first;
-    for (; p + P <= last; p += P) group<K, R, P>(blocks, data, weights, p, last, sink);
-    for (; p < last; p++) group<K, R, 1>(blocks, data, weights, p, last, sink);
+    for (; p + P <= last; p += P) group<K, R, P>(blocks, data, weights, p, last, sink, then);
+    for (; p < last; p++) group<K, R, 1>(blocks, data, weights, p, last, sink, then);
 }
 
-using All = void (*)(const Blocks&, const char*, const char*, int64_t, int64_t, const Sink&);
+using All = void (*)(const Blocks&, const char*, const char*, int64_t, int64_t, const Sink&, const char*);
 
 template <Kind K>
 constexpr All by_rows[] = {all<K, 1>, all<K, 2>, all<K, 3>, all<K, 4>,  all<K, 5>,  all<K, 6>,
@@ -83,8 +83,8 @@ constexpr All by_rows[] = {all<K, 1>, all<K, 2>, all<K, 3>, all<K, 4>,  all<K, 5
 
 }  // namespace
 
-void multiply_dots(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
-    (blocks.kind == Kind::BF16 ? by_rows<Kind::BF16> : by_rows<Kind::INT8>)[blocks.rows - 1](blocks, data, weights, first, last, sink);
+void multiply_dots(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then) {
+    (blocks.kind == Kind::BF16 ? by_rows<Kind::BF16> : by_rows<Kind::INT8>)[blocks.rows - 1](blocks, data, weights, first, last, sink, then);
 }
 
 }  // namespace npuc

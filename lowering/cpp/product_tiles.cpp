@@ -30,12 +30,12 @@ WITH_TILES INLINE void prefetch(const char* next, int64_t lines) {
     for (int64_t i = 0; i < lines; i++) _mm_prefetch(next + i * LINE, _MM_HINT_T1);
 }
 
-// One block of up to 16 rows with P panels side by side, whose successors before `last` are prefetched.
+// One block of up to 16 rows with P panels side by side, whose successors are prefetched: those before `last`, else `then`.
 template <Kind K, int P>
-WITH_TILES void few_rows(const Blocks& blocks, const char* x, const char* weights, int64_t p, int64_t last, const Sink& sink) {
+WITH_TILES void few_rows(const Blocks& blocks, const char* x, const char* weights, int64_t p, int64_t last, const Sink& sink, const char* then) {
     alignas(64) char sums[4][TILE];
     const int64_t step = blocks.rows * LINE, panel = blocks.panel(), end = blocks.lines * LINE;
-    const char *own = weights + p * panel, *next = p + P < last ? own + P * panel : own;
+    const char *own = weights + p * panel, *next = p + P < last ? own + P * panel : then ? then : own;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -117,14 +117,14 @@ WITH_TILES void many_rows(const Blocks& blocks, const char* data, int64_t begin,
 }
 
 template <Kind K>
-WITH_TILES void all(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
+WITH_TILES void all(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then) {
     if (blocks.count == 1) {
         configure_tiles(blocks.rows, 5);
         int64_t p = first;
-        for (; p + 4 <= last; p += 4) few_rows<K, 4>(blocks, data, weights, p, last, sink);
-        if (last - p == 3) few_rows<K, 3>(blocks, data, weights, p, last, sink);
-        if (last - p == 2) few_rows<K, 2>(blocks, data, weights, p, last, sink);
-        if (last - p == 1) few_rows<K, 1>(blocks, data, weights, p, last, sink);
+        for (; p + 4 <= last; p += 4) few_rows<K, 4>(blocks, data, weights, p, last, sink, then);
+        if (last - p == 3) few_rows<K, 3>(blocks, data, weights, p, last, sink, then);
+        if (last - p == 2) few_rows<K, 2>(blocks, data, weights, p, last, sink, then);
+        if (last - p == 1) few_rows<K, 1>(blocks, data, weights, p, last, sink, then);
     } else {
         configure_tiles(LINES, 8);
         const int64_t chunk = std::max<int64_t>(2, CACHED / blocks.block() / 2 * 2);
@@ -140,9 +140,9 @@ WITH_TILES void all(const Blocks& blocks, const char* data, const char* weights,
 
 }  // namespace
 
-void multiply_tiles(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
-    blocks.kind == Kind::BF16 ? all<Kind::BF16>(blocks, data, weights, first, last, sink)
-                              : all<Kind::INT8>(blocks, data, weights, first, last, sink);
+void multiply_tiles(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then) {
+    blocks.kind == Kind::BF16 ? all<Kind::BF16>(blocks, data, weights, first, last, sink, then)
+                              : all<Kind::INT8>(blocks, data, weights, first, last, sink, then);
 }
 
 }  // namespace npuc

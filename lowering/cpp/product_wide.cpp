@@ -113,9 +113,8 @@ void side_by_side(const Blocks& blocks, const char* data, const char* weights, c
 }
 
 template <int R, int P>
-void group(const Blocks& blocks, const char* data, const char* weights, int64_t p, int64_t last, const Sink& sink) {
-    // What follows the last panel is another thread's, or weights that nobody asked for.
-    const char *own = weights + p * blocks.panel(), *next = p + P < last ? own + P * blocks.panel() : own;
+void group(const Blocks& blocks, const char* data, const char* weights, int64_t p, int64_t last, const Sink& sink, const char* then) {
+    const char *own = weights + p * blocks.panel(), *next = p + P < last ? own + P * blocks.panel() : then ? then : own;
     for (int64_t block = 0; block < blocks.count; block++) {
         const char* x = data + block * blocks.block();
         // The first blocks prefetch what the next panels are; further ones find it in the cache.
@@ -129,15 +128,15 @@ void group(const Blocks& blocks, const char* data, const char* weights, int64_t 
 }
 
 template <int R>
-void all(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
+void all(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then) {
     // Enough sums at a time that none waits for the one before it, and no more than there are registers.
     constexpr int P = R == 1 ? 4 : R <= 3 ? 2 : 1;
     int64_t p = first;
-    for (; p + P <= last; p += P) group<R, P>(blocks, data, weights, p, last, sink);
-    for (; p < last; p++) group<R, 1>(blocks, data, weights, p, last, sink);
+    for (; p + P <= last; p += P) group<R, P>(blocks, data, weights, p, last, sink, then);
+    for (; p < last; p++) group<R, 1>(blocks, data, weights, p, last, sink, then);
 }
 
-using All = void (*)(const Blocks&, const char*, const char*, int64_t, int64_t, const Sink&);
+using All = void (*)(const Blocks&, const char*, const char*, int64_t, int64_t, const Sink&, const char*);
 
 #if defined(__AVX512F__)
 constexpr All by_rows[] = {all<1>, all<2>, all<3>, all<4>, all<5>, all<6>, all<7>, all<8>, all<9>, all<10>, all<11>, all<12>};
@@ -147,8 +146,8 @@ constexpr All by_rows[] = {all<1>, all<2>, all<3>, all<4>, all<5>, all<6>};
 
 }  // namespace
 
-void multiply_wide(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink) {
-    if (blocks.count > 0) by_rows[blocks.rows - 1](blocks, data, weights, first, last, sink);
+void multiply_wide(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then) {
+    if (blocks.count > 0) by_rows[blocks.rows - 1](blocks, data, weights, first, last, sink, then);
 }
 
 }  // namespace npuc
