@@ -80,7 +80,8 @@ class Packer:
 
 def huge(size: int) -> torch.Tensor:
     """Bytes in huge pages, where the system has them, aligned to them."""
-    memory = mmap.mmap(-1, size + _HUGE)
+    # Private: memory that processes may share has huge pages only where a setting of its own allows them, and by default none does.
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

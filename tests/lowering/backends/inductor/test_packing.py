@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,19 @@ def test_packing_is_that_of_the_kernels_with_the_shape_of_the_parameter(library:
         assert (made[i].shape, made[i].dtype, made[i].is_contiguous()) == (plain.shape, plain.dtype, True)
         assert made[i].data_ptr() % 64 == 0
         assert torch.equal(bytes_of(made[i], len(want)), want)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="only Linux tells what a mapping is")
+def test_memory_may_have_huge_pages() -> None:
+    """Private, without a name, and advised so ("hg"): shared memory, which mmap gives by default, has none of them by default."""
+    memory = packing.huge(5 * 2**20)
+    memory.fill_(1)
+    assert (memory.numel(), memory.data_ptr() % 2**21) == (5 * 2**20, 0)
+    mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    lines = next(m for m in mappings if int(m.split("-")[0], 16) <= memory.data_ptr() < int(m.split("-")[1].split()[0], 16)).splitlines()
+    assert len(lines[0].split()) == 5
+    assert lines[0].split()[1] == "rw-p"
+    assert "hg" in next(line for line in lines if line.startswith("VmFlags")).split()
 
 
 def test_a_parameter_is_packed_once_for_a_process_and_forgotten_with_it(library: bytes) -> None:
