@@ -15,7 +15,8 @@ import torch
 from ...graphs.ops.moe_experts import MoeExperts, moe_experts_static
 from ...graphs.quantise import pack_w4
 from ...lowering.backends.inductor import aoti, native
-from ...lowering.backends.inductor.packing import Layout, Packer, huge
+from ...lowering.backends.inductor.huge_pages import huge
+from ...lowering.backends.inductor.packing import Layout, Packer
 from ..progress import Progress
 from . import machine
 from .report import Column, Table, Value

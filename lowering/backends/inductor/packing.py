@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import huge_pages
 
 KINDS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.int32}
 """Layout -> dtype of the weights that it is made of."""
@@ -30,9 +31,6 @@ class Layout(NamedTuple):
     rows: int
     columns: int
 
-
-_HUGE = 2 * 2**20
-"""Bytes of a huge page; weights are read a third faster from such pages."""
 
 _ALIGNED = 64
 
@@ -57,7 +55,7 @@ class Packer:
         """The packed parameters by position: tensors of the parameters' shapes and dtypes, with the bytes of their layouts."""
         missing = {i: layout for i, layout in wanted.items() if layout not in _KNOWN.get(params[i], {})}
         sizes = [-(-self._bytes(layout) // _ALIGNED) * _ALIGNED for layout in missing.values()]
-        memory, at = huge(sum(sizes)) if missing else torch.empty(0), 0
+        memory, at = huge_pages.joined_later(sum(sizes)) if missing else torch.empty(0), 0
         for (i, layout), size in zip(missing.items(), sizes, strict=True):
             made = memory[at : at + size]
             self._function("npuc_pack", layout)(_pointer(params[i]), layout.matrices, layout.rows, layout.columns, _pointer(made))
@@ -76,17 +74,6 @@ class Packer:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         function.argtypes = (size, size) if prefix == "npuc_packed" else (pointer, size, size, size, pointer)
         return function
-
-
-def huge(size: int) -> torch.Tensor:
-    """Bytes in huge pages, where the system has them, aligned to them."""
-    # Private: memory that processes may share has huge pages only where a setting of its own allows them, and by default none does.
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE
-    return whole[start : start + size]
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from npucompile.graphs import native_ops, ops
 from npucompile.graphs.ir.record import record
 from npucompile.graphs.primitive import Primitive
 from npucompile.graphs.types import Aval, Bucket, Leaf, Signature
-from npucompile.lowering.backends.inductor import aoti, layouts, native, packing
+from npucompile.lowering.backends.inductor import aoti, layouts, native
 from npucompile.lowering.backends.inductor import backend as inductor
 from npucompile.lowering.backends.inductor.packing import Layout, Packer
 from npucompile.lowering.executable import open_executable
@@ -50,19 +49,6 @@ def test_packing_is_that_of_the_kernels_with_the_shape_of_the_parameter(library:
         assert torch.equal(bytes_of(made[i], len(want)), want)
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="only Linux tells what a mapping is")
-def test_memory_may_have_huge_pages() -> None:
-    """Private, without a name, and advised so ("hg"): shared memory, which mmap gives by default, has none of them by default."""
-    memory = packing.huge(5 * 2**20)
-    memory.fill_(1)
-    assert (memory.numel(), memory.data_ptr() % 2**21) == (5 * 2**20, 0)
-    mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-    lines = next(m for m in mappings if int(m.split("-")[0], 16) <= memory.data_ptr() < int(m.split("-")[1].split()[0], 16)).splitlines()
-    assert len(lines[0].split()) == 5
-    assert lines[0].split()[1] == "rw-p"
-    assert "hg" in next(line for line in lines if line.startswith("VmFlags")).split()
-
-
 def test_a_parameter_is_packed_once_for_a_process_and_forgotten_with_it(library: bytes) -> None:
     plain, layout = torch.randn(64, 64).to(torch.bfloat16), Layout("bf16", 1, 64, 64)
     one, other = (Packer(library).pack([plain], {0: layout})[0] for _ in range(2))
@@ -76,10 +62,6 @@ def test_a_parameter_is_packed_once_for_a_process_and_forgotten_with_it(library:
 
 def test_equal_sources_give_equal_libraries(library: bytes, tmp_path: Path) -> None:
     assert native.packer(aoti.compiler()[0], aoti.instruction_set() or "native", tmp_path).read_bytes() == library
-
-
-def test_memory_for_packed_parameters_starts_at_a_huge_page() -> None:
-    assert packing.huge(100).data_ptr() % (2 * 2**20) == 0
 
 
 TABLE, INT8, STATIC, INT4, E = (70, 48), (48, 37), (48, 20), (48, 32 // 8), 3
