@@ -60,8 +60,9 @@ def test_small_pages_are_joined_later_and_keep_what_they_hold(monkeypatch: pytes
     # Mappings of one kind that touch are one to the system, so that others' pages may be in it.
     before = number(mapping(memory), "AnonHugePages")
     [(_, arguments)] = timers
-    assert huge_pages.join(*arguments) == 22 * 2**20
-    assert number(mapping(memory), "AnonHugePages") - before == 22 * 2**20
+    # A piece whose pages the system has none for is left out, but may be joined in part.
+    joined = huge_pages.join(*arguments)
+    assert 0 < joined <= number(mapping(memory), "AnonHugePages") - before <= 22 * 2**20
     assert torch.equal(memory.long(), torch.arange(size) % 251)
 
 
