@@ -86,17 +86,20 @@ def archive(compiler: str, architecture: str, cache_dir: Path) -> Path:
                 with _turn(shared_by_all / f"{unit.stem}.lock", wait) as mine:
                     # In this order: objects are removed when the archive is there.
                     if mine and not (shared_by_all / f"{unit.stem}.o").exists() and not target.is_file():
-                        _compile(unit, compiler, architecture, shared_by_all)
+                        # Renamed when it is whole: a compiler that is killed leaves a part.
+                        with tempfile.TemporaryDirectory(dir=shared_by_all) as scratch:
+                            made = _compile(unit, compiler, architecture, Path(scratch))
+                            made.replace(shared_by_all / made.name)
         if not target.is_file():
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
                 library = Path(scratch) / "kernels.a"
                 _run(["ar", "rcD", str(library), *(str(shared_by_all / f"{unit.stem}.o") for unit in units)])
                 # Atomic, because another process may do the same at the same time.
                 library.replace(target)
-    except LoweringError:
-        # Another process may have made it and removed the objects meanwhile.
+    except (LoweringError, FileNotFoundError) as error:
+        # Another process may have made it and removed the objects meanwhile; or it failed, and this one finds its folder gone.
         if not target.is_file():
-            raise
+            raise error if isinstance(error, LoweringError) else LoweringError("another process could not compile the kernels") from error
     finally:
         shutil.rmtree(shared_by_all, ignore_errors=True)
     return target

@@ -530,6 +530,18 @@ def test_processes_that_need_it_at_once_share_the_sources(tmp_path, monkeypatch)
     assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".a"]
 
 
+def test_what_a_killed_compiler_left_is_not_used(tmp_path, monkeypatch):
+    """A part of an object, and a lock that nobody holds any more, in the folder that processes share."""
+    few = [path for path in native.sources() if path.stem == "conv"]
+    monkeypatch.setattr(native, "sources", lambda: few)
+    whole = build(tmp_path / "first")
+    left = tmp_path / "second" / "native" / f"{whole.stem}.objects" / "killed"
+    left.mkdir(parents=True)
+    (left / "conv.o").write_bytes(b"a part")
+    (left.parent / "conv.lock").touch()
+    assert build(tmp_path / "second").read_bytes() == whole.read_bytes()
+
+
 def test_whatever_changes_is_another_archive(tmp_path, monkeypatch):
     """A change of a source, of a header, of the set of files or of the flags changes the digest."""
     folder = Path(shutil.copytree(native.FOLDER, tmp_path / "cpp"))
