@@ -16,8 +16,8 @@ from .params import Param, Source, norm
 from .quant.formats import FLOAT
 from .variant import Variant
 
-HEAD = "lm_head.weight"
-"""Name of the head in checkpoints."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names in checkpoints."""
 
 Mixer = Callable[[Any, Tree, Tree, Batch, torch.Tensor], tuple[torch.Tensor, Tree]]
 """(cfg, weights, state, batch, x) -> the output before the residual add and the new state, as `attention.apply`."""
@@ -49,14 +49,14 @@ def params(cfg: DecoderSizes, dtype: torch.dtype, layers: Sequence[Tree]) -> dic
     M, V = cfg.hidden_size, cfg.vocab_size
     table = Aval((V, M), dtype, ("vocab", None))
     tree: dict[str, Any] = {
-        "embed": Param(table, Source(("model.embed_tokens.weight",), ((V, M),)), "embedding"),
+        "embed": Param(table, Source((EMBEDDING,), ((V, M),)), "embedding"),
         "layers": list(layers),
         "norm": norm("model.norm", M, dtype, cfg.norm_offset),
     }
     own = (HEAD,)
     if cfg.tie_word_embeddings and cfg.variant.formats.of(own) == FLOAT:
         return tree
-    instead = ("model.embed_tokens.weight",) if cfg.tie_word_embeddings else ()
+    instead = (EMBEDDING,) if cfg.tie_word_embeddings else ()
     return {**tree, "head": Param(table, Source(own, ((V, M),), instead=instead), role="column")}
 
 

@@ -35,7 +35,8 @@ def joined_later(size: int) -> torch.Tensor:
     """Bytes in small pages, which a thread joins to huge ones a little later; in huge ones at once where they are few or cannot be joined.
 
     The first use of a free huge page may be slow: 1.5 GB took 2.1 s on a virtual machine whose host takes free memory back, and 0.3 s in
-    small pages, which are found among those used just before.
+    small pages, which are found among those used just before. While they are joined, some 3 s for as much, reading takes up to twice as
+    long.
     """
     if size < LARGE_BYTES or not can_join():
         return huge(size)

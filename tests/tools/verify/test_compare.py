@@ -1,6 +1,7 @@
 """tools/verify/compare.py: what no live row may read is NaN, and every difference in a live value is measured."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,3 +168,13 @@ def test_coarse_tolerances_still_see_leaks_and_wrong_kernels(fault: str, toleran
         compare.check_tolerance(
             compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN, fault), steps, sign, tolerance.measure), tolerance, "toy"
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_only_graphs_that_round_activations_to_int8_are_allowed_more(dtype: torch.dtype) -> None:
+    """int8 weights meet activations in int8; those of int4 beside floats are packed into int32."""
+    plain = signature(Bucket("decode", 4, 1), PLAIN)
+    for weights, wanted in ((torch.int8, compare.ROUNDED_ACTIVATIONS), (torch.int32, compare.TOLERANCES[torch.bfloat16])):
+        params = (*plain.params, Leaf("layers.0.weight", Aval((4, 4), weights)))
+        found = compare.tolerance_of(dtype, replace(plain, params=params))
+        assert found == (wanted if dtype == torch.bfloat16 else compare.TOLERANCES[dtype])
