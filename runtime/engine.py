@@ -94,6 +94,11 @@ class Engine(Stepper):
             self._thread.join(None if self.failure is None else JOIN_S)
 
     @property
+    def thread_id(self) -> int | None:
+        """The system's number of the thread that steps; None without one."""
+        return self._thread.native_id if self._thread is not None else None
+
+    @property
     def alive(self) -> bool:
         """Whether the engine takes requests and, if it was started, its thread runs."""
         return self._refusal is None and self.failure is None and (self._thread is None or self._thread.is_alive())

@@ -112,6 +112,7 @@ class Stepper:
         self._inbox: deque[RequestState | int | Flush] = deque()
         self._live: dict[str, Live] = {}
         self._routes = delivery.Routes()
+        self._held: tuple[delivery.BatchSink, Sequence[Event]] | None = None
         self._busy_since_s: float | None = None
         # Guards the inbox, the live requests, the metrics, the flags, and the binding of the (frozen) state.
         self._wake = threading.Condition()
@@ -182,9 +183,11 @@ class Stepper:
             self._checked = False
             self._launch(step)
         elif self._in_flight:
+            self._deliver_held()
             # What comes next depends on the results of the steps in flight.
             self._finish_oldest()
         else:
+            self._deliver_held()
             if not self._checked:
                 self.check()
                 self._checked = True
@@ -270,6 +273,7 @@ class Stepper:
         with self._wake:
             self._state, self._used_pages = state, state.used_pages
             self._metrics.count_launch(step)
+        self._deliver_held()
         try:
             self._in_flight.append((step, wanted, now_ms, self.executor.launch(step.bucket, inputs)))
         except ExecutorError:
@@ -326,6 +330,7 @@ class Stepper:
         Args:
             ids: of a batch whose tokens all events are; the same object for the same batch.
         """
+        self._deliver_held()
         if ids is not None:
             with self._wake:
                 if sink := self._routes.shared(self._live, ids):
@@ -333,7 +338,7 @@ class Stepper:
                     count()
                     self._metrics.count_events(events)
             if sink is not None:
-                self._cancel_lost(delivery.deliver(sink, events))
+                self._held = sink, events
                 return
         finished = [event.request_id for event in events if isinstance(event, FinishEvent)]
         if finished:
@@ -356,6 +361,13 @@ class Stepper:
     def _with_writes(self, end: FinishEvent) -> FinishEvent:
         kept = sum(manager.num_kept(end.request_id) for manager in self._cache_managers)
         return replace(end, record=end.record._replace(cache_write_tokens=kept)) if kept else end
+
+    def _deliver_held(self) -> None:
+        """Delivers the last step's tokens: once the next one is about to run, since a receiver on another thread competes with what
+        this one does for the interpreter's lock, and a running step has no need of it."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._cancel_lost(delivery.deliver(*held))
 
     def _cancel_lost(self, lost: Sequence[Event]) -> None:
         if lost:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from ..serve import serving as services
 from . import acceptance
 from .report import Column, Table, Value
 from .stats import interleave, ratio, spread
-from .streams import Load, Run, TimedExecutor, through_engine, through_socket
+from .streams import Load, Run, SocketClient, TimedExecutor, through_engine
 
 COLUMNS = (
     Column("streams", "streams", 0),
@@ -136,10 +135,11 @@ def _served(artifact: Artifact, load: TextLoad) -> Run:
     """A round through a server of its own; two servers at once would have more worker threads than cores."""
     running = services.start_service(artifact, lambda: CpuExecutor(artifact))
     try:
-        with serving(running.service) as url:
+        with serving(running.service) as url, SocketClient(url) as client:
+            vocab = int(artifact.manifest.model["vocab_size"])
             # A short warm-up request.
-            asyncio.run(through_socket(url, replace(load, tokens=8), int(artifact.manifest.model["vocab_size"])))
-            return asyncio.run(through_socket(url, load, int(artifact.manifest.model["vocab_size"])))
+            client.serve(replace(load, tokens=8), vocab)
+            return client.serve(load, vocab)
     finally:
         running.engine.stop(drain=False)
 

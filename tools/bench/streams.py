@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import json
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -21,7 +24,6 @@ from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
 from ...runtime.executor import Executor
 from ...runtime.request import Event, ExecutionRecord, FinishEvent, Request, TokenEvent
-from ...server.client import Client, raise_if_refused
 from ...server.run import serving
 from ..progress import Progress
 from ..serve import serving as services
@@ -199,35 +201,38 @@ class _Sink:
         return tuple(self._tokens)
 
 
-async def through_socket(url: str, load: Load, vocab: int, clock: Clock = time.perf_counter) -> Run:
-    """Serves a load over one websocket, on which all streams are multiplexed.
+class SocketClient:
+    """A client in a process of its own; all streams of a load are multiplexed on one websocket. See `socket_client`."""
 
-    Raises:
-        RequestError: the server refused or failed a request.
-    """
+    def __init__(self, url: str) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("socket_client.py")), url]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    async def follow(client: Client, prompt: list[int]) -> tuple[tuple[int, ...], tuple[tuple[float, int], ...]]:
-        ids: list[int] = []
-        arrivals: list[tuple[float, int]] = []
-        began = clock()
-        async for event in client.create(prompt, max_output_tokens=load.tokens, temperature=0.0, ignore_eos=True):
-            # The last delta may carry text without tokens, which the server held back until then.
-            if raise_if_refused(event)["type"] == "response.output_text.delta" and event["token_ids"]:
-                arrivals.append((clock() - began, len(event["token_ids"])))
-                ids += event["token_ids"]
-        return tuple(ids), tuple(arrivals)
+    def __enter__(self) -> SocketClient:
+        return self
 
-    async with await Client.connect(url) as client:
-        began = clock()
-        results = await asyncio.gather(*(follow(client, prompt) for prompt in load.prompts(vocab)))
-        seconds = clock() - began
-    if any(len(ids) != load.tokens for ids, _ in results):
-        raise NpucompileError(f"streams brought {[len(ids) for ids, _ in results]} tokens; each was asked for {load.tokens}")
-    return Run(seconds, tuple(ids for ids, _ in results), tuple(arrivals for _, arrivals in results))
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
 
+    def serve(self, load: Load, vocab: int) -> Run:
+        """Serves a load.
 
-def _socket_round(url: str, load: Load, vocab: int) -> Run:
-    return asyncio.run(through_socket(url, load, vocab))
+        Raises:
+            NpucompileError: the server refused or failed a request, or the client ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"prompts": load.prompts(vocab), "tokens": load.tokens}), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise NpucompileError(f"the client of the benchmark ended with status {self._process.wait()}; it said why above")
+        result = json.loads(answer)
+        if "refused" in result:
+            raise NpucompileError(f"the server refused a request of the benchmark: {result['refused']}")
+        if any(len(ids) != load.tokens for ids in result["ids"]):
+            raise NpucompileError(f"streams brought {[len(ids) for ids in result['ids']]} tokens; each was asked for {load.tokens}")
+        arrivals = tuple(tuple((at_s, count) for at_s, count in stream) for stream in result["arrivals"])
+        return Run(result["seconds"], tuple(map(tuple, result["ids"])), arrivals)
 
 
 def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
@@ -274,9 +279,9 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
             thread.submit(engine_rounds).result()
         running = services.start_service(artifact, lambda: CpuExecutor(artifact))
         try:
-            with serving(running.service) as url:
+            with serving(running.service) as url, SocketClient(url) as client:
                 for load in loads:
-                    serve = partial(_socket_round, url, load, int(artifact.manifest.model["vocab_size"]))
+                    serve = partial(client.serve, load, int(artifact.manifest.model["vocab_size"]))
                     rows[load.streams, "websocket"] = row(load, "websocket", interleave({"websocket": serve}, rounds)["websocket"])
                     bar.step(f"{load.streams} streams through the websocket")
         finally:
@@ -286,8 +291,8 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
         f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; greedy, end of text ignored; tok/s over "
         f"the whole time, prefill included; medians (smallest..largest) of {rounds} rounds",
         "first all rounds through the engine, then all through the websocket: each with the tensor work on one thread of its own",
-        "websocket: server and client run in one process, all streams on one connection; a token that completes no character arrives "
-        "with the next that does",
+        "websocket: all streams on one connection, whose client is another process on the same cores and looks into frames when all have "
+        "come; a token that completes no character arrives with the next that does",
         "host: what surrounds the executable in a decode step: scheduling, packing inputs, book-keeping, events",
         "tokens a step: that verifies drafts, of each request in it: the drafts it accepts and the token after them",
     )

@@ -22,6 +22,7 @@ from ...server.limits import SocketLimits
 from ...server.service import ServedModel, Service
 from ...server.tokenizer import TextTokenizer
 from .api_settings import ApiSettings
+from .spinning import guard_spinning
 from .watchdog import watch
 
 POLL_S = 0.1
@@ -99,6 +100,7 @@ def start_service(
         max_running=(manifest.limits.num_request_slots - 1) * engine.executor.groups,
     )
     watch(engine, step_limit_s)
+    guard_spinning(engine)
 
     def readiness() -> Mapping[str, Any]:
         backends = engine.executor.backends
