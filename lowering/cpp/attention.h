@@ -25,4 +25,9 @@ struct HeadBf16 {
 bool has_tiles_for(int64_t D);
 void attend_tiles(const HeadBf16& head);
 
+// Whether `attend_few` takes heads of width D with so many rows, in pages of P tokens: what it computes are the bits of `attend_tiles`.
+bool has_few_for(int64_t rows, int64_t D, int64_t P);
+// `count` heads from `first` on.
+void attend_few(const HeadBf16& first, int64_t count);
+
 }  // namespace npuc

@@ -1,6 +1,8 @@
 // The grouped-query attention of graphs/ops/paged_attention.py over paged keys and values, which are read from the pools.
 //
 // The unit of work of a thread is one key head of one request with all its query rows, so each key is read once.
+#include <omp.h>
+
 #include <cmath>
 #include <vector>
 
@@ -136,6 +138,23 @@ void attend_by_tiles(const bf16* q, const bf16* k, const bf16* v, const int32_t*
             attend_tiles({q + b * Q * H * D, k, v, out + b * Q * H * D, table + b * N, starts[b], starts[b] + lengths[b], g, H / G, Q, H, G, D,
                           P, N, scale});
 }
+
+// The heads of a request go to one thread, as neighbours in memory, unless there are fewer requests than would keep all threads busy.
+void attend_few_rows(const bf16* q, const bf16* k, const bf16* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
+                       float scale, const int64_t* sizes, bf16* out) {
+    const int64_t B = sizes[0], Q = sizes[1], H = sizes[2], G = sizes[3], D = sizes[4], P = sizes[5], N = sizes[6];
+    int64_t keys = 0;
+    for (int64_t b = 0; b < B; b++) keys += starts[b] + Q;
+    const int64_t parts = std::min<int64_t>(G, (2 * omp_get_max_threads() + B - 1) / B);
+#pragma omp parallel for collapse(2) schedule(dynamic) if (keys * Q * H * D >= WORTH)
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t g = G * part / parts;
+            attend_few({q + b * Q * H * D, k, v, out + b * Q * H * D, table + b * N, starts[b], starts[b] + lengths[b], g, H / G, Q, H, G, D, P,
+                        N, scale},
+                       G * (part + 1) / parts - g);
+        }
+}
 #endif
 
 }  // namespace
@@ -149,7 +168,10 @@ void npuc_attention_bf16(const void* q, const void* k, const void* v, const int3
                          float scale, const int64_t* sizes, void* out) {
     const auto of = [](const void* x) { return static_cast<const bf16*>(x); };
 #if defined(__x86_64__)
-    if (has_tiles_for(sizes[4])) return attend_by_tiles(of(q), of(k), of(v), table, starts, lengths, scale, sizes, static_cast<bf16*>(out));
+    const int64_t rows = sizes[1] * (sizes[2] / sizes[3]), D = sizes[4], P = sizes[5];
+    auto* to = static_cast<bf16*>(out);
+    if (has_few_for(rows, D, P)) return attend_few_rows(of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
+    if (has_tiles_for(D)) return attend_by_tiles(of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
 #endif
     attend(of(q), of(k), of(v), table, starts, lengths, scale, sizes, static_cast<bf16*>(out));
 }

@@ -363,6 +363,7 @@ ATTENTIONS = [
     (2, 9, 8, 2, 128, 4, [70, 0], [9, 7]),
     (2, 40, 4, 1, 96, 32, [5, 90], [40, 33]),
     (2, 1, 8, 2, 256, 16, [33, 130], [1, 1]),
+    (3, 1, 6, 3, 96, 32, [15, 31, 200], [1, 1, 1]),
     (16, 4, 4, 2, 64, 16, [300 + i for i in range(16)], [4] * 16),
 ]
 """The last uses a second thread."""
@@ -390,7 +391,7 @@ def test_a_row_of_attention_is_the_same_in_every_batch(run, dtype):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("sizes", [(4, 4, 2, 64, 16), (8, 6, 2, 18, 8), (3, 2, 2, 5, 4), (5, 3, 1, 33, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 4, 2, 64, 16), (6, 8, 2, 128, 16), (3, 5, 5, 32, 32), (8, 6, 2, 18, 8), (3, 2, 2, 5, 4), (5, 3, 1, 33, 2)], ids=str)
 def test_queries_of_one_token_and_of_several_say_the_same(run, sizes, dtype):
     """A candidate token attends to the same keys as in a step of its own."""
     Q = sizes[0]
