@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from threading import Lock
 
 from ..runtime.delivery import BatchSink
 from ..runtime.request import Event, FinishEvent
+from .bell import Bell
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Mailbox(BatchSink):
         self._events: list[Event] = []
         self._awake = False
         self._lock = Lock()
+        self._bell = Bell(loop, self._drain)
 
     def open(self, request_id: str, receiver: Deliver) -> None:
         """Names the receiver of a request's events; before the request is submitted."""
@@ -48,8 +49,7 @@ class Mailbox(BatchSink):
             if self._awake:
                 return
             self._awake = True
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self._drain)
+        self._bell.ring()
 
     def _drain(self) -> None:
         with self._lock:
