@@ -391,7 +391,11 @@ def test_a_row_of_attention_is_the_same_in_every_batch(run, dtype):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("sizes", [(4, 4, 2, 64, 16), (6, 8, 2, 128, 16), (3, 5, 5, 32, 32), (8, 6, 2, 18, 8), (3, 2, 2, 5, 4), (5, 3, 1, 33, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(4, 4, 2, 64, 16), (6, 8, 2, 128, 16), (3, 5, 5, 32, 32), (8, 6, 2, 18, 8), (3, 2, 2, 5, 4), (5, 3, 1, 33, 2)],
+    ids=str,
+)
 def test_queries_of_one_token_and_of_several_say_the_same(run, sizes, dtype):
     """A candidate token attends to the same keys as in a step of its own."""
     Q = sizes[0]
