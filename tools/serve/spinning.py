@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -109,15 +110,10 @@ def guard_spinning(engine: Engine) -> None:
         return int(schedstat.read_bytes().split()[1]) / 1e9
 
     def run() -> None:
-        guard = SpinGuard(waited_s)
-        try:
+        # Its file goes when the stepping thread has ended.
+        with contextlib.suppress(OSError), contextlib.closing(SpinGuard(waited_s)) as guard:
             while engine.alive:
                 time.sleep(LOOK_EVERY_S)
                 guard.look()
-        except OSError:
-            # The thread has ended.
-            pass
-        finally:
-            guard.close()
 
     threading.Thread(target=run, name="npucompile-spin-guard", daemon=True).start()
