@@ -54,12 +54,13 @@ WITH_DOTS inline void turn(const float* from, int64_t queries, float* to, int64_
     }
 }
 
-// Queries as columns: [D / 2][16][2], zeros for those that do not exist.
-inline void lay_out(const HeadBf16& h, int64_t first, int64_t queries, uint16_t* to) {
-    std::fill(to, to + h.D * 16, uint16_t(0));
-    for (int64_t r = 0; r < queries; r++) {
-        const bf16* from = h.query(first + r);
-        for (int64_t d = 0; d < h.D; d++) to[(d / 2 * 16 + r) * 2 + d % 2] = from[d].bits;
+// Queries as columns: [D / 2][16][2], zeros for those that do not exist; D is a multiple of 32.
+WITH_DOTS inline void lay_out(const HeadBf16& h, int64_t first, int64_t queries, uint16_t* to) {
+    alignas(64) float words[16 * 16] = {};
+    for (int64_t d = 0; d < h.D; d += 32) {
+        for (int64_t r = 0; r < queries; r++) std::memcpy(words + r * 16, h.query(first + r) + d, 64);
+        // A pair of bfloat16 is moved as a word.
+        turn(words, 16, reinterpret_cast<float*>(to + d * 16), 16);
     }
 }
 

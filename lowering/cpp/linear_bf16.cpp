@@ -5,7 +5,7 @@
 using namespace npuc;
 
 void npuc_linear_bf16(const void* x, int64_t ld, const void* weights, int64_t M, int64_t N, int64_t K, void* y) {
-    linear_panels(Blocks(Kind::BF16, M, K, FEW), rows_of(x, M, ld * 2).data(), weights, N, Stored<bf16>(y, N));
+    linear_panels(Blocks(Kind::BF16, M, K, FEW), rows_of(x, M, ld * 2).data(), weights, N, Stored<bf16>(y, M, N));
 }
 
 void npuc_embed_bf16(const void* ids, int64_t wide_ids, const void* table, int64_t T, int64_t K, void* out) {

@@ -12,8 +12,8 @@ void npuc_linear_int4(const void* x, int64_t half, int64_t ld, const void* weigh
     const Blocks blocks(floats ? Kind::F32 : Kind::BF16, M, K);
     std::vector<const void*> rows = rows_of(x, M, ld * (half ? 2 : 4));
     if (half && floats) rows = rows_of(widened_rows(rows.data(), M, K), M, K * 4);
-    const Stored<float> wide(y, N);
-    const Stored<bf16> narrow(y, N);
+    const Stored<float> wide(y, M, N);
+    const Stored<bf16> narrow(y, M, N);
     const Sink& sink = half ? static_cast<const Sink&>(narrow) : wide;
     share_panels(blocks, rows.data(), panels(N), matrix.panel(), [&](const char* data, int64_t begin, int64_t end, int64_t) {
         multiply_int4(blocks, data, matrix, begin, end, sink);

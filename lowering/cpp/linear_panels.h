@@ -5,6 +5,10 @@
 #include <atomic>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "product.h"
 #include "scratch.h"
 #include "threads.h"
@@ -16,6 +20,13 @@ constexpr int64_t WORTH_SHARING = 1 << 16, WORTH_ARRANGING = 1 << 17;
 
 // One part of this many is not shared evenly: threads that are done take of it in turns, as memory is not equally fast for all of them.
 constexpr int64_t IN_TURNS = 8;
+
+// Bytes of arranged rows from which a thread takes some of the rows and not some of the panels: no cache would hold all rows beside the panels
+// that pass, and they are more than weights.
+constexpr int64_t WORTH_PARTING = 3 << 19;
+
+// Results of so many bytes go past the caches, which would read their lines first.
+constexpr int64_t WORTH_STREAMING = 1 << 20;
 
 // Calls `multiply(arranged rows, first panel, last panel, panel that the thread takes next or -1)` for all of `all` panels of `panel` bytes;
 // x[m] are the rows.
@@ -43,10 +54,38 @@ void share_panels(const Blocks& blocks, const void* const* x, int64_t all, int64
     }
 }
 
+// What becomes of the sums of rows from `first` on.
+struct Below final : Sink {
+    const Sink& all;
+    int64_t first;
+
+    Below(const Sink& all, int64_t first) : all(all), first(first) {}
+
+    void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override { all.put(sums, first + m, rows, p); }
+    void put_two(const void* sums, const void* beside, int64_t m, int64_t rows, int64_t p) const override {
+        all.put_two(sums, beside, first + m, rows, p);
+    }
+};
+
+// All of `all` panels with the rows, of which each thread takes some, an even number of blocks.
+inline void share_rows(const Blocks& blocks, const void* const* x, const char* weights, int64_t all, const Sink& sink) {
+    static thread_local Scratch kept;
+    auto* data = static_cast<char*>(kept.get(blocks.bytes()));
+#pragma omp parallel
+    {
+        const int64_t pairs = blocks.count / 2, begin = pairs * member() / team() * 2, end = pairs * (member() + 1) / team() * 2;
+        if (begin < end) {
+            arrange(blocks, x, data, begin, end);
+            multiply(blocks.some(begin, end), data + begin * blocks.block(), weights, 0, all, Below(sink, begin * blocks.rows));
+        }
+    }
+}
+
 // The product with a matrix of bfloat16 or int8; N is its number of channels.
 inline void linear_panels(const Blocks& blocks, const void* const* x, const void* weights, int64_t N, const Sink& sink) {
+    const auto* from = static_cast<const char*>(weights);
+    if (blocks.isa == Isa::TILES && blocks.count >= 8 && blocks.bytes() > WORTH_PARTING) return share_rows(blocks, x, from, panels(N), sink);
     share_panels(blocks, x, panels(N), blocks.panel(), [&](const char* data, int64_t begin, int64_t end, int64_t next) {
-        const auto* from = static_cast<const char*>(weights);
         multiply(blocks, data, from, begin, end, sink, next < 0 ? nullptr : from + next * blocks.panel());
     });
 }
@@ -66,9 +105,9 @@ INLINE void stored(bf16* to, const float* from) { narrow16(to, from); }
 template <typename T>
 struct Stored final : Sink {
     T* y;
-    int64_t N;
+    int64_t M, N;
 
-    Stored(void* y, int64_t N) : y(static_cast<T*>(y)), N(N) {}
+    Stored(void* y, int64_t M, int64_t N) : y(static_cast<T*>(y)), M(M), N(N) {}
 
     void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override {
         const auto* from = static_cast<const float*>(sums);
@@ -83,6 +122,21 @@ struct Stored final : Sink {
             std::memcpy(y + (m + r) * N + n, rounded, channels * sizeof(T));
         }
     }
+
+#if defined(__x86_64__)
+    // Whole lines, if they are. The instruction rounds what a tile holds, in which nothing is denormal, as `narrow` does.
+    WITH_DOTS void put_two(const void* sums, const void* beside, int64_t m, int64_t rows, int64_t p) const override {
+        const auto *a = static_cast<const float*>(sums), *b = static_cast<const float*>(beside);
+        T* to = y + m * N + p * CHANNELS;
+        const bool whole = N % (2 * CHANNELS) == 0 && (p + 2) * CHANNELS <= N && reinterpret_cast<uintptr_t>(to) % LINE == 0;
+        if (sizeof(T) != 2 || !whole) return Sink::put_two(sums, beside, m, rows, p);
+        const bool past = M * N * int64_t(sizeof(T)) >= WORTH_STREAMING;
+        for (int64_t r = 0; r < rows; r++, to += N) {
+            const auto line = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(b + r * CHANNELS), _mm512_loadu_ps(a + r * CHANNELS));
+            past ? _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line) : _mm512_store_si512(to, line);
+        }
+    }
+#endif
 };
 
 }  // namespace npuc

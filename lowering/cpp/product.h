@@ -4,6 +4,8 @@
 // A row's sums have an order that depends on nothing but the variant (cpu.h), so a row is the same bits in any company.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu.h"
 #include "panels.h"
 #include "vec.h"
@@ -28,6 +30,13 @@ struct Blocks {
     int64_t bytes() const { return count * block(); }
     int64_t panel() const { return (lines + (kind == Kind::INT8)) * LINE; }
 
+    // The blocks [first, last) alone.
+    Blocks some(int64_t first, int64_t last) const {
+        Blocks own = *this;
+        own.count = last - first, own.M = std::min(M, last * rows) - first * rows;
+        return own;
+    }
+
     Kind kind;
     Isa isa;
     bool in_order_of_tiles;  // sums of WIDE
@@ -37,6 +46,11 @@ struct Blocks {
 // What becomes of sums: `put` gets those of up to 16 rows from `m` on, and of the 16 channels of panel `p`, in 32 bits each.
 struct Sink {
     virtual void put(const void* sums, int64_t m, int64_t rows, int64_t p) const = 0;
+    // The same of panels `p` and `p + 1`, of variants that have both at once.
+    virtual void put_two(const void* sums, const void* beside, int64_t m, int64_t rows, int64_t p) const {
+        put(sums, m, rows, p);
+        put(beside, m, rows, p + 1);
+    }
 
    protected:
     ~Sink() = default;
