@@ -18,6 +18,10 @@ constexpr int64_t CACHED = 3 << 19;
 
 constexpr int64_t TILE = LINES * LINE;
 
+// Bytes of a panel from which few rows take it alone: memory gives lines faster that are read one after the other, but each end of a panel waits
+// for a product.
+constexpr int64_t LONG = 1 << 16;
+
 // Bytes of a panel that many rows take at a time: two of them stay in the L1 cache while all blocks pass, where there are so many pairs of blocks
 // that this is worth writing sums and reading them again. Two tiles of L2 for every two products are more than it gives.
 constexpr int64_t PART = 8 * TILE, SPLIT = 4;
@@ -149,10 +153,12 @@ WITH_TILES void all(const Blocks& blocks, const char* data, const char* weights,
     if (blocks.count == 1) {
         configure_tiles(blocks.rows, 5);
         int64_t p = first;
-        for (; p + 4 <= last; p += 4) few_rows<K, 4>(blocks, data, weights, p, last, sink, then);
-        if (last - p == 3) few_rows<K, 3>(blocks, data, weights, p, last, sink, then);
-        if (last - p == 2) few_rows<K, 2>(blocks, data, weights, p, last, sink, then);
-        if (last - p == 1) few_rows<K, 1>(blocks, data, weights, p, last, sink, then);
+        if (blocks.panel() < LONG) {
+            for (; p + 4 <= last; p += 4) few_rows<K, 4>(blocks, data, weights, p, last, sink, then);
+            if (last - p == 3) few_rows<K, 3>(blocks, data, weights, p, last, sink, then), p += 3;
+            if (last - p == 2) few_rows<K, 2>(blocks, data, weights, p, last, sink, then), p += 2;
+        }
+        for (; p < last; p++) few_rows<K, 1>(blocks, data, weights, p, last, sink, then);
     } else {
         configure_tiles(LINES, 8);
         const int64_t most = std::max<int64_t>(2, CACHED / blocks.block() / 2 * 2), passes = (blocks.count + most - 1) / most;
