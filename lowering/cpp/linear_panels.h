@@ -101,6 +101,25 @@ inline std::vector<const void*> rows_of(const void* x, int64_t M, int64_t step) 
 INLINE void stored(float* to, const float* from) { std::memcpy(to, from, CHANNELS * sizeof(float)); }
 INLINE void stored(bf16* to, const float* from) { narrow16(to, from); }
 
+#if defined(__x86_64__)
+// The lines of y [M, N] that hold the channels of panels p and p + 1, of results of 16 bits.
+template <typename T>
+struct Lines {
+    T* first;
+    int64_t N;
+    bool whole, past;
+
+    Lines(T* y, int64_t M, int64_t N, int64_t p) : first(y + p * CHANNELS), N(N), past(M * N * int64_t(sizeof(T)) >= WORTH_STREAMING) {
+        whole = sizeof(T) == 2 && N % (2 * CHANNELS) == 0 && (p + 2) * CHANNELS <= N && reinterpret_cast<uintptr_t>(y) % LINE == 0;
+    }
+
+    WITH_DOTS void put(int64_t m, __m512i line) const {
+        auto* to = reinterpret_cast<__m512i*>(first + m * N);
+        past ? _mm512_stream_si512(to, line) : _mm512_store_si512(to, line);
+    }
+};
+#endif
+
 // y [M, N] of float32 or, rounded, of bfloat16.
 template <typename T>
 struct Stored final : Sink {
@@ -124,17 +143,13 @@ struct Stored final : Sink {
     }
 
 #if defined(__x86_64__)
-    // Whole lines, if they are. The instruction rounds what a tile holds, in which nothing is denormal, as `narrow` does.
+    // The instruction rounds what a tile holds, in which nothing is denormal, as `narrow` does.
     WITH_DOTS void put_two(const void* sums, const void* beside, int64_t m, int64_t rows, int64_t p) const override {
         const auto *a = static_cast<const float*>(sums), *b = static_cast<const float*>(beside);
-        T* to = y + m * N + p * CHANNELS;
-        const bool whole = N % (2 * CHANNELS) == 0 && (p + 2) * CHANNELS <= N && reinterpret_cast<uintptr_t>(to) % LINE == 0;
-        if (sizeof(T) != 2 || !whole) return Sink::put_two(sums, beside, m, rows, p);
-        const bool past = M * N * int64_t(sizeof(T)) >= WORTH_STREAMING;
-        for (int64_t r = 0; r < rows; r++, to += N) {
-            const auto line = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(b + r * CHANNELS), _mm512_loadu_ps(a + r * CHANNELS));
-            past ? _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line) : _mm512_store_si512(to, line);
-        }
+        const Lines<T> lines(y, M, N, p);
+        if (!lines.whole) return Sink::put_two(sums, beside, m, rows, p);
+        for (int64_t r = 0; r < rows; r++)
+            lines.put(m + r, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(b + r * CHANNELS), _mm512_loadu_ps(a + r * CHANNELS)));
     }
 #endif
 };

@@ -66,14 +66,19 @@ INLINE void narrow(bf16& to, float x) {
 }
 
 // `narrow` of 16 numbers at once.
-INLINE void narrow16(bf16* to, const float* from) {
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+INLINE halves narrowed16(const float* from) {
     typedef uint32_t words __attribute__((vector_size(64)));
-    typedef uint16_t halves __attribute__((vector_size(32)));
     words bits;
     std::memcpy(&bits, from, sizeof bits);
     const words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const words nan = words((bits & 0x7fffffff) > 0x7f800000);
-    const halves narrowed = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), halves);
+    return __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), halves);
+}
+
+INLINE void narrow16(bf16* to, const float* from) {
+    const halves narrowed = narrowed16(from);
     std::memcpy(to, &narrowed, sizeof narrowed);
 }
 

@@ -46,11 +46,12 @@ def test_the_product_is_that_of_wider_numbers(run: ModuleType, M: int, N: int, K
     close(run.linear_bf16(apart(x, by), weight), x.double() @ weight.double().T)
 
 
-@pytest.mark.parametrize(("N", "K"), [(1, 1), (33, 17), (200, 300), (48, 4200)])
+@pytest.mark.parametrize(("N", "K"), [(1, 1), (33, 17), (200, 300), (48, 4200), (64, 1030), (1792, 40)])
 def test_a_row_is_the_same_in_any_company(run: ModuleType, N: int, K: int) -> None:
     """Bit for bit, whatever blocks rows are cut into: a request's tokens must not depend on other rows or on the number of threads.
 
-    With 4,200 columns 300 rows are more than stay in the cache at a time.
+    With 4,200 columns 300 rows are more than stay in the cache at a time, with 1,030 sums are put down on the way, and results of 1,792
+    channels are more than caches should hold.
     """
     x, weight = randn(300, K), randn(N, K, seed=1)
     whole = run.linear_bf16(x, weight)
@@ -93,3 +94,15 @@ def test_integers_of_any_size_are_exact_for_many_rows_and_both_threads(run: Modu
     assert torch.equal(run.quant_linear(x, weight, scale), ops.quant_linear(x, weight, scale))
     x, weight = randn(150, 700).float(), integers(700, 200, seed=4)
     assert torch.equal(run.quant_linear(x, weight, scale), ops.quant_linear(x, weight, scale))
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(600, 896, 45), (300, 64, 6000)])
+def test_products_of_many_rows_of_integers_are_the_references_bit_for_bit(run: ModuleType, M: int, N: int, K: int) -> None:
+    """Rows that are read in parts and results that go past the caches, and more rows than stay in a cache."""
+    x, weight, scale = 3 * randn(M, K), integers(K, N, seed=1), 1e-3 * randn(N, seed=2).float()
+    assert torch.equal(run.quant_linear(x, weight, scale), ops.quant_linear(x, weight, scale))
+    rounding = torch.tensor([0.031]), torch.tensor([-7.0])
+    bias = torch.randint(-(2**20), 2**20, (N,), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    assert torch.equal(
+        run.static_quant_linear(x, weight, scale, bias, *rounding), ops.static_quant_linear(x, weight, scale, bias, *rounding)
+    )
