@@ -1,20 +1,23 @@
-"""The client of a benchmark, in a process of its own: it notes when each frame comes, and looks into them when all have come.
+"""The client of a benchmark, in a process of its own: it notes when frames come, and looks into them when all have come.
 
-A program of the standard library and `websockets` alone: `python socket_client.py URL` reads a load a line, {"prompts": token ids
-[streams][tokens], "tokens": of each output}, and answers a line, {"seconds", "ids": [streams][tokens], "arrivals": [streams] of pairs of
-seconds and tokens}, or {"refused": an event as text}.
+It computes on the cores that the server's steps need, so it is as light as a client can be: the protocol of `websockets` over a socket of
+the standard library, which takes all frames at once that have come. A program of these two alone: `python socket_client.py URL` reads a
+load a line, {"prompts": token ids [streams][tokens], "tokens": of each output}, and answers a line, {"seconds", "ids": [streams][tokens],
+"arrivals": [streams] of pairs of seconds and tokens}, or {"refused": an event as text}.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from websockets.asyncio.client import connect
+from websockets.client import ClientProtocol
+from websockets.frames import Frame, Opcode
+from websockets.uri import parse_uri
 
 DELTA = "response.output_text.delta"
 HEAD = 80
@@ -22,21 +25,70 @@ HEAD = 80
 ENDS = tuple(f'"type":"{kind}"' for kind in ("response.completed", "response.incomplete", "response.failed", "response.cancelled", "error"))
 
 
-async def serve(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
+class Connection:
+    """A websocket whose frames are taken as many at a time as have come."""
+
+    def __init__(self, url: str) -> None:
+        uri = parse_uri(url)
+        self._protocol = ClientProtocol(uri, max_size=None)
+        self._socket = socket.create_connection((uri.host, uri.port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._protocol.send_request(self._protocol.connect())
+        self._flush()
+        while not self._protocol.events_received():
+            self._receive()
+        if self._protocol.handshake_exc is not None:
+            raise self._protocol.handshake_exc
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def send(self, text: str) -> None:
+        """Sends a frame."""
+        self._protocol.send_text(text.encode())
+        self._flush()
+
+    def texts(self) -> Iterator[str]:
+        """The frames that come next; waits until there are any.
+
+        Raises:
+            ConnectionError: the server closed the connection.
+        """
+        self._receive()
+        for event in self._protocol.events_received():
+            if isinstance(event, Frame) and event.opcode is Opcode.TEXT:
+                yield bytes(event.data).decode()
+
+    def _receive(self) -> None:
+        data = self._socket.recv(1 << 18)
+        if not data:
+            raise ConnectionError("the server closed the connection of a benchmark's client; legal is after all responses have ended")
+        self._protocol.receive_data(data)
+        self._flush()
+
+    def _flush(self) -> None:
+        for data in self._protocol.data_to_send():
+            self._socket.sendall(data)
+
+
+def serve(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
     """All prompts as requests of one socket."""
     frames: list[tuple[float, str]] = []
     submitted = []
-    async with connect(url, compression=None, max_size=None, max_queue=None, proxy=None) as socket:
+    with Connection(url) as connection:
         began = time.perf_counter()
         for number, prompt in enumerate(prompts):
             request = {"input_token_ids": list(prompt), "max_output_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
             submitted.append(time.perf_counter())
-            await socket.send(json.dumps({"type": "response.create", "stream_id": str(number), **request}))
+            connection.send(json.dumps({"type": "response.create", "stream_id": str(number), **request}))
         open_streams = len(prompts)
         while open_streams:
-            frame = await socket.recv(decode=True)
-            frames.append((time.perf_counter(), frame))
-            open_streams -= any(end in frame[:HEAD] for end in ENDS)
+            for frame in connection.texts():
+                frames.append((time.perf_counter(), frame))
+                open_streams -= any(end in frame[:HEAD] for end in ENDS)
         seconds = time.perf_counter() - began
     return read(frames, submitted) | {"seconds": seconds}
 
@@ -61,7 +113,7 @@ def main(url: str) -> None:
     """Answers loads until there are no more."""
     for line in sys.stdin:
         load = json.loads(line)
-        print(json.dumps(asyncio.run(serve(url, load["prompts"], load["tokens"]))), flush=True)
+        print(json.dumps(serve(url, load["prompts"], load["tokens"])), flush=True)
 
 
 if __name__ == "__main__":

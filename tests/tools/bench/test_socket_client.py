@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 
 import pytest
+from websockets.sync.server import ServerConnection
+from websockets.sync.server import serve as serve_websockets
 
 from npucompile.tools.bench import socket_client
-from npucompile.tools.bench.socket_client import DELTA, main, read
+from npucompile.tools.bench.socket_client import DELTA, Connection, main, read
 
 
 def frame(at_s, kind, **fields):
@@ -36,7 +39,7 @@ def test_what_the_server_refused_is_no_result(kind):
 
 
 def test_a_load_a_line_is_answered_by_a_line(monkeypatch, capsys):
-    async def serve(url, prompts, tokens):
+    def serve(url, prompts, tokens):
         return {"url": url, "prompts": prompts, "tokens": tokens}
 
     monkeypatch.setattr(socket_client, "serve", serve)
@@ -44,3 +47,25 @@ def test_a_load_a_line_is_answered_by_a_line(monkeypatch, capsys):
     main("ws://there")
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [{"url": "ws://there", "prompts": [[1]], "tokens": 3}, {"url": "ws://there", "prompts": [], "tokens": 2}]
+
+
+def test_frames_that_come_together_are_taken_together_and_a_server_that_hangs_up_is_an_error():
+    def answer(connection: ServerConnection) -> None:
+        asked = connection.recv()
+        for number in range(3):
+            connection.send(f"{asked} {number}")
+
+    with serve_websockets(answer, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with Connection(f"ws://127.0.0.1:{server.socket.getsockname()[1]}/v1/responses") as connection:
+            connection.send("hello")
+            texts: list[str] = []
+
+            def read_all() -> None:
+                while True:
+                    texts.extend(connection.texts())
+
+            with pytest.raises(ConnectionError, match="closed the connection"):
+                read_all()
+        server.shutdown()
+    assert texts == ["hello 0", "hello 1", "hello 2"]
