@@ -19,6 +19,7 @@ import torch
 
 from ...graphs.errors import NpucompileError, SpecError
 from ...lowering.artifact.artifact import Artifact, GraphEntry
+from ...lowering.backends.inductor.huge_pages import settle
 from ...lowering.executable import HostExecutable
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
@@ -270,6 +271,7 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
 
         def engine_rounds() -> None:
             executor = TimedExecutor(artifact)
+            settle()
             for load in loads:
                 runs = interleave({"engine": partial(through_engine, executor, executor.calls, load)}, rounds)
                 rows[load.streams, "engine"] = row(load, "engine", runs["engine"])
@@ -278,6 +280,7 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
         with ThreadPoolExecutor(1) as thread:
             thread.submit(engine_rounds).result()
         running = services.start_service(artifact, lambda: CpuExecutor(artifact))
+        settle()
         try:
             with serving(running.service) as url, SocketClient(url) as client:
                 for load in loads:

@@ -7,6 +7,8 @@ import ctypes
 import functools
 import mmap
 import threading
+import time
+from weakref import WeakSet
 
 import torch
 
@@ -22,6 +24,11 @@ DELAY_S = 2.0
 _PIECE_BYTES = 8 * HUGE_BYTES
 """Joined by one call, which Python's lock is given away for."""
 
+_REST = 3.0
+"""Times as long as a piece took, nothing is joined after it: who needs one of its pages waits, as do the threads that wait for them."""
+
+_pending: WeakSet[threading.Timer] = WeakSet()
+
 _COLLAPSE = 25
 """MADV_COLLAPSE, which Linux has since 6.1: joins small pages to huge ones at once, whatever they hold (madvise(2))."""
 
@@ -35,8 +42,8 @@ def joined_later(size: int) -> torch.Tensor:
     """Bytes in small pages, which a thread joins to huge ones a little later; in huge ones at once where they are few or cannot be joined.
 
     The first use of a free huge page may be slow: 1.5 GB took 2.1 s on a virtual machine whose host takes free memory back, and 0.3 s in
-    small pages, which are found among those used just before. While they are joined, some 3 s for as much, reading takes up to twice as
-    long.
+    small pages, which are found among those used just before. While they are joined, 8 to 16 s for as much, a step that reads them takes
+    a third longer; joined without rests, two steps stood still for 1.2 to 1.9 s each.
     """
     if size < LARGE_BYTES or not can_join():
         return huge(size)
@@ -44,7 +51,14 @@ def joined_later(size: int) -> torch.Tensor:
     timer = threading.Timer(DELAY_S, join, (memory,))
     timer.daemon = True
     timer.start()
+    _pending.add(timer)
     return memory
+
+
+def settle() -> None:
+    """Waits until what `joined_later` gave is joined, as a benchmark of what comes after that should."""
+    for timer in list(_pending):
+        timer.join()
 
 
 def join(memory: torch.Tensor) -> int:
@@ -55,8 +69,9 @@ def join(memory: torch.Tensor) -> int:
     """
     joined = 0
     for at in range(0, memory.numel(), _PIECE_BYTES):
-        size = min(_PIECE_BYTES, -(-(memory.numel() - at) // HUGE_BYTES) * HUGE_BYTES)
+        size, began = min(_PIECE_BYTES, -(-(memory.numel() - at) // HUGE_BYTES) * HUGE_BYTES), time.perf_counter()
         joined += size if _collapse(memory.data_ptr() + at, size) else 0
+        time.sleep(_REST * (time.perf_counter() - began))
     return joined
 
 

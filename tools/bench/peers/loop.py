@@ -5,6 +5,7 @@ This file and the adapters need nothing but the standard library and their engin
 
 Lines from the child: {"version": str} once the engine is imported, or {"missing": str}; then one for every request.
 {"do": "load", "model": str, "dtype": "bf16", "threads": 2, "max_model_len": 576, "max_num_seqs": 16} -> {"loaded": str}
+{"do": "settle"} -> {}, once an engine that goes on working by itself after a load, and so has such a method, has done that
 {"do": "generate", "prompts": [[int]], "tokens": int} -> `Watch.report`
 A request that fails is answered with {"error": str, "trace": str}.
 """
@@ -92,11 +93,14 @@ def answer(engine: Engine, request: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {key: value for key, value in request.items() if key != "do"}
     if request["do"] == "load":
         return {"loaded": engine.load(**arguments)}
+    if request["do"] == "settle":
+        getattr(engine, "settle", lambda: None)()
+        return {}
     if request["do"] == "generate":
         watch = Watch(len(arguments["prompts"]))
         steps = engine.generate(arguments["prompts"], arguments["tokens"], watch)
         return watch.report(arguments["tokens"], steps)
-    raise ValueError(f"the request is to {request['do']!r}; legal are load and generate")
+    raise ValueError(f"the request is to {request['do']!r}; legal are load, settle and generate")
 
 
 def talk(open_engine: Callable[[], Engine]) -> None:

@@ -11,6 +11,7 @@ import torch
 from .... import __version__
 from ....graphs.errors import NpucompileError
 from ....lowering.artifact.artifact import Artifact
+from ....lowering.backends.inductor.huge_pages import settle
 from ....runtime.cpu_executor import CpuExecutor
 from ....runtime.engine import Engine
 from ....runtime.request import Event, FinishEvent, Request, TokenEvent
@@ -34,6 +35,10 @@ class Npucompile:
         self._executor = CpuExecutor(artifact)
         limits = artifact.manifest.limits
         return f"{artifact.manifest.backend}, " + (f"{limits.drafts} drafts" if limits.drafts else "no drafts")
+
+    def settle(self) -> None:
+        """Waits until the memory of weights is as it stays."""
+        settle()
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, emit: Callable[[int, Sequence[int]], None]) -> int:
         """Single requests, submitted together.

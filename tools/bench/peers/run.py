@@ -261,6 +261,7 @@ def start_all(
                     new.process.close()
                 else:
                     stack.callback(new.process.close)
+                    new.process.ask("settle")
                 # The first fills the page cache.
                 started[side.name] += [new] if i else []
                 slow |= {side.name} if new.process_s > SLOW_START_S else set()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,7 @@ def test_small_pages_are_joined_later_and_keep_what_they_hold(monkeypatch: pytes
             assert self.daemon
 
     monkeypatch.setattr(huge_pages.threading, "Timer", Timer)
+    monkeypatch.setattr(huge_pages, "_pending", set())
     monkeypatch.setattr(huge_pages, "LARGE_BYTES", 20 * 2**20)
     size = 21 * 2**20 + 5
     memory = huge_pages.joined_later(size)
@@ -61,9 +65,30 @@ def test_small_pages_are_joined_later_and_keep_what_they_hold(monkeypatch: pytes
     before = number(mapping(memory), "AnonHugePages")
     [(_, arguments)] = timers
     # A piece whose pages the system has none for is left out, but may be joined in part.
+    rests: list[float] = []
+    monkeypatch.setattr(huge_pages.time, "sleep", rests.append)
+    began = time.perf_counter()
     joined = huge_pages.join(*arguments)
+    # 16 MiB and what is left, each with a rest that it pays for.
+    assert len(rests) == 2
+    assert 0 < sum(rests) < 3 * (time.perf_counter() - began)
     assert 0 < joined <= number(mapping(memory), "AnonHugePages") - before <= 22 * 2**20
     assert torch.equal(memory.long(), torch.arange(size) % 251)
+
+
+@pytest.mark.skipif(not huge_pages.can_join(), reason="this system joins no pages: Linux before 6.1, or one that has no huge pages")
+def test_settled_memory_is_joined_and_nothing_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "LARGE_BYTES", 2 * 2**20)
+    monkeypatch.setattr(huge_pages, "DELAY_S", 0.1)
+    memory = huge_pages.joined_later(4 * 2**20).fill_(1)
+    before = number(mapping(memory), "AnonHugePages")
+    huge_pages.settle()
+    assert number(mapping(memory), "AnonHugePages") > before
+    kept = weakref.ref(memory.untyped_storage())
+    del memory
+    gc.collect()
+    assert kept() is None
+    huge_pages.settle()
 
 
 def test_what_is_small_or_cannot_be_joined_is_huge_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,19 +47,21 @@ def test_a_process_answers_every_request_and_nothing_else_reaches_its_output(tmp
     # Named as a library: it must not be found by `import` in the adapter's place.
     adapter = tmp_path / "json.py"
     adapter.write_text(ADAPTER)
-    hello, loaded, generated, failed, unknown = talk(
+    hello, loaded, settled, generated, failed, unknown = talk(
         adapter,
         LOAD,
+        {"do": "settle"},
         {"do": "generate", "prompts": [[1, 5], [2, 9]], "tokens": 3},
         {"do": "generate", "prompts": [[13]], "tokens": 3},
         {"do": "dance"},
     )
     assert hello == {"version": "1.2"}
     assert loaded == {"loaded": "m in f32 on 2"}
+    assert settled == {}
     assert generated["token_ids"] == [[5, 6, 7], [9, 10, 11]]
     assert failed["error"] == "RuntimeError: unlucky"
     assert "in generate" in str(failed["trace"])
-    assert unknown["error"] == "ValueError: the request is to 'dance'; legal are load and generate"
+    assert unknown["error"] == "ValueError: the request is to 'dance'; legal are load, settle and generate"
 
 
 def test_an_engine_that_is_not_installed_is_told_apart(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def test_a_process_of_ours_says_what_transformers_says(tiny_artifact: Path, tiny
             process.ask("load", model="/nowhere", dtype="f32", threads=1, max_model_len=14, max_num_seqs=3)
         loaded = process.ask("load", model=str(tiny_artifact), dtype="f32", threads=1, max_model_len=14, max_num_seqs=3)
         assert loaded == {"loaded": "eager, 3 drafts"}
+        assert process.ask("settle") == {}
         reply = process.ask("generate", prompts=prompts, tokens=8)
     assert [tuple(row) for row in reply["token_ids"]] == expected
     assert 1 <= reply["steps"] <= 7
