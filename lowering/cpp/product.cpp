@@ -71,11 +71,18 @@ void arrange(const Blocks& blocks, const void* const* x, char* data, int64_t fir
                     widen_pairs(reinterpret_cast<const int8_t*>(from), present, blocks.words, R, to);
                 continue;
             }
+            // AVX-512 multiplies unsigned int8 (product_dots.cpp).
+            const uint32_t shift = blocks.isa == Isa::DOTS && blocks.kind == Kind::INT8 ? 0x80808080 : 0;
             if (piece == 4)
-                for (int64_t k = 0; k < whole; k += 4) std::memcpy(to + k * R, from + k, 4);
+                for (int64_t k = 0; k < whole; k += 4) {
+                    uint32_t word;
+                    std::memcpy(&word, from + k, 4);
+                    word ^= shift;
+                    std::memcpy(to + k * R, &word, 4);
+                }
             else
                 for (int64_t k = 0; k < whole; k += LINE) std::memcpy(to + k * R, from + k, LINE);
-            for (int64_t k = whole; k < all; k++) to[k / piece * piece * R + k % piece] = k < present ? from[k] : char(0);
+            for (int64_t k = whole; k < all; k++) to[k / piece * piece * R + k % piece] = (k < present ? from[k] : char(0)) ^ char(shift);
         }
 }
 

@@ -1,23 +1,29 @@
 // Products with panels by AVX-512's dot products: of pairs of bfloat16, and of fours of int8.
 #include <algorithm>
+#include <utility>
 
 #include "product.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "scratch.h"
+
 namespace npuc {
 
 namespace {
 
-// acc += x . w. The instruction for int8 multiplies unsigned by signed, so rows are shifted by 128, which `corrected` takes out again.
+// Lines of a panel that many rows take at a time: a block's words of them stay in the L1 cache while panels pass.
+constexpr int64_t PART = 512;
+
+// acc += x . w. Not the intrinsics, for which GCC 12 moves sums between registers. The instruction for int8 multiplies unsigned by signed, so
+// `arrange` shifted rows by 128, which `corrected` takes out again.
 template <Kind K>
-WITH_DOTS INLINE void dot(__m512i& acc, int32_t x, __m512i w) {
+WITH_DOTS INLINE void dot(__m512i& acc, __m512i x, __m512i w) {
     if (K == Kind::BF16)
-        acc = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_castsi512_ps(acc), (__m512bh)w, (__m512bh)_mm512_set1_epi32(x)));
+        asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
     else
-        // Not the intrinsic, for which GCC 12 keeps copies of the sums on the stack.
-        asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(_mm512_set1_epi32(x ^ int32_t(0x80808080))), "v"(w));
+        asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(w));
 }
 
 template <Kind K>
@@ -26,43 +32,68 @@ WITH_DOTS INLINE __m512i corrected(__m512i acc, const char* panel, int64_t lines
     return _mm512_sub_epi32(acc, _mm512_slli_epi32(_mm512_loadu_si512(panel + lines * LINE), 7));
 }
 
-// One block of R rows, `x` being words [lines][R], and P panels side by side. Prefetches AHEAD lines from `next` on for every line of a
-// panel: the next panels come from memory while these are multiplied.
-template <Kind K, int R, int P, int AHEAD>
-WITH_DOTS void side_by_side(const Blocks& blocks, const int32_t* x, const char* weights, const char* next, int64_t m, int64_t p,
-                            const Sink& sink) {
-    __m512i acc[R][P];
-    const int64_t panel = blocks.panel();
-    UNROLL for (int r = 0; r < R; r++) {
-        UNROLL for (int i = 0; i < P; i++) acc[r][i] = _mm512_setzero_si512();
+// The sums of one block of R rows and P panels: number I is of row I / P and panel I % P, and stands in memory behind those of panels before.
+// Indices are constants from the start: in a loop that is unrolled later, GCC 12 loads and stores all sums with every line.
+template <Kind K, int P, int... I>
+struct Sums {
+    static constexpr int R = sizeof...(I) / P;
+    __m512i all[R * P];
+
+    WITH_DOTS INLINE void clear() { ((all[I] = _mm512_setzero_si512()), ...); }
+    WITH_DOTS INLINE void add(const int32_t* x, const __m512i (&line)[P]) { (dot<K>(all[I], _mm512_set1_epi32(x[I / P]), line[I % P]), ...); }
+    WITH_DOTS INLINE void load(const __m512i* from) { ((all[I] = from[I % P * R + I / P]), ...); }
+    WITH_DOTS INLINE void store(__m512i* to) const { ((to[I % P * R + I / P] = all[I]), ...); }
+    WITH_DOTS INLINE void correct(const Blocks& blocks, const char* weights) {
+        ((all[I] = corrected<K>(all[I], weights + I % P * blocks.panel(), blocks.lines)), ...);
     }
-    for (int64_t k = 0; k < blocks.lines; k++) {
+};
+
+template <Kind K, int P, int... I>
+Sums<K, P, I...> sums_of(std::integer_sequence<int, I...>);
+
+// Lines [first, last) of one block of R rows, `x` being words [lines][R], and P panels side by side; `sums` [P][R] are those of the lines
+// before, and then with these. Prefetches AHEAD lines from `next` on for every line of a panel: the next panels come from memory while these
+// are multiplied.
+template <Kind K, int R, int P, int AHEAD>
+WITH_DOTS void side_by_side(const Blocks& blocks, const int32_t* x, const char* weights, int64_t first, int64_t last, const char* next,
+                            __m512i* sums) {
+    decltype(sums_of<K, P>(std::make_integer_sequence<int, R * P>())) acc;
+    const int64_t panel = blocks.panel();
+    first ? acc.load(sums) : acc.clear();
+    for (int64_t k = first; k < last; k++) {
         __m512i line[P];
         UNROLL for (int i = 0; i < P; i++) line[i] = _mm512_loadu_si512(weights + i * panel + k * LINE);
         UNROLL for (int i = 0; i < AHEAD; i++, next += LINE) _mm_prefetch(next, _MM_HINT_T1);
-        UNROLL for (int r = 0; r < R; r++) {
-            UNROLL for (int i = 0; i < P; i++) dot<K>(acc[r][i], x[k * R + r], line[i]);
-        }
+        acc.add(x + k * R, line);
     }
-    alignas(64) __m512i sums[R];
-    for (int i = 0; i < P; i++) {
-        UNROLL for (int r = 0; r < R; r++) sums[r] = corrected<K>(acc[r][i], weights + i * panel, blocks.lines);
-        sink.put(sums, m, std::min<int64_t>(R, blocks.M - m), p + i);
-    }
+    if (last == blocks.lines) acc.correct(blocks, weights);
+    acc.store(sums);
 }
 
 template <Kind K, int R, int P>
 WITH_DOTS void group(const Blocks& blocks, const char* data, const char* weights, int64_t p, int64_t last, const Sink& sink, const char* then) {
+    static thread_local Scratch kept;
+    auto* sums = static_cast<__m512i*>(kept.get(blocks.count * R * P * LINE));
     const char *own = weights + p * blocks.panel(), *next = p + P < last ? own + P * blocks.panel() : then ? then : own;
+    const int64_t part = blocks.count > 1 ? PART : blocks.lines;
+    for (int64_t k = 0; k < blocks.lines; k += part) {
+        const int64_t end = std::min(k + part, blocks.lines);
+        for (int64_t block = 0; block < blocks.count; block++) {
+            const auto* x = reinterpret_cast<const int32_t*>(data + block * blocks.block());
+            __m512i* to = sums + block * R * P;
+            // The first blocks prefetch what the next panels are; further ones find it in the cache.
+            if (blocks.count == 1)
+                side_by_side<K, R, P, P>(blocks, x, own, k, end, next, to);
+            else if (block < P)
+                side_by_side<K, R, P, 1>(blocks, x, own, k, end, next + block * blocks.panel() + k * LINE, to);
+            else
+                side_by_side<K, R, P, 0>(blocks, x, own, k, end, next, to);
+        }
+    }
     for (int64_t block = 0; block < blocks.count; block++) {
-        const auto* x = reinterpret_cast<const int32_t*>(data + block * blocks.block());
-        // The first blocks prefetch what the next panels are; further ones find it in the cache.
-        if (blocks.count == 1)
-            side_by_side<K, R, P, P>(blocks, x, own, next, block * R, p, sink);
-        else if (block < P)
-            side_by_side<K, R, P, 1>(blocks, x, own, next + block * blocks.panel(), block * R, p, sink);
-        else
-            side_by_side<K, R, P, 0>(blocks, x, own, next, block * R, p, sink);
+        const __m512i* from = sums + block * R * P;
+        const int64_t rows = std::min<int64_t>(R, blocks.M - block * R);
+        P == 2 ? sink.put_two(from, from + R, block * R, rows, p) : sink.put(from, block * R, rows, p);
     }
 }
 
