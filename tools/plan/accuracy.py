@@ -12,7 +12,7 @@ from ..build.deployments import deployment
 from .decode import decode_parts
 from .fit import Fit, fit
 from .measurements import Measured, measured
-from .parameters import NAMES, Parameters, fitted, priors
+from .parameters import NAMES, Parameters, priors
 from .predict import Prediction, predict, uncalibrated
 from .published import case_of
 from .system import Case
@@ -89,11 +89,14 @@ def rows_of(timed: Sequence[TimedStep] = ()) -> dict[str, Mapping[str, float]]:
 def refit(timed: Sequence[TimedStep] = ()) -> Fit:
     """The fit of all published rows, and of steps that were timed on NPUs."""
     cases = {name: case_of(name) for name in measured()}
-    return fit(model_of(cases, timed), rows_of(timed), priors(), fitted())
+    return fit(model_of(cases, timed), rows_of(timed), priors(), priors())
 
 
 def accuracy(whole: Fit, say: Callable[[str], None] = lambda _: None) -> Accuracy:
-    """Leaves each row out, then each model.
+    """Leaves out each model, then each row.
+
+    No such fit begins at parameters that have seen what it leaves out: those of a model begin at the priors, those of a row at the fit
+    without its model. The minimum is flat, so that a fit which begins at that of all rows stays near it.
 
     Args:
         whole: the fit of all rows.
@@ -106,15 +109,16 @@ def accuracy(whole: Fit, say: Callable[[str], None] = lambda _: None) -> Accurac
     for name in rows:
         families.setdefault(deployment(name).model, []).append(name)
 
-    def without(left_out: Sequence[str]) -> Parameters:
+    def without(left_out: Sequence[str], start: Parameters) -> Parameters:
         say(", ".join(left_out))
         kept = {name: figures for name, figures in rows_of().items() if name not in left_out}
-        return fit(model, kept, priors(), whole.parameters, iterations=4, jacobian=whole.jacobian).parameters
+        return fit(model, kept, priors(), start).parameters
 
-    of_family = {family: without(names) for family, names in families.items()}
+    of_family = {family: without(names, priors()) for family, names in families.items()}
     lines, every = [], []
     for name, row in rows.items():
-        own = without([name])
+        family = of_family[deployment(name).model]
+        own = without([name], family) if len(families[deployment(name).model]) > 1 else family
         every.append(own)
         unseen = case_of(name, known=set(rows) - {name})
         prediction = predict(cases[name], own)
@@ -125,7 +129,7 @@ def accuracy(whole: Fit, say: Callable[[str], None] = lambda _: None) -> Accurac
                 deployment(name).model,
                 _errors(predict(cases[name], whole.parameters), row),
                 _errors(prediction, row),
-                _errors(predict(cases[name], of_family[deployment(name).model]), row),
+                _errors(predict(cases[name], family), row),
                 _errors(predict(unseen, own), row),
                 roofline_ms(cases[name]) / row.tpot_ms - 1,
                 low <= row.tpot_ms <= high,

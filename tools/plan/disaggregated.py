@@ -85,20 +85,25 @@ def simulate_disaggregated(
     retracted = [waiting(workload) for _ in range(dp)]
     remaining = [0.0] * n
     now, server_turn, group_turn = 0.0, 0, 0
+    # When the next prefill instance is done.
+    prefilled = math.inf
     while groups.finished < n:
-        while clients.due(now):
-            index = clients.send()
-            trace.sent[index] = now
-            servers[server_turn].queue.append(index)
-            server_turn = (server_turn + 1) % instances
-        for server in servers:
-            trace.prefill_busy_s += server.start(now)
-        while (server := min(servers, key=lambda each: each.done)).done <= now:
-            ended = server.done
+        if clients.due(now):
+            while clients.due(now):
+                index = clients.send()
+                trace.sent[index] = now
+                servers[server_turn].queue.append(index)
+                server_turn = (server_turn + 1) % instances
+            for server in servers:
+                trace.prefill_busy_s += server.start(now)
+            prefilled = min(server.done for server in servers)
+        while prefilled <= now:
+            server = min(servers, key=lambda each: each.done)
             for index in server.finish():
                 moved = HANDOVER_S + workload.inputs[index] * transfer_bytes / TRANSFER_BYTES_PER_S
-                heapq.heappush(ready, (ended + moved, index))
-            trace.prefill_busy_s += server.start(ended)
+                heapq.heappush(ready, (prefilled + moved, index))
+            trace.prefill_busy_s += server.start(prefilled)
+            prefilled = min(server.done for server in servers)
         for group, queue in enumerate(retracted if trace.retracted else ()):
             while groups.count[group] < serving.max_running and (first := list(queue.first(1))):
                 if groups.need(first[0], 0.0, False) > groups.room(group, False):
@@ -107,7 +112,8 @@ def simulate_disaggregated(
                 groups.start(group, first[0], remaining)
         while ready and ready[0][0] <= now:
             arrived.append(heapq.heappop(ready)[1])
-        while first := list(arrived.first(1)):
+        while arrived:
+            first = list(arrived.first(1))
             index = first[0]
             chosen = _place(groups, serving, index, group_turn, dp)
             if chosen is None:
@@ -118,7 +124,7 @@ def simulate_disaggregated(
             groups.start(chosen, index, remaining)
         upcoming = min(
             ready[0][0] if ready and not arrived else math.inf,
-            min(server.done for server in servers),
+            prefilled,
             clients.next_arrival(),
         )
         if not groups.running:

@@ -52,18 +52,13 @@ def fit(
     rows: Mapping[str, Figures],
     prior: Parameters,
     start: Parameters,
-    iterations: int = 14,
-    jacobian: Mapping[str, Array] | None = None,
+    iterations: int = 20,
 ) -> Fit:
-    """The parameters that explain the rows.
-
-    Args:
-        jacobian: of another fit, used as it is: fits that leave a row out differ too little for a new one.
-    """
+    """The parameters that explain the rows."""
     x, x0 = np.asarray(as_logs(start)), np.asarray(as_logs(prior))
     at = {name: residuals(model(name, of_logs(x.tolist())), actual) for name, actual in rows.items()}
     best, damping = _cost(at.values(), x, x0), 1e-2
-    slopes = dict(jacobian) if jacobian is not None else _jacobian(model, rows, x, at)
+    slopes = _jacobian(model, rows, x, at)
     for _ in range(iterations):
         moved = False
         for _ in range(5):
@@ -76,8 +71,7 @@ def fit(
             damping *= 5
         if not moved:
             break
-        if jacobian is None:
-            slopes = _jacobian(model, rows, x, at)
+        slopes = _jacobian(model, rows, x, at)
     curvature = _normal(slopes, at)[0] + np.diag(1 / np.asarray(sigmas()) ** 2)
     deviations = np.sqrt(np.diag(np.linalg.inv(curvature)))
     return Fit(of_logs(x.tolist()), dict(zip(NAMES, deviations.tolist(), strict=True)), slopes, best)

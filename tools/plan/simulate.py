@@ -30,22 +30,20 @@ class Clients:
     """Requests in order; each is sent when a place is free and its arrival has come."""
 
     def __init__(self, workload: Workload) -> None:
-        self.workload = workload
+        self.requests, self.concurrency, self.arrivals = workload.requests, workload.concurrency, workload.arrivals
         self.sent, self.in_flight = 0, 0
 
     def due(self, now: float) -> bool:
         """Whether the next request can be sent."""
-        work = self.workload
-        if self.sent >= work.requests or self.in_flight >= work.concurrency:
+        if self.in_flight >= self.concurrency or self.sent >= self.requests:
             return False
-        return not work.arrivals or work.arrivals[self.sent] <= now
+        return not self.arrivals or self.arrivals[self.sent] <= now
 
     def next_arrival(self) -> float:
         """When the next request comes if a place is free; infinite where none will."""
-        work = self.workload
-        if not work.arrivals or self.sent >= work.requests or self.in_flight >= work.concurrency:
+        if not self.arrivals or self.sent >= self.requests or self.in_flight >= self.concurrency:
             return math.inf
-        return work.arrivals[self.sent]
+        return self.arrivals[self.sent]
 
     def send(self) -> int:
         """Sends the next request, and returns its index."""
@@ -112,6 +110,9 @@ class _Mixed:
         self.prefill_ms = 0.0
         self.legal = sizes
         self.turn, self._chunk = 0, 0
+        # Requests of each group that were sent to it and have not ended.
+        self.loads = [0] * dp
+        self.group_of: dict[int, int] = {}
         self.taken: dict[int, float] = {}
 
     def run(self) -> Trace:
@@ -120,6 +121,10 @@ class _Mixed:
             self._receive()
             if self._holds_back():
                 self._decode(True)
+                self._end_steps()
+                continue
+            if self._decodes_next():
+                self._decode(self._anyone_waits())
                 self._end_steps()
                 continue
             parts = self._prompts()
@@ -133,8 +138,9 @@ class _Mixed:
         return self.trace
 
     def _end_steps(self) -> None:
-        for _ in self.groups.finish(self.now):
+        for index in self.groups.finish(self.now):
             self.clients.in_flight -= 1
+            self.loads[self.group_of[index]] -= 1
         if self.groups.retract(self.queues, self.remaining):
             self.trace.retracted += 1
 
@@ -146,17 +152,39 @@ class _Mixed:
         able = sum(bool(own) or (bool(queue) and count < most) for own, queue, count in zip(self.started, self.queues, counts, strict=True))
         return 0 < able < len(self.queues)
 
+    def _decodes_next(self) -> bool:
+        """Whether it is the turn of a decode step whatever waits: then which prompts could start need not be known."""
+        serving = self.serving
+        if serving.policy != "npucompile" or serving.itl_target_ms is not None:
+            return False
+        return self.groups.running > 0 and self.bursts >= serving.prefill_burst
+
+    def _anyone_waits(self) -> bool:
+        """Whether any group has a prompt that it could prefill."""
+        groups, found = self.groups, False
+        if self.clients.sent == groups.started:
+            return False
+        for group, queue in enumerate(self.queues):
+            if self.started[group]:
+                found = True
+            elif queue and groups.count[group] < self.serving.max_running:
+                (index,) = queue.first(1)
+                if not groups.count[group] or groups.need(index, self.remaining[index], True) <= groups.room(group, True):
+                    found = True
+                else:
+                    self.trace.waiting += 1
+        return found
+
     def _receive(self) -> None:
         while self.clients.due(self.now):
             index = self.clients.send()
             self.trace.sent[index] = self.now
             if self.serving.policy == "npucompile":
-                loads = [
-                    count + len(queue) + len(own) for count, queue, own in zip(self.groups.count, self.queues, self.started, strict=True)
-                ]
-                group = loads.index(min(loads))
+                group = self.loads.index(min(self.loads))
             else:
                 group, self.turn = self.turn, (self.turn + 1) % len(self.queues)
+            self.loads[group] += 1
+            self.group_of[index] = group
             self.queues[group].append(index)
 
     def _may_prefill(self, parts: dict[int, list[int]]) -> bool:

@@ -64,9 +64,11 @@ class ByPriority:
         level = self._state(request).level
         self._new.setdefault(level, deque()).append(request)
         self._count += 1
-        # Behind those of its own priority it changes nothing.
-        if any(level < other.request.priority for other in self._next):
-            self._next.clear()
+        # Before those of lower priority; ahead of these it changes nothing, as it is the last to come.
+        for place, other in enumerate(self._next):
+            if level < other.request.priority:
+                del self._next[place:]
+                break
 
     def appendleft(self, request: int) -> None:
         """A request lost its caches."""

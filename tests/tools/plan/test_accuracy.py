@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from npucompile.tools.plan.accuracy import Accuracy, Line, lines_of, model_of, ordered_pairs, roofline_ms
-from npucompile.tools.plan.fit import fit
+from npucompile.tools.build.deployments import deployment
+from npucompile.tools.plan import accuracy as module
+from npucompile.tools.plan.accuracy import Accuracy, Line, accuracy, lines_of, model_of, ordered_pairs, roofline_ms
+from npucompile.tools.plan.fit import Fit, fit
 from npucompile.tools.plan.measurements import measured
 from npucompile.tools.plan.parameters import NAMES, fitted, priors
 from npucompile.tools.plan.published import case_of
@@ -34,3 +38,22 @@ def test_the_report_has_every_row_and_parameter():
     # Perfect predictions have every order right.
     right, every = ordered_pairs(lines, rows)
     assert right == every > 5
+
+
+def test_no_fit_begins_where_one_ended_that_saw_what_it_leaves_out(monkeypatch):
+    every, seen = set(measured()), {priors(): set[str]()}
+
+    def recorded(model, rows, prior, start):
+        assert prior == priors()
+        left_out = every - set(rows)
+        assert left_out and not left_out & seen[start]
+        # Parameters of their own for each fit, so that a start says which it was.
+        ended = replace(fitted(), host_ms=1.0 + len(seen) / 1000)
+        seen[ended] = set(rows)
+        return Fit(ended, {}, {}, 0.0)
+
+    monkeypatch.setattr(module, "fit", recorded)
+    result = accuracy(Fit(fitted(), dict.fromkeys(NAMES, 0.1), {}, 0.0))
+    assert {line.name for line in result.lines} == every
+    several = [name for name in every if sum(deployment(other).model == deployment(name).model for other in every) > 1]
+    assert len(seen) == 1 + len({deployment(name).model for name in every}) + len(several)
