@@ -118,8 +118,9 @@ def _admitted(turns: Turns, request: RequestState, oldest: RequestState, cached:
         # It was preempted, which is not its tenant's doing.
         return turns._replace(overtaken_tokens=overtaken)
     key = key_of(request)
-    times = turns.times if request.aged else {**turns.times, key[0]: turns.count(key)}
-    return Turns({**turns.served, key: turns.count(key) + len(request.request.prompt) - cached}, times, overtaken)
+    count = turns.count(key)
+    times = turns.times if request.aged else {**turns.times, key[0]: count}
+    return Turns({**turns.served, key: count + len(request.request.prompt) - cached}, times, overtaken)
 
 
 class _Line:
@@ -152,11 +153,11 @@ class _Line:
         for level in sorted(self._tenants):
             if resumed := self._skip(self._resumed.get(level, deque())):
                 return resumed[0]
-            heads = [
-                (self.turns.count(key), queue[0].arrival, queue[0]) for key, queue in self._tenants[level].items() if self._skip(queue)
-            ]
+            heads = [(key, queue[0]) for key, queue in self._tenants[level].items() if self._skip(queue)]
+            if len(heads) == 1:
+                return heads[0][1]
             if heads:
-                return min(heads, key=lambda head: head[:2])[2]
+                return min(heads, key=lambda head: (self.turns.count(head[0]), head[1].arrival))[1]
             del self._tenants[level]
         raise AssertionError("somebody waits")
 

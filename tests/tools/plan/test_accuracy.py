@@ -46,7 +46,8 @@ def test_no_fit_begins_where_one_ended_that_saw_what_it_leaves_out(monkeypatch):
     def recorded(model, rows, prior, start):
         assert prior == priors()
         left_out = every - set(rows)
-        assert left_out and not left_out & seen[start]
+        assert left_out
+        assert not left_out & seen[start]
         # Parameters of their own for each fit, so that a start says which it was.
         ended = replace(fitted(), host_ms=1.0 + len(seen) / 1000)
         seen[ended] = set(rows)
