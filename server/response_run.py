@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from .service import Service
 
 log = logging.getLogger(__name__)
+
+NAME_EVERY_S = 1.0
+"""How often the store hears of a response that runs and of which nothing grows there."""
 
 
 class Reader(Protocol):
@@ -77,6 +82,7 @@ class ResponseRun:
         self._readers: list[Reader] = []
         self._grace: asyncio.TimerHandle | None = None
         self._entry: StoredResponse | None = None
+        self._named_s = -math.inf
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -178,10 +184,19 @@ class ResponseRun:
             self._entry.replay.append(events)
         if done:
             self._keep()
-        elif self._entry is not None:
+        elif self._entry is not None and self._is_due(self._entry):
             self._service.store.put(self._entry)
         for reader in list(self._readers):
             reader.read(events, done)
+
+    def _is_due(self, entry: StoredResponse) -> bool:
+        """Whether the store counts it anew: events that are kept have grown, or it would be taken for one that nobody uses. Each time
+        costs as much as encoding an event."""
+        now_s = time.monotonic()
+        if entry.replay is None and now_s - self._named_s < NAME_EVERY_S:
+            return False
+        self._named_s = now_s
+        return True
 
     def _keep(self) -> None:
         """What is left of it in the store at its end."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.texts import RECORD, byte_codec
 
 from npucompile.runtime.request import FinishEvent, TokenEvent
+from npucompile.server import response_run
 from npucompile.server.connection import CreateCommand
 from npucompile.server.create_body import ResponseCreate
 from npucompile.server.limits import SocketLimits
@@ -235,3 +236,24 @@ def test_without_an_output_the_prompt_is_computed_and_can_be_continued():
         assert [item.text for item in service.store.conversation("resp_1", ("me",))] == ["ab"]
 
     asyncio.run(play())
+
+
+def test_a_response_of_which_nothing_grows_is_named_to_the_store_once_a_while(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(response_run.time, "monotonic", lambda: now_s[0])
+
+    async def counted(**fields):
+        _, engine, service = started(Log(), **fields)
+        put, times = service.store.put, []
+        monkeypatch.setattr(service.store, "put", lambda entry: (times.append(now_s[0]), put(entry)))
+        for step in range(8):
+            now_s[0] = 100.0 + step * 0.25
+            engine.emit("x")
+            await settled()
+        engine.finish()
+        await settled()
+        return times
+
+    # The last is its end; what began it came before the store was watched.
+    assert asyncio.run(counted(store=True)) == [101.0, 101.75]
+    assert len(asyncio.run(counted(resumable=True))) == 9
