@@ -1,14 +1,15 @@
-"""The client of a benchmark, in a process of its own: it notes when frames come, and looks into them when all have come.
+"""The client of a benchmark, in a process of its own: it notes when bytes come, and looks into them when all have come.
 
-It computes on the cores that the server's steps need, so it is as light as a client can be: the protocol of `websockets` over a socket of
-the standard library, which takes all frames at once that have come. A program of these two alone: `python socket_client.py URL` reads a
-load a line, {"prompts": token ids [streams][tokens], "tokens": of each output}, and answers a line, {"seconds", "ids": [streams][tokens],
-"arrivals": [streams] of pairs of seconds and tokens}, or {"refused": an event as text}.
+It computes on the cores that the server's steps need, which clients of a server do not, so it is as light as a client can be: a socket of
+the standard library and, behind the load, the protocol of `websockets`. A program of these two alone: `python socket_client.py URL` reads
+a load a line, {"prompts": token ids [streams][tokens], "tokens": of each output}, and answers a line, {"seconds", "ids":
+[streams][tokens], "arrivals": [streams] of pairs of seconds and tokens}, or {"refused": an event as text}.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import time
@@ -20,13 +21,31 @@ from websockets.frames import Frame, Opcode
 from websockets.uri import parse_uri
 
 DELTA = "response.output_text.delta"
-HEAD = 80
-"""Characters of a frame that its type is in."""
-ENDS = tuple(f'"type":"{kind}"' for kind in ("response.completed", "response.incomplete", "response.failed", "response.cancelled", "error"))
+PARSE_EVERY_S = 5.0
+"""Of a load that takes longer, so that pings are answered."""
+
+
+class Ends:
+    """Counts the ends of responses in bytes as they come, which have frames of JSON in them. Quotes within its texts are escaped, so that a
+    text cannot look like an end."""
+
+    _PATTERN = re.compile(rb'"type":"(?:response\.(?:completed|incomplete|failed|cancelled)|error)"')
+    _LONGEST = len(b'"type":"response.incomplete"')
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    def count(self, data: bytes) -> int:
+        """Ends that these bytes, after all before them, complete."""
+        data, found, behind = self._tail + data, 0, 0
+        for match in self._PATTERN.finditer(data):
+            found, behind = found + 1, match.end()
+        self._tail = data[max(behind, len(data) - self._LONGEST + 1) :]
+        return found
 
 
 class Connection:
-    """A websocket whose frames are taken as many at a time as have come."""
+    """A websocket whose bytes are taken as many at a time as have come, and may be looked into later."""
 
     def __init__(self, url: str) -> None:
         uri = parse_uri(url)
@@ -36,7 +55,8 @@ class Connection:
         self._protocol.send_request(self._protocol.connect())
         self._flush()
         while not self._protocol.events_received():
-            self._receive()
+            self._protocol.receive_data(self.receive())
+            self._flush()
         if self._protocol.handshake_exc is not None:
             raise self._protocol.handshake_exc
 
@@ -51,23 +71,24 @@ class Connection:
         self._protocol.send_text(text.encode())
         self._flush()
 
-    def texts(self) -> Iterator[str]:
-        """The frames that come next; waits until there are any.
+    def receive(self) -> bytes:
+        """The bytes that come next; waits until there are any.
 
         Raises:
             ConnectionError: the server closed the connection.
         """
-        self._receive()
-        for event in self._protocol.events_received():
-            if isinstance(event, Frame) and event.opcode is Opcode.TEXT:
-                yield bytes(event.data).decode()
-
-    def _receive(self) -> None:
         data = self._socket.recv(1 << 18)
         if not data:
             raise ConnectionError("the server closed the connection of a benchmark's client; legal is after all responses have ended")
+        return data
+
+    def texts(self, data: bytes) -> Iterator[str]:
+        """The text frames that these bytes complete, which `receive` gave; pings are answered."""
         self._protocol.receive_data(data)
         self._flush()
+        for event in self._protocol.events_received():
+            if isinstance(event, Frame) and event.opcode is Opcode.TEXT:
+                yield bytes(event.data).decode()
 
     def _flush(self) -> None:
         for data in self._protocol.data_to_send():
@@ -76,21 +97,31 @@ class Connection:
 
 def serve(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
     """All prompts as requests of one socket."""
-    frames: list[tuple[float, str]] = []
     submitted = []
+    frames: list[tuple[float, str]] = []
+    unparsed: list[tuple[float, bytes]] = []
+    ends = Ends()
     with Connection(url) as connection:
-        began = time.perf_counter()
+
+        def parse() -> None:
+            frames.extend((at, text) for at, data in unparsed for text in connection.texts(data))
+            unparsed.clear()
+
+        parsed = began = time.perf_counter()
         for number, prompt in enumerate(prompts):
             request = {"input_token_ids": list(prompt), "max_output_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
             submitted.append(time.perf_counter())
             connection.send(json.dumps({"type": "response.create", "stream_id": str(number), **request}))
-        open_streams = len(prompts)
-        while open_streams:
-            for frame in connection.texts():
-                frames.append((time.perf_counter(), frame))
-                open_streams -= any(end in frame[:HEAD] for end in ENDS)
-        seconds = time.perf_counter() - began
-    return read(frames, submitted) | {"seconds": seconds}
+        open_streams, now = len(prompts), began
+        while open_streams > 0:
+            data, now = connection.receive(), time.perf_counter()
+            unparsed.append((now, data))
+            open_streams -= ends.count(data)
+            if now - parsed > PARSE_EVERY_S:
+                parse()
+                parsed = now
+        parse()
+    return read(frames, submitted) | {"seconds": now - began}
 
 
 def read(frames: Sequence[tuple[float, str]], submitted: Sequence[float]) -> dict[str, Any]:
