@@ -93,7 +93,8 @@ class TextTokenizer:
 
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         """An incremental detokenizer for one completion."""
-        return Detokenizer(partial(self.decode, skip_special=skip_special))
+        # Without a call in between: it decodes twice for each event of a stream.
+        return Detokenizer(partial(self._tokenizer.decode, skip_special_tokens=skip_special))
 
     def token_text(self, token_id: int) -> TokenText:
         """Text and bytes of a single token."""
@@ -118,7 +119,7 @@ class Detokenizer:
         """The text that later tokens can no longer change."""
         self._window.extend(token_ids)
         text = self._decode(self._window)
-        incomplete = len(text) - len(text.rstrip(REPLACEMENT))
+        incomplete = len(text) - len(text.rstrip(REPLACEMENT)) if text.endswith(REPLACEMENT) else 0
         safe = max(self._sent_chars, len(text) - min(incomplete, UNFINISHED_CHARS))
         delta = text[self._sent_chars : safe]
         self._sent_chars = safe
