@@ -117,6 +117,7 @@ class Stepper:
         # Guards the inbox, the live requests, the metrics, the flags, and the binding of the (frozen) state.
         self._wake = threading.Condition()
         self._refusal: str | None = None
+        self._held_back = False
         self._checked, self._used_pages = True, 0
 
     def submit(self, request: Request, sink: Sink) -> None:
@@ -138,6 +139,18 @@ class Stepper:
             self._live[request.id] = Live(sink, arrival)
             record = ExecutionRecord(accepted_per_position=(0,) * limits.drafts)
             self._inbox.append(RequestState(request, arrival, self.now_ms(), record, unscored=request.num_scored))
+            if not self._held_back:
+                self._wake.notify_all()
+
+    def hold(self) -> None:
+        """Requests that are submitted until `release` do not wake an engine that has nothing to do, so that they begin together: the first
+        one alone would run steps of one row, and the others wait for them."""
+        self._held_back = True
+
+    def release(self) -> None:
+        """See `hold`."""
+        with self._wake:
+            self._held_back = False
             self._wake.notify_all()
 
     def cancel(self, *request_ids: str) -> bool:

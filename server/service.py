@@ -46,6 +46,12 @@ class EngineClient(Protocol):
             RequestError: the request can never be served.
         """
 
+    def hold(self) -> None:
+        """Requests that are submitted until `release` begin together, where nothing runs."""
+
+    def release(self) -> None:
+        """See `hold`."""
+
     def cancel(self, *request_ids: str) -> object:
         """Ends requests early, with FinishEvents of reason "cancelled"; unknown and finished requests are ignored."""
 
@@ -126,6 +132,7 @@ class Service:
         self._tenant_key = secrets.token_bytes(16)
         self.tracing: Tracing | None = None
         self._mailbox: Mailbox | None = None
+        self._holding = False
         self._engine = engine
         self._clock = clock
 
@@ -262,6 +269,7 @@ class Service:
                     spans[event.request_id](event)
 
         submitted = list[str]()
+        self._hold(mailbox.loop)
         try:
             for request in requests:
                 mailbox.open(request.id, receive)
@@ -279,6 +287,17 @@ class Service:
             if isinstance(error, RequestError):
                 error.param = FIELD_OF.get(error.param or "", error.param)
             raise
+
+    def _hold(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What is submitted in this turn of the loop begins together: a client's frames come together."""
+        if not self._holding:
+            self._holding = True
+            self._engine.hold()
+            loop.call_soon(self._release)
+
+    def _release(self) -> None:
+        self._holding = False
+        self._engine.release()
 
     def cancel(self, *request_ids: str) -> None:
         """Asks the engine to end requests, all in one pass; ended ones are ignored."""

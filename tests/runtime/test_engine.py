@@ -106,6 +106,27 @@ def test_an_idle_engine_wakes_for_a_request():
         served.engine.stop()
 
 
+def test_requests_that_are_held_back_begin_together():
+    served = toy.serving(refresh_every_s=None)
+    served.engine.start()
+    try:
+        events, names = queue.Queue(), ["a", "b", "c"]
+        served.engine.hold()
+        for name in names:
+            served.submit(ask(name, max_tokens=1), events.put)
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.2)
+        assert served.device.runs == 0
+        served.engine.release()
+        ends = [event for event in (events.get(timeout=WAIT_S) for _ in range(6)) if isinstance(event, FinishEvent)]
+        assert sorted(end.request_id for end in ends) == names
+        # And what comes later wakes it as before.
+        served.submit(ask("d", max_tokens=1), events.put)
+        assert events.get(timeout=WAIT_S).request_id == "d"
+    finally:
+        served.engine.stop()
+
+
 def test_stop_without_drain_cancels():
     served = toy.serving()
     served.device.on_run = lambda: served.engine.stop(drain=False)

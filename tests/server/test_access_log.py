@@ -30,6 +30,8 @@ class Engine:
 
     on_end: Callable[[FinishEvent], None]
 
+    hold = release = lambda self: None
+
     def submit(self, request: Request, sink: Callable[[Any], None]) -> None:
         end = FinishEvent(request.id, "length", len(request.prompt), 1, END)
         sink(TokenEvent(request.id, (65,)))

@@ -37,6 +37,8 @@ class EchoEngine:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
+    hold = release = lambda self: None
+
     def submit(self, request, sink):
         with self._wake:
             self._live[request.id] = (request, sink, [])

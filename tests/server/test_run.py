@@ -146,6 +146,8 @@ class Slow(Engine):
         self.sinks = {}
         self.cancelled = []
 
+    hold = release = lambda self: None
+
     def submit(self, request, sink):
         self.sinks[request.id] = sink
 

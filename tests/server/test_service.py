@@ -28,6 +28,8 @@ class Engine:
         self.submitted = []
         self.cancelled = []
 
+    hold = release = lambda self: None
+
     def submit(self, request, sink):
         self.submitted.append((request, sink))
 
@@ -183,6 +185,8 @@ class Refusing(Engine):
         self.capacity = capacity
         self.error = error
 
+    hold = release = lambda self: None
+
     def submit(self, request, sink):
         if not self.capacity:
             raise self.error
@@ -254,3 +258,30 @@ def test_clients_are_tenants_of_the_engine_that_nobody_can_name():
     assert first == second != third
     assert nobody == ""
     assert "1.2.3.4" not in first
+
+
+def test_requests_of_one_turn_of_the_loop_begin_together():
+    class Holding(Engine):
+        def __init__(self):
+            super().__init__()
+            self.log = []
+
+        def submit(self, request, sink):
+            self.log.append(request.id)
+
+        def hold(self):
+            self.log.append("hold")
+
+        def release(self):
+            self.log.append("release")
+
+    async def play():
+        engine = Holding()
+        served = service(engine)
+        for turn in (("a", "b"), ("c",)):
+            for name in turn:
+                served.submit((Request(name, (1,), 1),), lambda _: None)
+            await asyncio.sleep(0)
+        return engine.log
+
+    assert asyncio.run(play()) == ["hold", "a", "b", "release", "hold", "c", "release"]

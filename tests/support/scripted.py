@@ -50,6 +50,8 @@ class ScriptedEngine:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
+    hold = release = lambda self: None
+
     def submit(self, request: Request, sink: Any) -> None:
         if request.logprobs is not None and request.logprobs > 5:
             raise RequestError("logprobs is too large; legal is an integer from 0 to 5, or null", param="logprobs")
