@@ -66,10 +66,11 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def send(self, text: str) -> None:
-        """Sends a frame."""
-        self._protocol.send_text(text.encode())
-        self._flush()
+    def send(self, *texts: str) -> None:
+        """Sends frames at once."""
+        for text in texts:
+            self._protocol.send_text(text.encode())
+        self._socket.sendall(b"".join(self._protocol.data_to_send()))
 
     def receive(self) -> bytes:
         """The bytes that come next; waits until there are any.
@@ -97,7 +98,6 @@ class Connection:
 
 def serve(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
     """All prompts as requests of one socket."""
-    submitted = []
     frames: list[tuple[float, str]] = []
     unparsed: list[tuple[float, bytes]] = []
     ends = Ends()
@@ -108,10 +108,9 @@ def serve(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, 
             unparsed.clear()
 
         parsed = began = time.perf_counter()
-        for number, prompt in enumerate(prompts):
-            request = {"input_token_ids": list(prompt), "max_output_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-            submitted.append(time.perf_counter())
-            connection.send(json.dumps({"type": "response.create", "stream_id": str(number), **request}))
+        body = {"type": "response.create", "max_output_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        # At once: they start together, as they do through the engine.
+        connection.send(*(json.dumps({**body, "stream_id": str(i), "input_token_ids": list(ids)}) for i, ids in enumerate(prompts)))
         open_streams, now = len(prompts), began
         while open_streams > 0:
             data, now = connection.receive(), time.perf_counter()
@@ -121,7 +120,7 @@ def serve(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, 
                 parse()
                 parsed = now
         parse()
-    return read(frames, submitted) | {"seconds": now - began}
+    return read(frames, [began] * len(prompts)) | {"seconds": now - began}
 
 
 def read(frames: Sequence[tuple[float, str]], submitted: Sequence[float]) -> dict[str, Any]:
