@@ -30,4 +30,10 @@ bool has_few_for(int64_t rows, int64_t D, int64_t P);
 // `count` heads from `first` on.
 void attend_few(const HeadBf16& first, int64_t count);
 
+
+// Whether this machine has AVX-512's dot products and no AMX, and heads of width D are whole lines.
+bool has_dots_for(int64_t D);
+// `count` rows of queries from `first` on.
+void attend_dots(const HeadBf16& head, int64_t first, int64_t count);
+
 }  // namespace npuc

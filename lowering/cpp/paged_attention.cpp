@@ -139,6 +139,27 @@ void attend_by_tiles(const bf16* q, const bf16* k, const bf16* v, const int32_t*
                           P, N, scale});
 }
 
+// Rows of queries go by so many at a time: keys are rearranged once for them, and their scores are not many.
+constexpr int64_t DOT_ROWS = 144;
+
+void attend_by_dots(const bf16* q, const bf16* k, const bf16* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
+                    float scale, const int64_t* sizes, bf16* out) {
+    const int64_t B = sizes[0], Q = sizes[1], H = sizes[2], G = sizes[3], D = sizes[4], P = sizes[5], N = sizes[6];
+    int64_t keys = 0;
+    for (int64_t b = 0; b < B; b++) keys += starts[b] + Q;
+    const int64_t rows = Q * (H / G), parts = (rows + DOT_ROWS - 1) / DOT_ROWS;
+#pragma omp parallel for collapse(3) schedule(dynamic) if (keys * Q * H * D >= WORTH)
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t g = 0; g < G; g++)
+            // The last rows, which attend to most, begin: no thread is left with them at the end.
+            for (int64_t part = parts - 1; part >= 0; part--) {
+                const int64_t first = rows * part / parts;
+                attend_dots({q + b * Q * H * D, k, v, out + b * Q * H * D, table + b * N, starts[b], starts[b] + lengths[b], g, H / G, Q, H, G,
+                             D, P, N, scale},
+                            first, rows * (part + 1) / parts - first);
+            }
+}
+
 // The heads of a request go to one thread, as neighbours in memory, unless there are fewer requests than would keep all threads busy.
 void attend_few_rows(const bf16* q, const bf16* k, const bf16* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
                        float scale, const int64_t* sizes, bf16* out) {
@@ -171,6 +192,7 @@ void npuc_attention_bf16(const void* q, const void* k, const void* v, const int3
     const int64_t rows = sizes[1] * (sizes[2] / sizes[3]), D = sizes[4], P = sizes[5];
     auto* to = static_cast<bf16*>(out);
     if (has_few_for(rows, D, P)) return attend_few_rows(of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
+    if (has_dots_for(D)) return attend_by_dots(of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
     if (has_tiles_for(D)) return attend_by_tiles(of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
 #endif
     attend(of(q), of(k), of(v), table, starts, lengths, scale, sizes, static_cast<bf16*>(out));
