@@ -40,10 +40,9 @@ def choose_prefill(buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]]
 
     The oldest prompt of every group comes first. The longest of these decides how long a chunk is: what a prompt by itself would get
     (`Alone`), which is all that is left of it, or as much as any bucket holds, or less where several steps cost clearly less. Only
-    buckets are considered that hold such a chunk, and shorter ones whose rows together have their first tokens no later, on average, than
-    one after the other. Of those, the one is chosen that saves most against prefilling its rows one after the other: what the step costs,
-    less what each row's prompt by itself costs before the step and does not after it. So prompts share a step only where that costs no
-    more. Among equals more prompts share.
+    buckets are considered that hold such a chunk. Of those, the one is chosen that saves most against prefilling its rows one after the
+    other: what the step costs, less what each row's prompt by itself costs before the step and does not after it. So prompts share a step
+    only where that costs no more. Among equals more prompts share.
 
     All groups run every step together, so one after the other means the first prompts of all groups together, then the second ones.
 
@@ -75,16 +74,8 @@ def choose_prefill(buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]]
         rows = lengths[: bucket.batch]
         return costs[bucket] - sum(alone.cost(length) - alone.cost(max(length - bucket.q_len, 0)) for length in rows)
 
-    def no_later(bucket: Bucket) -> bool:
-        """Whether first tokens of its rows come as early on average in steps of this bucket, the oldest one's later than it could."""
-        rows = lengths[: bucket.batch]
-        together = sum(steps * (costs[bucket] + between) - between for steps in (-(-length // bucket.q_len) for length in rows))
-        ends = itertools.accumulate(alone.cost(length) + between for length in rows)
-        return together <= sum(end - between for end in ends)
-
     chunk = alone.chunk(lengths[0])
-    held = (b for b in prefill if b.q_len >= chunk or (b.batch > 1 and no_later(b)))
-    return min(held, key=lambda b: (loss(b), -b.batch))
+    return min((b for b in prefill if b.q_len >= chunk), key=lambda b: (loss(b), -b.batch))
 
 
 class Alone:

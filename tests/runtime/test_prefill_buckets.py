@@ -76,31 +76,10 @@ def test_prompts_never_cost_more_than_one_after_the_other(rows, shared, prompts,
     expected, left, spent = sum(map(alone.cost, prompts)), list(prompts), 0
     while left:
         bucket = choose_prefill((*costs, DECODE), [left], costs.__getitem__, between)
-        if bucket.q_len < alone.chunk(left[0]):
-            assert mean_wait_together(bucket, costs[bucket], left, between) <= mean_wait(alone, left, between, bucket)
+        assert bucket.q_len >= alone.chunk(left[0])
         spent += costs[bucket]
         left = [n for n in (max(n - bucket.q_len, 0) if i < bucket.batch else n for i, n in enumerate(left)) if n]
     assert spent <= expected
-
-
-def mean_wait_together(bucket: Bucket, cost: float, left: list[int], between: float) -> float:
-    """Until the first tokens of the rows of a bucket that are stepped with it until the last has its own."""
-    now, waits, rows = 0.0, [], list(left[: bucket.batch])
-    while rows:
-        now, rows = now + cost, [row - bucket.q_len for row in rows]
-        waits += [now for row in rows if row <= 0]
-        now, rows = now + between, [row for row in rows if row > 0]
-    return sum(waits) / len(waits)
-
-
-def mean_wait(alone: Alone, left: list[int], between: float, bucket: Bucket) -> float:
-    """Until the first tokens of the same rows one after the other, where no prompt waits for decode steps between its own steps."""
-    now, waits = 0.0, []
-    for row in left[: bucket.batch]:
-        now += alone.cost(row)
-        waits.append(now)
-        now += between
-    return sum(waits) / len(waits)
 
 
 @given(st.lists(st.lists(st.integers(1, 30), max_size=4), min_size=2, max_size=3).filter(any), sizes_of_rows, st.integers(0, 9))
@@ -112,8 +91,8 @@ def test_no_group_waits_for_another(remaining, rows, between) -> None:
         if not first:
             break
         bucket = choose_prefill(costs, left, costs.__getitem__, between)
-        # The longest of the oldest decides, and gets what it would alone, unless prompts of shorter rows share the step.
-        assert bucket.q_len >= Alone(rows, between).chunk(max(first)) or bucket.batch > 1
+        # The longest of the oldest decides, and gets what it would alone.
+        assert bucket.q_len >= Alone(rows, between).chunk(max(first))
         left = [[n for n in [*(max(n - bucket.q_len, 0) for n in own[: bucket.batch]), *own[bucket.batch :]] if n] for own in left]
     assert not any(left)
 
@@ -153,18 +132,6 @@ def test_prompts_that_take_small_steps_share_them() -> None:
     assert chosen(28, 28, 28) == EIGHT
     # Two small steps are what each of these takes, and the first of them would be for nothing where one large step follows.
     assert [chosen(60, left, left) for left in (60, 400)] == [EIGHT, SMALL]
-
-
-def test_prompts_share_smaller_steps_than_the_oldest_would_take_unless_they_wait_longer() -> None:
-    """Two steps of four prompts cost as much as two of one here, which four prompts of 64 tokens, one each, wait for at 2.5 on average."""
-    medium, four = Bucket("prefill", 1, 128), Bucket("prefill", 4, 32)
-
-    def chosen(*left: int) -> Bucket:
-        return choose_prefill((SMALL, medium, four), [left], lambda b: price(b, 70))
-
-    assert [chosen(*[64] * count) for count in (1, 2, 3, 4, 5)] == [medium, medium, four, four, four]
-    # Of 128 tokens a step of 32 saves nothing, as the rest takes one of 128.
-    assert [chosen(left, left, left, left) for left in (32, 65, 128)] == [four, medium, medium]
 
 
 def test_prefill_is_chosen_by_length_not_by_batch() -> None:
