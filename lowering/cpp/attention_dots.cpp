@@ -18,19 +18,6 @@ namespace {
 // Tokens whose panels stay in the L1 cache while rows pass, and elements of a line of a token.
 constexpr int64_t SEGMENT = 128, ELEMENTS = 32;
 
-// Scores of a segment to rows that are `ld` floats apart.
-struct Scores final : Sink {
-    float* to;
-    int64_t ld;
-
-    Scores(float* to, int64_t ld) : to(to), ld(ld) {}
-
-    void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override {
-        for (int64_t r = 0; r < rows; r++)
-            std::memcpy(to + (m + r) * ld + p * CHANNELS, static_cast<const float*>(sums) + r * CHANNELS, CHANNELS * sizeof(float));
-    }
-};
-
 // Weighted values of a segment, added to those of segments before.
 struct Added final : Sink {
     float* to;
@@ -118,7 +105,7 @@ WITH_DOTS void attend_dots(const HeadBf16& h, int64_t first, int64_t count) {
         const int64_t tokens = std::min(SEGMENT, p.last - j), from = seeing(j) / queries.rows;
         pack_keys(p, j, tokens, panels_of);
         multiply(queries.some(from, queries.count), arranged + from * queries.block(), panels_of, 0, panels(tokens),
-                 Scores(scores + from * queries.rows * ld + j, ld));
+                 Placed(scores + from * queries.rows * ld + j, ld));
     }
     for (int64_t r = 0; r < count; r++)
         shares[r] = weigh(scores + r * ld, seen(r), ld, h.scale, [&](int64_t j, __m512 weight) __attribute__((target("avx512f,avx512bf16"))) {

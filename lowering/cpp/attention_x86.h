@@ -1,4 +1,4 @@
-// What the variants of attention by AMX share: where tokens are, queries as columns of a product, and scores that become weights.
+// What the variants of attention by AMX and by AVX-512's dot products share: where tokens are, queries as columns of a product, and scores that become weights.
 #pragma once
 
 #include <immintrin.h>

@@ -58,19 +58,6 @@ void share_groups(const GroupedProduct& product, const Groups& groups, const voi
 #pragma omp barrier
 }
 
-// Sums of a group as rows of `width` floats.
-struct Placed final : Sink {
-    float* to;
-    int64_t width;
-
-    Placed(float* to, int64_t width) : to(to), width(width) {}
-
-    void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override {
-        for (int64_t r = 0; r < rows; r++)
-            std::memcpy(to + (m + r) * width + p * CHANNELS, static_cast<const float*>(sums) + r * CHANNELS, LINE);
-    }
-};
-
 // hidden = silu(gate) * up of a row, in float32 before it is rounded to T.
 template <typename T>
 void activate(const float* gates, const float* ups, int64_t F, T* to) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "cpu.h"
 #include "panels.h"
@@ -54,6 +55,19 @@ struct Sink {
 
    protected:
     ~Sink() = default;
+};
+
+// Sums as rows that are `width` floats apart.
+struct Placed final : Sink {
+    float* to;
+    int64_t width;
+
+    Placed(float* to, int64_t width) : to(to), width(width) {}
+
+    void put(const void* sums, int64_t m, int64_t rows, int64_t p) const override {
+        for (int64_t r = 0; r < rows; r++)
+            std::memcpy(to + (m + r) * width + p * CHANNELS, static_cast<const float*>(sums) + r * CHANNELS, LINE);
+    }
 };
 
 // Copies the rows of blocks [first, last), which start at `x[m]`, into `data`, in the order in which the variant reads them.
