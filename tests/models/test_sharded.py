@@ -20,6 +20,9 @@ from npucompile.models.variant import PLAIN, Variant
 TOLERANCE = 5e-4
 """Of quantised models: sums of other orders round an activation to another integer now and then. It depends on the CPU where."""
 
+FLIPPED = 0.01
+"""Of the largest logit of a row: how far off the row may be after that. In a run of a quantised model one row may, of the others none."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -210,6 +213,7 @@ def test_every_group_gives_what_one_device_gives(name: str, monkeypatch: pytest.
     devices = [fleets.OneDevice(one_device, case.drafts) for _ in live]
     answers = fleets.answers(one_device, case.batch, live, 1 + case.steps * (case.drafts + 1))
     serving = fleets.Serving(case.batch, case.drafts, live)
+    flipped = 0
     for n, (bucket, inputs) in enumerate(serving.steps(case.steps)):
         planted = enumerate(devices) if case.drafts and n > 1 else ()
         forced = [force(serving, group, fleet, device, answers[group]) for group, device in planted]
@@ -217,13 +221,18 @@ def test_every_group_gives_what_one_device_gives(name: str, monkeypatch: pytest.
         want = [device.step(bucket, own) for device, own in zip(devices, inputs, strict=True)]
         for group, (a, b) in enumerate(zip(outputs, want, strict=True)):
             valid, live_rows = fleets.valid_positions(bucket, inputs[group]), inputs[group]["request_slots"] > 0
-            close(a["logits"][valid], b["logits"][valid], f"step {n}, group {group}: logits")
+            difference = (a["logits"][valid] - b["logits"][valid]).abs().amax(-1)
+            # A group may be idle. What is no number is not close either.
+            bounds = FLIPPED * b["logits"][valid].abs().amax(-1)
+            assert (difference < bounds).all(), f"step {n}, group {group}: logits differ by {difference.max()}"
+            flipped += int((difference >= TOLERANCE).sum())
             assert torch.equal(a["tokens"][valid], b["tokens"][valid])
             for output in set(a) - {"logits", "tokens"}:
                 assert torch.equal(a[output][live_rows], b[output][live_rows]), f"step {n}, group {group}: {output}"
             for row, right in enumerate(forced[group] if forced else []):
                 assert right is None or a["counts"][row] == min(right, int(inputs[group]["drafts"][row])) + 1
         serving.commit(bucket, inputs, outputs)
+    assert flipped <= (case.variant.formats != PLAIN.formats), f"{flipped} rows of logits differ by {TOLERANCE} or more"
     for group, device in enumerate(devices):
         assert serving.output[group] == [answer[: len(row)] for row, answer in zip(serving.output[group], answers[group], strict=True)]
         for leaf, mine, theirs in zip(fleet.names, fleet.pool(group), device.pool(), strict=True):

@@ -64,7 +64,7 @@ def test_projections_that_are_split_at_once_change_no_logits(copies: int) -> Non
     plain, split = (fleets.OneDevice(fleets.model(variant)) for variant in (PLAIN, Variant(kv_repeat=copies, split_at_once=True)))
     for bucket, (inputs,) in serving.steps(2):
         want, got = plain.step(bucket, inputs), split.step(bucket, inputs)
-        assert (want["logits"] - got["logits"]).abs().max() < 1e-5
+        assert (want["logits"] - got["logits"]).abs().max() < 5e-5
         serving.commit(bucket, [inputs], [want])
 
 
