@@ -39,6 +39,11 @@ class _Piece:
     shape: tuple[int, ...]
     region: tuple[slice, ...]
     dtypes: tuple[str, ...]
+    first_rows: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor on disk has the rows and columns that are read."""
+        return shape == self.shape or (self.first_rows and shape[1:] == self.shape[1:] and shape[0] >= self.shape[0])
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class ParamReader:
         groups: dict[Hashable, list[int]] = {}
         for position, recipe in enumerate(self._recipes):
             source = recipe.param.source
-            groups.setdefault((source.names, recipe.param.source_axes, source.block_axis), []).append(position)
+            groups.setdefault((source.names, source.shapes, recipe.param.source_axes, source.block_axis), []).append(position)
         self.groups = tuple(map(tuple, groups.values()))
 
     def read(self, group: Iterable[int], shard: Shard = WHOLE) -> Iterator[tuple[int, torch.Tensor]]:
@@ -190,6 +195,8 @@ def save(params: Tree, tensors: Tree, directory: str | Path) -> Path:
     for (path, param), tensor in zip(tree.flatten(params), (leaf for _, leaf in tree.flatten(tensors)), strict=True):
         if tuple(tensor.shape) != param.aval.shape:
             raise CheckpointError(f"{path}: is {list(tensor.shape)}; its parameter is {list(param.aval.shape)}")
+        if param.source.first_rows:
+            continue
         parts = param.source.split(tensor.detach())
         named.update((name, part.contiguous()) for name, part in zip(param.source.names, parts, strict=True))
     file = Path(directory) / SINGLE
@@ -216,7 +223,9 @@ def _canonical(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
 def _recipe(param: Param, table: Mapping[str, TensorEntry]) -> _Recipe:
     source = param.source
     names = enumerate(zip(found_names(source, table), source.shapes, strict=True))
-    return _Recipe(param, tuple(_pieces(name, shape, source.legal_dtypes(index), table) for index, (name, shape) in names))
+    return _Recipe(
+        param, tuple(_pieces(name, shape, source.legal_dtypes(index), table, source.first_rows) for index, (name, shape) in names)
+    )
 
 
 def found_names(source: Source, table: Container[str]) -> tuple[str, ...]:
@@ -224,12 +233,14 @@ def found_names(source: Source, table: Container[str]) -> tuple[str, ...]:
     return source.instead if source.instead and not any(name in table for name in source.names) else source.names
 
 
-def _pieces(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: Mapping[str, TensorEntry]) -> tuple[_Piece, ...]:
+def _pieces(
+    name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: Mapping[str, TensorEntry], first_rows: bool
+) -> tuple[_Piece, ...]:
     experts, _, leaf = name.partition(".experts.")
     fused, _, kind = leaf.partition(".")
     parts = PER_EXPERT.get(fused, ())
     if name in table or not any(f"{experts}.experts.0.{part}.{kind or 'weight'}" in table for part in parts):
-        return (_Piece(name, shape, tuple(slice(0, size) for size in shape), dtypes),)
+        return (_Piece(name, shape, tuple(slice(0, size) for size in shape), dtypes, first_rows),)
     count, rows = shape[0], shape[1] // len(parts)
     return tuple(
         _Piece(
@@ -270,7 +281,7 @@ def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: li
             [f"{e.name} ({e.dtype}; expected {' or '.join(p.dtypes)})" for p, e in pairs if e.dtype not in p.dtypes],
         ),
         ("is missing", [f"{p.name} (expected {list(p.shape)})" for p in pieces if p.name not in table]),
-        ("has a wrong shape", [f"{e.name} (found {list(e.shape)}, expected {list(p.shape)})" for p, e in pairs if e.shape != p.shape]),
+        ("has a wrong shape", [f"{e.name} (found {list(e.shape)}, expected {list(p.shape)})" for p, e in pairs if not p.fits(e.shape)]),
         (
             "is not part of the model",
             [table[name].name for name in unread if unread_tensors.reason(name, used) is None],

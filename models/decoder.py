@@ -9,7 +9,7 @@ import torch
 
 from ..graphs.ir.block import block
 from ..graphs.types import Aval, Tree
-from . import feed_forward, norms, quant, sequence_parallel
+from . import draft_vocabulary, feed_forward, norms, quant, sequence_parallel
 from .batch import Batch
 from .family import Intermediates
 from .params import Param, Source, norm
@@ -42,7 +42,8 @@ class DecoderSizes(feed_forward.MoeSizes, Protocol):
 
 
 def params(cfg: DecoderSizes, dtype: torch.dtype, layers: Sequence[Tree]) -> dict[str, Any]:
-    """Tree of Param of a model with these layers: `embed`, `layers`, `norm`, and `head` where it is not tied to `embed`.
+    """Tree of Param of a model with these layers: `embed`, `layers`, `norm`, `head` where it is not tied to `embed`, and `draft_head` where
+    drafts have a vocabulary of their own.
 
     A head that is not float is a parameter of its own even so: products read integers, and embeddings are looked up as floats.
     """
@@ -54,9 +55,10 @@ def params(cfg: DecoderSizes, dtype: torch.dtype, layers: Sequence[Tree]) -> dic
         "norm": norm("model.norm", M, dtype, cfg.norm_offset),
     }
     own = (HEAD,)
+    instead = (EMBEDDING,) if cfg.tie_word_embeddings else ()
+    tree |= draft_vocabulary.param(cfg, dtype, own, instead)
     if cfg.tie_word_embeddings and cfg.variant.formats.of(own) == FLOAT:
         return tree
-    instead = (EMBEDDING,) if cfg.tie_word_embeddings else ()
     return {**tree, "head": Param(table, Source(own, ((V, M),), instead=instead), role="column")}
 
 
@@ -127,3 +129,8 @@ def after_mixer(
 def head(cfg: DecoderSizes, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
     """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
     return quant.linear(hidden, params["head"] if "head" in params else params["embed"])
+
+
+def draft_logits(cfg: DecoderSizes, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of a draft: [B, M] -> [B, N] over the tokens that may be drafted (draft_vocabulary.py), split as those of `head` are."""
+    return quant.linear(hidden, params[draft_vocabulary.KEY]) if draft_vocabulary.KEY in params else head(cfg, params, hidden)

@@ -11,7 +11,7 @@ import torch
 
 from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
-from . import decoder, feed_forward, latent_attention, mtp
+from . import decoder, draft_vocabulary, feed_forward, latent_attention, mtp
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
@@ -322,7 +322,7 @@ WIDTHS = {
 }
 """`Family.widths` of models with latent attention; latents and rotary parts stay as wide as an NPU's operators want them."""
 
-DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, head)
+DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, decoder.draft_logits, vocab_size=draft_vocabulary.size)
 """The draft head, for `Family.draft_head`."""
 
 FAMILY = Family(

@@ -38,6 +38,7 @@ def deployed(
     local: bool,
     backend: str,
     platform: Machine,
+    draft_vocab: int = 0,
 ) -> Variant:
     """The variant.
 
@@ -48,6 +49,7 @@ def deployed(
         dispatches: whether devices send tokens to the devices of their experts.
         local: whether devices are processes on this machine.
         backend, platform: what graphs are compiled with, and for.
+        draft_vocab: as in `Variant`.
     """
     experts = getattr(config, "num_experts", 0)
     grouped = mesh.size > 1 and experts > 0
@@ -60,6 +62,7 @@ def deployed(
         shards=shards if formats.quantises else (),
         padded=tuple((axis, rules.num_shards(axis, mesh)) for axis in padding.AXES if rules.num_shards(axis, mesh) > 1),
         recurrent=recurrent,
+        draft_vocab=draft_vocab,
     )
     spread = rules.num_shards("experts", mesh) > 1
     if grouped and not (dispatches and spread):

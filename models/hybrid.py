@@ -16,7 +16,7 @@ import torch
 
 from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
-from . import attention, decoder, feed_forward, gated_deltanet, mtp
+from . import attention, decoder, draft_vocabulary, feed_forward, gated_deltanet, mtp
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
@@ -300,5 +300,5 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
 WIDTHS = {**sizes.WIDTHS, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}
 """`Family.widths` of hybrid families."""
 
-DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, head)
+DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, decoder.draft_logits, vocab_size=draft_vocabulary.size)
 """The multi-token-prediction head, for `Family.draft_head`."""

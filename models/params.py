@@ -156,6 +156,7 @@ class Source:
         uncalibrated: whether `join` makes up the scale of activations that a calibration would find: for rehearsals on random weights.
         dtypes: for each tensor the legal dtypes on disk, by their codes in a file; empty: all are floats.
         instead: the tensors that are read where a checkpoint has none of `names`: a head may share the embedding's.
+        first_rows: whether the tensors have more rows on disk, which other parameters are made from: they are never written.
     """
 
     names: tuple[str, ...]
@@ -169,6 +170,7 @@ class Source:
     uncalibrated: bool = False
     padded_from: Source | None = None
     instead: tuple[str, ...] = ()
+    first_rows: bool = False
 
     def legal_dtypes(self, index: int) -> tuple[str, ...]:
         """Legal dtypes of a tensor on disk, by their codes in a file."""

@@ -12,7 +12,7 @@ from ..graphs import ops
 from ..graphs.errors import SpecError
 from ..graphs.step_inputs import LAYER_INPUTS, StepInputs
 from ..graphs.types import Bucket, Limits, Program, Tree
-from . import drafts, request_slots, sequence_parallel
+from . import draft_vocabulary, drafts, request_slots, sequence_parallel
 from .family import Family, Intermediates
 from .head_padding import PaddedHeads, widened, with_real_sources
 from .padding import padded
@@ -68,7 +68,7 @@ class Model:
         return {**self._used(self.family.abstract_state(self.wide, limits, dtype)), "request_slots": request_slots.state(limits)}
 
     def _used(self, tree: Tree) -> dict[str, Any]:
-        return {name: value for name, value in tree.items() if self.drafting or name != self.family.draft_key}
+        return {name: value for name, value in tree.items() if self.drafting or name not in (self.family.draft_key, draft_vocabulary.KEY)}
 
 
 @dataclass(frozen=True)

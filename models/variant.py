@@ -36,6 +36,7 @@ class Variant:
         draft_heads: the same of a draft head that has heads of its own.
         padded: (logical axis, number of ranks that share it) of axes that are padded where ranks do not share them evenly (padding.py).
         recurrent: dtype of the recurrent state pools.
+        draft_vocab: how many tokens, the first ones, may be drafted (draft_vocabulary.py); 0 for all.
         one_window: whether the pools of convolution inputs keep all inputs of a step in a request's first slot (ops/causal_conv.py).
         split_at_once: whether one operation each takes apart the projection of an attention layer (ops/attention_heads.py), whose queries
             then lie beside their gates, and projection and convolution of a gated DeltaNet layer (ops/delta_split.py, delta_heads.py).
@@ -58,6 +59,7 @@ class Variant:
     padded: tuple[tuple[str, int], ...] = ()
     heads: tuple[PaddedHeads, ...] = ()
     draft_heads: tuple[PaddedHeads, ...] = ()
+    draft_vocab: int = 0
 
     def parts(self, axis: str | None) -> int:
         """Into how many parts a contraction along a logical axis is split."""

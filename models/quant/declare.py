@@ -237,7 +237,8 @@ def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Sour
     names, shapes, sliced = (tuple(part[i] for part in tensors) for i in range(3))
     words = ("I32",) if columns else ("I8",)
     dtypes = [words] * len(source.names) + [_DTYPES.get(kind, NUMBERS) for kind, _ in companions for _ in source.names]
-    return Source(names, shapes, split=_one_way, axes=sliced, block_axis=source.block_axis, dtypes=tuple(dtypes)), together
+    made = Source(names, shapes, split=_one_way, axes=sliced, block_axis=source.block_axis, dtypes=tuple(dtypes))
+    return replace(made, first_rows=source.first_rows), together
 
 
 def _companion(name: str, shape: Shape, axes: SourceAxes, layout: str, group: int) -> tuple[Shape, SourceAxes]:

@@ -53,6 +53,8 @@ GROUPED = Variant(grouped=True)
 IN_PARTS = replace(GROUPED, most_dispatched=1, dispatches_in_parts=True)
 W8, W4 = fleets.quantised("w8a8"), fleets.quantised("w4a8")
 INT8_CACHE = Variant(formats=Formats(kv_cache=(("?*", "int8"),)))
+SPLIT_W8 = fleets.everywhere("w8a8_dynamic", q_heads=2, delta_heads=2, ffn=2)
+FEW = Variant(draft_vocab=40)
 DISPATCH = ("moe_dispatch world", "moe_combine world")
 FUSED = ("fused_experts_w4a8 world", *DISPATCH)
 """The draft head's experts are not quantised, and dispatched."""
@@ -141,6 +143,14 @@ CASES: dict[str, Case] = {
     "sparse split dp=2": Case("dp=2", expert_parallel=False, model="sparse"),
     "latent split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="latent", drafts=1),
     "fused projections split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="next", drafts=1),
+    "drafts of few tokens tp=2": Case("tp=2", FEW, FEW, experts=False, drafts=3),
+    "drafts of few tokens dp=2,tp=2": Case(
+        "dp=2,tp=2", replace(GROUPED, draft_vocab=40), FEW, drafts=2, model="latent", collectives=DISPATCH
+    ),
+    "drafts of few tokens, odd sizes tp=4": Case("tp=4", repeated(padded(4), draft_vocab=40), FEW, experts=False, drafts=2, model="odd"),
+    "drafts of few tokens, int8 tp=2": Case(
+        "tp=2", replace(SPLIT_W8, draft_vocab=40), replace(SPLIT_W8, draft_vocab=40), experts=False, drafts=1
+    ),
     "draft model tp=2": Case("tp=2", Variant(draft_kv_repeat=2), experts=False, model="plain-eagle3", drafts=3),
     "draft model tp=4": Case("tp=4", repeated(PLAIN, draft_kv_repeat=4), experts=False, model="plain-eagle3", drafts=1),
     "draft model dp=2": Case("dp=2", experts=False, model="plain-eagle3", drafts=2, live=(2, 1)),

@@ -30,6 +30,7 @@ SETTINGS = {
     "kv-cache-memory": "kv_cache_memory",
     "speculative-tokens": "num_speculative_tokens",
     "draft-model": "draft_model",
+    "draft-vocab-size": "draft_vocab_size",
     "max-logprobs": "max_logprobs",
     "structured-outputs": "structured_outputs",
     "weights": "weights",

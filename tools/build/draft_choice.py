@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ...graphs.errors import SpecError
+from ...graphs.types import Mesh
+from ...models import draft_vocabulary
 from ...models.draft_source import with_draft_model
 from ...models.presets import DRAFT_PRESETS
 from ...models.registry import ModelSource
@@ -40,3 +43,28 @@ def draft_name(source: ModelSource) -> str:
     if source.draft is None:
         return ""
     return str(source.draft.directory.resolve()) if source.draft.directory else source.draft.name
+
+
+def draft_vocab(requested: int | None, source: ModelSource, drafts: int, mesh: Mesh) -> int:
+    """How many tokens may be drafted, the first ones of the vocabulary; 0 for all.
+
+    Raises:
+        SpecError: nothing is drafted, the draft head has a vocabulary of its own, or ranks cannot share so many rows.
+    """
+    if requested is None:
+        return 0
+    asked, vocab, ranks = f"--draft-vocab-size {requested}", source.model.config.vocab_size, mesh.axis("tp")
+    if not drafts:
+        raise SpecError(f"{asked}: a step of this build drafts nothing; legal is a build with --speculative-tokens of at least 1")
+    if source.draft is not None:
+        raise SpecError(f"{asked}: the draft model {source.draft.name} has a vocabulary of its own; legal is the model's own draft head")
+    head = source.model.family.draft_head
+    if head is None or head.vocab_size is not draft_vocabulary.size:
+        raise SpecError(
+            f"{asked}: the draft head of family {source.model.family.name} cannot be cut; legal is one whose `DraftHead` has "
+            "the `logits` of `decoder.draft_logits` and the `vocab_size` of `draft_vocabulary.size`"
+        )
+    if requested >= vocab or requested % ranks:
+        shared = f", multiples of the {ranks} ranks that share them" if ranks > 1 else ""
+        raise SpecError(f"{asked}: {source.name} has {vocab} tokens; legal are 1 to {vocab - 1}{shared}, and no option for all of them")
+    return requested

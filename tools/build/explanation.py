@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...graphs.types import DTYPES, Mesh
 from ...lowering.artifact.manifest import Manifest
+from ...models import draft_vocabulary
 from ..notation import PrefillSize, format_buckets, format_prefill
 from .decisions import CHECKPOINT, DEFAULT, FLAG, PLAN, ROW, SETTINGS
 
@@ -83,6 +84,7 @@ CONSEQUENCES = {
     "max-total-tokens": "with fewer pages requests wait, or are preempted, sooner",
     "kv-cache-memory": "with fewer pages requests wait, or are preempted, sooner",
     "speculative-tokens": "each draft is verified by the next step, whose graph gets a row more for every request",
+    "draft-vocab-size": "each draft reads so many rows of the head; other tokens are never drafted, so fewer drafts are accepted",
     "max-logprobs": "log probabilities cost every step time, whether a request asks for them or not",
     "structured-outputs": "each takes a bitmask over the vocabulary in every step's inputs",
     "weights": "stored ones make the artifact complete, bound ones make it small",
@@ -131,6 +133,10 @@ def _draft_model(manifest: Manifest) -> str | None:
     return str(manifest.model["draft_model"]["name"]) if "draft_model" in manifest.model else None
 
 
+def _draft_vocab(manifest: Manifest) -> str | None:
+    return str(draft_vocabulary.recorded((leaf.name, leaf.aval.shape) for leaf in manifest.params) or "") or None
+
+
 VALUES: dict[str, Callable[[Manifest], str | None]] = {
     "deployment": lambda manifest: manifest.deployment or None,
     "phase": lambda manifest: _argument("phase", manifest),
@@ -148,6 +154,7 @@ VALUES: dict[str, Callable[[Manifest], str | None]] = {
     "kv-cache-memory": lambda manifest: _argument("kv-cache-memory", manifest),
     "speculative-tokens": lambda manifest: str(manifest.limits.drafts),
     "draft-model": _draft_model,
+    "draft-vocab-size": _draft_vocab,
     "max-logprobs": _max_logprobs,
     "structured-outputs": lambda manifest: str(manifest.limits.bitmasks),
     "weights": _weights,
@@ -180,6 +187,7 @@ def _what(name: str, value: str, manifest: Manifest) -> str:
         "kv-cache-memory": f"KV pages take at most {value} bytes of a rank.",
         "speculative-tokens": "Steps draft nothing." if value == "0" else f"Each step drafts {value} tokens.",
         "draft-model": f"Drafts come from {value}.",
+        "draft-vocab-size": f"Drafts are of the first {value} tokens of the vocabulary.",
         "max-logprobs": "No request gets log probabilities."
         if value == "0"
         else f"A request gets up to {value} log probabilities a token.",

@@ -26,7 +26,7 @@ from .checkpoint_slots import with_checkpoint_slots
 from .choices import MAX_LOGPROBS
 from .decisions import Decided, decided, format_decided
 from .dispatch_size import fit_dispatch
-from .draft_choice import choose_draft_model, draft_name
+from .draft_choice import choose_draft_model, draft_name, draft_vocab
 from .dtype_choice import choose_dtype, dtype_name
 from .instance import Instance, resolve, row_of
 from .kv_cache_choice import check_kv_cache, choose_kv_cache
@@ -65,6 +65,7 @@ class Options:
         logit_adjustments: biases and penalties of a step, of one dp group.
         weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
         draft_model: preset name or checkpoint directory of a draft head, which takes the place of the model's own.
+        draft_vocab_size: tokens that may be drafted, the first ones (models/draft_vocabulary.py).
         kv_cache_dtype: "auto", "bfloat16" or "int8" (tools/build/kv_cache_choice.py).
         family: path of the file of a family that this package does not have.
         cann, operator_packages: of `lowering.platform.Platform`.
@@ -98,6 +99,7 @@ class Options:
     checkpoint_slots: int | None = None
     kv_cache_memory: int | None = None
     cuda_arch: str | None = None
+    draft_vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ class Plan:
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
             "draft-model": draft_name(self.source),
+            "draft-vocab-size": self.model.config.variant.draft_vocab or "",
             "kv-cache-dtype": self.kv_cache_dtype if self.kv_cache_dtype != "auto" else "",
             "family": self.source.family_file.path if self.source.family_file else "",
         }
@@ -249,7 +252,7 @@ def plan(options: Options) -> Plan:
     formats = choose_kv_cache(options.kv_cache_dtype, _formats(source, instance), dtype)
     planned = Plan(
         source,
-        _variant_of(source.model, formats, instance, platform, backend),
+        _variant_of(source.model, formats, instance, platform, backend, draft_vocab(options.draft_vocab_size, source, limits.drafts, mesh)),
         (*prefill, *(Bucket("decode", batch, limits.drafts + 1) for batch in batches)),
         limits,
         dtype,
@@ -329,7 +332,7 @@ def _max_logprobs(options: Options, source: registry.ModelSource, target: Target
     return int(count)
 
 
-def _variant_of(model: step.Model, formats: Formats, instance: Instance, platform: Platform, backend: str) -> step.Model:
+def _variant_of(model: step.Model, formats: Formats, instance: Instance, platform: Platform, backend: str, draft_vocab: int) -> step.Model:
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
     group = mesh.axis("tp")
@@ -348,6 +351,7 @@ def _variant_of(model: step.Model, formats: Formats, instance: Instance, platfor
         local=instance.target.local,
         backend=backend,
         platform=platform,
+        draft_vocab=draft_vocab,
     )
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 

@@ -103,6 +103,11 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
     "--draft-model", metavar="MODEL",
     help="Draft head of a second checkpoint: a directory, or a preset of sizes.  [default: the model's own, if it has one]",
 )  # fmt: skip
+@click.option(
+    "--draft-vocab-size", type=click.IntRange(1),
+    help="Draft from the first so many tokens, in a byte-pair vocabulary the frequent ones: a draft reads so many rows of the head, "
+    "and no output changes.  [default: all tokens]",
+)  # fmt: skip
 @family_option
 @click.option(
     "--max-logprobs", type=click.IntRange(0, 20),

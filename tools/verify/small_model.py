@@ -14,7 +14,7 @@ from ...graphs.ops.fused_experts import FEWEST_TOKENS
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.platform import Platform
-from ...models import draft_source, registry, sharding_rules
+from ...models import draft_source, draft_vocabulary, registry, sharding_rules
 from ...models.deployed import deployed, heads_for
 from ...models.family import ModelConfig
 from ...models.family_file import FamilyFile
@@ -142,7 +142,8 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     small = replace(large, config=large.family.shrink(large.config, mesh.axis("tp"), mesh.size))
     # Random floats, which are quantised when they are loaded.
     formats = _small_groups(replace(small.config.variant.formats, stored=False))
-    shipped = replace(small.config.variant, formats=formats, **heads_for(small.config, mesh.axis("tp")))
+    rows = draft_vocabulary.small(small.config, mesh.axis("tp"))
+    shipped = replace(small.config.variant, formats=formats, draft_vocab=rows, **heads_for(small.config, mesh.axis("tp")))
     small, variant = with_variant(small, shipped), replace(shipped, recurrent=torch.float32)
     plain = replace(variant, grouped=False, padded=())
     if not (variant.heads and any(form not in UNROUNDED for _, form in formats.rules)):
@@ -202,6 +203,7 @@ def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
         local=where.local,
         backend=next((entry.backend for entry in manifest.graphs), ""),
         platform=Platform.of(manifest.platform),
+        draft_vocab=draft_vocabulary.recorded((leaf.name, leaf.aval.shape) for leaf in manifest.params),
     )
 
 

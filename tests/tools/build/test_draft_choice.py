@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from npucompile.graphs.errors import SpecError
 from npucompile.models import registry
 from npucompile.tools.build import deployments
 from npucompile.tools.build.draft_choice import choose_draft_model
@@ -38,3 +39,32 @@ def test_a_checkpoint_without_a_draft_model_is_said():
     kept, note = choose_draft_model(None, replace(registry.find("qwen3-32b"), checkpoint_dir=here), row, None)
     assert kept.draft is None
     assert note == "no drafts: the deployment drafts 3 tokens with a second checkpoint, which it does not name (--draft-model to name one)"
+
+
+def options(model="qwen3.5-tiny", **chosen):
+    return Options(model, **{"backend": "eager", "draft_vocab_size": 300, **chosen})
+
+
+def test_a_build_that_drafts_from_few_tokens_is_repeated_by_its_arguments_and_takes_the_memory_of_their_rows():
+    few, all_tokens = plan(options()), plan(options(draft_vocab_size=None))
+    assert few.arguments[few.arguments.index("--draft-vocab-size") + 1] == "300"
+    assert "--draft-vocab-size" not in all_tokens.arguments
+    config = few.source.model.config
+    assert few.params_bytes - all_tokens.params_bytes == 300 * config.hidden_size * few.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    "chosen, complaint",
+    [
+        ({"num_speculative_tokens": 0}, "legal is a build with --speculative-tokens of at least 1"),
+        ({"draft_vocab_size": 2**20}, "legal are 1 to "),
+        ({"model": "qwen3-32b", "draft_model": "qwen3-32b-eagle3", "target": "ascend-a3", "mesh": "tp=4", "backend": "null"}, "its own"),
+        (
+            {"model": "qwen3.5-27b", "target": "ascend-a3", "mesh": "tp=4", "backend": "null", "draft_vocab_size": 30002},
+            "multiples of the 4",
+        ),
+    ],
+)
+def test_a_draft_vocabulary_that_cannot_be_is_refused(chosen, complaint):
+    with pytest.raises(SpecError, match=r"--draft-vocab-size \d+.*" + complaint.replace("its own", "has a vocabulary of its own")):
+        plan(options(**chosen))

@@ -36,7 +36,7 @@ def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
     chosen = {
         "model": {"name": name, "config": checkpoint.text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8", "dtype": "bf16",
         "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),),
-        "limits": Limits(128, 1000, 400, 4096, 4, 3),
+        "limits": Limits(128, 1000, 400, 4096, 4, 3), "params": (),
         "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
     }  # fmt: skip
     scheme = fields.get("quantization", chosen["quantization"])
