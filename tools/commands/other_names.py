@@ -63,6 +63,7 @@ OTHERWISE: Mapping[str, Mapping[str, str]] = {
         "--max-num-batched-tokens": f"it counts decode steps too; {_CHUNK}",
         "--max-prefill-tokens": f"it counts all prompts of a step; {_CHUNK}, or --prefill 4x512 for several",
         "--speculative-num-draft-tokens": "it counts the last known token too; legal is --speculative-tokens, one less",
+        "--speculative-token-map": "it names a file of tokens; legal is --draft-vocab-size, the number of the vocabulary's first ones",
         "--host": "legal is an option of serve",
         "--port": "legal is an option of serve",
         "--served-model-name": "legal is an option of serve",
