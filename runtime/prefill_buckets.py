@@ -60,6 +60,8 @@ def choose_prefill(buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]]
     if not any(remaining) or min(itertools.chain.from_iterable(remaining)) < 1:
         raise SpecError(f"a prefill bucket for prompts of {[list(own) for own in remaining]} tokens; legal is one or more, of at least 1")
     prefill = sorted(of_kind(buckets, "prefill"), key=lambda b: (b.tokens, b))
+    if len(prefill) == 1:
+        return prefill[0]
     if cost is None:
         fixed = default_fixed_tokens(prefill)
         costs = {b: price(b, fixed) for b in prefill}

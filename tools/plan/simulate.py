@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ...graphs.types import Bucket
-from ...runtime.buckets import choose
+from ...runtime.buckets import choose, of_kind
 from ...runtime.prefill_buckets import Cost, choose_prefill, default_fixed_tokens, price
 from ...runtime.scheduler.step_times import in_time
 from .groups import Groups
@@ -109,6 +109,8 @@ class _Mixed:
         self.late: list[float] = []
         self.prefill_ms = 0.0
         self.legal = sizes
+        self.prefill_sizes = of_kind(sizes, "prefill") if sizes else ()
+        self._costs_ms: dict[int, dict[Bucket, float]] = {}
         self.turn, self._chunk = 0, 0
         # Requests of each group that were sent to it and have not ended.
         self.loads = [0] * dp
@@ -167,7 +169,7 @@ class _Mixed:
         for group, queue in enumerate(self.queues):
             if self.started[group]:
                 found = True
-            elif queue and groups.count[group] < self.serving.max_running:
+            elif groups.count[group] < self.serving.max_running and queue:
                 (index,) = queue.first(1)
                 if not groups.count[group] or groups.need(index, self.remaining[index], True) <= groups.room(group, True):
                     found = True
@@ -202,21 +204,27 @@ class _Mixed:
         """The prefill buckets that leave time for the decode step of all that then decode, by the predicted times of both."""
         rows = self.groups.largest() + max(map(len, parts.values()))
         left_ms = target_ms - self.prefill_ms - 1e3 * self.table.most_seconds(rows, self.groups.context())
-        cost = self._cost_ms(parts)
-        return tuple(in_time(self.sizes, cost, cost, left_ms, not self.bursts))
+        cost = self._cost_ms(self._cached(parts))
+        return tuple(in_time(self.prefill_sizes, cost, cost, left_ms, not self.bursts))
 
-    def _cost_ms(self, parts: dict[int, list[int]]) -> Cost:
-        groups, cached = len(self.queues), round(self._cached(parts))
-        return lambda bucket: 1e3 * self.prefill(bucket.batch, bucket.batch * groups, bucket.q_len, cached)
+    def _cost_ms(self, cached: int) -> Cost:
+        """What each prefill bucket takes where so many tokens of a prompt are cached."""
+        costs = self._costs_ms.get(cached)
+        if costs is None:
+            costs = self._costs_ms[cached] = {bucket: 1e3 * self._padded_s(bucket, cached) for bucket in self.prefill_sizes}
+        return costs.__getitem__
+
+    def _padded_s(self, bucket: Bucket, cached: int) -> float:
+        return self.prefill(bucket.batch, bucket.batch * len(self.queues), bucket.q_len, cached)
 
     def _prompts(self) -> dict[int, list[int]]:
         """Requests that each group can prefill now: those begun, then those that are admitted."""
         parts: dict[int, list[int]] = {}
         if self.clients.sent == self.groups.started:
             return parts
-        for group, queue in enumerate(self.queues):
-            begun = self.started[group]
-            if not begun and (not queue or self.groups.count[group] >= self.serving.max_running):
+        most = self.serving.max_running
+        for group, (queue, begun, count) in enumerate(zip(self.queues, self.started, self.groups.count, strict=True)):
+            if not begun and (count >= most or not queue):
                 continue
             chosen = self._prompts_of(group, queue, begun)
             if chosen:
@@ -226,36 +234,34 @@ class _Mixed:
     def _prompts_of(self, group: int, queue: Waiting, begun: list[int]) -> list[int]:
         """The prompts of one group that fit a step; `taken` says how many tokens of each."""
         serving, groups = self.serving, self.groups
-        ours = serving.policy == "npucompile"
-        chosen, budget = list[int](), float(serving.budget)
-        places = serving.max_running - groups.count[group] - len(begun)
-        room = groups.room(group, ours) - sum(self.remaining[index] for index in begun)
-        for index in itertools.chain(begun, queue.first(min(places, serving.prompts - len(begun)))):
-            new = self._new_tokens(group, index)
+        ours, chunk = serving.policy == "npucompile", serving.chunk
+        chosen, budget, room = list[int](), float(serving.budget), None
+        count, taken, before = groups.count[group], self.taken, len(begun)
+        for index in itertools.chain(begun, queue.first(min(serving.max_running - count, serving.prompts) - before)):
+            new = self._left(group, index)
+            if chunk and new > chunk:
+                new = chunk
             if new > budget and chosen:
                 # Only where prompts are cut anyway does the next one fill the step.
-                if not serving.chunk or ours or budget < 1:
+                if not chunk or ours or budget < 1:
                     break
                 new = budget
             if len(chosen) >= serving.prompts:
                 break
-            if len(chosen) >= len(begun):
+            if len(chosen) >= before:
+                if room is None:
+                    room = groups.room(group, ours) - sum(self.remaining[other] for other in begun)
                 need = groups.need(index, self.remaining[index], ours)
-                if need > room and (groups.count[group] or chosen):
+                if need > room and (count or chosen):
                     self.trace.waiting += 1
                     break
                 room -= need
             chosen.append(index)
-            self.taken[index] = new
+            taken[index] = new
             budget -= new
             if not self.prefix_known[group]:
                 break
         return chosen
-
-    def _new_tokens(self, group: int, index: int) -> float:
-        """Tokens of a request that a step computes if it has room."""
-        left = self._left(group, index)
-        return min(left, self.serving.chunk) if self.serving.chunk else left
 
     def _prefill_pass(self, parts: dict[int, list[int]]) -> None:
         serving, groups = self.serving, self.groups
@@ -291,34 +297,39 @@ class _Mixed:
         total = sum(map(sum, counts.values()))
         prompts = sum(map(len, counts.values()))
         largest = max(counts.values(), key=sum)
-        cached = self._cached(parts)
         new = total / prompts
         # Groups differ little; the largest decides attention, all of them the experts.
-        return self.prefill(max(1, round(sum(largest) / new)), prompts, round(new), round(cached))
+        return self.prefill(max(1, round(sum(largest) / new)), prompts, round(new), self._cached(parts))
 
     def _padded_pass(self, parts: dict[int, list[int]]) -> float:
-        most = max(size.batch for size in self.sizes if size.kind == "prefill")
+        most = self.prefill_sizes[-1].batch
         left = tuple(tuple(max(int(self._left(group, i)), 1) for i in own[:most]) for group, own in parts.items())
+        cached = self._cached(parts)
         if self.serving.itl_target_ms is not None:
             # Nothing is counted between chunks: if there is time for one step, there is time for several that take less.
-            bucket = choose_prefill(self.legal, left, self._cost_ms(parts))
+            bucket = choose_prefill(self.legal, left, self._cost_ms(cached))
         else:
             bucket = _bucket(self.sizes, left, self.fixed_tokens, self.groups.largest(), self.serving.prefill_burst)
-        for group, own in parts.items():
-            parts[group] = own[: bucket.batch]
+        if any(len(own) > bucket.batch for own in parts.values()):
+            for group, own in parts.items():
+                parts[group] = own[: bucket.batch]
+            cached = self._cached(parts)
         self._chunk = bucket.q_len
-        seconds = self.prefill(bucket.batch, bucket.batch * len(self.queues), bucket.q_len, round(self._cached(parts)))
+        seconds = self._padded_s(bucket, cached)
         self.prefill_ms += 1e3 * seconds
         return seconds
 
     def _left(self, group: int, index: int) -> float:
-        known = self.prefix_known[group] and self.remaining[index] == self.work.inputs[index]
-        return self.remaining[index] - (self.work.cached if known else 0)
+        """Tokens of a prompt that are to be computed; those that all prompts share only where nobody computed them."""
+        left, shared = self.remaining[index], self.work.cached
+        return left - shared if shared and self.prefix_known[group] and left == self.work.inputs[index] else left
 
-    def _cached(self, parts: dict[int, list[int]]) -> float:
+    def _cached(self, parts: dict[int, list[int]]) -> int:
         """Tokens of a prompt that are in the cache before the step, on average."""
+        if not self.work.cached and not any(self.started[group] for group in parts):
+            return 0
         cached = [self.work.inputs[i] - min(self._left(g, i), self.work.inputs[i]) for g, own in parts.items() for i in own]
-        return sum(cached) / len(cached)
+        return round(sum(cached) / len(cached))
 
     def _advance(self, parts: dict[int, list[int]]) -> list[tuple[int, int]]:
         """Moves the prompts of a pass on; returns those that are whole."""

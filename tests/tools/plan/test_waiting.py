@@ -62,3 +62,13 @@ def test_one_priority_is_order_of_arrival():
     assert list(queue.first(9)) == [1, 2]
     assert isinstance(waiting(Workload((5, 5), (5, 5), 2, priorities=(3, 3))), InOrder)
     assert isinstance(waiting(Workload((5, 5), (5, 5), 2, priorities=(3, 4))), ByPriority)
+
+
+def test_whose_level_was_asked_for_first_came_first():
+    """Those that lose their caches in a group that only decodes never came to its queue: they began in the order in which it asks."""
+    work = Workload((5, 5, 5), (5, 5, 5), 3, priorities=(0, 0, 1))
+    queue = ByPriority(work)
+    assert [queue.level(index) for index in (1, 2, 0)] == [0, 1, 0]
+    for index in (0, 2, 1):
+        queue.appendleft(index)
+    assert list(queue.first(3)) == [1, 0, 2]
