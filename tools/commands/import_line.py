@@ -65,6 +65,8 @@ def text_of(line: tuple[str, ...]) -> str:
             return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read as a script: {error}") from None
+    if line[0] and not any(map(str.isspace, line[0])):
+        raise SpecError(f"{path}: no such file; legal is a launch line in quotes, a file with such lines, or - for input")
     return line[0]
 
 

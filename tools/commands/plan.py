@@ -12,7 +12,7 @@ import click
 from ...graphs.errors import SpecError
 from ..build.choices import SCHEMES, TARGETS
 
-NPU_TARGETS = tuple(name for name in TARGETS if name != "cpu")
+NPU_TARGETS = tuple(name for name in TARGETS if name.startswith("ascend"))
 
 
 @click.command("plan")

@@ -11,6 +11,7 @@ import httpx2
 import numpy as np
 
 from ...graphs.errors import SpecError
+from ...lowering.artifact.artifact import MANIFEST
 from ...models.registry import find
 from ..build.deployments import deployments
 from ..build.targets import target
@@ -130,8 +131,10 @@ def question_of(model: str, options: Mapping[str, Any]) -> Question:
     """What the options ask.
 
     Raises:
-        SpecError: cards or traffic are missing.
+        SpecError: cards or traffic are missing, or an artifact is named in place of a model.
     """
+    if (Path(model) / MANIFEST).is_file():
+        raise SpecError(f"{model} is an artifact; legal is --artifact {model}, or the MODEL that it was built from")
     if options["cards"] is None:
         raise SpecError("--cards is missing; legal is how many packages of the target there are")
     source = find(model)

@@ -32,9 +32,9 @@ def chosen(text: str, model: str, row: str | None) -> tuple[int, ...]:
         return _of_file(Path(file))
     published = deployment(row) if row else default_for(model)
     if published is None or published.input_len is None or published.concurrency is None or not published.phases:
-        what = f"deployment {published.id}" if published else "no deployment"
+        what = f"deployment {published.id}, which does not say" if published else "no deployment that says"
         raise SpecError(
-            f"--buckets auto with {what}, which says not how many requests of what lengths there are; legal are a --deployment that does, "
+            f"--buckets auto with {what} how many requests of what lengths there are; legal are a --deployment that does, "
             "or --buckets auto:FILE with what `npucompile plan --buckets-out FILE` wrote"
         )
     case = case_of(published.id)

@@ -80,3 +80,5 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         said(str(tmp_path / "binary"))
     with pytest.raises(SpecError, match="--set A: legal is NAME=VALUE"):
         said(LINE, "--set", "A")
+    with pytest.raises(SpecError, match=r"nowhere.sh: no such file; legal is a launch line in quotes"):
+        said("nowhere.sh")

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from npucompile.tools.cli import main
+from npucompile.tools.commands.plan import NPU_TARGETS
 from npucompile.tools.plan.published import ids
 
 
@@ -70,12 +71,26 @@ def test_wrong_options_are_refused(words: tuple[str, ...], message: str) -> None
     assert message in " ".join(result.output.split())
 
 
+def test_an_artifact_in_place_of_a_model_is_told_its_option(tmp_path: Path) -> None:
+    (tmp_path / "manifest.msgpack").touch()
+    result = run(str(tmp_path), "--cards", "1", "--input", "5", "--output", "5", "--concurrency", "1")
+    assert result.exit_code == 1
+    assert f"legal is --artifact {tmp_path}" in " ".join(result.output.split())
+
+
+def test_every_target_that_can_be_chosen_is_predicted():
+    words = ("qwen3-32b", "--cards", "4", "--input", "100", "--output", "10", "--concurrency", "1", "--speculative-tokens", "0")
+    for name in NPU_TARGETS:
+        assert run(*words, "--target", name).exit_code == 0
+    assert "is not one of 'ascend-a3', 'ascend-a2'" in run(*words, "--target", "cuda").output
+
+
 def test_buckets_from_the_metrics_of_a_server(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics"
     metrics.write_text(
-        'npucompile:decode_batch_steps_total{batch_size="2"} 10.0\nnpucompile:decode_batch_steps_total{batch_size="8"} 60.0\n'
+        'npucompile:decode_batch_steps_total{batch_size="2"} 60.0\nnpucompile:decode_batch_steps_total{batch_size="40"} 10.0\n'
     )
     words = ("--deployment", "qwen3-32b-a3x2-mix-2k-2k-50ms", "--metrics", str(metrics), "--max-buckets", "8", "--json")
     chosen = json.loads(run(*words).stdout)["buckets"]["chosen"]
-    assert chosen == [2, 8]
+    assert chosen == [2, 40]
     assert "no such file" in run(*words[:3], str(tmp_path / "none")).output
