@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from ..graphs.errors import RequestError
@@ -303,3 +303,26 @@ class FinishEvent:
 
 
 Event = TokenEvent | FinishEvent
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """The same events with the tokens of each request in one, which is where the first of them was; its end is behind it."""
+    parts: list[list[TokenEvent] | FinishEvent] = []
+    of_request: dict[str, list[TokenEvent]] = {}
+    for event in events:
+        if isinstance(event, FinishEvent):
+            of_request.pop(event.request_id, None)
+            parts.append(event)
+        elif (part := of_request.get(event.request_id)) is not None:
+            part.append(event)
+        else:
+            of_request[event.request_id] = part = [event]
+            parts.append(part)
+    return [_one(part) if isinstance(part, list) else part for part in parts]
+
+
+def _one(events: Sequence[TokenEvent]) -> TokenEvent:
+    if len(events) == 1:
+        return events[0]
+    fields = ([event[place] for event in events] for place in range(1, len(TokenEvent._fields)))
+    return TokenEvent(events[0].request_id, *(tuple(chain.from_iterable(field)) for field in fields))

@@ -11,12 +11,13 @@ import pytest
 from support.texts import RECORD, byte_codec
 
 from npucompile.graphs.errors import RequestError
-from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent, joined
 from npucompile.server.chat_format import ChatFormat
 from npucompile.server.chat_template import ChatTemplate
 from npucompile.server.connection import CreateCommand
 from npucompile.server.create_body import MAX_SEED, ChatMessage, Conversation, ResponseCreate
 from npucompile.server.events import ResponseInfo
+from npucompile.server.limits import SocketLimits
 from npucompile.server.response import PreparedResponse
 from npucompile.server.service import ServedModel, Service, completion_seed
 
@@ -147,7 +148,8 @@ def test_the_rest_is_passed_on():
     assert facade.response(prepare(prompt="abc")).begin()[0]["type"] == "response.created"
 
 
-def test_events_come_to_the_loop_in_order_from_any_thread():
+@pytest.mark.parametrize("interval_s", [0.0, 0.005])
+def test_events_come_to_the_loop_in_order_from_any_thread(interval_s):
     engine = Engine()
     events = [TokenEvent("r", (i,)) for i in range(500)] + [FinishEvent("r", "length", 1, 500, RECORD)]
 
@@ -161,7 +163,7 @@ def test_events_come_to_the_loop_in_order_from_any_thread():
             if isinstance(event, FinishEvent):
                 done.set()
 
-        service(engine).submit([Request("r", (1,), 500)], deliver)
+        service(engine, limits=SocketLimits(stream_interval_s=interval_s)).submit([Request("r", (1,), 500)], deliver)
         ((_, sink),) = engine.submitted
         thread = threading.Thread(target=lambda: [sink(event) for event in events])
         thread.start()
@@ -170,7 +172,8 @@ def test_events_come_to_the_loop_in_order_from_any_thread():
         return delivered, threads
 
     delivered, threads = asyncio.run(run())
-    assert delivered == events
+    assert joined(delivered) == joined(events)
+    assert interval_s or delivered == events
     assert threads == {threading.current_thread()}
 
 
