@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..runtime.request import FinishEvent, Logprobs, TokenEvent
 from .events import CompletionEnd
@@ -11,9 +11,8 @@ from .tokenizer import Detokenizer, StopMatcher
 from .usage import Usage
 
 
-@dataclass(frozen=True)
-class TextDelta:
-    """Text that later tokens cannot change.
+class TextDelta(NamedTuple):
+    """Text that later tokens cannot change. A named tuple, because every event of every stream makes one.
 
     Attributes:
         token_ids: tokens since the previous delta.
