@@ -324,5 +324,6 @@ def joined(events: Sequence[Event]) -> list[Event]:
 def _one(events: Sequence[TokenEvent]) -> TokenEvent:
     if len(events) == 1:
         return events[0]
-    fields = ([event[place] for event in events] for place in range(1, len(TokenEvent._fields)))
-    return TokenEvent(events[0].request_id, *(tuple(chain.from_iterable(field)) for field in fields))
+    names, token_ids, logprobs, prompt_logprobs = zip(*events, strict=True)
+    chained = chain.from_iterable
+    return TokenEvent(names[0], tuple(chained(token_ids)), tuple(chained(logprobs)), tuple(chained(prompt_logprobs)))

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from threading import Lock
+from typing import Any
 
 from ..runtime.delivery import BatchSink
 from ..runtime.request import Event, FinishEvent, TokenEvent, joined
@@ -17,7 +18,8 @@ log = logging.getLogger(__name__)
 
 Deliver = Callable[[Event], None]
 
-_request_id = itemgetter(TokenEvent._fields.index("request_id"))
+_request_id: Callable[[Any], str] = itemgetter(TokenEvent._fields.index("request_id"))
+"""Of a TokenEvent."""
 
 
 class Mailbox(BatchSink):
