@@ -54,7 +54,7 @@ class SocketLimits:
     first_token_timeout_s: float | None = None
     max_queue_bytes: int = 64 * 2**20
     slow_reader_s: float = 10.0
-    stream_interval_s: float = 0.005
+    stream_interval_s: float = 0.01
     handshake_s: float = 10.0
     max_stored_bytes: int = 256 * 2**20
     stored_s: float = 3600.0

@@ -39,6 +39,7 @@ class Mailbox(BatchSink):
         self._failed = failed
         self._joins = interval_s > 0
         self._receivers: dict[str, Deliver] = {}
+        self._timer: asyncio.TimerHandle | None = None
         # What follows is guarded by the lock.
         self._silent: set[str] = set()
         self._events: list[Event] = []
@@ -85,8 +86,7 @@ class Mailbox(BatchSink):
             events, self._events = self._events, []
             self._rung = False
             timer_s = self._pace.taken(self.loop.time())
-        if timer_s is not None:
-            self.loop.call_at(timer_s, self._run_out)
+        self._set_timer(timer_s)
         self._pass_on(events)
 
     def _run_out(self) -> None:
@@ -96,9 +96,13 @@ class Mailbox(BatchSink):
             due, timer_s = self._pace.timer(self.loop.time())
             if due:
                 events, self._events = self._events, []
-        if timer_s is not None:
-            self.loop.call_at(timer_s, self._run_out)
+        self._set_timer(timer_s)
         self._pass_on(events)
+
+    def _set_timer(self, timer_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if timer_s is None else self.loop.call_at(timer_s, self._run_out)
 
     def _pass_on(self, events: Sequence[Event]) -> None:
         for event in joined(events) if self._joins else events:

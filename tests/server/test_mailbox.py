@@ -30,7 +30,9 @@ class Loop:
         self.file, self.callback = file, callback
 
     def call_at(self, when_s, callback):
-        self.timers.append((when_s, callback))
+        timer = Timer(self, when_s, callback)
+        self.timers.append(timer)
+        return timer
 
     @property
     def awake(self):
@@ -41,12 +43,21 @@ class Loop:
         self.callback()
 
     def pass_time(self, until_s):
-        while self.timers and min(self.timers)[0] <= until_s:
-            timer = min(self.timers, key=lambda timer: timer[0])
-            self.timers.remove(timer)
-            self.now_s = max(self.now_s, timer[0])
-            timer[1]()
+        while self.timers and self.timers[0].when_s <= until_s:
+            (timer,) = self.timers
+            timer.cancel()
+            self.now_s = max(self.now_s, timer.when_s)
+            timer.callback()
         self.now_s = until_s
+
+
+class Timer:
+    def __init__(self, loop, when_s, callback):
+        self.loop, self.when_s, self.callback = loop, when_s, callback
+
+    def cancel(self):
+        if self in self.loop.timers:
+            self.loop.timers.remove(self)
 
 
 def token(name, i=0):
@@ -143,6 +154,7 @@ def test_first_tokens_and_ends_do_not_wait_and_take_along_what_does():
             box.open(name, delivered.append)
         quick(box, loop)
         delivered.clear()
+        loop.pass_time(loop.now_s + 0.001)
         # No token yet, so that its first one is still to come.
         box.deliver([token("a", 5), TokenEvent("b", (), (), (Logprobs(-1.0, ()),))])
         assert not loop.awake
@@ -159,7 +171,9 @@ def test_what_waits_of_a_closed_request_is_dropped():
     box.open("a", delivered.append)
     quick(box, loop)
     delivered.clear()
+    loop.pass_time(loop.now_s + 0.001)
     box.deliver([token("a")])
+    assert not loop.awake
     box.close("a")
     loop.pass_time(1)
     assert not delivered

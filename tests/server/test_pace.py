@@ -32,9 +32,7 @@ class Desk:
         rung = self.pace.arrived(self.now_s, urgent=urgent)
         if rung:
             self._take()
-            set_s = self.pace.taken(self.now_s)
-            assert set_s is None or self.timer_s is None
-            self.timer_s = self.timer_s if set_s is None else set_s
+            self.timer_s = self.pace.taken(self.now_s)
         return rung
 
     def _take(self):
@@ -64,6 +62,7 @@ def test_short_steps_are_delivered_together_at_the_end_of_one_and_not_by_the_tim
     assert desk.steps(step_s, 60)[:4] == [1, 1, together, together]
     arrivals = {at for _, waited in desk.taken for at in waited}
     assert all(at in arrivals for at, _ in desk.taken)
+    assert desk.timers <= len(desk.taken)
 
 
 def test_an_interval_of_nothing_lets_nothing_wait():
