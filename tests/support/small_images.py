@@ -45,7 +45,7 @@ def manifest(name: str = MOE, mesh: str = "dp=2,tp=2", **fields: Any) -> Manifes
     chosen = {
         "model": {"name": name, "config": registry.find(name).text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8",
         "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),), "dtype": "bf16",
-        "limits": Limits(128, 1000, 400, 4096, 4, 3),
+        "limits": Limits(128, 1000, 400, 4096, 4, 3), "params": (),
         "graphs": (entry("prefill", 1, 3584, IN_PARTS), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
     }  # fmt: skip
     scheme = fields.get("quantization", chosen["quantization"])

@@ -124,7 +124,7 @@ def _either(names: Sequence[str]) -> str:
 def _read(name: str, row: Row, texts: tuple[str, ...], positive: bool) -> Given:
     fewest, _ = row.count
     if row.type in ("flag", "switch"):
-        if texts and row.type == "flag":
+        if texts:
             return Given(name, row, texts, None, f"{name} takes no value, here it has {texts[0]!r}")
         return Given(name, row, (), positive)
     if len(texts) < fewest:

@@ -87,8 +87,9 @@ def test_shuffled_and_shortened_flags_are_read_as_argparse_reads_them(name, data
         with contextlib.redirect_stderr(io.StringIO()):
             PARSERS[name].parse_args(words, namespace)
     except (argparse.ArgumentError, SystemExit):
-        # A name may have been shortened to one that several flags, or an earlier release's flag, begin with.
-        assert any(each.problem or (each.row and each.row.old) for each in read_flags(words, table))
+        # A name may have been shortened to one that several flags, or an earlier release's flag, begin with, or to another flag's
+        # whole name, which takes no value: the value is then a stray word.
+        assert any(each.problem or not each.row or each.row.old for each in read_flags(words, table))
         return
     read = read_flags(words, table)
     assert [(each.row.name, _value(each)) for each in read if each.row] == [(dest, _plain(value)) for dest, value in namespace.seen]
@@ -121,6 +122,11 @@ def test_names_that_several_flags_begin_with_are_refused_with_all_of_them():
     (several,) = read_flags(["--disaggregation-d", "5"], TABLES["sglang"])
     assert "may be --disaggregation-decode-" in several.problem
     assert several.texts == ("5",)
+
+
+def test_a_switch_takes_no_value():
+    (given,) = read_flags(["--numa-bind=0"], TABLES["vllm"])
+    assert given.problem == "--numa-bind takes no value, here it has '0'"
 
 
 def test_switches_of_vllm_are_pairs():
