@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from ...graphs.types import Bucket
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from .acceptance import spread_over_steps
 from .artifact import Served, bucket_named, serve, value_of
-from .step_law import ReadRates, StepLaw
+from .step_law import ReadRates, StepLaw, non_negative
 from .system import Workload
 
 Row = Mapping[str, Any]
@@ -119,8 +118,8 @@ def compare(artifact: Artifact, figures: Mapping[str, Sequence[Row]], fit_on: Se
 
     Steps of other buckets follow from what their graphs compute and read; throughput from the simulated scheduler. From the engine's own
     runs at the loads of the fitted buckets (without two of these: at the smallest and the largest load) come what the host adds to a
-    step, by how much executables are slower between the host's work than one after the other, and, from the first tokens of the smallest
-    load, what these prompts take of a full prefill step.
+    step, what executables take between the host's work beside what they take one after the other, and, from the first tokens of the
+    smallest load, what these prompts take of a full prefill step.
 
     Args:
         fit_on: decode batch sizes that are fitted.
@@ -166,19 +165,27 @@ class _Streams:
         # Which rows a step has depends on how prefill and decode take turns, and hardly on how long they take.
         rows = {count: self.median_rows(count) for count in loads}
         host = host_of([(rows[count], (value_of(streams[count].get("host_ms")) or 0.0) / 1e3) for count in loads])
-        slower = self.slower(rows)
-        padded = self.padded(min(loads), slower, host) if loads else 1.0
+        engine = self.engine(rows)
+        padded = self.padded(min(loads), engine, host) if loads else 1.0
         return [
-            Compared(f"{count} streams", measured, self.serve(count, slower, padded, host).output_tok_s, "tok/s", count in loads)
+            Compared(f"{count} streams", measured, self.serve(count, engine, padded, host).output_tok_s, "tok/s", count in loads)
             for count, row in streams.items()
             if (measured := value_of(row["tokens_per_s"])) is not None
         ]
 
-    def serve(self, count: int, slower: float = 1.0, padded: float = 1.0, host: Callable[[int], float] = lambda rows: 0.0) -> Served:
+    def serve(
+        self,
+        count: int,
+        engine: Callable[[float], float] = lambda seconds: seconds,
+        padded: float = 1.0,
+        host: Callable[[int], float] = lambda rows: 0.0,
+    ) -> Served:
         """So many requests that start together, as the bench sends them.
 
         Args:
-            slower, padded: factors of decode and of prefill steps.
+            engine: what a decode step takes in an engine that takes so many seconds by the law.
+            padded: factor of prefill steps.
+            host: what the engine adds to a step of so many rows.
         """
         drafts = self.artifact.manifest.limits.drafts
         accepted = value_of(self.bench.streams[count].get("acceptance_length")) or 1.0
@@ -186,7 +193,7 @@ class _Streams:
 
         def seconds(entry: GraphEntry, rows: int, context: int) -> float:
             if entry.bucket.kind == "decode":
-                return slower * self.law.seconds(entry, rows, context)
+                return engine(self.law.seconds(entry, rows, context))
             return padded * self.bench.prefill[entry.bucket]
 
         return serve(self.artifact, Workload.uniform(self.prompt, self.output, count, count), seconds, host, accepted, spread)
@@ -201,25 +208,43 @@ class _Streams:
                 return rows
         return count
 
-    def padded(self, count: int, slower: float, host: Callable[[int], float]) -> float:
+    def padded(self, count: int, engine: Callable[[float], float], host: Callable[[int], float]) -> float:
         """What part of the time of a full prefill step these prompts take, by the first tokens of this load.
 
         A prompt that does not fill its bucket takes less: kernels of attention and of the delta rule pass over padding, products do not.
         """
         measured, factor = value_of(self.bench.streams[count].get("first_token_ms")), 1.0
         for _ in range(8 if measured else 0):
-            factor *= (measured or 0.0) / max(self.serve(count, slower, factor, host).ttft_ms.median, 1e-9)
+            factor *= (measured or 0.0) / max(self.serve(count, engine, factor, host).ttft_ms.median, 1e-9)
         return factor
 
-    def slower(self, rows: Mapping[int, int]) -> float:
-        """By which factor executables are slower in an engine, of these loads with so many rows in the median step: the mean logarithm."""
-        logs = []
+    def engine(self, rows: Mapping[int, int]) -> Callable[[float], float]:
+        """What executables take in an engine, of what the law says, by these loads with so many rows in the median step."""
+        points = []
         for count, live in rows.items():
             milliseconds = value_of(self.bench.streams[count].get("executable_ms"))
             entry = next((entry for entry in self.decode if entry.bucket.batch >= live), self.decode[-1])
             if milliseconds:
-                logs.append(math.log(milliseconds / 1e3 / self.law.seconds(entry, live, self.prompt + self.output // 2)))
-        return math.exp(sum(logs) / len(logs)) if logs else 1.0
+                points.append((self.law.seconds(entry, live, self.prompt + self.output // 2), milliseconds / 1e3))
+        return engine_of(points)
+
+
+def engine_of(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Seconds of a step in an engine, of its seconds one after the other: a fixed part and a factor, neither negative.
+
+    Between two steps the engine's own work takes caches from the model and lets threads fall asleep, which costs a step the same
+    whatever it computes; and the longer a step, the more of what runs beside it.
+
+    Args:
+        points: pairs of both; one gives a factor, none changes nothing.
+    """
+    if not points:
+        return lambda seconds: seconds
+    alone, within = (np.asarray(column, dtype=float) for column in zip(*points, strict=True))
+    columns = np.stack([alone, np.ones_like(alone)], axis=1)[:, : len(set(alone.tolist()))] / within[:, None]
+    factor, *rest = non_negative(columns, np.ones_like(within))[1].tolist()
+    fixed = rest[0] if rest else 0.0
+    return lambda seconds: fixed + factor * seconds
 
 
 def host_of(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:

@@ -15,12 +15,12 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.tools.bench.step import needed_bytes
-from npucompile.tools.plan.benched import compare, host_of, read_bench
+from npucompile.tools.plan.benched import compare, engine_of, host_of, read_bench
 from npucompile.tools.plan.step_law import ReadRates, StepLaw
 from npucompile.tools.plan.system import Workload
 
 PROMPT, OUTPUT = 6, 9
-SLOWER, PADDED = 1.4, 0.6
+SLOWER, FIXED, PADDED = 1.4, 7e-4, 0.6
 BATCHES = (1, 2, 4, 8, 16)
 RATES = ReadRates(((1e4, 8e9), (1e6, 5e9), (1e9, 1e9)))
 
@@ -56,7 +56,7 @@ def engine_row(artifact: Artifact, law: StepLaw, count: int) -> dict[str, object
         if step.bucket.kind == "prefill":
             return PADDED * prefill_s(step.bucket) + host_s(rows)
         context = max(row.start for part in step.groups for row in part.rows)
-        inner.append((SLOWER * law.seconds(entries[step.bucket], rows, context), host_s(rows)))
+        inner.append((FIXED + SLOWER * law.seconds(entries[step.bucket], rows, context), host_s(rows)))
         return sum(inner[-1])
 
     run = served(Workload.uniform(PROMPT, OUTPUT, count, count), Policy(artifact.manifest.limits, tuple(entries)), 1, 1, step_s)
@@ -138,3 +138,12 @@ def test_host_time_is_linear_in_rows():
     assert host_of([])(5) == 0
     assert host_of([(4, 0.002)])(64) == 0.002
     assert host_of([(1, 0.001), (5, 0.003)])(3) == pytest.approx(0.002)
+
+
+def test_steps_in_an_engine_have_a_fixed_part_and_a_factor():
+    assert engine_of([])(0.02) == 0.02
+    assert engine_of([(0.01, 0.012)])(0.02) == pytest.approx(0.024)
+    assert engine_of([(0.01, 0.015), (0.03, 0.037)])(0.02) == pytest.approx(0.026)
+    assert engine_of([(0.02, 0.024), (0.02, 0.026)])(0.01) == pytest.approx(0.0125, rel=0.01)
+    # More than in proportion: no part is negative.
+    assert engine_of([(0.01, 0.01), (0.03, 0.06)])(0.0) == 0.0
