@@ -18,8 +18,9 @@ TILED_FLOPS_PER_BYTE = {**CPU_FLOPS_PER_BYTE, "bf16": 70}
 
 bf16: 0.75 B parameters (1.505 GB, 1.05 GFLOP a token). With AMX steps of 32 tokens take 90 ms and of 512 take 450, which is a fixed part
 of 99 tokens; this says 101. By themselves products reach 2 TFLOP/s there and reads 30 GB/s. With bfloat16 dot products alone they take 300
-and 4,274 ms, which is 17 tokens; this says 17. f32: the bundled model (20.8 MB, 4.7 MFLOP a token) with AVX-512. Steps of 32 tokens take
-3.43 ms and of 128 take 10.53, which is 28 tokens; this says 31.
+and 4,274 ms, which is 17 tokens; this says 17. Of other machines without AMX, steps say about 9 operations (Zen 4) and 20 (Zen 5). f32:
+the bundled model (20.8 MB, 4.7 MFLOP a token) with AVX-512. Steps of 32 tokens take 3.43 ms and of 128 take 10.53, which is 28 tokens;
+this says 31.
 """
 
 _INT8 = ("w8a8", "w8a8-all", "w4a8")
