@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,8 +67,8 @@ def test_another_artifact_is_refused_or_compared(recorded: Path, tmp_path: Path)
     assert "legal is the same one, or --any-artifact" in tiny.refused(tmp_path, "replay", recorded, "--artifact", other)
     result = tiny.cli(tmp_path, "replay", recorded, "--artifact", other, "--any-artifact")
     assert result.exit_code == 1
-    assert "step 1 is the first that differs\n  recorded: ['result', 'prefill-" in result.stdout
-    assert "\n  repeated: ['result', 'prefill-" in result.stdout
+    # Whose first token is not the same by chance: two random models draw with the same random numbers.
+    assert re.search(r"step \d+ is the first that differs\n  recorded: \['result', .*\n  repeated: \['result', ", result.stdout)
 
 
 def test_what_cannot_be_repeated_is_refused(recorded: Path, tmp_path: Path) -> None:
