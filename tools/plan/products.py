@@ -188,5 +188,5 @@ def collective(speeds: Speeds, nbytes: Any, ranks: int, steps: int) -> Any:
         return 0.0 * np.asarray(nbytes, dtype=float)
     machine = speeds.machine
     link = machine.link_bytes_per_s if ranks <= machine.npus_per_node else machine.node_link_bytes_per_s
-    fixed = speeds.p.collective_us * 1e-6 + machine.near_hop_s + machine.hop_s * (math.log2(ranks) - 1)
+    fixed = speeds.p.collective_us * 1e-6 + machine.hop_s * math.log2(ranks)
     return fixed + steps * (ranks - 1) / ranks * nbytes / (link * speeds.p.link)

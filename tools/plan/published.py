@@ -22,8 +22,8 @@ _REFERENCE = {"dsv32-reference-values": "dsv32-a3x32-pd-64k-1k-30ms"}
 """Rows of values without a launch, and the launch of the same model that is predicted in their place."""
 _MEMORY_FRACTION = 0.8
 _WAVES = 4
-_HOPS_S = {"ascend-a3": (0.2e-6, 0.5e-6), "ascend-a2": (0.5e-6, 0.5e-6)}
-"""First and later doublings: Huawei MindStudio msmodeling, tensor_cast/device.py, for both. An A3 has two NPUs in a package."""
+_HOP_S = {"ascend-a3": 1.2e-6, "ascend-a2": 0.5e-6}
+"""arXiv:2506.12708 (512 bytes between two NPUs); Huawei MindStudio msmodeling, tensor_cast/device.py."""
 
 
 @cache
@@ -42,7 +42,7 @@ def machine_of(name: str) -> Machine:
     if None in speeds:
         raise SpecError(f"speeds of target {name} are not known; legal are ascend-a3 and ascend-a2")
     hbm, bf16, int8, link, node = (float(speed or 0) for speed in speeds)
-    return Machine(name, hbm, bf16, int8, 24, link, node, kind.npus_per_node, float(kind.usable_hbm_bytes), *_HOPS_S[name])
+    return Machine(name, hbm, bf16, int8, 24, link, node, kind.npus_per_node, float(kind.usable_hbm_bytes), _HOP_S[name])
 
 
 def case_of(name: str, accepted: float | None = None, known: Collection[str] | None = None) -> Case:

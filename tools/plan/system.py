@@ -16,8 +16,7 @@ class Machine:
 
     Attributes:
         cores: matrix cores.
-        near_hop_s: between two neighbours, which is the first doubling of a collective's ranks.
-        hop_s: between two other NPUs of a node, which a collective takes for each further doubling.
+        hop_s: between two NPUs of a node, which a collective takes once for each doubling of its ranks.
     """
 
     name: str
@@ -29,8 +28,7 @@ class Machine:
     node_link_bytes_per_s: float = 1.96e11
     npus_per_node: int = 16
     usable_bytes: float = USABLE_BYTES
-    near_hop_s: float = 0.2e-6
-    hop_s: float = 0.5e-6
+    hop_s: float = 1.2e-6
 
 
 @dataclass(frozen=True)
