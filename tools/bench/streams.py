@@ -8,9 +8,9 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,13 @@ from ..progress import Progress
 from ..serve import serving as services
 from . import acceptance
 from .report import Column, Table, Value
-from .stats import Clock, interleave, spread
+from .stats import Clock, interleave, ratio, spread
 
 COLUMNS = (
     Column("streams", "streams", 0),
     Column("path", "through"),
     Column("tokens_per_s", "tok/s", 1),
+    Column("of_engine", "of the engine's"),
     Column("first_token_ms", "first token ms", 1),
     Column("between_tokens_ms", "between tokens ms"),
     Column("step_ms", "decode step ms", 3),
@@ -85,7 +86,7 @@ class Run:
         seconds: from the first submission to the last token.
         token_ids: generated tokens of each stream.
         arrivals: of each stream, pairs of seconds since its submission and number of tokens that arrived then.
-        steps: (whole step, executable alone) seconds of every decode step; empty through the websocket.
+        steps: (whole step, executable alone) seconds of every decode step but a last one; empty through the websocket.
         records: execution record of each stream; empty through the websocket.
     """
 
@@ -118,15 +119,29 @@ class Run:
         return 1e3 * statistics.median(gaps) if gaps else None
 
 
+@dataclass(frozen=True)
+class Call:
+    """One run of an executable.
+
+    Attributes:
+        kind: of its bucket.
+        began_s: a reading of the clock.
+    """
+
+    kind: str
+    began_s: float
+    seconds: float
+
+
 class TimedExecutor(CpuExecutor):
     """An executor that records how long its executables run, apart from the host's work around them.
 
     Attributes:
-        calls: (bucket kind, seconds) of every step so far.
+        calls: of all steps so far.
     """
 
     def __init__(self, artifact: Artifact, *, clock: Clock = time.perf_counter) -> None:
-        self.calls: list[tuple[str, float]] = []
+        self.calls: list[Call] = []
         self._clock = clock
         super().__init__(artifact)
 
@@ -137,7 +152,7 @@ class TimedExecutor(CpuExecutor):
 class _Timed:
     """An executable whose calls are timed."""
 
-    def __init__(self, inner: HostExecutable, kind: str, calls: list[tuple[str, float]], clock: Clock) -> None:
+    def __init__(self, inner: HostExecutable, kind: str, calls: list[Call], clock: Clock) -> None:
         self._inner, self._kind, self._calls, self._clock = inner, kind, calls, clock
         self.backend = inner.backend
 
@@ -149,11 +164,11 @@ class _Timed:
         """Runs one step."""
         began = self._clock()
         results = self._inner(operands)
-        self._calls.append((self._kind, self._clock() - began))
+        self._calls.append(Call(self._kind, began, self._clock() - began))
         return results
 
 
-def through_engine(executor: Executor, calls: Sequence[tuple[str, float]], load: Load, clock: Clock = time.perf_counter) -> Run:
+def through_engine(executor: Executor, calls: Sequence[Call], load: Load, clock: Clock = time.perf_counter) -> Run:
     """Serves a load with a new engine, stepped by this thread.
 
     Args:
@@ -163,18 +178,44 @@ def through_engine(executor: Executor, calls: Sequence[tuple[str, float]], load:
         NpucompileError: a request failed.
     """
     engine = Engine(executor, refresh_every_s=None)
+
+    def finish(sinks: Sequence[_Sink]) -> None:
+        while not all(sink.end for sink in sinks):
+            engine.step()
+
+    return _serve(engine, calls, load, clock, finish)
+
+
+def through_running(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock = time.perf_counter) -> Run:
+    """Serves a load with an engine that steps in a thread of its own and has nothing else to do.
+
+    Args:
+        calls: those of the engine's TimedExecutor.
+
+    Raises:
+        NpucompileError: a request failed.
+    """
+
+    def finish(sinks: Sequence[_Sink]) -> None:
+        engine.release()
+        for sink in sinks:
+            sink.ended.wait()
+
+    engine.hold()
+    return _serve(engine, calls, load, clock, finish)
+
+
+def _serve(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock, finish: Callable[[Sequence[_Sink]], None]) -> Run:
+    """Submits a load and returns what arrived once `finish` returns."""
     sinks = [_Sink(clock) for _ in range(load.streams)]
-    began = clock()
-    for i, (prompt, sink) in enumerate(zip(load.prompts(executor.vocab_size), sinks, strict=True)):
+    before, began = len(calls), clock()
+    for i, (prompt, sink) in enumerate(zip(load.prompts(engine.executor.vocab_size), sinks, strict=True)):
         sink.submitted_s = clock()
         engine.submit(Request(str(i), tuple(prompt), load.tokens), sink)
-    steps = []
-    while not all(sink.end for sink in sinks):
-        before, started = len(calls), clock()
-        engine.step()
-        step_seconds = clock() - started
-        steps += [(step_seconds, seconds) for kind, seconds in calls[before:] if kind == "decode"]
+    finish(sinks)
     seconds = clock() - began
+    # A step lasts until the next begins; the last one has no next.
+    steps = [(after.began_s - call.began_s, call.seconds) for call, after in itertools.pairwise(calls[before:]) if call.kind == "decode"]
     records = tuple(sink.end.record for sink in sinks if sink.end)
     return Run(seconds, tuple(sink.result() for sink in sinks), tuple(tuple(sink.arrivals) for sink in sinks), tuple(steps), records)
 
@@ -188,6 +229,7 @@ class _Sink:
         self.submitted_s = 0.0
         self.arrivals: list[tuple[float, int]] = []
         self.end: FinishEvent | None = None
+        self.ended = threading.Event()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, TokenEvent):
@@ -195,6 +237,7 @@ class _Sink:
             self._tokens += event.token_ids
         else:
             self.end = event
+            self.ended.set()
 
     def result(self) -> tuple[int, ...]:
         if self.end is None or self.end.reason != "length":
@@ -255,48 +298,52 @@ def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
     return cells
 
 
-def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Progress) -> Table:
-    """Tokens per second of each load, through the engine and then through the server.
+def rows_of(load: Load, runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Value]]:
+    """The rows of both paths; the websocket's rate also as a share of the engine's, within rounds."""
+    rows = [row(load, path, runs[path]) for path in ("engine", "websocket")]
+    rows[1]["of_engine"] = ratio(*([run.tokens_per_s for run in runs[path]] for path in ("websocket", "engine")))
+    return rows
 
-    Each path runs its operators in a thread of its own, and the first thread ends before the second starts. OpenMP keeps a worker pool
-    per thread; two pools would have more workers than cores and slow each other down.
+
+def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Progress) -> Table:
+    """Tokens per second of each load, through the engine and through the server, in turns.
+
+    Both use the server's engine: a second one would keep a second pool of OpenMP workers, and with more workers than cores both would be
+    slower.
 
     Raises:
         ArtifactError: the artifact cannot be served.
     """
     for load in loads:
         load.check(artifact.manifest.limits.max_model_len)
-    rows: dict[tuple[int, str], dict[str, Value]] = {}
-    with progress.bar("streams", 2 * len(loads)) as bar:
+    rows: list[dict[str, Value]] = []
+    executors: list[TimedExecutor] = []
 
-        def engine_rounds() -> None:
-            executor = TimedExecutor(artifact)
-            settle()
+    def load_executor() -> TimedExecutor:
+        executors.append(TimedExecutor(artifact))
+        return executors[0]
+
+    running = services.start_service(artifact, load_executor)
+    calls = executors[0].calls
+    settle()
+    try:
+        with progress.bar("streams", len(loads)) as bar, serving(running.service) as url, SocketClient(url) as client:
             for load in loads:
-                runs = interleave({"engine": partial(through_engine, executor, executor.calls, load)}, rounds)
-                rows[load.streams, "engine"] = row(load, "engine", runs["engine"])
-                bar.step(f"{load.streams} streams through the engine")
-
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(engine_rounds).result()
-        running = services.start_service(artifact, lambda: CpuExecutor(artifact))
-        settle()
-        try:
-            with serving(running.service) as url, SocketClient(url) as client:
-                for load in loads:
-                    serve = partial(client.serve, load, int(artifact.manifest.model["vocab_size"]))
-                    rows[load.streams, "websocket"] = row(load, "websocket", interleave({"websocket": serve}, rounds)["websocket"])
-                    bar.step(f"{load.streams} streams through the websocket")
-        finally:
-            running.engine.stop(drain=False)
-    ordered = [rows[load.streams, path] for load in loads for path in ("engine", "websocket")]
+                paths = {
+                    "engine": partial(through_running, running.engine, calls, load),
+                    "websocket": partial(client.serve, load, executors[0].vocab_size),
+                }
+                rows += rows_of(load, interleave(paths, rounds))
+                bar.step(f"{load.streams} streams")
+    finally:
+        running.engine.stop(drain=False)
     notes = (
         f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; greedy, end of text ignored; tok/s over "
         f"the whole time, prefill included; medians (smallest..largest) of {rounds} rounds",
-        "first all rounds through the engine, then all through the websocket: each with the tensor work on one thread of its own",
+        "a round of the engine alone and one through the websocket, in turns, by the same engine; of the engine's: ratios within rounds",
         "websocket: all streams on one connection, whose client is another process on the same cores and looks into frames when all have "
         "come; a token that completes no character arrives with the next that does",
         "host: what surrounds the executable in a decode step: scheduling, packing inputs, book-keeping, events",
         "tokens a step: that verifies drafts, of each request in it: the drafts it accepts and the token after them",
     )
-    return Table("streams", "Throughput through the whole engine", COLUMNS, tuple(ordered), notes)
+    return Table("streams", "Throughput through the whole engine", COLUMNS, tuple(rows), notes)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 from npucompile.graphs.errors import NpucompileError, SpecError
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import FinishedStep, Inputs
 from npucompile.runtime.request import Sampling
 from npucompile.tools.bench import streams as bench_streams
 from npucompile.tools.bench.report import as_text
-from npucompile.tools.bench.streams import Load, Run, TimedExecutor, row, streams, through_engine
+from npucompile.tools.bench.stats import Spread
+from npucompile.tools.bench.streams import Call, Load, Run, TimedExecutor, row, rows_of, streams, through_engine, through_running
 from npucompile.tools.progress import Progress
 from npucompile.tools.serve.offline import complete
 
@@ -32,7 +35,7 @@ class Steps:
         self.buckets = (Bucket("decode", 4, drafts + 1), Bucket("prefill", 1, 32))
         self.now = 0.0
         self.fails = fails
-        self.calls: list[tuple[str, float]] = []
+        self.calls: list[Call] = []
         self.backends: dict[str, str] = {}
         self.missing: dict[Bucket, str] = {}
 
@@ -42,8 +45,8 @@ class Steps:
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> FinishedStep:
         if self.fails and bucket.kind == "decode":
             raise RuntimeError("no")
+        self.calls.append(Call(bucket.kind, self.now, 5.0))
         self.now += 8.0
-        self.calls.append((bucket.kind, 5.0))
         if bucket.kind == "prefill":
             return FinishedStep([{"tokens": np.full((1, 1), len(self.calls), np.int32)}])
         counts = np.where(inputs[0]["request_slots"] > 0, inputs[0]["drafts"] + 1, 0).astype(np.int32)
@@ -64,8 +67,8 @@ def test_a_stream_through_the_engine_is_timed_token_by_token() -> None:
     assert run.seconds == 32.0
     assert run.tokens_per_s == 4 / 32
     assert (run.first_ms, run.between_ms) == (8e3, 8e3)
-    # The prefill is no decode step; the rest is, and 3 s of each are not the executable's.
-    assert run.steps == ((8.0, 5.0),) * 3
+    # The prefill is no decode step; the other three are, of which the last is not followed by another. 3 s are not the executable's.
+    assert run.steps == ((8.0, 5.0),) * 2
 
 
 def test_a_stream_with_drafts_gets_several_tokens_at_once() -> None:
@@ -91,10 +94,33 @@ def test_all_streams_start_together_and_share_steps() -> None:
 def test_a_second_run_counts_its_own_steps_only() -> None:
     steps = Steps()
     runs = [through_engine(steps, steps.calls, Load(1, 10, 4), steps.clock) for _ in range(2)]
-    assert [len(run.steps) for run in runs] == [3, 3]
+    assert [len(run.steps) for run in runs] == [2, 2]
     cells = row(Load(1, 10, 4), "engine", runs)
     assert [cells[key].median for key in ("step_ms", "executable_ms", "host_ms")] == [8e3, 5e3, 3e3]  # type: ignore[union-attr]
     assert cells["acceptance_length"] is None
+
+
+def test_an_engine_that_runs_by_itself_serves_the_same_in_the_same_steps() -> None:
+    steps, running = Steps(), Steps()
+    load = Load(3, 10, 5)
+    engine = Engine.from_loader(lambda: running, refresh_every_s=None)
+    try:
+        for _ in range(2):
+            alone = through_engine(steps, steps.calls, load, steps.clock)
+            run = through_running(engine, running.calls, load, running.clock)
+            assert replace(run, records=()) == replace(alone, records=())
+            assert [record.total_ms > 0 for record in run.records] == [True] * 3
+    finally:
+        engine.stop()
+
+
+def test_the_websockets_share_of_the_engines_rate_is_that_within_a_round() -> None:
+    def run(seconds: float) -> Run:
+        return Run(seconds, ((1, 1),), (((seconds, 2),),))
+
+    rows = rows_of(Load(1, 1, 2), {"engine": [run(1.0), run(10.0), run(4.0)], "websocket": [run(2.0), run(10.0), run(5.0)]})
+    assert "of_engine" not in rows[0]
+    assert rows[1]["of_engine"] == Spread(0.8, 0.5, 1.0, 3)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -146,7 +172,7 @@ def test_both_paths_give_what_generate_gives(tiny_artifact: Path, monkeypatch: p
     executor = TimedExecutor(artifact)
     expected = tuple(done.token_ids for done in complete(executor, load.prompts(executor.vocab_size), Sampling(), 8, frozenset()))
     assert [run.token_ids for runs in results.values() for run in runs] == [expected] * 2
-    assert len(executor.calls) == len([kind for kind, seconds in executor.calls if seconds > 0])
+    assert all(call.seconds > 0 for call in executor.calls)
     assert [(line["streams"], line["path"]) for line in table.rows] == [(3, "engine"), (3, "websocket")]
     assert "6 prompt tokens and 8 generated" in as_text(table)
     engine, websocket = (line["acceptance_length"] for line in table.rows)
