@@ -28,7 +28,7 @@ class Machine:
     node_link_bytes_per_s: float = 1.96e11
     npus_per_node: int = 16
     usable_bytes: float = USABLE_BYTES
-    hop_s: float = 1.2e-6
+    hop_s: float = 0.7e-6
 
 
 @dataclass(frozen=True)
