@@ -24,7 +24,7 @@ _MEMORY_FRACTION = 0.8
 _WAVES = 4
 _HOP_S = {"ascend-a3": 0.7e-6, "ascend-a2": 0.5e-6}
 """Between two NPUs of a node: 0.5 us (Huawei MindStudio msmodeling, tensor_cast/device.py, for both), and 0.2 us for the switch that an A3
-has between them (its product page), where an A2 has a cable. 1.2 us of a read are measured on an A3 (arXiv:2506.12708), and nothing on an A2."""
+has between them (its product page), where an A2 has a cable. A read of 1.2 us is measured on an A3 (arXiv:2506.12708), none on an A2."""
 
 
 @cache
