@@ -131,6 +131,7 @@ class ResponseEvents:
         self._sequence = 0
         self._last: EventBody | None = None
         self._writers = tuple(writers)
+        self._stream = {"stream_id": info.stream_id} if info.stream_id else {}
 
     def begin(self) -> list[ServerEvent]:
         """The events of an accepted response."""
@@ -191,8 +192,7 @@ class ResponseEvents:
 
     def _numbered(self, bodies: Sequence[EventBody]) -> list[ServerEvent]:
         first, self._sequence = self._sequence, self._sequence + len(bodies)
-        stream = {"stream_id": self._info.stream_id} if self._info.stream_id else {}
-        return [{"type": body["type"], "sequence_number": number, **stream, **body} for number, body in enumerate(bodies, first)]
+        return [{"type": body["type"], "sequence_number": number, **self._stream, **body} for number, body in enumerate(bodies, first)]
 
 
 def completion_id(base: str, index: int) -> str:

@@ -125,5 +125,7 @@ class Generation:
 
     def take_stopped(self) -> tuple[str, ...]:
         """Ids of the requests in which a stop string was found since the last call; the engine should cancel them."""
+        if not self._stopped:
+            return ()
         stopped, self._stopped = tuple(self._stopped), []
         return stopped

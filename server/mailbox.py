@@ -43,6 +43,7 @@ class Mailbox(BatchSink):
         # What follows is guarded by the lock.
         self._silent: set[str] = set()
         self._events: list[Event] = []
+        self._steps = 0
         self._rung = False
         self._pace = Pace(interval_s)
         self._lock = Lock()
@@ -64,6 +65,7 @@ class Mailbox(BatchSink):
         """Events of one step; dropped after the loop has closed."""
         with self._lock:
             self._events += events
+            self._steps += 1
             rings = self._pace.arrived(self.loop.time(), urgent=self._urgent(events))
             if self._rung or not rings:
                 return
@@ -83,7 +85,7 @@ class Mailbox(BatchSink):
 
     def _answer(self) -> None:
         with self._lock:
-            events, self._events = self._events, []
+            events = self._take()
             self._rung = False
             timer_s = self._pace.taken(self.loop.time())
         self._set_timer(timer_s)
@@ -91,13 +93,19 @@ class Mailbox(BatchSink):
 
     def _run_out(self) -> None:
         """The timer has run out."""
-        events: list[Event] = []
+        events: Sequence[Event] = ()
         with self._lock:
             due, timer_s = self._pace.timer(self.loop.time())
             if due:
-                events, self._events = self._events, []
+                events = self._take()
         self._set_timer(timer_s)
         self._pass_on(events)
+
+    def _take(self) -> Sequence[Event]:
+        """What waits, under the lock. A step has one event with tokens of a request at most."""
+        events, steps = self._events, self._steps
+        self._events, self._steps = [], 0
+        return joined(events) if self._joins and steps > 1 else events
 
     def _set_timer(self, timer_s: float | None) -> None:
         if self._timer is not None:
@@ -105,7 +113,7 @@ class Mailbox(BatchSink):
         self._timer = None if timer_s is None else self.loop.call_at(timer_s, self._run_out)
 
     def _pass_on(self, events: Sequence[Event]) -> None:
-        for event in joined(events) if self._joins else events:
+        for event in events:
             receiver = self._receivers.get(event.request_id)
             if receiver is None:
                 continue

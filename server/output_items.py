@@ -32,6 +32,7 @@ class MessageItem:
         self._text: list[str] = []
         self._logprobs: list[EventBody] = []
         self._status = "in_progress"
+        self._delta_header = self._header("response.output_text.delta")
 
     @property
     def text(self) -> str:
@@ -43,13 +44,8 @@ class MessageItem:
         opening = self._open()
         self._text.append(text)
         self._logprobs += logprobs
-        body = {
-            **self._header("response.output_text.delta"),
-            "delta": text,
-            "logprobs": without_bytes(logprobs),
-            "token_ids": list(token_ids),
-        }
-        return [*opening, body]
+        bare = without_bytes(logprobs) if logprobs else []
+        return [*opening, {**self._delta_header, "delta": text, "logprobs": bare, "token_ids": list(token_ids)}]
 
     def close(self, status: str) -> list[EventBody]:
         """The last events."""

@@ -56,22 +56,38 @@ class OutputStream:
 
     def push(self, event: TokenEvent) -> TextDelta | None:
         """The text that these tokens complete; None while no character is complete, and after a stop string."""
+        _, token_ids, logprobs, prompt_logprobs = event
+        if self._stop is None and self._pieces is None:
+            # Most events of most streams: nothing is looked for, and nothing waits.
+            self._output_tokens += len(token_ids)
+            text = self._detokenizer.push(token_ids)
+            if text and not self._token_ids and not self._prompt_logprobs:
+                return TextDelta(text, token_ids, logprobs, prompt_logprobs)
+            self._hold(token_ids, logprobs, prompt_logprobs)
+        else:
+            self._hold((), (), prompt_logprobs)
+            text = self._push_each(token_ids, logprobs)
+        return self._delta(text) if text else None
+
+    def _push_each(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> str:
+        """Token by token: the output may end between two tokens of one event."""
         text = ""
-        self._prompt_logprobs += event.prompt_logprobs
-        # With stop strings token by token: the output may end between two tokens of one event.
-        step = 1 if self._stop or self._pieces is not None else max(1, len(event.token_ids))
-        for start in range(0, len(event.token_ids), step):
+        for at, token in enumerate(token_ids):
             if self.stopped:
                 break
-            token_ids = event.token_ids[start : start + step]
-            self._token_ids += token_ids
-            self._logprobs += event.logprobs[start : start + step]
-            self._output_tokens += len(token_ids)
-            piece = self._until_stop(self._detokenizer.push(token_ids))
+            self._hold((token,), logprobs[at : at + 1])
+            self._output_tokens += 1
+            piece = self._until_stop(self._detokenizer.push((token,)))
             if self._pieces is not None:
                 self._pieces.append(piece)
             text += piece
-        return self._delta(text) if text else None
+        return text
+
+    def _hold(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs], prompt_logprobs: Sequence[Logprobs] = ()) -> None:
+        """They are of the next delta."""
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        self._prompt_logprobs += prompt_logprobs
 
     def finish(self, event: FinishEvent) -> tuple[TextDelta | None, CompletionEnd]:
         """The rest of the text, and how the completion ended."""

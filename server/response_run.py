@@ -153,7 +153,8 @@ class ResponseRun:
             return
         try:
             events = self._core.feed(event)
-            self._service.cancel(*self._core.take_stopped())
+            if stopped := self._core.take_stopped():
+                self._service.cancel(*stopped)
         except Exception as error:
             log.exception("response %s failed", self.response_id)
             self.cancel()

@@ -195,7 +195,7 @@ class Service:
         sampling = self._sampling(options)
         # A form that is complete allows nothing but the end.
         stops = frozenset() if options.ignore_eos and options.format is None else self.model.eos_token_ids
-        request = Request(
+        first = Request(
             id=base_id,
             prompt=prompt,
             max_tokens=self._max_tokens(len(prompt), param, options),
@@ -205,23 +205,24 @@ class Service:
             prompt_logprobs=options.prompt_logprobs,
             prompt_logprobs_from=options.prompt_logprobs_from,
             speculative_tokens=options.speculative_tokens,
+            constraint=self._constraint(options.format),
             priority=options.priority,
             timeout_ms=self.limits.timeout_ms(options.timeout_ms),
             first_token_timeout_ms=None if first_token_s is None else 1e3 * first_token_s,
             cache_salt=options.cache_salt,
             skip_reading_prefix_cache=options.skip_reading_prefix_cache,
         )
-        seeds = [completion_seed(sampling.seed, index) for index in range(options.n)]
-        return tuple(
+        others = (
             replace(
-                request,
+                first,
                 id=completion_id(base_id, index),
-                sampling=replace(sampling, seed=seed),
+                sampling=replace(sampling, seed=completion_seed(sampling.seed, index)),
                 # Each follows its own output.
                 constraint=self._constraint(options.format),
             )
-            for index, seed in enumerate(seeds)
+            for index in range(1, options.n)
         )
+        return (first, *others)
 
     def _sampling(self, options: GenerationOptions) -> Sampling:
         words = [ids for text in options.bad_words for ids in self.tokenizer.spellings(text)]
@@ -273,8 +274,10 @@ class Service:
         try:
             for request in requests:
                 mailbox.open(request.id, receive)
-                salt = f"{tenant} {request.cache_salt}" if has_key(client) else request.cache_salt
-                self._engine.submit(replace(request, tenant=tenant, cache_salt=salt), mailbox)
+                if client:
+                    salt = f"{tenant} {request.cache_salt}" if has_key(client) else request.cache_salt
+                    request = replace(request, tenant=tenant, cache_salt=salt)
+                self._engine.submit(request, mailbox)
                 submitted.append(request.id)
         except Exception as error:
             for request in requests:

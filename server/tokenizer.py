@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from ..graphs.errors import ModelError
+from .byte_text import ByteDetokenizer, TokenBytes, is_byte_level
 from .grammar import GrammarCompiler
 from .prompt_bound import chars_per_token
 from .token_text import REPLACEMENT, TokenText, token_text
@@ -23,6 +25,16 @@ TOKEN_TEXT_CACHE_SIZE = 2**16
 """Tokens whose text is cached; a response with log probabilities needs the text of up to 21 tokens at every position."""
 
 
+class Detokenizer(Protocol):
+    """Decodes token ids as they arrive; the returned pieces concatenate to the decoding of all ids."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that later tokens can no longer change."""
+
+    def flush(self) -> str:
+        """The rest, at the end of the stream."""
+
+
 class TextTokenizer:
     """A `tokenizer.json`: text to token ids and back."""
 
@@ -32,6 +44,7 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._token_text = lru_cache(TOKEN_TEXT_CACHE_SIZE)(partial(token_text, tokenizer))
+        self._token_bytes = {skip: TokenBytes(tokenizer, skip_special=skip) for skip in (True, False)} if is_byte_level(tokenizer) else {}
 
     @staticmethod
     def load(path: Path) -> TextTokenizer:
@@ -93,16 +106,18 @@ class TextTokenizer:
 
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         """An incremental detokenizer for one completion."""
+        if self._token_bytes:
+            return ByteDetokenizer(self._token_bytes[skip_special])
         # Without a call in between: it decodes twice for each event of a stream.
-        return Detokenizer(partial(self._tokenizer.decode, skip_special_tokens=skip_special))
+        return WindowDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=skip_special))
 
     def token_text(self, token_id: int) -> TokenText:
         """Text and bytes of a single token."""
         return self._token_text(token_id)
 
 
-class Detokenizer:
-    """Decodes token ids as they arrive; the returned pieces concatenate to the decoding of all ids.
+class WindowDetokenizer:
+    """See `Detokenizer`; of any vocabulary.
 
     A window of the latest tokens is decoded: tokens up to the last complete character give context, the tokens after it are new. A
     trailing U+FFFD may be a character whose last bytes are still to come and is held back. The pieces add up exactly with byte-level

@@ -205,7 +205,8 @@ class _Socket:
 
     async def _start(self, create: CreateCommand) -> None:
         service = self._lifecycle.admitting()
-        create = replace(create, body=continued(service, create.body, self._owners))
+        if create.body.previous_response_id is not None:
+            create = replace(create, body=continued(service, create.body, self._owners))
         keeping = keeping_of(service, create.body, self._owners)
         if create.body.takes_long:
             prepared = await asyncio.to_thread(service.prepare, create)
@@ -235,7 +236,7 @@ class _Socket:
             self._send([error_event(error, stream_id=command.stream_id or None)])
             self._end(command.response_id)
             return
-        stream = _Stream(self, command.response_id, stored.run, command.stream_id)
+        stream = _Stream(self, command.response_id, stored.run, command.stream_id, elsewhere=True)
         self._streams[command.response_id] = stream
         if stored.run is not None:
             stored.run.join(stream)
@@ -268,17 +269,22 @@ class _Socket:
 
 
 class _Stream:
-    """A response as one socket follows it; `run` is None once it has ended."""
+    """A response as one socket follows it; `run` is None once it has ended.
 
-    def __init__(self, socket: _Socket, response_id: str, run: ResponseRun | None, stream_id: str) -> None:
+    Args:
+        elsewhere: whether it began on another socket, perhaps in a lane of another name.
+    """
+
+    def __init__(self, socket: _Socket, response_id: str, run: ResponseRun | None, stream_id: str, *, elsewhere: bool = False) -> None:
         self.run = run
+        self._elsewhere = elsewhere
         self._response_id = response_id
         self._socket = socket
         self._stream_id = stream_id
 
     def read(self, events: Sequence[ServerEvent], done: bool) -> None:
         """See `response_run.Reader`."""
-        self._socket._send([in_lane(event, self._stream_id) for event in events])
+        self._socket._send([in_lane(event, self._stream_id) for event in events] if self._elsewhere else events)
         if done:
             self._over()
 

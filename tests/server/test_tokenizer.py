@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from npucompile.graphs.errors import ModelError
 from npucompile.server.token_text import REPLACEMENT, token_text
-from npucompile.server.tokenizer import WINDOW_TOKENS, Detokenizer, StopMatcher, TextTokenizer
+from npucompile.server.tokenizer import WINDOW_TOKENS, StopMatcher, TextTokenizer, WindowDetokenizer
 
 
 @cache
@@ -27,6 +27,11 @@ def split(items, cuts):
     return [items[a:b] for a, b in pairwise(places)] + [items[:0]]
 
 
+def detokenizers():
+    """Both kinds, of the same tokenizer."""
+    return [codec().detokenizer(), WindowDetokenizer(codec().decode)]
+
+
 CUTS = st.lists(st.integers(0, 10_000), max_size=30)
 EVERYWHERE = list(range(10_000))
 
@@ -34,26 +39,26 @@ EVERYWHERE = list(range(10_000))
 @given(st.text(alphabet=st.sampled_from(TEXT + "xyz\n"), max_size=60), CUTS)
 def test_valid_text_comes_back_in_whole_characters(text, cuts):
     ids = codec().encode(text)
-    stream = codec().detokenizer()
-    pieces = [stream.push(piece) for piece in split(ids, cuts)]
-    assert not any(REPLACEMENT in piece for piece in pieces)
-    assert "".join(pieces) == text
-    assert stream.flush() == ""
+    for stream in detokenizers():
+        pieces = [stream.push(piece) for piece in split(ids, cuts)]
+        assert not any(REPLACEMENT in piece for piece in pieces)
+        assert "".join(pieces) == text
+        assert stream.flush() == ""
 
 
 @given(st.lists(st.integers(0, 399), max_size=80), CUTS)
 def test_any_ids_in_any_split_give_the_full_decoding(ids, cuts):
-    stream = codec().detokenizer()
-    text = "".join(stream.push(piece) for piece in split(ids, cuts)) + stream.flush()
-    assert text == codec().decode(ids)
+    for stream in detokenizers():
+        text = "".join(stream.push(piece) for piece in split(ids, cuts)) + stream.flush()
+        assert text == codec().decode(ids)
 
 
 @given(st.lists(st.sampled_from([*range(0x20, 0x24), *range(0x80, 0x100)]), max_size=40), st.booleans())
 def test_raw_bytes_give_the_full_decoding(values, one_by_one):
     ids = [byte_id(value) for value in values]
-    stream = codec().detokenizer()
-    text = "".join(stream.push(piece) for piece in split(ids, EVERYWHERE if one_by_one else [3, 7, 19])) + stream.flush()
-    assert text == bytes(values).decode(errors="replace")
+    for stream in detokenizers():
+        text = "".join(stream.push(piece) for piece in split(ids, EVERYWHERE if one_by_one else [3, 7, 19])) + stream.flush()
+        assert text == bytes(values).decode(errors="replace")
 
 
 @cache
@@ -79,28 +84,28 @@ def test_a_stream_of_garbage_keeps_a_small_window(values):
         decoded.append(len(token_ids))
         return codec().decode(token_ids)
 
-    stream = Detokenizer(decode)
+    stream = WindowDetokenizer(decode)
     text = "".join(stream.push([token]) for token in ids) + stream.flush()
     assert text == codec().decode(ids)
     assert max(decoded) <= WINDOW_TOKENS + 1
 
 
 def test_an_unfinished_character_waits_and_then_comes_whole():
-    stream = codec().detokenizer()
-    pieces = [stream.push([byte_id(value)]) for value in "a🙂b".encode()]
-    assert pieces == ["a", "", "", "", "🙂", "b"]
+    for stream in detokenizers():
+        pieces = [stream.push([byte_id(value)]) for value in "a🙂b".encode()]
+        assert pieces == ["a", "", "", "", "🙂", "b"]
 
 
 def test_special_tokens_are_silent_in_the_middle_of_a_character():
     first, *rest = [byte_id(value) for value in "é".encode()]
-    stream = codec().detokenizer()
-    assert stream.push([first]) + stream.push([0]) + stream.push(rest) == "é"
+    for stream in detokenizers():
+        assert stream.push([first]) + stream.push([0]) + stream.push(rest) == "é"
 
 
 def test_context_of_earlier_tokens_is_kept():
     # A decoder that drops a leading space, as sentencepiece's do: a token alone and after others reads differently.
     words = {1: " in", 2: " the", 3: " end"}
-    stream = Detokenizer(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
+    stream = WindowDetokenizer(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
     assert [stream.push([i]) for i in (1, 2, 3, 2)] == ["in", " the", " end", " the"]
 
 
@@ -131,6 +136,7 @@ def test_the_text_of_a_token_is_that_of_token_text_and_is_looked_up_once():
 
     class Watched:
         no_truncation = no_padding = staticmethod(lambda: None)
+        decoder = None
         id_to_token = staticmethod(codec()._tokenizer.id_to_token)
 
         @staticmethod
