@@ -54,12 +54,12 @@ def handshake(url, subprotocols=(), **headers):
     place = urlsplit(url)
     # The library sends the host of the URL.
     url = url.replace(place.netloc, headers.pop("Host", place.netloc))
-    stream = socket.create_connection((place.hostname, place.port), timeout=60)
-    try:
-        with connect(url, proxy=None, sock=stream, additional_headers=headers, subprotocols=list(subprotocols) or None):
-            return 101, b""
-    except InvalidStatus as refused:
-        return refused.response.status_code, refused.response.body
+    with socket.create_connection((place.hostname, place.port), timeout=60) as stream:
+        try:
+            with connect(url, proxy=None, sock=stream, additional_headers=headers, subprotocols=list(subprotocols) or None):
+                return 101, b""
+        except InvalidStatus as refused:
+            return refused.response.status_code, refused.response.body
 
 
 @pytest.mark.parametrize(

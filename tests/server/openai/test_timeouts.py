@@ -65,7 +65,8 @@ def post(url, body):
         with urllib.request.urlopen(request) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+        with error:
+            return error.code, json.load(error)
 
 
 FEW = {"max_new_tokens": 5}

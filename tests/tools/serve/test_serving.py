@@ -244,9 +244,9 @@ def test_an_engine_that_died_is_not_said_to_be_well(tiny_artifact):
         for path in ("/health", "/ready"):
             with pytest.raises(urllib.error.HTTPError) as answer:
                 urllib.request.urlopen(url.replace("ws:", "http:").replace("/v1/responses", path))
-            assert answer.value.code == 503
-            assert json.load(answer.value)["status"] == "failed"
-            answer.value.close()
+            with answer.value as refusal:
+                assert refusal.code == 503
+                assert json.load(refusal)["status"] == "failed"
         with pytest.raises(RequestError, match="takes no new requests: the device is gone") as refused:
             ask(url)
         assert refused.value.code == "engine_stopped"
