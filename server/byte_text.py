@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer, decoders
 
-from .token_text import BYTE_OF_CHAR
+from .token_text import spelt_bytes
 
 _decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -27,8 +27,8 @@ class TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         name = self._name_of(token_id) or ""
-        plain = all(char in BYTE_OF_CHAR for char in name)
-        self[token_id] = data = bytes(BYTE_OF_CHAR[char] for char in name) if plain else name.encode()
+        spelt = spelt_bytes(name)
+        self[token_id] = data = name.encode() if spelt is None else spelt
         return data
 
 

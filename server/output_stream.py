@@ -84,7 +84,7 @@ class OutputStream:
         return text
 
     def _hold(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs], prompt_logprobs: Sequence[Logprobs] = ()) -> None:
-        """They are of the next delta."""
+        """Keeps them for the next delta."""
         self._token_ids += token_ids
         self._logprobs += logprobs
         self._prompt_logprobs += prompt_logprobs

@@ -38,6 +38,12 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> TokenText:
         name = tokenizer.id_to_token(token_id) or ""
         if byte := BYTE_TOKEN.fullmatch(name):
             data = bytes.fromhex(byte[1])
-        elif all(char in BYTE_OF_CHAR for char in name):
-            data = bytes(BYTE_OF_CHAR[char] for char in name)
+        else:
+            spelt = spelt_bytes(name)
+            data = data if spelt is None else spelt
     return TokenText(text, data)
+
+
+def spelt_bytes(name: str) -> bytes | None:
+    """Bytes that the name of a token spells in a byte-level vocabulary; None where a character of it stands for no byte."""
+    return bytes(BYTE_OF_CHAR[char] for char in name) if all(char in BYTE_OF_CHAR for char in name) else None
