@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 Clock = Callable[[], float]
@@ -48,23 +49,27 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
     return spread(a / b for a, b in zip(above, below, strict=True))
 
 
-def interleave(contenders: Mapping[str, Callable[[], T]], rounds: int, *, warmup: int = 1) -> dict[str, list[T]]:
+def interleave(
+    contenders: Mapping[K, Callable[[], T]], rounds: int, *, warmup: int = 1, after: Callable[[int], None] = lambda _: None
+) -> dict[K, list[T]]:
     """Calls every contender once per round, every second round in reverse order so that none is always first.
 
     Args:
         rounds: counted rounds.
         warmup: uncounted rounds before them.
+        after: called after each round with its number, the uncounted ones among them.
 
     Returns:
         One result per counted round, by contender.
     """
-    results: dict[str, list[T]] = {name: [] for name in contenders}
+    results: dict[K, list[T]] = {name: [] for name in contenders}
     for i in range(warmup + rounds):
         names = list(contenders)
         for name in names if i % 2 == 0 else reversed(names):
             result = contenders[name]()
             if i >= warmup:
                 results[name].append(result)
+        after(i)
     return results
 
 

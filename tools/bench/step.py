@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,6 +78,10 @@ class Case:
     read_bytes: int
     request_slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def calls(self) -> dict[str, Callable[[], None]]:
+        """The step by each executable."""
+        return {name: partial(self.again, executable) for name, executable in self.executables.items()}
+
     def again(self, executable: Executable) -> None:
         """Repeats the step from the same request slots, which every step overwrites."""
         if self.request_slots is not None:
@@ -91,24 +95,47 @@ def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntr
     Raises:
         ArtifactError: a file differs from the manifest.
     """
+    (case,) = prepared(artifact, params, entry, (context,), random_state(artifact.manifest))
+    return case
+
+
+def prepared(
+    artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntry, contexts: Sequence[int], state: Sequence[torch.Tensor]
+) -> list[Case]:
+    """The cases of a bucket at several contexts, which share its executables and the pools of `state` but for their request slots.
+
+    Raises:
+        ArtifactError: a file differs from the manifest.
+    """
     manifest = artifact.manifest
     executables = {"eager": open_executable(artifact.path / entry.reference, "eager")}
     if entry.compiled:
         executables["compiled"] = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend)
-    operands, rows = step_operands(manifest, params, entry, context)
-    check_operands(operands, manifest.signature(entry))
     at = len(params) + [leaf.path for leaf in manifest.state].index("request_slots")
-    slots = (operands[at], operands[at].clone())
-    return Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), slots)
+    cases = []
+    for context in contexts:
+        operands, rows = step_operands(manifest, params, entry, context, state)
+        check_operands(operands, manifest.signature(entry))
+        slots = (operands[at], operands[at].clone())
+        cases.append(Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), slots))
+    return cases
 
 
-def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> tuple[list[torch.Tensor], int]:
-    """Flat operands of a full greedy step, and the number of its live rows.
+def random_state(manifest: Manifest) -> list[torch.Tensor]:
+    """Pools with random content. Untouched ones of zeros would all map to one physical page, which stays in the cache."""
+    generator = torch.Generator().manual_seed(SEED)
+    return [_filled(leaf.aval, generator) for leaf in manifest.state]
 
-    Tokens and state are random. Untouched pools of zeros would all map to one physical page, which stays in the cache.
+
+def step_operands(
+    manifest: Manifest, params: Sequence[torch.Tensor], entry: GraphEntry, context: int, state: Sequence[torch.Tensor] | None = None
+) -> tuple[list[torch.Tensor], int]:
+    """Flat operands of a full greedy step of random tokens, and the number of its live rows.
+
+    Args:
+        state: pools that other steps may share; request slots are the step's own. None makes random ones.
     """
     limits, bucket = manifest.limits, entry.bucket
-    generator = torch.Generator().manual_seed(SEED)
     draw = random.Random(SEED)
     vocab = int(manifest.model["vocab_size"])
     # A drafting step writes past its own tokens.
@@ -122,14 +149,15 @@ def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: Gra
         rows = [DecodeRow(1 + i, context, owned[i], slots[i], limits.drafts) for i in range(live)]
     else:
         rows = [PrefillRow(tokens[i], context, owned[i], slots[i][0], 1 + i) for i in range(live)]
-    state = [_filled(leaf.aval, generator) for leaf in manifest.state]
-    request_slots = state[[leaf.path for leaf in manifest.state].index("request_slots")]
+    pools = [*(random_state(manifest) if state is None else state)]
+    at = [leaf.path for leaf in manifest.state].index("request_slots")
+    request_slots = pools[at] = pools[at].clone()
     if bucket.kind == "decode":
         for i in range(live):
             request_slots[1 + i] = torch.tensor([context, 0, *tokens[i]], dtype=request_slots.dtype)
     with_logprobs = any(leaf.path == "logprobs" for leaf in entry.inputs)
     inputs = pack(bucket, rows, limits, max_logprobs=int(with_logprobs))
-    return [*params, *state, *(torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)], live
+    return [*params, *pools, *(torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)], live
 
 
 def _filled(aval: Aval, generator: torch.Generator) -> torch.Tensor:
@@ -174,26 +202,27 @@ def decode(
         memory_buffer_bytes: size of a buffer larger than any cache.
     """
     cache = cache_bytes() if cache is None else cache
-    entries, params = _of_kind(artifact, "decode"), _params(artifact)
-    contexts = decode_contexts(artifact.manifest)
+    entries, params, state = _of_kind(artifact, "decode"), _params(artifact), random_state(artifact.manifest)
+    cases = [case for entry in entries for case in prepared(artifact, params, entry, decode_contexts(artifact.manifest), state)]
     weights_bytes = sum(leaf.aval.nbytes for leaf in artifact.manifest.params)
-    readers = {"memory": reader(memory_buffer_bytes, 0, clock, memory_buffer_bytes=memory_buffer_bytes)}
+    memory = reader(memory_buffer_bytes, 0, clock, memory_buffer_bytes=memory_buffer_bytes)
+    readers = {"memory": memory}
     if weights_bytes <= cache:
         readers["cache (a buffer as large as all weights)"] = reader(weights_bytes, cache, clock)
-    speeds: dict[str, list[float]] = {place: [] for place in readers}
-    rows = []
-    with progress.bar("decode", len(entries) * len(contexts)) as bar:
-        for entry in entries:
-            for context in contexts:
-                case = prepare(artifact, params, entry, context)
-                own = reader(case.read_bytes, cache, clock, memory_buffer_bytes=memory_buffer_bytes)
-                rows.append(decode_row(case, own, repetitions, clock))
-                for place, buffer in readers.items():
-                    speeds[place].append(buffer.nbytes / seconds_per_call(buffer.read, clock, calls=STEPS) / 1e9)
-                bar.step(f"{entry.bucket.name} at {context}")
+    beside = [reader(case.read_bytes, cache, clock) if case.read_bytes <= cache else memory for case in cases]
+    warm(cases)
+    *seconds, reads = in_turns(
+        [
+            *(case.calls() | {"read": own.read} for case, own in zip(cases, beside, strict=True)),
+            {place: own.read for place, own in readers.items()},
+        ],
+        repetitions, clock, progress, "decode",
+    )  # fmt: skip
+    rows = [decode_row(*parts) for parts in zip(cases, beside, seconds, strict=True)]
+    speeds = {place: [own.nbytes / s / 1e9 for s in reads[place]] for place, own in readers.items()}
     notes = (
         f"every row live; medians (smallest..largest) of {repetitions} repetitions, each the median of {STEPS} steps in a row; "
-        "eager, compiled and the read alternate",
+        "all buckets, eager and compiled, and what is read beside them take turns, a round each",
         "floor: bytes a step must read over the read bandwidth of the same repetition: of a buffer as large where that fits the "
         "last-level cache (from: cache), else of one that no cache holds (from: memory)",
         "time / floor: of the executable that serves the bucket, compiled where there is one",
@@ -202,16 +231,19 @@ def decode(
     bandwidth: list[dict[str, Value]] = [
         {"place": place, "buffer_mb": buffer.nbytes / 1e6, "gb_per_s": spread(speeds[place])} for place, buffer in readers.items()
     ]
-    bandwidth_notes = ("sampled after every row of the table above; the floors there use what was read in their own rounds",)
+    bandwidth_notes = ("in the rounds of the table above, whose floors use what was read in the same round",)
     return [
         Table("decode", "Decode step time", DECODE_COLUMNS, tuple(rows), notes),
         Table("decode", "Read bandwidth", BANDWIDTH_COLUMNS, tuple(bandwidth), bandwidth_notes),
     ]
 
 
-def decode_row(case: Case, beside: Reader, repetitions: int, clock: Clock) -> dict[str, Value]:
-    """The table row of one case, timed alternately with the reader; floor and ratios are taken within a round."""
-    seconds = time_case(case, repetitions, clock, beside)
+def decode_row(case: Case, beside: Reader, seconds: Mapping[str, Sequence[float]]) -> dict[str, Value]:
+    """The table row of one case; floor and ratios are taken within a round.
+
+    Args:
+        seconds: a sample for each round, by executable, and of the reader as "read".
+    """
     per_byte = [read / beside.nbytes for read in seconds["read"]]
     floor = [case.read_bytes * s for s in per_byte]
     served = seconds.get("compiled", seconds["eager"])
@@ -229,15 +261,17 @@ def decode_row(case: Case, beside: Reader, repetitions: int, clock: Clock) -> di
 
 def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter) -> Table:
     """Tokens per second of all prefill buckets, on the first chunk of a prompt."""
-    entries, params = _of_kind(artifact, "prefill"), _params(artifact)
+    params, state = _params(artifact), random_state(artifact.manifest)
+    cases = [case for entry in _of_kind(artifact, "prefill") for case in prepared(artifact, params, entry, (0,), state)]
+    warm(cases)
     rows = []
-    with progress.bar("prefill", len(entries)) as bar:
-        for entry in entries:
-            seconds = time_case(prepare(artifact, params, entry, 0), repetitions, clock)
-            rates = {f"{name}_tokens_per_s": spread(entry.bucket.tokens / s for s in samples) for name, samples in seconds.items()}
-            rows.append({"bucket": entry.bucket.name, **rates, **_milliseconds(seconds)})
-            bar.step(entry.bucket.name)
-    notes = (f"full chunks from position 0; medians (smallest..largest) of {repetitions} repetitions, eager and compiled in turns",)
+    for case, seconds in zip(cases, in_turns([case.calls() for case in cases], repetitions, clock, progress, "prefill"), strict=True):
+        bucket = case.entry.bucket
+        rates = {f"{name}_tokens_per_s": spread(bucket.tokens / s for s in samples) for name, samples in seconds.items()}
+        rows.append({"bucket": bucket.name, **rates, **_milliseconds(seconds)})
+    notes = (
+        f"full chunks from position 0; medians (smallest..largest) of {repetitions} repetitions, all buckets, eager and compiled, in turns",
+    )
     return Table("prefill", "Prefill throughput", PREFILL_COLUMNS, tuple(rows), notes)
 
 
@@ -275,16 +309,29 @@ def _serve(case: Case, times: int) -> None:
         case.again(case.executables.get("compiled", case.executables["eager"]))
 
 
-def time_case(case: Case, repetitions: int, clock: Clock, beside: Reader | None = None) -> dict[str, list[float]]:
-    """Seconds of a step by executable, and of the reader as "read"; one value per repetition."""
-    calls = {name: partial(case.again, executable) for name, executable in case.executables.items()}
-    if "compiled" in calls:
-        calls["compiled"]()  # which packs weights
+def in_turns(
+    groups: Sequence[Mapping[str, Callable[[], object]]], repetitions: int, clock: Clock, progress: Progress, title: str
+) -> list[dict[str, list[float]]]:
+    """Times calls of all groups in turns, so that a slow minute of the machine is in a sample of each, and of one round.
+
+    Returns:
+        of each group, a sample for each repetition by the name of the call, in seconds.
+    """
+    timed = {
+        (i, name): partial(seconds_per_call, call, clock, calls=STEPS) for i, calls in enumerate(groups) for name, call in calls.items()
+    }
+    with progress.bar(title, repetitions + 1) as bar:
+        seconds = interleave(timed, repetitions, after=lambda i: bar.step(f"round {i}" if i else "uncounted round"))
+    return [{name: seconds[i, name] for name in calls} for i, calls in enumerate(groups)]
+
+
+def warm(cases: Sequence[Case]) -> None:
+    """Packs the weights of compiled executables, and waits until that has no effect on others any more."""
+    compiled = [case.calls()["compiled"] for case in cases if "compiled" in case.executables]
+    for call in compiled:
+        call()
+    if compiled:
         settle()
-    timed = {name: partial(seconds_per_call, call, clock, calls=STEPS) for name, call in calls.items()}
-    if beside is not None:
-        timed["read"] = partial(seconds_per_call, beside.read, clock, calls=STEPS)
-    return interleave(timed, repetitions)
 
 
 def _milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, Value]:

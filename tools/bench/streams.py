@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -298,10 +298,10 @@ def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
     return cells
 
 
-def rows_of(load: Load, runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Value]]:
+def rows_of(load: Load, engine: Sequence[Run], websocket: Sequence[Run]) -> list[dict[str, Value]]:
     """The rows of both paths; the websocket's rate also as a share of the engine's, within rounds."""
-    rows = [row(load, path, runs[path]) for path in ("engine", "websocket")]
-    rows[1]["of_engine"] = ratio(*([run.tokens_per_s for run in runs[path]] for path in ("websocket", "engine")))
+    rows = [row(load, "engine", engine), row(load, "websocket", websocket)]
+    rows[1]["of_engine"] = ratio(*([run.tokens_per_s for run in runs] for runs in (websocket, engine)))
     return rows
 
 
@@ -316,7 +316,6 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
     """
     for load in loads:
         load.check(artifact.manifest.limits.max_model_len)
-    rows: list[dict[str, Value]] = []
     executors: list[TimedExecutor] = []
 
     def load_executor() -> TimedExecutor:
@@ -327,20 +326,19 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
     calls = executors[0].calls
     settle()
     try:
-        with progress.bar("streams", len(loads)) as bar, serving(running.service) as url, SocketClient(url) as client:
+        with progress.bar("streams", rounds + 1) as bar, serving(running.service) as url, SocketClient(url) as client:
+            serve: dict[tuple[Load, str], Callable[[], Run]] = {}
             for load in loads:
-                paths = {
-                    "engine": partial(through_running, running.engine, calls, load),
-                    "websocket": partial(client.serve, load, executors[0].vocab_size),
-                }
-                rows += rows_of(load, interleave(paths, rounds))
-                bar.step(f"{load.streams} streams")
+                serve[load, "engine"] = partial(through_running, running.engine, calls, load)
+                serve[load, "websocket"] = partial(client.serve, load, executors[0].vocab_size)
+            runs = interleave(serve, rounds, after=lambda i: bar.step(f"round {i}" if i else "uncounted round"))
+        rows = [cells for load in loads for cells in rows_of(load, runs[load, "engine"], runs[load, "websocket"])]
     finally:
         running.engine.stop(drain=False)
     notes = (
         f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; greedy, end of text ignored; tok/s over "
         f"the whole time, prefill included; medians (smallest..largest) of {rounds} rounds",
-        "a round of the engine alone and one through the websocket, in turns, by the same engine; of the engine's: ratios within rounds",
+        "all loads, by the engine alone and through the websocket, take turns with the same engine; of the engine's: ratios within rounds",
         "websocket: all streams on one connection, whose client is another process on the same cores and looks into frames when all have "
         "come; a token that completes no character arrives with the next that does",
         "host: what surrounds the executable in a decode step: scheduling, packing inputs, book-keeping, events",

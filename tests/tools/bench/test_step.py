@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from npucompile.lowering.executable import check_operands, open_executable
 from npucompile.models import request_slots
 from npucompile.tools.bench import step
 from npucompile.tools.bench.machine import Reader
+from npucompile.tools.bench.report import Value
 from npucompile.tools.bench.step import Case, decode_contexts, decode_row, needed_bytes, prepare, step_operands
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
@@ -146,7 +148,8 @@ def test_every_step_starts_where_the_first_one_did(artifact: Artifact) -> None:
         return eager(operands)
 
     clock = FakeClock()
-    step.time_case(replace(prepared, executables={"eager": noted, "compiled": noted}), 2, clock)  # type: ignore[dict-item]
+    calls = replace(prepared, executables={"eager": noted, "compiled": noted}).calls()  # type: ignore[dict-item]
+    step.in_turns([calls], 2, clock, QUIET, "steps")
     assert len(outputs) >= 2 * 2
     assert all(torch.equal(output, first) for output in outputs)
     assert not torch.equal(pool, first), "a step leaves another start"
@@ -156,11 +159,31 @@ def case(artifact: Artifact, executables: dict[str, Callable[..., list[torch.Ten
     return Case(entry_of(artifact.manifest, "decode-b4-q4"), 7, rows, executables, [], 500)  # type: ignore[arg-type]
 
 
+def row_of(timed: Case, beside: Reader, repetitions: int, clock: FakeClock) -> dict[str, Value]:
+    (seconds,) = step.in_turns([timed.calls() | {"read": beside.read}], repetitions, clock, QUIET, "steps")
+    return decode_row(timed, beside, seconds)
+
+
+def test_a_slow_time_of_the_machine_is_in_few_samples_of_each(artifact: Artifact) -> None:
+    clock = FakeClock()
+
+    def work(seconds: float, *_: object) -> list[torch.Tensor]:
+        # For a round and a half the machine is slow.
+        return clock.work(seconds * (10 if 30 <= clock.now < 200 else 1))
+
+    groups = [
+        case(artifact, {"eager": partial(work, seconds), "compiled": partial(work, seconds / 2)}).calls() for seconds in (0.5, 1.0, 2.0)
+    ]
+    samples = step.in_turns(groups, 7, clock, QUIET, "steps")
+    assert all(1 <= sum(second > 2 * min(seconds) for second in seconds) <= 2 for of in samples for seconds in of.values())
+    assert [statistics.median(of["eager"]) for of in samples] == [0.5, 1.0, 2.0]
+
+
 def test_a_row_sets_each_time_beside_the_floor_of_its_round(artifact: Artifact) -> None:
     clock = FakeClock()
     executables = {"eager": partial(clock.work, 4.0), "compiled": partial(clock.work, 2.0)}
     beside = Reader(lambda: clock.work(1.0), 1000, "cache")
-    row = decode_row(case(artifact, executables), beside, 3, clock)
+    row = row_of(case(artifact, executables), beside, 3, clock)
     medians = {key: getattr(value, "median", value) for key, value in row.items()}
     assert medians == {
         "bucket": "decode-b4-q4", "context_tokens": 7, "eager_ms": 4000.0, "compiled_ms": 2000.0, "speedup": 2.0, "read_mb": 0.0005,
@@ -170,7 +193,7 @@ def test_a_row_sets_each_time_beside_the_floor_of_its_round(artifact: Artifact) 
 
 def test_an_uncompiled_bucket_is_set_beside_its_floor_too(artifact: Artifact) -> None:
     clock = FakeClock()
-    row = decode_row(case(artifact, {"eager": partial(clock.work, 4.0)}, rows=3), Reader(lambda: clock.work(1.0), 1000, "memory"), 2, clock)
+    row = row_of(case(artifact, {"eager": partial(clock.work, 4.0)}, rows=3), Reader(lambda: clock.work(1.0), 1000, "memory"), 2, clock)
     assert "compiled_ms" not in row
     assert row["over_floor"].median == 8.0  # type: ignore[union-attr]
     assert row["bucket"] == "decode-b4-q4 (3 rows)"
@@ -186,8 +209,8 @@ def test_samples_are_medians_of_steps_in_a_row(artifact: Artifact, monkeypatch: 
     monkeypatch.setattr(step, "STEPS", 3)
     clock = FakeClock()
     durations = iter([9.0, 1.0, 2.0, 8.0] * 3)
-    seconds = step.time_case(case(artifact, {"eager": lambda _: clock.work(next(durations))}), 2, clock)
-    assert seconds == {"eager": [2.0, 2.0]}
+    seconds = step.in_turns([case(artifact, {"eager": lambda _: clock.work(next(durations))}).calls()], 2, clock, QUIET, "steps")
+    assert seconds == [{"eager": [2.0, 2.0]}]
     assert next(durations, None) is None
 
 

@@ -118,7 +118,7 @@ def test_the_websockets_share_of_the_engines_rate_is_that_within_a_round() -> No
     def run(seconds: float) -> Run:
         return Run(seconds, ((1, 1),), (((seconds, 2),),))
 
-    rows = rows_of(Load(1, 1, 2), {"engine": [run(1.0), run(10.0), run(4.0)], "websocket": [run(2.0), run(10.0), run(5.0)]})
+    rows = rows_of(Load(1, 1, 2), [run(1.0), run(10.0), run(4.0)], [run(2.0), run(10.0), run(5.0)])
     assert "of_engine" not in rows[0]
     assert rows[1]["of_engine"] == Spread(0.8, 0.5, 1.0, 3)
 
