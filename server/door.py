@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -11,6 +12,7 @@ from starlette.websockets import WebSocket
 from ..graphs.errors import RequestError
 from .access import KEY_SUBPROTOCOL, Access
 from .errors import ErrorReply, error_reply
+from .refusals import Refusals
 from .trace_context import carried, carrier
 
 CLIENT = "npucompile.client"
@@ -22,30 +24,47 @@ OWNER = "npucompile.owner"
 """Key of a scope: whose responses it may name, the digest of its key; "" where no key is asked for, and an id opens what it names."""
 
 
+REFUSED = 400
+"""Statuses of answers that say no, from here on."""
+
+_STARTS = ("http.response.start", "websocket.http.response.start")
+
+
 class Door:
     """Checks each HTTP request and each websocket before its route sees it."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, refusals: Refusals) -> None:
         self._app = app
         self._access = access
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        address = (scope.get("client") or ("",))[0]
         try:
             key = self._access.check(scope)
         except RequestError as error:
-            await refuse(scope, receive, send, error_reply(error))
+            await refuse(scope, receive, self._paced(address, send), error_reply(error))
             return
-        known: dict[str, Any] = {CLIENT: f"{KEY}{key}" if key else (scope.get("client") or ("",))[0], OWNER: key or ""}
+        client = f"{KEY}{key}" if key else address
+        known: dict[str, Any] = {CLIENT: client, OWNER: key or ""}
         if "subprotocols" in scope:
             known["subprotocols"] = [name for name in scope["subprotocols"] if not name.startswith(KEY_SUBPROTOCOL)]
         token = carrier.set(carried(scope))
         try:
-            await self._app({**scope, **known}, receive, send)
+            await self._app({**scope, **known}, receive, self._paced(client, send))
         finally:
             carrier.reset(token)
+
+    def _paced(self, client: str, send: Send) -> Send:
+        async def paced(message: Any) -> None:
+            if message["type"] in _STARTS and message["status"] >= REFUSED:
+                await asyncio.sleep(self._refusals.wait_s(client))
+            await send(message)
+
+        return paced
 
 
 def has_key(client: str) -> bool:

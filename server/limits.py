@@ -34,6 +34,7 @@ class SocketLimits:
         slow_reader_s: how old what waits to be sent may get before the client is too slow.
         stream_interval_s: how long tokens may wait for those of the next steps, to be sent together; 0 sends each step's at once.
         handshake_s: how long a connection may take to send a whole request.
+        refusals_per_s: refusals of one client a second, above which they wait for their turns; None lets none wait.
         max_stored_bytes: responses that later requests may name take at most this together; 0 keeps none.
         stored_s: how long they are kept after they were last named.
         max_replay_bytes: of the events of one response that can be resumed.
@@ -56,6 +57,7 @@ class SocketLimits:
     slow_reader_s: float = 10.0
     stream_interval_s: float = 0.01
     handshake_s: float = 10.0
+    refusals_per_s: float | None = 200.0
     max_stored_bytes: int = 256 * 2**20
     stored_s: float = 3600.0
     max_replay_bytes: int = 8 * 2**20
@@ -75,7 +77,7 @@ class SocketLimits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SpecError(f"{name} is {value}; legal is at least 1")
-        for name in ("request_timeout_s", "first_token_timeout_s"):
+        for name in ("request_timeout_s", "first_token_timeout_s", "refusals_per_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise SpecError(f"{name} is {value}; legal is above 0, or None")

@@ -8,6 +8,7 @@ Policy, per socket:
 - A refused frame is answered with an `error` event and the socket stays open, with two exceptions in the transport: a frame above
   `transport_frame_bytes` closes it with 1009, a text frame that is not UTF-8 with 1007 (RFC 6455).
 - An exception in one response ends that response with an `error` event of status 500, and nothing else.
+- A client that is refused more often than it may be waits: what follows on the socket is read later (`refusals`).
 - When a socket closes, for whatever reason, its responses are cancelled, all in one pass, but for those that can be resumed.
 """
 
@@ -34,6 +35,7 @@ from .limits import SocketLimits
 from .outbox import Outbox
 from .prepare import Owners, continued
 from .prepare import keeping as keeping_of
+from .refusals import Refusals
 from .response_run import ResponseRun
 from .response_store import NotResumable
 from .service import Service
@@ -50,9 +52,10 @@ INLINE_FRAME_BYTES = 2**16
 class SocketHub:
     """The websocket endpoint; counts open sockets."""
 
-    def __init__(self, lifecycle: Lifecycle, limits: SocketLimits) -> None:
+    def __init__(self, lifecycle: Lifecycle, limits: SocketLimits, refusals: Refusals) -> None:
         self._lifecycle = lifecycle
         self._limits = limits
+        self._refusals = refusals
         self.connections = 0
 
     async def serve(self, websocket: WebSocket) -> None:
@@ -66,7 +69,7 @@ class SocketHub:
         await websocket.accept(subprotocol)
         self.connections += 1
         try:
-            await _Socket(websocket, service, self._lifecycle, self._limits, subprotocol or JSON).run()
+            await _Socket(websocket, service, self._lifecycle, self._limits, self._refusals, subprotocol or JSON).run()
         finally:
             self.connections -= 1
 
@@ -86,7 +89,9 @@ class _Writer:
 class _Socket:
     """One open socket; every method runs on the event loop."""
 
-    def __init__(self, websocket: WebSocket, service: Service, lifecycle: Lifecycle, limits: SocketLimits, subprotocol: str) -> None:
+    def __init__(
+        self, websocket: WebSocket, service: Service, lifecycle: Lifecycle, limits: SocketLimits, refusals: Refusals, subprotocol: str
+    ) -> None:
         self._websocket = websocket
         self._service = service
         self._lifecycle = lifecycle
@@ -94,11 +99,12 @@ class _Socket:
         max_frame_bytes = limits.frame_bytes(service.model.max_model_len)
         self._connection = Connection(subprotocol, max_frame_bytes=max_frame_bytes, max_streams=limits.max_streams)
         self._client = websocket.scope.get(CLIENT, "")
+        self._refusals = refusals
         # Names in the store what this socket alone may continue.
         self._owners = Owners(websocket.scope.get(OWNER, ""), uuid.uuid4().hex)
         self._streams: dict[str, _Stream] = {}
         self._to_cancel: set[str] = set()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[bool]] = set()
         protocol = websocket.scope.get("extensions", {}).get(FRAMES, {}).get("protocol")
         writer = _Writer(protocol, subprotocol == JSON) if protocol else None
         self._outbox = Outbox(limits.max_queue_bytes, limits.slow_reader_s, asyncio.get_running_loop().time, writer)
@@ -136,7 +142,8 @@ class _Socket:
             if message["type"] == "websocket.disconnect":
                 return
             text = message.get("text")
-            await self._handle(message["bytes"] if text is None else text)
+            if not await self._handle(message["bytes"] if text is None else text):
+                await asyncio.sleep(self._refusals.wait_s(self._client))
             await self._outbox.readable()
 
     async def _write(self) -> None:
@@ -171,29 +178,31 @@ class _Socket:
             async with asyncio.timeout(self._limits.close_timeout_s):
                 await self._websocket.close(code, reason)
 
-    async def _handle(self, frame: str | bytes) -> None:
+    async def _handle(self, frame: str | bytes) -> bool:
+        """Does what a frame asks for; whether it was not refused."""
         try:
             command = await self._command(frame)
         except ProtocolError as error:
             self._send([error_event(error)])
-            return
+            return False
         match command:
             case CreateCommand():
-                await self._begin(command)
+                return await self._begin(command)
             case ResumeCommand():
-                self._resume(command)
+                return self._resume(command)
             case SteerCommand():
                 self._send([steer_refusal(command.response_id, command.input)])
             case CancelCommand():
                 self._cancel(command.response_id)
+        return True
 
     async def _command(self, frame: str | bytes) -> Command | None:
         if len(frame) <= INLINE_FRAME_BYTES:
             return self._connection.receive(frame)
         return self._connection.apply(await asyncio.to_thread(self._connection.parse, frame))
 
-    async def _begin(self, create: CreateCommand) -> None:
-        """Starts a response; one that cannot be started is refused, and makes place in its lane."""
+    async def _begin(self, create: CreateCommand) -> bool:
+        """Starts a response; one that cannot be started is refused, makes place in its lane, and gives false."""
         try:
             await self._start(create)
         except Exception as error:
@@ -202,6 +211,8 @@ class _Socket:
                 log.exception("response.create on stream %r failed", create.stream_id)
             self._send([event])
             self._end(create.response_id)
+            return False
+        return True
 
     async def _start(self, create: CreateCommand) -> None:
         service = self._lifecycle.admitting()
@@ -226,7 +237,7 @@ class _Socket:
             self._to_cancel.discard(create.response_id)
             run.cancel()
 
-    def _resume(self, command: ResumeCommand) -> None:
+    def _resume(self, command: ResumeCommand) -> bool:
         try:
             stored = self._service.store.named(command.response_id, (self._owners.key,))
             if stored.replay is None:
@@ -235,12 +246,13 @@ class _Socket:
         except RequestError as error:
             self._send([error_event(error, stream_id=command.stream_id or None)])
             self._end(command.response_id)
-            return
+            return False
         stream = _Stream(self, command.response_id, stored.run, command.stream_id, elsewhere=True)
         self._streams[command.response_id] = stream
         if stored.run is not None:
             stored.run.join(stream)
         stream.read(events, stored.run is None)
+        return True
 
     def _cancel(self, response_id: str) -> None:
         stream = self._streams.get(response_id)

@@ -21,6 +21,7 @@ from npucompile.runtime.engine import Engine
 from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.server.access import Access
 from npucompile.server.client import Client
+from npucompile.server.door import Door
 from npucompile.server.run import Serving, running
 from npucompile.server.service import ServedModel, Service
 
@@ -117,6 +118,44 @@ def test_our_client_has_a_key(url):
         assert refused.value.code == "connection_refused"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "headers", "status", "counted"),
+    [
+        ("http", KEY, 200, []),
+        ("http", KEY, 404, ["key "]),
+        ("http", {}, 401, ["10.0.0.9"]),
+        ("websocket", {}, 401, ["10.0.0.9"]),
+    ],
+)
+def test_what_is_refused_is_counted_for_its_client_before_it_is_answered(scheme, headers, status, counted):
+    order = []
+
+    class Counted:
+        def wait_s(self, client):
+            order.append(client)
+            return 0.0
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message):
+        order.append(message)
+
+    scope = {
+        "type": scheme,
+        "path": "/v1/models",
+        "client": ("10.0.0.9", 1),
+        "headers": [(b"host", b"localhost"), *((name.lower().encode(), value.encode()) for name, value in headers.items())],
+        "extensions": {"websocket.http.response": {}},
+    }
+    asyncio.run(Door(app, Access.of(["the-key"], [], []), Counted())(scope, None, send))
+    # A client with a key is that key, whose digest follows.
+    assert [entry[: len(begin)] for entry, begin in zip(order, counted, strict=False)] == counted
+    assert order[len(counted)]["status"] == status
+    assert sum(isinstance(entry, str) for entry in order) == len(counted)
 
 
 def test_keys_do_not_share_what_is_cached_of_prompts(tiny_artifact):

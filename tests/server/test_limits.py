@@ -37,7 +37,13 @@ def test_a_request_may_be_as_urgent_and_take_as_long_as_the_server_says():
 
 
 @pytest.mark.parametrize(
-    ("limit", "legal"), [({"min_priority": -1001}, "-1000 to 1000"), ({"request_timeout_s": 0}, "above 0"), ({"max_queued_tokens": 0}, "1")]
+    ("limit", "legal"),
+    [
+        ({"min_priority": -1001}, "-1000 to 1000"),
+        ({"request_timeout_s": 0}, "above 0"),
+        ({"refusals_per_s": 0}, "above 0, or None"),
+        ({"max_queued_tokens": 0}, "1"),
+    ],
 )
 def test_limits_that_mean_nothing_are_refused(limit, legal):
     with pytest.raises(SpecError, match=f"legal is .*{legal}"):

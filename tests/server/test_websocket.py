@@ -409,6 +409,23 @@ def test_a_client_that_does_not_read_is_closed_with_1008_and_its_responses_cance
     asyncio.run(run())
 
 
+def test_after_more_refusals_than_a_client_may_have_the_socket_is_read_later():
+    wrong = [{"type": "what"}, {"type": "response.cancel", "response_id": "resp_x"}, {"type": "response.create", "input": "x" * 10**5}]
+    wrong.append({"type": "response.resume", "response_id": "resp_x", "starting_after": 0})
+
+    async def play(peer, engine):
+        began_s = time.monotonic()
+        for number in range(18):
+            peer.send(**wrong[number % len(wrong)])
+        for _ in range(18):
+            await peer.receive("error")
+        # Ten at once, and then one each tenth of a second; the last one's wait is still to come.
+        assert time.monotonic() - began_s >= 0.69
+        await opened(peer, "a")
+
+    scenario(play, refusals_per_s=10)
+
+
 def test_a_client_that_keeps_up_may_get_any_number_of_events_at_once():
     async def play(peer, engine):
         response_id = await opened(peer, "a")

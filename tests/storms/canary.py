@@ -32,12 +32,14 @@ class Calm:
         pauses_ms: between two arrivals of a stream, and from asking to the first; in order.
         delays_ms: for how much of each the canary's own process could run and had no processor.
         ends_s: when each ended, on the machine's monotonic clock.
+        first: whether it was that from asking to the first arrival.
         wrong: outputs that were not what the request gives alone.
     """
 
     pauses_ms: list[float] = field(default_factory=list)
     delays_ms: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
+    first: list[bool] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -73,6 +75,7 @@ async def watch(target: Target, job: Job) -> Calm:
                 calm.pauses_ms.append((now - last) * 1e3)
                 calm.delays_ms.append((delayed - waited) * 1e3)
                 calm.ends_s.append(now)
+                calm.first.append(not tokens)
                 last, waited = now, delayed
                 tokens += arrived
             if tuple(tokens) != job.expected:

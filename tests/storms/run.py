@@ -130,7 +130,8 @@ async def _fuzz(target: Target, known: list[Job], storm: Storm) -> int:
 
 def _echo_pauses(when: str, calm: Calm) -> None:
     own = [pause - delay for pause, delay in zip(calm.pauses_ms, calm.delays_ms, strict=True)]
-    for what, values in (("pauses", calm.pauses_ms), ("less the reader's own wait for a processor", own)):
+    within = [pause for pause, first in zip(calm.pauses_ms, calm.first, strict=True) if not first]
+    for what, values in (("pauses", calm.pauses_ms), ("less the reader's own wait for a processor", own), ("after first tokens", within)):
         click.echo(f"  {when}: {len(values)} {what}, p50 {quantile(values, 0.5):.1f} p99 {quantile(values, 0.99):.1f} p99.9 "
                    f"{quantile(values, 0.999):.1f} ms, longest {max(values, default=0):.1f} ms")  # fmt: skip
     worst = sorted(zip(calm.pauses_ms, calm.ends_s, strict=True), reverse=True)[:8]

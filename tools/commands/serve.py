@@ -55,7 +55,7 @@ GROUPS = {
     "How much a client may take": (
         "--max-queue", "--max-client-requests", "--max-queued-tokens", "--max-client-tokens", "--min-priority", "--request-timeout",
         "--first-token-timeout", "--max-connections", "--max-client-connections", "--max-frame-bytes",
-        "--handshake-timeout", "--slow-reader-timeout", "--drain-timeout",
+        "--handshake-timeout", "--max-client-refusals", "--slow-reader-timeout", "--drain-timeout",
     ),
     "What is kept of prompts": ("--no-prefix-cache", "--prefix-cache-tokens"),
     "What is kept of responses": ("--max-stored-bytes", "--stored-timeout", "--resume-timeout"),

@@ -38,7 +38,7 @@ def test_every_option_is_one_of_the_settings(tmp_path):
         "--tls-cert", "cert", "--tls-key", "key", "--max-queue", 1, "--max-client-requests", 2, "--max-connections", 3,
         "--max-client-connections", 4, "--max-frame-bytes", 5, "--handshake-timeout", 6, "--slow-reader-timeout", 7, "--drain-timeout", 8,
         "--max-queued-tokens", 9, "--max-client-tokens", 10, "--min-priority", -11, "--request-timeout", 12, "--first-token-timeout", 13,
-        "--stream-interval-ms", 8,
+        "--stream-interval-ms", 8, "--max-client-refusals", 14,
     )  # fmt: skip
     assert chosen.access.key_digests == (digest("first"), digest("second"))
     assert chosen.access.origins == {"https://a.example", "https://b.example"}
@@ -48,7 +48,8 @@ def test_every_option_is_one_of_the_settings(tmp_path):
     assert (limits.max_queue, limits.max_requests_per_client, limits.max_connections, limits.max_connections_per_client) == (1, 2, 3, 4)
     assert (limits.max_frame_bytes, limits.handshake_s, limits.slow_reader_s, limits.stream_interval_s) == (5, 6, 7, 0.008)
     assert (limits.max_queued_tokens, limits.max_tokens_per_client, limits.min_priority) == (9, 10, -11)
-    assert (limits.request_timeout_s, limits.first_token_timeout_s) == (12, 13)
+    assert (limits.request_timeout_s, limits.first_token_timeout_s, limits.refusals_per_s) == (12, 13, 14)
+    assert settings("--max-client-refusals", 0).limits.refusals_per_s is None
 
 
 def test_keys_come_from_a_file_or_else_the_environment(tmp_path):
