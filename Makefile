@@ -13,6 +13,9 @@ CXX := $(firstword $(foreach name,g++ clang++,$(if $(shell command -v $(name) 2>
 endif
 export CXX
 
+# Containers often have it set: then every process compiles all that it imports again, torch too, which takes 2 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help serve test check lint types install clients prerequisites clean
 
