@@ -8,7 +8,7 @@ Policy, per socket:
 - A refused frame is answered with an `error` event and the socket stays open, with two exceptions in the transport: a frame above
   `transport_frame_bytes` closes it with 1009, a text frame that is not UTF-8 with 1007 (RFC 6455).
 - An exception in one response ends that response with an `error` event of status 500, and nothing else.
-- A client that is refused more often than it may be waits: what follows on the socket is read later (`refusals`).
+- A client that is refused more often than it may be waits: what follows, on the socket or in a lane, comes later (`refusals`).
 - When a socket closes, for whatever reason, its responses are cancelled, all in one pass, but for those that can be resumed.
 """
 
@@ -104,7 +104,7 @@ class _Socket:
         self._owners = Owners(websocket.scope.get(OWNER, ""), uuid.uuid4().hex)
         self._streams: dict[str, _Stream] = {}
         self._to_cancel: set[str] = set()
-        self._starting: set[asyncio.Task[bool]] = set()
+        self._starting: set[asyncio.Task[None]] = set()
         protocol = websocket.scope.get("extensions", {}).get(FRAMES, {}).get("protocol")
         writer = _Writer(protocol, subprotocol == JSON) if protocol else None
         self._outbox = Outbox(limits.max_queue_bytes, limits.slow_reader_s, asyncio.get_running_loop().time, writer)
@@ -142,8 +142,7 @@ class _Socket:
             if message["type"] == "websocket.disconnect":
                 return
             text = message.get("text")
-            if not await self._handle(message["bytes"] if text is None else text):
-                await asyncio.sleep(self._refusals.wait_s(self._client))
+            await self._handle(message["bytes"] if text is None else text)
             await self._outbox.readable()
 
     async def _write(self) -> None:
@@ -178,41 +177,42 @@ class _Socket:
             async with asyncio.timeout(self._limits.close_timeout_s):
                 await self._websocket.close(code, reason)
 
-    async def _handle(self, frame: str | bytes) -> bool:
-        """Does what a frame asks for; whether it was not refused."""
+    async def _handle(self, frame: str | bytes) -> None:
         try:
             command = await self._command(frame)
         except ProtocolError as error:
-            self._send([error_event(error)])
-            return False
+            await self._refuse(error_event(error))
+            return
         match command:
             case CreateCommand():
-                return await self._begin(command)
+                await self._begin(command)
             case ResumeCommand():
-                return self._resume(command)
+                await self._resume(command)
             case SteerCommand():
-                self._send([steer_refusal(command.response_id, command.input)])
+                await self._refuse(steer_refusal(command.response_id, command.input))
             case CancelCommand():
                 self._cancel(command.response_id)
-        return True
+
+    async def _refuse(self, event: ServerEvent) -> None:
+        """Sends a refusal; what comes next, on the socket or in its lane, waits until it was its turn."""
+        self._send([event])
+        await asyncio.sleep(self._refusals.wait_s(self._client))
 
     async def _command(self, frame: str | bytes) -> Command | None:
         if len(frame) <= INLINE_FRAME_BYTES:
             return self._connection.receive(frame)
         return self._connection.apply(await asyncio.to_thread(self._connection.parse, frame))
 
-    async def _begin(self, create: CreateCommand) -> bool:
-        """Starts a response; one that cannot be started is refused, makes place in its lane, and gives false."""
+    async def _begin(self, create: CreateCommand) -> None:
+        """Starts a response; one that cannot be started is refused, and makes place in its lane."""
         try:
             await self._start(create)
         except Exception as error:
             event = error_event(error, stream_id=create.body.stream_id)
             if event["status"] == 500:
                 log.exception("response.create on stream %r failed", create.stream_id)
-            self._send([event])
+            await self._refuse(event)
             self._end(create.response_id)
-            return False
-        return True
 
     async def _start(self, create: CreateCommand) -> None:
         service = self._lifecycle.admitting()
@@ -237,22 +237,21 @@ class _Socket:
             self._to_cancel.discard(create.response_id)
             run.cancel()
 
-    def _resume(self, command: ResumeCommand) -> bool:
+    async def _resume(self, command: ResumeCommand) -> None:
         try:
             stored = self._service.store.named(command.response_id, (self._owners.key,))
             if stored.replay is None:
                 raise NotResumable(command.response_id)
             events = stored.replay.after(command.starting_after)
         except RequestError as error:
-            self._send([error_event(error, stream_id=command.stream_id or None)])
+            await self._refuse(error_event(error, stream_id=command.stream_id or None))
             self._end(command.response_id)
-            return False
+            return
         stream = _Stream(self, command.response_id, stored.run, command.stream_id, elsewhere=True)
         self._streams[command.response_id] = stream
         if stored.run is not None:
             stored.run.join(stream)
         stream.read(events, stored.run is None)
-        return True
 
     def _cancel(self, response_id: str) -> None:
         stream = self._streams.get(response_id)

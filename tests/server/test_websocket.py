@@ -412,15 +412,34 @@ def test_a_client_that_does_not_read_is_closed_with_1008_and_its_responses_cance
 def test_after_more_refusals_than_a_client_may_have_the_socket_is_read_later():
     wrong = [{"type": "what"}, {"type": "response.cancel", "response_id": "resp_x"}, {"type": "response.create", "input": "x" * 10**5}]
     wrong.append({"type": "response.resume", "response_id": "resp_x", "starting_after": 0})
+    wrong.append({"type": "response.steer", "response_id": "resp_x", "input": "y"})
 
     async def play(peer, engine):
         began_s = time.monotonic()
         for number in range(18):
             peer.send(**wrong[number % len(wrong)])
         for _ in range(18):
-            await peer.receive("error")
+            assert (await peer.receive())["type"] in ("error", "response.steer.failed")
         # Ten at once, and then one each tenth of a second; the last one's wait is still to come.
         assert time.monotonic() - began_s >= 0.69
+        await opened(peer, "a")
+
+    scenario(play, refusals_per_s=10)
+
+
+def test_what_waited_in_a_lane_is_refused_no_faster():
+    async def play(peer, engine):
+        first = await opened(peer, "a")
+        for _ in range(17):
+            peer.send(type="response.create", stream_id="a", input="x")
+        await opened(peer, "b")  # so that all of these were read
+        engine.refusal = RequestError("no", code="overloaded")
+        began_s = time.monotonic()
+        engine.finish(first)
+        for _ in range(17):
+            await peer.receive("error")
+        assert time.monotonic() - began_s >= 0.59
+        engine.refusal = None
         await opened(peer, "a")
 
     scenario(play, refusals_per_s=10)
