@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+BURST_S = 0.25
+"""What is refused at once takes this long at the rate; a whole second of it, with nothing held back, is a long pause for others."""
+
 KEPT = 1024
 """Clients, above which those are forgotten whose refusals would not wait."""
 
@@ -11,8 +14,8 @@ KEPT = 1024
 class Refusals:
     """The pace at which each client is refused; used on the event loop alone.
 
-    A client is refused `per_s` times a second, and after a second without any as often at once. What is beyond waits for its turn, one
-    after the other: the answer over HTTP, and what follows on a websocket. Nothing else that the client has asked for waits.
+    A client is refused `per_s` times a second, and after a while without any a quarter of that at once. What is beyond waits for its
+    turn, one after the other: the answer over HTTP, and what follows on a websocket. Nothing else that the client has asked for waits.
 
     Args:
         per_s: refusals a second; None lets none wait.
@@ -21,7 +24,7 @@ class Refusals:
 
     def __init__(self, per_s: float | None, clock: Callable[[], float]) -> None:
         self._gap_s = 0.0 if per_s is None else 1 / per_s
-        self._burst_s = max(1.0, self._gap_s)
+        self._burst_s = max(BURST_S, self._gap_s)
         self._clock = clock
         self._free_s: dict[str, float] = {}
 
