@@ -24,8 +24,8 @@ OWNER = "npucompile.owner"
 """Key of a scope: whose responses it may name, the digest of its key; "" where no key is asked for, and an id opens what it names."""
 
 
-REFUSED = 400
-"""Statuses of answers that say no, from here on."""
+_REFUSED = 400
+"""Statuses of answers that say no begin here."""
 
 _STARTS = ("http.response.start", "websocket.http.response.start")
 
@@ -59,8 +59,10 @@ class Door:
             carrier.reset(token)
 
     def _paced(self, client: str, send: Send) -> Send:
+        """Sends an answer, a refusal when it is its turn."""
+
         async def paced(message: Any) -> None:
-            if message["type"] in _STARTS and message["status"] >= REFUSED:
+            if message["type"] in _STARTS and message["status"] >= _REFUSED:
                 await asyncio.sleep(self._refusals.wait_s(client))
             await send(message)
 
