@@ -116,7 +116,6 @@ def test_a_peer_that_reads_nothing_is_reported():
     frame = encode("big", x=np.zeros(8_000_000, np.int32))
     near, far = ranks.connected()
     end = Ends(near, silence_s=1.5, heartbeat_s=0.1)
-    began = time.monotonic()
     with far:
         # The peer sends heartbeats all the while, and reads nothing.
         stop = threading.Event()
@@ -132,7 +131,6 @@ def test_a_peer_that_reads_nothing_is_reported():
         assert end.lost.get(timeout=WAIT_S) == "it has read nothing for 1.5 s"
         stop.set()
         thread.join(WAIT_S)
-    assert time.monotonic() - began < WAIT_S
     end.peer.close()
 
 

@@ -220,21 +220,18 @@ def test_a_build_that_left_files_out_leaves_no_stamp(artifact):
     assert not stamp_file(artifact).exists()
 
 
-def test_it_takes_a_moment_and_loads_no_torch():
+def test_it_loads_no_torch():
     script = (
-        "import time; began = time.perf_counter()\n"
         "from pathlib import Path; import sys\n"
         "from npucompile.tools.build import stamp\n"
         f"stamp.fingerprint({{'model': 'm'}}, Path({str(ROOT)!r}), [])\n"
         "stamp.matches(Path('/nowhere'), 'f')\n"
         "house = sorted(name for name in sys.modules if name.startswith('npucompile'))\n"
         "heavy = [name for name in ('torch', 'numpy', 'click', 'msgpack') if name in sys.modules]\n"
-        "print(time.process_time(), house, heavy)\n"
+        "print(house, heavy)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    seconds, rest = ran.stdout.split(" ", 1)
-    assert rest.strip() == "['npucompile', 'npucompile.tools', 'npucompile.tools.build', 'npucompile.tools.build.stamp'] []"
-    assert float(seconds) < 0.8
+    assert ran.stdout.strip() == "['npucompile', 'npucompile.tools', 'npucompile.tools.build', 'npucompile.tools.build.stamp'] []"
 
 
 # --- sources that decide graphs ---

@@ -7,7 +7,6 @@ import platform
 import re
 import signal
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -94,10 +93,8 @@ def test_ranks_generate_what_one_device_generates_and_a_killed_rank_ends_them_al
         assert executor.compiles() == 0
         victim = max(processes)
         threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
-        began = time.monotonic()
         while True:
             tokens(executor)
-    assert time.monotonic() - began < 10
     last = cluster.control_plane.mesh.size - 1
     assert f"rank {last} of mesh {mesh} died: process {victim} was killed by signal 9 (SIGKILL)" in str(caught.value)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in processes)

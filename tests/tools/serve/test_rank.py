@@ -88,12 +88,10 @@ def test_it_ends_with_rank_0_even_when_it_waits_for_it_in_a_collective(start_ran
     inputs = pack(DECODE, [], rank1.artifact.manifest.limits, max_logprobs=rank1.artifact.manifest.graphs[0].max_logprobs)
     rank1.control_plane.send(1, encode("step", step=1, bucket=DECODE.name, inputs=inputs))
     time.sleep(0.3)
-    began = time.monotonic()
     rank1.control_plane._peers[1]._stream.shutdown(2)
     status, _, stderr = rank1.ended()
     assert status == 1
     assert "lost rank 0: it closed its connection" in stderr
-    assert time.monotonic() - began < 10
 
 
 def test_it_ends_by_itself_when_nobody_ends_it(start_rank1):
@@ -102,4 +100,4 @@ def test_it_ends_by_itself_when_nobody_ends_it(start_rank1):
     os.kill(rank1.process.pid, signal.SIGTERM)
     status, _, _ = rank1.ended()
     assert status == 128 + signal.SIGTERM
-    assert 4 < time.monotonic() - began < 10
+    assert time.monotonic() - began > 4

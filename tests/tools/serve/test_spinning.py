@@ -94,8 +94,9 @@ def test_a_team_is_workers_beside_those_of_other_threads_and_they_end_with_it():
         team = OpenMpTeam()
         # The thread itself, and a worker of its pool.
         _until(lambda: len(_threads() - before) >= 2)
+        members = _threads() - before
         team.end()
-        _until(lambda: not _threads() - before)
+        _until(lambda: not _threads() & members)
     finally:
         torch.set_num_threads(threads)
 

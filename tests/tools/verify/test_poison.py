@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.residency import resident_bytes
 
 from npucompile.tools.verify.poison import CHUNK_BYTES, filled
 
@@ -37,14 +37,9 @@ def test_what_is_written_is_there_and_nowhere_else(places: list[int]) -> None:
     assert bool((filled(made.shape, -1.0, torch.float32) == -1.0).all())
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def test_only_what_is_written_takes_memory() -> None:
     filled((3 * CHUNK_BYTES,), math.nan, torch.bfloat16)
-    before = resident_bytes()
     made = filled((512, 2**20), math.nan, torch.bfloat16)
     made[::64, :1000] = 1.0
-    assert resident_bytes() - before < 20 * 2**20
+    assert resident_bytes([made]) < 20 * 2**20
     del made
