@@ -7,7 +7,6 @@ import queue
 import socket
 import struct
 import threading
-import time
 
 import numpy as np
 import pytest
