@@ -18,11 +18,11 @@ from ..graphs.errors import LoweringError, SpecError
 from ..graphs.types import Leaf
 from .executable import Executable
 
-CPU, NPU, EMULATED, CUDA = "cpu", "npu", "emulated", "cuda"
-KINDS = (CPU, NPU, EMULATED, CUDA)
+CPU, NPU, EMULATED = "cpu", "npu", "emulated"
+KINDS = (CPU, NPU, EMULATED)
 """What `--device` accepts besides "auto"."""
 
-_MODULES = {NPU: "ascend.npu", EMULATED: "ascend.emulator.device", CUDA: "cuda.device"}
+_MODULES = {NPU: "ascend.npu", EMULATED: "ascend.emulator.device"}
 
 
 class Event(Protocol):
@@ -101,7 +101,7 @@ class Device(Protocol):
     """One device of this process.
 
     Attributes:
-        kind: "npu", "emulated" or "cuda".
+        kind: "npu" or "emulated".
         name: with its number on this machine, e.g. "npu:3".
         version: what compiled graphs depend on besides the graph: release of the compiler and name of the chip.
     """
@@ -167,7 +167,7 @@ def open_device(kind: str, index: int = 0) -> Device:
     """Opens a device of this machine, after the environment of the process is complete.
 
     Args:
-        kind: "npu", "emulated" or "cuda".
+        kind: "npu" or "emulated".
         index: its number on this machine.
 
     Raises:

@@ -13,7 +13,7 @@ POLL_S = 50e-6
 
 
 class Recorded(Protocol):
-    """A recorded event of a stream, such as `torch.cuda.Event` or `torch.npu.Event`."""
+    """A recorded event of a stream, such as `torch.npu.Event`."""
 
     def query(self) -> bool:
         """Whether the stream has passed it; raises RuntimeError where something before it failed."""

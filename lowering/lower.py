@@ -91,19 +91,16 @@ def _lower_body(body: GraphModule, donated: Donated, backend: str) -> GraphModul
     return graph
 
 
-def lower_inline(partitioned: Partitioned, backend: str, device: str = "cpu") -> Lowered:
+def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
     """Replaces primitives by their lowering for `backend`, down to aten, and copies each pool's new value into the pool at the end.
 
     A compiler that supports donated operands turns `copy_(pool, index_put(pool, ...))` into an update in place.
-
-    Args:
-        device: torch's name of the one that every value of the graph is on.
     """
     signature, flat = partitioned.signature, flatten(partitioned.graph)
     compile_count.record("trace")
     inliner = _Inliner(flat, backend, set(_claims(flat, *_pools(flat, signature))))
     operands = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype, device="meta") for leaf in signature.operands]
-    graph = record(inliner.run, operands, FakeTensorMode(), device)
+    graph = record(inliner.run, operands, FakeTensorMode(), "cpu")
     donate(graph, signature)
     name_placeholders(graph, signature)
     return Lowered(partitioned.program.bucket, backend, graph, signature)

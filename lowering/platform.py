@@ -15,18 +15,14 @@ OPERATOR_PACKAGES = ("sgl-kernel-npu", "vllm-ascend")
 """Packages with operators beside CANN's own that lowerings know."""
 
 
-CUDA_ARCHS = ("80", "86", "89", "90", "100")
-"""Compute capabilities of NVIDIA GPUs that a build can be for, without the point; torch's CUDA wheels hold code for each."""
-
-
 @dataclass(frozen=True)
 class Platform:
     """What graphs are lowered for; the default is this machine's CPU.
 
     Attributes:
-        chip: name of the NPU in CANN's operator definitions, "ascend910_93" (Atlas A3) or "ascend910b" (Atlas A2); "sm_90" for a GPU of
-            compute capability 9.0; "" for CPUs.
-        cann: release of CANN, one of `CANN_RELEASES`; "" for CPUs and GPUs.
+        chip: name of the NPU in CANN's operator definitions, "ascend910_93" (Atlas A3) or "ascend910b" (Atlas A2); "" for
+            CPUs.
+        cann: release of CANN, one of `CANN_RELEASES`; "" for CPUs.
         packages: operator packages that are installed where the artifact runs, in alphabetical order.
     """
 

@@ -8,7 +8,7 @@ from ...graphs.types import Mesh, Rules
 from .manifest import Manifest
 from .shards import local_leaves
 
-FLOPS_PER_BYTE = {"ascend910_93": 221, "ascend910b": 221, "sm_80": 153, "sm_86": 208, "sm_89": 419, "sm_90": 295, "sm_100": 281}
+FLOPS_PER_BYTE = {"ascend910_93": 221, "ascend910b": 221}
 """Operations that a machine computes while it reads a byte of its memory, by chip: nameplate bfloat16 products over nameplate bandwidth, as
 `tools/build/targets.py` has them."""
 

@@ -7,9 +7,7 @@ from ..notation import PrefillSize
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16)
 DEFAULT_PREFILL = (PrefillSize(32), PrefillSize(128))
 DTYPES = ("float32", "bfloat16")
-TARGETS = ("cpu", "ascend-a3", "ascend-a2", "cuda")
-CUDA_ARCHS = ("80", "86", "89", "90", "100")
-DEFAULT_CUDA_ARCH = "90"
+TARGETS = ("cpu", "ascend-a3", "ascend-a2")
 NPU_BACKENDS = ("ge", "aclgraph")
 SCHEMES = ("none", "w8a8", "w8a8-all", "w4a8", "w4a16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")

@@ -35,7 +35,6 @@ SETTINGS = {
     "structured-outputs": "structured_outputs",
     "weights": "weights",
     "cann": "cann",
-    "cuda-arch": "cuda_arch",
     "operator-packages": "operator_packages",
 }
 """Settings by the option of `npucompile build` that decides each, and its field of `plan.Options`."""

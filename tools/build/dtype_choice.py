@@ -19,8 +19,6 @@ def choose_dtype(requested: str, target: Target) -> tuple[torch.dtype, str | Non
         raise SpecError(f"--dtype {requested} for {target.name}: its fused operators take {', '.join(target.dtypes)}; legal are {legal}")
     if requested != "auto" or len(target.dtypes) == 1:
         return DTYPES[target.dtypes[0] if requested == "auto" else requested], None
-    if not target.local:
-        return DTYPES[target.dtypes[0]], f"dtype {target.dtypes[0]}: GPUs of compute capability 8.0 and above multiply it in hardware"
     if torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16, "dtype bfloat16: this CPU multiplies it in hardware (--dtype to change)"
     return torch.float32, "dtype float32: this CPU has no bfloat16 arithmetic (--dtype to change)"

@@ -61,7 +61,7 @@ def _change(name: str, by: str) -> str:
 
 
 PLANNED = {
-    "dtype": "The plan chose it for the GPU, or the CPU that the build ran on: bfloat16 where that multiplies it in hardware.",
+    "dtype": "The plan chose it for the CPU that the build ran on: bfloat16 where that multiplies it in hardware.",
     "max-num-seqs": "The plan took as many as the largest bucket has rows.",
     "max-model-len": "The plan cut it to what the model takes.",
     "max-total-tokens": "The plan gave every request in flight room at full length, or as much as --kv-cache-memory or a rank takes.",
@@ -89,7 +89,6 @@ CONSEQUENCES = {
     "structured-outputs": "each takes a bitmask over the vocabulary in every step's inputs",
     "weights": "stored ones make the artifact complete, bound ones make it small",
     "cann": "operators and attributes of another release are checked and used",
-    "cuda-arch": "graphs are compiled for another GPU, and memory is planned for it",
     "operator-packages": "operators of the packages take the place of CANN's where they do more",
 }
 """What else a change changes, by setting."""
@@ -159,7 +158,6 @@ VALUES: dict[str, Callable[[Manifest], str | None]] = {
     "structured-outputs": lambda manifest: str(manifest.limits.bitmasks),
     "weights": _weights,
     "cann": lambda manifest: str(manifest.platform.get("cann") or "") or None,
-    "cuda-arch": lambda manifest: _argument("cuda-arch", manifest),
     "operator-packages": lambda manifest: ",".join(manifest.platform.get("packages") or ()) or None,
 }
 """Values of settings as the options take them; None where an artifact has no such setting."""
@@ -194,7 +192,6 @@ def _what(name: str, value: str, manifest: Manifest) -> str:
         "structured-outputs": f"Up to {value} requests{group} of a step follow a grammar.",
         "weights": f"Weights are {value}.",
         "cann": f"Graphs are lowered for CANN {value}.",
-        "cuda-arch": f"It is for GPUs of compute capability {value[:-1]}.{value[-1:]}.",
         "operator-packages": f"Operators of {value} are used.",
     }
     return sentences[name]

@@ -35,7 +35,7 @@ from .memory import local_bytes
 from .notes import deviation_notes, drafts_note, eos_note, length_note, padding_notes
 from .pool_size import fit_pool, within_memory
 from .sizes import decode_sizes, prefill_buckets
-from .targets import Target, on_arch
+from .targets import Target
 from .weights_choice import choose_weights
 
 
@@ -54,8 +54,7 @@ class Options:
         checkpoint_slots: state slots beside those of requests in flight, per dp group (tools/build/checkpoint_slots.py).
         dtype: "auto", "float32" or "bfloat16".
         backend: "inductor", "eager", "null", "ge" or "aclgraph".
-        target: "cpu", "cuda" or a kind of NPU node (tools/build/targets.py).
-        cuda_arch: compute capability of the GPU, without the point.
+        target: "cpu" or a kind of NPU node (tools/build/targets.py).
         mesh: as in "dp=8,tp=2".
         deployment, phase: a published deployment (tools/build/deployments.py), and one of its phases.
         quantization: scheme of the parameters (models/variant.py).
@@ -98,7 +97,6 @@ class Options:
     decided_by: str | None = None
     checkpoint_slots: int | None = None
     kv_cache_memory: int | None = None
-    cuda_arch: str | None = None
     draft_vocab_size: int | None = None
 
 
@@ -173,9 +171,7 @@ class Plan:
             options |= {"phase": self.phase} if self.phase != "mixed" else {}
         if not self.target.local and self.weights != "none":
             options |= {"weights": self.weights}
-        if self.target.name == "cuda":
-            options |= {"cuda-arch": self.platform.chip.removeprefix("sm_")}
-        elif self.platform.chip:
+        if self.platform.chip:
             options |= {"cann": self.platform.cann, "operator-packages": ",".join(self.platform.packages)}
         options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
         options |= {"structured-outputs": self.limits.bitmasks, "logit-adjustments": self.limits.logit_adjustments}
@@ -236,7 +232,6 @@ def plan(options: Options) -> Plan:
         drafts=options.num_speculative_tokens,
         has_draft_head=source.has_draft_head,
     )
-    instance = replace(instance, target=on_arch(instance.target, options.cuda_arch))
     target, mesh = instance.target, instance.mesh
     backend = choose_backend(options.backend, source, instance)
     dtype, dtype_note = choose_dtype(options.dtype, target)
@@ -318,9 +313,6 @@ def _formats(source: registry.ModelSource, instance: Instance) -> Formats:
         found = formats_of_scheme(instance.quantization, source.name)
     elif instance.quantization != "none" and not instance.deployment:
         raise SpecError(f"--quantization {instance.quantization}: {source.checkpoint_dir} is quantised already; legal is none")
-    if found.quantises and instance.target.name == "cuda":
-        what = f"--quantization {instance.quantization}" if instance.quantization != "none" else f"{source.checkpoint_dir} is quantised"
-        raise SpecError(f"{what}: graphs for GPUs multiply floats alone; legal is a checkpoint of floats, and --quantization none")
     return found.floats_first(f"{PREFIX}*") if source.draft and found.quantises else found
 
 

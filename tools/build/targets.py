@@ -11,7 +11,7 @@ import torch
 from ...graphs.errors import SpecError
 from ...graphs.types import MESH_AXES, Mesh
 from ..notation import PrefillSize
-from .choices import DEFAULT_CUDA_ARCH, DEFAULT_PREFILL, MAX_LOGPROBS
+from .choices import DEFAULT_PREFILL, MAX_LOGPROBS
 
 GIB = 2**30
 
@@ -33,7 +33,7 @@ class Target:
         page_size: P, tokens per KV page that the attention kernel wants.
         max_model_len, prefill, max_logprobs, structured_outputs, logit_adjustments: defaults of a build. Chunks longer than the context are
             cut to it.
-        chip: name of the NPU in CANN's operator definitions, "sm_90" for a GPU of compute capability 9.0, "" for CPUs.
+        chip: name of the NPU in CANN's operator definitions, "" for CPUs.
         cann: release of CANN that graphs are lowered for unless a build names another.
         local: whether it is the machine of this process. Its artifacts have weights, and an eager reference of every bucket, which runs
             until the bucket has an executable and which that executable is compared with.
@@ -163,73 +163,13 @@ _A2 = replace(
 )
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that stands for a compute capability: sizes and speeds of its data sheet, dense products without sparsity.
-
-    Attributes:
-        name: as NVIDIA's data sheet calls it.
-        memory_bytes, bytes_per_s, bf16_flops_per_s, int8_ops_per_s: as in `Target`.
-    """
-
-    name: str
-    memory_bytes: int
-    bytes_per_s: float
-    bf16_flops_per_s: float
-    int8_ops_per_s: float
-
-
-# NVIDIA's data sheets of each product; where they give rates with sparsity, half of that. Memory is the nameplate in decimal GB.
-GPUS = {
-    "80": Gpu("A100 SXM 80 GB", 80 * 10**9, 2.039e12, 312e12, 624e12),
-    "86": Gpu("A10", 24 * 10**9, 600e9, 125e12, 250e12),
-    "89": Gpu("L40S", 48 * 10**9, 864e9, 362e12, 733e12),
-    "90": Gpu("H100 SXM", 80 * 10**9, 3.35e12, 989e12, 1979e12),
-    "100": Gpu("B200", 180 * 10**9, 8e12, 2.25e15, 4.5e15),
-}
-"""GPUs by compute capability, without the point."""
-
-# What the driver's context, cuBLAS's workspaces and loaded modules take of a GPU; an allowance, not measured.
-_CUDA_RESERVED = GIB
-
-
-def _cuda(arch: str) -> Target:
-    gpu = GPUS[arch]
-    return Target(
-        "cuda",
-        backend="inductor_cuda",
-        npus_per_node=1,
-        max_npus=1,
-        hbm_bytes=gpu.memory_bytes,
-        usable_hbm_bytes=gpu.memory_bytes - _CUDA_RESERVED,
-        page_size=16,
-        backends=("inductor_cuda", "null"),
-        dtypes=("bfloat16", "float32"),
-        state_dtype=torch.float32,
-        max_model_len=4096,
-        prefill=(PrefillSize(512),),
-        # Graphs are static: with log probabilities, every step would compute them for every row.
-        max_logprobs=0,
-        logit_adjustments=0,
-        chip=f"sm_{arch}",
-        dispatches=False,
-        hbm_bytes_per_s=gpu.bytes_per_s,
-        bf16_flops_per_s=gpu.bf16_flops_per_s,
-        int8_ops_per_s=gpu.int8_ops_per_s,
-    )
-
-
-_CUDA = _cuda(DEFAULT_CUDA_ARCH)
-_TARGETS = {kind.name: kind for kind in (_CPU, _A3, _A2, _CUDA)}
+_TARGETS = {kind.name: kind for kind in (_CPU, _A3, _A2)}
 TARGETS = tuple(_TARGETS)
 """Names of all targets."""
 
 
-def target(name: str, chip: str = "") -> Target:
+def target(name: str) -> Target:
     """The target of that name.
-
-    Args:
-        chip: "sm_90" for that GPU in place of the default one, as a manifest's platform says it; of other targets not read.
 
     Raises:
         SpecError: naming the targets there are.
@@ -238,23 +178,7 @@ def target(name: str, chip: str = "") -> Target:
         near = difflib.get_close_matches(name.lower(), TARGETS, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise SpecError(f"target {name!r} is not known{hint}; legal are {', '.join(TARGETS)}")
-    arch = chip.removeprefix("sm_")
-    return _cuda(arch) if name == _CUDA.name and arch in GPUS else _TARGETS[name]
-
-
-def on_arch(kind: Target, arch: str | None) -> Target:
-    """A target for GPUs of a compute capability; any target where None is asked for.
-
-    Raises:
-        SpecError: there is no such capability, or the target is no GPU.
-    """
-    if arch is None:
-        return kind
-    if kind.name != _CUDA.name:
-        raise SpecError(f"--cuda-arch {arch} is for GPUs, the target is {kind.name}; legal is --target {_CUDA.name}")
-    if arch not in GPUS:
-        raise SpecError(f"--cuda-arch {arch}: legal are {', '.join(GPUS)}")
-    return _cuda(arch)
+    return _TARGETS[name]
 
 
 def check_mesh(target: Target, mesh: Mesh) -> None:

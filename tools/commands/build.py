@@ -81,16 +81,12 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
 )  # fmt: skip
 @click.option("--dtype", type=click.Choice(["auto", *choices.DTYPES]), default="auto", show_default=True, help="Computing type.")
 @click.option(
-    "--backend", type=click.Choice(["inductor", "eager", "null", "ge", "aclgraph", "inductor_cuda"]),
+    "--backend", type=click.Choice(["inductor", "eager", "null", "ge", "aclgraph"]),
     help="inductor compiles for this CPU; eager serves uncompiled; ge and aclgraph lower for NPUs, to graphs that GE compiles or that are "
-    "captured when they are loaded; inductor_cuda lowers for a GPU, which compiles and captures; null reports cost and memory only.  "
+    "captured when they are loaded; null reports cost and memory only.  "
     "[default: the target's]",
 )  # fmt: skip
 @click.option("--target", type=click.Choice(choices.TARGETS), help="Machine to build for; it need not be present.  [default: cpu]")
-@click.option(
-    "--cuda-arch", type=click.Choice(choices.CUDA_ARCHS),
-    help=f"For --target cuda: compute capability of the GPU, without the point.  [default: {choices.DEFAULT_CUDA_ARCH}]",
-)  # fmt: skip
 @click.option("--mesh", help="Ranks as dp groups of tp ranks, e.g. dp=8,tp=2.  [default: one, or the deployment's]")
 @click.option("--deployment", metavar="ID", help="Published deployment to take target, mesh and sizes from; see `npucompile deployments`.")
 @click.option("--phase", type=click.Choice(["prefill", "decode"]), help="One side of a disaggregated deployment.  [default: both]")
@@ -138,8 +134,8 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="Artifact directory.  [default: ~/.npucompile/artifacts/MODEL]")
 @click.option(
-    "--precompile", type=click.Choice(["auto", "none", "npu", "emulated", "cuda"]), default="auto", show_default=True,
-    help="Also compile the graphs on devices of this machine, so that no start does; auto where it has NPUs, or a GPU for --target cuda.",
+    "--precompile", type=click.Choice(["auto", "none", "npu", "emulated"]), default="auto", show_default=True,
+    help="Also compile the graphs on devices of this machine, so that no start does; auto where it has NPUs.",
 )  # fmt: skip
 @click.option("--decided-by", hidden=True, help="Who decided the settings, where a build is repeated by the arguments of its manifest.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")

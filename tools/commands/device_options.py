@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-DEVICES = ("auto", "cpu", "npu", "emulated", "cuda")
+DEVICES = ("auto", "cpu", "npu", "emulated")
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:

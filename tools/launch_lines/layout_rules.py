@@ -97,7 +97,7 @@ def device(value: Any, context: Context) -> Verdict:
     """Kind of device."""
     if value in ("npu", "auto", None) or value == context.proposal.target:
         return Verdict(MAPPED, f"--target {context.proposal.target}" if not context.row else context.row)
-    return Verdict(REFUSED, f"legal are NPUs, CPUs and GPUs of CUDA; {value} is none of them, or not what --target of import says")
+    return Verdict(REFUSED, f"legal are NPUs and CPUs; {value} is neither, or not what --target of import says")
 
 
 @rule

@@ -92,8 +92,8 @@ def _target(facts: Facts, name: str | None) -> tuple[Target, str]:
     """The machine, and why where the line does not say it."""
     if name is not None:
         return target(name), ""
-    if facts.values.get("device") in ("cpu", "cuda"):
-        return target(facts.values["device"]), ""
+    if facts.values.get("device") == "cpu":
+        return target("cpu"), ""
     if facts.npus_per_node() > ASCEND_NODE:
         return target("ascend-a3"), ""
     return target(

@@ -31,14 +31,13 @@ def shipped_directory(artifact: Path, version: str) -> Path:
     return artifact / SHIPPED / version
 
 
-def cache_directory(artifact: Path, home_cache: Path, version: str, compiler: str = "ge") -> Path:
+def cache_directory(artifact: Path, home_cache: Path, version: str) -> Path:
     """The directory of compiled graphs for one device; it need not exist yet.
 
     Args:
         artifact: directory of the artifact.
         home_cache: `$NPUCOMPILE_HOME/cache`.
         version: `Device.version`: release of CANN and name of the chip.
-        compiler: what compiled them, which names the directory of all versions.
 
     Returns:
         the artifact's own directory for that version, where it ships one and it can be written; else one in `home_cache`.
@@ -47,7 +46,7 @@ def cache_directory(artifact: Path, home_cache: Path, version: str, compiler: st
         SpecError: the version is no name of a directory.
     """
     shipped = shipped_directory(artifact, version)
-    return shipped if shipped.is_dir() and os.access(shipped, os.W_OK) else home_cache / compiler / version
+    return shipped if shipped.is_dir() and os.access(shipped, os.W_OK) else home_cache / "ge" / version
 
 
 def opened(directory: Path) -> Path:

@@ -19,8 +19,7 @@ from ...lowering.ascend.acl_graph.file import AclFile
 from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.legality.running import check_running
 from ...lowering.collectives_check import EXPERT_GROUPS
-from ...lowering.cuda.cuda_file import capability
-from ...lowering.device import CPU, CUDA, EMULATED, NPU, Device, missing, open_device
+from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
 from ...lowering.platform import Platform
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.device_executor import CACHED, COMPILED, DeviceExecutor
@@ -57,7 +56,7 @@ class RankPlace:
 
 
 def choose_device(artifact: Artifact, requested: str) -> str:
-    """The kind of device that runs an artifact: "cpu", "npu", "emulated" or "cuda".
+    """The kind of device that runs an artifact: "cpu", "npu" or "emulated".
 
     Args:
         requested: one of these, or "auto": the kind that the artifact was built for.
@@ -80,7 +79,7 @@ def choose_device(artifact: Artifact, requested: str) -> str:
 def kinds_of(artifact: Artifact) -> tuple[str, ...]:
     """The kinds of device that run an artifact, the one that it was built for first."""
     kind = target(artifact.manifest.target)
-    return (CPU,) if kind.local else (CUDA,) if kind.name == CUDA else (NPU, EMULATED)
+    return (CPU,) if kind.local else (NPU, EMULATED)
 
 
 def settled(artifact: Artifact, settings: RankSettings) -> RankSettings:
@@ -173,8 +172,7 @@ def _read(decoder: Callable[[bytes], GeFile | AclFile], path: Path) -> GeFile | 
 def _cache_dir(artifact: Artifact, settings: RankSettings, device: Device) -> Path | None:
     if settings.ship_compiled:
         return opened(shipped_directory(artifact.path, device.version))
-    compiler = CUDA if device.kind == CUDA else "ge"
-    return opened(cache_directory(artifact.path, settings.cache, device.version, compiler)) if settings.cache else None
+    return opened(cache_directory(artifact.path, settings.cache, device.version)) if settings.cache else None
 
 
 def params_of(artifact: Artifact, settings: RankSettings, rank: int, progress: Progress) -> LoadParams:
@@ -204,16 +202,12 @@ def _communicators(artifact: Artifact, device: Device, settings: RankSettings, s
 
 def _machine(artifact: Artifact) -> str:
     ranks = Mesh.parse(artifact.manifest.mesh).size
-    if kinds_of(artifact) == (CUDA,):
-        return f"a GPU of compute capability {capability(Platform.of(artifact.manifest.platform).chip.removeprefix('sm_'))}"
     return f"{ranks} NPU{'s' * (ranks > 1)} of {artifact.manifest.target}"
 
 
 def _rehearsal(artifact: Artifact) -> str:
     """What runs here in place of an artifact for NPUs."""
     manifest = artifact.manifest
-    if kinds_of(artifact) == (CUDA,):
-        return "nothing else runs its graphs; legal here is a build of the model for this CPU, --target cpu"
     if manifest.weights is not None or manifest.checkpoint is not None:
         return "--device emulated runs it on this CPU by interpreting its graphs, which is meant for small models"
     # A preset's sizes are too large to interpret, and nobody has its weights on a laptop.

@@ -6,25 +6,24 @@ from pathlib import Path
 
 from ...graphs.errors import NpucompileError, SpecError
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.device import CUDA, NPU, missing
+from ...lowering.device import NPU, missing
 from ..cli import Home
 from ..progress import Progress
 from .environment import applied
-from .executors import AUTO, kinds_of, settled
+from .executors import AUTO, settled
 from .launch import opened_ranks
 from .rank_settings import RankSettings
 
 NEVER = "none"
 
 
-def choose_devices(requested: str, kind: str = NPU) -> str:
+def choose_devices(requested: str) -> str:
     """The kind of device to compile on, or "none".
 
     Args:
-        requested: that, or "auto": the devices of this machine that the artifact is for, where it has any.
-        kind: that the artifact is for.
+        requested: that, or "auto": the NPUs of this machine, where it has any.
     """
-    return (NEVER if missing(kind) else kind) if requested == AUTO else requested
+    return (NEVER if missing(NPU) else NPU) if requested == AUTO else requested
 
 
 def precompile(home: Home, path: Path, requested: str, progress: Progress) -> str:
@@ -37,17 +36,15 @@ def precompile(home: Home, path: Path, requested: str, progress: Progress) -> st
         The kind of device that the graphs were compiled on, or "none".
 
     Raises:
-        SpecError: the artifact has neither GE graphs nor graphs for a GPU, or they are for another kind of device.
+        SpecError: the artifact has no GE graphs.
         ArtifactError: this machine has no such device.
         LoweringError: a graph cannot be compiled, and serving needs it.
         RankError: a rank was lost.
     """
-    if requested == NEVER or (requested == AUTO and missing(NPU) and missing(CUDA)):
-        return NEVER
-    artifact = Artifact.open(path, check=False)
-    if (kind := choose_devices(requested, CUDA if CUDA in kinds_of(artifact) else NPU)) == NEVER:
+    if (kind := choose_devices(requested)) == NEVER:
         return kind
-    if artifact.manifest.backend not in ("ge", "inductor_cuda"):
+    artifact = Artifact.open(path, check=False)
+    if artifact.manifest.backend != "ge":
         if requested == AUTO:
             return NEVER
         captured = " and built with --backend aclgraph, whose graphs no device can store" if artifact.manifest.backend == "aclgraph" else ""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...lowering.device import CPU, CUDA, EMULATED, NPU, Device
+from ...lowering.device import CPU, EMULATED, NPU, Device
 
 SILENCE_MARGIN_S = 10.0
-STEP_TIMEOUT_S = {CPU: 60.0, NPU: 60.0, EMULATED: 1800.0, CUDA: 60.0}
+STEP_TIMEOUT_S = {CPU: 60.0, NPU: 60.0, EMULATED: 1800.0}
 """By device. An interpreted step of a model with many layers takes minutes where many ranks share few cores."""
 BeforeLoading = Callable[[Device, int, Mapping[str, str]], object]
 """Called with a rank's device, its number and its communicators by symbol."""
@@ -23,7 +23,7 @@ class RankSettings:
         threads: CPU threads of each rank; None divides the cores of this machine.
         join_timeout_s: how long ranks wait for each other at the start.
         step_timeout_s: how long a rank waits for the slowest one within a step, and for its device; None is as long as the device needs.
-        device: "cpu", "npu", "emulated" or "cuda".
+        device: "cpu", "npu" or "emulated".
         checkpoint: directory to read weights from in place of the one that the artifact names.
         cache: directory of compiled graphs, which outlives the process; None keeps none.
         random_weights: whether to draw weights in place of reading them, where the artifact has none.

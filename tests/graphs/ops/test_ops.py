@@ -17,7 +17,6 @@ from npucompile.graphs.primitive import TABLE, Cost, Primitive, nbytes
 from npucompile.graphs.quantise import pack_w4, quantise_rows, quantise_w4, quantise_w4_values, quantise_w8
 from npucompile.graphs.spmd.sharding import strategies
 from npucompile.graphs.step_inputs import NON_FINITE
-from npucompile.lowering.cuda.lowerings import KIND as GPU
 
 # Lowerings for this machine call native kernels.
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -414,9 +413,9 @@ def donating(primitive: Primitive, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def lowerings(primitive: Primitive) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Lowerings for this machine and for GPUs, on operands of their own, since they may write pools; tests/lowering/ascend runs others."""
+    """Lowerings for this machine, on operands of their own, since they may write pools; tests/lowering/ascend runs others."""
     for facet, fn in primitive._rules.items():
-        if facet in ("lowering:inductor", f"lowering:{GPU}"):
+        if facet == "lowering:inductor":
             yield facet, lambda *args, fn=fn: fn(*clone(args))
 
 

@@ -9,18 +9,20 @@ import pytest
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.artifact.fixed_cost import FLOPS_PER_BYTE
-from npucompile.tools.build.targets import GIB, GPUS, TARGETS, check_mesh, on_arch, target
+from npucompile.tools.build.targets import GIB, TARGETS, check_mesh, target
 
 
 def test_names_are_the_kinds_of_machine():
-    assert TARGETS == ("cpu", "ascend-a3", "ascend-a2", "cuda")
+    assert TARGETS == ("cpu", "ascend-a3", "ascend-a2")
     assert [target(name).name for name in TARGETS] == list(TARGETS)
-    assert [target(name).backend for name in TARGETS] == ["inductor", "ge", "ge", "inductor_cuda"]
+    assert [target(name).backend for name in TARGETS] == ["inductor", "ge", "ge"]
 
 
 def test_an_unknown_name_is_answered_with_the_legal_ones():
     with pytest.raises(SpecError, match=r"'ascend_a3' is not known \(did you mean ascend-a3\?\); legal are cpu, ascend-a3, ascend-a2"):
         target("ascend_a3")
+    with pytest.raises(SpecError, match=r"'cuda' is not known.*; legal are cpu, ascend-a3, ascend-a2"):
+        target("cuda")
 
 
 def test_a_die_of_a3_has_64_gib_of_which_torch_npu_offers_60_96():
@@ -38,17 +40,8 @@ def test_speeds_are_known_for_npus_and_roce_is_the_slow_link():
     assert target("cpu").hbm_bytes_per_s is None
 
 
-def test_a_gpu_is_that_of_the_capability():
-    assert target("cuda") == target("cuda", "sm_90") != target("cuda", "sm_80")
-    assert on_arch(target("cuda"), "89") == target("cuda", "sm_89")
-    assert (target("cuda", "sm_80").hbm_bytes, target("cuda", "sm_80").hbm_bytes_per_s) == (80 * 10**9, 2.039e12)
-    assert target("cpu", "sm_80") == on_arch(target("cpu"), None) == target("cpu")
-    with pytest.raises(SpecError, match="--cuda-arch 90 is for GPUs, the target is cpu; legal is --target cuda"):
-        on_arch(target("cpu"), "90")
-
-
 def test_the_price_of_a_step_is_by_the_same_speeds():
-    kinds = [target("ascend-a3"), target("ascend-a2"), *(on_arch(target("cuda"), arch) for arch in GPUS)]
+    kinds = [target("ascend-a3"), target("ascend-a2")]
     assert {kind.chip: round(kind.bf16_flops_per_s / kind.hbm_bytes_per_s) for kind in kinds} == FLOPS_PER_BYTE
 
 

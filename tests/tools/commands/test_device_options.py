@@ -57,5 +57,5 @@ def test_commands_pass_them_on(module, arguments, tmp_path, tiny_artifact, monke
 @pytest.mark.parametrize("name", ["serve", "generate"])
 def test_help_says_what_they_are(name):
     text = " ".join(CliRunner().invoke(main, [name, "--help"]).stdout.split())
-    assert "--device [auto|cpu|npu|emulated|cuda]" in text
+    assert "--device [auto|cpu|npu|emulated]" in text
     assert "--checkpoint DIRECTORY" in text

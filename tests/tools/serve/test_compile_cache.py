@@ -17,7 +17,6 @@ def test_an_artifact_without_compiled_graphs_uses_a_directory_of_the_version(tmp
     directory = cache_directory(tmp_path / "artifact", tmp_path / "cache", V85)
     assert directory == tmp_path / "cache" / "ge" / V85
     assert directory != cache_directory(tmp_path / "artifact", tmp_path / "cache", V90)
-    assert cache_directory(tmp_path / "artifact", tmp_path / "cache", V85, "cuda") == tmp_path / "cache" / "cuda" / V85
     assert not directory.exists()
     assert opened(opened(directory)).is_dir(), "GE refuses a directory that does not exist"
 

@@ -47,7 +47,6 @@ def test_the_first_start_finds_everything_compiled(npu_artifact, tmp_path, mesh)
 
 def test_nothing_is_compiled_where_there_is_no_device_or_nothing_to_compile(npu_artifact, tiny_artifact, tmp_path, monkeypatch):
     assert [choose_devices(requested) for requested in ("auto", "none", "emulated", "npu")] == ["none", "none", "emulated", "npu"]
-    assert [choose_devices(requested, "cuda") for requested in ("auto", "none", "cuda")] == ["none", "none", "cuda"]
     home = Home(tmp_path, {})
     assert [precompile(home, npu_artifact(""), requested, tiny.QUIET) for requested in ("auto", "none")] == ["none", "none"]
     with pytest.raises(SpecError, match=r"--precompile emulated: .* is for cpu; legal are auto and none"):
