@@ -9,11 +9,15 @@ from pathlib import Path
 import torch
 
 from ..graphs.errors import CheckpointError
-from .quant.quantization_config import BLOCK, FIELD, method_in
+from .quant.quantization_config import FIELD, method_in
 from .quant.quantization_config import FP8 as METHOD
-from .safetensors_files import Checkpoint, TensorEntry
+from .quant.settings import BLOCK
+from .safetensors_files import DTYPES, Checkpoint, TensorEntry
 
 FP8, SUFFIX = "F8_E4M3", "_scale_inv"
+SCALES = (*DTYPES, "F8_E8M0")
+"""Dtypes of scales: numbers as they stand, and powers of two in a byte (OCP Microscaling Formats 1.0, section 5.4.1)."""
+
 _BAND = 8 * BLOCK
 """Rows that are multiplied at once: of a large matrix little more than the result is in memory."""
 
@@ -24,7 +28,7 @@ class BlockScaledEntry(TensorEntry):
 
     Attributes:
         values: the values on disk.
-        scales: [..., ceil(N / BLOCK), ceil(K / BLOCK)] float32 on disk. Despite their name, `weight_scale_inv`, they multiply.
+        scales: [..., ceil(N / BLOCK), ceil(K / BLOCK)] in one of SCALES on disk. Despite their name, `weight_scale_inv`, they multiply.
     """
 
     values: TensorEntry
@@ -41,9 +45,12 @@ class BlockScaledEntry(TensorEntry):
     def _multiply(self, target: torch.Tensor, lead: Sequence[slice], matrix: Sequence[slice]) -> None:
         blocks = [slice(part.start // BLOCK, -(-part.stop // BLOCK)) for part in matrix]
         scales = self.scales.read_slice([*lead, *blocks])
+        # A product with a scale of at most 24 bits is rounded once, in float32; only wider scales need more.
+        wide = torch.float64 if scales.dtype == torch.float64 else torch.float32
+        scales = scales.to(wide)
         for dim, part, block in zip((-2, -1), matrix, blocks, strict=True):
             scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, part.start - block.start * BLOCK, part.stop - part.start)
-        target.copy_(self.values.read_slice([*lead, *matrix]).float().mul_(scales))
+        target.copy_(self.values.read_slice([*lead, *matrix]).to(wide).mul_(scales))
 
 
 def with_block_scales(checkpoint: Checkpoint) -> Checkpoint:
@@ -77,10 +84,10 @@ def _without_scales(tensors: Mapping[str, TensorEntry], values: Mapping[str, Ten
 def _scaled(checkpoint: Checkpoint, entry: TensorEntry) -> BlockScaledEntry:
     scales = checkpoint.tensors.get(entry.name + SUFFIX)
     expected = (*entry.shape[:-2], *(-(-size // BLOCK) for size in entry.shape[-2:]))
-    if scales is None or (scales.dtype, scales.shape) != ("F32", expected):
+    if scales is None or scales.dtype not in SCALES or scales.shape != expected:
         found = f"{scales.dtype} {list(scales.shape)}" if scales else "nothing"
         raise CheckpointError(
             f"{checkpoint.directory}: tensor {entry.name} is {FP8} {list(entry.shape)} and {entry.name}{SUFFIX} is {found}; "
-            f"expected F32 {list(expected)}, a scale for each block of {BLOCK} by {BLOCK}"
+            f"expected {' or '.join(SCALES)} {list(expected)}, a scale for each block of {BLOCK} by {BLOCK}"
         )
     return BlockScaledEntry(entry.name, entry.file, "F32", entry.shape, entry.begin, entry.end, entry, scales)

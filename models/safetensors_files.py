@@ -36,6 +36,7 @@ STORED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """Those and the dtypes of quantised parameters."""
 

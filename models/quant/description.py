@@ -11,6 +11,7 @@ from typing import Any
 from ...graphs.errors import CheckpointError, ConfigError
 from ..config import read_json
 from ..safetensors_files import open_checkpoint
+from . import settings
 from .formats import FLOAT, INT8_STATIC, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats
 from .quantization_config import forms_in
 
@@ -153,18 +154,17 @@ def _form(path: Path, kinds: Mapping[str, str], decodes_only: bool) -> str:
     return _TYPES[kind]
 
 
-_OTHER_SETTINGS = {
-    "fa_quant_type": "int8 attention",
-}
+_ATTENTION = ".quant_type"
 
 
 def _refuse_others(path: Path, values: Mapping[str, Any]) -> None:
-    for name in ("kv_quant_type", "kv_cache_type"):
-        if values.get(name) and values[name] not in _CACHES:
-            raise CheckpointError(f"{path}: {name} is {values[name]!r}; legal are {', '.join(_CACHES)}")
-    for name, what in _OTHER_SETTINGS.items():
-        if values.get(name):
-            raise CheckpointError(f"{path}: {name} is {values[name]!r}: {what} is not read here; legal is a checkpoint without it")
+    """Refuses what is said of no tensor and changes what a step computes."""
+    settings.check(str(path), {name: value for name, value in values.items() if "." not in name}, settings.DESCRIPTION)
+    for name, known in (("metadata", settings.METADATA), ("optional", settings.OPTIONAL)):
+        settings.check(f"{path}: {name}", values.get(name) or {}, known)
+    for name, kind in values.items():
+        if name.endswith(_ATTENTION) and kind != "FLOAT":
+            raise CheckpointError(f"{path}: {name} is {kind!r}: int8 attention is not read here; legal is FLOAT")
 
 
 def _rules(forms: Mapping[str, str]) -> Iterable[tuple[str, str]]:

@@ -9,21 +9,16 @@ from typing import Any
 
 from ...graphs.errors import CheckpointError, ConfigError
 from ..config import read_json
-from ..safetensors_files import open_checkpoint
+from ..safetensors_files import DTYPES, open_checkpoint
+from . import settings
 from .formats import FLOAT, W4A16, W8A8_DYNAMIC
 
 FIELD, COMPRESSED, FP8 = "quantization_config", "compressed-tensors", "fp8"
 METHODS = (COMPRESSED, FP8)
 
-BLOCK = 128
-"""Rows and columns of a block of FP8: `weight_block_size` of published checkpoints (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md)."""
-
-_WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-_ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "actorder": (None, "weight", "static")}
 _LAYOUTS = {"int-quantized": W8A8_DYNAMIC, "pack-quantized": W4A16}
-_SUFFIXES = (".weight", ".weight_packed")
-_FP8 = {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+_STORED = {"weight": W8A8_DYNAMIC, "weight_packed": W4A16}
+"""The last name of a tensor of integers -> the format of its matrix."""
 _NOT_LINEAR = ("embed_tokens",)
 """Last names of modules that have a matrix and are no linear layers, which compressed-tensors targets by their class."""
 
@@ -57,7 +52,7 @@ def method_in(directory: Path) -> str | None:
     if method not in METHODS:
         raise CheckpointError(f"{path}: {FIELD}: quant_method is {method!r}; legal are {', '.join(METHODS)}")
     if method == FP8:
-        _require(f"{path}: {FIELD}", {"fmt": "e4m3", **config}, _FP8)
+        settings.check(f"{path}: {FIELD}", config, settings.FP8)
     return str(method)
 
 
@@ -75,21 +70,22 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(str(error)) from None
 
 
-def _matrices(directory: Path) -> list[str]:
-    tensors = open_checkpoint(directory).tensors
-    return [
-        name.removesuffix(suffix)
-        for name, entry in tensors.items()
-        for suffix in _SUFFIXES
-        if name.endswith(suffix) and len(entry.shape) == 2
-    ]
+def _matrices(directory: Path) -> dict[str, str]:
+    """The format in which each matrix is stored."""
+    forms: dict[str, str] = {}
+    for name, entry in open_checkpoint(directory).tensors.items():
+        matrix, _, kind = name.rpartition(".")
+        # Of a matrix that is there twice, the integers are what is read, and the floats are refused as what no parameter reads.
+        if kind in _STORED and len(entry.shape) == 2 and forms.get(matrix, FLOAT) == FLOAT:
+            forms[matrix] = FLOAT if entry.dtype in DTYPES else _STORED[kind]
+    return forms
 
 
-def _compressed(where: str, config: Mapping[str, Any], matrices: Iterable[str]) -> tuple[dict[str, str], int]:
-    if config.get("kv_cache_scheme"):
-        raise CheckpointError(
-            f"{where}: kv_cache_scheme is {config['kv_cache_scheme']!r}: a quantised cache is not read here; legal is null"
-        )
+def _compressed(where: str, config: Mapping[str, Any], matrices: Mapping[str, str]) -> tuple[dict[str, str], int]:
+    """What is stored as floats is float, whatever the patterns say: they are of classes, which names of tensors do not tell."""
+    settings.check(where, config, settings.COMPRESSED)
+    if sparsity := config.get("sparsity_config"):
+        settings.check(f"{where}: sparsity_config", sparsity, settings.SPARSITY)
     groups, ignored = config.get("config_groups") or {}, config.get("ignore") or []
     targets: dict[str, list[str]] = {}
     sizes: set[int] = set()
@@ -98,44 +94,34 @@ def _compressed(where: str, config: Mapping[str, Any], matrices: Iterable[str]) 
         layout = group.get("format") or config.get("format")
         if layout not in _LAYOUTS:
             raise CheckpointError(f"{place}: format is {layout!r}; legal is {', '.join(_LAYOUTS)}")
+        settings.check(place, group, settings.GROUP)
         form, weights = _LAYOUTS[layout], group.get("weights") or {}
         if form == W4A16:
             sizes.add(_group_size(f"{place}: weights", weights))
             if group.get("input_activations"):
                 raise CheckpointError(f"{place}: input_activations is {group['input_activations']!r}; legal beside {layout} is null")
         else:
-            _require(f"{place}: weights", weights, _WEIGHTS)
-            _require(f"{place}: input_activations", group.get("input_activations") or {}, _ACTIVATIONS)
+            settings.check(f"{place}: weights", weights, settings.INT8_WEIGHTS)
+            settings.check(f"{place}: input_activations", group.get("input_activations") or {}, settings.INT8_ACTIVATIONS)
         targets.setdefault(form, []).extend(group.get("targets") or [])
     if len(sizes) > 1:
         raise CheckpointError(f"{where}: int4 matrices have groups of {', '.join(map(str, sorted(sizes)))} weights; legal is one size")
-
-    def form_of(matrix: str) -> str:
-        if _matches(matrix, ignored):
-            return FLOAT
-        return next((form for form, patterns in targets.items() if _matches(matrix, patterns)), FLOAT)
-
-    return {matrix: form_of(matrix) for matrix in matrices}, next(iter(sizes), 0)
+    for matrix, stored in matrices.items():
+        if stored != FLOAT and (_matches(matrix, ignored) or not _matches(matrix, targets.get(stored, ()))):
+            why = "ignore names it" if _matches(matrix, ignored) else "no group of that format targets it"
+            raise CheckpointError(f"{where}: {matrix} is stored as {stored}, and {why}; legal is a matrix of floats, or a group for it")
+    return dict(matrices), next(iter(sizes), 0)
 
 
 def _group_size(where: str, weights: Mapping[str, Any]) -> int:
     """Weights of an output channel that share an int4 scale; 0: all."""
-    order = weights.get("actorder")
-    if order not in _INT4["actorder"]:  # type: ignore[operator]
-        raise CheckpointError(f"{where}: actorder is {order!r}: groups of columns in another order are not read; legal is weight, or null")
-    _require(where, weights, {name: legal for name, legal in _INT4.items() if name != "actorder"})
+    settings.check(where, weights, settings.INT4_WEIGHTS)
     strategy, size = weights.get("strategy"), weights.get("group_size")
     if strategy == "channel":
         return 0
     if strategy != "group" or not isinstance(size, int) or size < 1:
         raise CheckpointError(f"{where}: strategy is {strategy!r} with group_size {size!r}; legal is 'channel', or 'group' with a size")
     return size
-
-
-def _require(where: str, values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    for name, legal in expected.items():
-        if values.get(name) != legal:
-            raise CheckpointError(f"{where}: {name} is {values.get(name)!r}; legal is {legal!r}")
 
 
 def _matches(matrix: str, patterns: Iterable[str]) -> bool:

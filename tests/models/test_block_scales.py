@@ -68,13 +68,24 @@ def test_a_model_reads_them_as_its_parameters(tmp_path: Path) -> None:
     assert torch.equal(loaded, (values * wide).bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e8m0fnu])
+def test_scales_are_numbers_as_they_stand_in_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Each product is rounded once, to float32: numpy's of float64 is exact."""
+    scales = (drawn() * 0.01).to(dtype)
+    values = written(tmp_path, scales)
+    expected = values.double().numpy() * scales.to(torch.float64).numpy()[torch.arange(N)[:, None] // BLOCK, torch.arange(K) // BLOCK]
+    (entry,) = with_block_scales(open_checkpoint(tmp_path)).tensors.values()
+    assert torch.equal(entry.read(), torch.from_numpy(expected).float())
+    assert torch.equal(entry.read_slice([slice(BLOCK - 1, N), slice(5, K)]), torch.from_numpy(expected).float()[BLOCK - 1 :, 5:])
+
+
 @pytest.mark.parametrize(
     ("scales", "found"),
-    [(None, "is nothing"), (torch.ones(2, 2), r"is F32 \[2, 2\]"), (torch.ones(3, 3, dtype=torch.bfloat16), r"is BF16 \[3, 3\]")],
+    [(None, "is nothing"), (torch.ones(2, 2), r"is F32 \[2, 2\]"), (torch.ones(3, 3, dtype=torch.int32), r"is I32 \[3, 3\]")],
 )
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path, scales: torch.Tensor | None, found: str) -> None:
     written(tmp_path, scales)
-    with pytest.raises(CheckpointError, match=rf"{NAME} is F8_E4M3 \[320, 383\] and {NAME}_scale_inv {found}; expected F32 \[3, 3\]"):
+    with pytest.raises(CheckpointError, match=rf"{NAME} is F8_E4M3 \[320, 383\] and {NAME}_scale_inv {found}; expected F32 or .* or F8_E8M0 \[3, 3\]"):
         with_block_scales(open_checkpoint(tmp_path))
 
 
@@ -153,8 +164,8 @@ def block(size: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        ({}, removed, rf"{MATRIX} is F8_E4M3 \[200, 152\] and {MATRIX}_scale_inv is nothing; expected F32 \[2, 2\]"),
-        ({}, of_other_blocks, r"_scale_inv is F32 \[4, 3\]; expected F32 \[2, 2\], a scale for each block of 128 by 128"),
+        ({}, removed, rf"{MATRIX} is F8_E4M3 \[200, 152\] and {MATRIX}_scale_inv is nothing; expected F32 or .* or F8_E8M0 \[2, 2\]"),
+        ({}, of_other_blocks, r"_scale_inv is F32 \[4, 3\]; expected F32 or .* \[2, 2\], a scale for each block of 128 by 128"),
         ({}, e5m2, rf"tensor {MATRIX} \(F8_E5M2; expected F32 or BF16 or F16 or F64\) has the wrong dtype"),
         ({"quantization_config": None}, None, r"is F8_E4M3, and config.json has no quantization_config of quant_method 'fp8'"),
         (

@@ -59,7 +59,15 @@ def test_a_float_checkpoint_has_no_formats(tmp_path: Path) -> None:
             r"experts\.0\.gate_proj\.weight is W8A8_DYNAMIC and .*experts\.1\.gate_proj\.weight is W4A8_DYNAMIC; experts of",
         ),
         ({"group_size": -1}, "group_size is -1; expected a number of weights"),
-        ({"kv_quant_type": "C4"}, "kv_quant_type is 'C4'; legal are C8"),
+        ({"kv_quant_type": "C4"}, "kv_quant_type is 'C4'; legal is 'C8' or null"),
+        ({"reduce_quant_type": "per_channel"}, "reduce_quant_type is 'per_channel': sums of ranks are not rounded here; legal is null"),
+        ({"indexer_quant_type": "INT8_DYNAMIC"}, "indexer_quant_type is 'INT8_DYNAMIC': an int8 indexer is not computed here"),
+        ({"model.layers.0.self_attn.quant_type": "INT8_DYNAMIC"}, r"self_attn\.quant_type is 'INT8_DYNAMIC': int8 attention is not read"),
+        (
+            {"metadata": {"quarot": {"max_tp_size": 4, "heads_rotation": {"layers": ["model.layers.0.self_attn.o_proj."]}}}},
+            "metadata: quarot is .*: rotations of activations are not computed here; legal is null",
+        ),
+        ({"activation_rounding": "up"}, "activation_rounding is 'up', a setting that is not known here; known are version, "),
         ({"model.layers.0.self_attn.k_proj.kv_cache_scale": "C4"}, r"k_proj\.kv_cache_scale is C4; legal are C8"),
     ],
 )

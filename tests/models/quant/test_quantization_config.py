@@ -43,6 +43,7 @@ INT8: dict[str, Any] = {
         }
     },
 }
+ROUNDED = {"num_bits": 8, "type": "int"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 IGNORED = "model.layers.1.mlp.down_proj"
 
@@ -104,11 +105,70 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(config_groups__group_0__input_activations__dynamic=False), "input_activations: dynamic is False; legal is True"),
         (changed(config_groups__group_0__input_activations=None), "input_activations: num_bits is None; legal is 8"),
         (changed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is .*: a quantised cache is not read here; legal is null"),
+        (changed(config_groups__group_0__output_activations=ROUNDED), "group_0: output_activations is .*: products are not rounded here"),
+        (changed(config_groups__group_0__input_activations__dynamic="local"), "input_activations: dynamic is 'local'; legal is True"),
+        (changed(config_groups__group_0__weights__dynamic=True), "weights: dynamic is True; legal is False or null"),
+        (changed(config_groups__group_0__weights__block_structure=[128, 128]), "block_structure is .*; legal is null"),
+        (changed(transform_config={"config_groups": {"R4": {"type": "hadamard"}}}), "transform_config is .*: rotations of activations are"),
+        (changed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format is 'sparse-24-bitmask'; legal is 'dense'"),
+        (changed(quantization_status="frozen"), "quantization_status is 'frozen': matrices that are not compressed are not read"),
+        (changed(dequantize=True), "dequantize is True; legal is False or null"),
+        ({**FP8, "expert_dtype": "fp4"}, "expert_dtype is 'fp4'; legal is 'fp8' or null"),
+        ({**FP8, "scale_fmt": "float16"}, "scale_fmt is 'float16'; legal is 'float' or 'ue8m0' or null"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         formats_in(written(tmp_path, config))
+
+
+PLACES = {
+    "quantization_config": "later",
+    "a group": "config_groups__group_0__later",
+    "weights": "config_groups__group_0__weights__later",
+    "input_activations": "config_groups__group_0__input_activations__later",
+    "sparsity_config": "sparsity_config__later",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_setting_that_nothing_reads_is_refused_wherever_it_stands(tmp_path: Path, place: str) -> None:
+    """One that a later version adds may change what is computed; one without a value says nothing."""
+    plain = {"sparsity_config__format": "dense"} if place == "sparsity_config" else {}
+    config = changed(sparsity_config={}, transform_config={}, version="0.20.0", quantization_status="compressed")
+    assert formats_in(written(tmp_path, config)) is not None
+    said = changed(sparsity_config={}, **plain, **{PLACES[place]: 1})
+    with pytest.raises(CheckpointError, match="later is 1, a setting that is not known here; known are "):
+        formats_in(written(tmp_path, said))
+    assert formats_in(written(tmp_path, changed(sparsity_config={}, **plain, **{PLACES[place]: None}))) is not None
+    with pytest.raises(CheckpointError, match="quantization_config: later is 1, a setting"):
+        formats_in(written(tmp_path, {**FP8, "later": 1}))
+
+
+def test_what_is_stored_as_floats_is_float_whatever_a_group_targets(tmp_path: Path) -> None:
+    """Routers of transformers 5 are no `Linear`, so that `ignore` need not name them; names of tensors do not tell the class."""
+    directory = shutil.copytree(EXPERTS / "group", tmp_path / "routers")
+    values = json.loads((directory / "config.json").read_text())
+    assert any("mlp.gate" in name for name in values["quantization_config"]["ignore"])
+    values["quantization_config"]["ignore"] = []
+    (directory / "config.json").write_text(json.dumps(values))
+    assert formats_in(directory) == formats_in(EXPERTS / "group")
+    _, _, params = opened(directory, torch.float32)
+    for (path, ours), (_, theirs) in zip(tree.flatten(params), tree.flatten(opened(EXPERTS / "group", torch.float32)[2]), strict=True):
+        assert torch.equal(ours, theirs), path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ignore": ["re:.*down_proj"]}, "model.layers.0.mlp.down_proj is stored as w8a8_dynamic, and ignore names it; legal is"),
+        ({"config_groups__group_0__targets": ["re:.*mlp.*"]}, "self_attn.k_proj is stored as w8a8_dynamic, and no group of that format"),
+        ({"config_groups__group_0__targets": []}, "is stored as w8a8_dynamic, and no group of that format targets it"),
+    ],
+)
+def test_what_is_stored_as_integers_and_no_group_takes_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        formats_in(written(tmp_path, changed(**changes)))
 
 
 PACKED, EXPERTS = (Path(__file__).parent / name for name in ("packed", "packed_experts"))
