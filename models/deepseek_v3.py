@@ -38,6 +38,7 @@ _SIZES = (
     "max_position_embeddings",
 )
 _MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
+_DECLARED_BY = ("num_nextn_predict_layers", "num_mtp_layers")
 
 # Fields of config.json of which only these values are implemented.
 _LEGAL: dict[str, tuple[bool | str, ...]] = {
@@ -186,7 +187,7 @@ def config_fields(fields: Fields) -> dict[str, Any]:
         "rms_norm_eps": fields.get(float, "rms_norm_eps", minimum=0),
         "tie_word_embeddings": fields.get(bool, "tie_word_embeddings", default=False),
         "num_experts": experts,
-        "num_nextn_predict_layers": fields.get(int, "num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
+        "num_nextn_predict_layers": fields.get(int, *_DECLARED_BY, default=0, minimum=0),
         **sizes,
     }
 
@@ -322,7 +323,7 @@ WIDTHS = {
 }
 """`Family.widths` of models with latent attention; latents and rotary parts stay as wide as an NPU's operators want them."""
 
-DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, decoder.draft_logits, vocab_size=draft_vocabulary.size)
+DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, decoder.draft_logits, vocab_size=draft_vocabulary.size, declared_by=_DECLARED_BY)
 """The draft head, for `Family.draft_head`."""
 
 FAMILY = Family(

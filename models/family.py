@@ -98,6 +98,7 @@ class DraftHead(Generic[H]):
         logits: (cfg, params, hidden) -> logits of those hidden states, over the head's vocabulary: the model's, [B, V], or its own.
         model_ids: (cfg, params, ids [B] i32 in the head's vocabulary) -> the model's ids [B] i32; None where both have one vocabulary.
         vocab_size: (cfg) -> number of ids in the head's vocabulary; None where it is the model's.
+        declared_by: fields of config.json that say how many layers the head has, of which any may be there.
     """
 
     key: str
@@ -106,6 +107,7 @@ class DraftHead(Generic[H]):
     logits: Callable[[H, Tree, torch.Tensor], torch.Tensor]
     model_ids: Callable[[H, Tree, torch.Tensor], torch.Tensor] | None = None
     vocab_size: Callable[[H], int] | None = None
+    declared_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

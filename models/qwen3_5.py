@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import hybrid
@@ -21,6 +22,8 @@ _LEGAL: dict[str, tuple[bool | str, ...]] = {
     "mtp_use_dedicated_embeddings": (False,),
 }
 
+DRAFT_HEAD = replace(hybrid.DRAFT_HEAD, declared_by=("mtp_num_hidden_layers",))
+
 
 def read_config(values: Mapping[str, Any], where: str = "config.json") -> hybrid.Config:
     """Reads the fields of a Hugging Face config.json, bare text model or wrapped in `text_config`.
@@ -34,7 +37,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> hybrid
     text = outer.sub("text_config") if outer.has("text_config") else outer
     for name, legal in _LEGAL.items():
         text.only(name, *legal)
-    return hybrid.read_config(outer, text, mtp_num_hidden_layers=text.get(int, "mtp_num_hidden_layers", default=0, minimum=0))
+    return hybrid.read_config(outer, text, mtp_num_hidden_layers=text.get(int, DRAFT_HEAD.declared_by[0], default=0, minimum=0))
 
 
 FAMILY = Family(
@@ -47,5 +50,5 @@ FAMILY = Family(
     head=hybrid.head,
     shrink=hybrid.shrink,
     widths=hybrid.WIDTHS,
-    draft_head=hybrid.DRAFT_HEAD,
+    draft_head=DRAFT_HEAD,
 )

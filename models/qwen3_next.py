@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import hybrid
@@ -13,6 +14,8 @@ NAME = "qwen3_next"
 
 # Fields of config.json of which only these values are implemented.
 _LEGAL: dict[str, tuple[bool | str, ...]] = {"hidden_act": ("silu",), "attention_bias": (False,)}
+
+DRAFT_HEAD = replace(hybrid.DRAFT_HEAD, declared_by=("num_nextn_predict_layers",))
 
 
 def read_config(values: Mapping[str, Any], where: str = "config.json") -> hybrid.Config:
@@ -32,7 +35,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> hybrid
         fields,
         norm_topk_prob=fields.get(bool, "norm_topk_prob"),
         dense_layers=fields.dense_layers(),
-        mtp_num_hidden_layers=fields.get(int, "num_nextn_predict_layers", default=1, minimum=0),
+        mtp_num_hidden_layers=fields.get(int, DRAFT_HEAD.declared_by[0], default=1, minimum=0),
         fused_projections=True,
     )
 
@@ -47,5 +50,5 @@ FAMILY = Family(
     head=hybrid.head,
     shrink=hybrid.shrink,
     widths=hybrid.WIDTHS,
-    draft_head=hybrid.DRAFT_HEAD,
+    draft_head=DRAFT_HEAD,
 )

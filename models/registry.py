@@ -20,7 +20,7 @@ from .draft_model import DraftSource
 from .family import Family
 from .family_file import FamilyFile, check_config
 from .presets import BUNDLED, PRESETS
-from .safetensors_files import INDEX, SINGLE
+from .safetensors_files import has_weights
 from .step import Model
 
 _HERE = Path(__file__).parent
@@ -66,14 +66,14 @@ class ModelSource:
 
     @property
     def has_draft_head(self) -> bool:
-        """Whether programs of the model can draft: files that transformers writes lack the head that their configuration describes.
+        """Whether programs of the model can draft: many checkpoints lack the head that their configuration declares.
 
         Raises:
             CheckpointError: the checkpoint cannot be read.
         """
         if not self.model.has_draft_head or self.checkpoint_dir is None or self.draft is not None:
             return self.model.has_draft_head
-        if not any((self.checkpoint_dir / file).exists() for file in (SINGLE, INDEX)):
+        if not has_weights(self.checkpoint_dir):
             return True
         params = self.model.family.abstract_params(self.model.config, torch.float32)[self.model.family.draft_key]
         return holds_any(open_checkpoint(self.checkpoint_dir), params)

@@ -1,4 +1,4 @@
-"""Which settings of a quantised checkpoint are known, and with which values: those of others change arithmetic that nothing here computes."""
+"""Which settings of a quantised checkpoint are known, and with which values: others may change arithmetic, which nothing here computes."""
 
 from __future__ import annotations
 

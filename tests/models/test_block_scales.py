@@ -85,7 +85,9 @@ def test_scales_are_numbers_as_they_stand_in_any_dtype(tmp_path: Path, dtype: to
 )
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path, scales: torch.Tensor | None, found: str) -> None:
     written(tmp_path, scales)
-    with pytest.raises(CheckpointError, match=rf"{NAME} is F8_E4M3 \[320, 383\] and {NAME}_scale_inv {found}; expected F32 or .* or F8_E8M0 \[3, 3\]"):
+    with pytest.raises(
+        CheckpointError, match=rf"{NAME} is F8_E4M3 \[320, 383\] and {NAME}_scale_inv {found}; expected F32 or .* or F8_E8M0 \[3, 3\]"
+    ):
         with_block_scales(open_checkpoint(tmp_path))
 
 

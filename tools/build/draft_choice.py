@@ -38,6 +38,24 @@ def choose_draft_model(
     return with_draft_model(source, preset), f"draft model {preset}: {said} (--draft-model to change)"
 
 
+def check_drafts(requested: int | None, source: ModelSource) -> None:
+    """Refuses drafts of a head that only the configuration has.
+
+    Args:
+        requested: tokens that each step drafts, or None.
+
+    Raises:
+        SpecError: naming what declares the head, and what lacks it.
+    """
+    if requested and source.model.has_draft_head and not source.has_draft_head:
+        head = source.model.family.draft_head
+        fields = f" ({' or '.join(head.declared_by)})" if head and head.declared_by else ""
+        raise SpecError(
+            f"--speculative-tokens {requested}: config.json of {source.name} declares a draft head{fields}, and no tensor of it is in "
+            f"{source.checkpoint_dir}; legal is 0, a checkpoint with the head, or one of a head in --draft-model"
+        )
+
+
 def draft_name(source: ModelSource) -> str:
     """The name or absolute path by which `with_draft_model` finds this draft model; "" without one."""
     if source.draft is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...graphs.types import DTYPES, Mesh
 from ...lowering.artifact.manifest import Manifest
-from ...models import draft_vocabulary
+from ...models import draft_vocabulary, registry
+from ...models.family_file import FamilyFile
 from ..notation import PrefillSize, format_buckets, format_prefill
 from .decisions import CHECKPOINT, DEFAULT, FLAG, PLAN, ROW, SETTINGS
 
@@ -47,14 +49,24 @@ def _why(name: str, by: str, manifest: Manifest) -> str:
     sentences = {
         FLAG: f"The build was told so with --{name}.",
         ROW: f"The published deployment {manifest.deployment} says so.",
-        CHECKPOINT: "The checkpoint says so.",
+        CHECKPOINT: _no_head(manifest) if name == "speculative-tokens" else "The checkpoint says so.",
         PLAN: PLANNED.get(name, "The plan chose it."),
         DEFAULT: "It is the default.",
     }
     return sentences.get(by, "The artifact does not record who decided it; a new build does.")
 
 
+def _no_head(manifest: Manifest) -> str:
+    """Why a step drafts nothing where nobody said so."""
+    model, family = manifest.model, FamilyFile.recorded(manifest.model)
+    if not registry.from_config(str(model["name"]), json.loads(model["config"]), family=family).has_draft_head:
+        return "The model has no draft head."
+    return "The checkpoint has no tensor of the draft head that its configuration declares."
+
+
 def _change(name: str, by: str) -> str:
+    if (name, by) == ("speculative-tokens", CHECKPOINT):
+        return "A checkpoint with a draft head, or --draft-model, changes it."
     also = CONSEQUENCES.get(name, "")
     row = f" It goes before what --deployment says of --{name}." if by == ROW else ""
     return f"--{name} changes it{f': {also}' if also else ''}.{row}"

@@ -26,7 +26,7 @@ def drafts_note(options: Options, plan: Plan) -> str | None:
     """What is drafted where nobody said so, and why nothing is where something could be."""
     k = plan.limits.drafts
     if not k and plan.source.model.has_draft_head and not plan.source.has_draft_head:
-        return "no drafts: the checkpoint has no tensor of the draft head that its configuration describes"
+        return "no drafts: the checkpoint has no tensor of the draft head that its configuration declares"
     if options.num_speculative_tokens is not None or plan.deployment or not k:
         return None
     return f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)"

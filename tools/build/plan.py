@@ -26,7 +26,7 @@ from .checkpoint_slots import with_checkpoint_slots
 from .choices import MAX_LOGPROBS
 from .decisions import Decided, decided, format_decided
 from .dispatch_size import fit_dispatch
-from .draft_choice import choose_draft_model, draft_name, draft_vocab
+from .draft_choice import check_drafts, choose_draft_model, draft_name, draft_vocab
 from .dtype_choice import choose_dtype, dtype_name
 from .instance import Instance, resolve, row_of
 from .kv_cache_choice import check_kv_cache, choose_kv_cache
@@ -224,6 +224,7 @@ def plan(options: Options) -> Plan:
     place = {"backend": options.backend, "deployment": options.deployment, "target_name": options.target, "mesh": options.mesh}
     row = row_of(source.name, **place)
     source, draft_note = choose_draft_model(options.draft_model, source, row, options.num_speculative_tokens)
+    check_drafts(options.num_speculative_tokens, source)
     instance = resolve(
         source.name,
         **place,

@@ -78,7 +78,7 @@ def _prefill(candidate: Candidate) -> tuple[PrefillSize, ...]:
 
 
 def _draft_model(question: Question, drafts: int) -> str | None:
-    if not drafts or find(question.model).model.has_draft_head:
+    if not drafts or find(question.model).has_draft_head:
         return None
     return next((name for name, preset in DRAFT_PRESETS.items() if preset["target"] == question.model), None)
 

@@ -151,7 +151,7 @@ def shape_of(source: ModelSource | str) -> Shape:
 
 
 def _draft_of(source: ModelSource, config: Any, latent: Latent | None, head_dim: int) -> Draft | None:
-    if source.draft is None and source.model.has_draft_head:
+    if source.draft is None and source.has_draft_head:
         width = int(getattr(config, "intermediate_size", 0))
         kv_heads = 1 if latent else config.num_key_value_heads
         return Draft("mtp", config.num_attention_heads, kv_heads, head_dim, width, config.vocab_size)

@@ -93,6 +93,8 @@ def quantize(
         _copy_others(checkpoint.directory, partial, _configured(checkpoint, matrices, formats.group))
         if any(matrix.shared for matrix in matrices):
             _untie(partial / "config.json")
+        if source.model.has_draft_head and not model.drafting:
+            _undeclare(partial / "config.json", source.model, progress)
         os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -306,6 +308,19 @@ def _untie(config: Path) -> None:
         if TIED in each or each is values:
             each[TIED] = False
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _undeclare(config: Path, model: Model, progress: Progress) -> None:
+    """Says that there is no draft head, where the checkpoint has no tensor of the one that its configuration declares."""
+    fields = model.family.draft_head.declared_by if model.family.draft_head else ()
+    values = json.loads(config.read_text(encoding="utf-8"))
+    places = (values.get("text_config") or {}, values)
+    found = [(each, name) for name in fields for each in places if name in each] or [(values, name) for name in fields[:1]]
+    for each, name in found:
+        each[name] = 0
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    said = f"; what is written says {', '.join(f'{name} 0' for _, name in found)}" if found else ""
+    progress.say(f"no draft head: the checkpoint has no tensor of the one that its configuration declares{said}")
 
 
 def _copy_others(source: Path, directory: Path, quantization: dict[str, Any] | None) -> None:

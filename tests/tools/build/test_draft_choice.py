@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support import headless, quantised
 
 from npucompile.graphs.errors import SpecError
 from npucompile.models import registry
+from npucompile.models.checkpoint import ParamReader, open_checkpoint
 from npucompile.tools.build import deployments
 from npucompile.tools.build.draft_choice import choose_draft_model
 from npucompile.tools.build.plan import Options, plan
@@ -39,6 +41,29 @@ def test_a_checkpoint_without_a_draft_model_is_said():
     kept, note = choose_draft_model(None, replace(registry.find("qwen3-32b"), checkpoint_dir=here), row, None)
     assert kept.draft is None
     assert note == "no drafts: the deployment drafts 3 tokens with a second checkpoint, which it does not name (--draft-model to name one)"
+
+
+@pytest.mark.parametrize("name", headless.MODELS)
+def test_a_head_that_no_tensor_is_of_drafts_nothing_in_any_layout(tmp_path, name):
+    """As transformers saves it, and in ModelSlim's layout, where the configuration may declare the head, too."""
+    directory = headless.write(tmp_path / "floats", name)
+    declaring = (directory / "config.json").read_text()
+    written = quantised.quantised(registry.find(directory), tmp_path / "int8", "w8a8").checkpoint_dir
+    assert not registry.find(written).model.has_draft_head, "what is written declares no head"
+    (tmp_path / "int8" / "config.json").write_text(declaring)
+    for place in (directory, written):
+        source = registry.find(place)
+        assert (source.model.has_draft_head, source.has_draft_head) == (True, False)
+        chosen = plan(Options(str(place), backend="eager", dtype="float32"))
+        assert (chosen.limits.drafts, chosen.model.drafting) == (0, False)
+        assert "no drafts: the checkpoint has no tensor of the draft head that its configuration declares" in chosen.notes
+        assert dict(chosen.decided_by)["speculative-tokens"] == "checkpoint"
+        ParamReader(open_checkpoint(place), chosen.model.params(chosen.dtype))
+        fields = " or ".join(source.model.family.draft_head.declared_by)
+        with pytest.raises(
+            SpecError, match=rf"--speculative-tokens 2: config.json of .* declares a draft head \({fields}\), and no tensor"
+        ):
+            plan(Options(str(place), backend="eager", num_speculative_tokens=2))
 
 
 def options(model="qwen3.5-tiny", **chosen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,20 @@ def test_a_row_says_so_and_a_flag_goes_before_it(manifest):
     assert explained["mesh"].what == "It runs on 4 ranks, mesh dp=2,tp=2."
     assert explained["buckets"].why == "The checkpoint says so."
     assert "of each dp group" in explained["max-num-seqs"].what
+
+
+def test_why_nothing_is_drafted_is_said(manifest):
+    """The configuration of this artifact declares a head."""
+    who = {**manifest.decided_by, "speculative-tokens": "checkpoint"}
+    none = replace(manifest, decided_by=who, limits=replace(manifest.limits, drafts=0, slots_per_request=1))
+    config = json.dumps({**json.loads(manifest.model["config"]), "mtp_num_hidden_layers": 0})
+    for artifact, why in (
+        (none, "The checkpoint has no tensor of the draft head that its configuration declares."),
+        (replace(none, model={**manifest.model, "config": config}), "The model has no draft head."),
+    ):
+        (said,) = (setting for setting in explanation(artifact) if setting.name == "speculative-tokens")
+        assert (said.what, said.why) == ("Steps draft nothing.", why)
+        assert said.change == "A checkpoint with a draft head, or --draft-model, changes it."
 
 
 def test_an_artifact_that_records_nobody_says_so(manifest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -256,6 +257,18 @@ def test_the_description_names_every_tensor(tmp_path):
     assert all(torch.equal(tensors[name], floats[name]) for name in copied)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "float" / "tokenizer.json").read_bytes()
     assert (tmp_path / "out").stat().st_mode & 0o777 == (tmp_path / "float").stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+def test_a_draft_head_that_the_checkpoint_lacks_is_not_declared_by_what_is_written(tmp_path, scheme):
+    source, said = quantised.write(tmp_path / "float", "moe"), io.StringIO()
+    tensors = {name: tensor for name, tensor in load_file(tmp_path / "float" / "model.safetensors").items() if not name.startswith("mtp.")}
+    save_file(tensors, tmp_path / "float" / "model.safetensors")
+    quantize(source, tmp_path / "out", Settings(scheme, group=0), Progress(stream=said))
+    before, after = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("float", "out"))
+    assert (before["mtp_num_hidden_layers"], after["mtp_num_hidden_layers"]) == (1, 0)
+    assert "no draft head: the checkpoint has no tensor of the one that its configuration declares" in said.getvalue()
+    assert tiny.planned(tmp_path / "out").limits.drafts == 0
 
 
 def test_experts_may_be_stored_one_by_one_and_files_be_many(tmp_path):
