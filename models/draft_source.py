@@ -14,7 +14,7 @@ from ..graphs.errors import CheckpointError, UnknownModel
 from .config import read_json
 from .draft_model import PREFIX, DraftFamily, DraftSource, attach
 from .presets import DRAFT_PRESETS
-from .quant.description import DESCRIPTION
+from .quant.description import DESCRIPTION, rotated_by
 from .registry import ModelSource
 from .safetensors_files import Checkpoint, open_checkpoint
 from .step import Model
@@ -28,9 +28,15 @@ def with_draft_model(source: ModelSource, name_or_path: str | Path) -> ModelSour
     Raises:
         UnknownModel: it is neither, or no family here serves its architecture.
         ConfigError: its config.json is malformed, or the head does not fit the model.
-        CheckpointError: its checkpoint is unreadable or quantised.
+        CheckpointError: its checkpoint is unreadable or quantised, or the model's hidden states are not those that a head reads.
     """
     name = str(name_or_path)
+    if source.checkpoint_dir and (said := rotated_by(source.checkpoint_dir)):
+        raise CheckpointError(
+            f"--draft-model {name}: a draft head reads the hidden states that the model was trained with, and {said} says that those of "
+            f"{source.name} are rotated (QuaRot), so that every draft would be refused; legal is a checkpoint that is not rotated, or no "
+            "--draft-model"
+        )
     if name in DRAFT_PRESETS:
         preset = DRAFT_PRESETS[name]
         draft = DraftSource(name, None, _text(preset["config"]), tuple(preset["parts"]))

@@ -68,6 +68,26 @@ def formats_in(directory: Path, *, decodes_only: bool = False) -> Formats | None
     return Formats(tuple(_rules(forms)), stored=True, group=group, biased=biased, kv_cache=tuple(_caches(path, values)))
 
 
+ROTATION = Path("optional", "quarot.safetensors")
+"""The rotation of the hidden states of a rotated model, for what else reads them (ModelSlim's QuaRot with `export_extra_info`)."""
+
+
+def rotated_by(directory: Path) -> Path | None:
+    """The file that says that the hidden states of a checkpoint are rotated; None where none does.
+
+    Raises:
+        CheckpointError: the description is malformed.
+    """
+    path = directory / DESCRIPTION
+    try:
+        optional = read_json(path).get("optional") if path.exists() else None
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+    if isinstance(optional, Mapping) and optional.get("quarot"):
+        return path
+    return directory / ROTATION if (directory / ROTATION).exists() else None
+
+
 _CACHES = {"C8": INT8_STATIC}
 _KEY_SCALE = ".k_proj.kv_cache_scale"
 

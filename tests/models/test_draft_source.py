@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import eagle, oracle
+from support import eagle, modelslim, oracle
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import CheckpointError, ConfigError, UnknownModel
@@ -102,6 +102,23 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(written, changes, err
     with pytest.raises(error) as raised:
         load(*written(**changes))
     assert named in str(raised.value)
+
+
+@pytest.mark.parametrize("said_by", ["quant_model_description.json", "optional/quarot.safetensors"])
+def test_a_head_for_a_model_of_rotated_hidden_states_is_refused(written, said_by):
+    """Its drafts would be refused, one and all. Rotations that ModelSlim wrote are said by its description."""
+    model, draft = written()
+    described = json.loads((modelslim.FIXTURES / "moe_w4a8_quarot" / "quant_model_description.json").read_text())
+    plain = {**described, "optional": {}}
+    (model / "quant_model_description.json").write_text(json.dumps(plain))
+    assert draft_source.with_draft_model(registry.find(model), draft).draft is not None
+    if said_by.endswith("json"):
+        (model / said_by).write_text(json.dumps(described))
+    else:
+        (model / "optional").mkdir()
+        save_file({"global_rotation": torch.eye(44)}, model / said_by)
+    with pytest.raises(CheckpointError, match=rf"--draft-model .*draft: .* and .*model/{said_by} says that those of model are rotated"):
+        draft_source.with_draft_model(registry.find(model), draft)
 
 
 def test_a_truncated_or_absent_checkpoint_is_refused_by_name(written, tmp_path):
