@@ -59,10 +59,10 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 
 def quantised(matrix: torch.Tensor, powers: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values [N, K] in FP8, scales of blocks in float32, and the floats that they stand for.
+    """Values [N, K] in FP8, scales of blocks, and the floats that they stand for.
 
     Args:
-        powers: whether scales are powers of two (`scale_fmt` of V3.2).
+        powers: whether scales are powers of two, each in a byte (`scale_fmt` "ue8m0"); else they are float32.
     """
     floats = matrix.float().numpy()
     blocks = tuple(-(-size // BLOCK) for size in floats.shape)
@@ -74,7 +74,8 @@ def quantised(matrix: torch.Tensor, powers: bool) -> tuple[torch.Tensor, torch.T
         scales[i, j] = 2.0 ** np.ceil(np.log2(scale)) if powers else scale
         codes[place] = rounded(floats[place] / scales[i, j])
         stands[place] = np.where(codes[place] > 127, -1, 1) * table[codes[place] & 127] * scales[i, j]
-    return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales), torch.from_numpy(stands)
+    stored = torch.from_numpy(scales).to(torch.float8_e8m0fnu if powers else torch.float32)
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn), stored, torch.from_numpy(stands)
 
 
 @dataclass(frozen=True)
