@@ -60,7 +60,8 @@ COMPRESSED: Known = {
     "global_compression_ratio": None,
     "run_compressed": None,
     "use_optimized_inference": None,
-    "quantization_status": (None, "compressed"),
+    # Files of 2024 say "frozen" of matrices that are stored in integers, too.
+    "quantization_status": None,
     "kv_cache_scheme": _ABSENT,
     "dequantize": (None, False),
     "transform_config": (None, {}, {"config_groups": {}}),
@@ -68,7 +69,10 @@ COMPRESSED: Known = {
 }
 """`quantization_config` of compressed-tensors 0.20.0, with what transformers 5.23 adds."""
 
-SPARSITY: Known = {"format": ("dense",), **dict.fromkeys(("global_sparsity", "sparsity_structure", "targets", "ignore"))}
+SPARSITY: Known = {
+    "format": ("dense",),
+    **dict.fromkeys(("global_sparsity", "sparsity_structure", "registry_requires_subclass", "targets", "ignore")),
+}
 """`sparsity_config` where it is not empty: of matrices that are stored whole."""
 
 FP8: Known = {
@@ -116,7 +120,6 @@ _REASONS = {
     "kv_cache_scheme": "a quantised cache is not read here",
     "transform_config": "rotations of activations are not computed here",
     "output_activations": "products are not rounded here",
-    "quantization_status": "matrices that are not compressed are not read",
     "fa_quant_type": "int8 attention is not read here",
     "indexer_quant_type": "an int8 indexer is not computed here",
     "reduce_quant_type": "sums of ranks are not rounded here",

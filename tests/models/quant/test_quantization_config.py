@@ -111,7 +111,6 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(config_groups__group_0__weights__block_structure=[128, 128]), "block_structure is .*; legal is null"),
         (changed(transform_config={"config_groups": {"R4": {"type": "hadamard"}}}), "transform_config is .*: rotations of activations are"),
         (changed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format is 'sparse-24-bitmask'; legal is 'dense'"),
-        (changed(quantization_status="frozen"), "quantization_status is 'frozen': matrices that are not compressed are not read"),
         (changed(dequantize=True), "dequantize is True; legal is False or null"),
         ({**FP8, "expert_dtype": "fp4"}, "expert_dtype is 'fp4'; legal is 'fp8' or null"),
         ({**FP8, "scale_fmt": "float16"}, "scale_fmt is 'float16'; legal is 'float' or 'ue8m0' or null"),
@@ -169,6 +168,19 @@ def test_what_is_stored_as_floats_is_float_whatever_a_group_targets(tmp_path: Pa
 def test_what_is_stored_as_integers_and_no_group_takes_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         formats_in(written(tmp_path, changed(**changes)))
+
+
+def test_floats_that_still_have_scales_are_refused(tmp_path: Path) -> None:
+    """A step would round activations of such a matrix; files that are `frozen` may hold some."""
+    directory = written(tmp_path, changed(quantization_status="frozen"))
+    tensors = load_file(directory / "model.safetensors")
+    tensors[f"{IGNORED}.weight_scale"] = torch.ones(len(tensors[f"{IGNORED}.weight"]), 1)
+    save_file(tensors, directory / "model.safetensors")
+    formats, model = formats_in(directory), registry.find(directory).model
+    assert formats is not None
+    params = stored(model.family.abstract_params(model.config, torch.float32), Variant(formats=formats))
+    with pytest.raises(CheckpointError, match=rf"tensor {IGNORED}.weight_scale is not part of the model"):
+        checkpoint.load(checkpoint.open_checkpoint(directory), params)
 
 
 PACKED, EXPERTS = (Path(__file__).parent / name for name in ("packed", "packed_experts"))
