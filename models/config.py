@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ _LARGEST = 2**53  # above it floats cannot represent every integer; NaN and infi
 
 
 class Fields:
-    """Typed access to one JSON object.
+    """Typed access to one JSON object, which remembers the fields that were asked for: `refuse_others` refuses the rest.
 
     Args:
         values: the object.
@@ -25,13 +25,21 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
+        self._asked: set[str] = set()
+        self._parts: dict[str, Fields] = {}
 
     def get(self, kind: type[T], *names: str, default: Any = _REQUIRED, minimum: float | None = None) -> T:
-        """The first of `names` that is present, as `kind`.
+        """The value of the one of `names` that is present, as `kind`.
 
         Raises:
-            ConfigError: when none is present and there is no default, or the value has another type, is too small or too large.
+            ConfigError: when none is present and there is no default, several are and disagree, or the value has another type, is too small
+                or too large.
         """
+        self._asked.update(names)
+        there = [name for name in names if self.has(name)]
+        for name in there[1:]:
+            if self.values[name] != (first := self.values[there[0]]):
+                raise ConfigError(f"{self.where}: {there[0]} is {first!r} and {name} is {self.values[name]!r}; both mean the same")
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -48,12 +56,13 @@ class Fields:
             raise ConfigError(f"{self.where}: {' or '.join(names)} is missing")
         return default  # type: ignore[no-any-return]
 
-    def only(self, name: str, *legal: bool | str) -> None:
+    def only(self, name: str, *legal: bool | str | int) -> None:
         """Accepts an absent field, or one that holds a supported value.
 
         Raises:
             ConfigError: for any other value.
         """
+        self._asked.add(name)
         value = self.values.get(name)
         if value is not None and not any(type(value) is type(choice) and value == choice for choice in legal):
             choices = " or ".join(map(repr, legal))
@@ -65,10 +74,11 @@ class Fields:
         Raises:
             ConfigError: when the value is not an object.
         """
+        self._asked.add(name)
         value = self.values.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{self.where}: {name} is {value!r}; expected an object")
-        return Fields(value or {}, f"{self.where}: {name}")
+        return self._parts.setdefault(name, Fields(value or {}, f"{self.where}: {name}"))
 
     def num_layers(self) -> int:
         """`num_hidden_layers`.
@@ -87,15 +97,47 @@ class Fields:
         Raises:
             ConfigError: when either field is malformed.
         """
+        self._asked.add("mlp_only_layers")
         count, step = self.num_layers(), self.get(int, "decoder_sparse_step", default=1, minimum=1)
         named = self.values.get("mlp_only_layers") or []
         if not isinstance(named, list | tuple) or not all(type(i) is int for i in named):
             raise ConfigError(f"{self.where}: mlp_only_layers is {named!r}; expected a list of layers")
         return tuple(i for i in range(count) if i in named or (i + 1) % step)
 
+    def kinds(self, name: str, *legal: str) -> tuple[str, ...] | None:
+        """A list with the kind of each layer; None where the field is absent.
+
+        Raises:
+            ConfigError: it is no list of as many kinds as there are layers.
+        """
+        self._asked.add(name)
+        value, count = self.values.get(name), self.num_layers()
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or len(value) != count or not all(kind in legal for kind in value):
+            raise ConfigError(f"{self.where}: {name} is {value!r}; expected {count} of {' and '.join(map(repr, legal))}")
+        return tuple(value)
+
     def has(self, name: str) -> bool:
         """Whether a field is present and not null."""
+        self._asked.add(name)
         return self.values.get(name) is not None
+
+    def refuse_others(self, known: Collection[str]) -> None:
+        """Refuses a field that nobody asked for, unless it is off: a model with it may compute something else.
+
+        Args:
+            known: fields that need not be asked for.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        for name, value in self.values.items():
+            if value and name not in self._asked and name not in known and not name.startswith("_"):
+                raise ConfigError(
+                    f"{self.where}: {name} is {value!r}, and nothing here reads it; legal is a file without the field, or with it off, if "
+                    "the model computes the same without it"
+                )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from . import decoder, draft_vocabulary, feed_forward, latent_attention, mtp
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
+from .config_fields import refuse_unknown
 from .family import DraftHead, Family, Intermediates
 from .params import Param, Source, norm
 from .rotary import Rotary, read_rotary
@@ -41,12 +42,20 @@ _MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_g
 _DECLARED_BY = ("num_nextn_predict_layers", "num_mtp_layers")
 
 # Fields of config.json of which only these values are implemented.
-_LEGAL: dict[str, tuple[bool | str, ...]] = {
+_LEGAL: dict[str, tuple[bool | str | int, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
+    "mlp_bias": (False,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
 }
+
+# Fields that not every model reads, and widths that follow from others.
+_SOMETIMES = frozenset(
+    {*_MOE_SIZES, "intermediate_size", "norm_topk_prob", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace"}
+)
+_FOLLOWING = frozenset({"head_dim", "qk_head_dim"})
 
 
 class Mixer(Protocol):
@@ -166,21 +175,24 @@ def config_fields(fields: Fields) -> dict[str, Any]:
     """
     for name, legal in _LEGAL.items():
         fields.only(name, *legal)
-    if (every := fields.get(int, "moe_layer_freq", default=1)) != 1:
-        raise ConfigError(f"{fields.where}: moe_layer_freq is {every}; supported is 1")
     layers = fields.num_layers()
     experts = fields.get(int, "n_routed_experts", "num_local_experts", default=0, minimum=0)
     dense = min(fields.get(int, "first_k_dense_replace", default=0, minimum=0), layers) if experts else layers
-    required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if dense else ()))
+    kinds = tuple(DENSE if i < dense else MOE for i in range(layers))
+    # transformers 5 writes both fields, and reads this one.
+    if (named := fields.kinds("mlp_layer_types", DENSE, "sparse")) and experts:
+        kinds = tuple(DENSE if kind == DENSE else MOE for kind in named)
+    required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if DENSE in kinds else ()))
     sizes: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in required}
+    fields.only("num_key_value_heads", sizes["num_attention_heads"])
     rotary = read_rotary(fields, sizes["qk_rope_head_dim"])
     sizes["max_position_embeddings"] = rotary.longest(sizes["max_position_embeddings"])
     if experts:
         sizes["norm_topk_prob"] = fields.get(bool, "norm_topk_prob")
         sizes["routed_scaling_factor"] = fields.get(float, "routed_scaling_factor", minimum=0)
         sizes["n_shared_experts"] = fields.get(int, "n_shared_experts", default=0, minimum=0)
-    return {
-        "layer_kinds": tuple(DENSE if i < dense else MOE for i in range(layers)),
+    read: dict[str, Any] = {
+        "layer_kinds": kinds,
         "rotary": rotary,
         "q_lora_rank": fields.get(int, "q_lora_rank", default=0, minimum=1),
         "rope_interleave": fields.get(bool, "rope_interleave", default=True),
@@ -190,6 +202,8 @@ def config_fields(fields: Fields) -> dict[str, Any]:
         "num_nextn_predict_layers": fields.get(int, *_DECLARED_BY, default=0, minimum=0),
         **sizes,
     }
+    refuse_unknown(fields, fields, _SOMETIMES | _FOLLOWING)
+    return read
 
 
 def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:

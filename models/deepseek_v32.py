@@ -51,6 +51,9 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
     sizes: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in ("index_n_heads", "index_head_dim", "index_topk")}
     # Another model has the field, and rotates the indexer's heads in pairs; these do not.
     fields.only("indexer_rope_interleave", False)
+    # Every layer chooses keys of its own.
+    fields.only("index_topk_freq", 1)
+    fields.kinds("layer_types", "indexed_attention")
     return Config(**deepseek_v3.config_fields(fields), **sizes)
 
 

@@ -20,6 +20,7 @@ from . import attention, decoder, draft_vocabulary, feed_forward, gated_deltanet
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
+from .config_fields import refuse_unknown
 from .family import DraftHead, Intermediates
 from .params import Param, Source, norm
 from .rotary import Rotary, read_rotary
@@ -43,6 +44,9 @@ _SIZES = (
     "max_position_embeddings",
 )
 _MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+# Fields that not every model reads. `mamba_ssm_dtype` is of recurrent states, whose dtype is a deployment's (`Variant.recurrent`).
+_SOMETIMES = frozenset({*_MOE_SIZES, "intermediate_size", "full_attention_interval", "mamba_ssm_dtype"})
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def read_config(outer: Fields, text: Fields, **given: Any) -> Config:
     read: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in required}
     rotary = read_rotary(text, read["head_dim"], partial=0.25)
     read["max_position_embeddings"] = rotary.longest(read["max_position_embeddings"])
-    return Config(
+    config = Config(
         layer_types=_layer_types(text),
         rotary=rotary,
         rms_norm_eps=text.get(float, "rms_norm_eps", minimum=0),
@@ -159,17 +163,15 @@ def read_config(outer: Fields, text: Fields, **given: Any) -> Config:
         **read,
         **given,
     )
+    refuse_unknown(outer, text, _SOMETIMES)
+    return config
 
 
 def _layer_types(text: Fields) -> tuple[str, ...]:
-    count = text.num_layers()
-    types = text.values.get("layer_types")
-    if types is None:
-        interval = text.get(int, "full_attention_interval", default=4, minimum=1)
-        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(count))
-    if not isinstance(types, (list, tuple)) or len(types) != count or not all(kind in (FULL, LINEAR) for kind in types):
-        raise ConfigError(f"{text.where}: layer_types is {types!r}; expected {count} of {FULL!r} and {LINEAR!r}")
-    return tuple(types)
+    if (types := text.kinds("layer_types", FULL, LINEAR)) is not None:
+        return types
+    interval = text.get(int, "full_attention_interval", default=4, minimum=1)
+    return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(text.num_layers()))
 
 
 def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:

@@ -14,6 +14,7 @@ from . import attention, decoder, feed_forward
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
+from .config_fields import refuse_unknown
 from .family import Family, Intermediates
 from .rotary import Rotary, read_rotary
 from .routing import SOFTMAX, Routing
@@ -27,6 +28,10 @@ _MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
 
 # Fields of config.json of which only these values are implemented.
 _LEGAL: dict[str, tuple[bool | str, ...]] = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)}
+
+# Fields that not every model reads; windows are not read where no layer has one.
+_SOMETIMES = frozenset({*_MOE_SIZES, "intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})
+_WINDOWS = frozenset({"sliding_window", "max_window_layers"})
 
 
 @dataclass(frozen=True)
@@ -111,13 +116,14 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
     fields = Fields(values, where)
     for name, legal in _LEGAL.items():
         fields.only(name, *legal)
+    fields.kinds("layer_types", "full_attention")
     experts = fields.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
     dense = fields.dense_layers() if experts else tuple(range(fields.num_layers()))
     required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if dense else ()))
     read: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in required}
     rotary = read_rotary(fields, read["head_dim"])
     read["max_position_embeddings"] = rotary.longest(read["max_position_embeddings"])
-    return Config(
+    config = Config(
         layer_kinds=tuple(DENSE if i in dense else MOE for i in range(fields.num_layers())),
         rotary=rotary,
         rms_norm_eps=fields.get(float, "rms_norm_eps", minimum=0),
@@ -127,6 +133,8 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
         norm_topk_prob=fields.get(bool, "norm_topk_prob") if experts else True,
         **read,
     )
+    refuse_unknown(fields, fields, _SOMETIMES | _WINDOWS)
+    return config
 
 
 def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:

@@ -12,14 +12,16 @@ from .family import Family
 
 NAME = "qwen3_5"
 
-# Fields of config.json of which only these values are implemented. `output_gate_type` has no effect on the attention gate, which is
-# always a sigmoid (as in transformers 5.23); the gate of DeltaNet's norm is a swish.
-_LEGAL: dict[str, tuple[bool | str, ...]] = {
+# Fields of config.json of which only these values are implemented. The gate of attention is always a sigmoid; `output_gate_type` is of
+# the gate of DeltaNet's norm, as vLLM and SGLang read it (transformers 5.23 does not, and computes a swish).
+_LEGAL: dict[str, tuple[bool | str | int, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "attn_output_gate": (True,),
-    "output_gate_type": ("swish", "sigmoid"),
+    "output_gate_type": ("swish", "silu"),
     "mtp_use_dedicated_embeddings": (False,),
+    "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
 }
 
 DRAFT_HEAD = replace(hybrid.DRAFT_HEAD, declared_by=("mtp_num_hidden_layers",))

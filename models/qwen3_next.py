@@ -13,7 +13,12 @@ from .family import Family
 NAME = "qwen3_next"
 
 # Fields of config.json of which only these values are implemented.
-_LEGAL: dict[str, tuple[bool | str, ...]] = {"hidden_act": ("silu",), "attention_bias": (False,)}
+_LEGAL: dict[str, tuple[bool | str, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+}
 
 DRAFT_HEAD = replace(hybrid.DRAFT_HEAD, declared_by=("num_nextn_predict_layers",))
 

@@ -14,6 +14,12 @@ from .config import Fields
 # "mrope" has several axes, on all of which a text token has the same position: its angles are those of one axis.
 KINDS = ("default", "mrope", "linear", "yarn")
 
+_FIELDS = frozenset(
+    "attention_factor beta_fast beta_slow factor mrope_interleaved mrope_section mscale mscale_all_dim original_max_position_embeddings "
+    "partial_rotary_factor rope_theta rope_type truncate type".split()
+)
+"""Fields that a rotation may have; some kinds do not read all of them, as in transformers."""
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -78,19 +84,21 @@ def read_rotary(text: Fields, width: int, *, partial: float = 1.0) -> Rotary:
     """
     parameters, older = text.sub("rope_parameters"), text.sub("rope_scaling")
     scaling = older if older.values else parameters
-    for name in ("rope_type", "type"):
-        for fields in (parameters, older):
+    for fields in (parameters, older):
+        fields.refuse_others(_FIELDS)
+        for name in ("rope_type", "type"):
             fields.only(name, *KINDS)
     share = text.get(float, "partial_rotary_factor", default=partial)
     dim = int(width * scaling.get(float, "partial_rotary_factor", default=parameters.get(float, "partial_rotary_factor", default=share)))
     if not 0 < dim <= width or dim % 2:
         raise ConfigError(f"{text.where}: head_dim * partial_rotary_factor is {dim}; expected an even number of at most {width}")
-    theta = next((fields for fields in (scaling, parameters, text) if fields.has("rope_theta")), scaling)
+    theta = next((fields for fields in [fields for fields in (scaling, parameters, text) if fields.has("rope_theta")]), scaling)
     rotary = Rotary(dim, theta.get(float, "rope_theta", minimum=1))
-    kind = scaling.get(str, "rope_type", "type", default="default")
+    kind = scaling.get(str, "rope_type", default=scaling.get(str, "type", default="default"))
     if kind == "linear":
+        factor, all_dim = scaling.get(float, "factor", minimum=1), scaling.get(float, "mscale_all_dim", default=0.0, minimum=0)
         # Beyond `high` at every index: all frequencies are divided.
-        return Rotary(dim, rotary.theta, Scaling(scaling.get(float, "factor", minimum=1), -1.0, 0.0))
+        return Rotary(dim, rotary.theta, Scaling(factor, -1.0, 0.0, softmax=_softmax(factor, all_dim)))
     return _yarn(rotary, scaling, text) if kind == "yarn" else rotary
 
 
@@ -119,7 +127,7 @@ def _yarn(rotary: Rotary, fields: Fields, text: Fields) -> Rotary:
         float(low),
         float(high) if high != low else high + 0.001,
         fields.get(float, "attention_factor", default=inferred, minimum=0),
-        _mscale(factor, all_dim) ** 2 if all_dim else 1.0,
+        _softmax(factor, all_dim),
     )
     return Rotary(rotary.dim, rotary.theta, scaling, int(original * factor))
 
@@ -127,6 +135,10 @@ def _yarn(rotary: Rotary, fields: Fields, text: Fields) -> Rotary:
 def _turning(rotary: Rotary, context: int, turns: float) -> float:
     """Index of the frequency that turns so many times in a context."""
     return rotary.dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
+
+
+def _softmax(factor: float, all_dim: float) -> float:
+    return _mscale(factor, all_dim) ** 2 if all_dim else 1.0
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -45,7 +45,7 @@ def test_wrapped_and_older_configurations_read_the_same():
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
         ({"attention_bias": True}, "attention_bias is True; supported is False"),
         ({"attn_output_gate": False}, "attn_output_gate is False; supported is True"),
-        ({"output_gate_type": "tanh"}, "output_gate_type is 'tanh'; supported is 'swish' or 'sigmoid'"),
+        ({"output_gate_type": "tanh"}, "output_gate_type is 'tanh'; supported is 'swish' or 'silu'"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings is True; supported is False"),
         ({"mtp_num_hidden_layers": 2}, "multi-token-prediction layers must be 0 or 1"),
         ({"rope_parameters": []}, "rope_parameters is []; expected an object"),
