@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from ..graphs import tree
 from ..graphs.errors import CheckpointError
 from ..graphs.types import Tree
 from .block_scales import with_block_scales
+from .decoder import EMBEDDING, HEAD
 from .params import Param, Picked, Source
 from .quant import unread_tensors
 from .quant.description import canonical
 from .safetensors_files import SINGLE, STORED_DTYPES, Checkpoint, TensorEntry, digest, open_checkpoint
 from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_shape, remaining_slice, sliced_axes, source_region
+from .tied_head import same_values
 
 __all__ = ["Checkpoint", "ParamReader", "digest", "holds_any", "load", "open_checkpoint", "save"]
 
@@ -269,18 +272,13 @@ def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: li
     pieces = [piece for recipe in recipes for piece in recipe.pieces]
     pairs = [(piece, table[piece.name]) for piece in pieces if piece.name in table]
     used = {piece.name for piece in pieces}
-    # A tensor of a layer or of the draft head that no parameter uses is a term that the model would silently omit.
-    named = tuple(name for recipe in recipes for name in recipe.param.source.unread)
-    named = tuple(name for name in named if not name.endswith(".") or not any(read.startswith(name) for read in used))
-    prefixes = ("model.layers.", "model.norm.", "mtp.", *checkpoint.others)
-    complete = tuple(prefix for prefix in prefixes if any(name.startswith(prefix) for name in used))
-    unread = [name for name in table if name.startswith(complete) and name not in used and not _matches(name, named)]
+    unread = _unread(checkpoint, table, recipes, used)
     problems = (
         (
             "has the wrong dtype",
             [f"{e.name} ({e.dtype}; expected {' or '.join(p.dtypes)})" for p, e in pairs if e.dtype not in p.dtypes],
         ),
-        ("is missing", [f"{p.name} (expected {list(p.shape)})" for p in pieces if p.name not in table]),
+        (_MISSING, [f"{p.name} (expected {list(p.shape)})" for p in pieces if p.name not in table]),
         ("has a wrong shape", [f"{e.name} (found {list(e.shape)}, expected {list(p.shape)})" for p, e in pairs if not p.fits(e.shape)]),
         (
             "is not part of the model",
@@ -291,14 +289,49 @@ def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: li
         # The parts of a weight share their sources.
         if names := list(dict.fromkeys(found)):
             more = f"; so with {len(names) - 1} more: {', '.join(names[1 : 1 + _MAX_NAMES])}" if len(names) > 1 else ""
+            if problem == _MISSING and _beginning(names[0].split()[0]) not in map(_beginning, table):
+                there = list(dict.fromkeys(map(_beginning, checkpoint.tensors)))
+                more += f"; names there begin with {', '.join(there[:_MAX_NAMES])}"
             others = {prefix: place for prefix, place in checkpoint.others.items() if names[0].startswith(prefix)}
             prefix, directory = next(iter(others.items()), ("", checkpoint.directory))
             raise CheckpointError(f"{directory}: tensor {names[0].removeprefix(prefix)} {problem}{more}")
     zeros = [table[name] for name in unread if unread_tensors.must_be_zero(name, used)]
     unread_tensors.check_zeros(checkpoint.directory, zeros)
+    if HEAD in table and HEAD not in used and EMBEDDING in used and not same_values(table[HEAD], table[EMBEDDING]):
+        raise CheckpointError(
+            f"{checkpoint.directory}: tensor {table[HEAD].name} differs from {table[EMBEDDING].name}, which is read as the output head; "
+            "legal is one that is equal, and a build from this checkpoint, which reads both"
+        )
 
 
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+_MISSING = "is missing"
+_OTHER_PARTS = ("mtp.", "model.visual.", "visual.")
+"""What the names of parts begin with that a text model may leave out whole: a draft head, and what reads pictures."""
+
+
+def _unread(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: Iterable[_Recipe], used: Collection[str]) -> list[str]:
+    """Tensors that no parameter uses, and no part that is left out has: terms that the model would silently omit."""
+    named: list[str] = []
+    for source in (recipe.param.source for recipe in recipes if recipe.param.source.unread):
+        there = not source.unread_mark or source.unread_mark in table
+        named += [name for name in source.unread if not name.endswith(".") or (there and not any(read.startswith(name) for read in used))]
+    prefixes = ("model.layers.", "model.norm.", "mtp.", *checkpoint.others)
+    complete = tuple(prefix for prefix in prefixes if any(name.startswith(prefix) for name in used))
+    # Who reads the embedding reads a whole model.
+    left_out = (*_OTHER_PARTS, *checkpoint.others) if EMBEDDING in used else ("",)
+    return [
+        name
+        for name in table
+        if name not in used and name != HEAD and (name.startswith(complete) or not name.startswith(left_out)) and not _matches(name, named)
+    ]
+
+
+def _beginning(name: str) -> str:
+    """What the name of a tensor begins with, in front of a layer's number; a name without one."""
+    return re.split(r"(?<=\.)\d+\.", name)[0]
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a tensor is one of some names, or begins with one that ends in a dot."""
     return any(name == pattern or (pattern.endswith(".") and name.startswith(pattern)) for pattern in patterns)
 

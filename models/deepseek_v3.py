@@ -25,6 +25,9 @@ from .variant import PLAIN, Variant
 NAME = "deepseek_v3"
 DRAFT = "mtp"
 DENSE, MOE = "dense", "moe"
+EH_PROJ = "eh_proj.weight"
+"""Of the draft head alone, among the layers of a checkpoint."""
+
 SMALL_SCALE = 0.3
 """Most of `routed_scaling_factor` in a small model; 1, which graphs leave out, stays."""
 
@@ -214,7 +217,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
         params[DRAFT] = _draft_params(cfg, dtype, behind)
     # A model that does not draft reads nothing of the head.
     final: Param = params["norm"]
-    return {**params, "norm": replace(final, source=replace(final.source, unread=(behind,)))}
+    return {**params, "norm": replace(final, source=replace(final.source, unread=(behind,), unread_mark=behind + EH_PROJ))}
 
 
 def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str) -> dict[str, Tree]:
@@ -230,7 +233,7 @@ def _draft_params(cfg: Config, dtype: torch.dtype, prefix: str) -> dict[str, Tre
     return {
         "norm_embedding": norm(prefix + "enorm", M, dtype, 0.0),
         "norm_hidden": norm(prefix + "hnorm", M, dtype, 0.0),
-        "fc": Param(Aval((M, 2 * M), dtype), Source((prefix + "eh_proj.weight",), ((M, 2 * M),), unread=copies)),
+        "fc": Param(Aval((M, 2 * M), dtype), Source((prefix + EH_PROJ,), ((M, 2 * M),), unread=copies)),
         "layer": _layer_params(cfg, dtype, prefix, MOE if cfg.num_experts else DENSE),
         "norm": norm(prefix + "shared_head.norm", M, dtype, 0.0),
     }

@@ -150,6 +150,7 @@ class Source:
             the parameter: a rank need not read the rest. A dimension with None is read whole.
         unread: tensors of a checkpoint that belong to these and that the model deliberately does not read, by name, or by a prefix that
             ends in a dot: of a part of which nothing is read.
+        unread_mark: a tensor that tells such a part from another one under the same prefix, as a draft head from a layer too many.
         block_axis: an axis that is dimension 0 of every tensor, where element i of the parameter along it is made from elements i of the
             tensors alone: a large parameter is read and joined in blocks along it.
         padded_from: the source of all heads, of which this one's checkpoint has some (head_padding.py): its join tells what goes where.
@@ -166,6 +167,7 @@ class Source:
     axes: tuple[tuple[SourceAxis, ...], ...] | None = None
     block_axis: str | None = None
     unread: tuple[str, ...] = ()
+    unread_mark: str = ""
     dtypes: tuple[tuple[str, ...], ...] = ()
     uncalibrated: bool = False
     padded_from: Source | None = None

@@ -22,6 +22,7 @@ from .family_file import FamilyFile, check_config
 from .presets import BUNDLED, PRESETS
 from .safetensors_files import has_weights
 from .step import Model
+from .tied_head import as_stored
 
 _HERE = Path(__file__).parent
 
@@ -39,7 +40,8 @@ class ModelSource:
         checkpoint_dir: directory of the weights; None for a preset without weights.
         tokenizer: its tokenizer.json, or None where there is none.
         eos_ids: token ids that end a response; empty where no file names any.
-        text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`.
+        text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`. Whether the head is the
+            embedding is as the checkpoint stores it (tied_head.py).
         chat_template: text of its chat template, in Jinja, or None where there is none.
         special_tokens: texts of the special tokens that chat templates name, such as bos_token.
         sampling: sampling parameters that generation_config.json recommends: SAMPLING.
@@ -171,7 +173,7 @@ def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:
 
 
 def _from_directory(name: str, directory: Path, family: FamilyFile | None) -> ModelSource:
-    values = read_json(directory / "config.json")
+    values = as_stored(read_json(directory / "config.json"), directory)
     model = from_config(name, values, str(directory / "config.json"), family)
     file = directory / "tokenizer.json"
     return ModelSource(

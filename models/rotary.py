@@ -14,10 +14,10 @@ from .config import Fields
 # "mrope" has several axes, on all of which a text token has the same position: its angles are those of one axis.
 KINDS = ("default", "mrope", "linear", "yarn")
 
-_FIELDS = frozenset(
-    "attention_factor beta_fast beta_slow factor mrope_interleaved mrope_section mscale mscale_all_dim original_max_position_embeddings "
-    "partial_rotary_factor rope_theta rope_type truncate type".split()
-)
+_FIELDS = {
+    "attention_factor", "beta_fast", "beta_slow", "factor", "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim",
+    "original_max_position_embeddings", "partial_rotary_factor", "rope_theta", "rope_type", "truncate", "type",
+}  # fmt: skip
 """Fields that a rotation may have; some kinds do not read all of them, as in transformers."""
 
 

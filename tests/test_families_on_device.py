@@ -25,8 +25,9 @@ PROMPTS = [[1, 2, 3], list(range(100, 190)), [7] * 5]
 TOKENS, DRAFTS, TOP_K = 8, 2, 16
 
 PLAIN: dict[str, Any] = {
+    **tiny.NO_RECURRENT,
     "vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "num_experts": 0, "intermediate_size": 64, "max_position_embeddings": 1024, "layer_types": None, "mtp_num_hidden_layers": 0,
+    "num_experts": 0, "intermediate_size": 64, "max_position_embeddings": 1024,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -72,7 +73,7 @@ CASES = {
     "qwen3.5": Case(HYBRID, operators=DISPATCHED),
     "qwen3": Case({**PLAIN, "model_type": "qwen3"}, backend="aclgraph", head=True),
     "qwen3-moe": Case({**PLAIN, **EXPERTS, "model_type": "qwen3_moe"}, "dp=2,tp=2", "w4a8", head=True, operators=DISPATCHED),
-    "qwen3-next": Case({**HYBRID, "model_type": "qwen3_next"}, operators=DISPATCHED),
+    "qwen3-next": Case({**HYBRID, "model_type": "qwen3_next", "mtp_num_hidden_layers": None}, operators=DISPATCHED),
     "deepseek-v3": Case(LATENT, "dp=2,tp=2", agreeing=4, operators=(*DISPATCHED, "FusedInferAttentionScore")),
     "deepseek-v3.2": Case(SPARSE, agreeing=4, operators=(*DISPATCHED, "LightningIndexer", "SparseFlashAttention")),
     "deepseek-v3.2 captured": Case(SPARSE, backend="aclgraph", agreeing=4),

@@ -26,6 +26,7 @@ REASONS: dict[str, tuple[str, str]] = {
 
 _ZEROS = ("weight_offset", "weight_offset_second", "kv_cache_offset")
 _COPY = "norm.module"
+_FREQUENCIES = "rotary_emb.inv_freq"
 
 
 def reason(name: str, read: Collection[str]) -> str | None:
@@ -34,6 +35,8 @@ def reason(name: str, read: Collection[str]) -> str | None:
     Args:
         read: names of the tensors that are read.
     """
+    if name.endswith(_FREQUENCIES):
+        return "a buffer that older versions write, which follows from the configuration"
     matrix, _, kind = name.rpartition(".")
     if matrix.endswith(_COPY) and f"{matrix.removesuffix('.module')}.weight" in read:
         return "a copy that older versions write of a norm"

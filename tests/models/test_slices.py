@@ -25,8 +25,10 @@ from npucompile.models.variant import Variant
 MESHES = ["dp=2", "tp=2", "dp=2,tp=2"]
 DENSE = {**tiny.CONFIG, **tiny.NPU_SIZES, "num_experts": 0, "intermediate_size": 48, "model_type": "qwen3_5_text"}
 MOE = {**tiny.CONFIG, **tiny.NPU_SIZES}
-NEXT = {**MOE, "model_type": "qwen3_next", "norm_topk_prob": True, "rope_theta": 1e4, "rope_parameters": None}
-PLAIN = {**MOE, "model_type": "qwen3_moe", "norm_topk_prob": True, "intermediate_size": 48, "mlp_only_layers": [1]}
+NEXT = {
+    **MOE, "model_type": "qwen3_next", "norm_topk_prob": True, "rope_theta": 1e4, "rope_parameters": None, "mtp_num_hidden_layers": None,
+}  # fmt: skip
+PLAIN = {**MOE, **tiny.NO_RECURRENT, "model_type": "qwen3_moe", "norm_topk_prob": True, "intermediate_size": 48, "mlp_only_layers": [1]}
 
 
 @pytest.fixture(scope="module")

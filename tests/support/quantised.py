@@ -19,7 +19,8 @@ from npucompile.tools.quantize.forward import in_formats
 
 DENSE: dict[str, Any] = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "num_experts": 0, "intermediate_size": 48}
 PLAIN: dict[str, Any] = {
-    **DENSE, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    **DENSE, **tiny.NO_RECURRENT, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {"moe": {}, "dense": DENSE, "plain": PLAIN, "tied": {**DENSE, "tie_word_embeddings": True}}
 """Changes to `tiny.CONFIG`."""

@@ -52,6 +52,8 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "mtp_num_hidden_layers": 1,
 }  # fmt: skip
+NO_RECURRENT: dict[str, Any] = dict.fromkeys(name for name in CONFIG if name.startswith(("linear_", "layer_types", "shared_", "mtp_")))
+"""Changes to CONFIG that leave out what models without recurrent layers lack."""
 NPU_SIZES: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "hidden_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
@@ -81,7 +83,7 @@ def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agr
     A random draft head is almost never right; with `agreeing`, a weight, it sometimes is.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    config = CONFIG | changes
+    config = {name: value for name, value in (CONFIG | changes).items() if value is not None}
     (directory / "config.json").write_text(json.dumps(config))
     model, generator = registry.from_config(directory.name, config), torch.Generator().manual_seed(seed)
     params = model.family.abstract_params(model.config, torch.float32)

@@ -91,7 +91,8 @@ def quantize(
     try:
         errors = _write(partial, checkpoint, matrices, formats, activations, floats, progress, shard_bytes)
         _copy_others(checkpoint.directory, partial, _configured(checkpoint, matrices, formats.group))
-        if any(matrix.shared for matrix in matrices):
+        # Files may say that the head is the embedding beside another one (models/tied_head.py); others would believe them.
+        if any(matrix.shared for matrix in matrices) or not model.config.tie_word_embeddings:
             _untie(partial / "config.json")
         if source.model.has_draft_head and not model.drafting:
             _undeclare(partial / "config.json", source.model, progress)
