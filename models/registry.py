@@ -17,6 +17,7 @@ from ..graphs.errors import ConfigError, FamilyError, UnknownModel
 from .checkpoint import holds_any, open_checkpoint
 from .config import Fields, read_json
 from .draft_model import DraftSource
+from .end_tokens import TOKENIZER, end_tokens, special_token
 from .family import Family
 from .family_file import FamilyFile, check_config
 from .presets import BUNDLED, PRESETS
@@ -27,7 +28,16 @@ from .tied_head import as_stored
 _HERE = Path(__file__).parent
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SAMPLING: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (2**-126, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+"""Sampling parameters of a generation_config.json and their least and largest values, which are those of requests; a top_k of -1 is off."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class ModelSource:
         model: the family's functions with this configuration.
         checkpoint_dir: directory of the weights; None for a preset without weights.
         tokenizer: its tokenizer.json, or None where there is none.
-        eos_ids: token ids that end a response; empty where no file names any.
+        eos_ids: token ids that end a response, all that any file names (end_tokens.py); empty where none names any.
         text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`. Whether the head is the
             embedding is as the checkpoint stores it (tied_head.py).
         chat_template: text of its chat template, in Jinja, or None where there is none.
@@ -47,6 +57,7 @@ class ModelSource:
         sampling: sampling parameters that generation_config.json recommends: SAMPLING.
         draft: the second checkpoint that its draft head is of, or None.
         family_file: the file that its family is of; None where this package has it.
+        eos_files: which files name each of `eos_ids`.
     """
 
     name: str
@@ -60,6 +71,7 @@ class ModelSource:
     sampling: Mapping[str, float] = field(default_factory=dict)
     draft: DraftSource | None = None
     family_file: FamilyFile | None = None
+    eos_files: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def max_position_embeddings(self) -> int:
@@ -175,36 +187,20 @@ def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:
 def _from_directory(name: str, directory: Path, family: FamilyFile | None) -> ModelSource:
     values = as_stored(read_json(directory / "config.json"), directory)
     model = from_config(name, values, str(directory / "config.json"), family)
-    file = directory / "tokenizer.json"
+    file, ends = directory / TOKENIZER, end_tokens(directory, values)
     return ModelSource(
         name=name,
         model=model,
         checkpoint_dir=directory,
         tokenizer=file if file.is_file() else None,
-        eos_ids=_eos_ids(directory, values),
+        eos_ids=tuple(ends),
+        eos_files=ends,
         text=_text(values),
         chat_template=_chat_template(directory),
         special_tokens=_special_tokens(directory),
         sampling=_sampling(directory),
         family_file=family,
     )
-
-
-def _eos_ids(directory: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """From the first of generation_config.json, config.json and its text_config that has any; each may hold one id or a list."""
-    sources = [Fields(values, str(directory / "config.json"))]
-    sources.append(sources[0].sub("text_config"))
-    path = directory / "generation_config.json"
-    if path.exists():
-        sources.insert(0, Fields(read_json(path), str(path)))
-    for source in sources:
-        if source.has("eos_token_id"):
-            value = source.values["eos_token_id"]
-            ids = value if isinstance(value, list) else [value]
-            if not all(type(i) is int and i >= 0 for i in ids):
-                raise ConfigError(f"{source.where}: eos_token_id is {value!r}; expected a token id or a list of them")
-            return tuple(ids)
-    return ()
 
 
 def _chat_template(directory: Path) -> str | None:
@@ -229,14 +225,7 @@ def _chat_template(directory: Path) -> str | None:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """From tokenizer_config.json, where a token is a text or an object with its text as content."""
-    config = directory / "tokenizer_config.json"
-    values = read_json(config) if config.is_file() else {}
-    tokens = {name: values.get(name) for name in SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
-    for name, text in texts.items():
-        if text is not None and not isinstance(text, str):
-            raise ConfigError(f"{config}: {name} is {tokens[name]!r}; expected a text, or an object with content")
+    texts = {name: special_token(directory, name) for name in SPECIAL_TOKENS}
     return {name: text for name, text in texts.items() if text is not None}
 
 
@@ -246,10 +235,12 @@ def _sampling(directory: Path) -> dict[str, float]:
     values = read_json(path) if path.is_file() else {}
     found = {name: values[name] for name in SAMPLING if values.get(name) is not None}
     for name, value in found.items():
-        signed = name in ("presence_penalty", "frequency_penalty")
-        if isinstance(value, bool) or not isinstance(value, (int, float) if name != "top_k" else int) or (value < 0 and not signed):
-            raise ConfigError(f"{path}: {name} is {value!r}; expected a number{'' if signed else ' of at least 0'}")
-    return found
+        least, most = SAMPLING[name]
+        kinds = int if name == "top_k" else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            legal = "an integer" if name == "top_k" else "a number"
+            raise ConfigError(f"{path}: {name} is {value!r}; expected {legal} from {least:g} to {most:.10g}, or null")
+    return {name: value for name, value in found.items() if (name, value) != ("top_k", -1)}
 
 
 def _text(values: Mapping[str, Any]) -> str:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.graphs.errors import ConfigError, ModelError, UnknownModel
+from npucompile.graphs.errors import ConfigError, ModelError, RequestError, UnknownModel
 from npucompile.models import qwen3_5, registry
 from npucompile.models.presets import BUNDLED, PRESETS
+from npucompile.runtime.request import Sampling
 
 TINY = {
     "model_type": "qwen3_5_moe_text",
@@ -111,17 +112,38 @@ def test_recommended_sampling_is_of_the_generation_config(directory):
     assert registry.find(directory(config=TINY, generation_config=values)).sampling == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("temperature", "hot"), ("temperature", -1), ("top_k", 1.5), ("top_p", True), ("repetition_penalty", -1)]
-)
-def test_malformed_sampling_is_named(directory, name, value):
-    with pytest.raises(ConfigError, match=rf"generation_config\.json: {name} is .*expected a number"):
-        registry.find(directory(config=TINY, generation_config={name: value}))
+BEYOND = (-1e9, -2.1, -1, -0.5, 0, 0.0, 0.009, 0.5, 1, 1.5, 2.1, 20, 100.1, 2**31, float("nan"), float("inf"), "hot", True, [1])
+
+
+@pytest.mark.parametrize("name", registry.SAMPLING)
+def test_recommended_sampling_is_what_requests_may_have_or_refused(directory, name):
+    """A server has it where a request says nothing: what no request may have would be refused in every one."""
+    taken = []
+    for value in BEYOND:
+        path = directory(config=TINY, generation_config={name: value})
+        try:
+            recommended = registry.find(path).sampling
+        except ConfigError as error:
+            assert f"generation_config.json: {name} is {value!r}; expected a" in str(error)
+            with pytest.raises(RequestError):
+                Sampling(**{name: value})
+        else:
+            Sampling(**recommended)
+            taken.append(value)
+            # transformers writes -1 for a top_k that is off.
+            assert recommended == ({} if (name, value) == ("top_k", -1) else {name: value})
+    assert {"top_k": {-1, 0, 1, 20}, "temperature": {0, 0.5, 1.5, 20}}.get(name, {0.5, 1}) <= set(taken)
 
 
 @pytest.mark.parametrize("trailing", ["", "/", "/."])
 def test_the_name_is_the_directorys_however_it_is_written(directory, trailing):
     assert registry.find(f"{directory(config=TINY)}{trailing}").name == "some-model"
+
+
+def chat(eos, added=(), vocab=None):
+    """Files of a tokenizer whose configuration names an end of a turn."""
+    tokens = [{"id": token, "content": content, "special": True} for content, token in added]
+    return {"tokenizer_config": {"eos_token": eos}, "tokenizer": {"added_tokens": tokens, "model": {"vocab": vocab or {}}}}
 
 
 @pytest.mark.parametrize(
@@ -131,11 +153,20 @@ def test_the_name_is_the_directorys_however_it_is_written(directory, trailing):
         ({"config": {**TINY, "eos_token_id": None}}, ()),
         ({"config": {**TINY, "eos_token_id": [3, 5]}}, (3, 5)),
         ({"config": {"model_type": "qwen3_5_moe", "text_config": {**TINY, "eos_token_id": 9}}}, (9,)),
-        ({"config": {**TINY, "eos_token_id": 3}, "generation_config": {"eos_token_id": [5, 6]}}, (5, 6)),
+        ({"config": {**TINY, "eos_token_id": 3}, "generation_config": {"eos_token_id": [5, 6]}}, (5, 6, 3)),
         ({"config": {**TINY, "eos_token_id": 3}, "generation_config": {"do_sample": False}}, (3,)),
+        ({"config": {**TINY, "eos_token_id": 3}, "generation_config": {"eos_token_id": []}}, (3,)),
+        ({"config": {"model_type": "qwen3_5", "eos_token_id": 4, "text_config": {**TINY, "eos_token_id": [9, 4]}}}, (4, 9)),
+        ({"config": TINY, **chat("<|im_end|>", added=[("<|im_end|>", 8)])}, (8,)),
+        ({"config": {**TINY, "eos_token_id": 3}, **chat({"content": "<|im_end|>"}, added=[("<|im_end|>", 8)])}, (3, 8)),
+        ({"config": {**TINY, "eos_token_id": 3}, **chat("</s>", vocab={"</s>": 2})}, (3, 2)),
+        ({"config": {**TINY, "eos_token_id": 3}, **chat("</s>", vocab=[["<unk>", 0.0], ["</s>", -1.5]])}, (3, 1)),
+        ({"config": {**TINY, "eos_token_id": 3}, **chat("<|im_end|>", added=[("<|im_end|>", 3)])}, (3,)),
+        ({"config": {**TINY, "eos_token_id": 3}, **chat("<|elsewhere|>", added=[("<|im_end|>", 8)])}, (3,)),
+        ({"config": {**TINY, "eos_token_id": 3}, "tokenizer_config": {"eos_token": "</s>"}}, (3,)),
     ],
 )
-def test_end_tokens(directory, files, eos):
+def test_every_end_token_that_any_file_names_ends_a_response(directory, files, eos):
     assert registry.find(directory(**files)).eos_ids == eos
 
 

@@ -40,11 +40,15 @@ def deviation_notes(plan: Plan) -> tuple[str, ...]:
     return deviations(row, row.phase(plan.phase), plan.source)
 
 
-def eos_note(plan: Plan) -> str | None:
-    """Ends of text that can never be generated."""
+def eos_notes(plan: Plan) -> Iterator[str]:
+    """Which tokens end a response by which files, and those that can never be generated."""
+    if plan.source.checkpoint_dir is None:
+        return
+    ends = ", ".join(f"{token} ({' and '.join(plan.source.eos_files[token])})" for token in plan.eos_ids)
+    yield f"responses end at token {ends}" if ends else "no file names a token that ends responses: they end at their limits and stops"
     unreachable = sorted(set(plan.source.eos_ids) - set(plan.eos_ids))
-    vocab = plan.model.config.vocab_size
-    return f"end-of-text ids {unreachable} lie outside the vocabulary of {vocab} and end nothing" if unreachable else None
+    if unreachable:
+        yield f"end-of-text ids {unreachable} lie outside the vocabulary of {plan.model.config.vocab_size} and end nothing"
 
 
 def padding_notes(plan: Plan) -> Iterator[str]:

@@ -32,7 +32,7 @@ from .instance import Instance, resolve, row_of
 from .kv_cache_choice import check_kv_cache, choose_kv_cache
 from .kv_cache_choice import note as kv_cache_note
 from .memory import local_bytes
-from .notes import deviation_notes, drafts_note, eos_note, length_note, padding_notes
+from .notes import deviation_notes, drafts_note, eos_notes, length_note, padding_notes
 from .pool_size import fit_pool, within_memory
 from .sizes import decode_sizes, prefill_buckets
 from .targets import Target
@@ -277,7 +277,7 @@ def plan(options: Options) -> Plan:
         f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {limits.max_model_len}" if dropped else None,
         draft_note,
         drafts_note(options, planned),
-        eos_note(planned),
+        *eos_notes(planned),
         *padding_notes(planned),
         weights_note,
         kv_cache_note(formats),

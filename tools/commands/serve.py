@@ -32,7 +32,7 @@ from ..serve.environment import applied
 from ..serve.executors import settled
 from ..serve.launch import ABORT_S, exit_after, open_named_artifact, opened_ranks, run_rank
 from ..serve.rank_settings import SILENCE_MARGIN_S, RankSettings
-from ..serve.serving import BackgroundBuild, RunningService, incomplete, start_service
+from ..serve.serving import BackgroundBuild, RunningService, incomplete, said_of_ends, start_service
 from ..serve.torchrun import launcher_config
 from .api_options import api_options
 from .device_options import device_options
@@ -176,7 +176,7 @@ def command(
             served.engine.journal = Journal(written.write)
         server.lifecycle.service = served.service
         stop.raises = False
-        announce(served, artifact, build is not None, progress, api.said_of_sampling(artifact))(server.url)
+        announce(served, artifact, build is not None, progress, [said_of_ends(served), *api.said_of_sampling(artifact)])(server.url)
         server.wait(stop, lambda: served.engine.failure is not None)
         if served.engine.failure:
             # A step that hangs may hold this process at its end.

@@ -50,6 +50,13 @@ def tokenizer_of(artifact: Artifact, checkpoint: Path | None = None) -> TextToke
     return TextTokenizer.load(path) if path and path.is_file() else None
 
 
+def said_of_ends(running: RunningService) -> str:
+    """Which tokens end a response, by id and text."""
+    service = running.service
+    ends = [f"{token} {service.tokenizer.token_text(token).text!r}" for token in sorted(service.model.eos_token_ids)]
+    return f"responses end at token {', '.join(ends)}" if ends else "no token ends responses: the checkpoint names none"
+
+
 def start_service(
     artifact: Artifact,
     load_executor: Callable[[], Executor],

@@ -26,6 +26,7 @@ def test_an_end_of_text_that_can_never_be_generated_ends_nothing_and_is_mentione
     model = tiny.write_checkpoint(tmp_path / "odd", eos_token_id=[tiny.VOCAB, 7])
     plan = tiny.planned(model)
     assert plan.eos_ids == (7,)
+    assert "responses end at token 7 (config.json)" in plan.notes
     assert any(f"[{tiny.VOCAB}] lie outside the vocabulary of {tiny.VOCAB}" in note for note in plan.notes)
 
 
@@ -37,3 +38,12 @@ def test_a_vocabulary_that_does_not_divide_is_padded_and_said(tmp_path):
     assert planned.model.params(planned.dtype)["embed"].aval.shape == (262, 32)
     assert planned.model.config.vocab_size == 261
     assert not any("padded" in note for note in tiny.planned(model).notes)
+
+
+def test_it_is_said_which_files_name_the_ends_of_responses(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "chat", eos_token_id=7)
+    (model / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert "responses end at token 7 (generation_config.json and config.json), 9 (generation_config.json)" in tiny.planned(model).notes
+    silent = tiny.write_checkpoint(tmp_path / "silent", eos_token_id=None)
+    assert any(note.startswith("no file names a token that ends responses") for note in tiny.planned(silent).notes)
+    assert not any("end" in note for note in tiny.planned("qwen3.5-27b", backend="null").notes)

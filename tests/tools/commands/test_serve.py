@@ -211,6 +211,7 @@ def test_a_server_from_its_start_to_ctrl_c(tmp_path, tiny_artifact):
                 line = process.stderr.readline()
                 assert line, output
                 output += line
+            assert f"responses end at token {tiny.EOS} " in output
             url = re.search(r"ws://\S+", output).group()
             metrics = url.replace("ws:", "http:").replace("/v1/responses", "/metrics")
             completions = asyncio.run(ask_many(url))
