@@ -6,6 +6,9 @@ from collections.abc import Set
 
 from .config import Fields
 
+STORAGE = {"quantization_config", "mla_quantize", "moe_quantize", "quantize"}
+"""How matrices are stored, which is read with the tensors (models/quant)."""
+
 WITHOUT_EFFECT = {
     # What transformers writes into every file.
     "architectures", "auto_map", "chunk_size_feed_forward", "dtype", "finetuning_task", "id2label", "is_decoder", "is_encoder_decoder",
@@ -21,8 +24,7 @@ WITHOUT_EFFECT = {
     "attention_dropout", "aux_loss_alpha", "ep_size", "hidden_dropout", "initializer_range", "mtp_loss_scaling_factor",
     "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "unsloth_fixed",
     "unsloth_version",
-    # How matrices are stored, which is read with the tensors (models/quant).
-    "quantization_config", "mla_quantize", "moe_quantize", "quantize",
+    *STORAGE,
 }  # fmt: skip
 """Of any family."""
 

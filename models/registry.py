@@ -7,7 +7,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from .presets import BUNDLED, PRESETS
 from .safetensors_files import has_weights
 from .step import Model
 from .tied_head import as_stored
+from .variant import PLAIN
 
 _HERE = Path(__file__).parent
 
@@ -124,6 +125,24 @@ def find(name_or_path: str | Path, family: FamilyFile | None = None) -> ModelSou
         f"{name!r} is neither a preset nor a directory{hint}; presets are {', '.join(presets())}, "
         "and the path of a checkpoint directory that holds config.json is legal too"
     )
+
+
+def published_name(source: ModelSource) -> str:
+    """The preset that has a model's configuration, whatever its directory is called; without one the model's own name.
+
+    A rotation scaled to longer contexts, which people add to a file, and how a deployment stores parameters make no other model.
+    """
+    if source.name in PRESETS:
+        return source.name
+    own = _comparable(source.model)
+    return next((name for name in PRESETS if _comparable(from_config(name, PRESETS[name])) == own), source.name)
+
+
+def _comparable(model: Model) -> Any:
+    if not hasattr(model.config, "rotary"):
+        return model.config
+    rotary = replace(model.config.rotary, scaling=None, positions=0)
+    return replace(model.config, rotary=rotary, max_position_embeddings=0, variant=PLAIN)
 
 
 def from_config(name: str, values: Mapping[str, Any], where: str = "config.json", family: FamilyFile | None = None) -> Model:

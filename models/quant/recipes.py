@@ -22,8 +22,7 @@ def formats_of_scheme(scheme: str, model: str) -> Formats:
     """The formats of a published model's matrices in a scheme, by the recipe that its quantised checkpoints were made with.
 
     Args:
-        model: its preset's name in any case, as directories of its checkpoints have it; one without a recipe of its own has that of
-            any model.
+        model: its preset's name (`registry.published_name`); one without a recipe of its own has that of any model.
 
     Raises:
         SpecError: there is no such scheme.

@@ -185,6 +185,22 @@ def test_presets_come_without_weights(name):
     assert registry.from_config(name, json.loads(preset.text)) == preset.model
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_published_model_is_known_by_its_configuration(tmp_path, name):
+    """A snapshot of a hub is a directory named by a hash; some releases have one configuration, and so one name."""
+    directory = tmp_path / "8f0a61b3c2"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**PRESETS[name], "eos_token_id": 7}))
+    known = registry.published_name(registry.find(directory))
+    assert registry.find(known).model.config == registry.find(name).model.config
+    scaled = {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32768}}
+    if PRESETS[name].get("rope_theta") and not PRESETS[name].get("rope_scaling"):
+        (directory / "config.json").write_text(json.dumps({**PRESETS[name], **scaled}))
+        assert registry.published_name(registry.find(directory)) == known
+    (directory / "config.json").write_text(json.dumps({**PRESETS[name], "hidden_size": 4096 + 128}))
+    assert registry.published_name(registry.find(directory)) == "8f0a61b3c2"
+
+
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_models_lie_in_the_package(name):
     bundled = registry.find(name)

@@ -222,11 +222,13 @@ def plan(options: Options) -> Plan:
     """
     source = registry.find(options.model, FamilyFile.read(options.family) if options.family else None)
     place = {"backend": options.backend, "deployment": options.deployment, "target_name": options.target, "mesh": options.mesh}
-    row = row_of(source.name, **place)
+    # A directory's name need not be the model's: snapshots of a hub are named by a hash.
+    name = registry.published_name(source) if options.deployment else source.name
+    row = row_of(name, **place)
     source, draft_note = choose_draft_model(options.draft_model, source, row, options.num_speculative_tokens)
     check_drafts(options.num_speculative_tokens, source)
     instance = resolve(
-        source.name,
+        name,
         **place,
         phase=options.phase,
         quantization=options.quantization,
@@ -311,7 +313,7 @@ def _formats(source: registry.ModelSource, instance: Instance) -> Formats:
     """
     found = formats_in(source.checkpoint_dir, decodes_only=instance.phase == "decode") if source.checkpoint_dir else None
     if found is None:
-        found = formats_of_scheme(instance.quantization, source.name)
+        found = formats_of_scheme(instance.quantization, registry.published_name(source))
     elif instance.quantization != "none" and not instance.deployment:
         raise SpecError(f"--quantization {instance.quantization}: {source.checkpoint_dir} is quantised already; legal is none")
     return found.floats_first(f"{PREFIX}*") if source.draft and found.quantises else found

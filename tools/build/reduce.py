@@ -13,9 +13,11 @@ import torch
 
 from ...graphs.errors import SpecError
 from ...models import checkpoint, registry
+from ...models.config_fields import STORAGE
 from ...models.family_file import FamilyFile
 from ...models.params import initialise
 from ...models.presets import BUNDLED
+from ...models.tied_head import TIED
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -28,10 +30,13 @@ def reduced_config(values: Mapping[str, Any], widths: Mapping[str, int], tokeniz
         widths: `Family.widths` of its family.
         tokenizer: the config.json of the model whose tokenizer is used.
     """
-    text = dict(values.get("text_config") or values)
-    text |= {name: min(int(text[name]), width) for name, width in widths.items() if name in text}
+    text = {"model_type": values.get("model_type"), **(values.get("text_config") or values)}
+    text |= {TIED: values[TIED]} if values.get(TIED) is not None else {}
+    # Weights are drawn as floats, whatever those of the large model are stored as.
+    text = {name: value for name, value in text.items() if name not in STORAGE}
+    text |= {name: min(int(text[name]), width) for name, width in widths.items() if text.get(name)}
     text |= {name: tokenizer[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
-    rope = {name: value for name, value in text.get("rope_parameters", {}).items() if not name.startswith("mrope")}
+    rope = {name: value for name, value in (text.get("rope_parameters") or {}).items() if not name.startswith("mrope")}
     return {**text, "rope_parameters": rope, "dtype": "bfloat16"} if rope else {**text, "dtype": "bfloat16"}
 
 

@@ -16,7 +16,7 @@ from ...models.registry import find
 from ..build.deployments import deployments
 from ..build.targets import target
 from ..plan import buckets, pictures, recipe
-from ..plan.candidates import Question, schemes_of
+from ..plan.candidates import Question, schemes_of, stored_scheme
 from ..plan.measurements import measured
 from ..plan.parameters import FILE, Parameters, fitted
 from ..plan.predict import Prediction, predict
@@ -131,14 +131,17 @@ def question_of(model: str, options: Mapping[str, Any]) -> Question:
     """What the options ask.
 
     Raises:
-        SpecError: cards or traffic are missing, or an artifact is named in place of a model.
+        SpecError: cards or traffic are missing, an artifact is named in place of a model, or a scheme for what is quantised already.
     """
     if (Path(model) / MANIFEST).is_file():
         raise SpecError(f"{model} is an artifact; legal is --artifact {model}, or the MODEL that it was built from")
     if options["cards"] is None:
         raise SpecError("--cards is missing; legal is how many packages of the target there are")
     source = find(model)
-    quantised = options["quantization"] or schemes_of(source.name)
+    stored, asked = stored_scheme(source), options["quantization"]
+    if stored and asked:
+        raise SpecError(f"--quantization {asked[0]}: {model} is quantised already, as {stored}; legal is to leave the option out")
+    quantised = (stored,) if stored else asked or schemes_of(source.name)
     return Question(
         source.name if source.checkpoint_dir is None else model,
         shape_of(source),
@@ -151,6 +154,7 @@ def question_of(model: str, options: Mapping[str, Any]) -> Question:
         tuple(options["drafts"]) or None,
         options["accepted"],
         options["itl_target"],
+        stored is not None,
     )
 
 

@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ...models.quant.description import formats_in
+from ...models.quant.formats import W4A8_DYNAMIC, W4A16
+from ...models.registry import ModelSource
 from ..build.choices import MAX_DRAFTS
 from ..build.deployments import Deployment, deployments
 from .acceptance import accepted_of, spread_of
@@ -36,6 +39,7 @@ class Question:
         schemes: quantisations to try.
         drafts: k to try; None tries `DRAFTS`.
         accepted: tokens a step; None takes published rows'.
+        stored: whether the checkpoint is quantised already, in the one scheme of these: a build takes its formats, and is told none.
     """
 
     model: str
@@ -49,6 +53,7 @@ class Question:
     drafts: tuple[int, ...] | None = None
     accepted: float | None = None
     itl_target_ms: float | None = None
+    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,19 @@ class Candidate:
 def schemes_of(model: str) -> tuple[str, ...]:
     """Quantisations that published rows of a model have, w8a8 without any."""
     return tuple(dict.fromkeys(row.quantization for row in deployments().values() if row.model == model)) or ("w8a8",)
+
+
+def stored_scheme(source: ModelSource) -> str | None:
+    """The scheme nearest to the formats of a quantised checkpoint; None for one of floats, or a preset.
+
+    Raises:
+        CheckpointError: its description cannot be read.
+    """
+    formats = formats_in(source.checkpoint_dir) if source.checkpoint_dir else None
+    if formats is None or not formats.quantises:
+        return None
+    forms = {form for _, form in formats.rules}
+    return next((name for form, name in ((W4A8_DYNAMIC, "w4a8"), (W4A16, "w4a16")) if form in forms), "w8a8")
 
 
 def candidates(question: Question) -> Iterator[Candidate]:

@@ -36,7 +36,7 @@ def options_of(question: Question, found: Found, most_buckets: int = MOST_BUCKET
     common = {
         "max_model_len": length,
         "target": question.target,
-        "quantization": "none" if candidate.scheme == "bf16" else candidate.scheme,
+        "quantization": None if question.stored else "none" if candidate.scheme == "bf16" else candidate.scheme,
         "num_speculative_tokens": system.drafts,
         "draft_model": _draft_model(question, system.drafts),
         "deployment": candidate.deployment or None,

@@ -20,7 +20,7 @@ from ...models.checkpoint import Checkpoint, open_checkpoint
 from ...models.quant.description import DESCRIPTION
 from ...models.quant.formats import W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, matrix_name
 from ...models.quant.quantization_config import FIELD, FP8, method_in, settings_of
-from ...models.registry import ModelSource
+from ...models.registry import ModelSource, published_name
 from ...models.safetensors_files import DTYPES, STORED_DTYPES, TensorEntry
 from ...models.step import Model
 from ..progress import Progress
@@ -145,7 +145,7 @@ def _with_draft(model: Model, formats: Formats, settings: Settings) -> Formats:
 
 
 def _formats(source: ModelSource, settings: Settings, progress: Progress) -> Formats:
-    formats = formats_for(settings.scheme, source.name, keep=settings.keep, static=settings.static, group=settings.group)
+    formats = formats_for(settings.scheme, published_name(source), keep=settings.keep, static=settings.static, group=settings.group)
     static = any(form == W8A8 for _, form in formats.rules)
     if settings.calibrate and not static:
         progress.say(

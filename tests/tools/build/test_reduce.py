@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import tiny
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import SpecError
-from npucompile.models import registry
+from npucompile.models import checkpoint, config_fields, registry
 from npucompile.models.presets import PRESETS
+from npucompile.models.quant.description import formats_in
 from npucompile.tools.build import deployments
 from npucompile.tools.build import plan as planning
 from npucompile.tools.build.reduce import reduced_config, write_reduced
@@ -64,3 +66,29 @@ def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "there").write_text("")
     with pytest.raises(SpecError, match="exists; legal is a new or empty directory"):
         write_reduced("qwen3.5-tiny", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": None, "rope_theta": 1e4},
+        {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "quantize": "w8a8"},
+        {"intermediate_size": None},
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_whatever_file_is_read_is_reduced(tmp_path, change, wrapped):
+    """Fields that are null are absent, a wrapped file becomes one of its text model, and floats have no label of a quantisation."""
+    large = tiny.write_checkpoint(tmp_path / "large", **change)
+    values = json.loads((large / "config.json").read_text()) | dict.fromkeys(name for name, value in change.items() if value is None)
+    values = {"model_type": "qwen3_5_moe", "tie_word_embeddings": True, "text_config": values} if wrapped else values
+    (large / "config.json").write_text(json.dumps(values))
+    (large / "model.safetensors").unlink()
+    directory = write_reduced(str(large), tmp_path / "small")
+    source = registry.find(directory)
+    assert source.model.config.tie_word_embeddings is wrapped
+    assert source.model.config.layer_kinds == registry.find(large).model.config.layer_kinds
+    assert formats_in(directory) is None
+    assert not config_fields.STORAGE & set(json.loads(source.text))
+    checkpoint.ParamReader(checkpoint.open_checkpoint(directory), replace(source.model, drafting=True).params(torch.float32))

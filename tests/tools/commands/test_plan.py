@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support import quantised
 
+from npucompile.models.registry import find
 from npucompile.tools.cli import main
 from npucompile.tools.commands.plan import NPU_TARGETS
 from npucompile.tools.plan.published import ids
@@ -44,6 +46,18 @@ def test_a_search_with_a_build_a_page_and_buckets(tmp_path: Path) -> None:
     text = run(*words, "--tpot", "50")
     assert "meets the target" in text.output
     assert "published  qwen3-32b-a3x2" in text.output
+
+
+def test_a_quantised_checkpoint_is_planned_in_the_formats_that_it_has(tmp_path: Path) -> None:
+    quantised.quantised(find("qwen3.5-tiny"), tmp_path / "w8a8", "w8a8")
+    words = (str(tmp_path / "w8a8"), "--cards", "1", "--input", "100", "--output", "50", "--concurrency", "4", "--speculative-tokens", "0")
+    result = run(*words, "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["build"][0].startswith("npucompile build")
+    assert "--quantization" not in data["build"][0]
+    assert all(" w8a8, " in each["layout"] for each in data["best"])
+    assert "is quantised already, as w8a8; legal is to leave the option out" in run(*words, "--quantization", "bf16").output
 
 
 def test_a_target_that_nothing_meets_fails_with_what_is_closest():
