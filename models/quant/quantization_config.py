@@ -12,6 +12,7 @@ from ..config import read_json
 from ..safetensors_files import DTYPES, open_checkpoint
 from . import settings
 from .formats import FLOAT, W4A16, W8A8_DYNAMIC
+from .well_formed import check_well_formed
 
 FIELD, COMPRESSED, FP8 = "quantization_config", "compressed-tensors", "fp8"
 METHODS = (COMPRESSED, FP8)
@@ -48,6 +49,7 @@ def method_in(directory: Path) -> str | None:
     config = settings_of(_read(path)) if path.exists() else {}
     if not config:
         return None
+    check_well_formed(f"{path}: {FIELD}", config)
     method = config.get("quant_method")
     if method not in METHODS:
         raise CheckpointError(f"{path}: {FIELD}: quant_method is {method!r}; legal are {', '.join(METHODS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from support import tiny
 from npucompile.graphs.errors import PartitionError, SpecError, UnknownModel
 from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.models import registry
+from npucompile.models.presets import PRESETS
+from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.variant import MOST_DISPATCHED
 from npucompile.tools.build import deployments
 from npucompile.tools.build import plan as planning
@@ -21,6 +24,7 @@ from npucompile.tools.build.dispatch_size import FEWER_DISPATCHED
 from npucompile.tools.build.plan import Options
 from npucompile.tools.commands import build
 from npucompile.tools.notation import PrefillSize
+from npucompile.tools.quantize.driver import Settings, _formats
 
 
 def test_a_plan_of_a_checkpoint(tiny_checkpoint):
@@ -427,3 +431,20 @@ def test_rules_are_of_the_bucket(tmp_path):
     assert dict(split.table)["tokens"] == ("tp",)
     assert "tokens" not in dict(whole.table)
     assert plan.mesh == Mesh.parse("tp=2")
+
+
+def test_a_directory_of_any_name_has_the_recipe_and_the_deployments_of_its_model(tmp_path):
+    """Directories of a hub's snapshots are named by a hash."""
+    directory = tmp_path / "8f0a61b3c2"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(dict(PRESETS["qwen3-32b"])))
+    own = {"target": "ascend-a3", "mesh": "tp=2", "backend": "null", "quantization": "w8a8"}
+    planned = planning.plan(Options(str(directory), **own))
+    expected = planning.plan(Options("qwen3-32b", **own))
+    assert planned.model.config == expected.model.config
+    settings = Settings("w8a8")
+    recipe = _formats(registry.find(directory), settings, tiny.QUIET)
+    assert recipe == _formats(registry.find("qwen3-32b"), settings, tiny.QUIET) == formats_of_scheme("w8a8", "qwen3-32b")
+    row = next(row for row in deployments.deployments().values() if row.model == "qwen3-32b")
+    placed, published = (planning.plan(Options(model, deployment=row.id)) for model in (str(directory), "qwen3-32b"))
+    assert (placed.deployment, placed.mesh, placed.target) == (row.id, published.mesh, published.target)
