@@ -139,36 +139,6 @@ def test_the_name_is_the_directorys_however_it_is_written(directory, trailing):
     assert registry.find(f"{directory(config=TINY)}{trailing}").name == "some-model"
 
 
-def chat(eos, added=(), vocab=None):
-    """Files of a tokenizer whose configuration names an end of a turn."""
-    tokens = [{"id": token, "content": content, "special": True} for content, token in added]
-    return {"tokenizer_config": {"eos_token": eos}, "tokenizer": {"added_tokens": tokens, "model": {"vocab": vocab or {}}}}
-
-
-@pytest.mark.parametrize(
-    "files, eos",
-    [
-        ({"config": TINY}, ()),
-        ({"config": {**TINY, "eos_token_id": None}}, ()),
-        ({"config": {**TINY, "eos_token_id": [3, 5]}}, (3, 5)),
-        ({"config": {"model_type": "qwen3_5_moe", "text_config": {**TINY, "eos_token_id": 9}}}, (9,)),
-        ({"config": {**TINY, "eos_token_id": 3}, "generation_config": {"eos_token_id": [5, 6]}}, (5, 6, 3)),
-        ({"config": {**TINY, "eos_token_id": 3}, "generation_config": {"do_sample": False}}, (3,)),
-        ({"config": {**TINY, "eos_token_id": 3}, "generation_config": {"eos_token_id": []}}, (3,)),
-        ({"config": {"model_type": "qwen3_5", "eos_token_id": 4, "text_config": {**TINY, "eos_token_id": [9, 4]}}}, (4, 9)),
-        ({"config": TINY, **chat("<|im_end|>", added=[("<|im_end|>", 8)])}, (8,)),
-        ({"config": {**TINY, "eos_token_id": 3}, **chat({"content": "<|im_end|>"}, added=[("<|im_end|>", 8)])}, (3, 8)),
-        ({"config": {**TINY, "eos_token_id": 3}, **chat("</s>", vocab={"</s>": 2})}, (3, 2)),
-        ({"config": {**TINY, "eos_token_id": 3}, **chat("</s>", vocab=[["<unk>", 0.0], ["</s>", -1.5]])}, (3, 1)),
-        ({"config": {**TINY, "eos_token_id": 3}, **chat("<|im_end|>", added=[("<|im_end|>", 3)])}, (3,)),
-        ({"config": {**TINY, "eos_token_id": 3}, **chat("<|elsewhere|>", added=[("<|im_end|>", 8)])}, (3,)),
-        ({"config": {**TINY, "eos_token_id": 3}, "tokenizer_config": {"eos_token": "</s>"}}, (3,)),
-    ],
-)
-def test_every_end_token_that_any_file_names_ends_a_response(directory, files, eos):
-    assert registry.find(directory(**files)).eos_ids == eos
-
-
 @pytest.mark.parametrize("eos", ["7", -1, [1, "2"], True, 1.5, {"id": 3}])
 @pytest.mark.parametrize("file", ["config", "generation_config"])
 def test_malformed_end_tokens_are_refused(directory, file, eos):
