@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..graphs.errors import CheckpointError, UnknownModel
+from ..graphs.paths import directory_named
 from .config import read_json
 from .draft_model import PREFIX, DraftFamily, DraftSource, attach
 from .presets import DRAFT_PRESETS
@@ -41,8 +42,7 @@ def with_draft_model(source: ModelSource, name_or_path: str | Path) -> ModelSour
         preset = DRAFT_PRESETS[name]
         draft = DraftSource(name, None, _text(preset["config"]), tuple(preset["parts"]))
         return replace(source, model=attached(source.model, preset["config"], draft.parts, f"preset {name}"), draft=draft)
-    path = Path(name).expanduser()
-    if not path.is_dir():
+    if not (path := directory_named(name)):
         raise UnknownModel(
             f"{name!r} is neither a preset of a draft model nor a directory; presets are {', '.join(DRAFT_PRESETS)}, "
             "and the path of a checkpoint directory is legal too"

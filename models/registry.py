@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..graphs.errors import ConfigError, FamilyError, UnknownModel
+from ..graphs.paths import directory_named
 from .checkpoint import holds_any, open_checkpoint
 from .config import Fields, read_json
 from .draft_model import DraftSource
@@ -116,8 +117,7 @@ def find(name_or_path: str | Path, family: FamilyFile | None = None) -> ModelSou
         return ModelSource(name, model, None, None, (), _text(PRESETS[name]), family_file=family)
     if name in BUNDLED:
         return _from_directory(name, _HERE / "bundled" / name, family)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    if path := directory_named(name):
         return _from_directory(path.resolve().name, path, family)
     near = difflib.get_close_matches(name.lower(), presets(), n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..graphs.errors import ArtifactMissing, ArtifactStale, NpucompileError
+from ..graphs.paths import directory_named, file_named
 from ..lowering.artifact.artifact import MANIFEST, Artifact
 from ..models.family_file import FamilyFile
 
@@ -25,8 +26,8 @@ def artifact_path(artifacts: Path, name: str | None) -> Path:
         if not built:
             raise ArtifactMissing(f"no artifact under {artifacts}; `npucompile build MODEL` makes one")
         return max(built, key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
-    for path in (Path(name).expanduser(), artifacts / name):
-        if (path / MANIFEST).is_file():
+    for path in (directory_named(name), artifacts / name):
+        if path and file_named(path / MANIFEST):
             return path
     names = ", ".join(path.name for path in built) or "nothing"
     raise ArtifactMissing(f"{name!r} is neither an artifact directory nor a built model; built under {artifacts}: {names}")

@@ -16,6 +16,7 @@ import click
 import httpx2
 
 from ...graphs.errors import ModelError, NpucompileError, SpecError
+from ...graphs.paths import file_named
 from ...lowering.artifact.artifact import Artifact
 from ...models import registry
 from ..bench.serve import report, timeline, workload
@@ -216,9 +217,8 @@ def tokenizer_file(home: Home, name: str | None, model: str) -> Path:
         SpecError: there is none.
     """
     wanted = name or model
-    path = Path(wanted).expanduser()
-    for file in (path, path / TOKENIZER):
-        if file.is_file():
+    for file in (Path(wanted), Path(wanted) / TOKENIZER):
+        if file_named(file):
             return file
     try:
         artifact = Artifact.open(artifact_path(home.artifacts, wanted))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from pathlib import Path
 
 import click
 
 from ...graphs.errors import SpecError
+from ...graphs.paths import file_named
 from ..build.choices import TARGETS
 from ..launch_lines.imported import Finding, Imported, Role, import_text
 from ..launch_lines.verdicts import STATUSES
@@ -59,14 +59,13 @@ def text_of(line: tuple[str, ...]) -> str:
         return sys.stdin.read()
     if len(line) > 1:
         return " ".join(line)
-    path = Path(line[0])
-    try:
-        if "\n" not in line[0] and len(line[0]) < 4096 and path.is_file():
+    if path := file_named(line[0]):
+        try:
             return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read as a script: {error}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError(f"{path} cannot be read as a script: {error}") from None
     if line[0] and not any(map(str.isspace, line[0])):
-        raise SpecError(f"{path}: no such file; legal is a launch line in quotes, a file with such lines, or - for input")
+        raise SpecError(f"{line[0]}: no such file; legal is a launch line in quotes, a file with such lines, or - for input")
     return line[0]
 
 

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from ...graphs.errors import SpecError
+from ...graphs.paths import file_named
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ..bench.prediction import ACCEPTED
 from ..build.targets import target
@@ -107,11 +108,11 @@ def _bench_file(text: str) -> tuple[Path, tuple[int, ...]]:
     Raises:
         SpecError: there is no such file, or what follows it is no list.
     """
-    path, buckets = Path(text), ""
-    if not path.is_file():
+    path, buckets = file_named(text), ""
+    if not path:
         name, _, buckets = text.rpartition(":")
-        path = Path(name or text)
-    if not path.is_file():
+        path = file_named(name or text)
+    if not path:
         raise SpecError(f"--measured {text}: no such file; legal is what `npucompile bench --json` printed, as FILE or FILE:1,64")
     return path, parse_buckets(buckets) if buckets else ()
 

@@ -11,6 +11,7 @@ import httpx2
 import numpy as np
 
 from ...graphs.errors import SpecError
+from ...graphs.paths import file_named
 from ...lowering.artifact.artifact import MANIFEST
 from ...models.registry import find
 from ..build.deployments import deployments
@@ -133,7 +134,7 @@ def question_of(model: str, options: Mapping[str, Any]) -> Question:
     Raises:
         SpecError: cards or traffic are missing, an artifact is named in place of a model, or a scheme for what is quantised already.
     """
-    if (Path(model) / MANIFEST).is_file():
+    if file_named(Path(model) / MANIFEST):
         raise SpecError(f"{model} is an artifact; legal is --artifact {model}, or the MODEL that it was built from")
     if options["cards"] is None:
         raise SpecError("--cards is missing; legal is how many packages of the target there are")
@@ -316,8 +317,7 @@ def _read(place: str) -> str:
         SpecError: it cannot be read.
     """
     if "://" not in place:
-        path = Path(place)
-        if not path.is_file():
+        if not (path := file_named(place)):
             raise SpecError(f"--metrics {place}: no such file; legal is a file, or the URL of a server's /metrics")
         return path.read_text(encoding="utf-8")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ..build.choices import KV_CACHE_DTYPES
@@ -17,7 +16,7 @@ def model(value: Any, context: Context) -> Verdict:
     proposal = context.proposal
     if proposal.model == value:
         return Verdict(CARRIED, f"npucompile build {value}")
-    if Path(str(value)).expanduser().is_absolute() and "$" not in str(value):
+    if str(value).startswith(("/", "~")) and "$" not in str(value):
         why = f"{value} is built as {proposal.model}; serve reads its weights with --checkpoint"
         return Verdict(MAPPED, why, ("--checkpoint", str(value)))
     return Verdict(MAPPED, f"{value} is built as {proposal.model}; serve takes the directory of its weights with --checkpoint DIR")

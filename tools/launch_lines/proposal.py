@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...graphs.errors import NpucompileError
+from ...graphs.paths import file_named
 from ...models import registry
 from ...models.presets import DRAFT_PRESETS
 from ..build import plan as planning
@@ -65,8 +66,8 @@ def propose(facts: Facts, model: str | None = None, target_name: str | None = No
         out: the artifact's directory.
     """
     path = str(facts.values.get("model") or "MODEL")
-    chosen = model or (path if (Path(path).expanduser() / "config.json").is_file() else preset_of(path, registry.presets()) or path)
-    known = chosen in registry.presets() or (Path(chosen).expanduser() / "config.json").is_file()
+    chosen = model or (path if _is_here(path) else preset_of(path, registry.presets()) or path)
+    known = chosen in registry.presets() or _is_here(chosen)
     assumed: list[str] = []
     rows = matching(facts, chosen if known else None, target_name) if known or PLACEHOLDER.search(path) else []
     if not known and len({row.model for row, _ in rows}) == 1:
@@ -86,6 +87,11 @@ def propose(facts: Facts, model: str | None = None, target_name: str | None = No
     if why:
         assumed.append(why)
     return _derived(facts, chosen, known, machine, assumed, out)
+
+
+def _is_here(path: str) -> bool:
+    """Whether a text is the directory of a checkpoint."""
+    return file_named(Path(path) / "config.json") is not None
 
 
 def _target(facts: Facts, name: str | None) -> tuple[Target, str]:
@@ -175,7 +181,7 @@ def _draft(facts: Facts, model: str) -> dict[str, str]:
     if not facts.drafts:
         return {}
     path = facts.draft_path
-    if path and path != facts.values.get("model") and (Path(path).expanduser() / "config.json").is_file():
+    if path and path != facts.values.get("model") and _is_here(path):
         return {"draft-model": path}
     own = model in registry.presets() and registry.find(model).has_draft_head
     return {"draft-model": _heads()[model]} if model in _heads() and (facts.eagle or not own) else {}
