@@ -31,7 +31,7 @@ WIDTH = 140
 )
 @click.option("--out", metavar="DIR", help="Directory of the artifact in the commands.")
 @click.option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Variable that the script does not set itself; may be repeated."
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Variable of the script, whatever it sets it to itself; may be repeated."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(

@@ -132,10 +132,20 @@ def _read(name: str, row: Row, texts: tuple[str, ...], positive: bool) -> Given:
     try:
         values = [_typed(text, row.type) for text in texts]
     except ValueError:
-        unset = next((text for text in texts if "$" in text or text.startswith("<")), None)
-        why = f"; {unset} is not set by the script (--set NAME=VALUE sets it)" if unset else ""
-        return Given(name, row, texts, None, f"{name} takes {_described(row)}, here it has {' '.join(texts)!r}{why}")
+        return Given(name, row, texts, None, f"{name} takes {_described(row)}, here it has {' '.join(texts)!r}{_unknown(texts)}")
     return Given(name, row, texts, values if row.count[1] is None else values[0] if values else True)
+
+
+def _unknown(texts: Sequence[str]) -> str:
+    """Which variables values need whose own values the script does not say, and how to say them."""
+    text = " ".join(texts)
+    computed = "".join(re.findall(r"\$\(\((.*?)\)\)", text))
+    names = list(dict.fromkeys([*re.findall(r"\$[{!#]*([A-Za-z_]\w*|\d)", text), *re.findall(r"(?<![\w$])[A-Za-z_]\w*", computed)]))
+    if names:
+        return f"; the script does not say {', '.join(f'${each}' for each in names)} (--set {names[0]}=VALUE does)"
+    if "$(" in text or "`" in text:
+        return "; that is the output of a command, and none is run: --set says the variable that it becomes"
+    return f"; write a value for {text}" if text.startswith("<") else ""
 
 
 def _described(row: Row) -> str:

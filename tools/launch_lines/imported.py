@@ -105,14 +105,14 @@ def import_text(
         model: takes the place of the checkpoints that the lines name.
         target_name: the machine, where the user says it.
         out: directory of the artifact.
-        settings: variables of the script, set before it begins.
+        settings: variables of the script, whatever it sets them to itself.
 
     Raises:
         SpecError: nothing in it launches a server.
     """
     if target_name is not None:
         target(target_name)
-    script = read(text, settings)
+    script = read(text, settings=settings)
     found = launches(script)
     if not found:
         raise SpecError(
@@ -181,7 +181,7 @@ def _merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 def _role(group: list[_Read], script: Script, model: str | None, target_name: str | None, out: str | None) -> Role:
     name = group[0].launch.engine
-    lines = tuple(each.launch.line for each in group)
+    lines = tuple(dict.fromkeys(each.launch.line for each in group))
     if name == "router":
         return Role("router", name, lines, _unique(finding for each in group for finding in _router_findings(each, script)))
     facts = replace(

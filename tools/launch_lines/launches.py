@@ -49,11 +49,11 @@ def launches(script: Script) -> list[Launch]:
     """All launches of a script, in order; those that a shell or a container is given as text included."""
     found: list[Launch] = []
     for command in script.commands:
-        found += _launches_of(command)
+        found += _launches_of(command, script.settings)
     return found
 
 
-def _launches_of(command: ShellCommand) -> list[Launch]:
+def _launches_of(command: ShellCommand, settings: Mapping[str, str]) -> list[Launch]:
     words = command.words
     for at in range(len(words) - 1):
         first = PurePosixPath(words[at]).name
@@ -70,7 +70,7 @@ def _launches_of(command: ShellCommand) -> list[Launch]:
             return [Launch(engine, before, words[at + 2 :], command.line, {**command.variables, **_container_variables(before)})]
         if first in SHELLS and words[at + 1].startswith("-") and words[at + 1].endswith("c") and at + 2 < len(words):
             variables = {**command.variables, **_container_variables(words[:at])}
-            inner = launches(read(words[at + 2], variables))
+            inner = launches(read(words[at + 2], variables, settings))
             return [Launch(each.engine, (*words[:at], *each.before), each.words, command.line, each.variables) for each in inner]
     return []
 

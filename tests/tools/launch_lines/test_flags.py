@@ -160,7 +160,7 @@ def test_vllm_takes_underscores_and_keys_of_json():
         (["--tp-size", "four"], "--tp-size takes a whole number, here it has 'four'"),
         (
             ["--port", "$PORT"],
-            "--port takes a whole number, here it has '$PORT'; $PORT is not set by the script (--set NAME=VALUE sets it)",
+            "--port takes a whole number, here it has '$PORT'; the script does not say $PORT (--set PORT=VALUE does)",
         ),
         (["--trust-remote-code=1"], "--trust-remote-code takes no value, here it has '1'"),
     ],

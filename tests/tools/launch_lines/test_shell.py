@@ -68,6 +68,9 @@ def test_variables_are_those_of_the_environment_at_the_launch():
         ("launch --ip <your ip> --port <port>", ("--ip", "<your ip>", "--port", "<port>")),
         ("IP=('your first ip')\nlaunch --ip ${IP[0]}:80", ("--ip", "your first ip:80")),
         ("launch --port $((8000+$i)) --rank $1 --at `hostname`", ("--port", "$((8000+$i))", "--rank", "$1", "--at", "`hostname`")),
+        ("for i in $(cat hosts); do\nlaunch --rank $i --port $((80+i))\ndone", ("--rank", "$i", "--port", "$((80+i))")),
+        ("i=0\nwhile read host; do\nlaunch --rank $i\ni=$((i+1))\ndone", ("--rank", "$i")),
+        ("for i in $(seq 9999); do launch $i; done", ("$i",)),
         ("cat <<EOF\nlaunch no\nEOF\nlaunch yes", ("yes",)),
         ("launch 'never closed", ("never closed",)),
     ],
@@ -75,6 +78,55 @@ def test_variables_are_those_of_the_environment_at_the_launch():
 def test_slips_of_pages_are_read(text, wanted):
     (command,) = [command for command in read(text).commands if command.words[0] == "launch"]
     assert command.words[1:] == wanted
+
+
+steps = st.sampled_from(
+    [
+        "launch $i $j", 'launch "${A[$i]}" ${#A[@]}', "j=$((j * 2 + i))", "j=`expr $j + 1`", "A+=($j)", "((j -= 1))", "let j+=i", 
+        "launch $(seq $i)",
+        'launch "${A[@]}" "${!A[@]}"', "launch $((i<2?j:i)) ${B:-$j}", "for k in a b; do launch $k$i; done",
+        "if [ -n y ]; then j=$((j+3)); fi",
+    ]
+)  # fmt: skip
+loops = st.sampled_from(
+    [
+        "for i in 0 1 2; do", "for i in {0..4..2}; do", "for i in $(seq 1 3)\ndo", 'for i in "${!A[@]}";\ndo', "for ((i=0; i<3; i+=1)); do",
+        "i=0\nwhile [ $i -lt 2 ]; do\ni=$((i+1))", "i=4\nuntil ((i <= 2)); do\n((i--))", 'for i in "${A[0]}" 5; do',
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(loops, st.lists(steps, min_size=1, max_size=4)), min_size=1, max_size=3))
+def test_loops_and_numbers_are_those_of_bash(written):
+    blocks = (f"{loop}\n" + "\n".join(body) + "\ndone" for loop, body in written)
+    script = "A=(3 1)\nj=1\n" + "\n".join(blocks) + "\nlaunch $i $j\n"
+    assert words_read(script) == words_of_bash(script)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "N=1\nlaunch $N", "N=$(expr 1 + 2)\nlaunch $N", "N=`nproc`\nlaunch $N", "export N=4\nlaunch $N", "N=3 launch $N",
+        "((N = 3))\nlaunch $N",
+        "let N=2\nlaunch $N", "for N in 1 2 3; do launch $N; done", "unset N\nlaunch $N", "N+=x\nlaunch $N",
+        "for N in $(hosts); do launch $N; done",
+        "A=(5 6)\nN=${A[1]}\nlaunch ${N}", "bash -c 'N=1; launch $N'",
+    ],
+)  # fmt: skip
+def test_what_the_user_sets_wins_over_the_script(text):
+    script = read(text, settings={"N": "8"})
+    commands = [command for command in script.commands if command.words[0] in ("launch", "bash")]
+    if "bash" in text:
+        (command,) = commands
+        commands = [each for each in read(command.words[2], command.variables, script.settings).commands if each.words[0] == "launch"]
+    assert [(command.words[1:], command.variables["N"]) for command in commands] == [(("8",), "8")]
+
+
+def test_a_loop_that_does_not_end_ends_here():
+    script = read("while ((1)); do launch x; done\nfor i in {1..200}; do for j in {1..200}; do launch $i $j; done; done\nlaunch end")
+    assert len(script.commands) < 4
+    assert script.commands[-1].words == ("launch", "end")
 
 
 def test_the_script_says_which_variables_it_uses():
