@@ -8,19 +8,17 @@ from ..build.choices import MAX_DRAFTS
 from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule
 
-NEURAL_DRAFTS = ("NEXTN", "EAGLE", "EAGLE3")
-
 
 @rule
 def speculation(value: Any, context: Context) -> Verdict:
     """What drafts."""
-    if str(value).upper() not in NEURAL_DRAFTS:
-        return Verdict(REFUSED, topics()["drafting"].why)
     return _drafting(context)
 
 
 def _drafting(context: Context) -> Verdict:
     asked, plan = context.facts.drafts, context.proposal.plan
+    if not context.facts.drafts_by_heads:
+        return Verdict(REFUSED, f"{context.facts.drafting}: {topics()['drafting'].why}")
     if asked > MAX_DRAFTS:
         return Verdict(
             REFUSED, f"a step drafts at most {MAX_DRAFTS} tokens, not {asked}: the recurrent kernel verifies 8 tokens of a request"
@@ -28,7 +26,8 @@ def _drafting(context: Context) -> Verdict:
     if context.row and context.facts.role == "prefill":
         return Verdict(MAPPED, context.row)
     if plan is not None and plan.limits.drafts < asked:
-        return Verdict(REFUSED, f"{context.proposal.model} has no draft head here; --draft-model names an EAGLE-3 head")
+        wanted = "EAGLE-3 head" if context.facts.eagle else "draft head of its own"
+        return Verdict(REFUSED, f"{context.proposal.model} has no {wanted} here; --draft-model of build names an EAGLE-3 head")
     head = context.proposal.arguments.get("draft-model")
     return Verdict(
         MAPPED, context.option("speculative-tokens") + (f" with --draft-model {head}" if head else ", drafted by the model's own head")
@@ -38,16 +37,19 @@ def _drafting(context: Context) -> Verdict:
 @rule
 def speculative_steps(value: Any, context: Context) -> Verdict:
     """Drafts of a step."""
-    return (
-        _drafting(context) if context.facts.has("speculation") else Verdict(UNNECESSARY, "nothing drafts without --speculative-algorithm")
-    )
+    return _drafting(context) if _asked(context) else Verdict(UNNECESSARY, "nothing drafts without --speculative-algorithm")
+
+
+def _asked(context: Context) -> bool:
+    """Whether the line wants drafts; vLLM's flags need no other one."""
+    return context.facts.engine == "vllm" or context.facts.has("speculation")
 
 
 @rule
 def draft_tokens(value: Any, context: Context) -> Verdict:
     """Tokens that a step verifies: the drafts and the last known one."""
-    if not context.facts.has("speculation"):
-        return Verdict(UNNECESSARY, "nothing drafts without --speculative-algorithm")
+    if not (_asked(context) and context.facts.drafts_by_heads):
+        return speculative_steps(value, context)
     steps = context.facts.number("speculative_steps")
     if steps is not None and value != steps + 1:
         return Verdict(REFUSED, f"a chain of {steps} drafts verifies {steps + 1} tokens, not {value}; trees of drafts are not built")
@@ -57,6 +59,8 @@ def draft_tokens(value: Any, context: Context) -> Verdict:
 @rule
 def draft_model(value: Any, context: Context) -> Verdict:
     """The checkpoint that drafts."""
+    if not (_asked(context) and context.facts.drafts_by_heads):
+        return speculative_steps(value, context)
     if value == context.facts.values.get("model"):
         return Verdict(UNNECESSARY, "it is the model's own head, in its own checkpoint")
     head = context.proposal.arguments.get("draft-model")
@@ -82,9 +86,6 @@ def speculative_config(value: Any, context: Context) -> Verdict:
     """vLLM's drafting."""
     if not isinstance(value, dict):
         return Verdict(REFUSED, "it is no JSON object")
-    method = str(value.get("method", ""))
-    if not (method.endswith("mtp") or method in ("eagle3", "eagle", "")):
-        return Verdict(REFUSED, f"method {method}: {topics()['drafting'].why}")
     verdict = _drafting(context)
     rest = [key for key in value if key not in ("method", "num_speculative_tokens", "model")]
     extra = f"; {', '.join(rest)}: the draft head is a part of the step's graph" if rest else ""
@@ -94,7 +95,7 @@ def speculative_config(value: Any, context: Context) -> Verdict:
 @rule
 def spec_method(value: Any, context: Context) -> Verdict:
     """What drafts."""
-    return speculative_config({"method": value}, context)
+    return _drafting(context)
 
 
 @rule

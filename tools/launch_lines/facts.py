@@ -71,9 +71,25 @@ class Facts:
         """Machines of the instance."""
         return self.number("nodes") or self.nodes_seen
 
-    @cached_property
+    @property
+    def drafting(self) -> str:
+        """What drafts, in the words of the line; "" where nothing does, or the line leaves it to the draft model."""
+        said = (self.values.get("speculation"), self.section("speculative_config").get("method"), self.values.get("spec_method"))
+        return next((str(name) for name in said if name), "")
+
+    @property
+    def drafts_by_heads(self) -> bool:
+        """Whether a draft head does, the model's own or an EAGLE-3 head: no other drafting is built."""
+        return self.drafting.lower() in ("", "nextn", "eagle", "eagle3", "mtp") or self.drafting.lower().endswith("_mtp")
+
+    @property
     def drafts(self) -> int:
-        """k, tokens that a step drafts."""
+        """k, tokens that a step drafts; 0 where the line wants them drafted by what is not built."""
+        return self.asked_drafts if self.drafts_by_heads else 0
+
+    @cached_property
+    def asked_drafts(self) -> int:
+        """Tokens of a step that are to be drafted, whatever drafts them."""
         if self.engine == "vllm":
             asked = self.section("speculative_config").get("num_speculative_tokens", self.number("spec_tokens", 0))
             return asked if isinstance(asked, int) else 0
@@ -90,7 +106,7 @@ class Facts:
     @property
     def eagle(self) -> bool:
         """Whether an EAGLE-3 head drafts, not the model's own."""
-        return "eagle3" in str(self.values.get("speculation") or self.section("speculative_config").get("method")).lower()
+        return "eagle3" in (self.drafting or re.sub("[-_]", "", self.draft_path)).lower()
 
     @cached_property
     def group_requests(self) -> int | None:
@@ -115,7 +131,7 @@ class Facts:
         sizes = self.values.get("vllm_buckets") or self.section("compilation_config").get("cudagraph_capture_sizes")
         if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
             requests = self.group_requests
-            batches = {-(-size // (self.drafts + 1)) for size in sizes}
+            batches = {-(-size // (self.asked_drafts + 1)) for size in sizes}
             return tuple(sorted(size for size in batches if requests is None or size <= requests)) or ((requests,) if requests else ())
         most = self.group_requests
         return vllm_series(most) if most else ()

@@ -126,7 +126,8 @@ def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: li
     if known:
         source = registry.find(model)
         assumed += _context_note(facts, source)
-    drafts, draft = _drafts(facts, source), _draft(facts, model)
+    draft = _draft(facts, model)
+    drafts = _drafts(facts, source, draft)
     scheme = facts.scheme
     arguments = {"target": machine.name, "mesh": str(facts.mesh)}
     if scheme not in (None, "none") and (source is None or source.checkpoint_dir is None):
@@ -165,10 +166,10 @@ def _context_note(facts: Facts, source: registry.ModelSource) -> list[str]:
     return []
 
 
-def _drafts(facts: Facts, source: registry.ModelSource | None) -> int:
-    """Drafts of a step; 0 where the model has no head for them."""
-    asked = min(facts.drafts, MAX_DRAFTS)
-    return asked if source is None or source.has_draft_head or source.name in _heads() else 0
+def _drafts(facts: Facts, source: registry.ModelSource | None, draft: Mapping[str, str]) -> int:
+    """Drafts of a step; 0 where the head that the line asks for is not there."""
+    own = source is None or (source.has_draft_head and not facts.eagle)
+    return min(facts.drafts, MAX_DRAFTS) if own or draft else 0
 
 
 def _heads() -> dict[str, str]:
@@ -177,14 +178,13 @@ def _heads() -> dict[str, str]:
 
 
 def _draft(facts: Facts, model: str) -> dict[str, str]:
-    """The draft model of the line: its directory where it is here, else the preset for the model."""
+    """The draft model of the line: its directory where it is here, else the preset for the model if the line wants an EAGLE-3 head."""
     if not facts.drafts:
         return {}
     path = facts.draft_path
     if path and path != facts.values.get("model") and _is_here(path):
         return {"draft-model": path}
-    own = model in registry.presets() and registry.find(model).has_draft_head
-    return {"draft-model": _heads()[model]} if model in _heads() and (facts.eagle or not own) else {}
+    return {"draft-model": _heads()[model]} if facts.eagle and model in _heads() else {}
 
 
 def _precision(facts: Facts) -> dict[str, str]:

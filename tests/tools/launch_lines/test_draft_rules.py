@@ -58,7 +58,7 @@ def test_an_eagle_head_is_a_second_checkpoint():
     ("config", "status", "why"),
     [
         ('{"method": "qwen3_5_mtp", "num_speculative_tokens": 2, "enforce_eager": true}', "mapped", "--speculative-tokens 2"),
-        ('{"method": "suffix", "num_speculative_tokens": 2}', "refused", "method suffix: drafts come from"),
+        ('{"method": "suffix", "num_speculative_tokens": 2}', "refused", "suffix: drafts come from"),
         ("[1]", "refused", "it is no JSON object"),
         ("{", "refused", "takes JSON"),
     ],
@@ -72,4 +72,31 @@ def test_the_configuration_of_vllm(config, status, why):
 def test_a_model_without_a_head_drafts_nothing():
     (role,) = import_text("vllm serve qwen3-0.6b --tensor-parallel-size 1 --max-num-seqs 4 --spec-method mtp --spec-tokens 2").roles
     assert "--speculative-tokens 0" in role.build
-    assert next(f for f in role.findings if f.name == "--spec-tokens").why.startswith("qwen3-0.6b has no draft head here")
+    assert next(f for f in role.findings if f.name == "--spec-tokens").why.startswith("qwen3-0.6b has no draft head of its own here")
+
+
+SGLANG = "sglang serve {} --tp-size 16 --max-running-requests 4 --speculative-algorithm {} --speculative-num-draft-tokens 8"
+VLLM = 'vllm serve {} -tp 16 --max-num-seqs 4 --speculative-config \'{{"method": "{}", "num_speculative_tokens": 5}}\''
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.5-27b"])
+@pytest.mark.parametrize(
+    ("line", "method"),
+    [(SGLANG, method) for method in ("NGRAM", "DFLASH", "STANDALONE", "DSPARK")]
+    + [(VLLM, method) for method in ("ngram", "suffix", "draft_model", "medusa", "mlp_speculator", "dflash")],
+)
+def test_no_head_takes_the_place_of_a_drafting_that_is_not_built(model, line, method):
+    (role,) = import_text(f"{line.format(model, method)}{' --speculative-draft-model-path z/Other-DFlash' if line is SGLANG else ''}").roles
+    assert "--draft-model" not in role.build
+    assert "--speculative-tokens 0" in role.build
+    spoken = [each for each in role.findings if each.name.startswith("--spec")]
+    assert {each.status for each in spoken} == {"refused"}
+    assert all(each.why.startswith(f"{method}: drafts come from") for each in spoken)
+
+
+@pytest.mark.parametrize(("model", "method"), [("qwen3-8b", "EAGLE"), ("qwen3-8b", "NEXTN"), ("qwen3.5-27b", "EAGLE3")])
+def test_neither_head_takes_the_place_of_the_other(model, method):
+    (role,) = import_text(SGLANG.replace("8", "4").format(model, method)).roles
+    assert "--draft-model" not in role.build
+    assert "--speculative-tokens 0" in role.build
+    assert {each.status for each in role.findings if each.name.startswith("--spec")} == {"refused"}
