@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ...graphs.ir.trace import signature_of
 from ...graphs.ops import fused_experts
 from ...graphs.types import WORLD, Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ...lowering.collectives_check import EXPERT_GROUPS
+from ...models import step
 from ...models.variant import Variant
 from ..verify.small_model import share
 from . import memory
@@ -34,6 +36,11 @@ def rank_memory(plan: Plan, leaves: Manifest | Signature, entries: Sequence[Grap
         fused_bytes=_fused_workspace(plan),
         draft=f"params.{plan.model.family.draft_key}.",
     )
+
+
+def planned_memory(plan: Plan) -> memory.MemoryPlan:
+    """The memory plan of one rank before anything is traced: its weights, pools and communication."""
+    return rank_memory(plan, signature_of(step.program(plan.model, plan.buckets[0], plan.limits, plan.dtype)), ())
 
 
 def communicator_bytes(plan: Plan, entries: Sequence[GraphEntry]) -> dict[str, int]:

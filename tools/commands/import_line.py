@@ -11,7 +11,10 @@ import click
 from ...graphs.errors import SpecError
 from ...graphs.paths import file_named
 from ..build.choices import TARGETS
-from ..launch_lines.imported import Finding, Imported, Role, import_text
+from ..build.memory import GIB
+from ..launch_lines.findings import Finding
+from ..launch_lines.imported import Imported, Role, import_text
+from ..launch_lines.proposal import Proposal
 from ..launch_lines.verdicts import STATUSES
 
 HEADINGS = {
@@ -104,13 +107,23 @@ def _role_lines(role: Role) -> list[str]:
     if proposal.deployment:
         lines.append(f"  this is the published deployment {proposal.deployment.id} ({proposal.deployment.source})")
     lines += [f"  assumed: {text}" for text in proposal.assumed]
-    if proposal.plan is not None:
-        lines.append(
-            f"  planned: {len(proposal.plan.buckets)} buckets, mesh {proposal.plan.mesh}, context {proposal.plan.limits.max_model_len}"
-        )
-    elif proposal.problem:
-        lines.append(f"  the build refuses this: {proposal.problem}")
+    lines += _planned(proposal)
+    if role.instead and (both := role.instead.proposal):
+        lines.append(f"  not served: serve takes no artifact that can only {role.name}, which is what `{role.build}` makes")
+        lines += ["  instead, a server that prefills and decodes:", *(f"    assumed: {text}" for text in both.assumed)]
+        lines += [f"  {line}" for line in _planned(both)]
     return lines
+
+
+def _planned(proposal: Proposal) -> list[str]:
+    """What the plan of a build comes to, or why there is none that a rank can hold."""
+    plan, memory = proposal.plan, proposal.memory
+    if proposal.problem:
+        return [f"  not planned: {proposal.problem}"]
+    if plan is None:
+        return []
+    held = f", {memory.total_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.0f} GiB a rank before activations" if memory else ""
+    return [f"  planned: {len(plan.buckets)} buckets, mesh {plan.mesh}, context {plan.limits.max_model_len}{held}"]
 
 
 def _table(findings: list[Finding]) -> list[str]:

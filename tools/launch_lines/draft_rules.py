@@ -29,9 +29,8 @@ def _drafting(context: Context) -> Verdict:
         wanted = "EAGLE-3 head" if context.facts.eagle else "draft head of its own"
         return Verdict(REFUSED, f"{context.proposal.model} has no {wanted} here; --draft-model of build names an EAGLE-3 head")
     head = context.proposal.arguments.get("draft-model")
-    return Verdict(
-        MAPPED, context.option("speculative-tokens") + (f" with --draft-model {head}" if head else ", drafted by the model's own head")
-    )
+    by = f" with --draft-model {head}" if head else "" if context.facts.eagle else ", drafted by the model's own head"
+    return Verdict(MAPPED, context.option("speculative-tokens") + by)
 
 
 @rule
@@ -61,7 +60,7 @@ def draft_model(value: Any, context: Context) -> Verdict:
     """The checkpoint that drafts."""
     if not (_asked(context) and context.facts.drafts_by_heads):
         return speculative_steps(value, context)
-    if value == context.facts.values.get("model"):
+    if value == context.facts.values.get("model") and not context.facts.eagle:
         return Verdict(UNNECESSARY, "it is the model's own head, in its own checkpoint")
     head = context.proposal.arguments.get("draft-model")
     if head is not None:

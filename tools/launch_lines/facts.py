@@ -24,12 +24,14 @@ class Facts:
     Attributes:
         engine: "sglang" or "vllm".
         values: the last value of each rule's flags, or all of them merged where they are JSON objects.
-        nodes: lines of the same instance, one a machine; 1 where one line stands for all.
+        nodes_seen: lines of the same instance, one a machine; 1 where one line stands for all.
+        instances: that the script launches with these values; 1 where one line may stand for several.
     """
 
     engine: str
     values: Mapping[str, Any] = field(hash=False)
     nodes_seen: int = 1
+    instances: int = 1
 
     def number(self, rule: str, default: int | None = None) -> int | None:
         """The value of a rule that is a number."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -12,39 +11,15 @@ from typing import Any
 from ...graphs.errors import SpecError
 from ..build.targets import target
 from .facts import Facts
+from .findings import Finding, findings_of, router_findings
 from .flags import Given, read_flags
 from .launches import Launch, launches
-from .proposal import Proposal, propose
-from .rules import RULES
+from .proposal import Proposal, mixed, named, propose
 from .shell import Script, read
-from .tables import Row, engine, topics, variables
-from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, topic
-
-MEANT_FOR_ENGINES = re.compile(r"(SGLANG|SGL|VLLM|HCCL|ASCEND|ACL|PYTORCH_NPU|DEEPEP|DEEP|ZBAL|ZBCCL|TASK_QUEUE|GLOO|MOONCAKE|NPU)_")
-"""Variables that look like an engine's or CANN's: one of them that no table has is misspelt, or of a release that no table has."""
+from .tables import engine
+from .verdicts import Context, Verdict
 
 SGLANG_PORT = 30_000
-
-_NEUTRAL = "it asks for what is so here in any case"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What becomes of a flag, a variable or a word.
-
-    Attributes:
-        name: its first name, or as it was typed where it is unknown.
-        given: as it was typed, with its values.
-        kind: "flag", "variable" or "word".
-        line: of the script.
-    """
-
-    name: str
-    given: str
-    status: str
-    why: str
-    kind: str = "flag"
-    line: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +30,8 @@ class Role:
         name: "mixed", "prefill", "decode" or "router".
         lines: numbers of the lines that launch it, one a machine.
         findings: of all of them, equal ones once.
-        build, serve: commands; "" for a router.
+        build, serve: commands; "" for a router, and serve for a build that prefills or decodes alone, which no server takes.
+        instead: of those, a server that does both with the same sizes.
     """
 
     name: str
@@ -65,6 +41,12 @@ class Role:
     proposal: Proposal | None = None
     build: str = ""
     serve: str = ""
+    instead: Role | None = None
+
+    @property
+    def served(self) -> Role:
+        """What can be built and served."""
+        return self.instead or self
 
 
 @dataclass(frozen=True)
@@ -85,7 +67,8 @@ class Imported:
     @property
     def commands(self) -> list[str]:
         """Build commands, then serve commands, each once."""
-        return list(dict.fromkeys([role.build for role in self.roles if role.build] + [role.serve for role in self.roles if role.serve]))
+        served = [role.served for role in self.roles]
+        return list(dict.fromkeys(word for word in (*(role.build for role in served), *(role.serve for role in served)) if word))
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values: `flags` and `command` of the whole script, and `roles` with their own."""
@@ -119,11 +102,26 @@ def import_text(
             "no launch of a server in it; legal is `python -m sglang.launch_server ...`, `sglang serve ...`, `vllm serve ...`, "
             "`python -m vllm.entrypoints.openai.api_server ...`, a router's, or a file with such lines"
         )
-    roles = [_role(group, script, model, target_name, out) for group in _instances(found)]
+    groups = _instances(found)
+    among = _shared_rows([_facts_of(group) for group in groups if group[0].launch.engine != "router"], model, target_name)
+    roles = [_role(group, script, model, target_name, out, among) for group in groups]
     names = [role.name for role in roles if role.proposal]
     if len(names) > 1 and out is None:
         roles = [_in_its_own_directory(role, names) for role in roles]
     return Imported(tuple(roles))
+
+
+def _shared_rows(servers: Sequence[Facts], model: str | None, target_name: str | None) -> frozenset[str]:
+    """Ids of the deployments that most servers of a script may be: prefill and decode servers of one script are one deployment."""
+    counts = Counter(row.id for facts in servers for row, _ in named(facts, model, target_name).rows)
+    return frozenset(name for name, count in counts.items() if count == max(counts.values()))
+
+
+def _facts_of(group: Sequence[_Read]) -> Facts:
+    """The facts of an instance, with how many machines and instances its launches are for."""
+    facts = group[0].facts
+    facts = replace(facts, nodes_seen=len({repr(each.facts.values.get("node_rank", each.facts.values.get("dp_local"))) for each in group}))
+    return replace(facts, instances=max(len(group) // facts.nodes, 1))
 
 
 @dataclass(frozen=True)
@@ -179,36 +177,60 @@ def _merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     return out
 
 
-def _role(group: list[_Read], script: Script, model: str | None, target_name: str | None, out: str | None) -> Role:
+def _role(group: list[_Read], script: Script, model: str | None, target_name: str | None, out: str | None, among: frozenset[str]) -> Role:
     name = group[0].launch.engine
     lines = tuple(dict.fromkeys(each.launch.line for each in group))
     if name == "router":
-        return Role("router", name, lines, _unique(finding for each in group for finding in _router_findings(each, script)))
-    facts = replace(
-        group[0].facts, nodes_seen=len({repr(each.facts.values.get("node_rank", each.facts.values.get("dp_local"))) for each in group})
-    )
-    proposal = propose(facts, model, target_name, out)
+        return Role("router", name, lines, _unique(one for each in group for one in router_findings(each.launch, each.given, script)))
+    facts = _facts_of(group)
+    proposal = propose(facts, model, target_name, out, among)
     context = Context(facts, proposal)
     serve = _Serve()
     findings = []
     for each in group:
-        findings += _launch_findings(each, context, serve, script)
-    proposal = replace(proposal, assumed=(*proposal.assumed, *serve.defaults(name)))
-    return Role(facts.role, name, lines, _unique(findings), proposal, _build_command(proposal), serve.command(context))
+        own = _Serve()
+        for finding, verdict in findings_of(each.launch, each.given, context, script):
+            findings.append(finding)
+            own.add(verdict)
+        serve.join(own)
+    proposal = replace(proposal, assumed=(*proposal.assumed, *serve.defaults(name), *serve.several(facts)))
+    role = Role(facts.role, name, lines, _unique(findings), proposal, _build_command(proposal), serve.command(context))
+    if "phase" not in proposal.arguments:
+        return role
+    both = mixed(facts, proposal, f"{_place(proposal)}-mixed")
+    instead = Role("mixed", name, lines, (), both, _build_command(both), serve.command(Context(facts, both)))
+    return replace(role, serve="", instead=instead)
 
 
 class _Serve:
-    """Gathers the serve command: the last value of an option counts, as on the line."""
+    """Gathers the serve command: of a launch the last value of an option counts, as on the line, and of several launches the first one's:
+    the machine that comes first is the one that listens."""
 
     def __init__(self) -> None:
         self.options: dict[str, tuple[str, ...]] = {}
         self.variables: dict[str, str] = {}
+        self.values: dict[str, dict[str, None]] = {}
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: Verdict | None) -> None:
         """Takes what a verdict adds."""
+        if verdict is None:
+            return
         if verdict.serve:
             self.options[verdict.serve[0]] = verdict.serve
         self.variables |= verdict.variables
+
+    def join(self, other: _Serve) -> None:
+        """Takes what another launch of the instance adds."""
+        self.options, self.variables = other.options | self.options, other.variables | self.variables
+        for name, value in [*other.variables.items(), *((name, " ".join(words[1:])) for name, words in other.options.items())]:
+            self.values.setdefault(name, {})[value] = None
+
+    def several(self, facts: Facts) -> list[str]:
+        """What is said of several instances of the same settings."""
+        if facts.instances == 1:
+            return []
+        own = [f"{name} {', '.join(values)}" for name, values in self.values.items() if len(values) > 1]
+        return [f"{facts.instances} instances: serve is started once for each" + (f", with its own {'; '.join(own)}" if own else "")]
 
     def defaults(self, name: str) -> list[str]:
         """Adds where the engine listens if the line does not say; what is said of it."""
@@ -250,122 +272,10 @@ def _in_its_own_directory(role: Role, names: list[str]) -> Role:
     """A role with an artifact directory of its own, where several would be built into one."""
     if role.proposal is None or "phase" in role.proposal.arguments or names.count(role.name) == len(names) == 1:
         return role
-    place = f"{_place(role.proposal)}-{role.name}-{role.lines[0]}"
+    place = f"{_place(role.proposal)}-{role.name}-{'-'.join(map(str, role.lines))}"
     proposal = replace(role.proposal, arguments={**role.proposal.arguments, "out": place})
     serve = role.serve.replace(f"serve {shlex.quote(_place(role.proposal))}", f"serve {shlex.quote(place)}", 1)
     return replace(role, proposal=proposal, build=_build_command(proposal), serve=serve)
-
-
-def _launch_findings(each: _Read, context: Context, serve: _Serve, script: Script) -> list[Finding]:
-    findings = _container_findings(each.launch)
-    last = {id(given.row): i for i, given in enumerate(each.given) if given.row is not None}
-    for i, given in enumerate(each.given):
-        verdict = _verdict(given, context)
-        superseded = (
-            given.row is not None and last[id(given.row)] != i and not given.row.repeats and given.row.type != "json" and not given.problem
-        )
-        if superseded:
-            verdict = Verdict(UNNECESSARY, "given again later in the line, where the last one counts")
-        serve.add(verdict)
-        findings.append(_finding(given, verdict, each.launch.line))
-    for name, value in each.launch.variables.items():
-        verdict_of = _variable_verdict(name, value, context, script, used=name in script.used)
-        if verdict_of is not None:
-            serve.add(verdict_of)
-            findings.append(Finding(name, f"{name}={value}", verdict_of.status, verdict_of.why, "variable", each.launch.line))
-    return findings
-
-
-def _finding(given: Given, verdict: Verdict, line: int) -> Finding:
-    name = given.row.name if given.row else given.name or given.texts[0]
-    typed = " ".join((given.name, *given.texts)) if given.name else given.texts[0]
-    return Finding(name, typed.strip(), verdict.status, verdict.why, "flag" if given.row or given.name else "word", line)
-
-
-def _verdict(given: Given, context: Context) -> Verdict:
-    row = given.row
-    if row is None:
-        return Verdict(REFUSED, given.problem or "a word that belongs to no flag")
-    if given.problem:
-        return Verdict(REFUSED, given.problem)
-    if row.carry:
-        return _carried(given, row)
-    if row.rule:
-        # A flag that is JSON may come in pieces, and says what all of them together say.
-        value = context.facts.values.get(row.rule, given.value) if row.type == "json" else given.value
-        return RULES[row.rule](value, context)
-    if row.topic and _asks_for_nothing(given, row):
-        return topic(row.off) if row.off else Verdict(UNNECESSARY, _NEUTRAL)
-    return topic(row.topic)
-
-
-def _asks_for_nothing(given: Given, row: Row) -> bool:
-    if row.type == "switch" and given.value is False:
-        return topics()[row.topic].status == REFUSED
-    return bool(row.neutral) and all(text in row.neutral for text in given.texts)
-
-
-def _carried(given: Given, row: Row) -> Verdict:
-    command, _, option = row.carry.partition(" ")
-    values = given.value if isinstance(given.value, list) else [given.value]
-    texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
-    if row.values:
-        unknown = [text for text in texts if text not in row.values]
-        if unknown:
-            return Verdict(
-                REFUSED, f"{option} of {command} has nothing for {', '.join(unknown)}; it has {', '.join(sorted(set(row.values.values())))}"
-            )
-        texts = [row.values[text] for text in texts]
-    same = texts == list(given.texts) and option in row.names
-    words = tuple(word for text in texts for word in (option, text))
-    return Verdict(CARRIED if same else MAPPED, f"{command} {' '.join(words)}", words)
-
-
-def _variable_verdict(name: str, value: str, context: Context | None, script: Script, used: bool) -> Verdict | None:
-    """What becomes of a variable; None for parts of an array."""
-    if "[" in name:
-        return None
-    row = variables().get(name)
-    if row is None:
-        if used:
-            return topic("script")
-        near = difflib.get_close_matches(name, variables(), n=1, cutoff=0.8)
-        hint = f"; the nearest is {near[0]}" if near else ""
-        if MEANT_FOR_ENGINES.match(name) or near:
-            return Verdict(REFUSED, f"no release of SGLang, vLLM or CANN in the tables reads {name}{hint}")
-        return Verdict(UNNECESSARY, "nothing of SGLang, vLLM, CANN or npucompile reads it")
-    if row.carry:
-        if "$" in value or re.fullmatch(r"<[^>]*>|x+|", value):
-            return Verdict(CARRIED, f"set {name} for serve as you do now; its value is not known here")
-        return Verdict(CARRIED, f"set for serve: {name}={value}", variables={name: value})
-    if row.rule:
-        return RULES[row.rule](value, context) if context else topic("router")
-    return topic(row.topic)
-
-
-def _container_findings(launch: Launch) -> list[Finding]:
-    """Options of what starts the engine: a container, an interpreter, a profiler."""
-    return [
-        Finding(word, word, *_status("container"), "word", launch.line)
-        for word in dict.fromkeys(word.partition("=")[0] for word in launch.before)
-        if word.startswith("-") and word not in ("-c", "-lc", "-ic", "-m", "-e", "--env")
-    ]
-
-
-def _router_findings(each: _Read, script: Script) -> list[Finding]:
-    findings = []
-    for given in each.given:
-        verdict = Verdict(REFUSED, given.problem) if given.problem else topic("router")
-        findings.append(_finding(given, verdict, each.launch.line))
-    for name, value in each.launch.variables.items():
-        verdict_of = _variable_verdict(name, value, None, script, used=name in script.used)
-        if verdict_of is not None:
-            findings.append(Finding(name, f"{name}={value}", verdict_of.status, verdict_of.why, "variable", each.launch.line))
-    return findings
-
-
-def _status(name: str) -> tuple[str, str]:
-    return topics()[name].status, topics()[name].why
 
 
 def _unique(findings: Any) -> tuple[Finding, ...]:
@@ -376,8 +286,9 @@ def _role_dict(role: Role) -> dict[str, Any]:
     proposal = role.proposal
     plain: dict[str, Any] = {"name": role.name, "engine": role.engine, "lines": list(role.lines)}
     plain |= {"flags": [asdict(finding) for finding in role.findings], "build": role.build, "serve": role.serve}
+    plain |= {"instead": _role_dict(role.instead) if role.instead else None}
     if proposal is not None:
         plain |= {"model": proposal.model, "model_known": proposal.known, "target": proposal.target}
         plain |= {"deployment": proposal.deployment.id if proposal.deployment else None, "also": list(proposal.also)}
-        plain |= {"assumed": list(proposal.assumed), "planned": proposal.plan is not None, "problem": proposal.problem}
+        plain |= {"assumed": list(proposal.assumed), "planned": proposal.planned, "problem": proposal.problem}
     return plain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from ...models.presets import DRAFT_PRESETS
 from ..build import plan as planning
 from ..build.choices import MAX_DRAFTS
 from ..build.deployments import Deployment, Phase, limits_for, prefill_sizes
+from ..build.memory import MemoryPlan
 from ..build.pool_size import fitting_pages
+from ..build.rank_memory import planned_memory
 from ..build.targets import Target, target
 from ..notation import format_buckets, format_prefill, parse_buckets, parse_prefill
 from .facts import ASCEND_NODE, Facts, preset_of
@@ -38,7 +40,8 @@ class Proposal:
         also: ids of others that the line is as well.
         assumed: what the line does not say and the build needs, each with what was taken.
         plan: of the build; None where it could not be made.
-        problem: why it could not be made.
+        memory: of a rank of that plan, without activations; None without a plan, and on this machine.
+        problem: why it could not be made, or what is too large for a rank.
     """
 
     model: str
@@ -49,7 +52,13 @@ class Proposal:
     also: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     plan: planning.Plan | None = field(default=None, repr=False)
+    memory: MemoryPlan | None = field(default=None, repr=False)
     problem: str = ""
+
+    @property
+    def planned(self) -> bool:
+        """Whether it is a build that can be made as far as can be known before graphs are."""
+        return self.plan is not None and not self.problem
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -57,14 +66,24 @@ class Proposal:
         return (self.model, *(word for name, value in self.arguments.items() for word in (f"--{name}", value)))
 
 
-def propose(facts: Facts, model: str | None = None, target_name: str | None = None, out: str | None = None) -> Proposal:
-    """The build for a line.
+@dataclass(frozen=True)
+class Named:
+    """What a line says that it launches.
 
-    Args:
-        model: takes the place of the line's.
-        target_name: the machine, where the user says it.
-        out: the artifact's directory.
+    Attributes:
+        model, known: as those of `Proposal`.
+        assumed: why it is taken for that model.
+        rows: published deployments whose every setting the line has, each with its phase.
     """
+
+    model: str
+    known: bool
+    assumed: tuple[str, ...]
+    rows: tuple[tuple[Deployment, Phase], ...]
+
+
+def named(facts: Facts, model: str | None = None, target_name: str | None = None) -> Named:
+    """The model of a line, and the deployments that it may be."""
     path = str(facts.values.get("model") or "MODEL")
     chosen = model or (path if _is_here(path) else preset_of(path, registry.presets()) or path)
     known = chosen in registry.presets() or _is_here(chosen)
@@ -81,12 +100,39 @@ def propose(facts: Facts, model: str | None = None, target_name: str | None = No
         assumed.append(
             f"model {chosen}, by the name of {path}, which is not here: serve takes the directory of the weights with --checkpoint"
         )
+    return Named(chosen, known, tuple(assumed), tuple(rows))
+
+
+def propose(
+    facts: Facts, model: str | None = None, target_name: str | None = None, out: str | None = None, among: Collection[str] = ()
+) -> Proposal:
+    """The build for a line.
+
+    Args:
+        model: takes the place of the line's.
+        target_name: the machine, where the user says it.
+        out: the artifact's directory.
+        among: ids of the deployments that the other servers of the script may be; the line is one of those where it can be.
+    """
+    found = named(facts, model, target_name)
+    rows = [each for each in found.rows if each[0].id in among] or list(found.rows)
+    assumed = list(found.assumed)
+    if len({(row.quantization, row.npus, row.model) for row, _ in rows}) == 1:
+        return _published(facts, found.model, rows, found.assumed, out)
     if rows:
-        return _published(facts, chosen, rows, tuple(assumed), out)
+        those = ", ".join(f"{row.id} ({row.quantization}, {row.npus} NPUs)" for row, _ in rows)
+        assumed.append(f"no deployment: {those} have these flags, and the line says neither which weights nor how many instances it has")
     machine, why = _target(facts, target_name)
     if why:
         assumed.append(why)
-    return _derived(facts, chosen, known, machine, assumed, out)
+    return _checked(_derived(facts, found.model, found.known, machine, assumed, out))
+
+
+def mixed(facts: Facts, proposal: Proposal, out: str) -> Proposal:
+    """A server that prefills and decodes with the sizes of a line that does one of them, of the deployment that the line is."""
+    row = proposal.deployment
+    scheme = "none" if row is None or row.quantization == "bf16" else row.quantization
+    return _checked(_derived(facts, proposal.model, proposal.known, target(proposal.target), [], out, scheme))
 
 
 def _is_here(path: str) -> bool:
@@ -114,28 +160,33 @@ def _published(facts: Facts, model: str, rows: list[tuple[Deployment, Phase]], a
         arguments["out"] = out
     also = tuple(other.id for other, _ in rows[1:])
     if also:
-        assumed += (
-            f"deployment {row.id}: {', '.join(also)} have the same flags and differ in the lengths of requests; name one with --deployment",
-        )
-    return _planned(Proposal(model, True, arguments, row.target, row, also, assumed))
+        differ = "the machine" if len({other.target for other, _ in rows}) > 1 else "the lengths of requests"
+        assumed += (f"deployment {row.id}: {', '.join(also)} have the same flags and differ in {differ}; name one with --deployment",)
+    return _checked(_planned(Proposal(model, True, arguments, row.target, row, also, assumed)))
 
 
-def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: list[str], out: str | None) -> Proposal:
-    """A build of the line's own sizes, derived as those of a published deployment are."""
+def _derived(
+    facts: Facts, model: str, known: bool, machine: Target, assumed: list[str], out: str | None, scheme: str | None = None
+) -> Proposal:
+    """A build of the line's own sizes, derived as those of a published deployment are.
+
+    Args:
+        scheme: of the weights; by default what the line says.
+    """
     source = None
     if known:
         source = registry.find(model)
         assumed += _context_note(facts, source)
     draft = _draft(facts, model)
     drafts = _drafts(facts, source, draft)
-    scheme = facts.scheme
+    scheme = scheme or facts.scheme
     arguments = {"target": machine.name, "mesh": str(facts.mesh)}
     if scheme not in (None, "none") and (source is None or source.checkpoint_dir is None):
         arguments["quantization"] = str(scheme)
     if not facts.buckets:
         assumed.append("buckets: the line bounds no batch; those of a build by default are taken (--buckets)")
-    if facts.role == "prefill":
-        assumed.append("a server of its own for prefill is not built without a published deployment: this one decodes too")
+    if facts.role != "mixed":
+        assumed.append(f"no server hands keys and values to another: this one does not only {facts.role}, it prefills and decodes")
     if facts.buckets:
         arguments["buckets"] = format_buckets(facts.buckets[-512:])
     phase = replace(phase_of(facts), name="mixed", num_speculative_tokens=drafts, buckets=facts.buckets)
@@ -158,6 +209,19 @@ def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: li
     if out:
         arguments["out"] = out
     return _fitted(_planned(Proposal(model, known, arguments, machine.name, assumed=tuple(assumed))))
+
+
+def _checked(proposal: Proposal) -> Proposal:
+    """The proposal with the memory of a rank as far as it is known before graphs are, which may be too much."""
+    plan = proposal.plan
+    if plan is None or plan.target.local:
+        return proposal
+    memory = planned_memory(plan)
+    try:
+        memory.check()
+    except NpucompileError as error:
+        return replace(proposal, memory=memory, problem=str(error))
+    return replace(proposal, memory=memory)
 
 
 def _context_note(facts: Facts, source: registry.ModelSource) -> list[str]:

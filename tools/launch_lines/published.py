@@ -43,7 +43,7 @@ def matching(facts: Facts, model: str | None, target: str | None) -> list[tuple[
         if row.engine != ENGINES[facts.engine] or (model and row.model != model) or (target and row.target != target):
             continue
         phase = row.phases.get(facts.role)
-        if phase and _same(phase, wanted) and _same_scheme(row, facts):
+        if phase and _same(phase, wanted) and _same_scheme(row, facts) and facts.instances in (1, phase.instances):
             found.append((row, phase))
     return found
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npucompile.graphs.errors import SpecError
+from npucompile.graphs.errors import LoweringError, SpecError
+from npucompile.runtime.executor import check_serving
 from npucompile.tools.build import plan as planning
 from npucompile.tools.commands import build, serve
 from npucompile.tools.launch_lines.imported import Imported, import_text
@@ -45,9 +46,9 @@ def flags_by_shlex(text: str) -> set[str]:
 
 
 def legal(imported: Imported) -> int:
-    """Parses every printed command by the command itself; the number of builds that are planned."""
+    """Parses every command by the command itself, and asks the server whether it takes the build; the number of builds that are planned."""
     planned = 0
-    for role in imported.roles:
+    for role in [*imported.roles, *(role.instead for role in imported.roles if role.instead)]:
         if role.proposal is None:
             continue
         words = shlex.split(role.build)
@@ -57,6 +58,16 @@ def legal(imported: Imported) -> int:
             options = planning.Options(**{name: params[name] for name in planning.Options.__dataclass_fields__})
             assert options == options_of(role.proposal)
             planned += 1
+            if role.serve:
+                check_serving(role.proposal.plan.buckets, {})
+            else:
+                with pytest.raises(LoweringError, match="serving needs at least one"):
+                    check_serving(role.proposal.plan.buckets, {})
+        if role.instead:
+            assert not role.serve
+            assert role.serve not in imported.commands
+            assert {role.instead.build, role.instead.serve} <= set(imported.commands)
+            continue
         served = shlex.split(role.serve)
         given = served[served.index("serve") + 1 :]
         for option in ("--checkpoint", "--chat-template"):

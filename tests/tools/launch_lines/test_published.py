@@ -14,12 +14,16 @@ from npucompile.tools.launch_lines.published import matching, phase_of
 INSTANCES = [(row, phase) for row in deployments().values() if row.model in registry.presets() for phase in row.phases.values()]
 
 
+def _checkpoint(row: Deployment) -> str:
+    return f"/models/{row.model}" if row.quantization == "bf16" else f"/models/{row.model}-{row.quantization}"
+
+
 def line_of(row: Deployment, phase: Phase) -> str:
     """The launch line that a row was read from, as far as the table has it."""
     dp, tp = phase.mesh.axis("dp"), phase.mesh.axis("tp")
     words: list[object] = []
     if row.engine == "sglang":
-        words += ["sglang serve", f"/models/{row.model}", "--tp-size", dp * tp, "--dp-size", dp, "--enable-dp-attention"]
+        words += ["sglang serve", _checkpoint(row), "--tp-size", dp * tp, "--dp-size", dp, "--enable-dp-attention"]
         words += ["--max-running-requests", phase.max_running_requests, "--chunked-prefill-size", phase.chunk_len or -1]
         words += ["--cuda-graph-bs", *phase.buckets] if phase.buckets else ["--disable-cuda-graph"]
         words += ["--disaggregation-mode", phase.name] if phase.name != "mixed" else []
@@ -29,7 +33,7 @@ def line_of(row: Deployment, phase: Phase) -> str:
             words += ["--speculative-algorithm NEXTN --speculative-num-steps", phase.num_speculative_tokens]
         words += [] if row.quantization == "bf16" else ["--quantization modelslim"]
     else:
-        words += ["vllm serve", f"/models/{row.model}", "--tensor-parallel-size", tp, "--data-parallel-size", dp]
+        words += ["vllm serve", _checkpoint(row), "--tensor-parallel-size", tp, "--data-parallel-size", dp]
         words += ["--max-num-seqs", phase.max_running_requests // dp, "--max-model-len", phase.context_len]
         words += ["--max-num-batched-tokens", phase.chunk_len] if phase.chunk_len else []
         role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(phase.name)
@@ -44,6 +48,7 @@ def test_the_line_of_a_row_is_that_row(row, phase):
     (role,) = import_text(line_of(row, phase), target_name=row.target).roles
     proposal = role.proposal
     assert row.id in (proposal.deployment.id, *proposal.also)
+    assert {deployments()[name].quantization for name in (proposal.deployment.id, *proposal.also)} == {row.quantization}
     same = deployments()[proposal.deployment.id].phases[phase.name]
     assert (same.mesh, same.buckets, same.max_running_requests) == (phase.mesh, phase.buckets, phase.max_running_requests)
     assert proposal.problem == ""
@@ -75,3 +80,39 @@ def _facts(text: str):
 
     (group,) = imported._instances(imported.launches(imported.read(text)))
     return group[0].facts
+
+
+R1 = {name: deployments()[f"dsr1-a3x{name}-3.5k-1.5k-50ms"] for name in ("32-pd", "16-pd")}
+"""Two rows whose prefill servers have the same flags, with other weights and other decode servers."""
+
+
+def _rows(text: str) -> list[str | None]:
+    return [role.proposal.deployment and role.proposal.deployment.id for role in import_text(text).roles]
+
+
+@pytest.mark.parametrize("name", R1)
+def test_a_prefill_line_is_the_row_of_its_weights_or_of_its_script(name):
+    row = R1[name]
+    prefill, decode = (line_of(row, row.phases[phase]) for phase in ("prefill", "decode"))
+    nameless = prefill.replace(_checkpoint(row), "$MODEL_PATH")
+    assert _rows(prefill) == [row.id]
+    assert _rows(f"{nameless}\n{decode}") == [row.id, row.id]
+    assert _rows(f"{decode}\n{nameless}") == [row.id, row.id]
+
+
+def test_a_prefill_line_that_names_no_weights_is_no_row():
+    row = R1["32-pd"]
+    text = line_of(row, row.phases["prefill"]).replace(_checkpoint(row), "/models/deepseek-r1")
+    (role,) = import_text(text).roles
+    assert role.proposal.deployment is None
+    said = next(each for each in role.proposal.assumed if each.startswith("no deployment"))
+    assert all(f"{other.id} ({other.quantization}, {other.npus} NPUs)" in said for other in R1.values())
+
+
+def test_a_loop_says_how_many_instances_a_row_has():
+    row = R1["32-pd"]
+    text = line_of(row, row.phases["prefill"]).replace(_checkpoint(row), "/models/deepseek-r1")
+    looped = f"for i in {{1..{row.phases['prefill'].instances}}}; do\n{text} --port 800$i\ndone"
+    (role,) = import_text(looped).roles
+    assert role.proposal.deployment.id == row.id
+    assert "2 instances: serve is started once for each, with its own --port 8001, 8002" in role.proposal.assumed
