@@ -9,9 +9,11 @@ from pathlib import Path
 
 from ...graphs.errors import NpucompileError
 from ...graphs.paths import file_named
+from ...graphs.types import Limits
 from ...models import registry
 from ...models.presets import DRAFT_PRESETS
 from ..build import plan as planning
+from ..build.checkpoint_slots import has_recurrent_states
 from ..build.choices import MAX_DRAFTS
 from ..build.deployments import Deployment, Phase, limits_for, prefill_sizes
 from ..build.memory import MemoryPlan
@@ -205,6 +207,7 @@ def _derived(
             if limits.num_pages - 1 < requests * limits.pages_per_request and facts.number("pool_bytes") is None:
                 arguments["max-total-tokens"] = str((limits.num_pages - 1) * limits.page_size)
     arguments["speculative-tokens"] = str(drafts)
+    arguments |= _kept_states(facts, source, machine)
     arguments |= draft | _precision(facts)
     if out:
         arguments["out"] = out
@@ -251,6 +254,21 @@ def _draft(facts: Facts, model: str) -> dict[str, str]:
     return {"draft-model": _heads()[model]} if facts.eagle and model in _heads() else {}
 
 
+def _kept_states(facts: Facts, source: registry.ModelSource | None, machine: Target) -> dict[str, str]:
+    """Slots for states of prefixes, where the line wants prefixes kept and the model has states: builds for NPUs have none by default.
+
+    Those of SGLang's option are of all dp groups and of requests in flight, too; where there is no number, a request in flight has one.
+    """
+    limits = Limits(machine.page_size, 2, 2, machine.page_size, 1, 0)
+    total, requests = facts.number("state_slots"), facts.group_requests
+    if source is None or machine.local or facts.has("no_prefixes_kept") or not has_recurrent_states(source.model, limits):
+        return {}
+    kept = requests if facts.values.get("prefix_caching") is True else None
+    if total is not None:
+        kept = max(total // facts.mesh.axis("dp") - (requests or 0), 0)
+    return {"checkpoint-slots": str(kept)} if kept else {}
+
+
 def _precision(facts: Facts) -> dict[str, str]:
     """Types and memory that the line says."""
     arguments = {}
@@ -279,7 +297,7 @@ def options_of(proposal: Proposal) -> planning.Options:
     """The proposal as the plan reads it."""
     values = {name.replace("-", "_"): value for name, value in proposal.arguments.items() if name != "out"}
     read = {"buckets": parse_buckets, "prefill": parse_prefill}
-    numbers = ("max_model_len", "max_num_seqs", "max_total_tokens", "kv_cache_memory", "max_logprobs")
+    numbers = ("checkpoint_slots", "max_model_len", "max_num_seqs", "max_total_tokens", "kv_cache_memory", "max_logprobs")
     typed = {name: read[name](value) if name in read else int(value) if name in numbers else value for name, value in values.items()}
     if "speculative_tokens" in typed:
         typed["num_speculative_tokens"] = int(str(typed.pop("speculative_tokens")))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..build.checkpoint_slots import has_recurrent_states
 from ..build.choices import MAX_LOGPROBS
+from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, topic
 
 ADDITIONAL = {
@@ -131,8 +133,28 @@ def max_logprobs(value: Any, context: Context) -> Verdict:
 def prefix_caching(value: Any, context: Context) -> Verdict:
     """Whether prefixes are kept for later requests."""
     if value:
-        return topic("prefix_cache")
+        return _kept_states(context) or topic("prefix_cache")
     return Verdict(MAPPED, "serve --no-prefix-cache", ("--no-prefix-cache",))
+
+
+def _kept_states(context: Context) -> Verdict | None:
+    """What is kept of prefixes of a model with recurrent states; None for others, whose prefixes need pages alone."""
+    plan = context.proposal.plan
+    if plan is None or not has_recurrent_states(plan.model, plan.limits):
+        return None
+    slots = plan.limits.checkpoint_slots
+    if "checkpoint-slots" in context.proposal.arguments:
+        return Verdict(MAPPED, f"--checkpoint-slots {slots}: {topics()['kept_states'].why}")
+    if slots:
+        return Verdict(MAPPED, f"{context.row or 'a build for this machine'} has {slots} slots: {topics()['kept_states'].why}")
+    return Verdict(REFUSED, f"no prefix is kept: {topics()['kept_states'].why}; this build has none, --checkpoint-slots N adds them")
+
+
+@rule
+def state_slots(value: Any, context: Context) -> Verdict:
+    """Most recurrent states, those of requests in flight and those that are kept."""
+    kept = None if context.facts.has("no_prefixes_kept") else _kept_states(context)
+    return kept or topic("state_cache")
 
 
 @rule

@@ -82,3 +82,30 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         said(LINE, "--set", "A")
     with pytest.raises(SpecError, match=r"nowhere.sh: no such file; legal is a launch line in quotes"):
         said("nowhere.sh")
+
+
+@pytest.mark.parametrize("line", ["sglang serve deepseek-ai/DeepSeek-V3.2-W8A8", "vllm serve Qwen/Qwen3.5-397B-A17B -tp 2"])
+def test_a_build_that_no_rank_can_hold_is_not_said_to_be_planned(line):
+    text = said(line)
+    assert "  planned: " not in text
+    assert "  not planned: a rank of ascend-a3 with mesh dp=1,tp=" in text
+    assert "No number of requests and no context fits: legal are a mesh of more ranks" in text
+    (role,) = json.loads(said("--json", line))["roles"]
+    assert (role["planned"], "too much" in role["problem"]) == (False, True)
+
+
+def test_a_part_of_serving_is_not_served_and_what_can_be_is_said():
+    text = (
+        "sglang serve DeepSeek-V3.2-w8a8 --tp-size 32 --dp-size 8 --enable-dp-attention --nnodes 2 --disaggregation-mode decode "
+        "--max-running-requests 32 --cuda-graph-bs 1 2 3 4 --quantization modelslim --speculative-algorithm NEXTN --speculative-num-steps 3"
+    )
+    shown = said(text)
+    assert (
+        "not served: serve takes no artifact that can only decode, which is what `npucompile build deepseek-v3.2 --deployment dsv32"
+        in shown
+    )
+    data = json.loads(said("--json", text))
+    (role,) = data["roles"]
+    assert (role["serve"], role["instead"]["planned"]) == ("", True)
+    assert data["command"].splitlines() == [role["instead"]["build"], role["instead"]["serve"]]
+    assert "--prefill" in role["instead"]["build"]

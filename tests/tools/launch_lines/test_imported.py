@@ -130,6 +130,7 @@ def test_a_script_of_several_servers_has_a_role_for_each():
     assert len({role.build for role in imported.roles[:2]}) == 2
     assert "--out" in prefill.build
     assert {finding.status for finding in router.findings if finding.kind == "flag"} == {"refused"}
+    assert {finding.status for finding in router.findings if finding.name.startswith("HCCL")} == {"unnecessary"}
     assert next(f.why for f in router.findings if f.name == "--polcy") == "router has no flag --polcy; the nearest is --policy"
     assert (router.build, router.serve) == ("", "")
     assert imported.as_dict()["command"].splitlines() == imported.commands

@@ -8,6 +8,7 @@ import pytest
 
 from npucompile.models import registry
 from npucompile.tools.build.deployments import Deployment, Phase, deployments
+from npucompile.tools.launch_lines import proposal
 from npucompile.tools.launch_lines.imported import import_text
 from npucompile.tools.launch_lines.published import matching, phase_of
 
@@ -86,10 +87,17 @@ R1 = {name: deployments()[f"dsr1-a3x{name}-3.5k-1.5k-50ms"] for name in ("32-pd"
 """Two rows whose prefill servers have the same flags, with other weights and other decode servers."""
 
 
+@pytest.fixture
+def unplanned(monkeypatch):
+    """Which row a line is does not depend on plans, which take seconds."""
+    monkeypatch.setattr(proposal, "_planned", lambda proposed: proposed)
+
+
 def _rows(text: str) -> list[str | None]:
     return [role.proposal.deployment and role.proposal.deployment.id for role in import_text(text).roles]
 
 
+@pytest.mark.usefixtures("unplanned")
 @pytest.mark.parametrize("name", R1)
 def test_a_prefill_line_is_the_row_of_its_weights_or_of_its_script(name):
     row = R1[name]
@@ -100,6 +108,7 @@ def test_a_prefill_line_is_the_row_of_its_weights_or_of_its_script(name):
     assert _rows(f"{decode}\n{nameless}") == [row.id, row.id]
 
 
+@pytest.mark.usefixtures("unplanned")
 def test_a_prefill_line_that_names_no_weights_is_no_row():
     row = R1["32-pd"]
     text = line_of(row, row.phases["prefill"]).replace(_checkpoint(row), "/models/deepseek-r1")
@@ -109,6 +118,7 @@ def test_a_prefill_line_that_names_no_weights_is_no_row():
     assert all(f"{other.id} ({other.quantization}, {other.npus} NPUs)" in said for other in R1.values())
 
 
+@pytest.mark.usefixtures("unplanned")
 def test_a_loop_says_how_many_instances_a_row_has():
     row = R1["32-pd"]
     text = line_of(row, row.phases["prefill"]).replace(_checkpoint(row), "/models/deepseek-r1")

@@ -44,7 +44,13 @@ from npucompile.tools.launch_lines.imported import import_text
         ("vllm", """--additional-config '{"eplb_config": {"x": 1}}'""", "refused", "eplb_config: experts stay"),
         ("vllm", "--no-enable-prefix-caching", "mapped", "serve --no-prefix-cache"),
         ("sglang", "--disable-radix-cache", "mapped", "serve --no-prefix-cache"),
-        ("vllm", "--enable-prefix-caching", "unnecessary", "prefixes are kept"),
+        ("vllm", "--enable-prefix-caching", "mapped", "--checkpoint-slots 32: a model with recurrent states keeps a prefix only in"),
+        ("sglang", "--max-mamba-cache-size 40", "mapped", "--checkpoint-slots 8: a model with recurrent states"),
+        ("sglang", "--max-mamba-cache-size 32", "refused", "no prefix is kept: a model with recurrent states"),
+        ("sglang", "--max-mamba-cache-size 40 --disable-radix-cache", "unnecessary", "a request has one recurrent state slot for each"),
+        ("vllm", "--seed 1024", "unnecessary", "a request that brings `seed` has the same tokens every time"),
+        ("sglang", "--random-seed 7", "unnecessary", "one that brings none draws a seed of its own"),
+        ("sglang", "--skip-server-warmup", "unnecessary", "GE compiles graphs at the first start"),
     ],
 )
 def test_what_becomes_of_a_flag(engine, flags, status, why):
@@ -67,3 +73,25 @@ def test_what_an_artifact_sets_itself_is_left_to_it():
     (role,) = import_text("HCCL_BUFFSIZE=200 GLOO_SOCKET_IFNAME=lo sglang serve m").roles
     assert "HCCL_BUFFSIZE" not in role.serve
     assert role.serve.startswith("GLOO_SOCKET_IFNAME=lo npucompile serve")
+
+
+@pytest.mark.parametrize("name", ["SGLANG_WARMUP_TIMEOUT", "VLLM_ENGINE_READY_TIMEOUT_S"])
+def test_a_start_is_as_long_as_it_takes(name):
+    found = next(each for each in import_text(f"{name}=600 sglang serve m").findings if each.name == name)
+    assert (found.status, "no time limits a start: on NPUs GE compiles graphs at the first start" in found.why) == ("unnecessary", True)
+
+
+@pytest.mark.parametrize(
+    ("line", "slots"),
+    [
+        ("vllm serve qwen3.5-27b -tp 4 --max-num-seqs 8 --max-model-len 4096 --enable-prefix-caching", 8),
+        ("vllm serve qwen3.5-27b -tp 4 --max-num-seqs 8 --max-model-len 4096", 0),
+        ("vllm serve qwen3-8b -tp 4 --max-num-seqs 8 --max-model-len 4096 --enable-prefix-caching", 0),
+        ("sglang serve qwen3.5-27b --tp 4 --dp 2 --enable-dp-attention --max-running-requests 8 --max-mamba-cache-size 40", 16),
+    ],
+)
+def test_what_is_said_of_prefixes_is_what_the_build_keeps(line, slots):
+    (role,) = import_text(line).roles
+    assert role.proposal.plan.limits.checkpoint_slots == slots
+    kept = [each.why for each in role.findings if each.name in ("--enable-prefix-caching", "--max-mamba-cache-size")]
+    assert all(why.startswith(f"--checkpoint-slots {slots}: " if slots else "prefixes are kept unless") for why in kept)
