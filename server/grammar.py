@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,8 @@ from tokenizers import Tokenizer
 
 from ..graphs.errors import RequestError
 from ..runtime.constraint import WORD_BITS, Bitmask
+from .grammar_errors import LIMITS, TOO_COMPLEX, is_too_complex, reason_of
+from .schema_check import compilable
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
 REPLY = "reply"
@@ -50,7 +53,7 @@ class GrammarCompiler:
             param: field of the API that it comes from, for errors.
 
         Raises:
-            RequestError: it is no grammar, or one that is too complex.
+            RequestError: it is no grammar, one that no output satisfies, or one that is too complex.
         """
         known = self._tokenizer.get_vocab_size()
         if not self._eos or not all(0 <= token < known for token in self._eos):
@@ -59,15 +62,25 @@ class GrammarCompiler:
         grammar = self._grammar(kind, value, param)
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise RequestError(f"{param} has {len(grammar)} characters; legal are at most {MAX_GRAMMAR_CHARS}", param=param)
-        matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise RequestError(f"{param} is no legal {kind}: {_shown(matcher.get_error())}", param=param, code="invalid_grammar")
-        return GrammarConstraint(matcher, self._tokens.vocab_size)
+            raise _refusal(kind, matcher.get_error(), param)
+        constraint = GrammarConstraint(matcher, self._tokens, self._special_ids)
+        # Whether it has any word is known with the first mask, which is kept; and an expression that is too large is built for it.
+        first = np.zeros((1, -(-self._tokens.vocab_size // WORD_BITS)), np.int32)
+        try:
+            constraint.fill((), (), first)
+        except ValueError as error:
+            raise _refusal(kind, matcher.get_error(), param) from error
+        if not first.any():
+            raise _refusal(kind, "NoExtension", param)
+        return constraint
 
     def _grammar(self, kind: str, value: Any, param: str) -> str:
         if kind != REPLY:
             return _text(kind, value, param)
         body = None if value.body is None else _text(value.body.kind, value.body.value, param)
+        value = replace(value, tools=replace(value.tools, tools=tuple(map(_compilable_tool, value.tools.tools))))
         return str(value.grammar(self._special.get, body))
 
     @cached_property
@@ -75,14 +88,27 @@ class GrammarCompiler:
         """Ids of special tokens, which are no text in a grammar."""
         return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
+    @cached_property
+    def _special_ids(self) -> Bitmask:
+        """A mask of the special tokens: [1, words]."""
+        bits = np.zeros(-(-self._tokens.vocab_size // WORD_BITS) * WORD_BITS, bool)
+        bits[[token for token in range(self._tokens.vocab_size) if self._tokens.is_special_token(token)]] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)[None]
+
 
 class GrammarConstraint:
     """The outputs that a grammar allows, as `runtime.constraint.Constraint`."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
+    def __init__(self, matcher: llguidance.LLMatcher, tokens: llguidance.LLTokenizer, special: Bitmask) -> None:
+        self._matcher, self._tokens, self._special = matcher, tokens, special
+        self._vocab_size = tokens.vocab_size
         self._output: list[int] = []
+
+    def copy(self) -> GrammarConstraint:
+        """The same grammar for another output."""
+        matcher = self._matcher.deep_copy()
+        matcher.reset()
+        return GrammarConstraint(matcher, self._tokens, self._special)
 
     def fill(self, output: Sequence[int], drafts: Sequence[int], bitmask: Bitmask) -> None:
         """See `Constraint.fill`."""
@@ -90,17 +116,17 @@ class GrammarConstraint:
         self._mask(bitmask, 0)
         taken = 0
         for draft in drafts:
-            # A token that the tokenizer does not have is no question for the matcher, but an error that stays.
-            if draft >= self._vocab_size or self._matcher.validate_tokens([draft]) != 1:
+            word, bit = divmod(draft, WORD_BITS)
+            if word >= bitmask.shape[1] or not bitmask[taken, word] >> bit & 1:
                 break
-            self._matcher.consume_token(draft)
+            self._consume([draft])
             taken += 1
             # Where the text is complete only its end is legal; behind that end nothing is read.
             self._mask(bitmask, taken)
             if self._matcher.is_stopped():
                 break
         if taken and not self._matcher.rollback(taken):
-            raise ValueError(_shown(self._matcher.get_error()) or "the grammar cannot go back")
+            raise ValueError(reason_of(self._matcher.get_error()))
 
     def _follow(self, output: Sequence[int]) -> None:
         """Brings the matcher behind the output, which is what it was plus new tokens."""
@@ -109,23 +135,53 @@ class GrammarConstraint:
             self._matcher.reset()
             self._output, known = [], 0
         new = list(output[known:])
-        if new and not self._matcher.consume_tokens(new):
-            raise ValueError(_shown(self._matcher.get_error()) or "a token is not legal")
+        if new:
+            self._consume(new)
         self._output += new
+
+    def _consume(self, tokens: Sequence[int]) -> None:
+        if not self._matcher.consume_tokens(list(tokens)):
+            raise ValueError(reason_of(self._matcher.get_error()))
 
     def _mask(self, bitmask: Bitmask, place: int) -> None:
         """Writes the mask of the next token; tokens beyond the tokenizer's are not legal."""
         own = np.zeros((1, -(-self._vocab_size // WORD_BITS)), np.int32)
         fill_next_token_bitmask(self._matcher, own)
         if self._matcher.is_error():
-            raise ValueError(_shown(self._matcher.get_error()))
+            raise ValueError(reason_of(self._matcher.get_error()))
+        if (own & self._special).any():
+            self._without_marks(own)
         words = min(own.shape[1], bitmask.shape[1])
         bitmask[place, :words] = own[0, :words]
         bitmask[place, words:] = 0
 
+    def _without_marks(self, own: Bitmask) -> None:
+        """Takes special tokens away that stand in a mask for their text: where only one text can follow, it is told in the tokens that the
+        tokenizer makes of it, and it finds special ones in any text."""
+        found = np.flatnonzero(np.unpackbits((own & self._special).view(np.uint8), bitorder="little"))
+        for token in found.tolist():
+            ends = token in self._tokens.eos_tokens and (self._matcher.is_accepting() or self._matcher.is_stopped())
+            if not ends and self._matcher.validate_tokens([token]) != 1:
+                own[0, token // WORD_BITS] &= ~np.uint32(1 << token % WORD_BITS).view(np.int32)
+        forced = b"" if own.any() else self._matcher.compute_ff_bytes()
+        # The longest token of text that it begins with.
+        for token in self._tokens.greedy_tokenize(forced.decode(errors="ignore"))[:1]:
+            own[0, token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS).view(np.int32)
+
+
+def _refusal(kind: str, problem: str, param: str) -> RequestError:
+    code = TOO_COMPLEX if is_too_complex(problem) else "invalid_grammar"
+    return RequestError(f"{param} is no legal {kind}: {_shown(reason_of(problem))}", param=param, code=code)
+
+
+def _compilable_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool["function"]
+    return {**tool, "function": {**function, "parameters": compilable(function.get("parameters") or {}, "tools")}}
+
 
 def _text(kind: str, value: Any, param: str) -> str:
     """A grammar in llguidance's notation."""
+    _check_characters(value, param)
     if kind == "choice":
         if not isinstance(value, Sequence) or isinstance(value, str) or not value or not all(isinstance(v, str) and v for v in value):
             raise RequestError(f"{param} is {_shown(repr(value))}; legal is a list of texts that are not empty", param=param)
@@ -133,7 +189,7 @@ def _text(kind: str, value: Any, param: str) -> str:
     if kind == "json_object":
         return llguidance.LLMatcher.grammar_from_json_schema({"type": "object"})
     if kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(dict(_schema(value, param)))
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(compilable(_schema(value, param), param)))
     if not isinstance(value, str) or not value:
         raise RequestError(f"{param} is {_shown(repr(value))}; legal is a text that is not empty", param=param)
     if kind == "regex":
@@ -144,6 +200,14 @@ def _text(kind: str, value: Any, param: str) -> str:
         except Exception as error:  # The translator of GBNF raises what its parser raises.
             raise RequestError(f"{param} is no legal grammar: {_shown(str(error))}", param=param, code="invalid_grammar") from error
     raise RequestError(f"{param} is of kind {_shown(repr(kind))}; legal are {list(KINDS)}", param=param)
+
+
+def _check_characters(value: Any, param: str) -> None:
+    """Raises RequestError where a text, or one of several, holds half a surrogate pair, which no output can."""
+    texts = value if isinstance(value, list) else [value]
+    if any(isinstance(text, str) and not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text) for text in texts):
+        message = f"{param} holds a text with half a surrogate pair; legal are whole characters"
+        raise RequestError(message, param=param, code="invalid_grammar")
 
 
 def _schema(value: Any, param: str) -> Mapping[str, Any]:
