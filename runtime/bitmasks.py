@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
+from ..graphs.errors import RequestError
 from ..graphs.step_inputs import write_width
-from .constraint import EVERYTHING, WORD_BITS, Bitmask, ConstraintError
+from .constraint import DEAD_END, EVERYTHING, TOO_COMPLEX, WORD_BITS, Bitmask, ConstraintError, TooComplex
 from .request import Request
 from .scheduler.scheduled_step import ScheduledRequest, ScheduledStep
 
@@ -48,12 +50,51 @@ def _restrict(row: ScheduledRequest, drafts: Sequence[int], bitmask: Bitmask) ->
         if request.constraint is not None:
             request.constraint.fill(output, drafts, bitmask)
     except ValueError as error:
-        raise ConstraintError(f"the output cannot go on under its constraint: {error}", request.id) from error
-    legal = bool(bitmask[0].any())
-    forbid(request, output, drafts, max(row.output_index, 0), bitmask)
+        code = TOO_COMPLEX if isinstance(error, TooComplex) else DEAD_END
+        raise ConstraintError(f"the output cannot go on under its constraint: {error}", request.id, code) from error
+    _restrict_constrained(request, output, drafts, max(row.output_index, 0), bitmask)
+
+
+def check_first(request: Request, vocab_size: int) -> None:
+    """Refuses a request with a constraint that can sample no first token; ids beyond the vocabulary are left to `admission.check`.
+
+    Raises:
+        RequestError: its constraint and its sampling parameters have no token in common.
+    """
+    sampling = request.sampling
+    ids = (sampling.allowed_token_ids or (), request.stop_token_ids, *sampling.bad_words)
+    if request.constraint is None or not all(0 <= token < vocab_size for token in chain.from_iterable(ids)):
+        return
+    bitmask = np.full((1, -(-vocab_size // WORD_BITS)), EVERYTHING, np.int32)
+    request.constraint.fill((), (), bitmask)
+    try:
+        _restrict_constrained(request, (), (), 0, bitmask)
+    except ConstraintError as error:
+        raise RequestError(str(error), param=_fields(request)[0], code=error.code) from error
+
+
+def _restrict_constrained(request: Request, output: Sequence[int], drafts: Sequence[int], count: int, bitmask: Bitmask) -> None:
+    """As `forbid`, where the constraint has taken away its own. Where nothing would be left and the output may end, it does.
+
+    Raises:
+        ConstraintError: no token is left after the output.
+    """
+    legal = bitmask.copy() if request.constraint is not None else bitmask
+    forbid(request, output, drafts, count, bitmask)
+    for place in range(len(drafts) + 1 if legal is not bitmask else 0):
+        if not bitmask[place].any() and request.stop_token_ids:
+            bitmask[place] = legal[place] & _bits(tuple(sorted(request.stop_token_ids)), bitmask.shape[1])
     if not bitmask[0].any():
-        why = "its sampling parameters forbid every token that it allows" if request.constraint and legal else "it allows no token"
+        fields = " and ".join(_fields(request))
+        why = f"{fields} forbid every token that it allows" if request.constraint and legal[0].any() else "it allows no token"
         raise ConstraintError(f"the output cannot go on under its constraint: {why}", request.id)
+
+
+def _fields(request: Request) -> list[str]:
+    """The sampling parameters that a request forbids tokens with."""
+    sampling = request.sampling
+    values = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words, "min_tokens": sampling.min_tokens}
+    return [name for name, value in values.items() if value]
 
 
 def forbid(request: Request, output: Sequence[int], drafts: Sequence[int], count: int, bitmask: Bitmask) -> None:

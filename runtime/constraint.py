@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..graphs.errors import NpucompileError
 from ..graphs.types import WORD_BITS
 
-__all__ = ["EVERYTHING", "WORD_BITS", "Bitmask", "Constraint", "ConstraintError"]
+__all__ = ["DEAD_END", "EVERYTHING", "TOO_COMPLEX", "WORD_BITS", "Bitmask", "Constraint", "ConstraintError", "TooComplex"]
 
 Bitmask = npt.NDArray[np.int32]
 """[W, words]: a bit a token, the lowest bit first, for each token that a row samples (graphs/ops/mask_logits.py)."""
@@ -20,16 +20,25 @@ EVERYTHING = -1
 """A word with all bits set."""
 
 
+DEAD_END, TOO_COMPLEX = "constraint_dead_end", "grammar_too_complex"
+"""Codes of requests that end because no token is left to sample, and because their masks take more work than one may ask for."""
+
+
+class TooComplex(ValueError):
+    """Raised by a constraint whose masks take more work than one request may ask for."""
+
+
 class ConstraintError(NpucompileError):
     """Raised when a request's output cannot go on under its constraint; it ends that request alone.
 
     Args:
         request_id: of the request.
+        code: DEAD_END or TOO_COMPLEX.
     """
 
-    def __init__(self, message: str, request_id: str) -> None:
+    def __init__(self, message: str, request_id: str, code: str = DEAD_END) -> None:
         super().__init__(message)
-        self.request_id = request_id
+        self.request_id, self.code = request_id, code
 
 
 class Constraint(Protocol):

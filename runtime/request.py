@@ -289,6 +289,7 @@ class FinishEvent:
     Attributes:
         reason: one of FINISH_REASONS.
         message: the error, for the reasons "error" and "timeout".
+        code: of an error that is the request's own; None where it is the engine's.
         ended_by: the token that ended the output and is in no TokenEvent, with its log probability, if the request asks for those of
             output and prompt: who adds them up counts positions.
     """
@@ -300,6 +301,7 @@ class FinishEvent:
     record: ExecutionRecord
     message: str | None = None
     ended_by: tuple[int, Logprobs] | None = None
+    code: str | None = None
 
 
 Event = TokenEvent | FinishEvent

@@ -276,7 +276,7 @@ class Stepper:
         except ConstraintError as error:
             # Nothing was launched, so the others are scheduled again without it.
             self.journal.dead_end(error.request_id)
-            self._publish(*advance.end(self._state, error.request_id, str(error), now_ms))
+            self._publish(*advance.end(self._state, error.request_id, str(error), now_ms, error.code))
             return
         self.journal.launched(step, masks)
         state = advance.launch(self._state, step, now_ms)

@@ -78,6 +78,7 @@ class CompletionEnd:
     Attributes:
         reason: one of runtime.request.FINISH_REASONS.
         message: the error, for the reasons "error" and "timeout".
+        code: of an error that is the request's own.
         ended_by: see runtime.request.FinishEvent.
     """
 
@@ -85,6 +86,7 @@ class CompletionEnd:
     usage: Usage
     message: str | None = None
     ended_by: tuple[int, Logprobs] | None = None
+    code: str | None = None
 
     @property
     def status(self) -> str:
@@ -156,7 +158,8 @@ class ResponseEvents:
         response = self._last = self._response(status)
         response["usage"] = usage_object([end.usage for end in ends]) if ends else None
         if status == "failed":
-            code = "server_error" if any(end.reason == "error" for end in ends) else "timeout"
+            failed = [end.code or "server_error" for end in ends if end.reason == "error"]
+            code = failed[0] if failed else "timeout"
             response["error"] = {"code": code, "message": _failure(ends)}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}

@@ -14,8 +14,8 @@ from llguidance.numpy import fill_next_token_bitmask
 from tokenizers import Tokenizer
 
 from ..graphs.errors import RequestError
-from ..runtime.constraint import WORD_BITS, Bitmask
-from .grammar_errors import LIMITS, TOO_COMPLEX, is_too_complex, reason_of
+from ..runtime.constraint import TOO_COMPLEX, WORD_BITS, Bitmask
+from .grammar_errors import LIMITS, failure, is_too_complex, reason_of
 from .schema_check import compilable
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
@@ -126,7 +126,7 @@ class GrammarConstraint:
             if self._matcher.is_stopped():
                 break
         if taken and not self._matcher.rollback(taken):
-            raise ValueError(reason_of(self._matcher.get_error()))
+            raise failure(self._matcher.get_error())
 
     def _follow(self, output: Sequence[int]) -> None:
         """Brings the matcher behind the output, which is what it was plus new tokens."""
@@ -141,14 +141,14 @@ class GrammarConstraint:
 
     def _consume(self, tokens: Sequence[int]) -> None:
         if not self._matcher.consume_tokens(list(tokens)):
-            raise ValueError(reason_of(self._matcher.get_error()))
+            raise failure(self._matcher.get_error())
 
     def _mask(self, bitmask: Bitmask, place: int) -> None:
         """Writes the mask of the next token; tokens beyond the tokenizer's are not legal."""
         own = np.zeros((1, -(-self._vocab_size // WORD_BITS)), np.int32)
         fill_next_token_bitmask(self._matcher, own)
         if self._matcher.is_error():
-            raise ValueError(reason_of(self._matcher.get_error()))
+            raise failure(self._matcher.get_error())
         if (own & self._special).any():
             self._without_marks(own)
         words = min(own.shape[1], bitmask.shape[1])

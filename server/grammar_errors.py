@@ -6,8 +6,7 @@ import re
 
 import llguidance
 
-TOO_COMPLEX = "grammar_too_complex"
-"""Code of the refusal of a grammar that takes more work than one request may ask for."""
+from ..runtime.constraint import TooComplex
 
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,
@@ -21,13 +20,18 @@ LIMITS = llguidance.LLParserLimits(
 """Of each grammar: objects of some hundred optional properties need about half of them; ambiguous grammars come to them soon. States take
 up to 2 KB each."""
 
-_COMPLEX = re.compile(r"too many (?:items|expressions|states)|too complex|too large|too big|fuel|current row has|size limit", re.IGNORECASE)
+_COMPLEX = re.compile(r"too many (?:items|expressions|states)|too complex|grammar (?:is )?too (?:large|big)|fuel|current row has|size limit", re.IGNORECASE)
 _INTERNAL = re.compile(r"(?:lexer|parser) (?:error|state)|panic|internal|NoExtension|NotStopped|forced bytes|<dbg>", re.IGNORECASE)
 
 
 def is_too_complex(problem: str) -> bool:
     """Whether a grammar exceeds a limit."""
     return bool(_COMPLEX.search(problem))
+
+
+def failure(problem: str) -> ValueError:
+    """What a constraint raises where llguidance has this problem."""
+    return (TooComplex if is_too_complex(problem) else ValueError)(reason_of(problem))
 
 
 def reason_of(problem: str) -> str:

@@ -102,7 +102,7 @@ class OutputStream:
         output_tokens = self._output_tokens if self.stopped else event.completion_tokens
         reason = "stop" if self.stopped and event.reason in ("cancelled", "length", "timeout") else event.reason
         ended_by = None if self.stopped else event.ended_by
-        return last, CompletionEnd(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message, ended_by)
+        return last, CompletionEnd(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message, ended_by, event.code)
 
     def _until_stop(self, text: str) -> str:
         if self._stop is None or self._output_tokens <= self._min_tokens:

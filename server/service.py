@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ..graphs.errors import RequestError
+from ..runtime.bitmasks import check_first
 from ..runtime.delivery import Sink
 from ..runtime.request import Event, FinishEvent, Request, Sampling
 from .admission import Admission
@@ -205,20 +206,21 @@ class Service:
             prompt_logprobs=options.prompt_logprobs,
             prompt_logprobs_from=options.prompt_logprobs_from,
             speculative_tokens=options.speculative_tokens,
-            constraint=self._constraint(options.format),
+            constraint=None if options.format is None else self._constraint(options.format),
             priority=options.priority,
             timeout_ms=self.limits.timeout_ms(options.timeout_ms),
             first_token_timeout_ms=None if first_token_s is None else 1e3 * first_token_s,
             cache_salt=options.cache_salt,
             skip_reading_prefix_cache=options.skip_reading_prefix_cache,
         )
+        check_first(first, self.model.vocab_size)
         others = (
             replace(
                 first,
                 id=completion_id(base_id, index),
                 sampling=replace(sampling, seed=completion_seed(sampling.seed, index)),
                 # Each follows its own output.
-                constraint=self._constraint(options.format),
+                constraint=None if first.constraint is None else first.constraint.copy(),
             )
             for index in range(1, options.n)
         )
@@ -232,8 +234,8 @@ class Service:
     def _grammars(self) -> GrammarCompiler:
         return self.tokenizer.grammars(self.model.eos_token_ids)
 
-    def _constraint(self, form: OutputFormat | None) -> GrammarConstraint | None:
-        return None if form is None else self._grammars.constraint(form.kind, form.value, form.param)
+    def _constraint(self, form: OutputFormat) -> GrammarConstraint:
+        return self._grammars.constraint(form.kind, form.value, form.param)
 
     def now_s(self) -> int:
         """Unix time."""

@@ -179,9 +179,9 @@ def fail(state: SchedulerState, step: ScheduledStep, message: str, now_ms: float
     return _drop(replace(state, steps_in_flight=state.steps_in_flight - 1), arrivals, "error", now_ms, message)
 
 
-def end(state: SchedulerState, request_id: str, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
+def end(state: SchedulerState, request_id: str, message: str, now_ms: float, code: str | None) -> tuple[SchedulerState, tuple[Event, ...]]:
     """The state without this request, which ends with reason "error"."""
-    return _drop(state, {request.arrival for request in live(state) if request.id == request_id}, "error", now_ms, message)
+    return _drop(state, {request.arrival for request in live(state) if request.id == request_id}, "error", now_ms, message, code)
 
 
 def fail_all(state: SchedulerState, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
@@ -259,7 +259,7 @@ def live(state: SchedulerState) -> list[RequestState]:
 
 
 def _drop(
-    state: SchedulerState, arrivals: Collection[int], reason: str, now_ms: float, message: str | None = None
+    state: SchedulerState, arrivals: Collection[int], reason: str, now_ms: float, message: str | None = None, code: str | None = None
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
-    events = tuple(request.finish_event(reason, now_ms, message) for request in live(state) if request.arrival in arrivals)
+    events = tuple(request.finish_event(reason, now_ms, message, code) for request in live(state) if request.arrival in arrivals)
     return replace(state, groups=tuple(group.without(arrivals) for group in state.groups)), events

@@ -223,14 +223,14 @@ class RequestState(NamedTuple):
             record = record._replace(first_token_ms=now_ms - self.submitted_ms)
         return self._replace(record=record, unscored=self.unscored - count)
 
-    def finish_event(self, reason: str, now_ms: float, message: str | None = None) -> FinishEvent:
+    def finish_event(self, reason: str, now_ms: float, message: str | None = None, code: str | None = None) -> FinishEvent:
         """The last event of the request, with its execution record."""
         record = self.record._replace(
             queue_ms=(now_ms if self.started_ms is None else self.started_ms) - self.submitted_ms,
             total_ms=now_ms - self.submitted_ms,
             decode_steps=tuple(sorted(self.record.decode_steps)),
         )
-        return FinishEvent(self.id, reason, len(self.request.prompt), len(self.output_token_ids), record, message)
+        return FinishEvent(self.id, reason, len(self.request.prompt), len(self.output_token_ids), record, message, code=code)
 
 
 _decode_launched = replacer(RequestState, "steps_in_flight", "num_pages", "last_scheduled")

@@ -10,7 +10,7 @@ from ..errors import failure_of
 from ..events import CompletionEnd
 from ..generation import Output
 from ..output_stream import TextDelta
-from .errors import EngineFailure, EngineTimeout
+from .errors import EngineTimeout, failure
 from .sse import DONE, failure_frames, frame
 from .usage import usage_object
 
@@ -101,7 +101,7 @@ class ChunkFrames:
         for index, delta, end in pieces(outputs):
             if end is not None and end.reason == "error":
                 self.failed = True
-                return [*frames, *failure_frames(end.message)]
+                return [*frames, *failure_frames(end.message, end.code)]
             if end is not None:
                 self._ends[index] = end
             choice = self.choices[index].chunk(delta, end)
@@ -142,7 +142,7 @@ def whole_answer(header: Header, choices: Sequence[Choice], n: int, outputs: Seq
         if end is not None:
             ends[index] = end
             if end.reason == "error":
-                raise EngineFailure(failure_of(end.message))
+                raise failure(end)
     check_in_time(ends.values())
     usage = usage_object([ends[index].usage for index in range(len(choices))], n)
     return {**header.of(header.object), "choices": [choice.whole() for choice in choices], "usage": usage}

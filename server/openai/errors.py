@@ -7,8 +7,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from ...graphs.errors import RequestError
+from ...runtime.constraint import DEAD_END, TOO_COMPLEX
 from ..door import error_response as response_of
-from ..errors import ErrorReply, error_reply
+from ..errors import ErrorReply, error_reply, failure_of
+from ..events import CompletionEnd
 
 log = logging.getLogger(__name__)
 
@@ -21,9 +24,15 @@ class EngineTimeout(EngineFailure):
     """A completion ran out of time."""
 
 
-def server_error(message: str, code: str = "internal_error") -> dict[str, Any]:
-    """The object of an error that is not the client's."""
-    return ErrorReply(500, message, code).as_object()
+def failure(end: CompletionEnd) -> Exception:
+    """What a completion raises that ended with reason "error": what is the request's own has a code."""
+    message = failure_of(end.message)
+    return RequestError(message, code=end.code) if end.code else EngineFailure(message)
+
+
+def failure_object(message: str, code: str | None = None) -> dict[str, Any]:
+    """The object of an error that ended a stream."""
+    return ErrorReply(400 if code in (DEAD_END, TOO_COMPLEX) else 500, message, code or "internal_error").as_object()
 
 
 def error_response(error: Exception) -> JSONResponse:

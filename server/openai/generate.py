@@ -24,7 +24,7 @@ from ..tokenizer import TextTokenizer
 from .api import Api, chosen_by, client_of, new_id, off_loop, takes_long
 from .bodies import Body, FailFast, Ignored, Neutral, validate
 from .choices import check_in_time, pieces
-from .errors import EngineFailure
+from .errors import failure
 from .request_models import MAX_STOP_TOKENS, Priority, Prompt, StopString, TokenId, prompts
 from .sse import DONE, EventStream, failure_frames, frame, whole
 
@@ -120,7 +120,7 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
     for index, delta, end in pieces(await whole(live, request.receive)):
         answers[index].add(delta, end)
         if end is not None and end.reason == "error":
-            raise EngineFailure(failure_of(end.message))
+            raise failure(end)
     check_in_time([answer.end for answer in answers if answer.end is not None])
     found = [answer.as_object() for answer in answers]
     return JSONResponse(found if several else found[0])
@@ -271,7 +271,7 @@ class AnswerFrames:
         for index, delta, end in pieces(outputs):
             if end is not None and end.reason == "error":
                 self.failed = True
-                return [*frames, *failure_frames(end.message)]
+                return [*frames, *failure_frames(end.message, end.code)]
             self.answers[index].add(delta, end)
             body = self.answers[index].as_object()
             frames.append(frame(body | {"index": index} if self.several else body))

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import failure_of
-from .errors import server_error
+from .errors import failure_object
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
 
 
-def failure_frames(message: str | None, code: str = "internal_error") -> list[bytes]:
+def failure_frames(message: str | None, code: str | None = None) -> list[bytes]:
     """The last frames of a stream whose completion failed."""
-    return [frame({"error": server_error(failure_of(message), code)}), DONE]
+    return [frame({"error": failure_object(failure_of(message), code)}), DONE]
 
 
 def frame(data: Mapping[str, Any], event: str | None = None) -> bytes:

@@ -137,13 +137,19 @@ def test_a_recorded_run_repeats(executors, words):
     assert (found.divergence, found.requests) == (None, 2)
 
 
-def test_a_grammar_that_must_end_too_soon_is_a_dead_end(executors):
-    sampling = Sampling(min_tokens=9)
-    (outcome,) = run(
-        executors[0], [asking(PROMPTS[0], Automaton(lambda output: [tiny.EOS] if len(output) > 3 else [97]), sampling=sampling)]
-    )
-    assert outcome.tokens == [97] * 4
-    assert "its sampling parameters forbid every token that it allows" in outcome.end.message
+@pytest.mark.parametrize("sampling", [Sampling(min_tokens=9), Sampling(allowed_token_ids=(97,)), Sampling(bad_words=((tiny.EOS,),))])
+def test_a_form_that_is_complete_ends_whatever_else_is_asked(executors, sampling):
+    form = Automaton(lambda output: [tiny.EOS] if len(output) > 3 else [97])
+    for executor in executors[:2]:
+        (outcome,) = run(executor, [asking(PROMPTS[0], form, sampling=sampling)])
+        assert (outcome.tokens, outcome.end.reason) == ([97] * 4, "stop")
+
+
+def test_a_form_without_a_common_token_is_a_dead_end_that_names_both(executors):
+    form = Automaton(lambda output: [98] if len(output) > 3 else [97])
+    (outcome,) = run(executors[0], [asking(PROMPTS[0], form, sampling=Sampling(allowed_token_ids=(97,)))])
+    assert (outcome.tokens, outcome.end.reason, outcome.end.code) == ([97] * 4, "error", "constraint_dead_end")
+    assert "under its constraint: allowed_token_ids forbid every token that it allows" in outcome.end.message
 
 
 @pytest.mark.parametrize(
