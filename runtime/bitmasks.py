@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -21,23 +21,35 @@ CACHED_SETS = 64
 """Sets of tokens whose bits are kept, for the requests that run."""
 
 
-def bitmasks(step: ScheduledStep, words: int) -> dict[str, Bitmask]:
+def bitmasks(step: ScheduledStep, words: int, take: Callable[[ScheduledRequest], Bitmask] | None = None) -> dict[str, Bitmask]:
     """The bitmasks of the rows of a step that may not sample every token, by request id.
+
+    Args:
+        take: finds those of requests with constraints; None fills them here.
 
     Raises:
         ConstraintError: of the first request whose output cannot go on.
     """
-    shape = write_width(step.bucket), words
-    rows = (row for row in step.rows_with_rules if row.state.restricted and row.samples)
-    return {row.request.id: _bitmask(row, shape) for row in rows}
+    masks = {}
+    for row in step.rows_with_rules:
+        if row.state.restricted and row.samples:
+            mask = take(row) if take and row.request.constraint is not None else filled(row, words)
+            whole = masks[row.request.id] = np.full((write_width(step.bucket), words), EVERYTHING, np.int32)
+            whole[: len(mask)] = mask[: len(whole)]
+    return masks
 
 
-def _bitmask(row: ScheduledRequest, shape: tuple[int, int]) -> Bitmask:
-    bitmask = np.full(shape, EVERYTHING, np.int32)
+def filled(row: ScheduledRequest, words: int) -> Bitmask:
+    """The bitmask of one row: [one for each token that it can sample, words].
+
+    Raises:
+        ConstraintError: its request's output cannot go on.
+    """
+    bitmask = np.full((1 + row.num_drafts, words), EVERYTHING, np.int32)
     # Drafts in the places of the prompt's tokens are these tokens, or what comes after them is not read.
     forced, drafts = row.forced, row.state.drafts[: row.num_drafts]
-    for words, token in zip(bitmask, forced, strict=False):
-        words[:] = _bits((token,), shape[1])
+    for mask, token in zip(bitmask, forced, strict=False):
+        mask[:] = _bits((token,), words)
     if len(forced) <= len(drafts):
         _restrict(row, drafts[len(forced) :], bitmask[len(forced) :])
     return bitmask

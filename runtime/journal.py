@@ -31,13 +31,13 @@ from .scheduler.scheduled_step import ScheduledStep
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
-STEP, SUBMIT, CANCEL, FLUSH, EXPIRED, MASKS, DEAD_END = "step", "submit", "cancel", "flush", "expired", "masks", "dead end"
+FORMAT = 5
+STEP, SUBMIT, CANCEL, FLUSH, EXPIRED, HELD, MASKS, DEAD_END = "step", "submit", "cancel", "flush", "expired", "held", "masks", "dead end"
 LAUNCH, RESULT, TOOK, FAILURE = "launch", "result", "took", "failure"
 """First words of entries: a call of `Engine.step`; a request, with the time of its submission if it has a deadline, the arrival of
-one to cancel, and the order to forget all prefixes, handled by it; the time and the requests whose deadlines have passed; the bitmasks
-of constrained requests in the step that it launches; a request that cannot go on under its constraint; a step that is launched; the
-tokens of a step; how many ms it took; a step that failed."""
+one to cancel, and the order to forget all prefixes, handled by it; the time and the requests whose deadlines have passed; the arrivals
+of requests that sit it out, since their bitmasks are not filled; the bitmasks of constrained requests in the step that it launches; a
+request that cannot go on under its constraint; a step that is launched; the tokens of a step; how many ms it took; a step that failed."""
 
 Entry = list[Any]
 
@@ -71,6 +71,10 @@ class Journal:
     def expired(self, now_ms: float, request_ids: Sequence[str]) -> None:
         """Requests whose deadlines have passed are ended."""
         self._add(EXPIRED, now_ms, list(request_ids))
+
+    def held(self, arrivals: Sequence[int]) -> None:
+        """Requests of these arrivals sit out the next decode step: their bitmasks are not filled."""
+        self._add(HELD, list(arrivals))
 
     def launched(self, step: ScheduledStep, bitmasks: Mapping[str, Bitmask]) -> None:
         """A step is about to be launched, with these bitmasks by request id."""
@@ -113,6 +117,7 @@ class NoJournal(Journal):
 
     def received(self, *_: Any) -> None: ...
     def expired(self, *_: Any) -> None: ...
+    def held(self, *_: Any) -> None: ...
     def launched(self, *_: Any) -> None: ...
     def dead_end(self, *_: Any) -> None: ...
     def finished(self, *_: Any) -> None: ...

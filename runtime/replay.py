@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
@@ -12,7 +12,9 @@ import numpy as np
 from ..graphs.errors import RequestError
 from .constraint import Bitmask
 from .engine import Engine
-from .journal import CANCEL, DEAD_END, EXPIRED, FAILURE, FLUSH, LAUNCH, MASKS, RESULT, STEP, SUBMIT, TOOK, Entry, Journal, as_request
+from .journal import CANCEL, DEAD_END, EXPIRED, FAILURE, FLUSH, HELD, LAUNCH, MASKS, RESULT, STEP, SUBMIT, TOOK, Entry, Journal, as_request
+from .mask_filling import MaskFilling
+from .scheduler.state import SchedulerState
 
 COMPARED = (EXPIRED, DEAD_END, LAUNCH, RESULT, FAILURE)
 """Entries that are compared; the others are inputs. A cancel may come after its request's end, and is then no input at all."""
@@ -67,10 +69,12 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
     steps = tokens = 0
     # A request's arrival is its place here.
     ids: list[str] = []
+    engine.masks = recorded_filling = _RecordedFilling(engine.executor.limits.bitmask_words)
     masks: dict[str, bytes | None] = {}
     for recorded in _steps(entries):
         repeated.clear()
         masks.clear()
+        recorded_filling.unready = frozenset(arrival for word, *values in recorded if word == HELD for arrival in values[0])
         took = deque(values[0] for word, *values in recorded if word == TOOK)
         for word, *values in recorded:
             if word == SUBMIT:
@@ -98,6 +102,18 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
         tokens += sum(len(row or ()) for word, *values in recorded if word == RESULT for rows in values[1] for row in rows)
         on_step(steps)
     return Replay(steps, len(ids), tokens)
+
+
+class _RecordedFilling(MaskFilling):
+    """Holds the requests that were held, and has every bitmask at once."""
+
+    unready: frozenset[int] = frozenset()
+
+    def hold(self, state: SchedulerState) -> SchedulerState:
+        return state if self.unready == state.unready else replace(state, unready=self.unready)
+
+    def wait(self) -> None:
+        pass
 
 
 class _Recorded:

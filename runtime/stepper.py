@@ -27,6 +27,7 @@ from .delivery import Live, Sink
 from .executor import Executor, ExecutorError, Pending
 from .idle_memory import IdleMemory
 from .journal import Journal, NoJournal
+from .mask_filling import MaskFilling
 from .metrics import Metrics
 from .prefix_cache import Flush, PrefixCacheSettings
 from .refresh import Refresher
@@ -51,6 +52,7 @@ class Stepper:
 
     Attributes:
         journal: is told every input and decision; to be set before the first request.
+        masks: fills the bitmasks of constrained requests; a replay sets it.
         now_ms: what time it is for requests; a replay sets it.
         took_ms: how long a step took that was launched and that ended then, both in ms of `now_ms`; a replay sets it.
         on_end: called with the FinishEvent of every request, after its sink, by the thread that ends it.
@@ -100,7 +102,7 @@ class Stepper:
         caching = PrefixCaching(executor.recurrent, prefix_cache.most_tokens) if prefix_cache else None
         self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs, caching) for _ in range(executor.groups))
         self._state = SchedulerState(policy, tuple(GroupState(prefixes=manager.prefixes) for manager in self._cache_managers))
-        self._adjuster = Adjuster(executor.vocab_size)
+        self._adjuster, self.masks = Adjuster(executor.vocab_size), MaskFilling(limits.bitmask_words)
         # Each with the missing bucket that it would have run in, if any, and when it was launched.
         self._in_flight: deque[tuple[ScheduledStep, Bucket | None, float, Pending]] = deque()
         self._last_result_ms, self._metrics = 0.0, Metrics(limits.drafts, limits.max_model_len)
@@ -190,15 +192,20 @@ class Stepper:
         self._refresher.when_due()
         self._idle_memory.when_due(busy=bool(self._in_flight))
         # An equal state, so that no other thread minds.
-        self._state = gathered(self._state)
+        self._state = self.masks.hold(gathered(self._state))
+        if self._state.unready:
+            self.journal.held(sorted(self._state.unready))
         step = schedule(self._state)
         if step is not None:
             self._checked = False
             self._launch(step)
         elif self._in_flight:
-            self._deliver_held()
             # What comes next depends on the results of the steps in flight.
+            self._deliver_held()
             self._finish_oldest()
+        elif self._state.unready:
+            self._deliver_held()
+            self.masks.wait()
         else:
             self._deliver_held()
             if not self._checked:
@@ -272,7 +279,7 @@ class Stepper:
         missing, now_ms = self.executor.missing, self.now_ms()
         wanted = wanted_bucket(self._state, missing) if missing else None
         try:
-            masks = bitmasks(step, self.executor.limits.bitmask_words)
+            masks = bitmasks(step, self.executor.limits.bitmask_words, self.masks.take)
         except ConstraintError as error:
             # Nothing was launched, so the others are scheduled again without it.
             self.journal.dead_end(error.request_id)
@@ -361,6 +368,7 @@ class Stepper:
             for manager in self._cache_managers:
                 manager.release(request_id)
             self._adjuster.forget(request_id)
+            self.masks.forget(request_id)
         with self._wake:
             self._state, self._used_pages = state, state.used_pages
             count()

@@ -20,7 +20,9 @@ LIMITS = llguidance.LLParserLimits(
 """Of each grammar: objects of some hundred optional properties need about half of them; ambiguous grammars come to them soon. States take
 up to 2 KB each."""
 
-_COMPLEX = re.compile(r"too many (?:items|expressions|states)|too complex|grammar (?:is )?too (?:large|big)|fuel|current row has|size limit", re.IGNORECASE)
+_COMPLEX = re.compile(
+    r"too many (?:items|expressions|states)|too complex|grammar (?:is )?too (?:large|big)|fuel|current row has|size limit", re.IGNORECASE
+)
 _INTERNAL = re.compile(r"(?:lexer|parser) (?:error|state)|panic|internal|NoExtension|NotStopped|forced bytes|<dbg>", re.IGNORECASE)
 
 

@@ -40,9 +40,12 @@ All dp groups run every step together, in one bucket. Each follows this policy o
 exceptions: if any group can prefill, the step is a prefill step for all, and `prefill_burst` counts the steps of all; and the bucket of
 a prefill step is chosen for the prompts of all groups together.
 
-There is no deadlock: with nothing in flight, any live request leads to a step. The most urgent running request of a group is never
-preempted while another one runs, and alone it fits (see `Policy`). There is no starvation: every prefill step has a row for the first
-prompt of each group that it can begin or go on with, and who has waited long enough goes before everybody (`turns.py`).
+A request whose bitmask is not filled in time sits out decode steps until it is (`SchedulerState.unready`).
+
+There is no deadlock: with nothing in flight, any live request leads to a step, or its bitmask is being filled. The most urgent running
+request of a group is never preempted while another one runs, and alone it fits (see `Policy`). There is no starvation: every prefill step
+has a row for the first prompt of each group that it can begin or go on with, and who has waited long enough goes before everybody
+(`turns.py`).
 """
 
 from __future__ import annotations
@@ -72,12 +75,12 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
 
     Returns:
         At least one row. None when there is nothing to run before the results of the steps in flight are known; with nothing in
-        flight, exactly when no request is live.
+        flight, exactly when no request is live but those that are not ready.
     """
     if (step := steady.schedule(state)) is not None:
         return step
     policy, limits = state.policy, state.policy.limits
-    decodable = [group.decodable(limits) for group in state.groups]
+    decodable = [group.decodable(limits, state.unready) for group in state.groups]
     most = max(map(len, decodable))
     bursts = policy.itl_target_ms is None and state.prefill_steps >= policy.prefill_burst
     if not (most and bursts) and (step := _prefill(state, most)):

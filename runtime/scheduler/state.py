@@ -64,12 +64,16 @@ class GroupState:
         waiting, running = (tuple(r for r in requests if r.arrival not in arrivals) for requests in (self.waiting, self.running))
         return replace(self, waiting=waiting, running=running)
 
-    def decodable(self, limits: Limits) -> tuple[RequestState, ...]:
-        """Running requests that a decode step can continue; one that depends on its tokens only once these are known."""
+    def decodable(self, limits: Limits, unready: Collection[int] = ()) -> tuple[RequestState, ...]:
+        """Running requests that a decode step can continue, without those of these arrivals; one that depends on its tokens only once
+        these are known."""
         return tuple(
             r
             for r in self.running
-            if r.decoding and not r.finishes_in_flight(limits.max_model_len) and (r.request.plain or r.settled or not r.follows_output)
+            if r.decoding
+            and r.arrival not in unready
+            and not r.finishes_in_flight(limits.max_model_len)
+            and (r.request.plain or r.settled or not r.follows_output)
         )
 
 
@@ -84,6 +88,7 @@ class SchedulerState:
         times: measured times of steps; none where the policy does not go by them.
         prefill_ms: what the prefill steps since the last decode step take by these times.
         next_deadline_ms: no request ends by time before; infinity where none has a deadline.
+        unready: arrivals of requests that sit out the next decode step, since their bitmasks are not filled.
     """
 
     policy: Policy
@@ -94,6 +99,7 @@ class SchedulerState:
     times: StepTimes = UNMEASURED
     prefill_ms: float = 0.0
     next_deadline_ms: float = math.inf
+    unready: frozenset[int] = frozenset()
 
     @property
     def used_pages(self) -> int:
