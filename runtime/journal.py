@@ -74,7 +74,8 @@ class Journal:
 
     def held(self, arrivals: Sequence[int]) -> None:
         """Requests of these arrivals sit out the next decode step: their bitmasks are not filled."""
-        self._add(HELD, list(arrivals))
+        if arrivals:
+            self._add(HELD, list(arrivals))
 
     def launched(self, step: ScheduledStep, bitmasks: Mapping[str, Bitmask]) -> None:
         """A step is about to be launched, with these bitmasks by request id."""

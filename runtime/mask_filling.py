@@ -45,7 +45,8 @@ class MaskFilling:
         self._words, self._cpu_s = words, cpu_s
         self._threads: ThreadPoolExecutor | None = None
         self._fills: dict[str, _Fill] = {}
-        self._left_s: dict[str, float] = {}
+        # By request id, as `_fills`; the only item of each is written by the thread that fills.
+        self._left_s: dict[str, list[float]] = {}
 
     def hold(self, state: SchedulerState) -> SchedulerState:
         """The state with the requests that have to sit out the next step, whose bitmasks are not filled yet."""
@@ -89,18 +90,17 @@ class MaskFilling:
         if fill is None or not _same(fill.row, row):
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(THREADS, "npucompile-masks")
-            mask = self._threads.submit(self._fill, row)
+            mask = self._threads.submit(self._fill, row, self._left_s.setdefault(row.request.id, [BURST_S]))
             fill = self._fills[row.request.id] = _Fill(row, time.monotonic() + SHARE_S, mask)
         return fill
 
-    def _fill(self, row: ScheduledRequest) -> Bitmask:
-        name, began_s = row.request.id, self._cpu_s()
+    def _fill(self, row: ScheduledRequest, left_s: list[float]) -> Bitmask:
+        began_s = self._cpu_s()
         mask = filled(row, self._words)
-        left_s = self._left_s.get(name, BURST_S) + len(mask) * MASK_S - (self._cpu_s() - began_s)
-        self._left_s[name] = min(left_s, BURST_S)
-        if left_s < 0:
+        left_s[0] = min(left_s[0] + len(mask) * MASK_S - (self._cpu_s() - began_s), BURST_S)
+        if left_s[0] < 0:
             why = f"its masks take more than {BURST_S:g} s of a processor and {MASK_S:g} s for each; legal is a less ambiguous grammar"
-            raise ConstraintError(f"the output cannot go on under its constraint: {why}", name, TOO_COMPLEX)
+            raise ConstraintError(f"the output cannot go on under its constraint: {why}", row.request.id, TOO_COMPLEX)
         return mask
 
 

@@ -193,8 +193,7 @@ class Stepper:
         self._idle_memory.when_due(busy=bool(self._in_flight))
         # An equal state, so that no other thread minds.
         self._state = self.masks.hold(gathered(self._state))
-        if self._state.unready:
-            self.journal.held(sorted(self._state.unready))
+        self.journal.held(sorted(self._state.unready))
         step = schedule(self._state)
         if step is not None:
             self._checked = False
