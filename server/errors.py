@@ -20,6 +20,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "model_not_found": 404,
     "response_not_found": 404,
     "body_too_large": 413,
+    "unsupported_encoding": 415,
     "host_not_allowed": 421,
     "too_many_requests": 429,
     "queue_full": 503,

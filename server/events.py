@@ -2,7 +2,8 @@
 
 Every event of a response has a `sequence_number` (from 0, without gaps) and a `stream_id`. Extensions: deltas have `token_ids`, log
 probabilities `token_id` (see `logprobs`), usage the execution record (see `usage`). A response ends with exactly one of the types in
-TERMINAL_TYPES. An `error` event refuses a message; it is not part of a response and never ends one.
+TERMINAL_TYPES. An `error` event refuses a message and is not part of a response; with status 500 it ends one whose events the server
+failed to make.
 
 Reasoning, text and calls of a completion are items of their own. A response with several completions has one output item for each:
 `output[i]` is the item of `output_index` i. It ends when all have ended, with the worst of their statuses: failed if one failed, else
@@ -165,14 +166,23 @@ class ResponseEvents:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return self._numbered([{"type": f"response.{status}", "response": response}])
 
+    def fail(self, error: Exception) -> ServerEvent:
+        """The last event where the server failed to make others: without output, which may be what cannot be made."""
+        response = self._last = self._without_output("failed")
+        response["error"] = {"code": "server_error", "message": error_reply(error).message}
+        return self._numbered([{"type": "response.failed", "response": response}])[0]
+
     def _response(self, status: str) -> EventBody:
+        return {**self._without_output(status), "output": [item for writer in self._writers for item in writer.objects()]}
+
+    def _without_output(self, status: str) -> EventBody:
         return {
             "id": self._info.response_id,
             "object": "response",
             "created_at": self._info.created_s,
             "status": status,
             "model": self._info.model,
-            "output": [item for writer in self._writers for item in writer.objects()],
+            "output": [],
             "usage": None,
             "error": None,
             "incomplete_details": None,

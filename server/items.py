@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ ROLES = ("user", "system", "developer", "assistant")
 TEXT_PARTS = ("input_text", "output_text")
 ITEM_BYTES = 128
 """What an item is counted for beside its text, where memory is bounded."""
+
+_HALF, _HALF_ESCAPE = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD]")
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,38 @@ def _add(turn: dict[str, Any], item: Item) -> None:
     if isinstance(item, ReasoningItem):
         turn["reasoning_content"] = item.text
     elif isinstance(item, CallItem):
-        function = {"name": item.name, "arguments": json.loads(item.arguments or "{}")}
+        function = {"name": item.name, "arguments": read_arguments(item.arguments)}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     else:
         turn["content"] = text_of(item)
+
+
+def read_arguments(text: Any) -> dict[str, Any]:
+    """The arguments of a call, which a model wrote as JSON; half a surrogate pair, which no text may hold, is U+FFFD then.
+
+    Raises:
+        ValueError: it is not the text of a JSON object.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{type(text).__name__}, not a text")
+    try:
+        value = json.loads(text or "{}", parse_constant=_refuse_constant)
+        if _HALF_ESCAPE.search(text):
+            value = json.loads(without_halves(json.dumps(value, ensure_ascii=False)))
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{type(value).__name__}, not an object")
+    return value
+
+
+def without_halves(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair, which a model may write as an escape."""
+    return text if text.isascii() else _HALF.sub("\ufffd", text)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _item(item: Any, where: str) -> Item:
@@ -144,12 +175,10 @@ def _call(item: Mapping[str, Any], where: str) -> CallItem:
     refuse_unknown(item, ("type", "id", "call_id", "name", "arguments", "status"), where)
     arguments = item.get("arguments", "")
     try:
-        legal = isinstance(arguments, str) and isinstance(json.loads(arguments or "{}"), dict)
-    except (ValueError, RecursionError):
-        legal = False
-    if not legal:
+        read_arguments(arguments)
+    except ValueError:
         param = f"{where}.arguments"
-        raise FieldError(f"{param} is {show(arguments)}; legal is the text of a JSON object", param=param)
+        raise FieldError(f"{param} is {show(arguments)}; legal is the text of a JSON object", param=param) from None
     return CallItem(_required(item, "call_id", where), _required(item, "name", where), arguments)
 
 

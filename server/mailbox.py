@@ -85,8 +85,8 @@ class Mailbox(BatchSink):
 
     def _answer(self) -> None:
         with self._lock:
-            events = self._take()
             self._rung = False
+            events = self._take()
             timer_s = self._pace.taken(self.loop.time())
         self._set_timer(timer_s)
         self._pass_on(events)
@@ -105,7 +105,12 @@ class Mailbox(BatchSink):
         """What waits, under the lock. A step has one event with tokens of a request at most."""
         events, steps = self._events, self._steps
         self._events, self._steps = [], 0
-        return joined(events) if self._joins and steps > 1 else events
+        try:
+            return joined(events) if self._joins and steps > 1 else events
+        except Exception:
+            # Receivers take them one by one as well.
+            log.exception("events of %d steps could not be joined", steps)
+            return events
 
     def _set_timer(self, timer_s: float | None) -> None:
         if self._timer is not None:

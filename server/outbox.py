@@ -49,6 +49,7 @@ class Outbox:
         self._readable = asyncio.Event()
         self._readable.set()
         self._sending_since_s: float | None = None
+        self._failure: Exception | None = None
         self.waiting_bytes = 0
 
     def put(self, frames: list[bytes]) -> None:
@@ -66,9 +67,15 @@ class Outbox:
             self._readable.clear()
 
     async def take(self) -> list[bytes]:
-        """The next frames to send, as soon as there are any; what was taken before has been sent then."""
+        """The next frames to send, as soon as there are any; what was taken before has been sent then.
+
+        Raises:
+            Exception: of the writer, after which nothing can be sent.
+        """
         self._sending_since_s = None
         await self._filled.wait()
+        if self._failure is not None:
+            raise self._failure
         self._sending_since_s = self._frames[0][1]
         return self._batch()
 
@@ -76,8 +83,13 @@ class Outbox:
         """Writes what waits, after what was taken; the rest is for `take`."""
         self._flushing = False
         if self._writer is not None and not self._filled.is_set() and self._sending_since_s is None:
-            while self._frames and self._writer.ready():
-                self._writer.write(self._batch())
+            try:
+                while self._frames and self._writer.ready():
+                    self._writer.write(self._batch())
+            except Exception as error:
+                # Nobody knows how much was sent: whoever takes what follows ends the socket.
+                self._failure = error
+                self._filled.set()
         if self._frames:
             self._filled.set()
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Protocol
 
-from .items import CallItem, ChatMessage, Item
+from .items import CallItem, ChatMessage, Item, read_arguments
 from .items import ReasoningItem as ReasoningInput
 from .output_items import EventBody, FunctionCallItem, MessageItem, ReasoningItem
 from .parsers.message import MessageParser, Part
@@ -193,7 +192,7 @@ def _as_input(item: OpenItem) -> Item | None:
     if isinstance(item, MessageItem):
         return ChatMessage("assistant", item.text)
     try:
-        legal = isinstance(json.loads(item.arguments or "{}"), dict)
-    except (ValueError, RecursionError):
-        legal = False
-    return CallItem(item.call_id, item.name, item.arguments) if legal else None
+        read_arguments(item.arguments)
+    except ValueError:
+        return None
+    return CallItem(item.call_id, item.name, item.arguments)

@@ -22,12 +22,13 @@ class Replay:
 
     Attributes:
         size_bytes: of the kept events as JSON.
+        next: sequence number of the event that comes next.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
-        self._next = 0
+        self.next = 0
         self.size_bytes = 0
 
     def append(self, events: Sequence[ServerEvent]) -> None:
@@ -35,7 +36,7 @@ class Replay:
         for event in events:
             self._events.append(encode_bytes(event, JSON))
             self.size_bytes += len(self._events[-1])
-            self._next = event["sequence_number"] + 1
+            self.next = event["sequence_number"] + 1
         while self.size_bytes > self._max_bytes:
             self.size_bytes -= len(self._events.popleft())
 
@@ -45,12 +46,12 @@ class Replay:
         Raises:
             RequestError: some of them are not kept any more, or there is no such event.
         """
-        first = self._next - len(self._events)
-        if number >= self._next:
-            message = f"starting_after is {number}; the response has events 0 to {self._next - 1}"
+        first = self.next - len(self._events)
+        if number >= self.next:
+            message = f"starting_after is {number}; the response has events 0 to {self.next - 1}"
             raise RequestError(message, param="starting_after", code="invalid_field")
         if number + 1 < first:
-            message = f"starting_after is {number}, and events are kept from {first} on; legal are {first - 1} to {self._next - 1}"
+            message = f"starting_after is {number}, and events are kept from {first} on; legal are {first - 1} to {self.next - 1}"
             raise RequestError(message, param="starting_after", code="events_expired")
         kept = itertools.islice(self._events, max(0, number + 1 - first), None)
         return [msgspec.json.decode(event) for event in kept]

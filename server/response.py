@@ -70,6 +70,10 @@ class Response:
         """The response object as it is now."""
         return self._events.snapshot()
 
+    def fail(self, error: Exception) -> ServerEvent:
+        """The last event where the server failed to make others; from then on `snapshot` is its response."""
+        return self._events.fail(error)
+
     def items(self) -> tuple[Item, ...]:
         """What the first completion adds to the conversation."""
         return self._writers[0].items() if self._generates and self._writers else ()

@@ -102,10 +102,7 @@ class ResponseRun:
             replay = Replay(self._service.limits.max_replay_bytes) if self._keeping.replays else None
             self._entry = StoredResponse(self.response_id, self._keeping.owner, replay=replay, run=self)
         # The engine's events are delivered on this loop, so none can overtake these.
-        events = self._core.begin()
-        if self._core.done:
-            self._close()
-        self._emit(events)
+        self._pass_on(None)
 
     def snapshot(self) -> dict[str, Any]:
         """The response object as it is now."""
@@ -149,24 +146,51 @@ class ResponseRun:
             self.cancel()
 
     def _deliver(self, event: Event) -> None:
-        if self.ended.is_set():
-            return
+        if not self.ended.is_set():
+            self._pass_on(event)
+
+    def _pass_on(self, event: Event | None) -> None:
+        """Tells what the engine's event means to the store and the readers; without an event, how the response begins."""
         try:
-            events = self._core.feed(event)
+            events = self._core.begin() if event is None else self._core.feed(event)
             if stopped := self._core.take_stopped():
                 self._service.cancel(*stopped)
+            done = self._core.done
+            # A token that completes no character makes no events.
+            if events or done:
+                self._record(events, done)
         except Exception as error:
-            log.exception("response %s failed", self.response_id)
-            self.cancel()
-            self._close()
-            self._service.store.remove(self.response_id)
-            for reader in list(self._readers):
-                reader.failed(error)
+            self._fail(error)
             return
-        done = self._core.done
         if done:
             self._close()
-        self._emit(events)
+        if events or done:
+            for reader in list(self._readers):
+                self._tell(reader, events, done)
+
+    def _tell(self, reader: Reader, events: Sequence[ServerEvent], done: bool) -> None:
+        """One that cannot be told loses the response, and the others do not."""
+        try:
+            reader.read(events, done)
+        except Exception as error:
+            log.exception("a reader of response %s failed", self.response_id)
+            self._tell_failure(reader, error)
+            self._service.cancel(*self.leave(reader))
+
+    def _tell_failure(self, reader: Reader, error: Exception) -> None:
+        try:
+            reader.failed(error)
+        except Exception:
+            log.exception("a reader of response %s cannot be told that it failed", self.response_id)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends it for all, whatever it was that could not be done."""
+        log.error("response %s failed", self.response_id, exc_info=error)
+        self.cancel()
+        self._close()
+        self._record_failure(error)
+        for reader in list(self._readers):
+            self._tell_failure(reader, error)
 
     def _close(self) -> None:
         self.ended.set()
@@ -176,19 +200,34 @@ class ResponseRun:
             self._grace.cancel()
             self._grace = None
 
-    def _emit(self, events: Sequence[ServerEvent]) -> None:
-        done = self.ended.is_set()
-        if not events and not done:
-            # A token that completes no character: a reader takes nothing for the end.
+    def _record(self, events: Sequence[ServerEvent], done: bool) -> None:
+        """Has the store keep what it is to keep."""
+        store, entry = self._service.store, self._kept_at_end() if done else self._entry
+        if entry is None:
             return
-        if self._entry is not None and self._entry.replay is not None:
-            self._entry.replay.append(events)
-        if done:
-            self._keep()
-        elif self._entry is not None and self._is_due(self._entry):
-            self._service.store.put(self._entry)
-        for reader in list(self._readers):
-            reader.read(events, done)
+        if entry.replay is not None:
+            entry.replay.append(events)
+        if done or self._is_due(entry):
+            store.put(entry)
+        if done and self._keeping.resumable and not self._keeping.whole:
+            asyncio.get_running_loop().call_later(self._service.limits.resume_grace_s, store.remove, self.response_id)
+
+    def _record_failure(self, error: Exception) -> None:
+        """Who asks for it later is told that it failed, or where even that cannot be kept, that there is none."""
+        store, entry = self._service.store, self._entry
+        try:
+            failed = self._core.fail(error)
+            if entry is None:
+                return
+            entry.run, entry.items = None, None
+            entry.body = encode_bytes(failed["response"], JSON) if self._keeping.whole else None
+            if entry.replay is not None:
+                # Events that were numbered may not have been kept.
+                entry.replay.append([{**failed, "sequence_number": entry.replay.next}])
+            store.put(entry)
+        except Exception:
+            log.exception("the failure of response %s cannot be kept", self.response_id)
+            store.remove(self.response_id)
 
     def _is_due(self, entry: StoredResponse) -> bool:
         """Whether the store counts it anew: events that are kept have grown, or it would be taken for one that nobody uses. Each time
@@ -199,22 +238,18 @@ class ResponseRun:
         self._named_s = now_s
         return True
 
-    def _keep(self) -> None:
-        """What is left of it in the store at its end."""
-        keeping, store, entry = self._keeping, self._service.store, self._entry
-        if keeping.owner is None:
-            return
+    def _kept_at_end(self) -> StoredResponse | None:
+        """What is left of it in the store at its end; None for nothing."""
+        keeping, entry = self._keeping, self._entry
         evicted = entry is None and (keeping.whole or keeping.replays)
-        if evicted:
-            return
-        entry = entry or StoredResponse(self.response_id, keeping.owner)
-        entry.run = None
+        if keeping.owner is None or evicted:
+            return None
         body = self._core.snapshot()
-        entry.items = None if body["status"] == "failed" else self._conversation()
-        entry.body = encode_bytes(body, JSON) if keeping.whole else None
-        store.put(entry)
-        if keeping.resumable and not keeping.whole:
-            asyncio.get_running_loop().call_later(self._service.limits.resume_grace_s, store.remove, self.response_id)
+        items = None if body["status"] == "failed" else self._conversation()
+        encoded = encode_bytes(body, JSON) if keeping.whole else None
+        entry = entry or StoredResponse(self.response_id, keeping.owner)
+        entry.items, entry.body, entry.run = items, encoded, None
+        return entry
 
     def _conversation(self) -> tuple[Item, ...]:
         return (*self._prepared.items, *self._core.items())

@@ -180,8 +180,8 @@ class _Socket:
     async def _handle(self, frame: str | bytes) -> None:
         try:
             command = await self._command(frame)
-        except ProtocolError as error:
-            await self._refuse(error_event(error))
+        except Exception as error:
+            await self._refuse(_refusal(error, None))
             return
         match command:
             case CreateCommand():
@@ -208,11 +208,10 @@ class _Socket:
         try:
             await self._start(create)
         except Exception as error:
-            event = error_event(error, stream_id=create.body.stream_id)
-            if event["status"] == 500:
-                log.exception("response.create on stream %r failed", create.stream_id)
-            await self._refuse(event)
-            self._end(create.response_id)
+            try:
+                await self._refuse(_refusal(error, create.body.stream_id))
+            finally:
+                self._end(create.response_id)
 
     async def _start(self, create: CreateCommand) -> None:
         service = self._lifecycle.admitting()
@@ -239,19 +238,21 @@ class _Socket:
 
     async def _resume(self, command: ResumeCommand) -> None:
         try:
-            stored = self._service.store.named(command.response_id, (self._owners.key,))
-            if stored.replay is None:
-                raise NotResumable(command.response_id)
-            events = stored.replay.after(command.starting_after)
-        except RequestError as error:
-            await self._refuse(error_event(error, stream_id=command.stream_id or None))
+            self._follow(command)
+        except Exception as error:
+            await self._refuse(_refusal(error, command.stream_id or None))
             self._end(command.response_id)
-            return
+
+    def _follow(self, command: ResumeCommand) -> None:
+        stored = self._service.store.named(command.response_id, (self._owners.key,))
+        if stored.replay is None:
+            raise NotResumable(command.response_id)
+        events = stored.replay.after(command.starting_after)
         stream = _Stream(self, command.response_id, stored.run, command.stream_id, elsewhere=True)
         self._streams[command.response_id] = stream
+        stream.read(events, stored.run is None)
         if stored.run is not None:
             stored.run.join(stream)
-        stream.read(events, stored.run is None)
 
     def _cancel(self, response_id: str) -> None:
         stream = self._streams.get(response_id)
@@ -277,6 +278,14 @@ class _Socket:
             return
         self._outbox.put([self._connection.encode_bytes(event) for event in events])
         self._judge()
+
+
+def _refusal(error: Exception, stream_id: str | None) -> ServerEvent:
+    """What is told of a message that was refused; the server's own fault is logged."""
+    event = error_event(error, stream_id=stream_id)
+    if event["status"] == 500:
+        log.error("a message on stream %r failed", stream_id, exc_info=error)
+    return event
 
 
 class _Stream:

@@ -7,6 +7,7 @@ null counts as absent.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
-from ...graphs.errors import RequestError
+from ...graphs.errors import ProtocolError, RequestError
 from ..fields import MAX_PARAM_CHARS, show
+from ..frames import decode_json
 
 MAX_BODY_BYTES = 4 * 2**20
 
@@ -71,17 +73,21 @@ async def read_json(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[s
     """The body of a request, a JSON object.
 
     Raises:
-        RequestError: it is too large, or is none (codes body_too_large, invalid_json, not_an_object).
+        RequestError: it is compressed, too large, or none (codes unsupported_encoding, body_too_large, invalid_utf8, invalid_json,
+            not_an_object).
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise RequestError(f"the body has Content-Encoding {show(encoding)}; legal is a body as it is", code="unsupported_encoding")
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > max_bytes:
             raise RequestError(f"the body has more than {max_bytes} bytes; legal are at most that many", code="body_too_large")
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+        body = decode_json(data.removeprefix(codecs.BOM_UTF8), "the body")
+    except ProtocolError as error:
+        raise RequestError(str(error), code=error.code) from None
     if not isinstance(body, dict):
         raise RequestError(f"the body is {show(body)}; legal is a JSON object", code="not_an_object")
     return body

@@ -48,8 +48,8 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
         return text, prompt, service.requests(header.id, prompt, replace(options, format=form), "messages")
 
     text, prompt, requests = await off_loop(takes, made)
-    live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)
     choices = [ChatChoice(index, _parser(body, service, text), body, prompt, service.tokenizer) for index in range(body.n)]
+    live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)
     if body.stream:
         return EventStream(live, ChunkFrames(header, choices, body.n, usage))
     answer = whole_answer(header, choices, body.n, await whole(live, request.receive))

@@ -11,7 +11,7 @@ from ..events import CompletionEnd
 from ..generation import Output
 from ..output_stream import TextDelta
 from .errors import EngineTimeout, failure
-from .sse import DONE, failure_frames, frame
+from .sse import DONE, failure_frames, fault_frames, frame
 from .usage import usage_object
 
 FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "timeout"}
@@ -117,6 +117,9 @@ class ChunkFrames:
             return [DONE]
         usages = [self._ends[index].usage for index in range(len(self.choices))]
         return [self._chunk([], usage_object(usages, self.n)), DONE]
+
+    def fault(self, error: Exception) -> list[bytes]:
+        return fault_frames(error)
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
         body = {**self.header.of(self.header.chunk_object), "choices": choices}

@@ -26,7 +26,7 @@ from .bodies import Body, FailFast, Ignored, Neutral, validate
 from .choices import check_in_time, pieces
 from .errors import failure
 from .request_models import MAX_STOP_TOKENS, Priority, Prompt, StopString, TokenId, prompts
-from .sse import DONE, EventStream, failure_frames, frame, whole
+from .sse import DONE, EventStream, failure_frames, fault_frames, frame, whole
 
 DEFAULT_NEW_TOKENS = 128
 """SGLang's."""
@@ -279,3 +279,6 @@ class AnswerFrames:
 
     def end(self) -> list[bytes]:
         return [DONE]
+
+    def fault(self, error: Exception) -> list[bytes]:
+        return fault_frames(error)

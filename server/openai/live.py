@@ -64,6 +64,7 @@ class Live(Generic[Out]):
         self._waiting: list[Out] = []
         self._size = 0
         self._filled = asyncio.Event()
+        self._error: Exception | None = None
 
     def start(self, client: str = "") -> None:
         """Submits the requests, which are this client's.
@@ -78,11 +79,14 @@ class Live(Generic[Out]):
 
         Raises:
             TooSlow: too much had come.
+            Exception: the server failed to make more.
         """
         if not self.ended.is_set():
             await self._filled.wait()
         if self.overflow.is_set():
             raise TooSlow
+        if self._error is not None and not self._waiting:
+            raise self._error
         self._filled.clear()
         outputs, self._waiting, self._size = self._waiting, [], 0
         return outputs
@@ -92,8 +96,14 @@ class Live(Generic[Out]):
         self._service.cancel(*self._core.live)
 
     def _deliver(self, event: Event) -> None:
-        outputs = self._core.feed(event)
-        self._service.cancel(*self._core.take_stopped())
+        if self.ended.is_set():
+            return
+        try:
+            outputs = self._core.feed(event)
+            self._service.cancel(*self._core.take_stopped())
+        except Exception as error:
+            self._fail(error)
+            return
         if self._core.done:
             self._on_end()
         if self.overflow.is_set():
@@ -109,6 +119,14 @@ class Live(Generic[Out]):
             self.ended.set()
         if outputs:
             self._filled.set()
+
+    def _fail(self, error: Exception) -> None:
+        """Ends it with an error; who takes what has come is told."""
+        self._error = error
+        self.cancel()
+        self._on_end()
+        self.ended.set()
+        self._filled.set()
 
 
 def _size(event: Event) -> int:

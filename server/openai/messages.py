@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from ...graphs.errors import RequestError
 from ..fields import show
+from ..items import read_arguments
 from .request_models import Message, MessageToolCall, TextPart
 
 
@@ -50,14 +50,12 @@ def _part(part: TextPart, where: str) -> str:
 
 
 def _call(call: MessageToolCall, where: str) -> dict[str, Any]:
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
+    arguments = call.function.arguments
     if not isinstance(arguments, dict):
-        param = f"{where}.function.arguments"
-        raise RequestError(f"{param} is {show(call.function.arguments)}; legal is the text of a JSON object", param=param)
+        try:
+            arguments = read_arguments(arguments)
+        except ValueError:
+            param = f"{where}.function.arguments"
+            raise RequestError(f"{param} is {show(arguments)}; legal is the text of a JSON object", param=param) from None
     values = {"type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
     return values if call.id is None else {"id": call.id, **values}

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from ..connection import CreateCommand, new_response_id
 from ..create_body import ResponseCreate, read_create
 from ..door import OWNER
-from ..events import ServerEvent
+from ..events import ServerEvent, error_event
 from ..fields import FieldError, boolean
 from ..prepare import Owners, continued, keeping
 from ..response_run import ResponseRun
@@ -76,6 +76,9 @@ class EventFrames:
 
     def end(self) -> list[bytes]:
         return []
+
+    def fault(self, error: Exception) -> list[bytes]:
+        return [frame(error_event(error), "error")]
 
 
 def _create(fields: dict[str, Any], service: Service) -> ResponseCreate:

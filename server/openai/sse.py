@@ -1,7 +1,7 @@
 """Answers over HTTP: all at once, or as server-sent events while the completions run.
 
-A client that disconnects ends its completions. One that reads too slowly loses its connection: without the end of the stream, so that
-it cannot take what it got for all.
+A stream whose frames cannot be made ends with an error. A client that disconnects ends its completions. One that reads too slowly loses
+its connection: without the end of the stream, so that it cannot take what it got for all.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import failure_of
+from ..errors import error_reply, failure_of
 from .errors import failure_object
+from .live import TooSlow
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ class Frames(Protocol[In]):
 
     def end(self) -> Sequence[bytes]:
         """When all completions have ended."""
+
+    def fault(self, error: Exception) -> Sequence[bytes]:
+        """The last frames where the server failed to make others."""
 
     @property
     def failed(self) -> bool:
@@ -63,6 +67,11 @@ class ClientGone(Exception):
 def failure_frames(message: str | None, code: str | None = None) -> list[bytes]:
     """The last frames of a stream whose completion failed."""
     return [frame({"error": failure_object(failure_of(message), code)}), DONE]
+
+
+def fault_frames(error: Exception) -> list[bytes]:
+    """The last frames of a stream that the server failed to make."""
+    return [frame({"error": error_reply(error).as_object()}), DONE]
 
 
 def frame(data: Mapping[str, Any], event: str | None = None) -> bytes:
@@ -100,17 +109,24 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _body(send, self._frames.begin())
-        while not self._frames.failed and (outputs := await self._live.take()):
-            await _body(send, self._frames.feed(outputs))
-        if not self._frames.failed:
-            await _body(send, self._frames.end())
+        async for frames in self._made():
+            if frames:
+                await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def _body(send: Send, frames: Sequence[bytes]) -> None:
-    if frames:
-        await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
+    async def _made(self) -> AsyncIterator[Sequence[bytes]]:
+        """The frames; where they cannot be made, those of an error are the last."""
+        try:
+            yield self._frames.begin()
+            while not self._frames.failed and (outputs := await self._live.take()):
+                yield self._frames.feed(outputs)
+            if not self._frames.failed:
+                yield self._frames.end()
+        except TooSlow:
+            raise
+        except Exception as error:
+            log.exception("a stream failed")
+            yield self._frames.fault(error)
 
 
 async def gone(receive: Receive) -> None:
@@ -124,13 +140,17 @@ async def whole(live: Source[Given], receive: Receive) -> list[Given]:
 
     Raises:
         ClientGone: nobody waits for it any more; the completions have been cancelled.
+        Exception: the server failed to make it.
     """
     tasks = [asyncio.create_task(live.ended.wait()), asyncio.create_task(gone(receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not live.ended.is_set():
             raise ClientGone
-        return await live.take()
+        outputs: list[Given] = []
+        while some := await live.take():
+            outputs += some
+        return outputs
     finally:
         live.cancel()
         for task in tasks:

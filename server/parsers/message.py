@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..items import without_halves
 from .reasoning import Content, Reasoning, ReasoningParser
-from .tool_calls import CallPart, ToolCallParser
+from .tool_calls import CallArguments, CallBegin, CallPart, ToolCallParser
 
 Part = Reasoning | Content | CallPart
 
@@ -40,4 +41,15 @@ class MessageParser:
 
 
 def _parts(found: Iterable[str | CallPart]) -> list[Part]:
-    return [Content(part) if isinstance(part, str) else part for part in found]
+    """The parts; names and arguments may come out of escapes, and no half of a surrogate pair can be sent."""
+    return [Content(part) if isinstance(part, str) else _sendable(part) for part in found]
+
+
+def _sendable(part: CallPart) -> CallPart:
+    match part:
+        case CallBegin(name):
+            return CallBegin(without_halves(name))
+        case CallArguments(text):
+            return CallArguments(without_halves(text))
+        case _:
+            return part

@@ -220,7 +220,10 @@ def test_a_fault_reaches_the_reader_and_ends_it(monkeypatch):
         engine.emit("x")
         await settled()
         assert isinstance(reader.error, ZeroDivisionError)
-        assert (engine.cancelled, run.ended.is_set(), len(service.store)) == (["resp_1"], True, 0)
+        assert (engine.cancelled, run.ended.is_set()) == (["resp_1"], True)
+        stored = service.store.named("resp_1", ("me",))
+        assert (stored.run, stored.items, json.loads(stored.body)["status"]) == (None, None, "failed")
+        assert [event["type"] for event in stored.replay.after(1)] == ["response.failed"]
 
     asyncio.run(play())
 

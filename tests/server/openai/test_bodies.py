@@ -106,7 +106,7 @@ def test_a_body_is_an_object_of_bounded_size():
     assert read([b'{"a":', b" 1}"]) == {"a": 1}
     for chunks, code in (
         ([b"{"], "invalid_json"),
-        ([b"\xff"], "invalid_json"),
+        ([b"\xff"], "invalid_utf8"),
         ([b"[" * 100], "invalid_json"),
         ([b"[1]"], "not_an_object"),
         ([b" " * 60] * 2, "body_too_large"),
