@@ -25,6 +25,12 @@ KEY_SUBPROTOCOL = "openai-insecure-api-key."
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 """Need no key: whatever watches the server may have none, and the chat page asks for it. They say nothing of what is served."""
 
+CHANGING_PATHS = frozenset({"/flush_cache", "/health_generate"})
+"""May be read with GET, and change something or take the engine's time: a page can have a browser read them as the source of an image."""
+
+BROWSER = "Mozilla/"
+"""What the User-Agent of every browser begins with."""
+
 LOOPBACK = "localhost"
 ANY = "*"
 DEFAULT_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
@@ -75,6 +81,8 @@ class Access:
         host = headers.get(b"host", "")
         self._check_host(host)
         self._check_origin(headers.get(b"origin"), host)
+        if scope["path"] in CHANGING_PATHS and b"origin" not in headers and ANY not in self.origins:
+            _check_page(headers)
         return None if scope["path"] in OPEN_PATHS else self._check_key(headers.get(b"authorization"), scope.get("subprotocols", ()))
 
     def _check_host(self, host: str) -> None:
@@ -114,6 +122,19 @@ class Access:
             return given.hex()
         what = "is not one of this server's" if offered else "is missing"
         raise RequestError(f"the API key {what}; legal is the header `Authorization: Bearer KEY`", code="invalid_api_key")
+
+
+def _check_page(headers: Mapping[bytes, str]) -> None:
+    """Refuses what a page elsewhere may have asked for without an origin. Browsers say where a request comes from, but not to everybody:
+    to this machine and over TLS."""
+    site = headers.get(b"sec-fetch-site")
+    if site in ("none", "same-origin") or (site is None and not headers.get(b"user-agent", "").startswith(BROWSER)):
+        return
+    raise RequestError(
+        f"a browser reads this path without saying for which page ({'no' if site is None else show(site)} Sec-Fetch-Site); legal is POST, "
+        "which has an Origin",
+        code="origin_not_allowed",
+    )
 
 
 def digest(key: str) -> bytes:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
 
 from ..graphs.errors import NpucompileError
 from . import http, page
 from .access import ANY, Access
-from .door import Door
+from .door import Door, refuse
+from .errors import ErrorReply
+from .fields import show
 from .lifecycle import Lifecycle
 from .limits import SocketLimits
 from .openai.routes import routes
@@ -22,6 +27,9 @@ from .service import Service
 from .websocket import SocketHub
 
 WEBSOCKET_PATH = "/v1/responses"
+
+CORS: Mapping[str, Any] = {"allow_methods": [ANY], "allow_headers": [ANY], "allow_private_network": True}
+"""What pages of allowed origins may do; a page of the internet asks besides whether it may reach into a private network."""
 
 
 def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, access: Access | None = None) -> Starlette:
@@ -33,10 +41,11 @@ def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, 
     hub = SocketHub(lifecycle, limits, refusals)
     # Browsers ask before they send a key (CORS), and without one; what is answered then depends on the origin alone.
     origins = [ANY] if ANY in access.origins else sorted(access.origins)
-    cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=[ANY], allow_headers=[ANY])] if origins else []
+    cors = [Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else []
     return Starlette(
         routes=[
             WebSocketRoute(WEBSOCKET_PATH, hub.serve),
+            WebSocketRoute("/{path:path}", _no_socket),
             page.route(),
             *http.routes(lifecycle, lambda: hub.connections),
             *routes(lifecycle),
@@ -44,3 +53,9 @@ def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, 
         middleware=[*cors, Middleware(Door, access=access, refusals=refusals)],
         exception_handlers=dict.fromkeys((HTTPException, NpucompileError, Exception), http.http_error),
     )
+
+
+async def _no_socket(websocket: WebSocket) -> None:
+    """Refuses a handshake at another path, which a close before it would make a 403, as of a key."""
+    message = f"there is no websocket at {show(websocket.url.path)}; legal is {WEBSOCKET_PATH}"
+    await refuse(websocket.scope, websocket.receive, websocket.send, ErrorReply(404, message))

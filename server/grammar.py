@@ -13,8 +13,9 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 from tokenizers import Tokenizer
 
-from ..graphs.errors import RequestError
+from ..graphs.errors import ProtocolError, RequestError
 from ..runtime.constraint import TOO_COMPLEX, WORD_BITS, Bitmask
+from .frames import decode_json
 from .grammar_errors import LIMITS, failure, is_too_complex, reason_of
 from .schema_check import compilable
 
@@ -213,9 +214,9 @@ def _check_characters(value: Any, param: str) -> None:
 def _schema(value: Any, param: str) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{param} is no JSON: {_shown(str(error))}", param=param, code="invalid_grammar") from error
+            value = decode_json(value.encode(), param)
+        except ProtocolError as error:
+            raise RequestError(str(error), param=param, code="invalid_grammar") from None
     if not isinstance(value, Mapping):
         raise RequestError(f"{param} is {_shown(repr(value))}; legal is a JSON schema, an object", param=param)
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
@@ -12,7 +13,11 @@ from starlette.routing import Route
 from .door import error_response
 from .errors import RETRY_AFTER_S, ErrorReply, error_reply
 from .exposition import CONTENT_TYPE, render_metrics
+from .fields import show
 from .lifecycle import Lifecycle
+
+MAX_PATH_CHARS = 200
+"""Of a path that is compared with those there are."""
 
 
 def routes(lifecycle: Lifecycle, connections: Callable[[], int]) -> list[Route]:
@@ -35,10 +40,22 @@ def routes(lifecycle: Lifecycle, connections: Callable[[], int]) -> list[Route]:
     return [Route(path, endpoint) for path, endpoint in paths.items()]
 
 
-async def http_error(_: Request, error: Exception) -> Response:
+async def http_error(request: Request, error: Exception) -> Response:
     """Errors in OpenAI's format: those of requests, the router's own (404, 405), and the server's (500)."""
     if isinstance(error, HTTPException):
-        response = error_response(ErrorReply(error.status_code, error.detail))
+        response = error_response(ErrorReply(error.status_code, _said(request, error)))
         response.headers.update(error.headers or {})
         return response
     return error_response(error_reply(error))
+
+
+def _said(request: Request, error: HTTPException) -> str:
+    """What is there instead, where the router found nothing."""
+    path, paths = request.url.path, list(dict.fromkeys(route.path for route in request.app.routes if isinstance(route, Route)))
+    if error.status_code == 405:
+        return f"{request.method} {show(path)}; legal is {(error.headers or {}).get('Allow', 'another method')}"
+    if error.status_code != 404:
+        return error.detail
+    near = [f"/v1{path}"] if f"/v1{path}" in paths else difflib.get_close_matches(path[:MAX_PATH_CHARS], paths, 1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"there is nothing at {show(path)}; {meant}Served are {', '.join(paths)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -126,7 +126,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 def _first_error(error: ValidationError, where: str) -> RequestError:
     """The first of pydantic's errors as a short message; of a union, the alternative that got furthest."""
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False)
     depth = max(len(entry["loc"]) for entry in errors if entry["loc"][:1] == errors[0]["loc"][:1])
     first = next(entry for entry in errors if len(entry["loc"]) == depth)
     name = _path(first["loc"])[:MAX_PARAM_CHARS]
@@ -134,8 +134,36 @@ def _first_error(error: ValidationError, where: str) -> RequestError:
         return RequestError(f"{name} is missing in the body for {where}", param=name, code="missing_field")
     if first["type"] == "extra_forbidden":
         return RequestError(f"{name} is not a field that {where} has", param=name, code="unknown_field")
-    legal = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    # Where several types are legal there is an error for each.
+    peers = [entry for entry in errors if len(entry["loc"]) == depth and _path(entry["loc"])[:MAX_PARAM_CHARS] == name]
+    legal = " or ".join(dict.fromkeys(map(_legal, peers)))
     return RequestError(f"{name} is {show(first['input'])}; legal is {legal[:300]}", param=name, code="invalid_field")
+
+
+def _legal(error: Mapping[str, Any]) -> str:
+    """What is legal in place of a value."""
+    if error["type"] in _LEGAL:
+        return _LEGAL[error["type"]].format_map(error.get("ctx", {}))
+    return error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+
+
+_OBJECT, _INTEGER = "an object", "an integer"
+_LEGAL: Mapping[str, str] = {
+    "string_type": "a string",
+    "int_type": _INTEGER,
+    "int_from_float": _INTEGER,
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": _OBJECT,
+    "model_type": _OBJECT,
+    "model_attributes_type": _OBJECT,
+    "string_too_short": "a string of at least {min_length} characters",
+    "string_too_long": "a string of at most {max_length} characters",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+}
+"""What pydantic's errors say in its own words, which are Python's."""
 
 
 def _path(location: Sequence[int | str]) -> str:

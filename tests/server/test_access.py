@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from npucompile.graphs.errors import RequestError, SpecError
 from npucompile.server import access
 from npucompile.server.access import Access
+from npucompile.server.openai.control import flush_cache, health_generate
+from npucompile.server.openai.routes import GETS
 
 
 def scope(path="/v1/responses", subprotocols=(), **headers):
@@ -76,6 +78,37 @@ def test_own_and_listed_origins(origin, host):
 def test_other_pages_are_refused(origin):
     rules = Access.of(origins=["https://chat.example.org"])
     assert refusal(rules, host="localhost:8000", origin=origin) == "origin_not_allowed"
+
+
+IMAGE = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) Gecko/20100101 Firefox/140.0"}
+
+
+@pytest.mark.parametrize("path", [path for path, get in GETS.items() if get in (flush_cache, health_generate)])
+@pytest.mark.parametrize(
+    ("headers", "let_in"),
+    [
+        ({}, True),
+        ({"user-agent": "curl/8.5.0"}, True),
+        ({"origin": "http://localhost:8000", **IMAGE}, True),
+        ({"sec-fetch-site": "none", **IMAGE}, True),
+        ({"sec-fetch-site": "same-origin", **IMAGE}, True),
+        ({"sec-fetch-site": "cross-site", **IMAGE}, False),
+        ({"sec-fetch-site": "same-site"}, False),
+        (IMAGE, False),
+        ({"origin": "https://evil.example", **IMAGE}, False),
+    ],
+)
+def test_a_page_elsewhere_cannot_change_anything_by_reading(path, headers, let_in):
+    """An image's request has no Origin."""
+    request = {"path": path, "headers": [(name.encode(), value.encode()) for name, value in {"host": "localhost:8000", **headers}.items()]}
+    if let_in:
+        Access().check(request)
+    else:
+        with pytest.raises(RequestError) as refused:
+            Access().check(request)
+        assert refused.value.code == "origin_not_allowed"
+    Access().check({**request, "path": "/version"} if "origin" not in headers else {**request, "headers": []})
+    Access.of(origins=["*"]).check(request)
 
 
 @given(st.text(), st.text())

@@ -317,10 +317,12 @@ def test_a_foreign_subprotocol_is_refused(url):
     assert b"npucompile.json" in refused.value.response.body
 
 
-def test_another_path_is_no_websocket(url):
-    with pytest.raises(InvalidStatus) as refused, opened(url + "/other"):
+@pytest.mark.parametrize("path", ["/v1/responses/other", "/v1", "/", "/ws", "/v1/completions"])
+def test_another_path_is_no_websocket_and_the_right_one_is_said(url, path):
+    with pytest.raises(InvalidStatus) as refused, opened(url.replace("/v1/responses", path)):
         pass
-    assert refused.value.response.status_code == 403
+    assert refused.value.response.status_code == 404
+    assert f"no websocket at '{path}'; legal is /v1/responses" in json.loads(refused.value.response.body)["error"]["message"]
 
 
 def test_a_stopping_server_closes_its_sockets_with_1012(engine):

@@ -109,6 +109,14 @@ def test_a_page_that_is_allowed_may_read_the_answer_and_another_may_not(url):
         assert (status, headers["access-control-allow-origin"]) == (400, None)
 
 
+def test_a_page_that_is_allowed_may_reach_into_a_private_network_and_another_may_not(url):
+    """What Chromium asks before a page of the internet reaches a server on this machine."""
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
+    status, headers, _ = ask(url, "/v1/responses", "OPTIONS", Origin="https://chat.example.org", **asked)
+    assert (status, headers["access-control-allow-private-network"]) == (200, "true")
+    assert ask(url, "/v1/responses", "OPTIONS", Origin="https://evil.example", **asked)[0] == 400
+
+
 def test_our_client_has_a_key(url):
     async def run():
         async with await Client.connect(url, api_key="the-key"):

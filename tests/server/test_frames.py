@@ -39,6 +39,8 @@ LIMIT = 2**20
         (b"\x91" * 100_000, MSGPACK, "invalid_msgpack"),
         (msgpack.packb([1]), MSGPACK, "not_an_object"),
         (msgpack.packb({b"type": 1}), MSGPACK, "not_an_object"),
+        (msgpack.packb({"a": [{"b": float("nan")}]}), MSGPACK, "invalid_msgpack"),
+        (msgpack.packb({"a": float("-inf")}, use_single_float=True), MSGPACK, "invalid_msgpack"),
         ("{}", MSGPACK, "wrong_frame_kind"),
         ("x" * (LIMIT + 1), JSON, "frame_too_large"),
         ("ü" * (LIMIT // 2 + 1), JSON, "frame_too_large"),
@@ -63,6 +65,11 @@ def test_the_largest_legal_frame_is_read():
 def test_json_is_read_from_binary_frames_too_and_whole_surrogate_pairs_are_text():
     assert decode(b'{"a":"\xc3\xbc"}', JSON, LIMIT) == {"a": "ü"}
     assert decode('{"a":"\\ud83d\\ude42"}', JSON, LIMIT) == {"a": "🙂"}
+
+
+def test_a_text_that_looks_like_an_infinity_is_a_text():
+    event = {"a": b"\xca\x7f\x80\x00\x00".decode("latin-1"), "b": 2**70.0, "c": 0x7F800000}
+    assert decode(encode(event, MSGPACK), MSGPACK, LIMIT) == event
 
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)

@@ -96,7 +96,8 @@ def test_random_walks_along_masks_are_in_the_language(kind, value, check):
     ("kind", "value", "message"),
     [
         ("json_schema", {"type": "objekt"}, "no legal json_schema: Invalid type: objekt"),
-        ("json_schema", "{", "is no JSON"),
+        ("json_schema", "{", "is not JSON"),
+        ("json_schema", r'{"const": "\ud83d"}', "half of a surrogate pair"),
         ("json_schema", 3, "legal is a JSON schema, an object"),
         ("regex", "a(", "no legal regex: .*unclosed group"),
         ("regex", "", "legal is a text that is not empty"),

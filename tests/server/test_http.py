@@ -103,3 +103,20 @@ def test_what_is_not_there_is_an_openai_error(url, method, path, status):
     actual, _, body = get(url, path, method)
     assert actual == status
     assert set(json.loads(body)["error"]) == {"type", "code", "message", "param"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "said"),
+    [
+        ("POST", "/chat/completions", "did you mean /v1/chat/completions?"),
+        ("GET", "/models", "did you mean /v1/models?"),
+        ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("GET", "/docs", "/v1/responses, "),
+        ("GET", "/x" * 5000, "Served are /, /health"),
+        ("GET", "/v1/completions", "legal is POST"),
+    ],
+)
+def test_what_is_there_instead_is_said(url, method, path, said):
+    message = json.loads(get(url, path, method)[2])["error"]["message"]
+    assert said in message
+    assert len(message) < 1000

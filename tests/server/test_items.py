@@ -76,6 +76,8 @@ def test_a_turn_of_the_assistant_is_one_message(items, messages):
         ({"type": []}, "input[0].type", "legal are"),
         ({**CALL, "arguments": "[1]"}, "input[0].arguments", "JSON object"),
         ({**CALL, "arguments": "["}, "input[0].arguments", "JSON object"),
+        ({**CALL, "arguments": '{"a": NaN}'}, "input[0].arguments", "JSON object"),
+        ({**CALL, "arguments": {}}, "input[0].arguments", "JSON object"),
         ({**CALL, "call_id": None}, "input[0].call_id", "missing"),
         ({**CALL, "name": ""}, "input[0].name", "not empty"),
         ({**RESULT, "output": 1}, "input[0].output", "list of parts"),
@@ -88,3 +90,8 @@ def test_what_is_no_item_is_refused_by_name(item, param, words):
         read_items([item])
     assert caught.value.param == param
     assert words in str(caught.value)
+
+
+def test_half_a_surrogate_pair_in_arguments_goes_on_as_the_character_for_what_is_none():
+    (message,) = template_messages(read_items([{**CALL, "arguments": r'{"a\udc00": ["\ud83d", "\ud83d\ude42é"]}'}]))
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a\ufffd": ["\ufffd", "🙂é"]}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.texts import RECORD
 
 from npucompile.runtime.request import FinishEvent, Logprobs, TokenEvent, joined
+from npucompile.server import mailbox
 from npucompile.server.mailbox import Mailbox
 
 INTERVAL_S = 0.005
@@ -99,6 +100,22 @@ def test_a_receiver_that_raises_loses_its_own_request_and_no_other(caplog):
     assert delivered == [token("b"), token("b", 1)]
     assert failed == ["a"]
     assert caplog.text.count("the receiver of 'a' raised") == 1
+
+
+def test_what_cannot_be_joined_comes_one_by_one(monkeypatch):
+    def broken(events):
+        raise KeyError("joined")
+
+    monkeypatch.setattr(mailbox, "joined", broken)
+    loop, delivered = Loop(), []
+    box = Mailbox(loop, interval_s=INTERVAL_S)
+    box.open("a", delivered.append)
+    box.deliver([token("a", 0)])
+    box.deliver([token("a", 1)])
+    loop.run()
+    box.deliver([end("a")])
+    loop.run()
+    assert delivered == [token("a", 0), token("a", 1), end("a")]
 
 
 def test_nothing_follows_the_end_and_nothing_is_kept():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -157,3 +158,22 @@ def test_no_more_is_read_of_a_client_to_which_much_waits_to_be_sent():
         await asyncio.wait_for(reading, 1)
 
     play(script)
+
+
+def test_a_writer_that_fails_ends_the_one_who_takes():
+    """Nobody knows what was sent, so nothing may follow it."""
+
+    class Broken:
+        ready = staticmethod(lambda: True)
+
+        def write(self, frames):
+            raise OSError("no socket")
+
+    async def script(outbox, _):
+        taker = asyncio.create_task(outbox.take())
+        await asyncio.sleep(0)
+        outbox.put([b"x"])
+        with pytest.raises(OSError, match="no socket"):
+            await asyncio.wait_for(taker, 30)
+
+    play(script, writer=Broken())

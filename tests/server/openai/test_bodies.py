@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import json
+import re
 from typing import Annotated, Any
 
 import pytest
@@ -47,16 +50,18 @@ def test_null_is_absent_and_marks_say_what_may_come():
     ("body", "expected"),
     [
         ({"sise": 1}, ("unknown_field", "sise", "/path has no field 'sise'; it has size, parts, nothing, never, user")),
-        ({"size": "1"}, ("invalid_field", "size", "size is '1'; legal is a valid integer")),
-        ({"size": True}, ("invalid_field", "size", "size is True; legal is a valid integer")),
+        ({"size": "1"}, ("invalid_field", "size", "size is '1'; legal is an integer")),
+        ({"size": True}, ("invalid_field", "size", "size is True; legal is an integer")),
         ({"size": 0}, ("invalid_field", "size", "size is 0; legal is greater than or equal to 1")),
         ({"parts": [{}]}, ("missing_field", "parts[0].text", "parts[0].text is missing in the body for /path")),
         ({"parts": [{"text": "a", "x": 1}]}, ("unknown_field", "parts[0].x", "parts[0].x is not a field that /path has")),
-        ({"nothing": False}, ("unsupported_value", "nothing",
-                              "nothing is False, which is not supported (it is not done); legal is 0, {}, absent")),
+        (
+            {"nothing": False},
+            ("unsupported_value", "nothing", "nothing is False, which is not supported (it is not done); legal is 0, {}, absent"),
+        ),
         ({"never": 0}, ("unsupported_value", "never", "never is 0, which is not supported (it is not done); legal is absent")),
     ],
-)  # fmt: skip
+)
 def test_an_error_names_the_field_its_value_and_what_is_legal(body, expected):
     assert refusal(Example, body) == expected
 
@@ -103,7 +108,7 @@ def read(chunks, limit=100):
 
 
 def test_a_body_is_an_object_of_bounded_size():
-    assert read([b'{"a":', b" 1}"]) == {"a": 1}
+    assert read([b'{"a":', b" 1}"]) == read([codecs.BOM_UTF8, b'{"a": 1}']) == {"a": 1}
     for chunks, code in (
         ([b"{"], "invalid_json"),
         ([b"\xff"], "invalid_utf8"),
@@ -114,3 +119,24 @@ def test_a_body_is_an_object_of_bounded_size():
         with pytest.raises(RequestError) as caught:
             read(chunks)
         assert caught.value.code == code
+
+
+BODIES = {
+    ChatRequest: {"messages": [{"role": "user", "content": "a"}]},
+    CompletionRequest: {"prompt": "a"},
+    GenerateRequest: {"text": "a"},
+    SamplingParams: {},
+}
+PYTHONS = {"valid", "dictionary", "instance", "tuple", "items", "validation", "boolean", "bool", "str", "int"}
+WRONG = ("a", 3, -7, 2.5, True, {}, [], [3], {"x": 1}, "a" * 5000, ["a"] * 5000)
+
+
+@pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
+def test_what_is_legal_is_said_in_words_of_json(model):
+    """Pydantic's own say "valid string", "dictionary" and "instance of"."""
+    for name in model.model_fields:
+        for value in WRONG:
+            with contextlib.suppress(RequestError):
+                validate(model, {**BODIES[model], name: value}, "/path")
+                continue
+            assert not set(re.findall("[a-z]+", refusal(model, {**BODIES[model], name: value})[2].split("; legal is")[-1])) & PYTHONS

@@ -213,7 +213,7 @@ def test_without_a_template_the_error_says_how_to_give_one():
         ({"extra_body": {"bad_words": [""]}}, "bad_words", "at least 1 character"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs", "'messages'"),
         ({"extra_body": {"temprature": 3}}, "temprature", "has no field 'temprature'; it has model, n, temperature"),
-        ({"temperature": "hot"}, "temperature", "'hot'; legal is a valid number"),
+        ({"temperature": "hot"}, "temperature", "'hot'; legal is a number"),
         ({"temperature": 1000}, "temperature", "0.0 to 100.0"),
         ({"n": 9}, "n", "8"),
         ({"stop": [""]}, "stop", "at least 1 character"),

@@ -27,6 +27,9 @@ def read(**fields):
         ({"role": "tool", "tool_call_id": "1", "content": ""}, {"role": "tool", "tool_call_id": "1", "content": ""}),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]},
          {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": r'{"a": "\ud83d"}'}}]},
+         {"role": "assistant", "content": "",
+          "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "\ufffd"}}}]}),
         ({"role": "assistant", "tool_calls": [{"id": "1", "function": CALLED}]},
          {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": CALLED}]}),
     ],
@@ -42,7 +45,7 @@ def test_content_is_text_and_arguments_are_objects(fields, expected):
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
         *[
             ({"role": "assistant", "tool_calls": [{"function": CALLED | {"arguments": text}}]}, f"{CALL}.function.arguments")
-            for text in ("[1]", "{", "[" * 10**5)
+            for text in ("[1]", "{", "[" * 10**5, '{"a": -Infinity}')
         ],
     ],
 )  # fmt: skip

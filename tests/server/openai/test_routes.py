@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 import httpx
 import pytest
 from hypothesis import given, settings
@@ -27,6 +29,40 @@ def client():
 def test_what_is_no_body_is_refused(client, path, body, code):
     answer = client.post(path, content=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413 if code == "body_too_large" else 400, code)
+
+
+IN_EVERY_PLACE = (
+    '{{"metadata":{{"k":{}}}}}',
+    '{{"messages":[{{"role":"user","content":{}}}]}}',
+    '{{"tools":[{{"type":"function","name":"f","description":{}}}]}}',
+    '{{{}:1}}',
+    '{{"prompt":[{}]}}',
+)  # fmt: skip
+NO_TEXT = (r'"a\ud83d"', r'"\ude00b"', '"\xed\xa0\xbd"', r'"\uD83D\u0041"')
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("place", IN_EVERY_PLACE)
+@pytest.mark.parametrize("text", NO_TEXT)
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(client, path, place, text):
+    answer = client.post(path, content=place.format(text).encode("latin-1"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_utf8")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "[1, Infinity]"])
+def test_what_json_has_no_number_for_is_refused(client, path, number):
+    answer = client.post(path, content=f'{{"temperature":{number}}}')
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_compressed_body_is_refused_by_its_encoding(client, path):
+    answer = client.post(path, content=gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    assert "'gzip'" in answer.json()["error"]["message"]
+    plain = client.post(path, content=b"[]", headers={"Content-Encoding": "identity"})
+    assert plain.json()["error"]["code"] == "not_an_object"
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.calls import AROUND, WRITERS
 from support.parsing import Call, pieces_of, whole
 
+from npucompile.server.items import read_arguments
 from npucompile.server.parsers.call_formats import FORMATS
 from npucompile.server.parsers.message import MessageParser
 from npucompile.server.parsers.reasoning import Content, Reasoning, ReasoningParser
@@ -38,3 +41,19 @@ def test_a_message_has_all_three():
 def test_pieces_do_not_matter(words, data):
     text = "".join(words)
     assert parse(data.draw(pieces_of(text))) == parse([text])
+
+
+FIRST = '<tool_call>{{"arguments": {}, "name": "f\\ud83d"}}</tool_call>'
+"""A call that is told when it is whole."""
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "arguments first"])
+@pytest.mark.parametrize("schema", [{}, {"properties": {"where": {"type": "object"}}}])
+def test_half_a_surrogate_pair_that_a_model_writes_can_be_sent_and_read(name, schema):
+    before, after = AROUND.get(name, ("", ""))
+    call = WRITERS[name]("f", {"where": {"x": "HALF"}}) if name in FORMATS else FIRST.format('{"where": {"x": "HALF"}}')
+    parser = MessageParser(None, ToolCallParser(FORMATS.get(name, FORMATS["hermes"]), {"f": schema}))
+    parts = [*parser.push((before + call + after).replace("HALF", "\\ud83d")), *parser.finish()]
+    sent = [getattr(part, field).encode().decode() for part in parts for field in ("name", "text") if hasattr(part, field)]
+    where = read_arguments("".join(sent[1:]))["where"]
+    assert (read_arguments(where) if isinstance(where, str) else where) == {"x": "\ufffd"}
