@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import errno
 import importlib
 import os
+import select
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -92,7 +95,15 @@ class Commands(click.Group):
         """The command that the first two words name, else the first."""
         if (name := " ".join(args[:2])) in COMMANDS:
             return name, self.get_command(ctx, name), args[2:]
-        return super().resolve_command(ctx, args)
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            ctx.fail(f"there is no command {args[0]!r}; {_near(args[0], COMMANDS)}")
+
+    def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:
+        """Parses arguments, and prints the help if they ask for it."""
+        with _read_or_not():
+            return super().make_context(info_name, args, parent, **extra)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The table of commands, without importing them."""
@@ -102,7 +113,12 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command; errors of npucompile and of the file system are printed without a traceback, with exit status 1."""
         try:
-            return super().invoke(ctx)
+            with _read_or_not():
+                return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            options = [option for option in error.ctx.command.params if isinstance(option, click.Option)] if error.ctx else []
+            near = _near(error.option_name, [name for option in options for name in option.opts])
+            raise click.NoSuchOption(error.option_name, f"there is no option {error.option_name}; {near}", ctx=error.ctx) from None
         except NpucompileError as error:
             raise click.ClickException(str(error)) from None
         except OSError as error:
@@ -112,6 +128,36 @@ class Commands(click.Group):
             if error.filename is None:
                 raise
             raise click.ClickException(str(error)) from None
+
+
+def _near(name: str, legal: Iterable[str]) -> str:
+    """The legal names that one may have meant, or else all."""
+    bare = {word.lstrip("-"): word for word in legal}
+    near = [bare[word] for word in difflib.get_close_matches(name.lstrip("-"), bare)]
+    return f"did you mean {' or '.join(near)}?" if near else f"legal are {', '.join(bare.values())}"
+
+
+@contextlib.contextmanager
+def _read_or_not() -> Iterator[None]:
+    """Ends the command with status 0 where whoever read its output, such as `head`, has enough of it."""
+    try:
+        yield
+    except BrokenPipeError:
+        if not _unread(sys.stdout):
+            raise
+        # What is buffered goes nowhere, or the interpreter would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(0) from None
+
+
+def _unread(stream: TextIO) -> bool:
+    """Whether nobody reads a pipe any more."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+    except (OSError, ValueError):
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @click.command(

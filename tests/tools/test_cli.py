@@ -68,10 +68,39 @@ def test_every_command_explains_itself(name):
     assert all(option.help for option in options)
 
 
-def test_an_unknown_command_is_named():
-    result = CliRunner().invoke(main, ["sevre"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sevre"], "there is no command 'sevre'; did you mean serve?"),
+        (["serv"], "did you mean serve?"),
+        (["run"], "there is no command 'run'; legal are plan, build, "),
+        (["chat", "--model", "x", "hi"], "there is no option --model; legal are --url, --max-tokens, "),
+        (["chat", "--max-token", "3", "hi"], "there is no option --max-token; did you mean --max-tokens?"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_those_there_are(arguments, said):
+    result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
-    assert "sevre" in result.stderr
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["say"]])
+def test_whoever_has_read_enough_of_the_output_ends_the_command_well(monkeypatch, words):
+    """`npucompile models | head -1` under `set -o pipefail`."""
+
+    @click.command("say")
+    def say():
+        click.echo("something")
+
+    group = Commands("group")
+    group.get_command = lambda context, name: say
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        with pytest.raises(SystemExit) as ended:
+            group.main(words)
+    assert ended.value.code == 0
 
 
 @pytest.mark.parametrize(

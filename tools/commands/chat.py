@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
-from ...graphs.errors import ProtocolError
+from ...graphs.errors import ProtocolError, SpecError
+from ...server.app import WEBSOCKET_PATH
 from ...server.client import stream_text
 from ..cli import Home
 from .server_options import API_KEY_VARIABLE
@@ -16,7 +18,7 @@ from .server_options import API_KEY_VARIABLE
 
 @click.command("chat")
 @click.argument("prompt")
-@click.option("--url", default="ws://127.0.0.1:8000/v1/responses", show_default=True, help="The server's websocket.")
+@click.option("--url", default="ws://127.0.0.1:8000/v1/responses", show_default=True, help="The server's websocket, or its http URL.")
 @click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Most tokens to generate.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
@@ -47,8 +49,10 @@ def command(
     if speculative_tokens is not None:
         options["speculative_tokens"] = speculative_tokens
 
+    address = websocket_of(url)
+
     async def stream() -> None:
-        async for delta in stream_text(url, prompt, api_key=home.environment.get(API_KEY_VARIABLE), **options):
+        async for delta in stream_text(address, prompt, api_key=home.environment.get(API_KEY_VARIABLE), **options):
             sys.stdout.write(delta)
             sys.stdout.flush()
         sys.stdout.write("\n")
@@ -60,3 +64,21 @@ def command(
         raise click.ClickException(f"{error}{hint}") from None
     except KeyboardInterrupt:
         sys.stdout.write("\n")
+
+
+def websocket_of(url: str) -> str:
+    """The websocket of a server, by its URL or by those of its HTTP API.
+
+    Raises:
+        SpecError: it is no URL of these.
+    """
+    try:
+        parts = urlsplit(url)
+        scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+        legal = scheme in ("ws", "wss") and bool(parts.hostname)
+    except ValueError:
+        legal = False
+    if not legal:
+        raise SpecError(f"--url is {url!r}; legal is ws://HOST:PORT{WEBSOCKET_PATH}, or http://HOST:PORT")
+    path = WEBSOCKET_PATH if parts.path.rstrip("/") in ("", "/v1") else parts.path
+    return parts._replace(scheme=scheme, path=path).geturl()

@@ -111,6 +111,9 @@ def command(
         stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
         options = {"logprobs": logprobs, "speculative_tokens": speculative_tokens}
         (completion,) = complete(executor, [ids], sampling, max_tokens, stop, **options)
+    if completion.reason == "length" and completion.completion_tokens < max_tokens:
+        most = f"prompt and output fill the context of {manifest.limits.max_model_len} tokens"
+        click.echo(f"cut at {completion.completion_tokens} of --max-tokens {max_tokens}: {most}", err=True)
     text = codec.decode(completion.token_ids) if codec else ""
     if as_json:
         objects = {"logprobs": logprobs_of(completion, codec)} if logprobs is not None else {}

@@ -45,6 +45,11 @@ from .server_options import prefix_cache_settings, server_options, serving_setti
 log = logging.getLogger(__name__)
 
 HOST, PORT = "127.0.0.1", 8000
+WITHOUT_BUILD = (
+    "--no-build builds nothing: legal is `serve` without it, which serves a model uncompiled within seconds and compiles it meanwhile, or "
+    f"`npucompile build MODEL` before, which compiles for minutes; `npucompile build {BUNDLED[0]} --backend eager` takes seconds"
+)
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -237,7 +242,7 @@ def find_or_build(
         if artifact is not None:
             return artifact, _resume_build(home, artifact, no_build)
         if no_build:
-            raise ArtifactMissing(f"nothing under {home.artifacts} can run here; `npucompile build MODEL` makes something that can")
+            raise ArtifactMissing(f"nothing under {home.artifacts} can run here; {WITHOUT_BUILD}")
         name = BUNDLED[0]
         progress.say(f"nothing built that can run here; building the bundled model {name}")
     else:
@@ -247,9 +252,9 @@ def find_or_build(
             if family is not None:
                 check_family(artifact, family)
             return artifact, _resume_build(home, artifact, no_build)
-        except ArtifactMissing:
+        except ArtifactMissing as error:
             if no_build:
-                raise
+                raise ArtifactMissing(f"{error}; {WITHOUT_BUILD}") from None
     plan = planning.plan(planning.Options(name, family=family))
     if plan.source.tokenizer is None:
         raise ModelError(f"{plan.source.checkpoint_dir} has no tokenizer.json, and serving text needs one")

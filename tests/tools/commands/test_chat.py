@@ -61,4 +61,12 @@ def test_where_nobody_listens_a_server_is_suggested(tmp_path):
 
 
 def test_an_address_that_is_none_is_said(tmp_path):
-    assert "cannot connect to http://localhost" in tiny.refused(tmp_path, "chat", "x", "--url", "http://localhost")
+    for url in ("localhost:8000", "127.0.0.1:8000", "ftp://localhost", "ws://", "http://[::1", ""):
+        message = tiny.refused(tmp_path, "chat", "x", "--url", url)
+        assert f"--url is {url!r}; legal is ws://HOST:PORT/v1/responses, or http://HOST:PORT" in message
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/v1/responses"])
+def test_the_url_of_the_http_api_is_one_of_the_websocket(tmp_path, server, path):
+    http = server[1].replace("ws:", "http:").replace("/v1/responses", path)
+    assert tiny.cli(tmp_path, "chat", "in", "--max-tokens", 2, "--url", http).exit_code == 0

@@ -68,6 +68,14 @@ def test_plain_output_is_the_text_and_the_ids_stay_out_of_it(tmp_path, tiny_arti
     assert result.stderr == f"token ids: {','.join(map(str, tokens))}\n"
 
 
+def test_an_output_that_the_context_cuts_is_said_to_be(tmp_path, tiny_artifact, expected):
+    room = Artifact.open(tiny_artifact).manifest.limits.max_model_len - len(expected[0])
+    arguments = ("generate", tiny_artifact, "--prompt", PROMPT, "--ignore-eos", "--max-tokens")
+    cut = tiny.cli(tmp_path, *arguments, room + 1)
+    assert f"cut at {room} of --max-tokens {room + 1}: prompt and output fill the context" in cut.stderr
+    assert tiny.cli(tmp_path, *arguments, room).stderr == cut.stderr.partition("\n")[2]
+
+
 def test_ids_are_taken_as_they_are(tmp_path, tiny_artifact, expected):
     ids, tokens, _ = expected
     answer = generated(tmp_path, tiny_artifact, "--token-ids", ",".join(map(str, ids)), "--max-tokens", 6)
