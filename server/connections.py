@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from ..graphs.errors import RequestError
 
@@ -11,12 +12,11 @@ class Connections:
     """Open connections; used on the event loop alone.
 
     Args:
-        most: open at once.
-        most_per_peer: of one address.
+        most: how many may be open at once now, of all and of one address.
     """
 
-    def __init__(self, most: int, most_per_peer: int) -> None:
-        self._most, self._most_per_peer = most, most_per_peer
+    def __init__(self, most: Callable[[], tuple[int, int]]) -> None:
+        self._most = most
         self._open: Counter[str] = Counter()
 
     @property
@@ -30,11 +30,13 @@ class Connections:
         Raises:
             RequestError: there are too many, of this peer or of all; it is not counted.
         """
-        if self._open[peer] >= self._most_per_peer:
-            most = f"all {self._most_per_peer} connections that one address may have open"
-            raise RequestError(f"{peer} has {most}; close one first", code="too_many_requests")
-        if self.count >= self._most:
-            raise RequestError(f"all {self._most} connections of this server are taken; come back later", code="queue_full")
+        most, most_per_peer = self._most()
+        if self._open[peer] >= most_per_peer:
+            taken = f"all {most_per_peer} connections that one address may have open (`npucompile serve --max-client-connections`)"
+            raise RequestError(f"{peer} has {taken}; close one first", code="too_many_requests")
+        if self.count >= most:
+            taken = f"all {most} connections of this server are taken (`npucompile serve --max-connections`)"
+            raise RequestError(f"{taken}; come back later", code="queue_full")
         self._open[peer] += 1
 
     def leave(self, peer: str) -> None:

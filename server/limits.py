@@ -10,6 +10,9 @@ from ..graphs.errors import RequestError, SpecError
 MAX_PRIORITY = 1000
 MAX_FRAME_BYTES = 4 * 2**20
 LEAST_FRAME_BYTES = 2**18
+LEAST_CONNECTIONS = 256
+"""Of an address by default, however few requests can run."""
+
 BYTES_PER_TOKEN = 32
 """Of a prompt in a frame: text of one token, escaped as JSON, and what stands around it."""
 
@@ -21,8 +24,8 @@ class SocketLimits:
     Attributes:
         max_frame_bytes: larger frames are refused with an error event; None derives it from the longest context.
         max_streams: responses open at once on a socket, of up to protocol.MAX_COMPLETIONS requests each.
-        max_connections: connections open at once, HTTP and websocket together.
-        max_connections_per_client: of one address.
+        max_connections: connections open at once, HTTP and websocket together; None derives it from the requests that can run at once.
+        max_connections_per_client: of one address; None derives it likewise.
         max_queue: requests that may wait beside those that run.
         max_requests_per_client: requests of one client that may wait or run.
         max_queued_tokens: tokens of the prompts of requests that wait or run, all together.
@@ -44,8 +47,8 @@ class SocketLimits:
 
     max_frame_bytes: int | None = None
     max_streams: int = 256
-    max_connections: int = 1024
-    max_connections_per_client: int = 256
+    max_connections: int | None = None
+    max_connections_per_client: int | None = None
     max_queue: int = 2048
     max_requests_per_client: int = 2048
     max_queued_tokens: int = 2**24
@@ -68,6 +71,8 @@ class SocketLimits:
         counts = (
             "max_frame_bytes",
             "max_streams",
+            "max_connections",
+            "max_connections_per_client",
             "max_requests_per_client",
             "max_queue_bytes",
             "max_queued_tokens",
@@ -85,6 +90,15 @@ class SocketLimits:
             raise SpecError(f"stream_interval_s is {self.stream_interval_s}; legal is a number from 0")
         if not -MAX_PRIORITY <= self.min_priority <= MAX_PRIORITY:
             raise SpecError(f"min_priority is {self.min_priority}; legal is -{MAX_PRIORITY} to {MAX_PRIORITY}")
+
+    def connections(self, max_running: int) -> tuple[int, int]:
+        """Connections that may be open at once, of all clients and of one address.
+
+        Args:
+            max_running: requests that can run at once. By default an address may have a connection for each, and one that waits behind it.
+        """
+        one = self.max_connections_per_client or max(LEAST_CONNECTIONS, 2 * max_running)
+        return self.max_connections or max(4 * LEAST_CONNECTIONS, 8 * max_running, one), one
 
     def check_priority(self, priority: int) -> None:
         """Raises RequestError where a request is more urgent than it may be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ UNREAD_MS = 60_000
 """How long sent bytes may lie unread by a client before the kernel drops the connection."""
 
 BACKLOG = 1024
+MAX_OPEN_FILES = 2**16
 POLL_S = 0.05
 
 
@@ -230,6 +232,14 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def allow_open_files() -> None:
+    """Lets this process have as many connections and files open as its user may, up to MAX_OPEN_FILES; many systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 class _Server(uvicorn.Server):
     """A uvicorn server that reports when it is ready."""
 
@@ -245,8 +255,11 @@ class _Server(uvicorn.Server):
 
 def _config(lifecycle: Lifecycle, settings: Serving) -> uvicorn.Config:
     limits = settings.limits
-    connections = Connections(limits.max_connections, limits.max_connections_per_client)
-    http, websocket = protocols(connections, limits.handshake_s)
+
+    def most() -> tuple[int, int]:
+        return limits.connections(lifecycle.service.model.max_running if lifecycle.service else 1)
+
+    http, websocket = protocols(Connections(most), limits.handshake_s)
     app = create_app(lifecycle, limits, settings.access)
     config = uvicorn.Config(
         settings.access_log.around(app) if settings.access_log else app,

@@ -15,7 +15,7 @@ def refusal(connections, peer):
 
 
 def test_each_peer_has_its_own_and_all_have_theirs():
-    connections = Connections(most=3, most_per_peer=2)
+    connections = Connections(lambda: (3, 2))
     connections.enter("a")
     connections.enter("a")
     assert refusal(connections, "a") == "too_many_requests"
@@ -27,3 +27,15 @@ def test_each_peer_has_its_own_and_all_have_theirs():
     assert connections.count == 0
     assert not connections._open
     connections.enter("a")
+
+
+def test_limits_that_grow_hold_for_the_next_connection():
+    """A server listens before it knows how many requests its model runs."""
+    most = [(1, 1)]
+    connections = Connections(lambda: most[0])
+    connections.enter("a")
+    assert refusal(connections, "a") == "too_many_requests"
+    assert refusal(connections, "b") == "queue_full"
+    most[0] = (3, 2)
+    connections.enter("a")
+    connections.enter("b")

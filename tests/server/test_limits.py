@@ -18,7 +18,18 @@ def test_a_frame_holds_a_prompt_that_fills_the_context_within_bounds(max_model_l
     assert SocketLimits(max_frame_bytes=100).transport_frame_bytes == 200
 
 
-@pytest.mark.parametrize("name", ["max_frame_bytes", "max_streams", "max_requests_per_client", "max_queue_bytes"])
+@pytest.mark.parametrize("max_running", [1, 128, 129, 432, 832])
+def test_connections_follow_what_runs_unless_they_are_given(max_running):
+    of_all, of_one = SocketLimits().connections(max_running)
+    assert of_all >= 4 * of_one >= 4 * max(256, 2 * max_running)
+    assert SocketLimits(max_connections=3, max_connections_per_client=2).connections(max_running) == (3, 2)
+    assert SocketLimits(max_connections_per_client=10**4).connections(max_running) == (10**4, 10**4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max_frame_bytes", "max_streams", "max_requests_per_client", "max_queue_bytes", "max_connections", "max_connections_per_client"],
+)
 def test_nothing_is_no_limit(name):
     with pytest.raises(SpecError, match=f"{name} is 0; legal is at least 1"):
         SocketLimits(**{name: 0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import resource
 import signal
 import socket
 import ssl
@@ -100,6 +101,17 @@ def test_small_writes_do_not_wait_for_acknowledgements():
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_server_may_have_as_many_connections_open_as_its_user_may():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = run.MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, run.MAX_OPEN_FILES)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        run.allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (max(1024, most), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_taken_port_is_named(service):

@@ -15,6 +15,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import connect
 
+from npucompile.server import limits as limits_module
 from npucompile.server.limits import SocketLimits
 from npucompile.server.run import Serving, running
 from npucompile.server.service import ServedModel, Service
@@ -93,6 +94,17 @@ def test_idle_connections_of_one_address_shut_nobody_else_out(server):
         assert head.startswith("HTTP/1.1 503")
         assert json.loads(body)["error"]["code"] == "queue_full"
     until(lambda: get(server)[0].startswith("HTTP/1.1 200"))
+
+
+def test_a_server_that_runs_more_requests_takes_more_connections(monkeypatch):
+    monkeypatch.setattr(limits_module, "LEAST_CONNECTIONS", 2)
+    served = Service(Engine(), byte_codec(), ServedModel("tiny", 4096, 256, max_running=3))
+    with running(served, settings=Serving(SocketLimits())) as server, contextlib.ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(upgraded(server))
+        head, body = get(server)
+        assert head.startswith("HTTP/1.1 429")
+        assert "`npucompile serve --max-client-connections`" in json.loads(body)["error"]["message"]
 
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

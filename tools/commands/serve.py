@@ -21,7 +21,7 @@ from ...server.access import Access
 from ...server.access_log import AccessLog
 from ...server.app import WEBSOCKET_PATH
 from ...server.lifecycle import Lifecycle
-from ...server.run import Stop, running, websocket_url
+from ...server.run import Stop, allow_open_files, running, websocket_url
 from ...server.tracing import Tracing
 from ..build import plan as planning
 from ..cli import Home
@@ -138,6 +138,7 @@ def command(
         return
     serving = serving_settings(home.environment, options)
     warn_if_open(host, serving.access)
+    allow_open_files()
     tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint else None
     # Files are closed last: the server and the engine write to them while they end. The port is bound before anything is built, and
     # answers: whoever watches the server sees it start.

@@ -11,7 +11,7 @@ import click
 from ...graphs.errors import SpecError
 from ...runtime.prefix_cache import PrefixCacheSettings
 from ...server.access import Access
-from ...server.limits import MAX_PRIORITY, SocketLimits
+from ...server.limits import LEAST_CONNECTIONS, MAX_PRIORITY, SocketLimits
 from ...server.run import Serving
 
 API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"
@@ -38,10 +38,10 @@ _OPTIONS = (
                  help="Seconds that a request may wait and run; its own timeout_ms may be shorter.  [default: no limit]"),
     click.option("--first-token-timeout", type=click.FloatRange(0, min_open=True),
                  help="Seconds that a request may wait for its first token.  [default: no limit]"),
-    click.option("--max-connections", type=click.IntRange(1), default=_DEFAULTS.max_connections, show_default=True,
-                 help="Connections open at once."),
-    click.option("--max-client-connections", type=click.IntRange(1), default=_DEFAULTS.max_connections_per_client, show_default=True,
-                 help="Connections of one address open at once."),
+    click.option("--max-connections", type=click.IntRange(1),
+                 help=f"Connections open at once.  [default: 8 a request that can run, at least {4 * LEAST_CONNECTIONS}]"),
+    click.option("--max-client-connections", type=click.IntRange(1),
+                 help=f"Connections of one address open at once.  [default: 2 a request that can run, at least {LEAST_CONNECTIONS}]"),
     click.option("--max-frame-bytes", type=click.IntRange(1), help="Largest message of a client.  [default: by the longest context]"),
     click.option("--handshake-timeout", type=click.FloatRange(0, min_open=True), default=_DEFAULTS.handshake_s, show_default=True,
                  help="Seconds in which a connection has to bring a whole request."),

@@ -6,6 +6,7 @@ import pytest
 
 from npucompile.graphs.errors import SpecError
 from npucompile.models import registry
+from npucompile.server.limits import SocketLimits
 from npucompile.tools.build.deployments import (
     DEFAULT,
     MAX_CHUNK,
@@ -98,6 +99,15 @@ def test_every_phase_can_be_placed_and_sized(row, phase):
     chunk = prefill_chunk(row)
     assert chunk % 128 == 0
     assert 128 <= chunk <= min(MAX_CHUNK, sizes.max_model_len)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.concurrency], ids=lambda row: row.id)
+def test_the_published_benchmark_may_open_all_its_streams(row):
+    """Each stream is a connection of its own, all from one address."""
+    decoding = row.phases.get("mixed") or row.phases["decode"]
+    limits = limits_for(row, decoding, target(row.target).page_size)
+    max_running = (limits.num_request_slots - 1) * decoding.mesh.axis("dp") * decoding.instances
+    assert SocketLimits().connections(max_running)[1] >= row.concurrency
 
 
 def test_the_three_node_deployment_splits_prefill_from_decode():

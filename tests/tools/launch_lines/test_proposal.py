@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support import tiny
 
 from npucompile.models import registry
+from npucompile.server.limits import SocketLimits
 from npucompile.tools.launch_lines.facts import Facts
 from npucompile.tools.launch_lines.proposal import options_of, propose
 
@@ -42,6 +43,8 @@ def test_every_proposal_is_planned(model, requests, context, drafts, chunk, role
     one_request = proposal.plan.limits.num_pages - 1 == proposal.plan.limits.pages_per_request
     assert one_request or held < proposal.plan.target.memory_bytes(proposal.plan.mesh) or proposal.plan.params_bytes > held // 2
     assert options_of(proposal).model == model
+    # Clients of the line open a connection for each request that it runs.
+    assert SocketLimits().connections(proposal.plan.limits.num_request_slots - 1)[1] >= requests
 
 
 def test_what_a_line_does_not_say_is_said():
