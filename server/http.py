@@ -57,5 +57,5 @@ def _said(request: Request, error: HTTPException) -> str:
     if error.status_code != 404:
         return error.detail
     near = [f"/v1{path}"] if f"/v1{path}" in paths else difflib.get_close_matches(path[:MAX_PATH_CHARS], paths, 1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return f"there is nothing at {show(path)}; {meant}Served are {', '.join(paths)}"
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    return f"there is nothing at {show(path)}{meant}; served are {', '.join(paths)}"

@@ -144,7 +144,7 @@ def _legal(error: Mapping[str, Any]) -> str:
     """What is legal in place of a value."""
     if error["type"] in _LEGAL:
         return _LEGAL[error["type"]].format_map(error.get("ctx", {}))
-    return error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
 
 
 _OBJECT, _INTEGER = "an object", "an integer"

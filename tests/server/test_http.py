@@ -112,7 +112,7 @@ def test_what_is_not_there_is_an_openai_error(url, method, path, status):
         ("GET", "/models", "did you mean /v1/models?"),
         ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("GET", "/docs", "/v1/responses, "),
-        ("GET", "/x" * 5000, "Served are /, /health"),
+        ("GET", "/x" * 5000, "served are /, /health"),
         ("GET", "/v1/completions", "legal is POST"),
     ],
 )
