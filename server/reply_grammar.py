@@ -13,8 +13,8 @@ from typing import Any
 
 from ..graphs.errors import RequestError
 from .parsers.call_formats import CALL_BEGIN, CALL_END, CALLS, DSML, SEP
-from .parsers.call_readers import is_text, resolved
 from .parsers.reasoning import CLOSE, OPEN
+from .parsers.schemas import MAX_SHAPES, Schemas
 from .structured_output import OutputFormat
 
 NONE, INSIDE, MAYBE = "none", "inside", "maybe"
@@ -146,16 +146,11 @@ class _Writer:
         schema = tool.get("parameters") or {}
         head, tail = form.head(tool["name"]), form.tail
         rule = f"function{index}"
+        guidance = {} if tool.get("strict") else {"lenient": True}
         if form.arguments is None:
-            lenient = {} if tool.get("strict") else {"x-guidance": {"lenient": True}}
-            arguments = "%json " + json.dumps({"type": "object", **schema, **lenient})
+            arguments = _json({"type": "object", **schema}, guidance)
         else:
-            properties = schema.get("properties") or {}
-            required = schema.get("required") or ()
-            written = [
-                (self._argument(form.arguments, name, value, schema), "" if name in required else "?") for name, value in properties.items()
-            ]
-            arguments = " ".join(f"({argument}){optional}" for argument, optional in written)
+            arguments = self._tagged(form.arguments, tool["name"], schema, {**schema.get("x-guidance", {}), **guidance})
         self.rules[rule] = f"{self.text(head)} {self._rule(f'arguments{index}', arguments)} {self.text(tail)}"
         return rule
 
@@ -165,19 +160,40 @@ class _Writer:
         self.rules[name] = expression
         return name
 
-    def _argument(self, form: TaggedArguments, name: str, schema: Any, root: Mapping[str, Any]) -> str:
+    def _tagged(self, form: TaggedArguments, function: str, root: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
+        """All arguments in tags, in the order of the schema; of alternatives, each."""
+        schemas = Schemas(root)
+        shapes = schemas.shapes()
+        if len(shapes) > MAX_SHAPES:
+            message = f"the parameters of {function!r} have more than {MAX_SHAPES} alternatives; legal are at most that many"
+            raise RequestError(message, param="tools", code="invalid_grammar")
+        alternatives = dict.fromkeys(
+            " ".join(
+                f"({self._argument(form, name, value, schemas, guidance)}){'' if name in shape.required else '?'}"
+                for name, value in shape.properties.items()
+                if value is not False
+            )
+            for shape in shapes
+        )
+        return " | ".join(f"({alternative})" for alternative in alternatives) if any(alternatives) else ""
+
+    def _argument(self, form: TaggedArguments, name: str, schema: Any, schemas: Schemas, guidance: Mapping[str, Any]) -> str:
         """One argument in its tags: a text is any up to the closing tag, or one of those that the schema lists."""
-        schema = resolved(schema, root)
-        opening = self.text(form.open(name, is_text(schema)))
+        values = schemas.values(schema)
+        opening = self.text(form.open(name, values.is_text))
         closing = self.text(form.close)
-        options = _options(schema)
-        if (options is not None and is_text(schema)) or (options is not None and all(isinstance(option, str) for option in options)):
-            return f"{opening} ({' | '.join(_quoted(str(option)) for option in options)}) {closing}"
-        if is_text(schema):
+        if values.is_text and values.options:
+            return f"{opening} ({' | '.join(_quoted(option) for option in values.options)}) {closing}"
+        if values.is_text:
             mark = form.close.rstrip("\n")
             return f"{opening} {self.up_to('text', mark)} {self.text(form.close.removeprefix(mark))}"
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"{opening} %json {json.dumps({**schema, **definitions})} {closing}"
+        return f"{opening} {_json(schemas.standalone(schema), guidance)} {closing}"
+
+
+def _json(schema: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
+    """JSON of a schema; `guidance` says how llguidance reads it, beside what the schema says itself."""
+    guidance = {**schema.get("x-guidance", {}), **guidance}
+    return "%json " + json.dumps({**schema, **({"x-guidance": guidance} if guidance else {})})
 
 
 @dataclass(frozen=True)
@@ -241,15 +257,6 @@ WRITTEN: Mapping[str, Written] = {
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _options(schema: Any) -> list[Any] | None:
-    """The values that a schema lists; None where it lists none."""
-    if not isinstance(schema, Mapping):
-        return None
-    if "const" in schema:
-        return [schema["const"]]
-    return schema["enum"] if isinstance(schema.get("enum"), list) and schema["enum"] else None
 
 
 def _named(grammar: str, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from .call_readers import JsonReader, TaggedReader, Tags
+from .call_readers import JsonReader, TaggedReader, Tags, read_json
 from .tool_calls import CallFormat, CallReader, Tools
 
 SEP = "<｜tool▁sep｜>"
@@ -22,10 +22,7 @@ _BARE = re.compile(rf"(?P<name>(?:(?!{SEP}).)*){SEP}\s*(?=\{{)", re.DOTALL)
 
 
 def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("too deep") from None
+    value = read_json(text)
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value

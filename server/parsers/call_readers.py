@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from . import marks
+from .schemas import Schemas, Values, type_of
 from .tool_calls import CallArguments, CallBegin, CallEnd, CallPart, Tools
 
-MAX_REFERENCES = 8
-"""That are followed one after another."""
-
 _SIGNS = re.compile(r'[\\"{}\[\]]')
+_NOT_FINITE = re.compile(r"-?\b(?:NaN|Infinity)\b")
+_WORD_AT_END = re.compile(r"-?[A-Za-z]{0,8}$")
 
 
 class JsonScanner:
@@ -33,6 +34,13 @@ class JsonScanner:
     def take(self, text: str) -> int:
         """How many characters of the text belong to the object."""
         place = 0
+        while place < len(text) and not self.done:
+            place = self.section(text, place)
+        return place
+
+    def section(self, text: str, start: int) -> int:
+        """The end of what begins at `start`: of a string, of what is before one, of the object, or of the text."""
+        place = start
         while place < len(text):
             if self._escaped:
                 self._escaped = False
@@ -42,8 +50,9 @@ class JsonScanner:
             if found is None:
                 break
             place = found.end()
+            was_in_string = self.in_string
             self._sign(found.group())
-            if self.done:
+            if self.done or self.in_string != was_in_string:
                 return place
         return len(text)
 
@@ -61,7 +70,7 @@ class JsonScanner:
 
 
 class JsonReader:
-    """A call whose arguments are a JSON object, sent as it is written.
+    """A call whose arguments are a JSON object, sent as it is written; numbers that JSON does not have are sent as texts.
 
     Args:
         header: matches up to the object, with the group `name`.
@@ -74,6 +83,9 @@ class JsonReader:
         self._header, self._name_of, self._whole = header, name_of, whole
         self._text = ""
         self._scanner: JsonScanner | None = None
+        self._word = ""
+
+    closing = ""
 
     @property
     def inside(self) -> bool:
@@ -98,15 +110,32 @@ class JsonReader:
     def finish(self) -> list[CallPart]:
         """See `CallReader`."""
         if self._scanner is not None:
-            return [CallEnd()]
+            rest: list[CallPart] = [CallArguments(self._finite())] if self._word else []
+            return [*rest, CallEnd(self._scanner.done)]
         name, arguments = self._whole(self._text)
         return [CallBegin(name), CallArguments(arguments), CallEnd()]
 
     def _arguments(self, text: str) -> list[CallPart]:
-        if self._scanner is None or self._scanner.done:
-            return []
-        taken = text[: self._scanner.take(text)]
-        return [CallArguments(taken)] if taken else []
+        scanner, written, place = self._scanner, "", 0
+        while scanner is not None and not scanner.done and place < len(text):
+            start, in_string = place, scanner.in_string
+            place = scanner.section(text, start)
+            if in_string:
+                written += text[start:place]
+                continue
+            self._word += text[start:place]
+            if scanner.in_string or scanner.done:
+                written += self._finite()
+            else:
+                # Of a word at the end there may be more to come.
+                written += self._finite(_WORD_AT_END.search(self._word))
+        return [CallArguments(written)] if written else []
+
+    def _finite(self, held: re.Match[str] | None = None) -> str:
+        """What waits outside of strings, up to a word that is held back."""
+        end = len(self._word) if held is None else held.start()
+        text, self._word = self._word[:end], self._word[end:]
+        return _NOT_FINITE.sub(r'"\g<0>"', text)
 
 
 @dataclass(frozen=True)
@@ -143,7 +172,7 @@ class TaggedReader:
         self._begun = False
         self._arguments = 0
         self._in_value = self._at_value = self._streams = False
-        self._schema: Any = None
+        self._values = Values()
 
     @property
     def inside(self) -> bool:
@@ -162,6 +191,11 @@ class TaggedReader:
             begin = [CallBegin(str(self._name))]
         arguments = "".join(written)
         return [*begin, CallArguments(arguments)] if arguments else begin
+
+    @property
+    def closing(self) -> str:
+        """See `CallReader`."""
+        return "" if self._in_value else "}"
 
     def finish(self) -> list[CallPart]:
         """See `CallReader`."""
@@ -190,10 +224,9 @@ class TaggedReader:
         key = found["key"].strip()
         self._in_value = self._at_value = True
         string = found.groupdict().get("string")
-        root = self._tools.get(self._name, {})
-        self._schema = resolved(root.get("properties", {}).get(key), root)
-        self._streams = is_text(self._schema) if string is None else string == "true"
-        self._schema = self._schema if string is None else True
+        # A tag that says that it holds JSON may hold any.
+        self._values = Schemas(self._tools.get(self._name)).argument(key) if string is None else Values()
+        self._streams = self._values.is_text if string is None else string == "true"
         self._arguments += 1
         return f"{'{' if self._arguments == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: {chr(34) if self._streams else ''}"
 
@@ -209,7 +242,7 @@ class TaggedReader:
             value, self._pending = self._pending[:place], self._pending[place + len(self._tags.close) :]
             self._in_value = False
             value = value.removesuffix("\n") if self._tags.trims else value
-            return _escaped(value) + '"' if self._streams else self._typed(value)
+            return _escaped(value) + '"' if self._streams else json.dumps(typed(value, self._values), ensure_ascii=False)
         if not self._streams:
             return None
         end = len(self._pending) - self._held()
@@ -232,15 +265,6 @@ class TaggedReader:
         place = self._pending.find(self._tags.tail_mark) if self._tags.tail_mark else -1
         return place >= 0 and self._tags.tail.fullmatch(self._pending[place:]) is not None
 
-    def _typed(self, value: str) -> str:
-        if self._schema is True:
-            try:
-                json.loads(value)
-            except (ValueError, RecursionError):
-                return json.dumps(value, ensure_ascii=False)
-            return value.strip()
-        return json.dumps(typed(value, self._schema), ensure_ascii=False)
-
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
@@ -253,56 +277,61 @@ def _within_string(text: str) -> bool:
     return text.lstrip().startswith("{") and scanner.in_string
 
 
-def typed(value: str, schema: Any) -> Any:
-    """The value of an argument: text, unless its schema has a type other than string and the value is JSON of that type."""
-    if is_text(schema):
+def typed(value: str, values: Values) -> Any:
+    """The value of an argument in tags: what it is as JSON, or as Python shows values, where that is legal; else text."""
+    if values.is_text:
         return value
-    types = types_of(schema)
+    parsed = _parsed(value, values)
+    fits = type_of(parsed) in values.types and (values.allows(parsed) or not values.allows(value))
+    return parsed if fits else value
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text that any reader of JSON can read again: numbers that JSON does not have are texts.
+
+    Raises:
+        ValueError: it is no JSON, or too deep.
+    """
     try:
-        parsed = json.loads(value.strip().lower() if types & {"boolean", "null"} and value.strip().lower() in _WORDS else value)
-    except (ValueError, RecursionError):
+        value = json.loads(text, parse_constant=str, parse_float=_float)
+        json.dumps(value)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    return value
+
+
+_WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_PYTHON = re.compile(r"""\\.|"(?:[^"\\]|\\.)*"|'(?P<text>(?:[^'\\]|\\.)*)'|\b(?P<word>True|False|None)\b""", re.DOTALL)
+_ESCAPE = re.compile(r"""\\(?P<quote>')|\\x(?P<byte>[0-9a-fA-F]{2})|\\.|(?P<bare>")""", re.DOTALL)
+
+
+def _parsed(value: str, values: Values) -> Any:
+    word = value.strip().lower()
+    if word in _WORDS and type_of(_WORDS[word]) in values.types:
+        return _WORDS[word]
+    try:
+        return read_json(value)
+    except ValueError:
+        pass
+    try:
+        return read_json(_PYTHON.sub(_from_python, value)) if values.types & {"array", "object"} else value
+    except ValueError:
         return value
-    return parsed if types & _TYPES[type(parsed)] else value
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference within `root` stands for; any other as it is."""
-    for _ in range(MAX_REFERENCES):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            return schema
-        schema = root
-        for part in reference[2:].split("/"):
-            schema = schema.get(part) if isinstance(schema, Mapping) else None
-    return schema
+def _from_python(found: re.Match[str]) -> str:
+    """JSON for a text or word of Python."""
+    if found["word"]:
+        return _OF_PYTHON[found["word"]]
+    return found.group() if found["text"] is None else f'"{_ESCAPE.sub(_escape_of_json, found["text"])}"'
 
 
-def is_text(schema: Any) -> bool:
-    """Whether a value of this schema is a text and nothing else."""
-    types = types_of(schema)
-    return not types or types == {"string"}
+def _escape_of_json(found: re.Match[str]) -> str:
+    if found["quote"]:
+        return "'"
+    return f"\\u00{found['byte']}" if found["byte"] else '\\"' if found["bare"] else found.group()
 
 
-_WORDS = ("true", "false", "null")
-_TYPES: Mapping[type, set[str]] = {
-    int: {"integer", "number"},
-    float: {"number"},
-    bool: {"boolean"},
-    dict: {"object"},
-    list: {"array"},
-    type(None): {"null"},
-    str: {"string"},
-}
-"""Types of JSON schemas that a value of Python has."""
-
-
-def types_of(schema: Any) -> set[str]:
-    """Names of the types that a schema says its values have; none where it says none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kinds = schema.get("type")
-    types = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set()
-    for several in ("anyOf", "oneOf"):
-        choices = schema.get(several)
-        types |= {kind for choice in (choices if isinstance(choices, list) else ()) for kind in types_of(choice)}
-    return types
+def _float(text: str) -> float | str:
+    return number if math.isfinite(number := float(text)) else text

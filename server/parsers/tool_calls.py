@@ -33,7 +33,13 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The call that was begun last has ended."""
+    """The call that was begun last has ended.
+
+    Attributes:
+        whole: false where the text ended within it.
+    """
+
+    whole: bool = True
 
 
 CallPart = CallBegin | CallArguments | CallEnd
@@ -53,6 +59,10 @@ class CallReader(Protocol):
 
     def push(self, text: str) -> Sequence[CallPart]:
         """The parts that are certain with this text."""
+
+    @property
+    def closing(self) -> str:
+        """What ends the arguments so far, where the call has been begun and its end is not as it should be."""
 
     def finish(self) -> Sequence[CallPart]:
         """The rest; raises ValueError where it is no call, or one that is not whole."""
@@ -149,8 +159,10 @@ class ToolCallParser:
         try:
             parts = reader.finish() if mark or self._begun else None
         except ValueError:
-            parts = [CallEnd()] if self._begun else None
+            closing = [CallArguments(reader.closing)] if self._begun and mark and reader.closing else []
+            parts = [*closing, CallEnd(whole=False)] if self._begun else None
         if parts is not None:
-            return list(parts)
+            # A call whose end mark is there is one, whatever its arguments are.
+            return [CallEnd() if mark and isinstance(part, CallEnd) else part for part in parts]
         self._after_mark = False
         return [self._form.begin + "".join(self._read) + mark]

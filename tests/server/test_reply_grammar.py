@@ -108,6 +108,19 @@ def test_structure_begins_behind_reasoning(reasoning, text, whole, body):
     assert legal(Reply(reasoning, body=body), text)[0] == whole
 
 
+ODD = {"type": "object", "properties": {"x": {"type": "integer", "not": {"const": 1}}, "y": {"type": "string"}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_keywords_that_no_grammar_has_are_passed_over_unless_the_tool_is_strict_whatever_the_format(form):
+    def reply(strict):
+        return Reply(NONE, ToolUse((tool("f", ODD, strict=strict),), "required"), form)
+
+    assert legal(reply(False), written(form, ("f", {"x": 2, "y": "a"})))[0]
+    with pytest.raises(RequestError, match='"not"'):
+        COMPILER.constraint("reply", reply(True), "tools")
+
+
 def test_a_reply_with_a_structure_may_be_a_call_instead():
     reply = Reply(INSIDE, ToolUse(TOOLS), "hermes", BODY)
     assert legal(reply, "hm</think>\n" + written("hermes", ("now", {})))[0]

@@ -10,7 +10,7 @@ from support.chat_templates import TEMPLATES
 from support.parsing import Call, joined, pieces_of
 
 from npucompile.server.parsers.call_formats import ALIASES, FORMATS, choose
-from npucompile.server.parsers.tool_calls import CallBegin, ToolCallParser
+from npucompile.server.parsers.tool_calls import CallBegin, CallEnd, ToolCallParser
 
 TOOLS = {
     "weather": {
@@ -60,6 +60,27 @@ def test_pieces_do_not_matter(name, data, before, cut):
 @pytest.mark.parametrize("name", ["hermes", "deepseek_v3", "deepseek_v31"])
 def test_any_json_is_read_back(name, arguments):
     assert joined(parser(name), [WRITERS[name]("weather", arguments)]) == [call("weather", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "whole"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', '{"a": "b', False),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}', True),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', '{"a": 1}', True),
+        ("hermes", '<tool_call>{"arguments": {"a": [NaN, 1e999]}, "name": "f"}</tool_call>', '{"a": ["NaN", "1e999"]}', True),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>b", '{"a": "b', False),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>b</parameter>", '{"a": "b"', False),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>b</parameter></function>", '{"a": "b"}', True),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>b</parameter>or not</tool_call>", '{"a": "b"}', True),
+    ],
+)
+def test_a_call_is_whole_where_its_end_or_that_of_its_arguments_is_there(name, text, arguments, whole):
+    reader = parser(name)
+    parts = [*reader.push(text), *reader.finish()]
+    assert parts[0] == CallBegin("f")
+    assert "".join(part.text for part in parts[1:-1]) == arguments
+    assert parts[-1] == CallEnd(whole)
 
 
 @pytest.mark.parametrize(
