@@ -18,8 +18,8 @@ from .structured_output import OutputFormat
 
 AUTO, NONE = "auto", "none"
 
-PROMPT_END_CHARS = 64
-"""Enough of a prompt's end to see whether it opened or closed reasoning."""
+SPELLED = ("regex", "choice", "grammar")
+"""Kinds of structured output that say every character."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class ChatFormat:
         message = f"{param} is {effort!r}, and the model's chat template has no such setting; legal is absent"
         raise RequestError(message, param=param, code="unsupported_value")
 
-    def reply(self, prompt: str, use: ToolUse, wanted: OutputFormat | None, *, continues: bool = False) -> OutputFormat | None:
+    def reply(self, prompt: str, use: ToolUse, wanted: OutputFormat | None, *, so_far: str = "") -> OutputFormat | None:
         """What the reply to a prompt must be, reasoning and calls included; None leaves it free.
 
         Args:
             wanted: what its text must be.
-            continues: whether the prompt ends within a message of the assistant.
+            so_far: the message of the assistant that the prompt ends within; blank where it ends before one.
 
         Raises:
             RequestError: calls are wanted that nothing can make.
@@ -102,18 +102,23 @@ class ChatFormat:
         check_choice(use, self.tool_calls)
         if wanted is None and not use.constrains:
             return None
-        begins = NOT_AT_ALL if continues else self._begins(prompt)
+        begins = self._begins(prompt, so_far, wanted)
         calls = self.tool_calls if use.offered else None
         if wanted is not None and begins == NOT_AT_ALL and calls is None:
             return wanted
         return OutputFormat(REPLY, Reply(begins, use, calls, wanted), wanted.param if wanted else "tool_choice")
 
-    def _begins(self, prompt: str) -> str:
-        """How a reply to a prompt begins, as far as the prompt's end tells."""
-        end = prompt[-PROMPT_END_CHARS:].rstrip()
-        if self.reasoning is None or end.endswith(reasoning.CLOSE):
+    def _begins(self, prompt: str, so_far: str, wanted: OutputFormat | None) -> str:
+        """How a reply begins, as far as the message so far tells, or where that is blank the prompt's end."""
+        if self.reasoning is None:
             return NOT_AT_ALL
-        return INSIDE if reasoning.begins_inside(self.reasoning, end) else MAYBE
+        if so_far.strip():
+            # A form that spells the mark is one of all that is left of the message.
+            whole = wanted is not None and wanted.kind in SPELLED and reasoning.CLOSE in str(wanted.value)
+            return INSIDE if reasoning.ReasoningParser(False, so_far).inside and not whole else NOT_AT_ALL
+        if prompt.rstrip().endswith(reasoning.CLOSE):
+            return NOT_AT_ALL
+        return INSIDE if reasoning.begins_inside(self.reasoning, prompt) else MAYBE
 
     def marks(self, *, tools: bool) -> tuple[str, ...]:
         """Marks that parsers look for in the text, those of tool calls only where tools are offered."""
@@ -123,10 +128,12 @@ class ChatFormat:
         form = call_formats.FORMATS[self.tool_calls]
         return (*thinking, form.begin, form.end, *form.around)
 
-    def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] = (), *, separate_reasoning: bool = True) -> MessageParser:
-        """A parser of one completion of a prompt that offers tools, given as in a request."""
+    def parser(
+        self, prompt: str, tools: Sequence[Mapping[str, Any]] = (), *, separate_reasoning: bool = True, so_far: str = ""
+    ) -> MessageParser:
+        """A parser of one completion of a prompt that offers tools, given as in a request; `so_far` as in `reply`."""
         separates = separate_reasoning and self.reasoning is not None
-        thinking = reasoning.reasoning_parser(str(self.reasoning), prompt[-PROMPT_END_CHARS:]) if separates else None
+        thinking = reasoning.reasoning_parser(str(self.reasoning), prompt, so_far) if separates else None
         if not tools or self.tool_calls is None:
             return MessageParser(thinking)
         schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}

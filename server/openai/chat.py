@@ -40,15 +40,16 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
         new_id("chatcmpl-"), "chat.completion", service.now_s(), service.model.name, fingerprint(service), "chat.completion.chunk"
     )
     chat = chat_of(body, service)
+    so_far = str(chat.messages[-1]["content"]) if chat.continue_final_message else ""
     takes = takes_long(sum(len(str(message["content"])) for message in chat.messages), options) or use.constrains
 
     def made() -> tuple[str, tuple[int, ...], tuple[EngineRequest, ...]]:
         text, prompt = _encoded(service, chat)
-        form = service.chat.reply(text, use, options.format, continues=body.continue_final_message)
+        form = service.chat.reply(text, use, options.format, so_far=so_far)
         return text, prompt, service.requests(header.id, prompt, replace(options, format=form), "messages")
 
     text, prompt, requests = await off_loop(takes, made)
-    choices = [ChatChoice(index, _parser(body, service, text), body, prompt, service.tokenizer) for index in range(body.n)]
+    choices = [ChatChoice(index, _parser(body, service, text, so_far), body, prompt, service.tokenizer) for index in range(body.n)]
     live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)
     if body.stream:
         return EventStream(live, ChunkFrames(header, choices, body.n, usage))
@@ -82,8 +83,8 @@ def _encoded(service: Service, chat: Chat) -> tuple[str, tuple[int, ...]]:
     return text, service.encode(text, "messages", add_special=False)
 
 
-def _parser(body: ChatRequest, service: Service, prompt: str) -> MessageParser:
-    return service.chat.parser(prompt, tool_use(body).offered, separate_reasoning=body.separate_reasoning)
+def _parser(body: ChatRequest, service: Service, prompt: str, so_far: str) -> MessageParser:
+    return service.chat.parser(prompt, tool_use(body).offered, separate_reasoning=body.separate_reasoning, so_far=so_far)
 
 
 def tool_use(body: ChatRequest) -> ToolUse:

@@ -33,12 +33,15 @@ class ReasoningParser:
 
     Args:
         inside: whether the text begins within reasoning; else only where it begins with `<think>`.
+        so_far: what the message has before that text, which then goes on where this ends; blank for a message that begins.
     """
 
-    def __init__(self, inside: bool) -> None:
-        self._inside = inside
+    def __init__(self, inside: bool, so_far: str = "") -> None:
+        self._inside = False
         self._pending = ""
         self._step: Callable[[bool], Reasoning | Content | None] = self._at_start
+        self.push(so_far)
+        self._pending, self._inside = "", inside
 
     @property
     def inside(self) -> bool:
@@ -119,14 +122,15 @@ def choose(template: str) -> str | None:
     return "qwen3" if CLOSE in template else None
 
 
-def reasoning_parser(name: str, prompt: str) -> ReasoningParser:
+def reasoning_parser(name: str, prompt: str, so_far: str = "") -> ReasoningParser:
     """A parser of what a model writes after a prompt.
 
     Args:
         name: one of PARSERS.
-        prompt: that the chat template made, or its end.
+        prompt: that the chat template made.
+        so_far: the message that the prompt ends within; blank where it ends before one.
     """
-    return ReasoningParser(begins_inside(name, prompt))
+    return ReasoningParser(begins_inside(name, prompt), so_far)
 
 
 def begins_inside(name: str, prompt: str) -> bool:

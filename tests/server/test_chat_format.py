@@ -9,7 +9,7 @@ from support.parsing import Call, whole
 from npucompile.graphs.errors import RequestError, SpecError
 from npucompile.server.chat_format import ChatFormat
 from npucompile.server.chat_template import Chat, ChatTemplate
-from npucompile.server.parsers.reasoning import Content, Reasoning
+from npucompile.server.parsers.reasoning import PARSERS, Content, Reasoning, ReasoningParser
 from npucompile.server.reply_grammar import INSIDE, MAYBE, NONE, ToolUse
 from npucompile.server.structured_output import OutputFormat
 
@@ -72,14 +72,57 @@ def test_marks_are_those_that_are_looked_for():
 
 
 @pytest.mark.parametrize(
-    ("end", "continues", "reasoning"),
-    [("<think>\n", False, INSIDE), ("<think>\n\n</think>\n\n", False, NONE), ("assistant\n", False, MAYBE), ("I am", True, NONE)],
+    ("end", "so_far", "reasoning"),
+    [
+        ("<think>\n", "", INSIDE),
+        ("<think>\n\n</think>\n\n", "", NONE),
+        ("assistant\n", "", MAYBE),
+        ("assistant\n", " \n", MAYBE),
+        ("I am", "I am", NONE),
+        ("<think>\nI am", "<think>\nI am", INSIDE),
+        ("<think>\nI am\n</think>\n\nNo", "<think>\nI am\n</think>\n\nNo", NONE),
+        ("I know </think>", "I know </think>", NONE),
+    ],
 )
-def test_a_structure_waits_for_reasoning_that_the_prompt_has_not_closed(end, continues, reasoning):
+def test_a_structure_waits_for_reasoning_that_the_prompt_has_not_closed(end, so_far, reasoning):
     form, wanted = ChatFormat.of(ChatTemplate(CHATML)), OutputFormat("json_object", None, "response_format")
-    reply = form.reply(f"a{end}", ToolUse(), wanted, continues=continues)
+    reply = form.reply(f"a{end}", ToolUse(), wanted, so_far=so_far)
     assert (reply is wanted) == (reasoning == NONE)
     if reply is not wanted:
         assert (reply.value.reasoning, reply.value.body, reply.param) == (reasoning, wanted, "response_format")
-    assert form.reply(f"a{end}", ToolUse(tuple(TOOLS)), None, continues=continues) is None
-    assert form.reply(f"a{end}", ToolUse(tuple(TOOLS), "required"), None, continues=continues).value.calls == "hermes"
+    assert form.reply(f"a{end}", ToolUse(tuple(TOOLS)), None, so_far=so_far) is None
+    assert form.reply(f"a{end}", ToolUse(tuple(TOOLS), "required"), None, so_far=so_far).value.calls == "hermes"
+
+
+@pytest.mark.parametrize(("kind", "value"), [("regex", "so</think>yes"), ("choice", ["a</think>b"])])
+def test_a_form_that_closes_reasoning_is_one_of_all_that_is_left_of_a_message(kind, value):
+    form, wanted = ChatFormat.of(ChatTemplate(CHATML)), OutputFormat(kind, value, "structured_outputs")
+    assert form.reply("a<think>\nb", ToolUse(), wanted, so_far="<think>\nb") is wanted
+
+
+MESSAGE = "<think>\nFirst I look, and then <some> more.\n</think>\n\nThe answer </i> is\n\n42."
+CUTS = [cut for cut in range(len("<think>"), len(MESSAGE) + 1) if not 0 < cut - MESSAGE.index("</think>") < len("</think>")]
+
+
+def read(parser, text):
+    parts = [*parser.push(text), *parser.finish()]
+    return [part for part in parts if part.text]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_message_that_is_continued_is_read_as_if_it_had_come_at_once(name, cut):
+    so_far, rest = MESSAGE[:cut], MESSAGE[cut:]
+    parts = [
+        *read(ReasoningParser(False), so_far),
+        *read(ChatFormat(None, name).parser(f"assistant\n{so_far}", so_far=so_far), rest),
+    ]
+    for kind in (Reasoning, Content):
+        whole = "".join(part.text for part in read(ReasoningParser(False), MESSAGE) if isinstance(part, kind))
+        assert "".join(part.text for part in parts if isinstance(part, kind)).strip() == whole
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_an_answer_without_reasoning_goes_on_as_an_answer(name):
+    parser = ChatFormat(None, name).parser("assistant\nThe answer is", so_far="The answer is")
+    assert [*parser.push(" 42. <think>"), *parser.finish()] == [Content(" 42. <think>")]
