@@ -8,6 +8,7 @@ from typing import Any
 
 from ..graphs.errors import RequestError, SpecError
 from .chat_template import Chat, ChatTemplate
+from .fields import show
 from .grammar import REPLY
 from .parsers import call_formats, reasoning
 from .parsers.message import MessageParser
@@ -68,7 +69,10 @@ class ChatFormat:
             # OpenAI's newer name of a role that most templates know by the older one.
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat.messages]
             chat = replace(chat, messages=messages)
-        return self.template.render(chat)
+        try:
+            return self.template.render(chat)
+        except RequestError as error:
+            raise _about_cut_calls(chat, error) from None
 
     def variables(self, given: Mapping[str, Any], effort: str | None, param: str) -> dict[str, Any]:
         """Variables of the template, with the effort of reasoning under the name that the template has for it.
@@ -138,6 +142,22 @@ class ChatFormat:
             return MessageParser(thinking)
         schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
         return MessageParser(thinking, ToolCallParser(call_formats.FORMATS[self.tool_calls], schemas))
+
+
+def _about_cut_calls(chat: Chat, error: RequestError) -> RequestError:
+    """The error of a template, which where a call has no object of arguments is that it can show no text in its place."""
+    cut = [
+        (f"messages[{i}].tool_calls[{j}]", call["function"]["arguments"])
+        for i, message in enumerate(chat.messages)
+        for j, call in enumerate(message.get("tool_calls", ()))
+        if isinstance(call["function"]["arguments"], str)
+    ]
+    if error.code != "chat_template_error" or not cut:
+        return error
+    where, arguments = cut[0]
+    why = f"{where} of the conversation has the arguments {show(arguments)}, which are no JSON, as those of a call that was cut"
+    message = f"{why}, and the chat template shows none but objects; legal is the whole conversation without that call ({error})"
+    return RequestError(message, param=error.param, code=error.code)
 
 
 def _named(name: str, legal: Mapping[str, object], aliases: Mapping[str, str]) -> str | None:

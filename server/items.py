@@ -37,7 +37,7 @@ class ReasoningItem:
 
 @dataclass(frozen=True)
 class CallItem:
-    """A call of a tool by the model; `arguments` is the text of a JSON object."""
+    """A call of a tool by the model; `arguments` is the text of a JSON object, or the beginning of one where the call was cut."""
 
     call_id: str
     name: str
@@ -111,29 +111,27 @@ def _add(turn: dict[str, Any], item: Item) -> None:
     if isinstance(item, ReasoningItem):
         turn["reasoning_content"] = item.text
     elif isinstance(item, CallItem):
-        function = {"name": item.name, "arguments": read_arguments(item.arguments)}
+        arguments = read_arguments(item.arguments)
+        function = {"name": item.name, "arguments": item.arguments if arguments is None else arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     else:
         turn["content"] = text_of(item)
 
 
-def read_arguments(text: Any) -> dict[str, Any]:
-    """The arguments of a call, which a model wrote as JSON; half a surrogate pair, which no text may hold, is U+FFFD then.
+def read_arguments(text: str) -> dict[str, Any] | str | None:
+    """Arguments of a call as chat templates read them, with U+FFFD for half a surrogate pair.
 
-    Raises:
-        ValueError: it is not the text of a JSON object.
+    Returns:
+        An object; the text itself where it is no JSON, as of a call that was cut; None where it is JSON of something else, which no call
+        has.
     """
-    if not isinstance(text, str):
-        raise ValueError(f"{type(text).__name__}, not a text")
     try:
         value = json.loads(text or "{}", parse_constant=_refuse_constant)
         if _HALF_ESCAPE.search(text):
             value = json.loads(without_halves(json.dumps(value, ensure_ascii=False)))
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{type(value).__name__}, not an object")
-    return value
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else None
 
 
 def without_halves(text: str) -> str:
@@ -174,11 +172,9 @@ def _reasoning(item: Mapping[str, Any], where: str) -> ReasoningItem:
 def _call(item: Mapping[str, Any], where: str) -> CallItem:
     refuse_unknown(item, ("type", "id", "call_id", "name", "arguments", "status"), where)
     arguments = item.get("arguments", "")
-    try:
-        read_arguments(arguments)
-    except ValueError:
+    if not isinstance(arguments, str) or read_arguments(arguments) is None:
         param = f"{where}.arguments"
-        raise FieldError(f"{param} is {show(arguments)}; legal is the text of a JSON object", param=param) from None
+        raise FieldError(f"{param} is {show(arguments)}; legal is the text of a JSON object", param=param)
     return CallItem(_required(item, "call_id", where), _required(item, "name", where), arguments)
 
 

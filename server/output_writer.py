@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from .items import CallItem, ChatMessage, Item, read_arguments
+from .items import CallItem, ChatMessage, Item
 from .items import ReasoningItem as ReasoningInput
 from .output_items import EventBody, FunctionCallItem, MessageItem, ReasoningItem
 from .parsers.message import MessageParser, Part
@@ -122,8 +122,8 @@ class PartsWriter:
         return [item.as_object() for item in self._items]
 
     def items(self) -> tuple[Item, ...]:
-        """See `OutputWriter`; a call whose arguments are no JSON object is left out, as no template could show it."""
-        return tuple(item for item in map(_as_input, self._items) if item is not None)
+        """See `OutputWriter`."""
+        return tuple(map(_as_input, self._items))
 
     def _part(self, part: Part, status: str = "completed") -> list[EventBody]:
         match part:
@@ -143,8 +143,8 @@ class PartsWriter:
             case CallArguments(text):
                 assert isinstance(self._open, FunctionCallItem)
                 return self._open.delta(text, self._take_ids())
-            case CallEnd():
-                return self._close(status)
+            case CallEnd(whole):
+                return self._close(status if whole else "incomplete")
 
     def _begin(self, kind: type[ReasoningItem]) -> list[EventBody]:
         events = self._close("completed")
@@ -186,13 +186,9 @@ def _joined(parts: list[Part], more: Sequence[Part]) -> list[Part]:
     return [*parts, *more]
 
 
-def _as_input(item: OpenItem) -> Item | None:
+def _as_input(item: OpenItem) -> Item:
     if isinstance(item, ReasoningItem):
         return ReasoningInput(item.text)
     if isinstance(item, MessageItem):
         return ChatMessage("assistant", item.text)
-    try:
-        read_arguments(item.arguments)
-    except ValueError:
-        return None
     return CallItem(item.call_id, item.name, item.arguments)

@@ -91,7 +91,7 @@ def prepare(service: Service, create: CreateCommand) -> PreparedResponse:
         info=_info(service, create, requests),
         requests=requests,
         stop=body.stop,
-        items=body.items,
+        items=None if isinstance(body.prompt, tuple) else body.items,
         generates=body.generate,
         parser=None if prompt is None else prompt.parser,
         # Text without special tokens would be text without marks.

@@ -25,7 +25,7 @@ class PreparedResponse:
         info: fields that its events repeat.
         requests: engine requests, one per completion.
         stop: stop strings.
-        items: the conversation before its output.
+        items: the conversation before its output; None for a prompt of token ids.
         parser: makes a parser of the text of a single completion; None leaves it one message.
         skip_special: whether special tokens have no text.
         generates: whether there is an output; else the prompt is computed, and the one token behind it left out. Without requests
@@ -35,7 +35,7 @@ class PreparedResponse:
     info: ResponseInfo
     requests: tuple[Request, ...]
     stop: tuple[str, ...] = ()
-    items: tuple[Item, ...] = ()
+    items: tuple[Item, ...] | None = ()
     generates: bool = True
     parser: Callable[[], MessageParser] | None = field(default=None, compare=False)
     skip_special: bool = True
@@ -75,7 +75,7 @@ class Response:
         return self._events.fail(error)
 
     def items(self) -> tuple[Item, ...]:
-        """What the first completion adds to the conversation."""
+        """What a single completion adds to the conversation."""
         return self._writers[0].items() if self._generates and self._writers else ()
 
     def feed(self, event: Event) -> list[ServerEvent]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..runtime.request import Event
 from .events import ServerEvent
 from .frames import JSON, encode_bytes
-from .items import Item
+from .items import ChatMessage, Item
 from .replay import Replay
 from .response_store import StoredResponse
 
@@ -100,7 +100,7 @@ class ResponseRun:
             self._readers.append(reader)
         if self._keeping.owner is not None and (self._keeping.whole or self._keeping.replays):
             replay = Replay(self._service.limits.max_replay_bytes) if self._keeping.replays else None
-            self._entry = StoredResponse(self.response_id, self._keeping.owner, replay=replay, run=self)
+            self._entry = StoredResponse(self.response_id, self._keeping.owner, replay=replay, run=self, completions=self._completions)
         # The engine's events are delivered on this loop, so none can overtake these.
         self._pass_on(None)
 
@@ -245,11 +245,20 @@ class ResponseRun:
         if keeping.owner is None or evicted:
             return None
         body = self._core.snapshot()
-        items = None if body["status"] == "failed" else self._conversation()
+        items = None if body["status"] == "failed" or self._completions > 1 else self._conversation()
         encoded = encode_bytes(body, JSON) if keeping.whole else None
-        entry = entry or StoredResponse(self.response_id, keeping.owner)
+        entry = entry or StoredResponse(self.response_id, keeping.owner, completions=self._completions)
         entry.items, entry.body, entry.run = items, encoded, None
         return entry
 
+    @property
+    def _completions(self) -> int:
+        return len(self._prepared.requests)
+
     def _conversation(self) -> tuple[Item, ...]:
-        return (*self._prepared.items, *self._core.items())
+        before = self._prepared.items
+        if before is None:
+            # Token ids are what the user said, as a text is.
+            prompts = [self._service.tokenizer.decode(request.prompt, skip_special=False) for request in self._prepared.requests]
+            before = tuple(ChatMessage("user", prompt) for prompt in prompts)
+        return (*before, *self._core.items())

@@ -38,6 +38,7 @@ class StoredResponse:
         body: the response object at its end, as JSON; None while it runs, and where only its conversation is kept.
         replay: its events; None where it cannot be resumed.
         run: what drives it; None once it has ended.
+        completions: of its prompt; of several none goes on.
     """
 
     response_id: str
@@ -46,6 +47,7 @@ class StoredResponse:
     body: bytes | None = None
     replay: Replay | None = None
     run: ResponseRun | None = None
+    completions: int = 1
 
     @property
     def size_bytes(self) -> int:
@@ -110,9 +112,13 @@ class ResponseStore:
         """The items of the conversation up to the end of a response.
 
         Raises:
-            RequestError: it is not kept, has not ended, or has failed; the client sends the whole input then.
+            RequestError: it is not kept, has not ended, has failed, or has several outputs; the client sends the whole input then.
         """
         entry = self.find(response_id, owners)
+        if entry is not None and entry.completions > 1:
+            which = f"has {entry.completions} outputs, of which none is the one to go on with"
+            message = f"Previous response with id {show(response_id)} {which}; legal is the whole input, with one of them, without it"
+            raise RequestError(message, param="previous_response_id", code="unsupported_value")
         if entry is None or entry.items is None:
             why = "is not known here" if entry is None else "has not ended" if entry.run else "has failed"
             message = f"Previous response with id {show(response_id)} not found: it {why}; legal is the whole input without it"

@@ -10,7 +10,7 @@ from ..logprobs import prompt_entries, token_objects
 from ..output_stream import TextDelta
 from ..parsers.message import MessageParser, Part
 from ..parsers.reasoning import Content, Reasoning
-from ..parsers.tool_calls import CallArguments, CallBegin, new_call_id
+from ..parsers.tool_calls import CallArguments, CallBegin, CallEnd, new_call_id
 from ..tokenizer import TextTokenizer
 from .choices import FINISH_REASONS
 from .request_models import ChatRequest
@@ -35,6 +35,7 @@ class ChatChoice:
         self._text: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         self._calls: list[dict[str, Any]] = []
         self._arguments: list[list[str]] = []
+        self._cut = False
         self._logprobs: list[dict[str, Any]] | None = [] if body.logprobs else None
         self._ids: list[int] = []
         self._finish_reason: str | None = None
@@ -88,6 +89,8 @@ class ChatChoice:
                 self._arguments[-1].append(part.text)
                 call = calls.setdefault(len(self._calls) - 1, {"index": len(self._calls) - 1, "function": {"arguments": ""}})
                 call["function"]["arguments"] += part.text
+            elif isinstance(part, CallEnd):
+                self._cut = not part.whole
         texts = {
             "reasoning_content": "".join(part.text for part in parts if isinstance(part, Reasoning)),
             "content": "".join(part.text for part in parts if isinstance(part, Content)),
@@ -108,7 +111,9 @@ class ChatChoice:
         ]
 
     def _reason(self, end: CompletionEnd) -> str | None:
-        return "tool_calls" if self._calls and end.reason == "stop" else FINISH_REASONS.get(end.reason)
+        # A call that a stop string cut is not to be run.
+        called = bool(self._calls) and not self._cut
+        return "tool_calls" if called and end.reason == "stop" else FINISH_REASONS.get(end.reason)
 
     def _take_held(self) -> tuple[dict[str, Any] | None, list[int]]:
         logprobs, self._held_logprobs = self._held_logprobs, []

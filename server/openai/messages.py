@@ -12,7 +12,7 @@ from .request_models import Message, MessageToolCall, TextPart
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages: content is text, arguments of calls are objects.
+    """The messages: content is text, arguments of calls are objects, or text where they are no JSON.
 
     Raises:
         RequestError: a message is not legal.
@@ -50,12 +50,11 @@ def _part(part: TextPart, where: str) -> str:
 
 
 def _call(call: MessageToolCall, where: str) -> dict[str, Any]:
-    arguments = call.function.arguments
-    if not isinstance(arguments, dict):
-        try:
-            arguments = read_arguments(arguments)
-        except ValueError:
-            param = f"{where}.function.arguments"
-            raise RequestError(f"{param} is {show(arguments)}; legal is the text of a JSON object", param=param) from None
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        arguments = read_arguments(arguments)
+    if arguments is None:
+        param = f"{where}.function.arguments"
+        raise RequestError(f"{param} is {show(call.function.arguments)}; legal is the text of a JSON object", param=param)
     values = {"type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
     return values if call.id is None else {"id": call.id, **values}

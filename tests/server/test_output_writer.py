@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
@@ -97,9 +98,15 @@ def test_events_add_up_to_the_items_however_the_text_is_cut(words, status, data)
     assert made.reasoning_tokens == written(list(text), status)[0].reasoning_tokens
 
 
-def test_a_call_that_was_cut_is_no_input_and_an_empty_answer_is_a_message():
-    made, _ = written(['</think><tool_call>{"name": "g", "arguments": {"b'], "incomplete")
-    assert (made.objects()[0]["arguments"], made.objects()[0]["status"], made.items()) == ('{"b', "incomplete", ())
+@pytest.mark.parametrize("status", ["incomplete", "completed"])
+def test_a_call_that_was_cut_is_incomplete_however_the_completion_ended_and_is_input_as_it_is(status):
+    made, _ = written(['</think><tool_call>{"name": "g", "arguments": {"b'], status)
+    (call,) = made.objects()
+    assert (call["arguments"], call["status"]) == ('{"b', "incomplete")
+    assert made.items() == (CallItem(call["call_id"], "g", '{"b'),)
+
+
+def test_an_empty_answer_is_a_message():
     made, events = written([])
     assert [item["type"] for item in made.objects()] == ["message"]
     assert events[0]["type"] == "response.output_item.added"

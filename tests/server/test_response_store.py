@@ -87,6 +87,11 @@ def test_a_conversation_is_there_when_the_response_has_ended_well():
             store.conversation(name, ("",))
         assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
+    store.put(StoredResponse("n", "", completions=2))
+    with pytest.raises(RequestError, match=r"has 2 outputs, .* legal is the whole input, with one of them") as caught:
+        store.conversation("n", ("",))
+    assert (caught.value.code, caught.value.param) == ("unsupported_value", "previous_response_id")
+
 
 def test_a_response_that_runs_is_told_that_it_is_not_kept():
     store, run = ResponseStore(2 * ENTRY_BYTES, 100.0), Run()

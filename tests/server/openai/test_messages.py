@@ -45,7 +45,7 @@ def test_content_is_text_and_arguments_are_objects(fields, expected):
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
         *[
             ({"role": "assistant", "tool_calls": [{"function": CALLED | {"arguments": text}}]}, f"{CALL}.function.arguments")
-            for text in ("[1]", "{", "[" * 10**5, '{"a": -Infinity}')
+            for text in ("[1]", "1", "null")
         ],
     ],
 )  # fmt: skip
@@ -53,3 +53,9 @@ def test_what_is_wrong_is_named(fields, param):
     with pytest.raises(RequestError) as caught:
         read(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("text", ['{"a": "b', "[" * 10**5])
+def test_arguments_that_are_no_json_are_text(text):
+    message = read(role="assistant", tool_calls=[{"function": CALLED | {"arguments": text}}])
+    assert message["tool_calls"][0]["function"]["arguments"] == text

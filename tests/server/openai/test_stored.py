@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 from support.scripted import TIMEOUT_S, scripted
+from support.texts import byte_codec
 
 from npucompile.server.access import Access
 from npucompile.server.chat_format import ChatFormat
@@ -61,6 +62,19 @@ def test_a_conversation_goes_on(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="tiny", input="b", previous_response_id="resp_x")
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_a_conversation_goes_on_behind_token_ids_as_behind_text(client):
+    first = client.responses.create(model="tiny", extra_body={"input_token_ids": list(byte_codec().encode("äb"))}, input=openai.omit)
+    second = client.responses.create(model="tiny", input="c", previous_response_id=first.id)
+    assert (first.output_text, second.output_text) == ("äb", "äbäbc")
+
+
+def test_none_of_several_outputs_goes_on(client):
+    several = client.responses.create(model="tiny", input="a", extra_body={"n": 2})
+    with pytest.raises(openai.BadRequestError, match="has 2 outputs") as caught:
+        client.responses.create(model="tiny", input="b", previous_response_id=several.id)
+    assert caught.value.param == "previous_response_id"
 
 
 def test_one_in_the_background_is_polled_and_cancelled(client):
