@@ -50,8 +50,10 @@ class Admission:
             Gives back one of the places, and the last call all tokens; to be called once for each request.
 
         Raises:
-            RequestError: there are too few (codes too_many_requests, queue_full), or these alone have too many tokens (too_many_tokens).
+            RequestError: there are too few (codes too_many_requests, queue_full), or these alone are too many or have too many tokens, so
+                that there never is room (too_many_completions, too_many_tokens).
         """
+        self._check_alone(count, tokens)
         self._check_places(client, count)
         self._check_tokens(client, tokens)
         self._held[client] += count
@@ -69,10 +71,17 @@ class Admission:
 
         return leave
 
-    def _check_tokens(self, client: str, tokens: int) -> None:
+    def _check_alone(self, count: int, tokens: int) -> None:
+        """Refuses what has no room however long it waits."""
+        most = min(self._per_client, self._places)
+        if count > most:
+            message = f"{count} completions at once, and of one client {most} may wait or run; legal are at most that many, n of each prompt"
+            raise RequestError(message, code="too_many_completions")
         if tokens > self._tokens_per_client:
-            most = f"{self._tokens_per_client} may wait or run; send fewer prompts or completions at once"
-            raise RequestError(f"the prompts have {tokens} tokens together, and of one client {most}", code="too_many_tokens")
+            limit = f"{self._tokens_per_client} may wait or run; send fewer prompts or completions at once"
+            raise RequestError(f"the prompts have {tokens} tokens together, and of one client {limit}", code="too_many_tokens")
+
+    def _check_tokens(self, client: str, tokens: int) -> None:
         held = self._held_tokens[client]
         if held + tokens > self._tokens_per_client:
             raise RequestError(
@@ -84,6 +93,12 @@ class Admission:
 
     def _check_places(self, client: str, count: int) -> None:
         held = self._held[client]
+        most = min(self._per_client, self._places)
+        if count > most:
+            message = (
+                f"{count} completions at once, and of one client {most} may wait or run; legal are at most that many, n of each prompt"
+            )
+            raise RequestError(message, code="too_many_completions")
         if held + count > self._per_client:
             raise RequestError(
                 f"{count} requests more beside {held} that wait or run; one client may have {self._per_client}", code="too_many_requests"

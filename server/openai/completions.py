@@ -16,7 +16,7 @@ from ..generation import GenerationOptions
 from ..logprobs import finite, prompt_entries
 from ..output_stream import TextDelta
 from ..service import Service
-from ..tokenizer import TextTokenizer
+from ..tokenizer import Detokenizer, TextTokenizer
 from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
 from .choices import FINISH_REASONS, ChunkFrames, Header, whole_answer
 from .request_models import MAX_TOKENS, CompletionRequest, Prompt
@@ -63,6 +63,24 @@ def _requests(service: Service, base: str, prompts: Sequence[tuple[int, ...]], o
     return [request for name, prompt in several for request in service.requests(name, prompt, options, "prompt")]
 
 
+class TextOffsets:
+    """Where in a choice's text, in characters, the text of each token begins; that of a part of a character, where the character does.
+
+    Args:
+        start: characters before the first token.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._chars = start
+
+    def push(self, token_id: int) -> int:
+        """The offset of the next token."""
+        offset = self._chars
+        self._chars += len(self._detokenizer.push((token_id,)))
+        return offset
+
+
 class CompletionChoice:
     """One completion. With `echo` its text begins with the prompt's, and its log probabilities with those of the prompt."""
 
@@ -73,7 +91,8 @@ class CompletionChoice:
         self._tokenizer = tokenizer
         self._echo = tokenizer.decode(prompt, skip_special=body.skip_special_tokens) if body.echo else ""
         self._begun = False
-        self._chars = 0
+        # Where the text of each token begins is asked token by token, so that no offset depends on which tokens came together.
+        self._offsets = TextOffsets(tokenizer.detokenizer(skip_special=body.skip_special_tokens), len(self._echo))
         self._text: list[str] = []
         self._ids: list[int] = []
         self._logprobs: dict[str, list[Any]] | None = None
@@ -95,10 +114,9 @@ class CompletionChoice:
         if end and end.ended_by:
             scored.append(end.ended_by)
         prefix, self._echo = self._echo, ""
-        logprobs = self._logprobs_of(scored, echoed, len(prefix)) if scored else None
+        logprobs = self._logprobs_of(scored, echoed) if scored else None
         self._text.append(prefix + text)
         self._ids += ids
-        self._chars += len(prefix) + len(text)
         self._finish_reason = FINISH_REASONS.get(end.reason) if end else None
         return self._object(prefix + text, ids, logprobs, self._finish_reason, self._prompt if first else None)
 
@@ -115,15 +133,11 @@ class CompletionChoice:
         choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         return choice | ({"token_ids": ids, "prompt_token_ids": prompt} if self._body.return_token_ids else {})
 
-    def _logprobs_of(self, scored: Sequence[tuple[int, Logprobs | None]], echoed: int, prompt_chars: int) -> dict[str, list[Any]]:
-        """Of new tokens, the first `echoed` of them the prompt's, whose text has `prompt_chars` characters; `text_offset` counts
-        characters of the choice's text, with tokens as long as their texts. The first token of a prompt has no log probability."""
+    def _logprobs_of(self, scored: Sequence[tuple[int, Logprobs | None]], echoed: int) -> dict[str, list[Any]]:
+        """Of new tokens, the first `echoed` of them the prompt's. The first token of a prompt has no log probability."""
         tokens = [self._tokenizer.token_text(token).text for token, _ in scored]
-        offsets: list[int] = []
-        for some, start in ((tokens[:echoed], self._chars), (tokens[echoed:], self._chars + prompt_chars)):
-            for token in some:
-                offsets.append(start)
-                start += len(token)
+        prompt = TextOffsets(self._tokenizer.detokenizer(skip_special=self._body.skip_special_tokens)) if echoed else self._offsets
+        offsets = [(prompt if place < echoed else self._offsets).push(token) for place, (token, _) in enumerate(scored)]
         values = [None if entry is None else finite(entry.logprob) for _, entry in scored]
         top = [None if entry is None else self._top(entry) for _, entry in scored]
         new: dict[str, list[Any]] = {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}

@@ -17,7 +17,8 @@ def usage_object(completions: Sequence[Usage], n: int = 1) -> dict[str, Any]:
     prompts = [completions[first : first + n] for first in range(0, len(completions), n)]
     prompt_tokens = sum(several[0].input_tokens for several in prompts)
     output_tokens = sum(usage.output_tokens for usage in completions)
-    accepted = sum(sum(usage.record.accepted_per_position) for usage in completions)
+    # What a stop string or a limit cut off was accepted, and is not in the output.
+    accepted = sum(min(usage.output_tokens, sum(usage.record.accepted_per_position)) for usage in completions)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,

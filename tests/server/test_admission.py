@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.admission import Admission
+from npucompile.server.errors import error_reply
 
 
 def refusal(admission, client, count=1, tokens=0):
@@ -27,6 +29,25 @@ def test_one_client_has_at_most_its_own_and_all_at_most_the_places():
     leave()
     assert admission.live == 9
     admission.enter("c")
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 12), st.integers(1, 12), st.booleans())
+def test_what_is_told_to_come_later_has_room_when_nobody_else_is_there(places, per_client, per_tokens, count, tokens, alone):
+    busy, empty = Admission(places, per_client, per_tokens), Admission(places, per_client, per_tokens)
+    if not alone:
+        busy.enter("b")
+        with contextlib.suppress(RequestError):
+            busy.enter("a", 1, 1)
+    try:
+        busy.enter("a", count, tokens)
+        code = None
+    except RequestError as error:
+        code = error.code
+    status = error_reply(RequestError("", code=code)).status
+    if status == 400 and code is not None:
+        assert refusal(empty, "a", count, tokens) == code
+    else:
+        empty.enter("a", count, tokens)
 
 
 def test_several_completions_come_in_together_or_not_at_all():

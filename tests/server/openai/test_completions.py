@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.parsing import pieces_of
 from support.scripted import MODEL, scripted
 from support.texts import byte_codec
+
+from npucompile.runtime.request import Logprobs, TokenEvent
+from npucompile.server.openai.completions import CompletionChoice
+from npucompile.server.openai.request_models import CompletionRequest
+from npucompile.server.output_stream import OutputStream
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +37,8 @@ def test_a_prompt_is_continued(client):
     usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 2, 5)
     assert usage.prompt_tokens_details.cached_tokens == 1
-    assert (usage.completion_tokens_details.accepted_prediction_tokens, usage.completion_tokens_details.rejected_prediction_tokens) == (
-        3,
-        3,
-    )
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2, 4)
 
 
 def test_what_a_request_leaves_out_is_openais_default(client, served):
@@ -99,6 +105,30 @@ def test_log_probabilities_are_lists_beside_the_tokens(client, stream):
             entries += getattr(chunk.choices[0].logprobs, name)
     likely = {byte_codec().token_text(0).text: -0.5, byte_codec().token_text(1).text: -1.5}
     assert found == {"tokens": ["a", "b"], "token_logprobs": [0.0, -1.0], "top_logprobs": [likely, likely], "text_offset": [0, 1]}
+
+
+@given(text=st.text("aé語🙂 ", max_size=8), echo=st.booleans(), data=st.data())
+def test_offsets_are_those_of_the_text_whichever_tokens_come_together(text, echo, data):
+    """A character of several tokens begins where it begins, for each of them."""
+    tokenizer, prompt = byte_codec(), byte_codec().encode("aé")
+    ids = tokenizer.encode(text)
+
+    def scored(ids):
+        return tuple(Logprobs(-1.0, ()) for _ in ids)
+
+    body = CompletionRequest(prompt="a", logprobs=0, echo=echo)
+    choice, stream = CompletionChoice(0, prompt, body, tokenizer), OutputStream(tokenizer.detokenizer())
+    offsets, first = [], scored(prompt[1:])
+    for piece in data.draw(pieces_of(ids)):
+        delta = stream.push(TokenEvent("a", piece, scored(piece), first)) if piece else None
+        if delta is not None:
+            first, chunk = (), choice.chunk(delta, None)
+            offsets += chunk["logprobs"]["text_offset"]
+    whole = choice.whole()
+    shown = "aé" * echo + text if ids else ""
+    assert whole["text"] == shown
+    assert offsets == [place for place, char in enumerate(shown) for _ in char.encode()]
+    assert not ids or whole["logprobs"]["text_offset"] == offsets
 
 
 def test_stops_end_the_text(client, served):

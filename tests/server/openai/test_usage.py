@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.texts import RECORD
 
 from npucompile.server.openai.usage import usage_object
@@ -22,3 +23,9 @@ def test_usage_adds_up():
         "prompt_tokens_details": {"cached_tokens": 6},
         "completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 6},
     }
+
+
+@pytest.mark.parametrize(("output", "accepted"), [(0, 0), (1, 1), (5, 3)])
+def test_no_more_predictions_are_accepted_than_there_are_tokens(output, accepted):
+    details = usage_object([usage(10, output, 0, 6, (2, 1, 0))])["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": 6 - accepted}
