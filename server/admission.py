@@ -75,7 +75,7 @@ class Admission:
         """Refuses what has no room however long it waits."""
         most = min(self._per_client, self._places)
         if count > most:
-            message = f"{count} completions at once, and of one client {most} may wait or run; legal are at most that many, n of each prompt"
+            message = f"{count} completions at once, and of one client {most} may wait or run; legal are that many, n of each prompt"
             raise RequestError(message, code="too_many_completions")
         if tokens > self._tokens_per_client:
             limit = f"{self._tokens_per_client} may wait or run; send fewer prompts or completions at once"
@@ -96,7 +96,7 @@ class Admission:
         most = min(self._per_client, self._places)
         if count > most:
             message = (
-                f"{count} completions at once, and of one client {most} may wait or run; legal are at most that many, n of each prompt"
+                f"{count} completions at once, and of one client {most} may wait or run; legal are that many, n of each prompt"
             )
             raise RequestError(message, code="too_many_completions")
         if held + count > self._per_client:
