@@ -181,8 +181,12 @@ def _joined(parts: list[Part], more: Sequence[Part]) -> list[Part]:
     """Parts of one text after those of the text before it; what goes on is one part."""
     if parts and more and type(parts[-1]) is type(more[0]):
         match parts[-1], more[0]:
-            case (Reasoning(text), Reasoning(rest)) | (Content(text), Content(rest)) | (CallArguments(text), CallArguments(rest)):
-                return [*parts[:-1], type(parts[-1])(text + rest), *more[1:]]  # type: ignore[call-arg]
+            case (Reasoning(text), Reasoning(rest)):
+                return [*parts[:-1], Reasoning(text + rest), *more[1:]]
+            case (Content(text), Content(rest)):
+                return [*parts[:-1], Content(text + rest), *more[1:]]
+            case (CallArguments(text), CallArguments(rest)):
+                return [*parts[:-1], CallArguments(text + rest), *more[1:]]
     return [*parts, *more]
 
 

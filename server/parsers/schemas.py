@@ -215,17 +215,17 @@ class Schemas:
 
 def _own_values(schema: Mapping[str, Any]) -> Values:
     """What `type`, `enum` and `const` of a schema say."""
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    values = Values(frozenset({*kinds, *(["integer"] if "number" in kinds else [])}) & TYPES) if _names(kinds) else Values()
+    kind = schema.get("type")
+    kinds = [kind] if isinstance(kind, str) else kind if _are_names(kind) else []
+    values = Values(frozenset({*kinds, *(["integer"] if "number" in kinds else [])}) & TYPES) if kinds else Values()
     listed = [schema["enum"]] if isinstance(schema.get("enum"), list) else []
     for options in [*listed, *([[schema["const"]]] if "const" in schema else [])]:
         values &= Values(frozenset(map(type_of, options)), tuple(options))
     return values & Values(options=(None,)) if values.types == {"null"} else values
 
 
-def _names(kinds: Any) -> bool:
-    return isinstance(kinds, list) and bool(kinds) and all(isinstance(kind, str) for kind in kinds)
+def _are_names(kinds: Any) -> bool:
+    return isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
 
 
 def _alternatives(schema: Mapping[str, Any]) -> Iterator[list[Any]]:
