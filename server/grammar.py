@@ -17,6 +17,8 @@ from ..graphs.errors import ProtocolError, RequestError
 from ..runtime.constraint import TOO_COMPLEX, WORD_BITS, Bitmask
 from .frames import decode_json
 from .grammar_errors import LIMITS, failure, is_too_complex, reason_of
+from .grammar_tokens import GrammarTokens, by_number
+from .json_blanks import with_blanks
 from .schema_check import compilable
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
@@ -43,7 +45,7 @@ class GrammarCompiler:
     @cached_property
     def _tokens(self) -> llguidance.LLTokenizer:
         """The tokenizer in llguidance's form, which takes about a second for 250,000 tokens."""
-        return llguidance.LLTokenizer(self._tokenizer.to_str(), eos_token=self._eos)
+        return llguidance.LLTokenizer(GrammarTokens(self._tokenizer, self._eos), eos_token=self._eos)
 
     def constraint(self, kind: str, value: Any, param: str = "response_format") -> GrammarConstraint:
         """The constraint of one request.
@@ -66,7 +68,8 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _refusal(kind, matcher.get_error(), param)
-        constraint = GrammarConstraint(matcher, self._tokens, self._special_ids)
+        body = value.body if kind == REPLY else None
+        constraint = GrammarConstraint(matcher, self._tokens.vocab_size, goes_back="grammar" not in (kind, body and body.kind))
         # Whether it has any word is known with the first mask, which is kept; and an expression that is too large is built for it.
         first = np.zeros((1, -(-self._tokens.vocab_size // WORD_BITS)), np.int32)
         try:
@@ -78,56 +81,56 @@ class GrammarCompiler:
         return constraint
 
     def _grammar(self, kind: str, value: Any, param: str) -> str:
-        if kind != REPLY:
-            return _text(kind, value, param)
-        body = None if value.body is None else _text(value.body.kind, value.body.value, param)
-        value = replace(value, tools=replace(value.tools, tools=tuple(map(_compilable_tool, value.tools.tools))))
-        return str(value.grammar(self._special.get, body))
+        if kind == REPLY:
+            body = None if value.body is None else self._grammar(value.body.kind, value.body.value, param)
+            value = replace(value, tools=replace(value.tools, tools=tuple(map(_compilable_tool, value.tools.tools))))
+            return str(value.grammar(self._special, body))
+        return _text(kind, by_number(value, self._tokenizer) if kind == "grammar" and isinstance(value, str) else value, param)
 
     @cached_property
     def _special(self) -> Mapping[str, int]:
         """Ids of special tokens, which are no text in a grammar."""
         return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
-    @cached_property
-    def _special_ids(self) -> Bitmask:
-        """A mask of the special tokens: [1, words]."""
-        bits = np.zeros(-(-self._tokens.vocab_size // WORD_BITS) * WORD_BITS, bool)
-        bits[[token for token in range(self._tokens.vocab_size) if self._tokens.is_special_token(token)]] = True
-        return np.packbits(bits, bitorder="little").view(np.int32)[None]
-
 
 class GrammarConstraint:
-    """The outputs that a grammar allows, as `runtime.constraint.Constraint`."""
+    """The outputs that a grammar allows, as `runtime.constraint.Constraint`.
 
-    def __init__(self, matcher: llguidance.LLMatcher, tokens: llguidance.LLTokenizer, special: Bitmask) -> None:
-        self._matcher, self._tokens, self._special = matcher, tokens, special
-        self._vocab_size = tokens.vocab_size
+    Args:
+        goes_back: whether the matcher goes back over drafts; else a copy follows them. A grammar of a user may count tokens or give the
+            numbers of tokens that are text, over which llguidance does not go back.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, *, goes_back: bool = True) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._goes_back = goes_back
         self._output: list[int] = []
 
     def copy(self) -> GrammarConstraint:
         """The same grammar for another output."""
         matcher = self._matcher.deep_copy()
         matcher.reset()
-        return GrammarConstraint(matcher, self._tokens, self._special)
+        return GrammarConstraint(matcher, self._vocab_size, goes_back=self._goes_back)
 
     def fill(self, output: Sequence[int], drafts: Sequence[int], bitmask: Bitmask) -> None:
         """See `Constraint.fill`."""
         self._follow(output)
-        self._mask(bitmask, 0)
+        self._mask(self._matcher, bitmask, 0)
         taken = 0
+        matcher = self._matcher if self._goes_back or not drafts else self._matcher.deep_copy()
         for draft in drafts:
             word, bit = divmod(draft, WORD_BITS)
             if word >= bitmask.shape[1] or not bitmask[taken, word] >> bit & 1:
                 break
-            self._consume([draft])
+            _consume(matcher, [draft])
             taken += 1
             # Where the text is complete only its end is legal; behind that end nothing is read.
-            self._mask(bitmask, taken)
-            if self._matcher.is_stopped():
+            self._mask(matcher, bitmask, taken)
+            if matcher.is_stopped():
                 break
-        if taken and not self._matcher.rollback(taken):
-            raise failure(self._matcher.get_error())
+        if taken and self._goes_back and not matcher.rollback(taken):
+            raise failure(matcher.get_error())
 
     def _follow(self, output: Sequence[int]) -> None:
         """Brings the matcher behind the output, which is what it was plus new tokens."""
@@ -137,37 +140,23 @@ class GrammarConstraint:
             self._output, known = [], 0
         new = list(output[known:])
         if new:
-            self._consume(new)
+            _consume(self._matcher, new)
         self._output += new
 
-    def _consume(self, tokens: Sequence[int]) -> None:
-        if not self._matcher.consume_tokens(list(tokens)):
-            raise failure(self._matcher.get_error())
-
-    def _mask(self, bitmask: Bitmask, place: int) -> None:
+    def _mask(self, matcher: llguidance.LLMatcher, bitmask: Bitmask, place: int) -> None:
         """Writes the mask of the next token; tokens beyond the tokenizer's are not legal."""
         own = np.zeros((1, -(-self._vocab_size // WORD_BITS)), np.int32)
-        fill_next_token_bitmask(self._matcher, own)
-        if self._matcher.is_error():
-            raise failure(self._matcher.get_error())
-        if (own & self._special).any():
-            self._without_marks(own)
+        fill_next_token_bitmask(matcher, own)
+        if matcher.is_error():
+            raise failure(matcher.get_error())
         words = min(own.shape[1], bitmask.shape[1])
         bitmask[place, :words] = own[0, :words]
         bitmask[place, words:] = 0
 
-    def _without_marks(self, own: Bitmask) -> None:
-        """Takes special tokens away that stand in a mask for their text: where only one text can follow, it is told in the tokens that the
-        tokenizer makes of it, and it finds special ones in any text."""
-        found = np.flatnonzero(np.unpackbits((own & self._special).view(np.uint8), bitorder="little"))
-        for token in found.tolist():
-            ends = token in self._tokens.eos_tokens and (self._matcher.is_accepting() or self._matcher.is_stopped())
-            if not ends and self._matcher.validate_tokens([token]) != 1:
-                own[0, token // WORD_BITS] &= ~np.uint32(1 << token % WORD_BITS).view(np.int32)
-        forced = b"" if own.any() else self._matcher.compute_ff_bytes()
-        # The longest token of text that it begins with.
-        for token in self._tokens.greedy_tokenize(forced.decode(errors="ignore"))[:1]:
-            own[0, token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS).view(np.int32)
+
+def _consume(matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
+    if not matcher.consume_tokens(tokens):
+        raise failure(matcher.get_error())
 
 
 def _refusal(kind: str, problem: str, param: str) -> RequestError:
@@ -188,9 +177,9 @@ def _text(kind: str, value: Any, param: str) -> str:
             raise RequestError(f"{param} is {_shown(repr(value))}; legal is a list of texts that are not empty", param=param)
         return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in value))
     if kind == "json_object":
-        return llguidance.LLMatcher.grammar_from_json_schema({"type": "object"})
+        return llguidance.LLMatcher.grammar_from_json_schema(with_blanks({"type": "object"}))
     if kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(compilable(_schema(value, param), param)))
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(with_blanks(compilable(_schema(value, param), param))))
     if not isinstance(value, str) or not value:
         raise RequestError(f"{param} is {_shown(repr(value))}; legal is a text that is not empty", param=param)
     if kind == "regex":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..graphs.errors import RequestError
+from .json_blanks import OPTIONS, with_blanks
 from .parsers.call_formats import CALL_BEGIN, CALL_END, CALLS, DSML, SEP
 from .parsers.reasoning import CLOSE, OPEN
 from .parsers.schemas import MAX_SHAPES, Schemas
@@ -22,10 +23,12 @@ NONE, INSIDE, MAYBE = "none", "inside", "maybe"
 
 AUTO, REQUIRED = "auto", "required"
 
-Special = Callable[[str], int | None]
-"""The id of a text that is one special token; None for all else."""
+Special = Mapping[str, int]
+"""Ids of special tokens by their text. Marks that are other tokens are text to a grammar, which has those tokens."""
 
 ANY_TEXT = "/(?s:.*)/"
+FEW_BLANKS = r"/[ \t\r\n]{0,8}/"
+"""What may stand between reasoning and a form: models write two line breaks."""
 
 
 @dataclass(frozen=True)
@@ -98,38 +101,28 @@ class _Writer:
     """Writes rules; in those that it returns, marks that are special tokens are tokens, and all else is text."""
 
     def __init__(self, special: Special) -> None:
-        self._special = special
+        self._marks = {mark: number for mark, number in special.items() if mark in FORMAT_TEXT}
+        self._mark = re.compile("(" + ("|".join(map(re.escape, self._marks)) or "(?!)") + ")")
         self.rules: dict[str, str] = {}
 
     def thinking(self, reasoning: str) -> str:
         if reasoning == NONE:
             return ""
-        thought = f"{self.up_to('thought', CLOSE)} /[ \\t\\r\\n]*/"
+        thought = f"{self.up_to('thought', CLOSE)} {FEW_BLANKS}"
         return thought if reasoning == INSIDE else f"({self.text(OPEN)} {thought})?"
 
     def up_to(self, name: str, mark: str) -> str:
-        """Any text up to a mark, and the mark."""
-        token = self._special(mark)
-        if token is not None:
-            self.rules[name] = ANY_TEXT
-            return f"{name} <[{token}]>"
+        """Any text up to a mark, and the mark: with its token, or all spelt out, which parsers read as the same."""
         self.rules[f"{name}[suffix={_quoted(mark)}]"] = ANY_TEXT
-        return name
+        before, *rest = self._mark.split(mark, maxsplit=1)
+        if not rest:
+            return name
+        self.rules[name.upper()] = f"{ANY_TEXT} {_quoted(before)}" if before else ANY_TEXT
+        return f"({name} | {name.upper()} {self.text(''.join(rest))})"
 
     def text(self, text: str) -> str:
-        """A text that may hold special tokens."""
-        parts = [part for part in re.split(r"(<[^<>]+>)", text) if part]
-        written: list[str] = []
-        plain = ""
-        for part in [*parts, ""]:
-            token = self._special(part) if part else None
-            if part and token is None:
-                plain += part
-                continue
-            written += [_quoted(plain)] if plain else []
-            written += [f"<[{token}]>"] if token is not None else []
-            plain = ""
-        return " ".join(written)
+        """A text of a format, whose marks are tokens where they are special ones."""
+        return " ".join(f"<[{self._marks[part]}]>" if part in self._marks else _quoted(part) for part in self._mark.split(text) if part)
 
     def calls(self, name: str, use: ToolUse, *, free_text: bool) -> str:
         """One call, or several, behind free text where it may come first."""
@@ -139,7 +132,9 @@ class _Writer:
         first = form.before + form.begin
         mark = form.first_mark
         opening = f"{self.up_to('told', mark)} {self.text(first.removeprefix(mark))}" if free_text else self.text(first)
-        more = f"({self.text(form.between + form.begin)} function {self.text(form.end)})*" if use.parallel else ""
+        # Where marks alone may follow and begin alike, llguidance would cut their common beginning into other tokens.
+        another = self.text(form.between + form.begin) if form.between else f"/\\n?/ {self.text(form.begin)}"
+        more = f"({another} function {self.text(form.end)})*" if use.parallel else ""
         return f"{opening} function {self.text(form.end)} {more} {self.text(form.after)}"
 
     def _function(self, form: Written, index: int, tool: Mapping[str, Any]) -> str:
@@ -150,7 +145,8 @@ class _Writer:
         if form.arguments is None:
             arguments = _json({"type": "object", **schema}, guidance)
         else:
-            arguments = self._tagged(form.arguments, tool["name"], schema, {**schema.get("x-guidance", {}), **guidance})
+            own = schema.get(OPTIONS, {})
+            arguments = self._tagged(form.arguments, tool["name"], schema, {**guidance, **own} if isinstance(own, Mapping) else guidance)
         self.rules[rule] = f"{self.text(head)} {self._rule(f'arguments{index}', arguments)} {self.text(tail)}"
         return rule
 
@@ -191,9 +187,9 @@ class _Writer:
 
 
 def _json(schema: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
-    """JSON of a schema; `guidance` says how llguidance reads it, beside what the schema says itself."""
-    guidance = {**schema.get("x-guidance", {}), **guidance}
-    return "%json " + json.dumps({**schema, **({"x-guidance": guidance} if guidance else {})})
+    """JSON of a schema; `guidance` says how llguidance reads it where the schema does not say it itself."""
+    own = schema.get(OPTIONS, {})
+    return "%json " + json.dumps(with_blanks({**schema, OPTIONS: {**guidance, **own} if isinstance(own, Mapping) else own}))
 
 
 @dataclass(frozen=True)
@@ -231,6 +227,12 @@ class Written:
         """The mark that text goes up to."""
         return (self.before or self.begin).rstrip("\n")
 
+    @property
+    def text(self) -> str:
+        """All that the format writes by itself."""
+        tags = self.arguments.open("", True) + self.arguments.close if self.arguments else ""
+        return self.before + self.begin + self.head("") + tags + self.tail + self.end + self.after
+
 
 WRITTEN: Mapping[str, Written] = {
     "hermes": Written(
@@ -257,6 +259,10 @@ WRITTEN: Mapping[str, Written] = {
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+FORMAT_TEXT = "".join((OPEN, CLOSE, *(form.text for form in WRITTEN.values())))
+"""All that formats write by themselves: names of functions and arguments that spell a special token are text."""
 
 
 def _named(grammar: str, name: str) -> dict[str, Any]:

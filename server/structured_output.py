@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .fields import FieldError, refuse_unknown, show
+from .json_blanks import with_blanks
 
 EXTENDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "json_object": "json_object"}
 """Fields of vLLM's `structured_outputs`, and the kind of grammar that each holds."""
+
+PATTERN, COMPACT = "whitespace_pattern", "disable_any_whitespace"
+"""Its fields that say which blanks JSON has: those of an expression, none or any."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +66,47 @@ def of_chat(response_format: Any, param: str = "response_format") -> OutputForma
 
 
 def of_extension(structured_outputs: Any, param: str = "structured_outputs") -> OutputFormat:
-    """vLLM's `structured_outputs`: exactly one of its fields.
+    """vLLM's `structured_outputs`: exactly one of its fields, and beside JSON which blanks that has.
 
     Raises:
         FieldError: it has another form.
     """
-    body = {name: value for name, value in _object(structured_outputs, param).items() if value is not None}
-    refuse_unknown(body, tuple(EXTENDED), param)
+    given = {name: value for name, value in _object(structured_outputs, param).items() if value is not None}
+    refuse_unknown(given, (*EXTENDED, PATTERN, COMPACT), param)
+    body = {name: value for name, value in given.items() if name in EXTENDED}
     if len(body) != 1:
         raise FieldError(f"{param} has {sorted(body) or 'no fields'}; legal is exactly one of {list(EXTENDED)}", param=param)
     ((name, value),) = body.items()
     if name == "json_object" and value is not True:
         raise FieldError(f"{param}.json_object is {show(value)}; legal is true", param=f"{param}.json_object")
-    return OutputFormat(EXTENDED[name], None if name == "json_object" else value, f"{param}.{name}")
+    value = None if name == "json_object" else value
+    if len(given) == 1:
+        return OutputFormat(EXTENDED[name], value, f"{param}.{name}")
+    blanks = _blanks(given, name, param)
+    schema = {"type": "object"} if value is None else _parsed(value)
+    return OutputFormat("json_schema", with_blanks(schema, blanks) if isinstance(schema, Mapping) else value, f"{param}.{name}")
+
+
+def _blanks(given: Mapping[str, Any], name: str, param: str) -> Mapping[str, Any]:
+    """Which blanks JSON has, as llguidance's options of a schema."""
+    pattern, compact = given.get(PATTERN), given.get(COMPACT)
+    field = PATTERN if pattern is not None else COMPACT
+    if name not in ("json", "json_object"):
+        raise FieldError(f"{param}.{field} is given beside {name}; legal is json or json_object beside it", param=f"{param}.{field}")
+    if not isinstance(pattern, str | None):
+        raise FieldError(f"{param}.{PATTERN} is {show(pattern)}; legal is an expression", param=f"{param}.{PATTERN}")
+    if not isinstance(compact, bool | None) or (compact and pattern is not None):
+        legal = "true, false or absent" if pattern is None else f"false or absent beside {PATTERN}"
+        raise FieldError(f"{param}.{COMPACT} is {show(compact)}; legal is {legal}", param=f"{param}.{COMPACT}")
+    return {"whitespace_flexible": not compact} if pattern is None else {"whitespace_pattern": pattern}
+
+
+def _parsed(schema: Any) -> Any:
+    """A schema that may be a text; what is no JSON stays one, for the grammar to refuse."""
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        return schema
 
 
 def _typed(form: Mapping[str, Any], schema_holder: Mapping[str, Any], param: str) -> OutputFormat | None:

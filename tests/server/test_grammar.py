@@ -9,7 +9,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.grammars import COMPILER, EOS, TOKENIZER, V, ids, masks
+from support.grammars import COMPILER, EOS, SPECIAL, SPELT, TEXT, TOKENIZER, V, ids, masks, vocabulary
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.grammar import GrammarCompiler
@@ -113,6 +113,52 @@ def test_what_is_no_grammar_is_refused_by_name(kind, value, message):
         COMPILER.constraint(kind, value, "text.format")
     assert caught.value.param == "text.format"
     assert len(str(caught.value)) < 500
+
+
+MARK = "<tool_call>"
+LITERALS = [
+    ("choice", [MARK, "</think>x"], f"{MARK}"),
+    ("regex", f"({MARK}|</think>)[0-9]", f"{MARK}7"),
+    ("regex", "(?s:.*)", f"a{MARK}b</think>"),
+    ("json_schema", {"enum": [MARK, "</think>"]}, f'"{MARK}"'),
+    ("json_schema", {"const": {MARK: "<｜tool▁sep｜>"}}, f'{{"{MARK}": "<｜tool▁sep｜>"}}'),
+    ("json_schema", {"type": "object", "properties": {MARK: {"type": "string"}}}, f'{{"{MARK}": "</think>"}}'),
+    ("json_schema", {"type": "string", "pattern": f"^{MARK}+$"}, f'"{MARK}"'),
+    ("json_object", None, f'{{"{MARK}": ["｜DSML｜"]}}'),
+    ("grammar", f'start: "{MARK}" /[0-9]/', f"{MARK}7"),
+    ("grammar", f'start: {MARK} /[0-9]/ </think> "x"', f"{MARK}7</think>x"),
+    ("grammar", 'start: /(.|\\n)*/ </think> "x"', "a\nb</think>x"),
+    ("grammar", 'start: a "x"\na[max_tokens=9]: /[^x]*/', f"{MARK}abx"),
+    ("grammar", f'root ::= "{MARK}" [0-9]', f"{MARK}7"),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "text"), LITERALS)
+def test_a_token_that_is_not_special_is_its_text(kind, value, text):
+    """As <tool_call> is in Qwen's tokenizers: masks have it wherever its text may stand, also behind drafts."""
+    known = vocabulary(TEXT)
+    assert known.follows(known.compiler.constraint(kind, value), text)
+
+
+@pytest.mark.parametrize("vocabulary_kind", [SPELT, TEXT, SPECIAL])
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("choice", ["<|im_end|>e\u0301 <think>", "\u212b"], "<|im_end|>e\u0301 <think>"),
+        ("json_schema", {"const": "</think><|im_end|>"}, '"</think><|im_end|>"'),
+        ("regex", "<｜tool▁call▁begin｜>\u212b", "<｜tool▁call▁begin｜>\u212b"),
+        ("grammar", 'start: "<|im_end|>" "<|channel|>"', "<|im_end|><|channel|>"),
+    ],
+)
+def test_what_must_be_written_is_written_whatever_tokens_are_named_like_it(vocabulary_kind, kind, value, text):
+    """A special token's text is spelt by others, as is text that the tokenizer would normalise to another one."""
+    known, output = vocabulary(vocabulary_kind), []
+    constraint = known.compiler.constraint(kind, value)
+    while (allowed := known.masks(constraint, output)[0]) != {EOS}:
+        output.append(max(allowed, key=lambda token: text.startswith(known.text([*output, token])) * len(known.text([token]))))
+    assert known.text(output) == text
+    special = {number for number, token in known.tokenizer.get_added_tokens_decoder().items() if token.special}
+    assert not special & set(output)
 
 
 def test_a_model_whose_end_the_tokenizer_lacks_is_refused():

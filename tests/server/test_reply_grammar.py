@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
+import re
 from dataclasses import replace
 
-import llguidance
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.calls import AROUND, WRITERS
-from support.grammars import COMPILER, EOS, TOKENIZER, ids, masks
+from support.grammars import EOS, MARKS, SPECIAL, SPELT, TEXT, Vocabulary, vocabulary
 from support.parsing import Call, joined
 
 from npucompile.graphs.errors import RequestError
@@ -51,42 +50,46 @@ def written(form, *calls):
     return text + ("\n" if form == "deepseek_v32" else "") + after
 
 
-def legal(reply, text):
-    """Whether a text is a whole reply, and whether it is the beginning of one."""
-    grammar = COMPILER._grammar("reply", reply, "tools")
-    matcher = llguidance.LLMatcher(COMPILER._tokens, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = ids(text)
-    if matcher.validate_tokens(tokens) != len(tokens):
-        return False, False
-    matcher.consume_tokens(tokens)
-    return matcher.is_accepting(), True
+@pytest.fixture(scope="module", params=[SPELT, TEXT, SPECIAL])
+def known(request):
+    """Vocabularies without marks, with marks as tokens that are not special, and as special ones."""
+    return vocabulary(request.param)
+
+
+def legal(known: Vocabulary, reply, text):
+    """Whether a text is a whole reply, and whether it is the beginning of one, in the tokens that are its own, with each a draft."""
+    tokens = known.ids(text)
+    constraint = known.compiler.constraint("reply", reply, "tools")
+    *before, last = known.masks(constraint, [], tokens)
+    begins = all(token in mask for token, mask in zip(tokens, before, strict=True))
+    assert known.masks(constraint, [])[0] == (before or [last])[0]
+    return begins and EOS in last, begins
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_calls_of_every_format_are_legal_and_nothing_else_is(form):
+def test_calls_of_every_format_are_legal_and_nothing_else_is(known, form):
     full = {"city": "Zürich </x", "days": 2, "unit": "F", "where": {"x": 1.5}}
     one = written(form, ("weather", full))
     several = written(form, ("weather", {"city": "a"}), ("now", {}))
     required, single = Reply(NONE, REQUIRED, form), Reply(NONE, replace(REQUIRED, parallel=False), form)
     named = Reply(NONE, ToolUse(TOOLS, "required", "now"), form)
-    assert legal(required, one) == legal(required, several) == legal(single, one) == (True, True)
-    assert not legal(single, several)[1]
-    assert (legal(named, written(form, ("now", {})))[0], legal(named, one)[1]) == (True, False)
+    assert legal(known, required, one) == legal(known, required, several) == legal(known, single, one) == (True, True)
+    assert not legal(known, single, several)[1]
+    assert (legal(known, named, written(form, ("now", {})))[0], legal(known, named, one)[1]) == (True, False)
     for wrong in ({"days": 2}, {"city": "a", "days": "x"}, {"city": "a", "unit": "K"}, {"city": "a", "other": 1}):
-        assert not legal(required, written(form, ("weather", wrong)))[0]
-    assert not legal(required, written(form, ("other", {})))[1]
-    assert not legal(required, "I do not.")[1]
-    assert not legal(required, one + "!")[1]
+        assert not legal(known, required, written(form, ("weather", wrong)))[0]
+    assert not legal(known, required, written(form, ("other", {})))[1]
+    assert not legal(known, required, "I do not.")[1]
+    assert not legal(known, required, one + "!")[1]
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_free_text_may_come_before_calls_that_keep_to_their_schemas(form):
+def test_free_text_may_come_before_calls_that_keep_to_their_schemas(known, form):
     auto = Reply(NONE, ToolUse(TOOLS), form)
     one = written(form, ("weather", {"city": "a"}))
     for text in ("I cannot < say.", one, f"I look.\n{one}", "I look.\n" + written(form, ("weather", {"city": "a"}), ("now", {}))):
-        assert legal(auto, text)[0]
-    assert not legal(auto, "I look.\n" + written(form, ("weather", {"days": 1})))[0]
+        assert legal(known, auto, text)[0]
+    assert not legal(known, auto, "I look.\n" + written(form, ("weather", {"days": 1})))[0]
 
 
 @pytest.mark.parametrize(
@@ -104,43 +107,63 @@ def test_free_text_may_come_before_calls_that_keep_to_their_schemas(form):
     ],
 )
 @pytest.mark.parametrize("body", [BODY, OutputFormat("regex", r'\{"a": \d+\}', "x"), OutputFormat("choice", ['{"a": 1}'], "x")])
-def test_structure_begins_behind_reasoning(reasoning, text, whole, body):
-    assert legal(Reply(reasoning, body=body), text)[0] == whole
+def test_structure_begins_behind_reasoning(known, reasoning, text, whole, body):
+    assert legal(known, Reply(reasoning, body=body), text)[0] == whole
 
 
 ODD = {"type": "object", "properties": {"x": {"type": "integer", "not": {"const": 1}}, "y": {"type": "string"}}, "required": ["x"]}
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_keywords_that_no_grammar_has_are_passed_over_unless_the_tool_is_strict_whatever_the_format(form):
+def test_keywords_that_no_grammar_has_are_passed_over_unless_the_tool_is_strict_whatever_the_format(known, form):
     def reply(strict):
         return Reply(NONE, ToolUse((tool("f", ODD, strict=strict),), "required"), form)
 
-    assert legal(reply(False), written(form, ("f", {"x": 2, "y": "a"})))[0]
+    assert legal(known, reply(False), written(form, ("f", {"x": 2, "y": "a"})))[0]
     with pytest.raises(RequestError, match='"not"'):
-        COMPILER.constraint("reply", reply(True), "tools")
+        known.compiler.constraint("reply", reply(True), "tools")
 
 
-def test_a_reply_with_a_structure_may_be_a_call_instead():
+def test_a_reply_with_a_structure_may_be_a_call_instead(known):
     reply = Reply(INSIDE, ToolUse(TOOLS), "hermes", BODY)
-    assert legal(reply, "hm</think>\n" + written("hermes", ("now", {})))[0]
-    assert legal(reply, 'hm</think>\n{"a": 1}')[0]
-    assert not legal(reply, "hm</think>\nI do not know")[1]
+    assert legal(known, reply, "hm</think>\n" + written("hermes", ("now", {})))[0]
+    assert legal(known, reply, 'hm</think>\n{"a": 1}')[0]
+    assert not legal(known, reply, "hm</think>\nI do not know")[1]
 
 
-def test_marks_that_are_special_tokens_are_tokens():
-    number = TOKENIZER.token_to_id("a")
-    reply = Reply(INSIDE, REQUIRED, "hermes")
-    lark = json.loads(reply.grammar({"</think>": 7, "<tool_call>": number}.get))["grammars"][0]["lark_grammar"]
-    assert "<[7]>" in lark
-    assert f"<[{number}]>" in lark
-    assert "</think>" not in lark
-    assert '"<tool_call>' not in lark
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("reasoning", "thought"), [(NONE, ""), (INSIDE, "hm\n</think>\n\n"), (MAYBE, "<think>\nhm\n</think>\n\n")])
+def test_the_tokens_that_a_model_writes_are_never_masked(known, form, reasoning, thought):
+    """Whatever marks are to the tokenizer, behind reasoning and text, in each call; masks behind drafts are those behind output."""
+    calls = written(form, ("weather", {"city": "Zürich </x", "days": 2, "where": {"x": 1.5}}), ("now", {}))
+    for choice, text in (("required", thought + calls), ("auto", f"{thought}I look.\n{calls}"), ("auto", f"{thought}I do not.")):
+        assert known.follows(known.compiler.constraint("reply", Reply(reasoning, ToolUse(TOOLS, choice), form), "tools"), text)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_mark_that_is_spelt_out_is_a_mark(form):
+    """Parsers read it as one: what follows keeps to the schemas even if it was not written as the tokenizer's own special token."""
+    known, reply = vocabulary(SPECIAL), Reply(INSIDE, ToolUse(TOOLS), form)
+    spelt = vocabulary(SPELT).ids("hm</think>" + AROUND.get(form, ("<tool_call>",))[0].rstrip("\n"))
+    constraint = known.compiler.constraint("reply", reply, "tools")
+    assert all(token in mask for token, mask in zip(spelt, known.masks(constraint, [], spelt), strict=False))
+    assert not set(known.ids("Ixyz")) & known.masks(constraint, spelt)[0]
+
+
+def test_names_of_users_are_no_marks():
+    """A function or an argument that is named as a special token is spelt out, as its text has to come out."""
+    known = vocabulary(SPECIAL)
+    named = tool("<|im_end|>", {"type": "object", "properties": {"<|call|>": {"type": "string"}}, "required": ["<|call|>"]})
+    for form in FORMATS:
+        grammar = known.compiler._grammar("reply", Reply(NONE, ToolUse((named,), "required"), form), "tools")
+        numbers = {int(number) for number in re.findall(r"<\[(\d+)\]>", grammar)}
+        assert numbers <= {known.ids(mark)[0] for mark in MARKS if not mark.startswith("<|")}
+        assert "<|im_end|>" in grammar
 
 
 @given(st.integers(0, 2**32), st.sampled_from(sorted(FORMATS)))
 @settings(max_examples=25, deadline=None)
-def test_any_walk_along_the_masks_is_a_call_that_the_parser_reads(seed, form):
+def test_any_walk_along_the_masks_is_a_call_that_the_parser_reads(known, seed, form):
     """Arguments of lists alone, so that a walk comes to its end."""
     schema = {
         "type": "object",
@@ -149,19 +172,17 @@ def test_any_walk_along_the_masks_is_a_call_that_the_parser_reads(seed, form):
         "additionalProperties": False,
     }
     use = ToolUse((tool("set", schema), tool("now", {"type": "object", "properties": {}, "additionalProperties": False})), "required")
-    constraint = COMPILER.constraint("reply", Reply(NONE, replace(use, parallel=False), form), "tools")
+    constraint = known.compiler.constraint("reply", Reply(NONE, replace(use, parallel=False), form), "tools")
     draw, output = random.Random(seed), []
     for _ in range(400):
-        (legal_tokens,) = masks(constraint, output)
-        # JSON may hold any number of blanks.
-        dense = [t for t in sorted(legal_tokens) if t == EOS or TOKENIZER.decode([t], skip_special_tokens=False).strip(" \n\t\r")]
-        token = draw.choice(dense or sorted(legal_tokens))
+        (legal_tokens,) = known.masks(constraint, output)
+        token = draw.choice(sorted(legal_tokens))
         if token == EOS:
             break
         output.append(token)
     else:
         pytest.fail("no end")
-    (call,) = joined(ToolCallParser(FORMATS[form], {"set": schema}), [TOKENIZER.decode(output, skip_special_tokens=False)])
+    (call,) = joined(ToolCallParser(FORMATS[form], {"set": schema}), [known.text(output)])
     assert isinstance(call, Call)
     assert call.name in ("set", "now")
     if call.name == "set":

@@ -49,6 +49,16 @@ def test_published_forms_are_read(read, value, want):
         (of_extension, {"regex": "a", "choice": ["b"]}, "structured_outputs"),
         (of_extension, {"guided": 1}, "guided"),
         (of_extension, {"json_object": False}, "structured_outputs.json_object"),
+        (of_extension, {"whitespace_pattern": " "}, "structured_outputs"),
+        (of_extension, {"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern"),
+        (of_extension, {"choice": ["a"], "disable_any_whitespace": False}, "structured_outputs.disable_any_whitespace"),
+        (of_extension, {"json": SCHEMA, "whitespace_pattern": 1}, "structured_outputs.whitespace_pattern"),
+        (of_extension, {"json": SCHEMA, "disable_any_whitespace": 1}, "structured_outputs.disable_any_whitespace"),
+        (
+            of_extension,
+            {"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": " "},
+            "structured_outputs.disable_any_whitespace",
+        ),
     ],
 )
 def test_other_forms_are_refused_by_the_name_of_the_field(read, value, param):

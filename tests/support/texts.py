@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from npucompile.runtime.request import ExecutionRecord
 from npucompile.server.tokenizer import TextTokenizer
@@ -38,6 +38,21 @@ def trained_tokenizer() -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    return tokenizer
+
+
+def word_pieces(*added: str) -> Tokenizer:
+    """Pieces of words with blanks before them and bytes for all else, as SentencePiece has them; and tokens that are not special."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abc<>/s", "▁a", "▁c", "ab", "▁ca", "▁cab"]
+    merges = [("▁", "a"), ("▁", "c"), ("a", "b"), ("▁c", "a"), ("▁ca", "b")]
+    tokenizer = Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     return tokenizer
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from support import tiny
+from support.grammars import BUNDLED, TOKENIZER
+from tokenizers import Tokenizer
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.server.chat_format import ChatFormat
+from npucompile.server.chat_template import ChatTemplate
 from npucompile.server.client import Client
 from npucompile.server.run import serving
+from npucompile.server.service import Service
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.tools.serve.api_settings import ApiSettings
 from npucompile.tools.serve.serving import start_service
 
@@ -26,8 +33,8 @@ SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """URL of the HTTP API."""
+def running(tmp_path_factory):
+    """The engine and its service."""
     sizes = {"buckets": (1, 4), "prefill": (32,), "max_model_len": 128, "max_logprobs": 2}
     out = tmp_path_factory.mktemp("bundled") / "tiny"
     tiny.built(tiny.planned("qwen3.5-tiny", **sizes), out)
@@ -35,14 +42,41 @@ def url(tmp_path_factory):
     running = start_service(
         artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("qwen3.5-tiny", "tiny"), tool_call_parser="hermes")
     )
-    with contextlib.ExitStack() as stack:
-        stack.callback(running.engine.stop, drain=False)
-        yield stack.enter_context(serving(running.service)).replace("ws://", "http://").removesuffix("/responses")
+    yield running
+    running.engine.stop(drain=False)
+
+
+@pytest.fixture(scope="module")
+def url(running):
+    """URL of the HTTP API."""
+    with serving(running.service) as address:
+        yield address.replace("ws://", "http://").removesuffix("/responses")
+
+
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def marked(running):
+    """A client of the same engine behind a tokenizer in which marks are tokens that are not special, as in Qwen3's; and their ids."""
+    stored = json.loads((BUNDLED / "tokenizer.json").read_text())
+    numbers = {mark: len(stored["model"]["vocab"]) - len(MARKS) + place for place, mark in enumerate(MARKS)}
+    stored["model"]["vocab"] = {text: number for text, number in stored["model"]["vocab"].items() if number not in numbers.values()}
+    stored["model"]["merges"] = stored["model"]["merges"][: -len(MARKS)]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    stored["added_tokens"] = [*({"id": number, "content": mark} | plain for mark, number in numbers.items()), *stored["added_tokens"]]
+    codec = TextTokenizer(Tokenizer.from_str(json.dumps(stored)))
+    form = ChatFormat.of(ChatTemplate("{{ messages[-1].content }}{% if enable_thinking %}<think>\n{% endif %}"), "qwen3", "hermes")
+    with serving(Service(running.engine, codec, running.service.model, chat=form)) as address:
+        base_url = address.replace("ws://", "http://").removesuffix("/responses")
+        with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            yield client, numbers
 
 
 @pytest.fixture(scope="module")
 def client(url):
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
@@ -76,8 +110,6 @@ SCHEMA = {
     "properties": {"tribe": {"enum": ["Judah", "Levi"]}, "sons": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["tribe", "sons"],
     "additionalProperties": False,
-    # The model would fill the context with blanks.
-    "x-guidance": {"whitespace_flexible": False},
 }
 
 
@@ -150,7 +182,9 @@ def test_every_api_adjusts_logits(url, client):
 
 
 TRIBE = {"type": "function", "function": {"name": "tribe", "parameters": SCHEMA, "strict": True}}
-NONE = {"type": "object", "properties": {}, "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+NONE = {"type": "object", "properties": {}, "additionalProperties": False}
+NAMED = {"type": "function", "function": {"name": "tribe"}}
+IDS = {"return_token_ids": True}
 NOTHING = {"type": "function", "function": {"name": "nothing", "parameters": NONE}}
 
 
@@ -166,14 +200,53 @@ def test_a_model_that_was_never_taught_tools_calls_them_when_it_has_to(client):
             assert json.loads(call.function.arguments)["tribe"] in ("Judah", "Levi")
         else:
             assert (call.function.name, json.loads(call.function.arguments)) == ("nothing", {})
-    named = {"type": "function", "function": {"name": "tribe"}}
+
     chunks = client.chat.completions.create(
-        model="tiny", messages=messages, tools=[TRIBE, NOTHING], tool_choice=named, stream=True, **options
+        model="tiny", messages=messages, tools=[TRIBE, NOTHING], tool_choice=NAMED, stream=True, **options
     )
     deltas = [call.function for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
     assert deltas[0].name == "tribe"
     assert len(deltas) > 3
     assert 0 <= json.loads("".join(delta.arguments for delta in deltas))["sons"] <= 99
+
+
+def test_marks_that_are_tokens_but_not_special_are_written_as_such(marked):
+    """Calls that have to be and calls that the model begins with its own token; an end of reasoning before a form. With drafts."""
+    client, numbers = marked
+    options = {"model": "tiny", "messages": [{"role": "user", "content": "The tribe:"}], "temperature": 0, "max_tokens": 80}
+    for use in ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"logit_bias": {numbers["<tool_call>"]: 100}}):
+        said = client.chat.completions.create(tools=[TRIBE], parallel_tool_calls=False, **use, **options, extra_body=IDS).choices[0]
+        (call,) = said.message.tool_calls
+        assert json.loads(call.function.arguments)["tribe"] in ("Judah", "Levi")
+        assert {numbers["<tool_call>"], numbers["</tool_call>"]} <= set(said.token_ids)
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    thinking = {**IDS, "chat_template_kwargs": {"enable_thinking": True}}
+    bias = {numbers["</think>"]: 100}
+    said = client.chat.completions.create(response_format=named, logit_bias=bias, **options, extra_body=thinking).choices[0]
+    assert said.token_ids[0] == numbers["</think>"]
+    assert (json.loads(said.message.content)["tribe"] in ("Judah", "Levi"), said.finish_reason) == (True, "stop")
+
+
+class Tribe(pydantic.BaseModel):
+    """What the SDK makes of an answer."""
+
+    tribe: Literal["Judah", "Levi"]
+    tall: bool
+
+
+def test_the_sdk_parses_answers_of_a_model_that_likes_blanks(client):
+    """Blanks have the largest bias; without a bound they would fill the context."""
+    bias = {number: 100 for text in (" ", "\n", "\t", "  ") if len(numbers := TOKENIZER.encode(text).ids) == 1 for number in numbers}
+    options = {"model": "tiny", "messages": [{"role": "user", "content": "The tribe:"}], "temperature": 0, "max_tokens": 80}
+    parsed = client.chat.completions.parse(response_format=Tribe, logit_bias=bias, **options).choices[0].message.parsed
+    assert isinstance(parsed, Tribe)
+    tool = openai.pydantic_function_tool(Tribe)
+    (call,) = (
+        client.chat.completions.parse(tools=[tool], tool_choice="required", parallel_tool_calls=False, logit_bias=bias, **options)
+        .choices[0]
+        .message.tool_calls
+    )
+    assert isinstance(call.function.parsed_arguments, Tribe)
 
 
 def test_models_are_listed(client):

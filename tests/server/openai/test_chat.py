@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import openai
 import pytest
-from support.grammars import EOS, TOKENIZER, V, ids, masks
+from support.grammars import EOS, SPECIAL, SPELT, TEXT, vocabulary
 from support.scripted import MODEL, scripted
 from support.texts import byte_codec, byte_tokenizer
 from tokenizers import AddedToken
@@ -286,20 +286,19 @@ FORCED = [
 ]
 
 
+@pytest.mark.parametrize("kind", [SPELT, TEXT, SPECIAL])
 @pytest.mark.parametrize(("options", "legal", "illegal"), FORCED)
-def test_what_must_be_is_a_grammar_that_begins_behind_reasoning(options, legal, illegal):
+def test_what_must_be_is_a_grammar_that_begins_behind_reasoning(kind, options, legal, illegal):
+    """Whatever marks are to the model's tokenizer."""
+    known = vocabulary(kind)
     template = "{{ messages[-1].content }}{% if enable_thinking is not false %}<think>{% endif %}"
-    form, codec = ChatFormat.of(ChatTemplate(template), "qwen3", "hermes"), TextTokenizer(TOKENIZER)
-    model = replace(MODEL, vocab_size=V, eos_token_ids=frozenset({EOS}))
+    form, codec = ChatFormat.of(ChatTemplate(template), "qwen3", "hermes"), TextTokenizer(known.tokenizer)
+    model = replace(MODEL, vocab_size=known.size, eos_token_ids=frozenset({EOS}))
     with scripted(lambda prompt: "hm</think>" + legal, chat=form, codec=codec, model=model) as (url, engine):
         said = ask(openai.OpenAI(base_url=url, api_key="none", max_retries=0), "x", **options).choices[0].message
         constraint = engine.requests[-1].constraint
         assert said.reasoning_content == "hm"
         assert bool(said.tool_calls) == ("<tool_call>" in legal)
 
-    def follows(text):
-        tokens = ids(text)
-        return all(token in masks(constraint, tokens[:place])[0] for place, token in enumerate(tokens))
-
-    assert follows(f"it is <{{ so\n</think>\n\n{legal}")
-    assert not follows(f"it is <{{ so\n</think>\n\n{illegal}")
+    assert known.follows(constraint, f"it is <{{ so\n</think>\n\n{legal}")
+    assert not known.follows(constraint, f"it is <{{ so\n</think>\n\n{illegal}")

@@ -171,5 +171,5 @@ def test_a_grammar_has_so_many_alternatives_and_no_more():
     parameters = {"anyOf": [{"properties": {str(i): True}} for i in range(MAX_SHAPES + 1)]}
     use = ToolUse(({"type": "function", "function": {"name": "f", "parameters": parameters}},), "required")
     with pytest.raises(RequestError, match=f"'f' have more than {MAX_SHAPES} alternatives") as caught:
-        Reply(NONE, use, "qwen3_coder").grammar({}.get)
+        Reply(NONE, use, "qwen3_coder").grammar({})
     assert caught.value.param == "tools"
