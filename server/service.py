@@ -194,6 +194,7 @@ class Service:
         self.limits.check_priority(options.priority)
         first_token_s = self.limits.first_token_timeout_s
         sampling = self._sampling(options)
+        constraint = None if options.format is None else self._constraint(options.format)
         # A form that is complete allows nothing but the end.
         stops = frozenset() if options.ignore_eos and options.format is None else self.model.eos_token_ids
         first = Request(
@@ -206,7 +207,7 @@ class Service:
             prompt_logprobs=options.prompt_logprobs,
             prompt_logprobs_from=options.prompt_logprobs_from,
             speculative_tokens=options.speculative_tokens,
-            constraint=None if options.format is None else self._constraint(options.format),
+            constraint=constraint,
             priority=options.priority,
             timeout_ms=self.limits.timeout_ms(options.timeout_ms),
             first_token_timeout_ms=None if first_token_s is None else 1e3 * first_token_s,
@@ -220,7 +221,7 @@ class Service:
                 id=completion_id(base_id, index),
                 sampling=replace(sampling, seed=completion_seed(sampling.seed, index)),
                 # Each follows its own output.
-                constraint=None if first.constraint is None else first.constraint.copy(),
+                constraint=None if constraint is None else constraint.copy(),
             )
             for index in range(1, options.n)
         )
