@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..graphs.errors import LoweringError
-from ..graphs.types import DISPATCH, FUSED_EXPERTS, WORLD, Mesh
+from ..graphs.types import WORLD, Mesh
 from .ascend.acl_graph.file import AclFile
 from .ascend.acl_graph.inspect_acl import collectives as acl_collectives
+from .ascend.communicating import BY_TARGET, BY_TYPE, RECORDS
 from .ascend.convert import shape_of
 from .ascend.ge_file import GeFile
 from .ascend.ge_operators import Operator, graphs
@@ -19,27 +20,10 @@ Collective = tuple[str, str, str]
 Talk = tuple[str, tuple[int, ...], str]
 """(collective, ranks that take part, type): a collective as one rank runs it."""
 
-COLLECTIVES = {
-    "HcomAllReduce": "all_reduce",
-    "HcomAllGather": "all_gather_into_tensor",
-    "HcomReduceScatter": "reduce_scatter_tensor",
-    "HcomAllToAll": "all_to_all_single",
-    "HcomAllToAllV": "all_to_all_single",
-    "HcomBroadcast": "broadcast",
-    "MoeDistributeDispatch": "moe_dispatch",
-    "MoeDistributeDispatchV2": "moe_dispatch",
-    "MoeDistributeCombine": "moe_combine",
-    "MoeDistributeCombineV2": "moe_combine",
-}
+COLLECTIVES = {kind: record.collective for kind, record in BY_TYPE.items()}
 """Type of a GE operator that communicates -> name of the same collective in a partitioned graph."""
-_ACL_COLLECTIVES = {
-    "npu_mm_reduce_scatter_base": "reduce_scatter_tensor",
-    "npu_moe_distribute_dispatch_v2": "moe_dispatch",
-    "npu_moe_distribute_combine_v2": "moe_combine",
-    "dispatch_ffn_combine_w4a8": "fused_experts_w4a8",
-}
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
-EXPERT_GROUPS = {"moe_dispatch": DISPATCH, "moe_combine": DISPATCH, "fused_experts_w4a8": FUSED_EXPERTS}
+EXPERT_GROUPS = {record.collective: record.own_group for record in RECORDS if record.own_group}
 """Collective of a partitioned graph, over "world" there -> the group that it has for itself on NPUs."""
 _OWN = frozenset(EXPERT_GROUPS.values())
 
@@ -75,8 +59,7 @@ def of_acl_file(acl_file: AclFile) -> tuple[Collective, ...]:
     Raises:
         LoweringError: expert dispatch shares a group with another operator.
     """
-    listed = ((name.split(".")[1], group, shape_of(value)) for name, group, value in acl_collectives(acl_file))
-    return _as_partitioned([(_ACL_COLLECTIVES.get(name, name), group, kind) for name, group, kind in listed])
+    return _as_partitioned([(BY_TARGET[name].collective, group, shape_of(value)) for name, group, value in acl_collectives(acl_file)])
 
 
 def of_acl_rank(acl_file: AclFile, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
@@ -85,8 +68,7 @@ def of_acl_rank(acl_file: AclFile, members: Mapping[str, tuple[int, ...]]) -> li
     Args:
         members: ranks of each group of this rank, in their order, by symbol.
     """
-    listed = ((name.split(".")[1], group, shape_of(value)) for name, group, value in acl_collectives(acl_file))
-    return [(_ACL_COLLECTIVES.get(name, name), members[group], kind) for name, group, kind in listed]
+    return [(BY_TARGET[name].collective, members[group], shape_of(value)) for name, group, value in acl_collectives(acl_file)]
 
 
 def _as_partitioned(collectives: Sequence[Collective]) -> tuple[Collective, ...]:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
-from . import collectives, converters, moe_converters, streams
+from . import collectives, communicating, converters, moe_converters, streams
 from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
 from .inspect_ge import IN_PLACE, follow_memory
 from .recorded_values import RecordedValues
@@ -26,7 +26,6 @@ POSITIONAL = (
     "ge.inputHintShape",
     "frozenInput",
 )
-_COMMUNICATING = ("Hcom", "MoeDistribute")
 _GROUP_ATTRS, _RANK_ATTR = ("group", "group_ep", "group_tp"), "ep_rank_id"
 
 
@@ -192,7 +191,7 @@ def _needed(ops: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
     needed = {tensor.rpartition(":")[0] for tensor in outputs.input}
     kept = []
     for op in reversed(ops):
-        if op.name in needed or op.type in IN_PLACE or op.type.startswith(_COMMUNICATING):
+        if op.name in needed or op.type in IN_PLACE or op.type in communicating.BY_TYPE:
             kept.append(op)
             needed |= {tensor.rpartition(":")[0] for tensor in op.input}
     return tuple(reversed(kept))

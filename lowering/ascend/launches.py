@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from . import communicating
 from .inspect_ge import VIEWS
 
 BORDER = ("Data", "Const", "NetOutput")
@@ -30,7 +31,7 @@ def launches(graph: Any) -> list[Any]:
             constant.add(op.name)
         elif op.type not in BORDER:
             producers = {tensor.rpartition(":")[0] for tensor in op.input if tensor and not tensor.endswith(":-1")}
-            if producers <= constant and not _communicates(op):
+            if producers <= constant and op.type not in communicating.BY_TYPE:
                 constant.add(op.name)
             elif op.type not in VIEWS:
                 started.append(op)
@@ -46,7 +47,3 @@ def kind_of(body: str) -> str:
     """The kind of a body: `layer07_full_attention` and `full_attention_7` are `full_attention`; operators in no body are `main`."""
     match = _KIND.fullmatch(body.rpartition("/")[2])
     return match[1] if match else "main"
-
-
-def _communicates(op: Any) -> bool:
-    return bool(op.type.startswith(("Hcom", "MoeDistribute")))

@@ -25,10 +25,9 @@ from ...graphs.ir.flatten import bodies, inlined
 from ...graphs.ir.outline import outline
 from ...graphs.primitive import nbytes
 from ...graphs.types import Signature
+from . import communicating
 from .bodies import is_operand, is_plain, recorded, taking
 
-# Operators of the device that exchange data between ranks, by a part of their names: they may not be left out or moved.
-_COLLECTIVE = ("distribute", "dispatch_ffn", "all_reduce", "all_gather", "reduce_scatter", "alltoall", "all_to_all")
 # Operators that become no kernel of the device.
 _FREE = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach")
 
@@ -92,7 +91,7 @@ class _Moved:
 def _is_pure(node: Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace in ("npu", "air"):
-        return not target._schema.is_mutable and not any(part in target._opname for part in _COLLECTIVE)
+        return not target._schema.is_mutable and str(target) not in communicating.BY_TARGET
     return is_plain(node)
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import communicating
+
 LABEL, PRIORITY = "_user_stream_label", "_user_stream_priority"
 SHARED_EXPERT = "shared_expert"
 """The label."""
 
-_COMBINES = ("MoeDistributeCombineV2", "MoeDistributeCombineAddRmsNorm")
+_DISPATCHES, _COMBINES = communicating.ge_types("moe_dispatch"), communicating.ge_types("moe_combine")
 
 
 def label_shared_expert(ops: Sequence[Any]) -> None:
@@ -29,7 +31,7 @@ def label_shared_expert(ops: Sequence[Any]) -> None:
     if not outputs:
         return
     # Later dispatches wait for earlier combines, and so for the shared expert; the first one is what it runs beside.
-    sent = _ancestors(by_name, [next(op.name for op in ops if op.type.startswith("MoeDistributeDispatch"))])
+    sent = _ancestors(by_name, [next(op.name for op in ops if op.type in _DISPATCHES)])
     for name in _ancestors(by_name, outputs) - sent:
         op = by_name[name]
         if op.type != "Const":

@@ -14,9 +14,9 @@ import torch
 from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact
+from ...lowering.ascend.communicating import BY_TYPE
 from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ...lowering.ascend.emulator.ge_ops_common import GeOp, read
-from ...lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS
 from ...lowering.ascend.emulator.ge_program import parsed_shape
 from ...lowering.ascend.subgraph import Subgraph
 from ...lowering.device import Device
@@ -95,7 +95,7 @@ def collective_cases(graphs: Sequence[BucketGraph], mesh: Mesh) -> tuple[list[Co
     left_out: list[str] = []
     for graph in graphs:
         for message in graph.whole.ops.values():
-            if message.type not in GROUP_FUNCTIONS:
+            if message.type not in BY_TYPE:
                 continue
             op = read(message)
             key = (op.type, str(sorted(op.attrs.items())), *(graph.declared(t) if t else "" for t in op.inputs), *op.results)

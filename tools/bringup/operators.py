@@ -10,9 +10,9 @@ import torch
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Mesh
+from ...lowering.ascend.communicating import BY_TYPE
 from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ...lowering.ascend.emulator.ge_ops_common import GeOp, read
-from ...lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS
 from ...lowering.ascend.emulator.ge_program import BORDER
 from ...lowering.ascend.subgraph import Subgraph, WholeGraph
 from ..progress import Bar
@@ -20,7 +20,7 @@ from . import risks
 from .comparison import mismatch
 from .device_graph import DeviceGraph, Host
 from .operands import variants
-from .recording import Values
+from .recording import Values, is_int4
 from .results import Failure, Timing
 
 MOST = 400
@@ -58,7 +58,7 @@ def distinct_operators(bucket: Bucket, whole: WholeGraph, values: Values) -> dic
     """The operators of a graph that differ in type, attributes, dtypes or shapes, but no collectives and none of constants alone."""
     cases: dict[tuple[str, ...], OperatorCase] = {}
     for message in whole.ops.values():
-        if message.type in BORDER or message.type in GROUP_FUNCTIONS or not _recorded(message, values):
+        if message.type in BORDER or message.type in BY_TYPE or not _recorded(message, whole, values):
             continue
         op = read(message)
         shapes = tuple(_shape(values.get(tensor), whole, tensor) for tensor in op.inputs)
@@ -165,10 +165,14 @@ def _right_in_nd(host: Host, case: OperatorCase, operands: Sequence[torch.Tensor
     return not any(mismatch(right, value) for right, value in zip(expected, results, strict=True))
 
 
-def _recorded(message: Any, values: Values) -> bool:
-    """Whether the operator was part of the recording, with all that it gives, and gives something that can be returned."""
+def _recorded(message: Any, whole: WholeGraph, values: Values) -> bool:
+    """Whether the operator was part of the recording, with all that it reads and gives, and gives something that can be returned.
+
+    Of what is not run of a recording some results are drawn, but none of the operands that lead to them.
+    """
     ports = [f"{message.name}:{port}" for port in range(len(message.output_desc))]
-    return bool(ports) and all(port in values for port in ports) and values[ports[0]].dtype != torch.uint64
+    known = all(tensor in values or is_int4(whole.producer(tensor)) for tensor in read(message).inputs if tensor)
+    return known and bool(ports) and all(port in values for port in ports) and values[ports[0]].dtype != torch.uint64
 
 
 def _shape(value: torch.Tensor | None, whole: WholeGraph, tensor: str) -> str:

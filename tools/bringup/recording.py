@@ -14,6 +14,7 @@ from ...graphs.types import Aval, Bucket, Leaf, Mesh, Signature, leaf_name
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry
 from ...lowering.artifact.shards import local_signature
+from ...lowering.ascend.communicating import BY_TYPE
 from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ...lowering.ascend.emulator.ge_ops_common import INT4, Call, GeOp, Results, read
 from ...lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS, group_of
@@ -130,6 +131,11 @@ def _skipped(graph: BucketGraph) -> tuple[set[str], list[str]]:
     return absent, drawn
 
 
+def is_int4(op: Any) -> bool:
+    """Whether an operator gives int4, which no recording has: it comes with the operators that read it."""
+    return bool(op.type == "Bitcast" and read(op).attrs["type"] == INT4)
+
+
 class Recorder:
     """Runs steps of a bucket on the CPU, for all ranks, and keeps every tensor of rank 0.
 
@@ -148,7 +154,7 @@ class Recorder:
         self._program = GeProgram(self._model(absent))
         self._fed = [f"{op.name}:0" for op in self._program.data]
         self._leaves = {tensor: leaf for tensor, leaf in graph.operand.items() if tensor in self._fed}
-        communicates = any(op.type in GROUP_FUNCTIONS for op in self._program.operators)
+        communicates = any(op.type in BY_TYPE for op in self._program.operators)
         pools = {leaf.name: pool for leaf, pool in zip(graph.signature.state, state, strict=True)}
         self._ranks = [
             {**self._params(load_params(rank)), **{name: pool.clone() for name, pool in pools.items()}}
@@ -211,7 +217,7 @@ class Recorder:
                 new.input[:] = [renamed.get(t, t) for t in op.input if not t.endswith(":-1") or t.removesuffix(":-1") not in absent]
         output = ops.add(name="NetOutput", type="NetOutput")
         for op in kept:
-            if op.type not in BORDER and not (op.type == "Bitcast" and read(op).attrs["type"] == INT4):
+            if op.type not in BORDER and not is_int4(op):
                 output.input.extend(f"{op.name}:{port}" for port in range(len(op.output_desc)))
         for i in range(len(output.input)):
             output.input_desc.add(name=f"input{i}")

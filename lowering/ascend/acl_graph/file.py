@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from ....graphs.errors import LoweringError
 from ...artifact.graph_io import NamedOperator
 from ...artifact.graph_io import decode as decode_graph
+from ..communicating import FORMS
 from ..ge_file import Folded
 from ..packed import fields_of
 
@@ -26,32 +27,13 @@ HOST_LISTS: Mapping[str, tuple[str, ...]] = {
 """Operators whose tiling the host computes from integers, and the arguments that hold these: SymInt[] in torch_npu's schemas. torch_npu
 captures both operators as tasks that are updated before each replay (torch_npu/npu/_npugraph_handlers/ifa_handler.py, 2.13.0)."""
 
-GROUP_ARGUMENTS: Mapping[str, tuple[int, str]] = {
-    "_c10d_functional.all_reduce.default": (2, "group_name"),
-    "_c10d_functional.all_gather_into_tensor.default": (2, "group_name"),
-    "_c10d_functional.reduce_scatter_tensor.default": (3, "group_name"),
-    "_c10d_functional.all_to_all_single.default": (3, "group_name"),
-    "_c10d_functional.broadcast.default": (2, "group_name"),
-    "npu.npu_mm_reduce_scatter_base.default": (2, "hcom"),
-    "npu.npu_moe_distribute_dispatch_v2.default": (2, "group_ep"),
-    "npu.npu_moe_distribute_combine_v2.default": (5, "group_ep"),
-    "npucompile_packages.dispatch_ffn_combine_w4a8.default": (9, "group"),
-}
+GROUP_ARGUMENTS: Mapping[str, tuple[int, str]] = {name: form.group for name, form in FORMS.items()}
 """Position and name of the group among the arguments of each operator that communicates."""
 
-RANK_ARGUMENTS: Mapping[str, int] = {
-    "npu.npu_moe_distribute_dispatch_v2.default": 4,
-    "npu.npu_moe_distribute_combine_v2.default": 7,
-}
+RANK_ARGUMENTS: Mapping[str, int] = {name: form.rank for name, form in FORMS.items() if form.rank is not None}
 """Position of the rank's number in its group, which is 0 in the file and each rank's own when it is opened."""
 
-EXCHANGES: Mapping[str, str] = {
-    **dict.fromkeys(RANK_ARGUMENTS, "expert dispatch and combine"),
-    "npucompile_packages.dispatch_ffn_combine_w4a8.default": "fused experts",
-}
-"""Operators that have a group for themselves, and what they exchange."""
-
-HCCL_NAMED = frozenset({"npu.npu_mm_reduce_scatter_base.default", *EXCHANGES})
+HCCL_NAMED = frozenset(name for name in FORMS if not name.startswith("_c10d_functional."))
 """Operators that take HCCL's own name of their group: torch's collectives take the symbol that the group is registered under."""
 
 

@@ -9,9 +9,10 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from ..acl_graph.file import EXCHANGES, GROUP_ARGUMENTS, RANK_ARGUMENTS
+from ..acl_graph.file import GROUP_ARGUMENTS
 from ..acl_graph.formats import fills_tiles, weight_operands, weights_of
 from ..acl_graph.program import AclProgram, Call, Segment
+from ..communicating import BY_TARGET, FORMS
 from .emulated_graph import DeviceState
 from .memory import FORMAT_NAMES, ND, NZ, DeviceTensor
 
@@ -24,15 +25,6 @@ _ONLY_NZ = {
     "npucompile_packages.dispatch_ffn_combine_w4a8.default": torch.int32,
 }
 """Products that take weights of that dtype in NZ alone."""
-_SIZES = {
-    "_c10d_functional.all_gather_into_tensor.default": 1,
-    "_c10d_functional.reduce_scatter_tensor.default": 2,
-    "npu.npu_mm_reduce_scatter_base.default": 3,
-    "npu.npu_moe_distribute_dispatch_v2.default": 3,
-    "npu.npu_moe_distribute_combine_v2.default": 6,
-    "npucompile_packages.dispatch_ffn_combine_w4a8.default": 10,
-}
-"""Position of the number of members among the arguments of operators that name it."""
 # Their results have static sizes unless an index is a mask; torch tags them as dynamic for that.
 _INDEXED = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
 
@@ -88,12 +80,12 @@ def _check_call(call: Call, state: DeviceState, groups: Mapping[str, str], graph
         )
     communicator = state.communicators[name]
     for what, at, legal in (
-        ("members", _SIZES.get(call.name), communicator.size),
-        ("rank", RANK_ARGUMENTS.get(call.name), communicator.index),
+        ("members", FORMS[call.name].size, communicator.size),
+        ("rank", FORMS[call.name].rank, communicator.index),
     ):
         if at is not None and call.args[at] != legal:
             raise LoweringError(f"{call.name}: {what} is {call.args[at]}; legal is {legal}, that of communicator {name!r}")
-    exchange = EXCHANGES.get(call.name, "")
+    exchange = BY_TARGET[call.name].exchange
     before = state.owners.setdefault(name, (exchange, f"{graph}/{call.name}"))
     if before[0] != exchange:
         raise LoweringError(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ....graphs.errors import LoweringError
+from ..communicating import BY_TYPE
 from ..device import fills_tiles, int4_words, is_weight
 from ..ge_file import GROUPS
 from .communicator import Communicator
@@ -98,7 +99,7 @@ def check_communication(graph: Any, communicators: Mapping[str, Communicator], r
 def communicator_of(op: Any) -> str | None:
     """The communicator that an operator names; None where it does not communicate."""
     for attribute in ("group_ep", "group"):
-        if attribute in op.attr and (op.type.startswith("Hcom") or op.type.startswith("MoeDistribute")):
+        if attribute in op.attr and op.type in BY_TYPE:
             return str(op.attr[attribute].s.decode())
     return None
 
@@ -115,7 +116,7 @@ def claim(owners: dict[str, tuple[str, str]], graph: Any) -> None:
         LoweringError: naming the communicator and both operators.
     """
     for op in _communicating(graph.op):
-        name, exchange = communicator_of(op), "expert dispatch and combine" if op.type.startswith("MoeDistribute") else ""
+        name, exchange = communicator_of(op), BY_TYPE[op.type].exchange
         assert name is not None
         before = owners.setdefault(name, (exchange, f"{graph.name}/{op.name} ({op.type})"))
         if before[0] != exchange:

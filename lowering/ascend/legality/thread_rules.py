@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..communicating import BY_TYPE
 from ..ge_operators import Operator
 from .node import Node, value_of
 
@@ -92,7 +93,7 @@ def ordered_exchange(ops: Sequence[Operator]) -> Iterator[tuple[Any, str]]:
         return
     ordered = _ordered(ops, {name: 1 << place for place, name in enumerate(exchanges)})
     for op in ops:
-        if op.type.startswith("Hcom") and (unordered := ~ordered[op.name] & ((1 << len(exchanges)) - 1)):
+        if op.type in _SHARED and (unordered := ~ordered[op.name] & ((1 << len(exchanges)) - 1)):
             first = exchanges[(unordered & -unordered).bit_length() - 1]
             yield op, f"no data orders it against {first} and {unordered.bit_count() - 1} more; legal is a collective before or after each"
 
@@ -100,7 +101,8 @@ def ordered_exchange(ops: Sequence[Operator]) -> Iterator[tuple[Any, str]]:
 GRAPH_RULES: Mapping[str, GraphRule] = {rule.__name__: rule for rule in (group_list_kind, ordered_exchange)}
 """Rules of whole graphs by name."""
 
-_EXCHANGES = ("MoeDistributeDispatchV2", "MoeDistributeCombineV2", "MoeDistributeCombineAddRmsNorm")
+_EXCHANGES = frozenset(kind for kind, record in BY_TYPE.items() if record.own_group)
+_SHARED = BY_TYPE.keys() - _EXCHANGES
 
 
 def _ordered(ops: Sequence[Operator], bits: Mapping[str, int]) -> dict[str, int]:

@@ -10,10 +10,12 @@ from support.faulty import FaultyDevice, lost_writes, right, wrong_results
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
+from npucompile.lowering.ascend.emulator.ge_program import BORDER
 from npucompile.lowering.ascend.emulator.memory import NZ
+from npucompile.lowering.ascend.subgraph import WholeGraph
 from npucompile.tools.bringup.device_graph import Host
 from npucompile.tools.bringup.operators import chosen, distinct_operators, run_operators
-from npucompile.tools.bringup.recording import Recorder, bucket_graphs
+from npucompile.tools.bringup.recording import Recorder, bucket_graphs, is_int4
 from npucompile.tools.bringup.steps import StepPlanner
 from npucompile.tools.serve.random_weights import random_params
 
@@ -26,6 +28,12 @@ def cases(npu_artifact):
     for step in planner.of_one_bucket(graph.bucket, 2):
         values = recorder.run(step)
     return list(distinct_operators(graph.bucket, graph.whole, values).values())
+
+
+def test_a_case_is_one_operator_with_what_cannot_be_an_operand(cases):
+    for case in cases:
+        inner = [op for op in WholeGraph(case.subgraph.ge_file).ops.values() if op.type not in BORDER]
+        assert [op.type for op in inner if not is_int4(op)] == [case.op.type]
 
 
 def of_type(cases, kind):

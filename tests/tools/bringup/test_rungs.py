@@ -116,3 +116,15 @@ def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(tmp_p
     assert result.failures[0].assumption == "communicators"
     assert "HcomAllGather" in result.failures[0].what
     assert result.failures[0].message.startswith("rank 0: ")
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "dp=2,tp=2"])
+def test_every_mesh_climbs_the_ladder_to_its_end(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "STEPS", 1)
+    artifact = faulty.npu_artifact(tmp_path, monkeypatch, mesh=mesh)
+    planned = {name: setting.value for name, setting in artifact.manifest.environment.items()}
+    made = Bringup(artifact, RankSettings(device="emulated", threads=1), {**os.environ, **planned}, tiny.QUIET)
+    results = made.run()
+    assert [(result.name, result.failures) for result in results] == [(name, []) for name in RUNGS]
+    by_name = {result.name: result for result in results}
+    assert by_name["collectives"].facts["collectives"] > 0
