@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ Operands = Sequence[torch.Tensor]
 Run = Callable[["FaultyExecutable", Operands], list[torch.Tensor]]
 
 
-def npu_artifact(root: Path, monkeypatch: Any, mesh: str = "1", **sizes: Any) -> Artifact:
-    """A small model of four layers for NPUs, with its random weights: decode batches 2 and 4, one draft, prefill 4."""
+def npu_artifact(
+    root: Path, monkeypatch: Any, mesh: str = "1", options: Mapping[str, Any] = MappingProxyType({}), **sizes: Any
+) -> Artifact:
+    """A small model of four layers for NPUs, with its random weights: decode batches 2 and 4, one draft, prefill 4, but for `options`."""
     checkpoint = tiny.write_checkpoint(root / "checkpoint", **{**tiny.NPU_SIZES, **sizes})
     monkeypatch.setattr(pool, "run", tiny.compile_once)
-    driver.build(tiny.planned_device(checkpoint, mesh=mesh), root / "out", root / "cache", tiny.QUIET, jobs=1)
+    driver.build(tiny.planned_device(checkpoint, mesh=mesh, **options), root / "out", root / "cache", tiny.QUIET, jobs=1)
     return Artifact.open(root / "out")
 
 

@@ -77,4 +77,7 @@ def command(
                 click.echo(f"  wrong assumption: {failure['heading']} ({failure['assumption']} in docs/on-hardware.md)")
         click.echo(f"report: {page} and {data}")
     if not found["passed"]:
+        if as_json:
+            name, failure = next((rung["name"], rung["failures"][0]) for rung in found["rungs"] if rung["failures"])
+            click.echo(f"{name}: {failure['what']}: {failure['message']}", err=True)
         ctx.exit(1)

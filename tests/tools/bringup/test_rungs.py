@@ -105,13 +105,27 @@ def test_a_variable_that_is_not_set_fails_the_environment(npu_artifact):
     assert "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True" in result.failures[0].message
 
 
-def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(tmp_path, monkeypatch):
-    artifact = faulty.npu_artifact(tmp_path, monkeypatch, mesh="tp=2")
-    planned = {name: setting.value for name, setting in artifact.manifest.environment.items()}
-    settings = RankSettings(device="emulated", threads=1)
+SMALLEST = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.fixture
+def climb(tmp_path, monkeypatch):
+    """Brings up an artifact for a mesh: one decode bucket of one request with three drafts, so that a body repeats, and a prefill."""
+    monkeypatch.setattr(layers, "STEPS", 1)
+    monkeypatch.setattr(rungs, "RECORDED_STEPS", 1)
+
+    def run(mesh, wanted=RUNGS):
+        artifact = faulty.npu_artifact(tmp_path, monkeypatch, mesh, {"buckets": (1,), "num_speculative_tokens": 3}, **SMALLEST)
+        planned = {name: setting.value for name, setting in artifact.manifest.environment.items()}
+        settings = RankSettings(device="emulated", threads=1)
+        return Bringup(artifact, settings, {**os.environ, **planned}, tiny.QUIET, wanted=wanted).run()
+
+    return run
+
+
+def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(climb, monkeypatch):
     monkeypatch.setattr(executors, "open_device", lambda kind, index=0: FaultyDevice(wrong_results(is_alone("HcomAllGather")), index=index))
-    made = Bringup(artifact, settings, {**os.environ, **planned}, tiny.QUIET, wanted=("collectives", "buckets"))
-    (result,) = made.run()
+    (result,) = climb("tp=2", wanted=("collectives", "buckets"))
     assert (result.name, result.passed) == ("collectives", False)
     assert result.failures[0].assumption == "communicators"
     assert "HcomAllGather" in result.failures[0].what
@@ -119,12 +133,7 @@ def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(tmp_p
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "dp=2,tp=2"])
-def test_every_mesh_climbs_the_ladder_to_its_end(mesh, tmp_path, monkeypatch):
-    monkeypatch.setattr(layers, "STEPS", 1)
-    artifact = faulty.npu_artifact(tmp_path, monkeypatch, mesh=mesh)
-    planned = {name: setting.value for name, setting in artifact.manifest.environment.items()}
-    made = Bringup(artifact, RankSettings(device="emulated", threads=1), {**os.environ, **planned}, tiny.QUIET)
-    results = made.run()
+def test_every_mesh_climbs_the_ladder_to_its_end(mesh, climb):
+    results = climb(mesh)
     assert [(result.name, result.failures) for result in results] == [(name, []) for name in RUNGS]
-    by_name = {result.name: result for result in results}
-    assert by_name["collectives"].facts["collectives"] > 0
+    assert {result.name: result for result in results}["collectives"].facts["collectives"] > 0

@@ -47,5 +47,14 @@ def test_a_rung_that_fails_ends_the_command_with_status_1(tmp_path, artifact, ke
     assert (tmp_path / "report" / "bringup.html").is_file()
 
 
+def test_a_failure_is_said_on_stderr_beside_json(tmp_path, artifact, kept_environment, monkeypatch):
+    fault = wrong_results(lambda executable: executable.types == ["FusedInferAttentionScore"])
+    monkeypatch.setattr(rungs, "open_device", lambda kind, index=0: FaultyDevice(fault, index=index))
+    result = tiny.cli(tmp_path, "bringup", artifact.path, "--device", "emulated", "--only", "operators", "--json")
+    (failed,) = json.loads(result.stdout)["rungs"]
+    first = failed["failures"][0]
+    assert (result.exit_code, result.stderr) == (1, f"operators: {first['what']}: {first['message']}\n")
+
+
 def test_an_artifact_for_this_machine_has_nothing_to_bring_up(tmp_path, tiny_artifact):
     assert "a bring-up is of an artifact for NPUs" in tiny.refused(tmp_path, "bringup", tiny_artifact)
