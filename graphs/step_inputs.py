@@ -81,6 +81,9 @@ STEP_INPUTS = (
 )
 """All inputs, in the order of a graph's leaves."""
 
+PADDING = {field.name: field.padding for field in STEP_INPUTS}
+"""Value of each input in rows of padding."""
+
 OPTIONAL_ROWS = {"bitmask": ("bitmask_rows",), "seen": ("seen_rows",), "adjustments": ("bias_rows", "penalty_rows")}
 """The inputs whose first rows alone are sent, in the order of the leaves, and the inputs that say how many of them rows have."""
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..graphs.errors import ArtifactError, LoweringError
-from ..graphs.step_inputs import MAX_RANKED, OPTIONAL_ROWS
+from ..graphs.step_inputs import MAX_RANKED, OPTIONAL_ROWS, PADDING
 from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.fixed_cost import fixed_tokens
@@ -175,6 +175,8 @@ class DeviceExecutor:
         compiled = {}
         for bucket in compile_order(executables):
             began = time.monotonic()
+            # A compiler may run a step: one of padding, whose inputs are legal, where memory of zeros is not.
+            self._inputs.pad(bucket, PADDING)
             try:
                 outcome = COMPILED if executables[bucket].compile(self._operands[bucket], cache_dir) else CACHED
                 compiled[bucket] = executables[bucket]

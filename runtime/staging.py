@@ -66,6 +66,16 @@ class InputBuffer:
         self._host = {bucket: [layout.views(pinned) for pinned in self._pinned] for bucket, layout in layouts.items()}
         self.arrays = {bucket: layout.views(self._buffer) for bucket, layout in layouts.items()}
 
+    def pad(self, bucket: Bucket, padding: Mapping[str, float]) -> None:
+        """Fills the device's memory for a bucket's inputs with these values by name, inputs that are not among them with zeros.
+
+        Raises:
+            LoweringError: as `send`.
+        """
+        for name, array in self._free(bucket).items():
+            array.fill_(padding.get(name, 0))
+        self._queue(self._layouts[bucket].nbytes)
+
     def send(self, bucket: Bucket, inputs: Inputs) -> None:
         """Queues the copy of a step's inputs, arrays by name.
 
@@ -75,13 +85,21 @@ class InputBuffer:
         Raises:
             LoweringError: the copy that reads this host memory is not over in time, or something before it failed.
         """
-        turn, self._next = self._next, (self._next + 1) % len(self._pinned)
-        if (copied := self._copied[turn]) is not None:
-            copied.wait(self._timeout_s)
         layout, size = self._layouts[bucket], 0
-        for name, array in self._host[bucket][turn].items():
+        for name, array in self._free(bucket).items():
             array[: len(inputs[name])].copy_(torch.from_numpy(inputs[name]))
             size = max(size, layout.offsets[name] + inputs[name].nbytes if inputs[name].nbytes else 0)
+        self._queue(size)
+
+    def _free(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
+        """A bucket's arrays in the host memory whose turn it is, once the copy that reads it is over."""
+        if (copied := self._copied[self._next]) is not None:
+            copied.wait(self._timeout_s)
+        return self._host[bucket][self._next]
+
+    def _queue(self, size: int) -> None:
+        """Queues the copy of so many bytes of that memory."""
+        turn, self._next = self._next, (self._next + 1) % len(self._pinned)
         self._buffer[:size].copy_(self._pinned[turn][:size], non_blocking=True)
         self._copied[turn] = self._device.record()
 

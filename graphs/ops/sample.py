@@ -165,7 +165,8 @@ def _draw(weights: Tensor, least: Tensor, room: Tensor, uniform: Tensor) -> Tens
     mass = (above + least * torch.minimum(equals, left).clamp(min=0)).cumsum(-1)
     target = (uniform * _BELOW_1).view(rows, 1) * mass[:, -1:]
     passed = mass <= target
-    part = passed.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
+    # Of NaN a device may say anything; a part and a place in it are numbers of theirs all the same.
+    part = passed.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32).clamp(max=parts.shape[1] - 1)
     target = target - torch.where(passed, mass, 0.0).amax(-1, keepdim=True)
     first = torch.arange(rows, dtype=torch.int32, device=device)[:, None] * parts.shape[1]
     inside = parts.view(-1, length).index_select(0, (part + first).view(rows))
@@ -174,7 +175,8 @@ def _draw(weights: Tensor, least: Tensor, room: Tensor, uniform: Tensor) -> Tens
     mass = torch.where(kept, inside, 0.0).cumsum(-1)
     # The sum of the part may have been rounded up above what its running sum reaches.
     passed = mass <= torch.minimum(target, mass[:, -1:] * _BELOW_1)
-    return (part * length + passed.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)).view(B, Q)
+    place = passed.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32).clamp(max=length - 1)
+    return (part * length + place).view(B, Q)
 
 
 def part_length(vocab_size: int) -> int:

@@ -17,7 +17,7 @@ from ..calls import calls_of
 from ..donation import Donated, donations
 from ..lower import Lowered
 from ..platform import CPU, Platform
-from . import packages
+from . import index_bounds, packages
 from .hoist import hoist
 from .share import share
 
@@ -47,6 +47,7 @@ def lower(partitioned: Partitioned, platform: Platform = CPU, backend: str = "ge
     calls = calls_of(graph, signature, donated, lowered)
     runs = bodies(graph).keys() - bodies(partitioned.graph).keys()
     calls = hoist(share(calls, signature, runs), signature)
+    index_bounds.check(calls, partitioned.program.bucket.name)
     return Lowered(partitioned.program.bucket, backend, calls, signature, platform)
 
 

@@ -5,7 +5,7 @@ Written against the sources and the signatures of torch_npu; it has not run on a
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,8 @@ from .acl_graph.npu_engine import AclMemory, NpuAclEngine
 from .toolchain import harness
 from .toolchain.harness import Torchair
 from .toolchain.stubs import cann
+
+log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 _DEVICE_FILES = Path("/dev")
@@ -121,12 +123,17 @@ class NpuDevice:
         return ge.load(path, self._torchair, rank, communicators, self.version)
 
     def close(self) -> None:
-        """Waits for the NPU and gives its free memory back; what it has not finished in CLOSE_S is left to the end of the process."""
-        if self._acl_memory is not None:
-            self._acl_memory.updates.close()
-        with contextlib.suppress(LoweringError):
-            self.record().wait(CLOSE_S)
-            self._torch_npu.npu.empty_cache()
+        """Waits for the NPU and gives its free memory back; what it has not finished in CLOSE_S is left to the end of the process.
+
+        A device that has failed fails here again: that is logged, for what made it fail has been raised by the step.
+        """
+        updates = [] if self._acl_memory is None else [self._acl_memory.updates.close]
+        for what in (*updates, lambda: self.record().wait(CLOSE_S), self._torch_npu.npu.empty_cache):
+            try:
+                what()
+            except (LoweringError, RuntimeError) as error:
+                log.warning("%s was closed after a failure: %s", self.name, error)
+                return
 
 
 def open_device(index: int = 0) -> NpuDevice:
