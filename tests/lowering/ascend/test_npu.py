@@ -134,6 +134,16 @@ def test_a_hanging_npu_is_left_to_the_end_of_the_process(device, recorder, monke
     assert ("npu.empty_cache",) not in recorder.log
 
 
+@pytest.mark.parametrize("failing", ["record", "empty_cache"])
+def test_a_failed_npu_is_closed_with_a_line_in_the_log(device, recorder, monkeypatch, caplog, failing):
+    def refuse():
+        raise RuntimeError("the NPU has stopped")
+
+    monkeypatch.setattr(*((device, "record", refuse) if failing == "record" else (recorder.npu, "empty_cache", refuse)))
+    device.close()
+    assert caplog.messages == ["npu:1 was closed after a failure: the NPU has stopped"]
+
+
 def test_an_event_is_waited_for_on_the_npu_of_the_device_whichever_thread_waits(device, recorder):
     event, waiting = device.record(), []
     thread = threading.Thread(target=lambda: waiting.append(event.wait(5)))

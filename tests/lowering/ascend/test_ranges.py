@@ -42,24 +42,34 @@ class Watched(Interpreter):
         return value
 
 
-def watch(function: Callable[..., Sequence[Tensor]], operands: Sequence[Tensor]) -> list[Tensor]:
+def recorded(function: Callable[..., Sequence[Tensor]], operands: Sequence[Tensor]) -> torch.fx.GraphModule:
     graph = record(function, [operand.to("meta") for operand in operands], FakeTensorMode(), "cpu")
     check(graph, "a lowering")
-    return [*Watched(graph).run(*operands)]
+    return graph
 
 
-@settings(max_examples=60)
+def sampled(logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> list[Tensor]:
+    knobs = torch.tensor([temperature]), torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]), torch.tensor([min_p])
+    return [torch.tensor(logits).view(1, 1, -1), *knobs, torch.full((1, 1), uniform)]
+
+
+def asked(logits: Sequence[float], token: int) -> list[Tensor]:
+    return [torch.tensor(logits).view(1, 1, -1), torch.tensor([[token]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)]
+
+
+SAMPLING = recorded(lambda *each: [sample.lower_for("npu")(*each)], sampled([0.0] * 24, 0, 0, 0, 0, 0))
+LOGPROBS = recorded(lambda *each: token_logprobs.lower_for("npu")(*each, 3), asked([0.0] * 8, 0))
+
+
+@settings(max_examples=30)
 @given(st.lists(ANY_FLOAT, min_size=24, max_size=24), KNOB, st.sampled_from([0, 3, -1]), KNOB, KNOB, st.sampled_from([0.0, 1.0, math.nan]))
 def test_a_sampled_token_is_in_the_vocabulary_or_none(logits, temperature, top_k, top_p, min_p, uniform):
-    knobs = torch.tensor([temperature]), torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]), torch.tensor([min_p])
-    operands = [torch.tensor(logits).view(1, 1, -1), *knobs, torch.full((1, 1), uniform)]
-    (token,) = watch(lambda *each: [sample.lower_for("npu")(*each)], operands)
+    (token,) = Watched(SAMPLING).run(*sampled(logits, temperature, top_k, top_p, min_p, uniform))
     assert -2 <= int(token) < 24
 
 
 @settings(max_examples=30)
 @given(st.lists(ANY_FLOAT, min_size=8, max_size=8), st.integers(-2, 7))
 def test_log_probabilities_name_tokens_of_the_vocabulary(logits, token):
-    operands = [torch.tensor(logits).view(1, 1, -1), torch.tensor([[token]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)]
-    _, ids, _ = watch(lambda *each: token_logprobs.lower_for("npu")(*each, 3), operands)
+    _, ids, _ = Watched(LOGPROBS).run(*asked(logits, token))
     assert 0 <= int(ids.min()) <= int(ids.max()) < 8
