@@ -95,6 +95,15 @@ def test_rows_that_a_step_leaves_out_at_the_end_are_not_copied():
     assert inputs.arrays[SMALL]["tables"].tolist() == [[4.0] * 4] * 2 + [[0.0] * 4]
 
 
+def test_a_step_of_padding_fills_every_input():
+    """What a compiler may run before the first step is legal: memory of zeros holds a top_p of 0."""
+    inputs = InputBuffer(Queue(), layouts(), ahead=1)
+    inputs.send(LARGE, arrays(3, 4))
+    inputs.pad(LARGE, {"uniform": 1})
+    assert (inputs.arrays[LARGE]["tokens"] == 0).all()
+    assert (inputs.arrays[LARGE]["uniform"] == 1).all()
+
+
 def test_host_memory_is_filled_again_only_after_the_copy_that_read_it():
     queue = Queue()
     inputs = InputBuffer(queue, layouts(), ahead=1, timeout_s=5)
