@@ -170,7 +170,8 @@ def _arithmetic(of_ends: Callable[[float, float], float]) -> Rule:
 
     def rule(node: Node, read: Read) -> Range:
         left, right = read(node.args[0]), read(node.args[1])
-        if alpha := node.kwargs.get("alpha"):
+        if node.kwargs.get("alpha"):
+            alpha = float(str(node.kwargs["alpha"]))
             right = replace(right, low=min(right.low * alpha, right.high * alpha), high=max(right.low * alpha, right.high * alpha))
         both = (left, right)
         ends = [0.0 if math.isnan(end := of_ends(a, b)) else end for a in (left.low, left.high) for b in (right.low, right.high)]
