@@ -50,17 +50,17 @@ class MaskFilling:
 
     def hold(self, state: SchedulerState) -> SchedulerState:
         """The state with the requests that have to sit out the next step, whose bitmasks are not filled yet."""
-        unready = set[int]()
-        for group in state.groups:
-            for request in () if isinstance(group.running, DecodeBatch) else group.running:
-                if request.request.constraint is None or not (request.decoding and request.settled):
-                    continue
-                fill = self._begun(ScheduledRequest(request, request.num_pages, 1 + state.policy.drafts(request.request)))
-                if not fill.mask.done():
-                    wait([fill.mask], max(0.0, fill.until_s - time.monotonic()))
-                if not fill.mask.done():
-                    unready.add(request.arrival)
-        return state if unready == state.unready else replace(state, unready=frozenset(unready))
+        begun = [
+            (request.arrival, self._begun(ScheduledRequest(request, request.num_pages, 1 + state.policy.drafts(request.request))))
+            for group in state.groups
+            for request in (() if isinstance(group.running, DecodeBatch) else group.running)
+            if request.request.constraint is not None and request.decoding and request.settled
+        ]
+        for _, fill in begun:
+            if not fill.mask.done():
+                wait([fill.mask], max(0.0, fill.until_s - time.monotonic()))
+        unready = frozenset(arrival for arrival, fill in begun if not fill.mask.done())
+        return state if unready == state.unready else replace(state, unready=unready)
 
     def wait(self) -> None:
         """Waits until a bitmask is filled, or for a moment."""
