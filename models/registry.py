@@ -17,6 +17,7 @@ from ..graphs.errors import ConfigError, FamilyError, UnknownModel
 from ..graphs.paths import directory_named
 from .checkpoint import holds_any, open_checkpoint
 from .config import Fields, read_json
+from .draft_model import Config as WithDraftModel
 from .draft_model import DraftSource
 from .end_tokens import TOKENIZER, end_tokens, special_token
 from .family import Family
@@ -132,17 +133,15 @@ def published_name(source: ModelSource) -> str:
 
     A rotation scaled to longer contexts, which people add to a file, and how a deployment stores parameters make no other model.
     """
-    if source.name in PRESETS:
+    if source.name in PRESETS or source.family_file:
         return source.name
     own = _comparable(source.model)
     return next((name for name in PRESETS if _comparable(from_config(name, PRESETS[name])) == own), source.name)
 
 
 def _comparable(model: Model) -> Any:
-    if not hasattr(model.config, "rotary"):
-        return model.config
-    rotary = replace(model.config.rotary, scaling=None, positions=0)
-    return replace(model.config, rotary=rotary, max_position_embeddings=0, variant=PLAIN)
+    config: Any = model.config.target if isinstance(model.config, WithDraftModel) else model.config
+    return replace(config, rotary=replace(config.rotary, scaling=None, positions=0), max_position_embeddings=0, variant=PLAIN)
 
 
 def from_config(name: str, values: Mapping[str, Any], where: str = "config.json", family: FamilyFile | None = None) -> Model:

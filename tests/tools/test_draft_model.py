@@ -27,12 +27,12 @@ IDS = "1,2,3,4,5"
 def checkpoints(tmp_path_factory):
     """A model that repeats its last token now and then, and a head that drafts what the model's own last layer would say."""
     root = tmp_path_factory.mktemp("both")
-    sizes = {**oracle.plain(4, vocab_size=260, hidden_size=32, tie_word_embeddings=True), "num_experts": 0}
-    model = tiny.write_checkpoint(root / "model", seed=5, **sizes)
+    sizes = oracle.plain(4, vocab_size=260, hidden_size=32, tie_word_embeddings=True)
+    model = tiny.write_checkpoint(root / "model", seed=5, **{**tiny.NO_RECURRENT, **sizes, "num_experts": 0})
     tensors = load_file(model / "model.safetensors")
     tensors["model.embed_tokens.weight"] *= 20
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    random = oracle.build({name: value for name, value in sizes.items() if name != "num_experts"})
+    random = oracle.build(sizes)
     changes = {"draft_vocab_size": 200, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}
     draft = eagle.write_agreeing(root / "head", model, random, **changes)
     return model, draft

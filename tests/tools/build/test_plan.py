@@ -26,6 +26,8 @@ from npucompile.tools.commands import build
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.quantize.driver import Settings, _formats
 
+ENDS = "responses end at token 256 (config.json)"
+
 
 def test_a_plan_of_a_checkpoint(tiny_checkpoint):
     plan = planning.plan(Options(str(tiny_checkpoint), (1, 2, 4), (PrefillSize(16), PrefillSize(4)), 64, None, "float32", "eager"))
@@ -37,7 +39,7 @@ def test_a_plan_of_a_checkpoint(tiny_checkpoint):
     )
     assert plan.dtype == torch.float32
     assert plan.references == ()
-    assert plan.notes == ("each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)",)
+    assert plan.notes == ("each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)", ENDS)
     assert plan.eos_ids == (tiny.EOS,)
     assert (plan.model.drafting, plan.max_logprobs) == (True, 20)
 
@@ -46,7 +48,7 @@ def test_a_model_without_a_draft_head_drafts_nothing(tmp_path):
     plan = tiny.planned(tiny.write_checkpoint(tmp_path / "headless", mtp_num_hidden_layers=0))
     assert plan.limits.with_bitmasks(0, 0).with_adjustments(0, 0) == Limits(page_size=16, num_pages=17, num_slots=5, max_model_len=64)
     assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} == {1}
-    assert (plan.notes, plan.model.drafting, plan.max_logprobs) == ((), False, 20)
+    assert (plan.notes, plan.model.drafting, plan.max_logprobs) == ((ENDS,), False, 20)
     assert plan == planning.plan(options_of(plan.arguments))
 
 
@@ -55,7 +57,7 @@ def test_as_many_drafts_as_are_asked_for(tiny_checkpoint, drafts):
     plan = tiny.planned(tiny_checkpoint, num_speculative_tokens=drafts, backend="null")
     assert (plan.limits.drafts, plan.limits.slots_per_request, plan.limits.num_request_slots) == (drafts, drafts + 1, 5)
     assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} == {drafts + 1}
-    assert (plan.model.drafting, plan.notes) == (drafts > 0, ())
+    assert (plan.model.drafting, plan.notes) == (drafts > 0, (ENDS,))
 
 
 def test_log_probabilities_of_no_more_tokens_than_there_are(tmp_path):

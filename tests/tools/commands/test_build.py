@@ -201,14 +201,14 @@ def test_what_npus_cannot_have_is_said_before_anything_is_built(tmp_path, plans,
         (("--speculative-tokens", "8"), "8 is not in the range 0<=x<=7"),
         (("--max-logprobs", "21"), "21 is not in the range 0<=x<=20"),
         (("--jobs", "0"), "0 is not in the range x>=1"),
-        (("--deploy", SPLIT), "No such option"),
+        (("--deploy", SPLIT), "there is no option --deploy; did you mean --deployment?"),
     ],
 )
 def test_a_choice_that_is_none_is_a_usage_error_with_the_choices(tmp_path, arguments, message):
     result = tiny.cli(tmp_path, "build", "qwen3.5-397b", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
-    assert f"Invalid value for '{arguments[0]}'" in result.stderr or message == "No such option"
+    assert f"Invalid value for '{arguments[0]}'" in result.stderr or "no option" in message
 
 
 def test_a_build_with_nothing_to_do_plans_nothing(tmp_path, plans, monkeypatch):
