@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from ...graphs.types import Mesh, Rules
+from ..machines import NPUS
 from .manifest import Manifest
 from .shards import local_leaves
 
-FLOPS_PER_BYTE = {"ascend910_93": 221, "ascend910b": 221}
-"""Operations that a machine computes while it reads a byte of its memory, by chip: nameplate bfloat16 products over nameplate bandwidth, as
-`tools/build/targets.py` has them."""
+FLOPS_PER_BYTE = {chip: round(npu.bf16_ops_per_s / npu.hbm_bytes_per_s) for chip, npu in NPUS.items()}
+"""Operations that a machine computes while it reads a byte of its memory, by chip: nameplate bfloat16 products over nameplate bandwidth."""
 
 CPU_FLOPS_PER_BYTE = {"bf16": 12, "f32": 7}
 TILED_FLOPS_PER_BYTE = {**CPU_FLOPS_PER_BYTE, "bf16": 70}

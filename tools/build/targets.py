@@ -10,10 +10,9 @@ import torch
 
 from ...graphs.errors import SpecError
 from ...graphs.types import MESH_AXES, Mesh
+from ...lowering.machines import NPUS, Npu
 from ..notation import PrefillSize
 from .choices import DEFAULT_PREFILL, MAX_LOGPROBS
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -88,17 +87,6 @@ class Target:
         return reserved // mesh.size if self.shared_memory else reserved
 
 
-# 64 GiB an NPU, of which torch_npu offers 60.96 on an Ascend910_9382 (CANN 9.0 platform_config, torch_npu device properties).
-_HBM, _USABLE_HBM = 64 * GIB, int(60.96 * GIB)
-
-# Speeds of one NPU. HBM 1.6 TB/s: arXiv:2506.12708 (3.2 TB/s a package of two). bf16 353.9 TFLOPS: 24 cube cores x 8192 operations
-# x 1.8 GHz, as Huawei MindStudio msmodeling's tensor_cast/device.py counts them; the nameplate figure is 376. int8 708: twice that.
-_HBM_SPEED, _BF16, _INT8 = 1.6e12, 354e12, 708e12
-# Links. 196 GB/s an NPU in one direction (seven of 28 GB/s: arXiv:2506.12708); RoCE 200 Gbit/s, 22.6 of its 25 GB/s measured
-# (CANN HIXL, benchmarks/A2_benchmark_performance.md and A3_benchmark_performance.md).
-_HCCS, _ROCE = 196e9, 25e9
-
-
 _MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 # Ranks are processes of this machine; 64 of them are enough to test any mesh.
@@ -120,47 +108,43 @@ _CPU = Target(
     shared_memory=True,
 )
 
-# Eight packages of two NPUs a node; the nodes of a supernode (48 of them) are linked as fast as the NPUs of one, within 3 %
-# (arXiv:2506.12708).
-_A3 = Target(
-    "ascend-a3",
-    backend="ge",
-    npus_per_node=16,
-    max_npus=768,
-    hbm_bytes=_HBM,
-    usable_hbm_bytes=_USABLE_HBM,
-    page_size=128,
-    backends=("ge", "aclgraph", "null"),
-    # The fused operators take only bfloat16, the recurrent one also for its states, whatever dtype the checkpoint states.
-    dtypes=("bfloat16",),
-    state_dtype=torch.bfloat16,
-    max_model_len=4096,
-    prefill=(PrefillSize(2048),),
-    # Graphs are static: with log probabilities, every step would compute them for every row.
-    max_logprobs=0,
-    logit_adjustments=0,
-    chip="ascend910_93",
-    cann="9.1",
-    hbm_bytes_per_s=_HBM_SPEED,
-    bf16_flops_per_s=_BF16,
-    int8_ops_per_s=_INT8,
-    link_bytes_per_s=_HCCS,
-    node_link_bytes_per_s=_HCCS,
-)
+
+def _of(npu: Npu, name: str, max_npus: int) -> Target:
+    """The target of an NPU, with its nameplate."""
+    return Target(
+        name,
+        backend="ge",
+        npus_per_node=npu.npus_per_node,
+        max_npus=max_npus,
+        hbm_bytes=npu.hbm_bytes,
+        usable_hbm_bytes=npu.usable_hbm_bytes,
+        page_size=128,
+        backends=("ge", "aclgraph", "null"),
+        # The fused operators take only bfloat16, the recurrent one also for its states, whatever dtype the checkpoint states.
+        dtypes=("bfloat16",),
+        state_dtype=torch.bfloat16,
+        max_model_len=4096,
+        prefill=(PrefillSize(2048),),
+        # Graphs are static: with log probabilities, every step would compute them for every row.
+        max_logprobs=0,
+        logit_adjustments=0,
+        chip=npu.chip,
+        cann="9.1",
+        hbm_bytes_per_s=npu.hbm_bytes_per_s,
+        bf16_flops_per_s=npu.bf16_ops_per_s,
+        int8_ops_per_s=npu.int8_ops_per_s,
+        link_bytes_per_s=npu.link_bytes_per_s,
+        node_link_bytes_per_s=npu.node_link_bytes_per_s,
+    )
+
+
+# A supernode has 48 nodes.
+_A3 = _of(NPUS["ascend910_93"], "ascend-a3", max_npus=768)
 
 # Eight NPUs a node; nodes are linked by RoCE. CANN's expert dispatch takes 2, 4 or 8 such nodes (aclnnMoeDistributeDispatchV2,
 # constraints), so eight are the most. Its operands differ from the A3's (expert_scales, another shape of counts), and the lowering
 # here does not supply them: tokens are gathered instead.
-_A2 = replace(
-    _A3,
-    name="ascend-a2",
-    chip="ascend910b",
-    npus_per_node=8,
-    max_npus=64,
-    node_link_bytes_per_s=_ROCE,
-    tp_across_nodes=False,
-    dispatches=False,
-)
+_A2 = replace(_of(NPUS["ascend910b"], "ascend-a2", max_npus=64), tp_across_nodes=False, dispatches=False)
 
 
 _TARGETS = {kind.name: kind for kind in (_CPU, _A3, _A2)}

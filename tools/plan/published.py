@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from ...graphs.errors import SpecError
+from ...lowering.machines import NPUS
 from ...models.registry import find
 from ..build.deployments import MAX_CHUNK, Deployment, Phase, deployment, deployments, group_chunk
 from ..build.targets import target
@@ -38,12 +39,22 @@ def machine_of(name: str) -> Machine:
     Raises:
         SpecError: the target is unknown, or its speeds are.
     """
-    kind = target(name)
-    speeds = (kind.hbm_bytes_per_s, kind.bf16_flops_per_s, kind.int8_ops_per_s, kind.link_bytes_per_s, kind.node_link_bytes_per_s)
-    if None in speeds:
+    chip = target(name).chip
+    if chip not in NPUS:
         raise SpecError(f"speeds of target {name} are not known; legal are ascend-a3 and ascend-a2")
-    hbm, bf16, int8, link, node = (float(speed or 0) for speed in speeds)
-    return Machine(name, hbm, bf16, int8, 24, link, node, kind.npus_per_node, float(kind.usable_hbm_bytes), _HOP_S[name])
+    npu = NPUS[chip]
+    return Machine(
+        name,
+        npu.hbm_bytes_per_s,
+        npu.bf16_ops_per_s,
+        npu.int8_ops_per_s,
+        npu.cores,
+        npu.link_bytes_per_s,
+        npu.node_link_bytes_per_s,
+        npu.npus_per_node,
+        npu.usable_hbm_bytes,
+        _HOP_S[name],
+    )
 
 
 def case_of(name: str, accepted: float | None = None, known: Collection[str] | None = None) -> Case:

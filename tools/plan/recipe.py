@@ -10,8 +10,8 @@ from ...graphs.errors import NpucompileError
 from ...models.presets import DRAFT_PRESETS
 from ...models.registry import find
 from ..build.dispatch_size import FREE_SHARE
+from ..build.memory import GIB
 from ..build.plan import Options, plan
-from ..build.targets import GIB
 from ..notation import PrefillSize, format_buckets, format_prefill
 from .buckets import BucketList, build_list, prefill_sizes
 from .candidates import Candidate, Question

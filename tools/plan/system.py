@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...lowering.machines import NPUS
 from .shape import Shape
 
-USABLE_BYTES = 60.96 * 2**30
-"""Of the 64 GiB of an NPU: torch_npu device properties of an Ascend910_9382."""
+_A3 = NPUS["ascend910_93"]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Nameplate speeds of one NPU and its links; see `tools/build/targets.py` for sources.
+    """Nameplate speeds of one NPU and its links (lowering/machines.py); those of an Atlas A3 by default.
 
     Attributes:
         cores: matrix cores.
@@ -20,14 +20,14 @@ class Machine:
     """
 
     name: str
-    hbm_bytes_per_s: float = 1.6e12
-    bf16: float = 3.54e14
-    int8: float = 7.08e14
-    cores: int = 24
-    link_bytes_per_s: float = 1.96e11
-    node_link_bytes_per_s: float = 1.96e11
-    npus_per_node: int = 16
-    usable_bytes: float = USABLE_BYTES
+    hbm_bytes_per_s: float = _A3.hbm_bytes_per_s
+    bf16: float = _A3.bf16_ops_per_s
+    int8: float = _A3.int8_ops_per_s
+    cores: int = _A3.cores
+    link_bytes_per_s: float = _A3.link_bytes_per_s
+    node_link_bytes_per_s: float = _A3.node_link_bytes_per_s
+    npus_per_node: int = _A3.npus_per_node
+    usable_bytes: float = _A3.usable_hbm_bytes
     hop_s: float = 0.7e-6
 
 

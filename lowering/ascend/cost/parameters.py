@@ -1,4 +1,5 @@
-"""Speeds of NPUs that times are computed with; each has its source in `parameters.json`."""
+"""What times of steps are computed with: nameplates (lowering/machines.py), and what kernels reach of them, with its source in
+`parameters.json`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 from ....graphs.errors import SpecError
+from ...machines import facts
 
 _SHARED = "common"
 
@@ -80,11 +82,10 @@ def sources(chip: str) -> dict[str, dict[str, Any]]:
     Raises:
         SpecError: naming the chips there are.
     """
-    table = _table()
-    if chip not in table or chip == _SHARED:
-        raise SpecError(f"no speeds are known for chip {chip!r}; legal are {', '.join(name for name in table if name != _SHARED)}")
-    entries = table[_SHARED] | table[chip]
     wanted = {field.name for field in fields(Parameters)} - {"chip"}
+    nameplate = {name: fact._asdict() for name, fact in facts(chip).items() if name in wanted}
+    table = _table()
+    entries = nameplate | table[_SHARED] | table[chip]
     if set(entries) != wanted:
         raise SpecError(f"parameters of {chip} are {', '.join(sorted(entries))}; legal are {', '.join(sorted(wanted))}")
     return entries

@@ -9,7 +9,8 @@ import pytest
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.artifact.fixed_cost import FLOPS_PER_BYTE
-from npucompile.tools.build.targets import GIB, TARGETS, check_mesh, target
+from npucompile.lowering.machines import GIB
+from npucompile.tools.build.targets import TARGETS, check_mesh, target
 
 
 def test_names_are_the_kinds_of_machine():
