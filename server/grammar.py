@@ -19,7 +19,7 @@ from .frames import decode_json
 from .grammar_errors import LIMITS, failure, is_too_complex, reason_of
 from .grammar_tokens import GrammarTokens, by_number
 from .json_blanks import with_blanks
-from .schema_check import compilable
+from .schema_check import compilable, has_half_pair
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
 REPLY = "reply"
@@ -195,7 +195,7 @@ def _text(kind: str, value: Any, param: str) -> str:
 def _check_characters(value: Any, param: str) -> None:
     """Raises RequestError where a text, or one of several, holds half a surrogate pair, which no output can."""
     texts = value if isinstance(value, list) else [value]
-    if any(isinstance(text, str) and not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text) for text in texts):
+    if any(isinstance(text, str) and has_half_pair(text) for text in texts):
         message = f"{param} holds a text with half a surrogate pair; legal are whole characters"
         raise RequestError(message, param=param, code="invalid_grammar")
 

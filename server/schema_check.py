@@ -33,6 +33,11 @@ def compilable(schema: Any, param: str) -> Any:
         raise RequestError(f"{param} is nested too deeply; legal are about 100 levels", param=param, code="invalid_grammar") from error
 
 
+def has_half_pair(text: str) -> bool:
+    """Whether a text holds half a surrogate pair, which no output can."""
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def _schema(schema: Any, param: str) -> Any:
     if isinstance(schema, list):
         return [_schema(item, param) for item in schema]
@@ -65,7 +70,7 @@ def _scalar(value: Any, param: str, key: str) -> Any:
         problem = f"an integer of {value.bit_length()} bits; legal are those from {LEAST} to {MOST}"
     elif isinstance(value, float) and not math.isfinite(value):
         problem = f"{value}; legal are finite numbers"
-    elif isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+    elif isinstance(value, str) and has_half_pair(value):
         problem = "a text with half a surrogate pair; legal are whole characters"
     else:
         return value
