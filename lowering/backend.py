@@ -123,7 +123,7 @@ class Backend(Protocol):
     def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
         """Checks the invariants of an executable that can be checked without running it, on the platform that it was lowered for.
 
-        Executables that run on this machine are also run and compared with the reference (tools/verify).
+        Executables that run on this machine are also run and compared with the reference (tools/prove).
 
         Raises:
             LoweringError: naming the invariant that is broken.

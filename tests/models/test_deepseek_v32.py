@@ -7,7 +7,7 @@ from support import oracle
 
 from npucompile.graphs.errors import ConfigError
 from npucompile.models import deepseek_v3, deepseek_v32, registry
-from npucompile.tools.verify.small_model import CHUNK_TOKENS
+from npucompile.tools.prove.small_model import CHUNK_TOKENS
 
 
 def test_it_is_a_v3_with_an_indexer():

@@ -24,9 +24,9 @@ from npucompile.lowering.lower import lower_eager
 from npucompile.models import registry, step
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.tools.build import driver
-from npucompile.tools.verify.emulated_run import Graphs, Ranks
-from npucompile.tools.verify.small_model import BucketCase, SmallModel, random_checkpoint, shrink
-from npucompile.tools.verify.step_trace import StepTrace, record_trace
+from npucompile.tools.prove.emulated_run import Graphs, Ranks
+from npucompile.tools.prove.small_model import BucketCase, SmallModel, random_checkpoint, shrink
+from npucompile.tools.prove.step_trace import StepTrace, record_trace
 
 F32, BF16 = torch.float32, torch.bfloat16
 MOE = "qwen3.5-397b"

@@ -41,7 +41,7 @@ from npucompile.tools.build.plan import Options, Plan, plan
 from npucompile.tools.cli import main
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
-from npucompile.tools.verify import compare
+from npucompile.tools.prove import compare
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 260, "hidden_size": 32,

@@ -17,8 +17,8 @@ from npucompile.models import checkpoint, draft_source
 from npucompile.models.draft_model import PREFIX
 from npucompile.tools.build.describe import describe
 from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.prove.small_model import full_model, shrink
 from npucompile.tools.serve.weights import check_checkpoint, rank_params
-from npucompile.tools.verify.small_model import full_model, shrink
 
 IDS = "1,2,3,4,5"
 

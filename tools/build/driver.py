@@ -23,7 +23,7 @@ from ...lowering.backend import Backend, Parts, backend
 from ...lowering.collectives_check import check_ranks, expand
 from ...lowering.toolchain import toolchain
 from ..progress import Progress
-from ..verify import executables
+from ..prove import executables
 from .cache import UnfinishedBuild
 from .describe import describe
 from .environment import environment

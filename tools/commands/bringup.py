@@ -11,12 +11,12 @@ import click
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import CPU
-from ..bringup import report
-from ..bringup.collectives import collectives_check
-from ..bringup.rungs import RUNGS, Bringup
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
+from ..prove.bringup import report
+from ..prove.bringup.collectives import collectives_check
+from ..prove.bringup.rungs import RUNGS, Bringup
 from ..serve.environment import applied
 from ..serve.executors import choose_device
 from ..serve.launch import run_rank

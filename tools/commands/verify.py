@@ -14,9 +14,9 @@ from ...models.family_file import FamilyFile
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
-from ..verify.executables import verify
-from ..verify.mesh import verify_mesh
-from ..verify.npu import DEFAULT_STEPS, describe, is_for_device, verify_device
+from ..prove.executables import verify
+from ..prove.mesh import verify_mesh
+from ..prove.npu import DEFAULT_STEPS, describe, is_for_device, verify_device
 
 
 @click.command("verify")

@@ -25,7 +25,7 @@ from ...models.slices import Shard, source_bytes
 from ..bench.roofline import Roofline, estimate, moved_bytes
 from ..build.memory import GIB, MIB, MemoryPlan
 from ..build.targets import target
-from ..verify.small_model import full_model
+from ..prove.small_model import full_model
 
 GE, ACL = "ge", "aclgraph"
 

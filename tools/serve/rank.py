@@ -12,7 +12,7 @@ from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import KINDS
 from ...runtime.distributed.rendezvous import RendezvousConfig
-from ..bringup.collectives import collectives_check
+from ..prove.bringup.collectives import collectives_check
 from .launch import LOCALHOST, run_rank
 from .rank_settings import RankSettings
 

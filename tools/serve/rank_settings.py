@@ -28,7 +28,7 @@ class RankSettings:
         cache: directory of compiled graphs, which outlives the process; None keeps none.
         random_weights: whether to draw weights in place of reading them, where the artifact has none.
         before_loading: called on each rank of several with its device, its place and its communicators, before anything is loaded. The
-            ranks that this process starts run the collectives of the artifact alone then (tools/bringup/collectives.py).
+            ranks that this process starts run the collectives of the artifact alone then (tools/prove/bringup/collectives.py).
         ship_compiled: whether compiled graphs are kept in the artifact, in place of `cache`.
     """
 

@@ -20,7 +20,7 @@ from ...models.params import avals
 from ...models.quant.description import formats_in
 from ...models.slices import Shard
 from ..progress import Progress
-from ..verify.small_model import full_model, with_variant
+from ..prove.small_model import full_model, with_variant
 
 NO_DIGEST = "none"
 """`Manifest.source_digest` of an artifact that was built without a checkpoint."""

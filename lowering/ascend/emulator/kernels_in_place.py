@@ -14,7 +14,7 @@ from . import kernels_attention as attention
 from . import kernels_state as functional
 
 Lengths = Sequence[int] | torch.Tensor | None
-"""A list of the host; a tensor where all ranks are emulated in one process and nobody reads it back (tools/verify)."""
+"""A list of the host; a tensor where all ranks are emulated in one process and nobody reads it back (tools/prove)."""
 
 
 def npu_scatter_pa_kv_cache(

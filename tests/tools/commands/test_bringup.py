@@ -8,7 +8,7 @@ import pytest
 from support import faulty, tiny
 from support.faulty import FaultyDevice, wrong_results
 
-from npucompile.tools.bringup import rungs
+from npucompile.tools.prove.bringup import rungs
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,91 @@
+"""tools/prove/bringup/collectives.py: on all ranks every collective is right, and one wrong rank is named with the collective."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import emulated, faulty
+from support.faulty import FaultyDevice, right, wrong_results
+
+from npucompile.graphs.types import Mesh
+from npucompile.tools.prove.bringup.collectives import (
+    FOUND,
+    LOADS,
+    CollectiveError,
+    collective_cases,
+    collectives_check,
+    expert_ids,
+    failure_in,
+    in_order,
+)
+from npucompile.tools.prove.bringup.recording import bucket_graphs
+
+MESH = Mesh.parse("dp=2,tp=2")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        yield faulty.npu_artifact(tmp_path_factory.mktemp("npu"), patch, mesh="dp=2,tp=2")
+
+
+def run(artifact, fault=None, of_rank=2):
+    """What each rank raised, or how many collectives it ran; `fault` is that of one rank."""
+
+    def work(device, rank, communicators):
+        counts = []
+        check = collectives_check(artifact, lambda count, seconds, left_out: counts.append((count, left_out)))
+        used = device
+        if fault and rank == of_rank:
+            used = FaultyDevice.__new__(FaultyDevice)
+            used.real, used.on_run, used.on_compile, used.last = device, fault, lambda _: None, None
+        check(used, rank, communicators)
+        return counts[0]
+
+    return emulated.on_devices(MESH, work)
+
+
+def test_all_ranks_run_all_collectives_and_every_one_is_right(artifact):
+    cases, left_out = collective_cases(bucket_graphs(artifact), MESH)
+    assert left_out == []
+    kinds = {case.op.type for case in cases}
+    assert {"HcomAllGather", "HcomReduceScatter", "MoeDistributeDispatchV2", "MoeDistributeCombineV2"} <= kinds
+    assert run(artifact) == [(len(cases), [])] * 4
+
+
+@pytest.mark.parametrize(("kind", "assumption"), [("HcomReduceScatter", "communicators"), ("MoeDistributeDispatchV2", "expert-exchange")])
+def test_the_rank_that_got_something_else_says_what(artifact, kind, assumption):
+    answers = run(artifact, wrong_results(lambda executable: executable.types == [kind]))
+    assert [isinstance(answer, CollectiveError) for answer in answers] == [False, False, True, False]
+    assert str(answers[2]).startswith(FOUND)
+    failure = failure_in(f"rank 2 failed: getting ready: {answers[2]}")
+    assert (failure.assumption, kind in failure.what) == (assumption, True)
+    assert failure.message.startswith("rank 2")
+    assert failure_in("the connection was reset") is None
+
+
+def test_a_load_that_goes_wrong_alone_is_named(artifact):
+    def only_last(executable, operands):
+        results = right(executable, operands)
+        if executable.types == ["MoeDistributeDispatchV2"] and int(operands[1].held.min()) == 6:
+            results[3].zero_()
+        return results
+
+    # The last experts are those of the last rank.
+    answers = run(artifact, only_last, of_rank=3)
+    assert "load the last experts" in str(answers[3])
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_choices_of_a_token_are_different_experts(load):
+    ids = expert_ids(load, (32, 3), 8, 1, torch.Generator().manual_seed(0))
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 8
+    counts = ids.flatten().bincount(minlength=8)
+    assert {"even": bool((counts == 12).all()), "uneven": bool(counts[0] > counts[7])}.get(load, int((counts == 0).sum()) == 5)
+
+
+def test_rows_of_an_expert_are_compared_in_any_order():
+    rows, counts = torch.arange(12.0).reshape(4, 3), torch.tensor([2, 1])
+    assert torch.equal(in_order(rows, counts), in_order(rows[[1, 0, 2, 3]], counts))
+    assert not torch.equal(in_order(rows, counts), in_order(rows[[2, 1, 0, 3]], counts))

@@ -1,0 +1,40 @@
+"""tools/prove/bringup/report.py: both files say what failed, which assumption that refutes, and what did not run."""
+
+from __future__ import annotations
+
+import json
+
+from npucompile.tools.prove.bringup.report import as_dict, write
+from npucompile.tools.prove.bringup.results import Failure, RungResult, Timing
+
+
+def test_a_report_is_two_files_that_need_nothing_else(npu_artifact, tmp_path):
+    timing = Timing("layer <0>", "4x4", 2e-3, 100, 1e-3)
+    results = [
+        RungResult("environment", 0.5, facts={"device": "npu:0"}),
+        RungResult("operators", 2.0, [Failure("lengths", "attention", "1 < 2")], [timing], left_out=["a MatMul"]),
+    ]
+    found = as_dict(npu_artifact, "npu", results)
+    page, data = write(tmp_path / "report", found)
+    assert json.loads(data.read_text()) == json.loads(json.dumps(found))
+    assert found["passed"] is False
+    assert [(rung["name"], rung["passed"], rung["seconds"]) for rung in found["rungs"]] == [
+        ("environment", True, 0.5),
+        ("operators", False, 2.0),
+    ]
+    assert found["not_run"] == ["layers", "collectives", "buckets", "alternation", "serve"]
+    assert found["rungs"][1]["failures"][0]["heading"] == "Length conventions."
+    text = page.read_text()
+    for part in (
+        "layer &lt;0&gt;",
+        "2,000.0",
+        "1,000.0",
+        "2.0",
+        "Length conventions. (lengths in docs/on-hardware.md)",
+        "1 &lt; 2",
+        "not run",
+        "a MatMul",
+    ):
+        assert part in text
+    assert "http" not in text
+    assert "src=" not in text

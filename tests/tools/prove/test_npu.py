@@ -1,0 +1,252 @@
+"""tools/prove/npu.py: an artifact for NPUs is verified, and each way to spoil its pipeline is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import ranks, tiny
+from support import small_images as images
+
+from npucompile.graphs.errors import LoweringError, VerifyError
+from npucompile.graphs.primitive import TABLE
+from npucompile.graphs.spmd.partition import partition
+from npucompile.graphs.types import Bucket, Rules
+from npucompile.lowering.ascend.ge_file import decode, operators, parse
+from npucompile.lowering.ascend.inspect_ge import shape
+from npucompile.lowering.backends import ge
+from npucompile.models import feed_forward, sampling
+from npucompile.models.quant.recipes import formats_of_scheme
+from npucompile.tools.prove import npu
+from npucompile.tools.prove.npu import describe, is_for_device, representative_steps
+from npucompile.tools.prove.small_model import BucketCase, Form
+from npucompile.tools.prove.step_trace import ExpectedOutputs, StepTrace, TraceStep
+
+DECODE, BOTH = ("decode",), ("prefill", "decode")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return images.shipped(ranks.SIZES, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def prove(artifact, tmp_path_factory):
+    """Verifies the artifact or part of it in this process, and restores torch's thread count."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(kinds=DECODE, steps=1, **fields):
+        graphs = tuple(entry for entry in artifact.manifest.graphs if entry.bucket.kind in kinds)
+        threads = torch.get_num_threads()
+        try:
+            changed = SimpleNamespace(path=artifact.path, manifest=replace(artifact.manifest, graphs=graphs, **fields))
+            return npu.verify_device(changed, cache, tiny.QUIET, steps=steps)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+def lowered_otherwise(monkeypatch, name, change):
+    """Lowers a primitive for NPUs to `change` of the right result."""
+    for facet, right in list(TABLE[name]._rules.items()):
+        if facet.startswith("lowering:npu"):
+            monkeypatch.setitem(TABLE[name]._rules, facet, lambda *args, right=right: change(right(*args)))
+
+
+def test_every_check_is_named_with_its_measurements(prove):
+    measured = prove(BOTH, steps=2)
+    assert list(measured) == [
+        "manifest",
+        "prefill-b1-q16 shipped",
+        "decode-b4-q2 shipped",
+        "ranks",
+        "small model",
+        "lowered f32",
+        "GE f32",
+        "lowered f32, logits in shares",
+        "prefill-b1-q16 small",
+        "decode-b4-q2 small",
+        "GE bf16 as lowered",
+    ]
+    assert measured["small model"] == {"ranks": 4, "layers": 4, "experts": 8, "buckets": 2} | {
+        name: measured["small model"][name] for name in ("steps", "results")
+    }
+    assert measured["lowered f32"]["rows"] == 2 * measured["small model"]["results"]
+    assert 0 < measured["lowered f32"]["logits_error"] < npu.FLOAT.worst / 10
+    assert measured["GE f32"] == measured["lowered f32"]
+    assert measured["lowered f32"]["drafts"] > 10
+    assert measured["GE bf16 as lowered"]["tokens"] >= 10
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "difference"),
+    [
+        ("accept", lambda counts: counts.clamp(max=1), r"counts are \["),
+        ("accept", lambda counts: counts.clamp(min=1) + (counts == 1).int(), r"counts are \["),
+        ("request_slot_write", lambda pool: torch.cat([pool[1:], pool[:1]]), r"request slot \d holds \["),
+    ],
+    ids=["none", "wrong", "another"],
+)
+def test_a_wrong_way_to_accept_is_found(prove, monkeypatch, name, change, difference):
+    lowered_otherwise(monkeypatch, name, change)
+    with pytest.raises(VerifyError, match=rf"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): {difference}"):
+        prove()
+
+
+def test_drafts_of_another_part_of_the_vocabulary_are_found(prove, monkeypatch):
+    right = sampling._best_of_shards
+    monkeypatch.setattr(sampling, "_best_of_shards", lambda logits: (right(logits) + logits.shape[-1]) % (2 * logits.shape[-1]))
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): drafts of rows"):
+        prove()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("gated_rms_norm", torch.neg), ("paged_attention", lambda out: out * 1.05), ("delta_gates", lambda out: (out[0] * 1.2, out[1]))],
+    ids=["sign", "scale", "decay"],
+)
+def test_a_wrong_lowering_is_found(prove, monkeypatch, name, change):
+    lowered_otherwise(monkeypatch, name, change)
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): logits differ"):
+        prove()
+
+
+def test_a_wrong_scale_of_quantised_experts_is_found(prove, artifact, monkeypatch):
+    lowered_otherwise(monkeypatch, "grouped_experts_w8a8", lambda out: out * 1.2)
+    monkeypatch.setattr(npu.verify_shipped, "check_manifest", lambda manifest: {})
+    monkeypatch.setattr(npu.verify_shipped, "check_small_bucket", lambda *bucket: {})
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: (half of all )?logits differ"):
+        prove(formats=formats_of_scheme("w8a8", "qwen3.5-397b").as_fields())
+
+
+def test_a_collective_of_another_group_is_found(prove, monkeypatch):
+    def swapped(*args):
+        partitioned = partition(*args)
+        for body in (partitioned.graph, *partitioned.graph.children()):
+            for node in body.graph.nodes if hasattr(body, "graph") else ():
+                if "reduce_scatter" in str(node.target):
+                    node.args = (*node.args[:-1], "dp")
+        return partitioned
+
+    monkeypatch.setattr(npu, "partition", swapped)
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0"):
+        prove()
+
+
+def test_experts_of_another_device_are_found(prove, monkeypatch):
+    right = feed_forward.axis_index
+    monkeypatch.setattr(feed_forward, "axis_index", lambda axis: (right(axis) + 1) % 4)
+    # On this target tokens are gathered, and each device selects those of its own experts.
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: logits differ"):
+        prove(target="ascend-a2")
+
+
+def test_weights_of_another_rank_are_found(prove, monkeypatch):
+    right = Rules.local_slice
+
+    def of_neighbour(rules, aval, mesh, rank):
+        return right(rules, aval, mesh, rank ^ 1 if "ffn" in str(aval.axes) or "experts" in aval.axes else rank)
+
+    monkeypatch.setattr(Rules, "local_slice", of_neighbour)
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: logits differ"):
+        prove()
+
+
+def spoiled(monkeypatch, change):
+    """Changes GE graphs between conversion and interpretation."""
+
+    def read(data):
+        ge_file = decode(data)
+        model = parse(ge_file.graph)
+        change(list(operators(model)))
+        return replace(ge_file, graph=model.SerializeToString(deterministic=True))
+
+    monkeypatch.setattr(npu, "decode", read)
+
+
+def test_a_ge_graph_with_a_collective_of_another_group_is_found(prove, monkeypatch):
+    def elsewhere(ops):
+        for op in ops:
+            if op.type == "HcomReduceScatter":
+                op.attr["group"].s = b"dp"
+
+    spoiled(monkeypatch, elsewhere)
+    with pytest.raises(VerifyError, match=r"GE f32, rank 0 .*: logits differ"):
+        prove()
+
+
+def test_a_difference_that_only_the_artifacts_own_type_has_is_found(prove, monkeypatch):
+    def duller(ops):
+        for op in ops:
+            if op.type == "AddRmsNorm" and shape(op.output_desc[0]).startswith("bf16"):
+                op.attr["epsilon"].f = 0.1
+
+    spoiled(monkeypatch, duller)
+    with pytest.raises(VerifyError, match=r"GE bf16 against lowered bf16, rank 0 .*, step \d \(decode-b4-q2\): "):
+        prove()
+
+
+def test_an_operator_that_a_kernel_refuses_fails_its_check(prove, monkeypatch):
+    def refusing(*args):
+        raise LoweringError("no such thing")
+
+    monkeypatch.setattr(npu.GeInterpreter, "__call__", refusing)
+    with pytest.raises(VerifyError, match="GE f32: no such thing"):
+        prove()
+
+
+def test_without_torch_npu_the_reason_is_given(prove, monkeypatch):
+    monkeypatch.setattr(ge.harness, "available", lambda: "torch_npu is not installed")
+    with pytest.raises(LoweringError, match="torch_npu is not installed"):
+        prove()
+
+
+def test_targets_decide_which_proof_it_is(artifact):
+    def of(target):
+        return is_for_device(SimpleNamespace(manifest=replace(artifact.manifest, target=target)))
+
+    assert [of(target) for target in ("ascend-a3", "ascend-a2", "cpu")] == [True, True, False]
+
+
+def test_representative_steps_are_the_fullest_of_every_case_and_the_last_that_decodes():
+    """A later chunk or a decode row reads what an earlier step wrote; the first chunk of a prompt does not."""
+    small, large, chunk = (BucketCase(Bucket(kind, 2, 2), Form(kind, n, *[True] * 4, "none"), ()) for kind, n in KINDS)
+
+    def traced(case, at, *valid):
+        """A step whose groups have so many valid results each, of a row with `at` tokens in the caches."""
+        expected = tuple(ExpectedOutputs((0,), (n,), (1,), (True,), *[torch.zeros(0)] * 4) if n else None for n in valid)
+        inputs = {"num_computed_tokens": torch.tensor([at]), "request_slots": torch.tensor([1])}
+        return TraceStep(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), expected)
+
+    def chosen(*steps):
+        return representative_steps(StepTrace(steps, (), (), (), (), ()))
+
+    assert chosen(traced(chunk, 0, 9, 9), traced(chunk, 5, 1, 0), traced(chunk, 7, 1, 1), traced(chunk, 9, 1, 0)) == (2,)
+    assert chosen(traced(chunk, 0, 1, 0), traced(chunk, 0, 2, 2)) == (1,)
+    assert chosen(traced(small, 5, 1, 0), traced(large, 5, 2, 0), traced(small, 5, 3, 1), traced(small, 5, 2, 1)) == (1, 2, 3)
+
+
+KINDS = (("decode", 1), ("decode", 2), ("prefill", 64))
+
+
+def test_measurements_are_shown_in_few_digits():
+    assert describe({"rows": 12.0, "logits_error": 1.23e-6, "needed_gib": 0.5}) == "rows 12, logits_error 1.23e-06, needed_gib 0.5"
+
+
+@pytest.mark.parametrize("packages", [(), ("sgl-kernel-npu", "vllm-ascend")], ids=["stock", "packages"])
+def test_captured_graphs_are_proved_as_ge_graphs_are(tmp_path_factory, packages):
+    """The shipped form computes what the trace says in float32, and in bfloat16 bit for bit what the lowered bodies do."""
+    artifact = images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph", packages=packages)
+    threads = torch.get_num_threads()
+    try:
+        measured = npu.verify_device(artifact, tmp_path_factory.mktemp("cache"), tiny.QUIET, steps=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert measured["aclgraph f32"] == measured["lowered f32"]
+    assert 0 < measured["lowered f32"]["logits_error"] < npu.FLOAT.worst / 10
+    assert measured["aclgraph bf16 as lowered"]["tokens"] >= 10
+    assert measured["ranks"] == {"ranks": 4, "buckets": 2, "patched": 2}
+    assert measured["decode-b4-q2 shipped"]["pools"] == len(artifact.manifest.state)

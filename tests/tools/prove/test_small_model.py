@@ -1,0 +1,215 @@
+"""tools/prove/small_model.py: the small model of a deployment is sharded and quantised, and exchanges tokens, as the large one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from npucompile.graphs import tree
+from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
+from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
+from npucompile.models import registry
+from npucompile.models.params import avals
+from npucompile.models.quant.recipes import formats_of_scheme
+from npucompile.models.variant import Variant
+from npucompile.tools.prove import small_model
+from npucompile.tools.prove.small_model import Form, small_buckets
+
+F32, BF16 = torch.float32, torch.bfloat16
+FULL, LINEAR = "full_attention", "linear_attention"
+MOE = "qwen3.5-397b"
+DISPATCHED, DRAFTED = ["moe_dispatch"] * 7, ["moe_dispatch"] * 3
+"""Collectives of a graph that dispatches in four layers and three drafts, or in its drafts alone."""
+
+
+def entry(kind, batch, q_len, talks=()):
+    bucket = Bucket(kind, batch, q_len)
+    return GraphEntry(bucket, (), (), None, "", "", None, {}, {}, tuple((name, "world", "bf16[1]") for name in talks), {})
+
+
+def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
+    """The fields of a manifest that the small model is made from."""
+    checkpoint = registry.find(name)
+    chosen = {
+        "model": {"name": name, "config": checkpoint.text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8", "dtype": "bf16",
+        "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),),
+        "limits": Limits(128, 1000, 400, 4096, 4, 3), "params": (),
+        "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
+    }  # fmt: skip
+    scheme = fields.get("quantization", chosen["quantization"])
+    chosen |= {"formats": formats_of_scheme(scheme, name).as_fields(), "platform": {}, "rules": {"experts": ("dp", "tp")}}
+    empty = dict.fromkeys(Manifest.__dataclass_fields__)
+    return Manifest(**{**empty, **chosen, **fields, **({"graphs": graphs} if graphs is not None else {})})
+
+
+def test_buckets_of_one_form_share_a_small_one():
+    entries = [entry("decode", batch, 4, DISPATCHED) for batch in range(1, 9)] + [entry("prefill", 1, q) for q in (3584, 64, 4096)]
+    cases = small_buckets(entries, 2, 3, 60)
+    images = [(case.bucket.name, [entry.bucket.batch * entry.bucket.q_len for entry in case.stands_for]) for case in cases]
+    assert images == [
+        ("prefill-b1-q192", [3584, 64, 4096]),
+        ("decode-b1-q4", [4]),
+        ("decode-b5-q4", [12, 20, 28]),
+        ("decode-b4-q4", [8, 16, 24, 32]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "tp", "small"),
+    [
+        (Bucket("decode", 2, 1), 16, "decode-b4-q1"),
+        (Bucket("decode", 1, 4), 16, "decode-b1-q4"),
+        (Bucket("decode", 16, 4), 16, "decode-b16-q4"),
+        (Bucket("decode", 64, 2), 1, "decode-b4-q2"),
+        (Bucket("decode", 8, 1), 4, "decode-b8-q1"),
+        (Bucket("decode", 4, 1), 4, "decode-b4-q1"),
+        (Bucket("prefill", 1, 100), 4, "prefill-b1-q100"),
+        (Bucket("prefill", 1, 2048), 8, "prefill-b1-q192"),
+        (Bucket("prefill", 1, 2080), 8, "prefill-b1-q160"),
+        (Bucket("prefill", 1, 999), 4, "prefill-b1-q191"),
+        (Bucket("prefill", 9, 3584), 8, "prefill-b4-q192"),
+        (Bucket("prefill", 8, 3584), 8, "prefill-b8-q192"),
+        (Bucket("prefill", 2, 2048), 4, "prefill-b2-q192"),
+    ],
+)
+def test_a_small_bucket_has_the_form_of_the_large_one(bucket, tp, small):
+    (case,) = small_buckets([entry(bucket.kind, bucket.batch, bucket.q_len)], tp, 3, 60)
+    assert case.bucket.name == small
+    assert Form.of(case.bucket, tp, "none") == Form.of(bucket, tp, "none")
+
+
+def test_exchange_forms_are_told_apart():
+    parts = ["moe_dispatch"] * 243
+    graphs = (entry("prefill", 1, 4096), entry("prefill", 1, 512, DISPATCHED), entry("prefill", 1, 2048, DRAFTED))
+    graphs = (*graphs, entry("prefill", 1, 1024, parts))
+    small = small_model.shrink(manifest(graphs=graphs), 3)
+    limits = {case.form.dispatched: small.model_for(case, F32).config.variant.most_dispatched for case in small.cases}
+    (split,) = (case for case in small.cases if case.form.dispatched == "parts")
+    assert (split.form.parts, {case.form.parts for case in small.cases if case is not split}) == (4, {1}), "60 layers and three drafts"
+    assert limits == {"none": 0, "all": Variant().most_dispatched, "drafts": 1, "parts": -(-split.bucket.tokens // 8)}
+    assert [small.model_for(case, F32).config.variant.dispatches_in_parts for case in small.cases] == [c is split for c in small.cases]
+    # Without drafts every dispatch belongs to a layer.
+    assert [small_model.dispatched(graph, 0, 60) for graph in graphs] == ["none", "all", "all", "parts"]
+
+
+@pytest.mark.parametrize(("tp", "batch", "small"), [(2, 300, "decode-b4-q4"), (16, 512, "decode-b16-q4"), (16, 1000, "decode-b8-q4")])
+def test_a_small_step_that_dispatches_in_drafts_alone_has_too_many_other_tokens(tp, batch, small):
+    """Its layers gather because they have more tokens than a device may dispatch; so must those of the small step."""
+    shrunk = small_model.shrink(manifest(mesh=f"dp=1,tp={tp}", graphs=(entry("decode", batch, 4, DRAFTED),)), 3)
+    (case,) = shrunk.cases
+    assert case.bucket.name == small
+    most = shrunk.model_for(case, F32).config.variant.most_dispatched
+    assert small_model.share(case.bucket, case.bucket.batch, tp) <= most < small_model.share(case.bucket, case.bucket.tokens, tp)
+
+
+def test_a_shrunkhas_the_variant_of_the_large_one():
+    small = small_model.shrink(manifest(mesh="dp=1,tp=16"), 3)
+    variant = small_model.full_model(manifest(mesh="dp=1,tp=16")).config.variant
+    assert (variant.kv_repeat, variant.recurrent, variant.dispatches_in_parts) == (8, BF16, True)
+    assert (variant.formats, dict(variant.shards)) == (formats_of_scheme("w4a8", MOE), {"q_heads": 16, "delta_heads": 16, "ffn": 16})
+    assert small.shipped.config.variant == variant
+    assert small.model.config.variant == replace(variant, recurrent=F32)
+    assert small.reference.config.variant == replace(variant, kv_repeat=1, recurrent=F32, grouped=False, padded=())
+    assert (small.model_in(F32), small.model_in(BF16)) == (small.model, small.shipped)
+    assert small.requests == 3
+    width, longest = 4, 192 + small_model.PROMPT_EXCESS + 4 * (1 + 3)
+    assert (small.limits.slots_per_request, small.limits.drafts) == (width, 3)
+    assert small.limits.max_model_len >= longest
+    assert small.limits.num_pages > 1 + small.requests * small.limits.pages_per_request
+    assert small.limits.num_slots > 1 + small.requests * width
+    assert small.limits.num_request_slots > 1 + small.requests
+
+
+@pytest.mark.parametrize("drafts", range(8))
+def test_there_are_as_many_steps_as_show_every_number_of_accepted_drafts(drafts):
+    graphs = (entry("decode", 4, drafts + 1, DISPATCHED), entry("decode", 5, drafts + 1, DISPATCHED))
+    small = small_model.shrink(manifest(graphs=graphs, limits=Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)), 2)
+    assert small.decode_steps == max(2, -(-(drafts + 2) // 2))
+    longest = 2 * small_model.PROMPT_EXCESS + small_model.PROMPT_EXCESS + (drafts + 1) * small.decode_steps * len(small.cases)
+    assert small.limits.max_model_len >= longest
+    wide = small_model.shrink(manifest(mesh="dp=1,tp=16", graphs=graphs[:1], limits=Limits(128, 1000, 801, 4096, drafts + 1, drafts)), 2)
+    rows = wide.cases[0].bucket.batch - 1
+    assert wide.decode_steps == max(2, -(-(drafts + 2) // min(2, rows)))
+
+
+def test_a_model_drafts_as_its_artifact_does():
+    for drafts in (0, 2):
+        limits = Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)
+        graphs = (entry("prefill", 1, 512), entry("decode", 4, drafts + 1))
+        small = small_model.shrink(manifest(graphs=graphs, limits=limits), 1)
+        for model in (small.shipped, small.model, small.reference, small_model.full_model(manifest(limits=limits))):
+            assert model.drafting == (drafts > 0)
+            assert ("mtp" in model.params(F32)) == (drafts > 0)
+        names = small_model.random_checkpoint(small.model, torch.Generator().manual_seed(0))
+        assert any(name.startswith("mtp.") for name in names) == (drafts > 0)
+
+
+def test_log_probabilities_are_of_as_many_tokens_as_in_the_artifact():
+    def with_logprobs(most):
+        outputs = (Leaf("outputs.tokens", Aval((4, 4), torch.int32)), Leaf("outputs.top_ids", Aval((4, 4, most), torch.int32)))
+        return replace(entry("decode", 4, 4), outputs=outputs)
+
+    assert small_model.shrink(manifest(graphs=(entry("prefill", 1, 512), with_logprobs(5))), 1).max_logprobs == 5
+    assert small_model.shrink(manifest(), 1).max_logprobs == 0
+
+
+def test_float_experts_are_compared_with_a_checkpoints_form():
+    small = small_model.shrink(manifest(quantization="none"), 1)
+    assert (small.model.config.variant.grouped, small.reference.config.variant.grouped) == (True, False)
+
+
+def test_experts_that_are_split_in_an_artifact_are_split_here():
+    spread, split = (
+        small_model.shrink(manifest(mesh="tp=2", rules=rules), 1) for rules in ({"experts": ("dp", "tp")}, {"expert_ffn": ("tp",)})
+    )
+    assert [small.rules().num_shards("experts", small.mesh) for small in (spread, split)] == [2, 1]
+    assert dict(split.shipped.config.variant.shards)["expert_ffn"] == 2
+    assert (spread.shipped.config.variant.most_dispatched > 0, split.shipped.config.variant.most_dispatched) == (True, 0)
+
+
+def test_a_target_that_gathers_gathers():
+    assert small_model.full_model(manifest(target="ascend-a2")).config.variant.most_dispatched == 0
+    assert small_model.full_model(manifest(target="cpu")).config.variant.most_dispatched == Variant().most_dispatched
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])
+def test_one_checkpoint_loads_in_every_variant(quantization):
+    small = small_model.shrink(manifest(mesh="dp=1,tp=4", quantization=quantization), 1)
+    tensors = small_model.random_checkpoint(small.model, torch.Generator().manual_seed(0))
+    for model, dtype in ((small.model, F32), (small.reference, F32), (small.shipped, BF16)):
+        params = small_model.model_params(model, tensors, dtype)
+        declared = tree.flatten(avals(model.params(dtype)))
+        assert [(tuple(tensor.shape), tensor.dtype) for tensor in params] == [(aval.shape, aval.dtype) for _, aval in declared]
+        assert all(tensor.is_contiguous() for tensor in params)
+    sharded, whole = (
+        dict(zip((name for name, _ in tree.flatten(model.params(F32))), small_model.model_params(model, tensors), strict=True))
+        for model in (small.model, small.reference)
+    )
+    key = "layers.3.mixer.qkv" if quantization == "none" else "layers.3.mixer.qkv.scale"
+    # Four query heads with their gates, and two key-value heads that are copied once.
+    assert (sharded[key].shape[0], whole[key].shape[0]) == (12 * 32, 10 * 32)
+    assert torch.equal(sharded["layers.0.mixer.qkvzba"], whole["layers.0.mixer.qkvzba"])
+    assert min(float(tensor.float().abs().max()) for tensor in tensors.values()) > 0
+    norms = [tensor for name, tensor in tensors.items() if "norm" in name]
+    assert all(float(norm.std()) > 0.05 for norm in norms)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "tp", "talks", "small"),
+    [
+        (Bucket("decode", 32, 4), 2, ["fused_experts_w4a8"] * 60 + DRAFTED, "decode-b12-q4"),
+        (Bucket("decode", 4, 4), 2, ["moe_dispatch"] * 63, "decode-b4-q4"),
+        (Bucket("prefill", 1, 2048), 2, ["fused_experts_w4a8"] * 120 + DRAFTED, "prefill-b1-q192"),
+        (Bucket("prefill", 1, 2048), 8, ["fused_experts_w4a8"] * 120 + DRAFTED, "prefill-b1-q384"),
+    ],
+)
+def test_small_steps_with_fused_experts_have_the_tokens_that_these_want(bucket, tp, talks, small):
+    shrunk = small_model.shrink(manifest(mesh=f"dp=2,tp={tp}", graphs=(entry(bucket.kind, bucket.batch, bucket.q_len, talks),)), 3)
+    (case,) = shrunk.cases
+    assert case.bucket.name == small
+    variant = shrunk.model_for(case, F32).config.variant
+    fused = "fused_experts_w4a8" in talks
+    assert (case.form.fused, variant.fuses(small_model.share(case.bucket, case.bucket.tokens, tp))) == (fused, fused)

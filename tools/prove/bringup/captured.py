@@ -1,0 +1,200 @@
+"""Buckets and single operators of artifacts for captured graphs: the lowest rungs, in the form that torch_npu runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from ....graphs.errors import LoweringError
+from ....graphs.types import Bucket, Mesh, Signature
+from ....lowering.artifact import graph_io
+from ....lowering.artifact.artifact import Artifact
+from ....lowering.artifact.manifest import GraphEntry
+from ....lowering.artifact.shards import local_signature
+from ....lowering.ascend.acl_graph.file import GROUP_ARGUMENTS, AclFile, decode
+from ....lowering.ascend.acl_graph.inspect_acl import launches
+from ....lowering.ascend.emulator.acl_interpreter import AclInterpreter
+from ....runtime.device_params import LoadParams
+from ...progress import Bar
+from .comparison import mismatch
+from .device_graph import DeviceGraph, Host
+from .results import Failure, Timing
+from .steps import PlannedStep, tensors_of
+
+
+@dataclass(frozen=True)
+class CapturedBucket:
+    """The graph of a bucket with what is needed to feed it."""
+
+    entry: GraphEntry
+    file: AclFile
+    signature: Signature
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.entry.bucket
+
+    def interpreter(self, mesh: Mesh) -> AclInterpreter:
+        """Runs the graph on all ranks of a mesh on the CPU."""
+        return AclInterpreter(self.file, mesh)
+
+
+def captured_buckets(artifact: Artifact) -> list[CapturedBucket]:
+    """The graphs of an artifact, smallest bucket first."""
+    graphs = []
+    for entry in sorted(artifact.manifest.graphs, key=lambda entry: (entry.bucket.tokens, entry.bucket)):
+        assert entry.compiled is not None
+        file = decode((artifact.path / entry.compiled.file).read_bytes())
+        graphs.append(CapturedBucket(entry, file, local_signature(artifact.manifest, entry)))
+    return graphs
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """One operator with the arguments of rank 0 in a step.
+
+    Attributes:
+        vals: abstract values of its results.
+    """
+
+    bucket: Bucket
+    target: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    vals: Any
+    captured: bool
+
+    @property
+    def name(self) -> str:
+        """Where it is: `decode-b2-q4 npu.npu_linear.default`."""
+        return f"{self.bucket.name} {self.target}"
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Its operands."""
+        found: list[torch.Tensor] = []
+        map_aggregate((self.args, dict(self.kwargs)), lambda value: found.append(value) if isinstance(value, torch.Tensor) else None)
+        return found
+
+    @property
+    def shapes(self) -> str:
+        """Sizes of its operands, as in `4x256 256x640`."""
+        return " ".join("x".join(map(str, value.shape)) or "scalar" for value in self.tensors)
+
+    def file(self) -> AclFile:
+        """A graph of this operator alone, run as its bucket is."""
+        graph, operands = Graph(), list[Node]()
+
+        def operand(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            operands.append(graph.placeholder(f"operand_{len(operands)}"))
+            operands[-1].meta = {"val": torch.empty(value.shape, dtype=value.dtype, device="meta"), "leaf": f"inputs.{len(operands) - 1}"}
+            return operands[-1]
+
+        arguments: Any = map_aggregate((self.args, dict(self.kwargs)), operand)
+        node = graph.call_function(_named(self.target), tuple(arguments[0]), dict(arguments[1]))
+        node.meta["val"] = self.vals
+        results = [node]
+        if not isinstance(self.vals, torch.Tensor):
+            results = [graph.call_function(_named("operator.getitem"), (node, i)) for i in range(len(self.vals))]
+            for result, val in zip(results, self.vals, strict=True):
+                result.meta["val"] = val
+        graph.output(tuple(results))
+        cuts = (
+            (len(operands),)
+            if any(isinstance(arguments[1].get(name), Node) for name in ("actual_seq_lengths_kv", "actual_seq_kvlen"))
+            else ()
+        )
+        nodes = 1 if isinstance(self.vals, torch.Tensor) else 1 + len(self.vals)
+        data = graph_io.encode(GraphModule(torch.nn.Module(), graph))
+        return AclFile(data, len(operands), len(results), (), cuts, self.captured, (("", nodes),))
+
+
+def _named(name: str) -> Callable[..., Any]:
+    return graph_io.find_target(name) if name.startswith(("aten.", "operator.")) else graph_io.NamedOperator(name)
+
+
+class CallRecorder:
+    """Runs steps of a bucket on the CPU for all ranks, and keeps each distinct operator that launches, without collectives.
+
+    Args:
+        load_params: of a rank.
+    """
+
+    def __init__(
+        self, graph: CapturedBucket, mesh: Mesh, load_params: Callable[[int], LoadParams], state: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        self._graph, self._mesh, self._state = graph, mesh, state
+        names = [leaf.name for leaf in graph.signature.params]
+        loaded = [dict(load_params(rank)(names)) for rank in range(mesh.size)]
+        self._params = [[params[name] for name in names] for params in loaded]
+        self.calls: dict[str, OperatorCall] = {}
+
+    def run(self, step: PlannedStep) -> None:
+        """Runs a step; keeps operators that differ in name, plain arguments, sizes or dtypes from those before."""
+        operands = []
+        for rank, (params, state) in enumerate(zip(self._params, self._state, strict=True)):
+            inputs = tensors_of(step, self._mesh.coordinates(rank)["dp"], self._mesh.coords(rank))
+            operands.append([*params, *state, *(inputs[leaf.path] for leaf in self._graph.signature.inputs)])
+        self._graph.interpreter(self._mesh)(operands, self._keep)
+
+    def _keep(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        target = str(node.target)
+        if target in GROUP_ARGUMENTS or not launches([node]):
+            return
+        plain: Any = map_aggregate((args, dict(kwargs)), _described)
+        key = f"{target} {plain}"
+        if key not in self.calls:
+            copied: Any = map_aggregate((args, dict(kwargs)), _copied)
+            # Every captured graph takes a stream, so one call of each operator is captured and the others are launched.
+            captured = self._graph.file.captured and target not in {call.target for call in self.calls.values()}
+            self.calls[key] = OperatorCall(self._graph.bucket, target, tuple(copied[0]), dict(copied[1]), node.meta["val"], captured)
+
+
+def _described(value: Any) -> Any:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
+
+
+def run_calls(host: Host, calls: Sequence[OperatorCall], bar: Bar) -> tuple[list[Failure], list[Timing]]:
+    """Captures or launches every operator alone, and compares results and operands with its CPU kernel's.
+
+    Returns:
+        what was wrong, and the time of each operator.
+    """
+    failures, timings = [], []
+    for call in calls:
+        failure, timing = _run_call(host, call)
+        bar.step(call.name)
+        failures += [failure] if failure else []
+        timings += [timing] if timing else []
+    return failures, timings
+
+
+def _run_call(host: Host, call: OperatorCall) -> tuple[Failure | None, Timing | None]:
+    file, operands = call.file(), call.tensors
+    after = [operand.clone() for operand in operands]
+    expected = AclInterpreter(file, Mesh())([after])[0]
+    try:
+        graph = DeviceGraph(host, file, operands)
+        actual, seconds = graph.run()
+    except LoweringError as error:
+        return Failure("capture" if call.captured else "kernels", call.name, f"{call.shapes}: {error}"), None
+    timing = Timing(call.name, call.shapes, seconds, sum(value.nbytes for value in (*operands, *actual)))
+    left = graph.operands([i for i in range(len(operands)) if i not in graph.nz_operands])
+    pairs = [*((f"result {i}", right, value) for i, (right, value) in enumerate(zip(expected, actual, strict=True)))]
+    kept = [value for i, value in enumerate(after) if i not in graph.nz_operands]
+    pairs += [(f"operand {i}", right, value) for i, (right, value) in enumerate(zip(kept, left, strict=True))]
+    for what, right, value in pairs:
+        if found := mismatch(right, value):
+            return Failure("kernels", call.name, f"operands {call.shapes}: {what}: {found}"), timing
+    return None, timing

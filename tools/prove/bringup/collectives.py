@@ -1,0 +1,225 @@
+"""Each collective of an artifact's graphs alone, on all ranks, with contents that depend on the rank."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ....graphs.errors import LoweringError
+from ....graphs.types import Bucket, Mesh
+from ....lowering.artifact.artifact import Artifact
+from ....lowering.ascend.communicating import BY_TYPE
+from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from ....lowering.ascend.emulator.ge_ops_common import GeOp, read
+from ....lowering.ascend.emulator.ge_program import parsed_shape
+from ....lowering.ascend.subgraph import Subgraph
+from ....lowering.device import Device
+from ...serve.rank_settings import BeforeLoading
+from .comparison import mismatch
+from .device_graph import DeviceGraph, Host
+from .recording import BucketGraph, bucket_graphs
+from .results import Failure
+
+DISPATCH, COMBINE = "MoeDistributeDispatchV2", "MoeDistributeCombineV2"
+MOST_BYTES = 2**30
+"""Most bytes of a collective on all ranks together for which each rank computes what all should have."""
+FOUND = "a collective alone is wrong: "
+"""Begins the message of a rank that found one, by which rank 0 knows it."""
+NOT_ALONE = "covered by whole buckets: its operands are not declared, or rows are sent in another dtype than they come back in"
+LOADS = ("even", "uneven", "one set of experts", "the last experts")
+
+
+class CollectiveError(LoweringError):
+    """A collective gave a rank other values than documented."""
+
+
+@dataclass(frozen=True)
+class CollectiveCase:
+    """One collective, or a dispatch of tokens to experts with the combine that brings them back.
+
+    Attributes:
+        kinds: dtype and shape of each operand.
+        slots: GE's name of each operand.
+        loads: how tokens are spread over experts; one empty name for other collectives.
+    """
+
+    bucket: Bucket
+    op: GeOp
+    part: Subgraph
+    kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    slots: tuple[str, ...]
+    loads: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Where it is."""
+        return f"{self.bucket.name} {self.op}"
+
+    def operands(self, rank: int, load: str) -> list[torch.Tensor]:
+        """Contents of a rank; any rank can compute those of every other."""
+        generator, values = torch.Generator().manual_seed(1 + rank), []
+        for slot, (dtype, shape) in zip(self.slots, self.kinds, strict=True):
+            if slot == "expert_ids":
+                value = expert_ids(load, shape, int(self.op.attrs["moe_expert_num"]), rank, generator)
+            elif slot == "expert_scales":
+                value = torch.rand(shape, generator=generator) + 0.125
+            elif dtype.is_floating_point:
+                value = torch.randn(shape, generator=generator)
+            else:
+                value = torch.randint(0, 100, shape, generator=generator)
+            values.append(value.to(dtype))
+        return values
+
+
+def expert_ids(load: str, shape: tuple[int, ...], experts: int, rank: int, generator: torch.Generator) -> torch.Tensor:
+    """Experts of each token [T, X], different ones for its choices."""
+    tokens, choices = shape
+    if load == "even":
+        return (torch.arange(tokens * choices).reshape(shape) + rank * choices) % experts
+    if load == "uneven":
+        weights = 1.0 / (1 + torch.arange(experts, dtype=torch.float32)) ** 2
+        return torch.multinomial(weights.expand(tokens, -1), choices, generator=generator)
+    first = 0 if load == "one set of experts" else experts - choices
+    return torch.arange(first, first + choices).expand(shape)
+
+
+def collective_cases(graphs: Sequence[BucketGraph], mesh: Mesh) -> tuple[list[CollectiveCase], list[str]]:
+    """The distinct collectives of all graphs, and those that are left out with the reason."""
+    cases: dict[tuple[str, ...], CollectiveCase] = {}
+    left_out: list[str] = []
+    for graph in graphs:
+        for message in graph.whole.ops.values():
+            if message.type not in BY_TYPE:
+                continue
+            op = read(message)
+            key = (op.type, str(sorted(op.attrs.items())), *(graph.declared(t) if t else "" for t in op.inputs), *op.results)
+            if key in cases:
+                continue
+            case = _case(graph, op)
+            size = 0 if case is None else sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in case.kinds) * mesh.size**2
+            if case is None or size > MOST_BYTES:
+                left_out.append(f"{graph.bucket.name} {op}: {NOT_ALONE if case is None else f'{size:,} bytes'}")
+            else:
+                cases[key] = case
+    return list(cases.values()), left_out
+
+
+def _case(graph: BucketGraph, op: GeOp) -> CollectiveCase | None:
+    names, part_of = [op.name], graph.whole
+    if op.type == COMBINE:
+        names = [_dispatch_of(graph, op), op.name]
+    tensors = [f"{name}:{port}" for name in names for port in range(len(part_of.ops[name].output_desc))]
+    values = {t: torch.empty(kind[1], dtype=kind[0]) for t in (*tensors, *_inputs(graph, names)) if (kind := _kind(graph, t))}
+    rewired = {}
+    if op.type == COMBINE:
+        rows = dict(zip(op.slots, op.inputs, strict=True))["expand_x"]
+        sent = f"{names[0]}:0"
+        if rows not in values or sent not in values or values[rows].dtype != values[sent].dtype:
+            return None
+        # The experts are left out: rows come back as they were sent.
+        rewired = {rows: sent}
+    try:
+        part = part_of.cut(names, values, [f"{op.name}:{port}" for port in range(len(op.results))], rewired)
+    except LoweringError:
+        return None
+    slots = {
+        t: slot for name in reversed(names) for slot, t in zip(read(part_of.ops[name]).slots, read(part_of.ops[name]).inputs, strict=True)
+    }
+    kinds = tuple((values[t].dtype, tuple(values[t].shape)) for t in part.operands)
+    loads = LOADS if op.type in (DISPATCH, COMBINE) else ("",)
+    return CollectiveCase(graph.bucket, op, part, kinds, tuple(slots[t] for t in part.operands), loads)
+
+
+def _kind(graph: BucketGraph, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    return parsed_shape(graph.declared(tensor))
+
+
+def _inputs(graph: BucketGraph, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        yield from (t for t in read(graph.whole.ops[name]).inputs if t)
+
+
+def _dispatch_of(graph: BucketGraph, combine: GeOp) -> str:
+    """The dispatch whose record of origins a combine reads."""
+    tensor = dict(zip(combine.slots, combine.inputs, strict=True))["assist_info_for_combine"]
+    while (op := graph.whole.producer(tensor)).type != DISPATCH:
+        tensor = op.input[0]
+    return str(op.name)
+
+
+def run_collectives(host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, rank: int, communicators: Mapping[str, str]) -> list[Failure]:
+    """Runs all collectives on this rank; all ranks call it at once, and none stops early, so that none waits for one that did."""
+    failures: list[Failure] = []
+    for case in cases:
+        oracle, graph = GeInterpreter(case.part.ge_file, mesh), None
+        found: list[Failure] = []
+        for load in case.loads:
+            of_all = [case.operands(other, load) for other in range(mesh.size)]
+            assumption = "expert-exchange" if case.op.type in (DISPATCH, COMBINE) else "communicators"
+            try:
+                graph = graph or DeviceGraph(host, case.part.ge_file, of_all[rank], rank, communicators)
+                for index, operand in enumerate(of_all[rank]):
+                    graph.feed(index, operand)
+                actual, _ = graph.run()
+            except LoweringError as error:
+                return [*failures, Failure(assumption, case.name, f"rank {rank}: {error}")]
+            expected = oracle([[operand.clone() for operand in operands] for operands in of_all])[rank]
+            if message := _difference(case, expected, actual):
+                found.append(Failure(assumption, case.name, f"rank {rank}{', load ' + load if load else ''}: {message}"))
+        failures += found[:1]
+    return failures
+
+
+def _difference(case: CollectiveCase, expected: list[torch.Tensor], actual: list[torch.Tensor]) -> str:
+    if case.op.type != DISPATCH:
+        pairs = list(zip(case.part.results, expected, actual, strict=True))
+    else:
+        # Rows, counts of each expert and counts of each source; the record of origins is for the combine alone.
+        counts = expected[3]
+        rows = [in_order(side[0], counts) for side in (expected, actual)]
+        pairs = [("rows", rows[0], rows[1]), ("tokens of experts", counts, actual[3]), ("tokens of ranks", expected[4], actual[4])]
+    return next((f"{name}: {found}" for name, right, value in pairs if (found := mismatch(right, value))), "")
+
+
+def in_order(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Received rows [R, M], those of each expert in an order that depends on their contents alone; rows of no expert are left out."""
+    key = rows.double() @ torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parts, start = [], 0
+    for count in counts.tolist():
+        part = slice(start, start + count)
+        parts.append(rows[part][key[part].argsort()])
+        start += count
+    return torch.cat(parts) if parts else rows[:0]
+
+
+def collectives_check(artifact: Artifact, report: Callable[[int, float, list[str]], None] = lambda *_: None) -> BeforeLoading:
+    """What a rank does before it loads anything (`RankSettings.before_loading`): it runs all collectives with the other ranks.
+
+    It raises `CollectiveError`, naming the collective, the rank and both values.
+
+    Args:
+        report: called at the end with the number of collectives, the seconds, and what was left out.
+    """
+
+    def check(device: Device, rank: int, communicators: Mapping[str, str]) -> None:
+        began, mesh = time.monotonic(), Mesh.parse(artifact.manifest.mesh)
+        cases, left_out = collective_cases(bucket_graphs(artifact), mesh)
+        with tempfile.TemporaryDirectory(prefix="npucompile-") as scratch:
+            failures = run_collectives(Host(device, Path(scratch)), cases, mesh, rank, communicators)
+        report(len(cases), time.monotonic() - began, left_out)
+        if failures:
+            raise CollectiveError(f"{FOUND}[{failures[0].assumption}] {failures[0].what}: {failures[0].message}")
+
+    return check
+
+
+def failure_in(message: str) -> Failure | None:
+    """The failure that a `CollectiveError` of any rank tells of; None for another error."""
+    match = re.search(re.escape(FOUND) + r"\[([\w-]+)\] (.*?): (rank .*)", message, re.DOTALL)
+    return Failure(match[1], match[2], match[3]) if match else None

@@ -1,0 +1,83 @@
+"""What there is to run on: the device, its versions, and the environment that the artifact plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from ....graphs.types import Mesh
+from ....lowering.artifact.artifact import Artifact
+from ....lowering.ascend.toolchain.harness import ASSUMED_CANN
+from ....lowering.device import Device
+from ....lowering.toolchain import toolchain
+from ...serve.environment import merged
+from .device_graph import Host
+from .results import Failure
+
+DRIVER = Path("/usr/local/Ascend/driver/version.info")
+"""Where the Ascend driver writes its version."""
+
+
+def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, str]) -> tuple[list[Failure], dict[str, Any]]:
+    """The device answers, its CANN is not older than the one that graphs were converted for, and planned variables are set.
+
+    Args:
+        environment: of this process.
+    """
+    device, planned = host.device, merged(artifact.manifest.environment, environment)
+    facts: dict[str, Any] = {
+        "device": device.name,
+        "device_version": device.version,
+        "toolchain": dict(toolchain()),
+        "built_with": dict(artifact.manifest.toolchain),
+        "driver": driver_version(DRIVER),
+        "ranks": Mesh.parse(artifact.manifest.mesh).size,
+        "environment": {name: environment.get(name, "") for name in artifact.manifest.environment},
+        "notes": list(planned.notes),
+    }
+    failures = []
+    if planned.variables:
+        missing = ", ".join(f"{name}={value}" for name, value in planned.variables.items())
+        failures.append(Failure("toolchain", "environment", f"not set in this process: {missing}"))
+    if (release := cann_release(device)) is not None and release < _numbers(ASSUMED_CANN):
+        message = f"{device.name} has {device.version}; graphs were converted for CANN {ASSUMED_CANN}: build with this CANN's number"
+        failures.append(Failure("toolchain", "CANN", message))
+    try:
+        failures += _memory(host)
+    except LoweringError as error:
+        failures.append(Failure("device", "copies", str(error)))
+    return failures, facts
+
+
+def _memory(host: Host) -> list[Failure]:
+    """Copies to the device and back, through page-locked memory."""
+    value = torch.arange(4096, dtype=torch.int32)
+    memory = host.device.empty((4096,), torch.int32)
+    host.write(memory, value)
+    zeros = host.read(host.device.zeros((16,), torch.float32))
+    if torch.equal(host.read(memory), value) and not bool(zeros.any()):
+        return []
+    return [Failure("device", "copies", "what was copied to the device came back as something else")]
+
+
+def driver_version(path: Path) -> str:
+    """The version in the driver's file, or "" where there is none."""
+    if not path.is_file():
+        return ""
+    match = re.search(r"^Version=(\S+)", path.read_text(errors="replace"), re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def cann_release(device: Device) -> tuple[int, ...] | None:
+    """The release of CANN in a device's version; None for one that has no CANN."""
+    match = re.match(r"cann-(\d+)\.(\d+)", device.version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -1,0 +1,167 @@
+"""Legal steps of an artifact's buckets, planned ahead: a graph finds tokens and positions of decode rows in its request slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ....graphs.types import COORDS, Bucket, Leaf, Limits
+from ....models import request_slots
+from ....runtime.buckets import DecodeRow, PrefillRow, pack
+from ....runtime.request import Sampling
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What one request owns: pages, state slots and a request slot."""
+
+    pages: tuple[int, ...]
+    state_slots: tuple[int, ...]
+    request_slot: int
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step of all dp groups.
+
+    Attributes:
+        inputs: of each group, by name; without the rank's coordinates.
+        rows: requests of the live rows, in order; the same for all groups.
+    """
+
+    bucket: Bucket
+    inputs: tuple[Arrays, ...]
+    rows: tuple[Slots, ...]
+
+
+@dataclass
+class StepPlanner:
+    """Plans steps; every request has pages for the longest context, so that nothing depends on what the device computes.
+
+    Args:
+        vocab: V.
+        groups: dp groups; each has prompts of its own.
+        max_logprobs: as of the graphs.
+    """
+
+    limits: Limits
+    vocab: int
+    groups: int = 1
+    max_logprobs: int = 0
+    seed: int = 0
+    generator: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = np.random.default_rng(self.seed)
+
+    @property
+    def requests(self) -> list[Slots]:
+        """As many requests as pages and slots suffice for, at shuffled places."""
+        limits, draw = self.limits, np.random.default_rng(self.seed)
+        pages, slots = 1 + draw.permutation(limits.num_pages - 1), 1 + draw.permutation(limits.num_slots - 1)
+        each, width = limits.pages_per_request, limits.slots_per_request
+        most = min(len(pages) // each, len(slots) // width, limits.num_request_slots - 1)
+        return [
+            Slots(tuple(map(int, pages[i * each : (i + 1) * each])), tuple(map(int, slots[i * width : (i + 1) * width])), i + 1)
+            for i in range(most)
+        ]
+
+    def rows_of(self, bucket: Bucket) -> list[Slots]:
+        """The requests that a bucket's steps run: one less than it holds, so that there is a row of padding."""
+        return self.requests[: max(1, bucket.batch - 1)]
+
+    def prefill(self, bucket: Bucket, rows: Sequence[Slots], start: int, count: int) -> PlannedStep:
+        """A chunk of `count` tokens of each row, from position `start` on."""
+        inputs = []
+        for _ in range(self.groups):
+            chunks = [
+                PrefillRow(
+                    self._tokens(count),
+                    start,
+                    row.pages,
+                    row.state_slots[0],
+                    row.request_slot,
+                    -1,
+                    _sampling(i),
+                    float(self.generator.random()),
+                )
+                for i, row in enumerate(rows)
+            ]
+            inputs.append(pack(bucket, chunks, self.limits, max_logprobs=self.max_logprobs))
+        return PlannedStep(bucket, tuple(inputs), tuple(rows))
+
+    def decode(self, bucket: Bucket, rows: Sequence[Slots], base: int) -> PlannedStep:
+        """A step of each row, which starts at position `base` or behind it; rows verify different numbers of drafts."""
+        most, Q = self.limits.drafts, bucket.q_len
+        inputs = []
+        for group in range(self.groups):
+            live = [
+                DecodeRow(
+                    row.request_slot,
+                    base,
+                    row.pages,
+                    row.state_slots,
+                    most if (i + group) % 3 else max(0, most - 1),
+                    _sampling(i),
+                    tuple(float(u) for u in self.generator.random(2 * Q - 1, dtype=np.float32)),
+                )
+                for i, row in enumerate(rows)
+            ]
+            inputs.append(pack(bucket, live, self.limits, max_logprobs=self.max_logprobs))
+        return PlannedStep(bucket, tuple(inputs), tuple(rows))
+
+    def of_one_bucket(self, bucket: Bucket, count: int) -> list[PlannedStep]:
+        """Steps of one bucket after each other; a prefill goes on from its last chunk, or begins again where the context is full."""
+        rows, steps, start, longest = self.rows_of(bucket), [], 0, self.limits.max_model_len
+        if bucket.kind == "decode":
+            return [self.decode(bucket, rows, self.first_decode + i) for i in range(count)]
+        for i in range(count):
+            tokens = max(1, bucket.q_len - (i * 3) % max(1, bucket.q_len // 2))
+            start = 0 if start + tokens > longest else start
+            steps.append(self.prefill(bucket, rows, start, tokens))
+            start += tokens
+        return steps
+
+    @property
+    def first_decode(self) -> int:
+        """Position at which decode rows start that no prefill came before: behind a page and a part of one, where the context allows."""
+        return min(self.limits.page_size + 3, self.limits.max_model_len // 4)
+
+    def initial_state(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        """Pools in which every request is behind a prompt of `first_decode` tokens: random values, as if computed elsewhere."""
+        generator, pools = torch.Generator().manual_seed(self.seed), []
+        for leaf in leaves:
+            if leaf.aval.axes and leaf.aval.axes[0] == "request_slots":
+                pools.append(self._request_slots(leaf))
+            else:
+                pools.append((0.3 * torch.randn(leaf.aval.shape, generator=generator)).to(leaf.aval.dtype))
+        return pools
+
+    def _request_slots(self, leaf: Leaf) -> torch.Tensor:
+        pool = torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype)
+        for i, request in enumerate(self.requests):
+            pool[request.request_slot, request_slots.START] = self.first_decode
+            pool[request.request_slot, request_slots.ACCEPTED] = i % self.limits.slots_per_request
+            pool[request.request_slot, request_slots.TOKENS :] = torch.tensor(self._tokens(pool.shape[1] - request_slots.TOKENS))
+        return pool
+
+    def _tokens(self, count: int) -> list[int]:
+        return [int(token) for token in self.generator.integers(0, self.vocab, count)]
+
+
+def tensors_of(step: PlannedStep, group: int, coords: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Inputs of one rank by name, with its coordinates."""
+    return {**{name: torch.from_numpy(array) for name, array in step.inputs[group].items()}, COORDS: coords}
+
+
+def _sampling(row: int) -> Sampling:
+    """Every third row samples, the others are greedy."""
+    return SAMPLED if row % 3 == 1 else Sampling()
