@@ -14,17 +14,17 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
 from ..graphs.errors import NpucompileError
-from . import http, page
-from .access import ANY, Access
-from .door import Door, refuse
-from .errors import ErrorReply
-from .fields import show
-from .lifecycle import Lifecycle
-from .limits import SocketLimits
+from .engine.lifecycle import Lifecycle
+from .engine.service import Service
+from .guard.access import ANY, Access
+from .guard.door import Door, refuse
+from .guard.limits import SocketLimits
+from .guard.refusals import Refusals
 from .openai.routes import routes
-from .refusals import Refusals
-from .service import Service
-from .websocket import SocketHub
+from .pages import page, probes
+from .requests.error_objects import ErrorReply
+from .requests.fields import show
+from .socket.websocket import SocketHub
 
 WEBSOCKET_PATH = "/v1/responses"
 
@@ -47,11 +47,11 @@ def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, 
             WebSocketRoute(WEBSOCKET_PATH, hub.serve),
             WebSocketRoute("/{path:path}", _no_socket),
             page.route(),
-            *http.routes(lifecycle, lambda: hub.connections),
+            *probes.routes(lifecycle, lambda: hub.connections),
             *routes(lifecycle),
         ],
         middleware=[*cors, Middleware(Door, access=access, refusals=refusals)],
-        exception_handlers=dict.fromkeys((HTTPException, NpucompileError, Exception), http.http_error),
+        exception_handlers=dict.fromkeys((HTTPException, NpucompileError, Exception), probes.http_error),
     )
 
 

@@ -17,14 +17,14 @@ from types import FrameType
 import uvicorn
 
 from ..graphs.errors import NpucompileError, SpecError
-from .access import Access
-from .access_log import AccessLog
 from .app import WEBSOCKET_PATH, create_app
-from .connections import Connections
-from .lifecycle import Lifecycle
-from .limits import SocketLimits
-from .service import Service
-from .transport import protocols
+from .engine.lifecycle import Lifecycle
+from .engine.service import Service
+from .guard.access import Access
+from .guard.connections import Connections
+from .guard.limits import SocketLimits
+from .socket.transport import protocols
+from .telemetry.access_log import AccessLog
 
 GRACE_S = 5
 """How long sockets may take to close after the last stream has ended before their tasks are cancelled."""

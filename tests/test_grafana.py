@@ -17,8 +17,8 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request
-from npucompile.server.exposition import render_metrics
-from npucompile.server.service import ServedModel
+from npucompile.server.engine.service import ServedModel
+from npucompile.server.pages.exposition import render_metrics
 
 BOARD = json.loads((Path(__file__).resolve().parents[1] / "docs/grafana/npucompile.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]

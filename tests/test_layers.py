@@ -39,7 +39,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {"graphs": ("torch",)}
 # Further imports of files under a folder: the converter to Ascend graphs, its protobuf messages, and a reader of ELF libraries.
 OUTSIDE_BELOW = {
     "lowering/ascend/": ("torch_npu", "torchair", "google", "elftools", "vllm_ascend", "sgl_kernel_npu"),
-    "server/tracing.py": ("opentelemetry",),
+    "server/telemetry/tracing.py": ("opentelemetry",),
     # They run in the Python environments of these engines, and beside a checkout of llama.cpp.
     "tools/bench/peers/adapters/": ("llama_cpp", "numpy", "openvino", "openvino_genai", "vllm"),
     "tools/bench/peers/gguf.py": ("convert_hf_to_gguf",),

@@ -15,9 +15,9 @@ from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import Sampling
 from npucompile.server.client import Client
+from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.run import serving
-from npucompile.server.service import ServedModel, Service
-from npucompile.server.tokenizer import TextTokenizer
+from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.prove.executables import verify
 from npucompile.tools.serve.offline import complete
 

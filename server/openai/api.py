@@ -11,14 +11,14 @@ from starlette.requests import Request as HttpRequest
 
 from ...graphs.errors import RequestError
 from ...runtime.request import Request, Sampling
-from ..create_body import INLINE_PROMPT_CHARS
-from ..door import CLIENT
-from ..fields import logit_bias
-from ..generation import Generation, GenerationOptions, Output
-from ..lifecycle import Lifecycle
-from ..response_run import ResponseRun
-from ..service import Service
-from ..structured_output import OutputFormat, of_chat, of_extension
+from ..engine.generation import Generation, GenerationOptions, Output
+from ..engine.lifecycle import Lifecycle
+from ..engine.service import Service
+from ..guard.door import CLIENT
+from ..requests.create_body import INLINE_PROMPT_CHARS
+from ..requests.fields import logit_bias
+from ..requests.structured_output import OutputFormat, of_chat, of_extension
+from ..response.run import ResponseRun
 from .bodies import MAX_BODY_BYTES
 from .live import MAX_WAITING, Core, Live, Out
 from .request_models import ChatRequest, CompletionRequest, SamplingFields

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from ...graphs.errors import ProtocolError, RequestError
-from ..fields import MAX_PARAM_CHARS, show
-from ..frames import decode_json
+from ..requests.fields import MAX_PARAM_CHARS, show
+from ..socket.frames import decode_json
 
 MAX_BODY_BYTES = 4 * 2**20
 

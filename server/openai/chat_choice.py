@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ...runtime.request import Logprobs
-from ..events import CompletionEnd
-from ..logprobs import prompt_entries, token_objects
-from ..output_stream import TextDelta
+from ..engine.output_stream import TextDelta
 from ..parsers.message import MessageParser, Part
 from ..parsers.reasoning import Content, Reasoning
 from ..parsers.tool_calls import CallArguments, CallBegin, CallEnd, new_call_id
-from ..tokenizer import TextTokenizer
+from ..response.events import CompletionEnd
+from ..text.logprobs import prompt_entries, token_objects
+from ..text.tokenizer import TextTokenizer
 from .choices import FINISH_REASONS
 from .request_models import ChatRequest
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ..errors import failure_of
-from ..events import CompletionEnd
-from ..generation import Output
-from ..output_stream import TextDelta
+from ..engine.generation import Output
+from ..engine.output_stream import TextDelta
+from ..requests.error_objects import failure_of
+from ..response.events import CompletionEnd
 from .errors import EngineTimeout, failure
 from .sse import DONE, failure_frames, fault_frames, frame
 from .usage import usage_object

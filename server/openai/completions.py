@@ -11,12 +11,12 @@ from starlette.responses import JSONResponse, Response
 
 from ...runtime.request import Logprobs
 from ...runtime.request import Request as EngineRequest
-from ..events import CompletionEnd
-from ..generation import GenerationOptions
-from ..logprobs import finite, prompt_entries
-from ..output_stream import TextDelta
-from ..service import Service
-from ..tokenizer import Detokenizer, TextTokenizer
+from ..engine.generation import GenerationOptions
+from ..engine.output_stream import TextDelta
+from ..engine.service import Service
+from ..response.events import CompletionEnd
+from ..text.logprobs import finite, prompt_entries
+from ..text.tokenizer import Detokenizer, TextTokenizer
 from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
 from .choices import FINISH_REASONS, ChunkFrames, Header, whole_answer
 from .request_models import MAX_TOKENS, CompletionRequest, Prompt

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from ..events import ServerEvent, in_lane
-from ..response_run import ResponseRun
-from ..service import Service
+from ..engine.service import Service
+from ..response.events import ServerEvent, in_lane
+from ..response.run import ResponseRun
 from .live import MAX_WAITING, TooSlow
 
 

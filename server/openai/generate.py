@@ -13,14 +13,14 @@ from starlette.responses import JSONResponse, Response
 from ...graphs.errors import RequestError
 from ...runtime.request import Request as EngineRequest
 from ...runtime.request import Sampling
-from ..create_body import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
-from ..errors import failure_of
-from ..events import CompletionEnd
-from ..generation import GenerationOptions, Output
-from ..output_stream import TextDelta
-from ..service import Service
-from ..structured_output import OutputFormat
-from ..tokenizer import TextTokenizer
+from ..engine.generation import GenerationOptions, Output
+from ..engine.output_stream import TextDelta
+from ..engine.service import Service
+from ..requests.create_body import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
+from ..requests.error_objects import failure_of
+from ..requests.structured_output import OutputFormat
+from ..response.events import CompletionEnd
+from ..text.tokenizer import TextTokenizer
 from .api import Api, chosen_by, client_of, new_id, off_loop, takes_long
 from .bodies import Body, FailFast, Ignored, Neutral, validate
 from .choices import check_in_time, pieces

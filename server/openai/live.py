@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ...runtime.request import Event, Request, TokenEvent
-from ..service import Service
+from ..engine.service import Service
 
 MAX_WAITING = 2**16
 """Tokens, each with those whose log probabilities are listed beside it, that may wait for a client that reads slowly; some 100 bytes

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...graphs.errors import RequestError
-from ..fields import show
-from ..items import read_arguments
+from ..requests.fields import show
+from ..requests.items import read_arguments
 from .request_models import Message, MessageToolCall, TextPart
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...graphs.errors import RequestError
-from ..fields import show
-from ..service import ServedModel
+from ..engine.service import ServedModel
+from ..requests.fields import show
 
 
 def model_list(model: ServedModel) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from ..create_body import (
+from ..guard.limits import MAX_PRIORITY
+from ..requests.create_body import (
     MAX_BAD_WORDS,
     MAX_COMPLETIONS,
     MAX_SALT_CHARS,
@@ -15,7 +16,6 @@ from ..create_body import (
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
 )
-from ..limits import MAX_PRIORITY
 from .bodies import Body, FailFast, Ignored, Neutral
 
 MAX_PROMPTS = 1024

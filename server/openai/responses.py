@@ -11,14 +11,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..connection import CreateCommand, new_response_id
-from ..create_body import ResponseCreate, read_create
-from ..door import OWNER
-from ..events import ServerEvent, error_event
-from ..fields import FieldError, boolean
-from ..prepare import Owners, continued, keeping
-from ..response_run import ResponseRun
-from ..service import Service
+from ..engine.service import Service
+from ..guard.door import OWNER
+from ..requests.create_body import ResponseCreate, read_create
+from ..requests.fields import FieldError, boolean
+from ..response.events import ServerEvent, error_event
+from ..response.prepare import Owners, continued, keeping
+from ..response.run import ResponseRun
+from ..socket.connection import CreateCommand, new_response_id
 from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, client_of, off_loop
 from .errors import EngineTimeout
 from .event_reader import EventReader

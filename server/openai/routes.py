@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ..lifecycle import Lifecycle
+from ..engine.lifecycle import Lifecycle
 from .api import Api
 from .bodies import Body, read_json, validate
 from .chat import chat_completions

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import error_reply, failure_of
+from ..requests.error_objects import error_reply, failure_of
 from .errors import failure_object
 from .live import TooSlow
 

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ...graphs.errors import RequestError
-from ..door import OWNER
-from ..fields import show
-from ..response_store import NotResumable, StoredResponse
+from ..guard.door import OWNER
+from ..requests.fields import show
+from ..response.store import NotResumable, StoredResponse
 from .api import Api
 from .event_reader import EventReader
 from .responses import EventFrames

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ...graphs.errors import RequestError
-from ..chat_template import Chat
-from ..service import Service
+from ..chat.template import Chat
+from ..engine.service import Service
 from .api import Api, off_loop, takes_long
 from .bodies import Body, FailFast
 from .messages import messages_of

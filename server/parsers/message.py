@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..items import without_halves
+from ..requests.items import without_halves
 from .reasoning import Content, Reasoning, ReasoningParser
 from .tool_calls import CallArguments, CallBegin, CallPart, ToolCallParser
 

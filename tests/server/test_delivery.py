@@ -14,19 +14,20 @@ from support.scripted import scripted
 from support.texts import byte_codec
 from websockets.asyncio.client import connect
 
-from npucompile.server import response, response_run
-from npucompile.server.chat_format import ChatFormat
-from npucompile.server.chat_template import ChatTemplate
-from npucompile.server.connection import Connection
-from npucompile.server.events import ResponseEvents
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
+from npucompile.server.engine.output_stream import OutputStream
 from npucompile.server.openai import chat_choice, sse
 from npucompile.server.openai.choices import ChunkFrames
 from npucompile.server.openai.completions import CompletionChoice
 from npucompile.server.openai.generate import Answer
-from npucompile.server.output_stream import OutputStream
 from npucompile.server.parsers.message import MessageParser
-from npucompile.server.replay import Replay
-from npucompile.server.response_store import ResponseStore
+from npucompile.server.response import progress
+from npucompile.server.response import run as response_run
+from npucompile.server.response.events import ResponseEvents
+from npucompile.server.response.replay import Replay
+from npucompile.server.response.store import ResponseStore
+from npucompile.server.socket.connection import Connection
 
 TIMEOUT_S = 30
 WAITS = "ab…"
@@ -89,7 +90,7 @@ STAGES = {
     "parser": Stage(((MessageParser, "push"),), early=(f"{CHAT} stream", *OF_RESPONSES), late=(CHAT,)),
     "end of the parser": Stage(((MessageParser, "finish"),), late=(CHAT, f"{CHAT} stream", *OF_RESPONSES)),
     "log probabilities": Stage(
-        ((chat_choice, "token_objects"), (response, "token_objects"), (CompletionChoice, "_logprobs_of"), (Answer, "_entry")),
+        ((chat_choice, "token_objects"), (progress, "token_objects"), (CompletionChoice, "_logprobs_of"), (Answer, "_entry")),
         early=(*STREAMS, RESPONSES, SOCKET),
         late=(CHAT, COMPLETIONS, GENERATE),
     ),
@@ -98,8 +99,8 @@ STAGES = {
     "first events": Stage(((ResponseEvents, "begin"),), early=OF_RESPONSES),
     "events": Stage(((ResponseEvents, "delta"),), early=OF_RESPONSES),
     "last events": Stage(((ResponseEvents, "end"),), late=OF_RESPONSES),
-    "response object": Stage(((response.Response, "snapshot"),), late=OF_RESPONSES),
-    "conversation": Stage(((response.Response, "items"),), late=OF_RESPONSES),
+    "response object": Stage(((progress.Response, "snapshot"),), late=OF_RESPONSES),
+    "conversation": Stage(((progress.Response, "items"),), late=OF_RESPONSES),
     "stored response": Stage(((response_run, "encode_bytes"),), late=OF_RESPONSES),
     "store": Stage(((ResponseStore, "put"),), early=OF_RESPONSES),
     "events for later": Stage(((Replay, "append"),), early=OF_RESPONSES, fields={"resumable": True}),

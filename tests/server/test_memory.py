@@ -17,8 +17,8 @@ from npucompile.runtime.engine import Engine
 from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.runtime.scheduler import prefix_index
 from npucompile.server.client import Client
+from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.run import running
-from npucompile.server.service import ServedModel, Service
 
 ROUNDS = 6
 """Of seven requests each."""

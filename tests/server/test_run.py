@@ -23,10 +23,10 @@ from websockets.sync.client import connect
 from npucompile.graphs.errors import SpecError
 from npucompile.runtime.request import FinishEvent, TokenEvent
 from npucompile.server import run
-from npucompile.server.limits import SocketLimits
+from npucompile.server.engine.service import ServedModel, Service
+from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.run import Serving, Stop, running, serve, serving, websocket_url
-from npucompile.server.service import ServedModel, Service
-from npucompile.server.tokenizer import TextTokenizer
+from npucompile.server.text.tokenizer import TextTokenizer
 
 
 class Engine:

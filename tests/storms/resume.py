@@ -15,7 +15,7 @@ from storms.target import Target
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from npucompile.server.events import TERMINAL_TYPES
+from npucompile.server.response.events import TERMINAL_TYPES
 
 MOST_DROPS = 4
 MOST_KEPT_BYTES = 8 * 2**20

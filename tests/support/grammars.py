@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 import npucompile
-from npucompile.server.grammar import GrammarCompiler
+from npucompile.server.grammar.compiler import GrammarCompiler
 from npucompile.server.parsers.call_formats import CALL_BEGIN, CALL_END, CALLS, DSML, SEP
 
 BUNDLED = Path(npucompile.__path__[0]) / "models" / "bundled" / "qwen3.5-tiny"

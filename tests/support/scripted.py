@@ -13,10 +13,10 @@ from support.texts import byte_codec
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.histogram import Histogram
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, Logprobs, Request, TokenEvent
-from npucompile.server.limits import SocketLimits
+from npucompile.server.engine.service import ServedModel, Service
+from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.run import serving
-from npucompile.server.service import ServedModel, Service
-from npucompile.server.tokenizer import TextTokenizer
+from npucompile.server.text.tokenizer import TextTokenizer
 
 MODEL = ServedModel("tiny", max_model_len=4096, vocab_size=256, created_s=1700000000, artifact="ab" * 32, aliases=("small",))
 RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0, cached_tokens=1, verify_steps=2, drafted_tokens=6, accepted_per_position=(2, 1, 0))

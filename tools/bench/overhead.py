@@ -24,9 +24,9 @@ from ...graphs.types import Bucket, Limits
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.engine import Engine
 from ...runtime.executor import FinishedStep, Inputs
+from ...server.engine.service import ServedModel, Service
 from ...server.run import serving
-from ...server.service import ServedModel, Service
-from ...server.tokenizer import TextTokenizer
+from ...server.text.tokenizer import TextTokenizer
 from ..progress import Progress
 from ..serve.serving import calm_collector, tokenizer_of
 from .report import Column, Table, Value

@@ -12,7 +12,7 @@ from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.cpu_executor import CpuExecutor
 from ...server.run import serving
-from ...server.tokenizer import TextTokenizer
+from ...server.text.tokenizer import TextTokenizer
 from ..progress import Progress
 from ..serve import serving as services
 from . import acceptance

@@ -10,7 +10,7 @@ from ...lowering.artifact.artifact import ArtifactWriter, Manifest
 from ...lowering.backend import backend
 from ...lowering.toolchain import toolchain
 from ...models import step
-from ...server.tokenizer import TextTokenizer
+from ...server.text.tokenizer import TextTokenizer
 from ..progress import Progress
 from .plan import Plan
 from .weights import bind_weights, store_weights

@@ -16,7 +16,7 @@ from ...graphs.errors import ArtifactMissing, SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...models import registry
 from ...models.family_file import FamilyFile
-from ...server.tokenizer import TextTokenizer
+from ...server.text.tokenizer import TextTokenizer
 from ..bench import build, peer, step
 from ..bench import kernels as bench_kernels
 from ..bench import load as bench_load

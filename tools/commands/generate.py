@@ -16,9 +16,9 @@ from ...lowering.artifact.artifact import Artifact
 from ...models.draft_source import recorded
 from ...models.family_file import FamilyFile
 from ...runtime.request import Sampling
-from ...server.logprobs import token_objects
-from ...server.token_text import TokenText
-from ...server.tokenizer import TextTokenizer
+from ...server.text.logprobs import token_objects
+from ...server.text.token_text import TokenText
+from ...server.text.tokenizer import TextTokenizer
 from ..bench import acceptance
 from ..build import driver as building
 from ..build import plan as planning

@@ -17,12 +17,12 @@ from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...models.presets import BUNDLED
 from ...runtime.journal import Journal, JournalFile
-from ...server.access import Access
-from ...server.access_log import AccessLog
 from ...server.app import WEBSOCKET_PATH
-from ...server.lifecycle import Lifecycle
+from ...server.engine.lifecycle import Lifecycle
+from ...server.guard.access import Access
 from ...server.run import Stop, allow_open_files, running, websocket_url
-from ...server.tracing import Tracing
+from ...server.telemetry.access_log import AccessLog
+from ...server.telemetry.tracing import Tracing
 from ..build import plan as planning
 from ..cli import Home
 from ..locate import artifact_path, check_family, newest_runnable

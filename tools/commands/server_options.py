@@ -10,8 +10,8 @@ import click
 
 from ...graphs.errors import SpecError
 from ...runtime.prefix_cache import PrefixCacheSettings
-from ...server.access import Access
-from ...server.limits import LEAST_CONNECTIONS, MAX_PRIORITY, SocketLimits
+from ...server.guard.access import Access
+from ...server.guard.limits import LEAST_CONNECTIONS, MAX_PRIORITY, SocketLimits
 from ...server.run import Serving
 
 API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"

@@ -17,7 +17,7 @@ from ...models import checkpoint, registry
 from ...models.quant.description import formats_in
 from ...models.quant.formats import FLOAT, PLAIN, Formats
 from ...models.step import Model
-from ...server.tokenizer import TextTokenizer
+from ...server.text.tokenizer import TextTokenizer
 
 
 def in_formats(model: Model, formats: Formats) -> Model:

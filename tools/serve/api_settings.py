@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ...graphs.errors import ModelError, SpecError
 from ...lowering.artifact.artifact import Artifact
-from ...server.chat_format import AUTO, ChatFormat
-from ...server.chat_template import ChatTemplate
+from ...server.chat.format import AUTO, ChatFormat
+from ...server.chat.template import ChatTemplate
 
 CHECKPOINT, OPENAI = "checkpoint", "openai"
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}

@@ -18,9 +18,9 @@ from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
 from ...runtime.engine import Engine
 from ...runtime.executor import Executor
 from ...runtime.prefix_cache import PrefixCacheSettings
-from ...server.limits import SocketLimits
-from ...server.service import ServedModel, Service
-from ...server.tokenizer import TextTokenizer
+from ...server.engine.service import ServedModel, Service
+from ...server.guard.limits import SocketLimits
+from ...server.text.tokenizer import TextTokenizer
 from .api_settings import ApiSettings
 from .spinning import guard_spinning
 from .watchdog import watch

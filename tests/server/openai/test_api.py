@@ -9,9 +9,9 @@ from support.scripted import MODEL
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import Sampling
+from npucompile.server.engine.service import Service
 from npucompile.server.openai.api import fingerprint, includes_usage, new_id, options_of, sampling_of
 from npucompile.server.openai.request_models import CompletionRequest
-from npucompile.server.service import Service
 
 
 def service(**defaults):

@@ -15,11 +15,11 @@ from pydantic import Field
 from starlette.requests import Request
 
 from npucompile.graphs.errors import RequestError
-from npucompile.server.errors import error_reply
 from npucompile.server.openai.bodies import Body, FailFast, Ignored, Neutral, mark_of, read_json, validate
 from npucompile.server.openai.generate import GenerateRequest, SamplingParams
 from npucompile.server.openai.request_models import ChatRequest, CompletionRequest
 from npucompile.server.openai.tokens import TokenizeRequest
+from npucompile.server.requests.error_objects import error_reply
 
 
 class Inner(Body):

@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.server.chat_format import ChatFormat
-from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.client import Client
+from npucompile.server.engine.service import Service
 from npucompile.server.run import serving
-from npucompile.server.service import Service
-from npucompile.server.tokenizer import TextTokenizer
+from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.serve.api_settings import ApiSettings
 from npucompile.tools.serve.serving import start_service
 

@@ -14,9 +14,9 @@ from support.scripted import MODEL, scripted
 from support.texts import byte_codec, byte_tokenizer
 from tokenizers import AddedToken
 
-from npucompile.server.chat_format import ChatFormat
-from npucompile.server.chat_template import ChatTemplate
-from npucompile.server.tokenizer import TextTokenizer
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
+from npucompile.server.text.tokenizer import TextTokenizer
 
 TEMPLATE = "{{ effort or '' }}{{ messages[-1].content }}{% if tools %}{{ tools | tojson }}{% endif %}"
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.texts import RECORD
 
-from npucompile.server.events import CompletionEnd
+from npucompile.server.engine.output_stream import TextDelta
 from npucompile.server.openai.choices import ChunkFrames, Header, pieces, whole_answer
 from npucompile.server.openai.errors import EngineFailure
-from npucompile.server.output_stream import TextDelta
-from npucompile.server.usage import Usage
+from npucompile.server.response.events import CompletionEnd
+from npucompile.server.response.usage import Usage
 
 HEADER = Header("id", "whole", 1, "tiny", None, "chunk")
 

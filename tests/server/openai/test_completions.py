@@ -11,9 +11,9 @@ from support.scripted import MODEL, scripted
 from support.texts import byte_codec
 
 from npucompile.runtime.request import Logprobs, TokenEvent
+from npucompile.server.engine.output_stream import OutputStream
 from npucompile.server.openai.completions import CompletionChoice
 from npucompile.server.openai.request_models import CompletionRequest
-from npucompile.server.output_stream import OutputStream
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from support.calls import AROUND, WRITERS
 from support.scripted import scripted
 
-from npucompile.server.chat_format import ChatFormat
-from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.parsers.call_formats import FORMATS
 
 SHOWN = {

@@ -9,7 +9,7 @@ from support.texts import RECORD, byte_codec
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import FinishEvent, Logprobs, Request, TokenEvent
-from npucompile.server.generation import Generation
+from npucompile.server.engine.generation import Generation
 from npucompile.server.openai.live import Live, TooSlow
 
 REQUEST = Request("r", (1,), 9)

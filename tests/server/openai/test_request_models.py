@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from npucompile.server.create_body import CREATE_FIELDS
-from npucompile.server.neutral import IGNORED, NEUTRAL
 from npucompile.server.openai.bodies import Ignored, Neutral, mark_of
 from npucompile.server.openai.generate import GenerateRequest, SamplingParams
 from npucompile.server.openai.request_models import MAX_PROMPTS, ChatRequest, CompletionRequest, SamplingFields, prompts
 from npucompile.server.openai.routes import GETS, POSTS, STORED
+from npucompile.server.requests.create_body import CREATE_FIELDS
+from npucompile.server.requests.neutral import IGNORED, NEUTRAL
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
 SHARED = set(SamplingFields.model_fields)

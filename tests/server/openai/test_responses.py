@@ -8,8 +8,8 @@ import openai
 import pytest
 from support.scripted import scripted
 
-from npucompile.server.chat_format import ChatFormat
-from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.client import Client
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"

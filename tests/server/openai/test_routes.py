@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scripted import scripted
 
-from npucompile.server.chat_format import ChatFormat
-from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.openai.routes import POSTS
 
 PATHS = [post.path for post in POSTS]

@@ -13,8 +13,8 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from support.scripted import scripted
 
-from npucompile.server.chat_format import ChatFormat
-from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.client import Client
 
 # openai-python was written for older versions of websockets, which had one way to connect.

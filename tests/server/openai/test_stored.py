@@ -10,9 +10,9 @@ import pytest
 from support.scripted import TIMEOUT_S, scripted
 from support.texts import byte_codec
 
-from npucompile.server.access import Access
-from npucompile.server.chat_format import ChatFormat
-from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
+from npucompile.server.guard.access import Access
 from npucompile.server.run import Serving, running
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -141,7 +141,7 @@ def test_a_key_opens_its_own_responses_alone():
         from support.scripted import MODEL
         from support.texts import byte_codec
 
-        from npucompile.server.service import Service
+        from npucompile.server.engine.service import Service
 
         service = Service(engine, byte_codec(), MODEL, chat=FORM)
         with running(service, settings=Serving(access=Access.of(["one", "two"]))) as server:

@@ -13,9 +13,9 @@ import pytest
 from support import toy_device as toy
 from support.texts import byte_codec
 
-from npucompile.server.limits import SocketLimits
+from npucompile.server.engine.service import ServedModel, Service
+from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.run import serving
-from npucompile.server.service import ServedModel, Service
 
 PAUSE_S, TIMEOUT_MS, TOKENS = 0.04, 500, 29
 PROMPT = [1, 2, 3]

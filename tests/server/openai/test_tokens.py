@@ -7,8 +7,8 @@ import pytest
 from support.scripted import scripted
 from support.texts import byte_codec
 
-from npucompile.server.chat_format import ChatFormat
-from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from support.texts import RECORD
 
 from npucompile.server.openai.usage import usage_object
-from npucompile.server.usage import Usage
+from npucompile.server.response.usage import Usage
 
 
 def usage(prompt, output, cached, drafted, accepted):

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from support.calls import AROUND, WRITERS
 from support.parsing import Call, pieces_of, whole
 
-from npucompile.server.items import read_arguments
 from npucompile.server.parsers.call_formats import FORMATS
 from npucompile.server.parsers.message import MessageParser
 from npucompile.server.parsers.reasoning import Content, Reasoning, ReasoningParser
 from npucompile.server.parsers.tool_calls import ToolCallParser
+from npucompile.server.requests.items import read_arguments
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 WORDS = ["<think>", "</think>", CALL, "<tool_call>", "</tool_call>", "\n", "<", "a"]

@@ -12,7 +12,7 @@ from support import tiny
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.request import ExecutionRecord
-from npucompile.server.tokenizer import TextTokenizer
+from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.bench import speculation as module
 from npucompile.tools.bench.report import as_text
 from npucompile.tools.bench.speculation import WITH, WITHOUT, Rounds, TextLoad, check, read_prompts, row, speculation

@@ -6,7 +6,7 @@ import pytest
 
 from npucompile.graphs.errors import SpecError
 from npucompile.models import registry
-from npucompile.server.limits import SocketLimits
+from npucompile.server.guard.limits import SocketLimits
 from npucompile.tools.build.deployments import (
     DEFAULT,
     MAX_CHUNK,

@@ -13,7 +13,7 @@ from support import tiny
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import registry
-from npucompile.server.tokenizer import TextTokenizer
+from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.bench import build as bench_build
 from npucompile.tools.bench import machine, peer, speculation
 from npucompile.tools.bench.peers import run as peers

@@ -13,9 +13,9 @@ from support.sse_server import SseServer
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.server.access import Access
+from npucompile.server.engine.service import Service
+from npucompile.server.guard.access import Access
 from npucompile.server.run import Serving, running, serving
-from npucompile.server.service import Service
 from npucompile.tools.serve.api_settings import ApiSettings
 from npucompile.tools.serve.serving import start_service
 

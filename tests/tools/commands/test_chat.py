@@ -11,7 +11,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.server.run import serving, websocket_url
-from npucompile.server.tokenizer import TextTokenizer
+from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.serve.offline import complete
 from npucompile.tools.serve.serving import start_service
 

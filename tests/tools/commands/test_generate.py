@@ -17,7 +17,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
-from npucompile.server.tokenizer import TextTokenizer
+from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.commands.generate import parse_ids
 from npucompile.tools.serve.offline import complete
 

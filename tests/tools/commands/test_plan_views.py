@@ -8,8 +8,8 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from npucompile.runtime.metrics import Metrics
-from npucompile.server.exposition import render_metrics
-from npucompile.server.service import ServedModel
+from npucompile.server.engine.service import ServedModel
+from npucompile.server.pages.exposition import render_metrics
 from npucompile.tools.cli import main
 from npucompile.tools.plan.buckets import of_metrics
 

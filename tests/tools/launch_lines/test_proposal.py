@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support import tiny
 
 from npucompile.models import registry
-from npucompile.server.limits import SocketLimits
+from npucompile.server.guard.limits import SocketLimits
 from npucompile.tools.launch_lines.facts import Facts
 from npucompile.tools.launch_lines.proposal import options_of, propose
 

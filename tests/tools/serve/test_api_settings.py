@@ -9,7 +9,7 @@ from support import tiny
 
 from npucompile.graphs.errors import ModelError, SpecError
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
-from npucompile.server.chat_template import Chat
+from npucompile.server.chat.template import Chat
 from npucompile.tools.build.describe import describe
 from npucompile.tools.serve.api_settings import OPENAI, ApiSettings
 

@@ -20,7 +20,7 @@ from websockets.typing import Subprotocol
 
 from ....graphs.errors import NpucompileError, ProtocolError, RequestError
 from ....server.client import MAX_EVENT_BYTES, Client, raise_if_refused
-from ....server.frames import JSON
+from ....server.socket.frames import JSON
 from .outcome import Told
 from .workload import Prompt
 

@@ -1,0 +1,1 @@
+"""Conversations: chat templates, and the form of what a model writes."""

@@ -1,0 +1,290 @@
+"""The grammar of a whole reply: reasoning first, then free text, tool calls or structured output, as the model's formats write them.
+
+Grammars are in llguidance's dialect of Lark. Text up to a mark is a lazy lexeme that ends with it, so that it holds the mark nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...graphs.errors import RequestError
+from ..grammar.json_blanks import OPTIONS, with_blanks
+from ..parsers.call_formats import CALL_BEGIN, CALL_END, CALLS, DSML, SEP
+from ..parsers.reasoning import CLOSE, OPEN
+from ..parsers.schemas import MAX_SHAPES, Schemas
+from ..requests.structured_output import OutputFormat
+
+NONE, INSIDE, MAYBE = "none", "inside", "maybe"
+"""Whether a reply begins with reasoning: not at all, within it already, or as the model likes."""
+
+AUTO, REQUIRED = "auto", "required"
+
+Special = Mapping[str, int]
+"""Ids of special tokens by their text. Marks that are other tokens are text to a grammar, which has those tokens."""
+
+ANY_TEXT = "/(?s:.*)/"
+FEW_BLANKS = r"/[ \t\r\n]{0,8}/"
+"""What may stand between reasoning and a form: models write two line breaks."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools of a request, and what is to become of them.
+
+    Attributes:
+        tools: as `tools` of OpenAI's chats has them.
+        choice: "none", "auto" or "required".
+        named: the function that has to be called, where choice is "required"; None for any.
+        parallel: whether a reply may have several calls.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    choice: str = AUTO
+    named: str | None = None
+    parallel: bool = True
+
+    @property
+    def offered(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the prompt has: what is not to be called is not in it."""
+        return () if self.choice == NONE else self.tools
+
+    @property
+    def constrains(self) -> bool:
+        """Whether calls have to be of a form that the model might not write by itself."""
+        forms = self.choice == REQUIRED or not self.parallel or any(tool["function"].get("strict") for tool in self.tools)
+        return bool(self.offered) and forms
+
+    @property
+    def callable(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that may be called."""
+        return tuple(tool["function"] for tool in self.offered if self.named in (None, tool["function"]["name"]))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a reply must be.
+
+    Attributes:
+        reasoning: NONE, INSIDE or MAYBE.
+        tools: and whether they are called.
+        calls: name of the format of calls (`parsers.call_formats.FORMATS`); None where none may come.
+        body: what the text must be where there is no call; None leaves it free.
+    """
+
+    reasoning: str
+    tools: ToolUse = ToolUse()
+    calls: str | None = None
+    body: OutputFormat | None = None
+
+    def grammar(self, special: Special, body: str | None = None) -> str:
+        """The grammar, in llguidance's notation; `body` is that of the body."""
+        writer = _Writer(special)
+        parts = []
+        if self.calls is not None:
+            parts.append(writer.calls(self.calls, self.tools, free_text=self.tools.choice == AUTO and body is None))
+        if self.tools.choice == AUTO or self.calls is None:
+            parts.append(ANY_TEXT if body is None else "@body")
+        writer.rules["reply"] = " | ".join(f"({part})" for part in parts)
+        writer.rules["start"] = f"{writer.thinking(self.reasoning)} reply"
+        lark = "".join(f"{name}: {rule}\n" for name, rule in sorted(writer.rules.items(), key=lambda rule: rule[0] != "start"))
+        grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": lark}]
+        if body is not None:
+            grammars.append(_named(body, "body"))
+        return json.dumps({"grammars": grammars})
+
+
+class _Writer:
+    """Writes rules; in those that it returns, marks that are special tokens are tokens, and all else is text."""
+
+    def __init__(self, special: Special) -> None:
+        self._marks = {mark: number for mark, number in special.items() if mark in FORMAT_TEXT}
+        self._mark = re.compile("(" + ("|".join(map(re.escape, self._marks)) or "(?!)") + ")")
+        self.rules: dict[str, str] = {}
+
+    def thinking(self, reasoning: str) -> str:
+        if reasoning == NONE:
+            return ""
+        thought = f"{self.up_to('thought', CLOSE)} {FEW_BLANKS}"
+        return thought if reasoning == INSIDE else f"({self.text(OPEN)} {thought})?"
+
+    def up_to(self, name: str, mark: str) -> str:
+        """Any text up to a mark, and the mark: with its token, or all spelt out, which parsers read as the same."""
+        self.rules[f"{name}[suffix={_quoted(mark)}]"] = ANY_TEXT
+        before, *rest = self._mark.split(mark, maxsplit=1)
+        if not rest:
+            return name
+        self.rules[name.upper()] = f"{ANY_TEXT} {_quoted(before)}" if before else ANY_TEXT
+        return f"({name} | {name.upper()} {self.text(''.join(rest))})"
+
+    def text(self, text: str) -> str:
+        """A text of a format, whose marks are tokens where they are special ones."""
+        return " ".join(f"<[{self._marks[part]}]>" if part in self._marks else _quoted(part) for part in self._mark.split(text) if part)
+
+    def calls(self, name: str, use: ToolUse, *, free_text: bool) -> str:
+        """One call, or several, behind free text where it may come first."""
+        form = WRITTEN[name]
+        functions = [self._function(form, index, tool) for index, tool in enumerate(use.callable)]
+        self.rules["function"] = " | ".join(functions)
+        first = form.before + form.begin
+        mark = form.first_mark
+        opening = f"{self.up_to('told', mark)} {self.text(first.removeprefix(mark))}" if free_text else self.text(first)
+        # Where marks alone may follow and begin alike, llguidance would cut their common beginning into other tokens.
+        another = self.text(form.between + form.begin) if form.between else f"/\\n?/ {self.text(form.begin)}"
+        more = f"({another} function {self.text(form.end)})*" if use.parallel else ""
+        return f"{opening} function {self.text(form.end)} {more} {self.text(form.after)}"
+
+    def _function(self, form: Written, index: int, tool: Mapping[str, Any]) -> str:
+        schema = tool.get("parameters") or {}
+        head, tail = form.head(tool["name"]), form.tail
+        rule = f"function{index}"
+        guidance = {} if tool.get("strict") else {"lenient": True}
+        if form.arguments is None:
+            arguments = _json({"type": "object", **schema}, guidance)
+        else:
+            own = schema.get(OPTIONS, {})
+            arguments = self._tagged(form.arguments, tool["name"], schema, {**guidance, **own} if isinstance(own, Mapping) else guidance)
+        self.rules[rule] = f"{self.text(head)} {self._rule(f'arguments{index}', arguments)} {self.text(tail)}"
+        return rule
+
+    def _rule(self, name: str, expression: str) -> str:
+        if not expression.strip():
+            return ""
+        self.rules[name] = expression
+        return name
+
+    def _tagged(self, form: TaggedArguments, function: str, root: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
+        """All arguments in tags, in the order of the schema; of alternatives, each."""
+        schemas = Schemas(root)
+        shapes = schemas.shapes()
+        if len(shapes) > MAX_SHAPES:
+            message = f"the parameters of {function!r} have more than {MAX_SHAPES} alternatives; legal are at most that many"
+            raise RequestError(message, param="tools", code="invalid_grammar")
+        alternatives = dict.fromkeys(
+            " ".join(
+                f"({self._argument(form, name, value, schemas, guidance)}){'' if name in shape.required else '?'}"
+                for name, value in shape.properties.items()
+                if value is not False
+            )
+            for shape in shapes
+        )
+        return " | ".join(f"({alternative})" for alternative in alternatives) if any(alternatives) else ""
+
+    def _argument(self, form: TaggedArguments, name: str, schema: Any, schemas: Schemas, guidance: Mapping[str, Any]) -> str:
+        """One argument in its tags: a text is any up to the closing tag, or one of those that the schema lists."""
+        values = schemas.values(schema)
+        opening = self.text(form.open(name, values.is_text))
+        closing = self.text(form.close)
+        if values.is_text and values.options:
+            return f"{opening} ({' | '.join(_quoted(option) for option in values.options)}) {closing}"
+        if values.is_text:
+            mark = form.close.rstrip("\n")
+            return f"{opening} {self.up_to('text', mark)} {self.text(form.close.removeprefix(mark))}"
+        return f"{opening} {_json(schemas.standalone(schema), guidance)} {closing}"
+
+
+def _json(schema: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
+    """JSON of a schema; `guidance` says how llguidance reads it where the schema does not say it itself."""
+    own = schema.get(OPTIONS, {})
+    return "%json " + json.dumps(with_blanks({**schema, OPTIONS: {**guidance, **own} if isinstance(own, Mapping) else own}))
+
+
+@dataclass(frozen=True)
+class TaggedArguments:
+    """Arguments in tags: `open` makes the opening tag of a name and of whether it is a text."""
+
+    open: Callable[[str, bool], str]
+    close: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """How calls are written, with all blanks, as the templates of such models show them.
+
+    Attributes:
+        before, after: around all calls.
+        begin, end: around each.
+        between: two calls.
+        head: what is before the arguments of a function.
+        tail: what is behind them.
+        arguments: in tags; None for a JSON object.
+    """
+
+    begin: str
+    end: str
+    head: Callable[[str], str]
+    tail: str
+    before: str = ""
+    after: str = ""
+    between: str = ""
+    arguments: TaggedArguments | None = None
+
+    @property
+    def first_mark(self) -> str:
+        """The mark that text goes up to."""
+        return (self.before or self.begin).rstrip("\n")
+
+    @property
+    def text(self) -> str:
+        """All that the format writes by itself."""
+        tags = self.arguments.open("", True) + self.arguments.close if self.arguments else ""
+        return self.before + self.begin + self.head("") + tags + self.tail + self.end + self.after
+
+
+WRITTEN: Mapping[str, Written] = {
+    "hermes": Written(
+        "<tool_call>", "</tool_call>", lambda name: f'\n{{"name": {_quoted(name)}, "arguments": ', "}\n", between="\n"
+    ),
+    "qwen3_coder": Written(
+        "<tool_call>", "</tool_call>", lambda name: f"\n<function={name}>\n", "</function>\n", between="\n",
+        arguments=TaggedArguments(lambda name, _: f"<parameter={name}>\n", "\n</parameter>\n"),
+    ),
+    "deepseek_v3": Written(
+        CALL_BEGIN, CALL_END, lambda name: f"function{SEP}{name}\n```json\n", "\n```", before=CALLS[0], after=CALLS[1], between="\n"
+    ),
+    "deepseek_v31": Written(CALL_BEGIN, CALL_END, lambda name: f"{name}{SEP}", "", before=CALLS[0], after=CALLS[1]),
+    "deepseek_v32": Written(
+        f"<{DSML}invoke", f"</{DSML}invoke>", lambda name: f' name="{name}">\n', "",
+        before=f"<{DSML}function_calls>\n", after=f"\n</{DSML}function_calls>", between="\n",
+        arguments=TaggedArguments(
+            lambda name, text: f'<{DSML}parameter name="{name}" string="{"true" if text else "false"}">', f"</{DSML}parameter>\n"
+        ),
+    ),
+}  # fmt: skip
+"""By the names of the formats of calls."""
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+FORMAT_TEXT = "".join((OPEN, CLOSE, *(form.text for form in WRITTEN.values())))
+"""All that formats write by themselves: names of functions and arguments that spell a special token are text."""
+
+
+def _named(grammar: str, name: str) -> dict[str, Any]:
+    """A grammar in llguidance's notation, which is Lark or a list of one, under a name."""
+    if not grammar.lstrip().startswith("{"):
+        return {"name": name, "lark_grammar": grammar}
+    (inner,) = json.loads(grammar)["grammars"]
+    return {**inner, "name": name}
+
+
+def check_choice(use: ToolUse, calls: str | None) -> None:
+    """Raises RequestError where a request wants calls that nothing can make."""
+    wants = use.choice == REQUIRED
+    if wants and not use.tools:
+        message = f"tool_choice is {use.named or use.choice!r} and there are no tools; legal is tools beside it"
+        raise RequestError(message, param="tool_choice")
+    names = [tool["function"]["name"] for tool in use.tools]
+    if use.named is not None and use.named not in names:
+        raise RequestError(f"tool_choice names {use.named!r}, and tools are {names}; legal is one of them", param="tool_choice")
+    if use.constrains and calls is None:
+        message = (
+            "the chat template shows no format of tool calls, which tool_choice, parallel_tool_calls: false and strict functions need; "
+            "legal is a server started with --tool-call-parser"
+        )
+        raise RequestError(message, param="tool_choice" if wants else "tools", code="unsupported_value")

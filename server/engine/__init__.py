@@ -1,0 +1,1 @@
+"""Requests go to the engine, and its events come back as text."""

@@ -1,0 +1,65 @@
+"""What the server is doing from its start to its end, and what its probes answer: liveness and readiness.
+
+It listens before it has a model, so that whoever watches it sees it start, and a taken port is found before anything is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...graphs.errors import RequestError
+from .service import Service
+
+LIVE = frozenset({"ok", "starting", "draining"})
+"""States in which the process is better left alone; in any other it should be ended."""
+
+
+class Lifecycle:
+    """Of one server. Attributes are set by any thread and read by the event loop.
+
+    Attributes:
+        service: None until the model is loaded.
+        draining: no new response is started; what runs may end.
+    """
+
+    def __init__(self, service: Service | None = None) -> None:
+        self.service = service
+        self.draining = False
+
+    def state(self) -> Mapping[str, Any]:
+        """Body of the probes: `status` is "starting", "ok", "draining", or what is wrong with the engine; the rest is detail."""
+        service = self.service
+        if service is None:
+            return {"status": "starting"}
+        detail = service.readiness()
+        return {**detail, "status": "draining"} if self.draining and detail["status"] == "ok" else detail
+
+    def alive(self) -> bool:
+        """Whether the process works, or will."""
+        return self.state()["status"] in LIVE
+
+    def ready(self) -> bool:
+        """Whether new requests are served."""
+        return bool(self.state()["status"] == "ok")
+
+    def serving(self) -> Service:
+        """The service, for something that needs no engine.
+
+        Raises:
+            RequestError: there is none yet.
+        """
+        if self.service is None:
+            raise RequestError("the server is starting: its model is being built or loaded, and /ready says when it is", code="starting")
+        return self.service
+
+    def admitting(self) -> Service:
+        """The service, for a new response.
+
+        Raises:
+            RequestError: it takes none.
+        """
+        service = self.serving()
+        if self.draining:
+            raise RequestError("the server is ending and takes no new requests", code="draining")
+        return service

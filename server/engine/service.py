@@ -1,0 +1,352 @@
+"""The served model: requests to the engine, and its events back to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+from ...graphs.errors import RequestError
+from ...runtime.bitmasks import check_first
+from ...runtime.delivery import Sink
+from ...runtime.request import Event, FinishEvent, Request, Sampling
+from ..chat.format import ChatFormat
+from ..grammar.compiler import GrammarCompiler, GrammarConstraint
+from ..guard.admission import Admission
+from ..guard.door import has_key
+from ..guard.limits import SocketLimits
+from ..mailbox import Mailbox
+from ..requests.fields import show
+from ..requests.structured_output import OutputFormat
+from ..response.events import completion_id
+from ..response.prepare import prepare
+from ..response.progress import PreparedResponse, Response
+from ..response.store import ResponseStore
+from ..socket.connection import CreateCommand
+from ..telemetry.trace_context import carrier
+from ..telemetry.tracing import Tracing
+from ..text.tokenizer import TextTokenizer
+from .generation import GenerationOptions
+
+FIELD_OF = {"logprobs": "top_logprobs", "constraint": "text"}
+"""Names in the API of request fields that have another name in the runtime."""
+
+
+class EngineClient(Protocol):
+    """The interface of `runtime.engine` that the server uses; its methods may be called from any thread."""
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queues a request; `sink` is called with its events, the FinishEvent last, on the engine's thread.
+
+        Raises:
+            RequestError: the request can never be served.
+        """
+
+    def hold(self) -> None:
+        """Requests that are submitted until `release` begin together, where nothing runs."""
+
+    def release(self) -> None:
+        """See `hold`."""
+
+    def cancel(self, *request_ids: str) -> object:
+        """Ends requests early, with FinishEvents of reason "cancelled"; unknown and finished requests are ignored."""
+
+    def flush_prefix_cache(self) -> bool:
+        """Forgets all prefixes before the next step; returns whether any are kept."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Numbers by name; `bucket_steps` maps bucket names to numbers, `backends` to backend names, and
+        `spec_decode_num_accepted_tokens_per_pos` positions of draft tokens, from 0, to numbers."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that is served.
+
+    Attributes:
+        max_model_len: most tokens of prompt and output together.
+        vocab_size: V; legal token ids are below it.
+        eos_token_ids: ids that end an output.
+        created_s: Unix time of the build.
+        artifact: digest of the artifact, if it comes from one.
+        max_running: requests that the engine can run at once; more wait.
+        aliases: further names that requests may have for it.
+        defaults: sampling parameters of HTTP requests that do not set them, where they are not OpenAI's.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    created_s: int = 0
+    artifact: str | None = None
+    max_running: int = 1
+    aliases: tuple[str, ...] = ()
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+
+def _always_ok() -> Mapping[str, Any]:
+    return {"status": "ok"}
+
+
+class Service:
+    """One engine with its tokenizer.
+
+    Args:
+        engine: runs the requests.
+        tokenizer: of the model.
+        model: the model that the engine runs.
+        chat: how it converses.
+        readiness: what the probes say; `status` is "ok" or what is wrong with the engine, the rest is detail.
+        limits: of requests: how many wait or run, how urgent they are, and how long they take.
+        clock: Unix time in seconds.
+
+    Attributes:
+        tracing: makes a span for each request; None for none.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: TextTokenizer,
+        model: ServedModel,
+        *,
+        chat: ChatFormat | None = None,
+        readiness: Callable[[], Mapping[str, Any]] = _always_ok,
+        limits: SocketLimits | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.limits = limits = limits or SocketLimits()
+        self.store = ResponseStore(limits.max_stored_bytes, limits.stored_s)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.chat = chat or ChatFormat()
+        self.readiness = readiness
+        tokens = limits.max_queued_tokens, limits.max_tokens_per_client
+        self.admission = Admission(model.max_running + limits.max_queue, limits.max_requests_per_client, *tokens)
+        # Tenants are told apart without saying who they are, which journals would keep.
+        self._tenant_key = secrets.token_bytes(16)
+        self.tracing: Tracing | None = None
+        self._mailbox: Mailbox | None = None
+        self._holding = False
+        self._engine = engine
+        self._clock = clock
+
+    def prepare(self, create: CreateCommand) -> PreparedResponse:
+        """Validates a message against the model and tokenizes its prompt.
+
+        Raises:
+            RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation without a chat template.
+        """
+        return prepare(self, create)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises RequestError when a request names another model than the one that is served."""
+        if name not in (None, self.model.name, *self.model.aliases):
+            served = " or ".join(map(repr, (self.model.name, *self.model.aliases)))
+            raise RequestError(f"model is {show(name)}; served here is {served}", param="model", code="model_not_found")
+
+    def encode(self, text: str, param: str, *, add_special: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt; `param` is its field, for errors. May take long, and may be called on any thread.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+        """
+        # Known before any token is looked at, which would take seconds for a text of megabytes.
+        least = self.tokenizer.fewest_tokens(text)
+        if least >= self.model.max_model_len:
+            raise self._too_long(f"{len(text)} characters, which are at least {least} tokens,", param)
+        return self.checked(self.tokenizer.encode(text, add_special=add_special), param)
+
+    def checked(self, prompt: tuple[int, ...], param: str) -> tuple[int, ...]:
+        """The prompt itself.
+
+        Raises:
+            RequestError: it is empty, too long, or holds ids outside the vocabulary.
+        """
+        if len(prompt) >= self.model.max_model_len:
+            raise self._too_long(f"{len(prompt)} tokens", param)
+        if not prompt:
+            raise RequestError(f"{param} holds no tokens; legal is a prompt of at least 1", param=param, code="empty_prompt")
+        illegal = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
+        if illegal is not None:
+            message = f"token id {illegal} in {param}; legal are 0 to {self.model.vocab_size - 1}"
+            raise RequestError(message, param=param, code="token_out_of_range")
+        return prompt
+
+    def requests(self, base_id: str, prompt: tuple[int, ...], options: GenerationOptions, param: str) -> tuple[Request, ...]:
+        """Engine requests for the completions of a prompt; they differ in id (`completion_id`) and seed (`completion_seed`).
+
+        A large grammar takes up to a second, so that this may be called on any thread.
+
+        Args:
+            param: the prompt's field, for errors.
+
+        Raises:
+            RequestError: prompt and output do not fit into the context, what the output must be is no grammar, or the request is more
+                urgent than it may be or wants more time.
+        """
+        self.limits.check_priority(options.priority)
+        first_token_s = self.limits.first_token_timeout_s
+        sampling = self._sampling(options)
+        constraint = None if options.format is None else self._constraint(options.format)
+        # A form that is complete allows nothing but the end.
+        stops = frozenset() if options.ignore_eos and options.format is None else self.model.eos_token_ids
+        first = Request(
+            id=base_id,
+            prompt=prompt,
+            max_tokens=self._max_tokens(len(prompt), param, options),
+            sampling=sampling,
+            stop_token_ids=stops | options.stop_token_ids,
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
+            prompt_logprobs_from=options.prompt_logprobs_from,
+            speculative_tokens=options.speculative_tokens,
+            constraint=constraint,
+            priority=options.priority,
+            timeout_ms=self.limits.timeout_ms(options.timeout_ms),
+            first_token_timeout_ms=None if first_token_s is None else 1e3 * first_token_s,
+            cache_salt=options.cache_salt,
+            skip_reading_prefix_cache=options.skip_reading_prefix_cache,
+        )
+        check_first(first, self.model.vocab_size)
+        others = (
+            replace(
+                first,
+                id=completion_id(base_id, index),
+                sampling=replace(sampling, seed=completion_seed(sampling.seed, index)),
+                # Each follows its own output.
+                constraint=None if constraint is None else constraint.copy(),
+            )
+            for index in range(1, options.n)
+        )
+        return (first, *others)
+
+    def _sampling(self, options: GenerationOptions) -> Sampling:
+        words = [ids for text in options.bad_words for ids in self.tokenizer.spellings(text)]
+        return replace(options.sampling, bad_words=tuple(words)) if words else options.sampling
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return self.tokenizer.grammars(self.model.eos_token_ids)
+
+    def _constraint(self, form: OutputFormat) -> GrammarConstraint:
+        return self._grammars.constraint(form.kind, form.value, form.param)
+
+    def now_s(self) -> int:
+        """Unix time."""
+        return int(self._clock())
+
+    def response(self, prepared: PreparedResponse) -> Response:
+        """The response to be driven with the engine's events."""
+        return Response(prepared, self.tokenizer)
+
+    def submit(self, requests: Sequence[Request], deliver: Callable[[Event], None], client: str = "") -> None:
+        """Submits requests to the engine; `deliver` is called with their events on the running loop, in order.
+
+        Args:
+            client: whose requests they are (`door.CLIENT`); those with another key share no prefixes with them.
+
+        Raises:
+            RequestError: there is no room, or the engine refuses one; the others are cancelled, and `deliver` is never called.
+        """
+        mailbox = self._open_mailbox()
+        leave = self.admission.enter(client, len(requests), sum(len(request.prompt) for request in requests))
+        tenant = self._tenant(client)
+        spans = {request.id: self.tracing.begin(request, carrier.get()) for request in requests} if self.tracing else {}
+
+        def receive(event: Event) -> None:
+            try:
+                deliver(event)
+            except Exception:
+                # The mailbox delivers nothing of it after that.
+                leave()
+                raise
+            if isinstance(event, FinishEvent):
+                leave()
+                if event.request_id in spans:
+                    spans[event.request_id](event)
+
+        submitted = list[str]()
+        self._hold(mailbox.loop)
+        try:
+            for request in requests:
+                mailbox.open(request.id, receive)
+                if client:
+                    salt = f"{tenant} {request.cache_salt}" if has_key(client) else request.cache_salt
+                    request = replace(request, tenant=tenant, cache_salt=salt)
+                self._engine.submit(request, mailbox)
+                submitted.append(request.id)
+        except Exception as error:
+            for request in requests:
+                mailbox.close(request.id)
+            for _ in requests:
+                leave()
+            for ended in spans.values():
+                ended(None)
+            self.cancel(*submitted)
+            if isinstance(error, RequestError):
+                error.param = FIELD_OF.get(error.param or "", error.param)
+            raise
+
+    def _hold(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What is submitted in this turn of the loop begins together: a client's frames come together."""
+        if not self._holding:
+            self._holding = True
+            self._engine.hold()
+            loop.call_soon(self._release)
+
+    def _release(self) -> None:
+        self._holding = False
+        self._engine.release()
+
+    def cancel(self, *request_ids: str) -> None:
+        """Asks the engine to end requests, all in one pass; ended ones are ignored."""
+        if request_ids:
+            self._engine.cancel(*request_ids)
+
+    def _tenant(self, client: str) -> str:
+        """A client's name in the engine."""
+        return hashlib.blake2b(client.encode(), key=self._tenant_key, digest_size=8).hexdigest() if client else ""
+
+    def flush_prefix_cache(self) -> bool:
+        """Forgets what is in the engine's caches of earlier requests; returns whether anything is kept there at all."""
+        return self._engine.flush_prefix_cache()
+
+    def _open_mailbox(self) -> Mailbox:
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop, self.cancel, self.limits.stream_interval_s)
+        return self._mailbox
+
+    def stats(self) -> Mapping[str, Any]:
+        """The engine's numbers."""
+        return self._engine.stats()
+
+    def _max_tokens(self, prompt_tokens: int, param: str, options: GenerationOptions) -> int:
+        limit, wanted, name = self.model.max_model_len, options.max_tokens, options.max_tokens_field
+        room = limit - prompt_tokens
+        if wanted is not None and wanted > room:
+            message = f"{param} has {prompt_tokens} tokens and {name} is {wanted}; together at most {limit} are legal"
+            raise RequestError(message, param=name, code="context_length_exceeded")
+        return room if wanted is None else wanted
+
+    def _too_long(self, what: str, param: str) -> RequestError:
+        message = f"{param} has {what} and needs room for 1 more; the context of {self.model.name!r} is {self.model.max_model_len} tokens"
+        return RequestError(message, param=param, code="context_length_exceeded")
+
+
+def completion_seed(seed: int | None, index: int) -> int | None:
+    """The seed of completion `index` of a response with `seed`.
+
+    Completion 0 has the response's seed, so it equals a response with one completion. Completion i has the first 63 bits of the SHA-256
+    of the text "<seed>/<i>", so that it can be reproduced alone. Without a seed the engine draws one for each completion.
+    """
+    if seed is None or index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1

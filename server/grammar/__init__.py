@@ -1,0 +1,1 @@
+"""Structured output: grammars compiled into masks over the vocabulary."""

@@ -1,0 +1,88 @@
+"""The ASGI middleware in front of every route: lets in what `Access` allows, and answers the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from ...graphs.errors import RequestError
+from ..requests.error_objects import ErrorReply, error_reply
+from ..telemetry.trace_context import carried, carrier
+from .access import KEY_SUBPROTOCOL, Access
+from .refusals import Refusals
+
+CLIENT = "npucompile.client"
+"""Key of a scope: whose request it is, KEY and the digest of its key or else the address that it comes from."""
+
+KEY = "key "
+
+OWNER = "npucompile.owner"
+"""Key of a scope: whose responses it may name, the digest of its key; "" where no key is asked for, and an id opens what it names."""
+
+
+_REFUSED = 400
+"""Statuses of answers that say no begin here."""
+
+_STARTS = ("http.response.start", "websocket.http.response.start")
+
+
+class Door:
+    """Checks each HTTP request and each websocket before its route sees it."""
+
+    def __init__(self, app: ASGIApp, access: Access, refusals: Refusals) -> None:
+        self._app = app
+        self._access = access
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        address = (scope.get("client") or ("",))[0]
+        try:
+            key = self._access.check(scope)
+        except RequestError as error:
+            await refuse(scope, receive, self._paced(address, send), error_reply(error))
+            return
+        client = f"{KEY}{key}" if key else address
+        known: dict[str, Any] = {CLIENT: client, OWNER: key or ""}
+        if "subprotocols" in scope:
+            known["subprotocols"] = [name for name in scope["subprotocols"] if not name.startswith(KEY_SUBPROTOCOL)]
+        token = carrier.set(carried(scope))
+        try:
+            await self._app({**scope, **known}, receive, self._paced(client, send))
+        finally:
+            carrier.reset(token)
+
+    def _paced(self, client: str, send: Send) -> Send:
+        """Sends an answer, a refusal when it is its turn."""
+
+        async def paced(message: Any) -> None:
+            if message["type"] in _STARTS and message["status"] >= _REFUSED:
+                await asyncio.sleep(self._refusals.wait_s(client))
+            await send(message)
+
+        return paced
+
+
+def has_key(client: str) -> bool:
+    """Whether a client (CLIENT) is known by its key; all others are known by their addresses."""
+    return client.startswith(KEY)
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send, reply: ErrorReply) -> None:
+    """Answers a request, or the handshake of a websocket, with an error."""
+    response = error_response(reply)
+    if scope["type"] == "websocket":
+        await WebSocket(scope, receive, send).send_denial_response(response)
+    else:
+        await response(scope, receive, send)
+
+
+def error_response(reply: ErrorReply) -> JSONResponse:
+    """An error as an HTTP response."""
+    return JSONResponse({"error": reply.as_object()}, status_code=reply.status, headers=reply.headers())

@@ -1,0 +1,1 @@
+"""What probes, Prometheus and browsers read: health, metrics and the chat page."""

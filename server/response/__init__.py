@@ -1,0 +1,1 @@
+"""Responses: prepared, run, stored, and told as events in OpenAI's format."""

@@ -1,0 +1,197 @@
+"""The body of a response becomes requests of the engine, checked against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...graphs.errors import RequestError
+from ...runtime.request import Request
+from ..chat.reply_grammar import AUTO, check_choice
+from ..chat.template import Chat
+from ..engine.generation import GenerationOptions
+from ..parsers.message import MessageParser
+from ..requests.create_body import Conversation, ResponseCreate
+from ..requests.structured_output import OutputFormat
+from ..socket.connection import CreateCommand
+from .events import ResponseInfo
+from .progress import PreparedResponse
+from .run import Keeping
+
+if TYPE_CHECKING:
+    from ..engine.service import Service
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Who asks for a response.
+
+    Attributes:
+        key: owner of what is stored for all connections (`door.OWNER`).
+        socket: owner of what one websocket remembers; None over HTTP, which remembers nothing by itself.
+    """
+
+    key: str
+    socket: str | None = None
+
+    @property
+    def all(self) -> Collection[str]:
+        """Those whose responses may be named."""
+        return (self.key,) if self.socket is None else (self.key, self.socket)
+
+
+def continued(service: Service, body: ResponseCreate, owners: Owners) -> ResponseCreate:
+    """The body behind the conversation that it continues; on the event loop.
+
+    Raises:
+        RequestError: that conversation is not known.
+    """
+    if body.previous_response_id is None:
+        return body
+    return body.after(service.store.conversation(body.previous_response_id, owners.all))
+
+
+def keeping(service: Service, body: ResponseCreate, owners: Owners) -> Keeping:
+    """What is kept of a response.
+
+    Raises:
+        RequestError: it asks for more than this server keeps.
+    """
+    keeps = service.store.keeps
+    if body.store and not keeps:
+        raise RequestError("store is true, and this server keeps no responses; legal is false", param="store", code="unsupported_value")
+    if not keeps and (body.background or body.resumable):
+        name = "background" if body.background else "resumable"
+        message = f"{name} is true, and this server keeps no events of responses; legal is false"
+        raise RequestError(message, param=name, code="unsupported_value")
+    if not keeps:
+        return Keeping()
+    whole = body.store is not False
+    if body.background and not whole:
+        raise RequestError("background is true and store is false; legal is background with store", param="background")
+    owner = owners.key if whole or body.resumable else owners.socket
+    return Keeping(owner, whole, body.resumable, body.background)
+
+
+def prepare(service: Service, create: CreateCommand) -> PreparedResponse:
+    """Validates a body and tokenizes its prompt; on any thread.
+
+    Raises:
+        RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation without a chat template.
+    """
+    body = create.body
+    service.check_model(body.model)
+    check_choice(body.use, service.chat.tool_calls)
+    prompt = _prompt(service, body) if body.generate else _prefix(service, body)
+    requests = () if prompt is None else service.requests(create.response_id, prompt.token_ids, _options(body, prompt), "input")
+    marks = service.chat.marks(tools=bool(body.use.offered)) if prompt is not None and prompt.parser is not None else ()
+    return PreparedResponse(
+        info=_info(service, create, requests),
+        requests=requests,
+        stop=body.stop,
+        items=None if isinstance(body.prompt, tuple) else body.items,
+        generates=body.generate,
+        parser=None if prompt is None else prompt.parser,
+        # Text without special tokens would be text without marks.
+        skip_special=not any(map(service.tokenizer.is_special, marks)),
+    )
+
+
+def _info(service: Service, create: CreateCommand, requests: Sequence[Request]) -> ResponseInfo:
+    body = create.body
+    echoed: dict[str, Any] = {"text": {"format": {"type": "text"}}, "tools": (), "tool_choice": AUTO} | dict(body.echoed)
+    return ResponseInfo(
+        response_id=create.response_id,
+        stream_id=create.stream_id,
+        model=service.model.name,
+        created_s=service.now_s(),
+        max_output_tokens=requests[0].max_tokens if requests else 0,
+        temperature=body.sampling.temperature,
+        top_p=body.sampling.top_p,
+        top_logprobs=body.logprobs or 0,
+        instructions=body.instructions,
+        metadata=body.metadata,
+        previous_response_id=body.previous_response_id,
+        store=body.store is not False and service.store.keeps,
+        background=body.background,
+        parallel_tool_calls=body.use.parallel,
+        effort=body.effort,
+        **echoed,
+    )
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt, and what is to follow it.
+
+    Attributes:
+        parser: makes a parser of what follows; None where that is one text.
+        format: what must follow; None leaves it free.
+    """
+
+    token_ids: tuple[int, ...]
+    parser: Callable[[], MessageParser] | None = None
+    format: OutputFormat | None = None
+
+
+def _options(body: ResponseCreate, prompt: _Prompt) -> GenerationOptions:
+    if not body.generate:
+        return GenerationOptions(
+            max_tokens=1,
+            max_tokens_field="max_output_tokens",
+            priority=body.priority,
+            timeout_ms=body.timeout_ms,
+            cache_salt=body.cache_salt,
+            skip_reading_prefix_cache=body.skip_reading_prefix_cache,
+        )
+    return GenerationOptions(
+        max_tokens=body.max_output_tokens,
+        max_tokens_field="max_output_tokens",
+        sampling=body.sampling,
+        ignore_eos=body.ignore_eos,
+        logprobs=body.logprobs,
+        n=body.n,
+        speculative_tokens=body.speculative_tokens,
+        format=prompt.format,
+        priority=body.priority,
+        timeout_ms=body.timeout_ms,
+        bad_words=body.bad_words,
+        cache_salt=body.cache_salt,
+        skip_reading_prefix_cache=body.skip_reading_prefix_cache,
+    )
+
+
+def _prefix(service: Service, body: ResponseCreate) -> _Prompt | None:
+    """The prompt of a response without an output; None for a conversation that has no prompt yet."""
+    try:
+        return replace(_prompt(service, body), parser=None, format=None)
+    except RequestError as error:
+        if error.code in ("chat_template_error", "empty_prompt"):
+            return None
+        raise
+
+
+def _prompt(service: Service, body: ResponseCreate) -> _Prompt:
+    prompt, form = body.prompt, service.chat
+    if isinstance(prompt, str):
+        return _Prompt(service.encode(prompt, "input"), format=body.format)
+    if not isinstance(prompt, Conversation):
+        return _Prompt(service.checked(prompt, "input_token_ids"), format=body.format)
+    try:
+        # Without an output the next turn goes on here, and may have more to say first.
+        text = form.render(
+            Chat(
+                prompt.messages(),
+                tools=body.use.offered or None,
+                add_generation_prompt=body.generate,
+                variables=form.variables(body.variables, body.effort, "reasoning.effort"),
+            )
+        )
+    except RequestError as error:
+        error.param = "input" if error.param == "messages" else error.param
+        raise
+    parses = body.n == 1 and (form.reasoning is not None or bool(body.use.offered and form.tool_calls))
+    parser = partial(form.parser, text, body.use.offered) if parses else None
+    return _Prompt(service.encode(text, "input", add_special=False), parser, form.reply(text, body.use, body.format))

@@ -1,0 +1,264 @@
+"""One response while it runs: driven by the engine's events, and read by whoever is connected."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...runtime.request import Event
+from ..requests.items import ChatMessage, Item
+from ..socket.frames import JSON, encode_bytes
+from .events import ServerEvent
+from .replay import Replay
+from .store import StoredResponse
+
+if TYPE_CHECKING:
+    from ..engine.service import Service
+    from .progress import PreparedResponse
+
+log = logging.getLogger(__name__)
+
+NAME_EVERY_S = 1.0
+"""How often the store hears of a response that runs and of which nothing grows there."""
+
+
+class Reader(Protocol):
+    """Somebody who follows a response."""
+
+    def read(self, events: Sequence[ServerEvent], done: bool) -> None:
+        """Its next events; `done` with the last of them."""
+
+    def failed(self, error: Exception) -> None:
+        """The server failed to make its events, and it is over."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What outlives a response or its connection.
+
+    Attributes:
+        owner: see `StoredResponse`; None keeps nothing.
+        whole: whether the response object is kept, or the conversation alone.
+        resumable: whether its events are kept, and it goes on for a while when nobody reads it.
+        background: whether it goes on to its end when nobody reads it.
+    """
+
+    owner: str | None = None
+    whole: bool = False
+    resumable: bool = False
+    background: bool = False
+
+    @property
+    def replays(self) -> bool:
+        """Whether events are kept."""
+        return self.resumable or self.background
+
+
+class ResponseRun:
+    """Every method runs on the event loop.
+
+    Args:
+        prepared: the response.
+        keeping: what is kept of it.
+        on_end: called once, when it has ended.
+
+    Attributes:
+        ended: set when the response has.
+    """
+
+    def __init__(self, service: Service, prepared: PreparedResponse, keeping: Keeping, on_end: Callable[[], object] | None = None) -> None:
+        self.response_id = prepared.info.response_id
+        self.ended = asyncio.Event()
+        self._service = service
+        self._prepared = prepared
+        self._keeping = keeping
+        self._core = service.response(prepared)
+        self._on_end = on_end
+        self._readers: list[Reader] = []
+        self._grace: asyncio.TimerHandle | None = None
+        self._entry: StoredResponse | None = None
+        self._named_s = -math.inf
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Ids of the engine's requests that have not ended."""
+        return self._core.live
+
+    def start(self, reader: Reader | None, client: str = "") -> None:
+        """Submits its requests, which are this client's; then the reader gets its first events.
+
+        Raises:
+            RequestError: the engine refuses them; nothing runs then.
+        """
+        self._service.submit(self._prepared.requests, self._deliver, client)
+        if reader is not None:
+            self._readers.append(reader)
+        if self._keeping.owner is not None and (self._keeping.whole or self._keeping.replays):
+            replay = Replay(self._service.limits.max_replay_bytes) if self._keeping.replays else None
+            self._entry = StoredResponse(self.response_id, self._keeping.owner, replay=replay, run=self, completions=self._completions)
+        # The engine's events are delivered on this loop, so none can overtake these.
+        self._pass_on(None)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The response object as it is now."""
+        return self._core.snapshot()
+
+    def join(self, reader: Reader) -> None:
+        """From now on the reader gets the events."""
+        self._readers.append(reader)
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def leave(self, reader: Reader) -> tuple[str, ...]:
+        """The reader gets no more; returns the ids of requests to be cancelled, now that nobody waits for them."""
+        if reader in self._readers:
+            self._readers.remove(reader)
+        if self._readers or self.ended.is_set() or (self._keeping.background and self._entry is not None):
+            return ()
+        if self._keeping.resumable and self._entry is not None:
+            grace_s = self._service.limits.resume_grace_s
+            self._grace = asyncio.get_running_loop().call_later(grace_s, self._abandoned)
+            return ()
+        if not self._keeping.whole:
+            # Its conversation was its socket's, which has gone: what it ends with later would be kept for nobody.
+            self._keeping = Keeping()
+        return self.live
+
+    def cancel(self) -> None:
+        """Ends it, whoever reads it."""
+        self._service.cancel(*self.live)
+
+    def unkept(self) -> None:
+        """It is not kept any more: without a reader nobody can ever see it."""
+        self._entry = None
+        if not self._readers:
+            self.cancel()
+
+    def _abandoned(self) -> None:
+        self._grace = None
+        if not self._readers:
+            self.cancel()
+
+    def _deliver(self, event: Event) -> None:
+        if not self.ended.is_set():
+            self._pass_on(event)
+
+    def _pass_on(self, event: Event | None) -> None:
+        """Tells what the engine's event means to the store and the readers; without an event, how the response begins."""
+        try:
+            events = self._core.begin() if event is None else self._core.feed(event)
+            if stopped := self._core.take_stopped():
+                self._service.cancel(*stopped)
+            done = self._core.done
+            # A token that completes no character makes no events.
+            if events or done:
+                self._record(events, done)
+        except Exception as error:
+            self._fail(error)
+            return
+        if done:
+            self._close()
+        if events or done:
+            for reader in list(self._readers):
+                self._tell(reader, events, done)
+
+    def _tell(self, reader: Reader, events: Sequence[ServerEvent], done: bool) -> None:
+        """One that cannot be told loses the response, and the others do not."""
+        try:
+            reader.read(events, done)
+        except Exception as error:
+            log.exception("a reader of response %s failed", self.response_id)
+            self._tell_failure(reader, error)
+            self._service.cancel(*self.leave(reader))
+
+    def _tell_failure(self, reader: Reader, error: Exception) -> None:
+        try:
+            reader.failed(error)
+        except Exception:
+            log.exception("a reader of response %s cannot be told that it failed", self.response_id)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends it for all, whatever it was that could not be done."""
+        log.error("response %s failed", self.response_id, exc_info=error)
+        self.cancel()
+        self._close()
+        self._record_failure(error)
+        for reader in list(self._readers):
+            self._tell_failure(reader, error)
+
+    def _close(self) -> None:
+        self.ended.set()
+        if self._on_end is not None:
+            self._on_end()
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def _record(self, events: Sequence[ServerEvent], done: bool) -> None:
+        """Has the store keep what it is to keep."""
+        store, entry = self._service.store, self._kept_at_end() if done else self._entry
+        if entry is None:
+            return
+        if entry.replay is not None:
+            entry.replay.append(events)
+        if done or self._is_due(entry):
+            store.put(entry)
+        if done and self._keeping.resumable and not self._keeping.whole:
+            asyncio.get_running_loop().call_later(self._service.limits.resume_grace_s, store.remove, self.response_id)
+
+    def _record_failure(self, error: Exception) -> None:
+        """Who asks for it later is told that it failed, or where even that cannot be kept, that there is none."""
+        store, entry = self._service.store, self._entry
+        try:
+            failed = self._core.fail(error)
+            if entry is None:
+                return
+            entry.run, entry.items = None, None
+            entry.body = encode_bytes(failed["response"], JSON) if self._keeping.whole else None
+            if entry.replay is not None:
+                # Events that were numbered may not have been kept.
+                entry.replay.append([{**failed, "sequence_number": entry.replay.next}])
+            store.put(entry)
+        except Exception:
+            log.exception("the failure of response %s cannot be kept", self.response_id)
+            store.remove(self.response_id)
+
+    def _is_due(self, entry: StoredResponse) -> bool:
+        """Whether the store counts it anew: events that are kept have grown, or it would be taken for one that nobody uses. Each time
+        costs as much as encoding an event."""
+        now_s = time.monotonic()
+        if entry.replay is None and now_s - self._named_s < NAME_EVERY_S:
+            return False
+        self._named_s = now_s
+        return True
+
+    def _kept_at_end(self) -> StoredResponse | None:
+        """What is left of it in the store at its end; None for nothing."""
+        keeping, entry = self._keeping, self._entry
+        evicted = entry is None and (keeping.whole or keeping.replays)
+        if keeping.owner is None or evicted:
+            return None
+        body = self._core.snapshot()
+        items = None if body["status"] == "failed" or self._completions > 1 else self._conversation()
+        encoded = encode_bytes(body, JSON) if keeping.whole else None
+        entry = entry or StoredResponse(self.response_id, keeping.owner, completions=self._completions)
+        entry.items, entry.body, entry.run = items, encoded, None
+        return entry
+
+    @property
+    def _completions(self) -> int:
+        return len(self._prepared.requests)
+
+    def _conversation(self) -> tuple[Item, ...]:
+        before = self._prepared.items
+        if before is None:
+            # Token ids are what the user said, as a text is.
+            prompts = [self._service.tokenizer.decode(request.prompt, skip_special=False) for request in self._prepared.requests]
+            before = tuple(ChatMessage("user", prompt) for prompt in prompts)
+        return (*before, *self._core.items())

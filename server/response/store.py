@@ -1,0 +1,147 @@
+"""Responses that later requests may name: to continue their conversation, to read them again, or to resume their streams."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...graphs.errors import RequestError
+from ..requests.fields import show
+from ..requests.items import Item, size_bytes
+from .replay import Replay
+
+if TYPE_CHECKING:
+    from .run import ResponseRun
+
+ENTRY_BYTES = 1024
+"""What a response is counted for beside its texts."""
+
+
+class NotResumable(RequestError):
+    """Raised when the events of a response are asked for, and are not kept."""
+
+    def __init__(self, response_id: str) -> None:
+        message = f"response {show(response_id)} was not made to be resumed; legal is one with background: true or resumable: true"
+        super().__init__(message, param="response_id", code="not_resumable")
+
+
+@dataclass
+class StoredResponse:
+    """One response.
+
+    Attributes:
+        owner: who may name it: the digest of a key, "" for anybody who knows its id, or a token of one socket.
+        items: the conversation up to its end; None while it runs, and where it cannot be continued.
+        body: the response object at its end, as JSON; None while it runs, and where only its conversation is kept.
+        replay: its events; None where it cannot be resumed.
+        run: what drives it; None once it has ended.
+        completions: of its prompt; of several none goes on.
+    """
+
+    response_id: str
+    owner: str
+    items: tuple[Item, ...] | None = None
+    body: bytes | None = None
+    replay: Replay | None = None
+    run: ResponseRun | None = None
+    completions: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes."""
+        texts = 0 if self.items is None else size_bytes(self.items)
+        return ENTRY_BYTES + texts + len(self.body or b"") + (self.replay.size_bytes if self.replay else 0)
+
+
+class ResponseStore:
+    """Bounded in bytes and in time: what was not named for the longest time goes first. Used on the event loop alone.
+
+    Args:
+        max_bytes: of all responses; 0 keeps none.
+        max_age_s: since a response was named or has grown.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
+        self._entries: OrderedDict[str, tuple[StoredResponse, int, float]] = OrderedDict()
+        self.size_bytes = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept at all."""
+        return self._max_bytes > 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, entry: StoredResponse) -> None:
+        """Keeps a response, or counts anew one that has changed; others may go for it, and it too if it is larger than all may be."""
+        self.remove(entry.response_id)
+        size = entry.size_bytes
+        self._entries[entry.response_id] = (entry, size, self._clock())
+        self.size_bytes += size
+        self._expire()
+        while self.size_bytes > self._max_bytes:
+            self._evict(next(iter(self._entries)))
+
+    def find(self, response_id: str, owners: Collection[str]) -> StoredResponse | None:
+        """A response that one of these owners may name."""
+        self._expire()
+        entry = self._entries[response_id][0] if response_id in self._entries else None
+        if entry is None or entry.owner not in owners:
+            return None
+        self.put(entry)
+        return entry
+
+    def named(self, response_id: str, owners: Collection[str]) -> StoredResponse:
+        """The same.
+
+        Raises:
+            RequestError: there is none, or none that they may name.
+        """
+        entry = self.find(response_id, owners)
+        if entry is None:
+            raise RequestError(f"there is no response with id {show(response_id)}", param="response_id", code="response_not_found")
+        return entry
+
+    def conversation(self, response_id: str, owners: Collection[str]) -> tuple[Item, ...]:
+        """The items of the conversation up to the end of a response.
+
+        Raises:
+            RequestError: it is not kept, has not ended, has failed, or has several outputs; the client sends the whole input then.
+        """
+        entry = self.find(response_id, owners)
+        if entry is not None and entry.completions > 1:
+            which = f"has {entry.completions} outputs, of which none is the one to go on with"
+            message = f"Previous response with id {show(response_id)} {which}; legal is the whole input, with one of them, without it"
+            raise RequestError(message, param="previous_response_id", code="unsupported_value")
+        if entry is None or entry.items is None:
+            why = "is not known here" if entry is None else "has not ended" if entry.run else "has failed"
+            message = f"Previous response with id {show(response_id)} not found: it {why}; legal is the whole input without it"
+            raise RequestError(message, param="previous_response_id", code="previous_response_not_found")
+        return entry.items
+
+    def remove(self, response_id: str) -> None:
+        """Forgets a response; one that is not kept is left alone."""
+        if response_id in self._entries:
+            self.size_bytes -= self._entries.pop(response_id)[1]
+
+    def forget(self, owner: str) -> None:
+        """Forgets all responses of an owner."""
+        for response_id in [name for name, (entry, _, _) in self._entries.items() if entry.owner == owner]:
+            self.remove(response_id)
+
+    def _expire(self) -> None:
+        oldest_s = self._clock() - self._max_age_s
+        while self._entries and (first := next(iter(self._entries.values())))[2] < oldest_s:
+            self._evict(first[0].response_id)
+
+    def _evict(self, response_id: str) -> None:
+        entry = self._entries[response_id][0]
+        self.remove(response_id)
+        if entry.run is not None:
+            entry.run.unkept()

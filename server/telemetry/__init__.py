@@ -1,0 +1,1 @@
+"""Access log and traces of requests."""

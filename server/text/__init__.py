@@ -1,0 +1,1 @@
+"""Text and tokens: the tokenizer, and what single tokens look like."""

@@ -1,0 +1,128 @@
+"""server/chat/format.py: which parsers a template gets."""
+
+from __future__ import annotations
+
+import pytest
+from support.chat_templates import CHATML, DEEPSEEK, RARE
+from support.parsing import Call, whole
+
+from npucompile.graphs.errors import RequestError, SpecError
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.reply_grammar import INSIDE, MAYBE, NONE, ToolUse
+from npucompile.server.chat.template import Chat, ChatTemplate
+from npucompile.server.parsers.reasoning import PARSERS, Content, Reasoning, ReasoningParser
+from npucompile.server.requests.structured_output import OutputFormat
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        (CHATML, {}, ("qwen3", "hermes")),
+        (DEEPSEEK, {}, ("qwen3", "deepseek_v31")),
+        (RARE, {}, (None, None)),
+        (CHATML, {"reasoning_parser": "none", "tool_call_parser": "none"}, (None, None)),
+        (CHATML, {"reasoning_parser": "deepseek-r1", "tool_call_parser": "qwen3_xml"}, ("deepseek_r1", "qwen3_coder")),
+    ],
+)
+def test_parsers_are_those_of_the_template_or_as_named(text, options, expected):
+    form = ChatFormat.of(ChatTemplate(text), **options)
+    assert (form.reasoning, form.tool_calls) == expected
+
+
+def test_without_a_template_nothing_is_parsed_or_rendered():
+    form = ChatFormat.of(None)
+    assert (form.reasoning, form.tool_calls) == (None, None)
+    with pytest.raises(RequestError, match="--chat-template FILE") as caught:
+        form.render(Chat([{"role": "user", "content": "a"}]))
+    assert caught.value.code == "chat_template_missing"
+
+
+@pytest.mark.parametrize("options", [{"reasoning_parser": "x"}, {"tool_call_parser": "x"}])
+def test_an_unknown_parser_is_named(options):
+    with pytest.raises(SpecError, match="no parser 'x'; legal are auto, none, "):
+        ChatFormat.of(None, **options)
+
+
+def test_a_completion_is_read_as_its_prompt_says():
+    form = ChatFormat.of(ChatTemplate(CHATML), tool_call_parser="qwen3_coder")
+    text = "hm</think><tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+
+    def parse(prompt, tools):
+        parser = form.parser(prompt, tools)
+        return whole([*parser.push(text), *parser.finish()])
+
+    assert parse("a<think>\n", TOOLS) == [Reasoning("hm"), Call("f", {"a": 1})]
+    assert parse("a<think>\n", ()) == [Reasoning("hm"), Content(text.removeprefix("hm</think>"))]
+    assert parse("a", ()) == [Content(text)]
+
+
+@pytest.mark.parametrize(("test", "expected"), [("", "system"), ("{% if m.role == 'developer' %}{% endif %}", "developer")])
+def test_a_developer_speaks_as_the_system_where_the_template_does_not_know_one(test, expected):
+    form = ChatFormat(ChatTemplate("{% for m in messages %}{{ m.role }}" + test + "{% endfor %}"))
+    assert form.render(Chat([{"role": "developer", "content": "a"}])) == expected
+
+
+def test_marks_are_those_that_are_looked_for():
+    form = ChatFormat.of(ChatTemplate(DEEPSEEK))
+    assert form.marks(tools=False) == ("<think>", "</think>")
+    assert "<｜tool▁calls▁begin｜>" in form.marks(tools=True)
+    assert ChatFormat().marks(tools=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("end", "so_far", "reasoning"),
+    [
+        ("<think>\n", "", INSIDE),
+        ("<think>\n\n</think>\n\n", "", NONE),
+        ("assistant\n", "", MAYBE),
+        ("assistant\n", " \n", MAYBE),
+        ("I am", "I am", NONE),
+        ("<think>\nI am", "<think>\nI am", INSIDE),
+        ("<think>\nI am\n</think>\n\nNo", "<think>\nI am\n</think>\n\nNo", NONE),
+        ("I know </think>", "I know </think>", NONE),
+    ],
+)
+def test_a_structure_waits_for_reasoning_that_the_prompt_has_not_closed(end, so_far, reasoning):
+    form, wanted = ChatFormat.of(ChatTemplate(CHATML)), OutputFormat("json_object", None, "response_format")
+    reply = form.reply(f"a{end}", ToolUse(), wanted, so_far=so_far)
+    assert (reply is wanted) == (reasoning == NONE)
+    if reply is not wanted:
+        assert (reply.value.reasoning, reply.value.body, reply.param) == (reasoning, wanted, "response_format")
+    assert form.reply(f"a{end}", ToolUse(tuple(TOOLS)), None, so_far=so_far) is None
+    assert form.reply(f"a{end}", ToolUse(tuple(TOOLS), "required"), None, so_far=so_far).value.calls == "hermes"
+
+
+@pytest.mark.parametrize(("kind", "value"), [("regex", "so</think>yes"), ("choice", ["a</think>b"])])
+def test_a_form_that_closes_reasoning_is_one_of_all_that_is_left_of_a_message(kind, value):
+    form, wanted = ChatFormat.of(ChatTemplate(CHATML)), OutputFormat(kind, value, "structured_outputs")
+    assert form.reply("a<think>\nb", ToolUse(), wanted, so_far="<think>\nb") is wanted
+
+
+MESSAGE = "<think>\nFirst I look, and then <some> more.\n</think>\n\nThe answer </i> is\n\n42."
+CUTS = [cut for cut in range(len("<think>"), len(MESSAGE) + 1) if not 0 < cut - MESSAGE.index("</think>") < len("</think>")]
+
+
+def read(parser, text):
+    parts = [*parser.push(text), *parser.finish()]
+    return [part for part in parts if part.text]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_message_that_is_continued_is_read_as_if_it_had_come_at_once(name, cut):
+    so_far, rest = MESSAGE[:cut], MESSAGE[cut:]
+    parts = [
+        *read(ReasoningParser(False), so_far),
+        *read(ChatFormat(None, name).parser(f"assistant\n{so_far}", so_far=so_far), rest),
+    ]
+    for kind in (Reasoning, Content):
+        whole = "".join(part.text for part in read(ReasoningParser(False), MESSAGE) if isinstance(part, kind))
+        assert "".join(part.text for part in parts if isinstance(part, kind)).strip() == whole
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_an_answer_without_reasoning_goes_on_as_an_answer(name):
+    parser = ChatFormat(None, name).parser("assistant\nThe answer is", so_far="The answer is")
+    assert [*parser.push(" 42. <think>"), *parser.finish()] == [Content(" 42. <think>")]

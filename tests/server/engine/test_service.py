@@ -1,0 +1,290 @@
+"""server/engine/service.py: messages become engine requests, and events get from the engine thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from dataclasses import replace
+
+import pytest
+from support.texts import RECORD, byte_codec
+
+from npucompile.graphs.errors import RequestError
+from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent, joined
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
+from npucompile.server.engine.service import ServedModel, Service, completion_seed
+from npucompile.server.guard.limits import SocketLimits
+from npucompile.server.requests.create_body import MAX_SEED, ChatMessage, Conversation, ResponseCreate
+from npucompile.server.response.events import ResponseInfo
+from npucompile.server.response.progress import PreparedResponse
+from npucompile.server.socket.connection import CreateCommand
+
+MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
+
+
+class Engine:
+    def __init__(self):
+        self.submitted = []
+        self.cancelled = []
+
+    hold = release = lambda self: None
+
+    def submit(self, request, sink):
+        self.submitted.append((request, sink))
+
+    def cancel(self, *request_ids):
+        self.cancelled += request_ids
+
+    def stats(self):
+        return {"num_requests_running": 1}
+
+
+def service(engine=None, **options):
+    return Service(engine or Engine(), byte_codec(), MODEL, clock=lambda: 1700000000.9, **options)
+
+
+def prepare(**fields):
+    return service().prepare(CreateCommand("resp_1", "s", ResponseCreate(**fields)))
+
+
+def test_a_text_becomes_a_request():
+    sampling = Sampling(temperature=0.5, top_p=0.9, seed=3)
+    prepared = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",), logprobs=2, speculative_tokens=0)
+    request = Request("resp_1", byte_codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
+    info = ResponseInfo("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2, store=True)
+    assert prepared == PreparedResponse(info, (request,), ("x",), (ChatMessage("user", "abc"),))
+
+
+def test_a_conversation_goes_through_the_chat_template():
+    form = ChatFormat(ChatTemplate("{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"))
+    conversation = Conversation((ChatMessage("system", "b"), ChatMessage("user", "c")))
+    prepared = service(chat=form).prepare(CreateCommand("resp_1", "s", ResponseCreate(conversation)))
+    assert prepared.requests[0].prompt == byte_codec().encode("sbucTrue")
+
+
+def test_a_model_has_further_names():
+    facade = Service(Engine(), byte_codec(), replace(MODEL, aliases=("other",)))
+    facade.check_model("other")
+    with pytest.raises(RequestError, match="served here is 'tiny' or 'other'"):
+        facade.check_model("third")
+
+
+@pytest.mark.parametrize(("logprobs", "top_logprobs"), [(None, 0), (0, 0), (20, 20)])
+def test_what_is_not_asked_for_stays_unasked(logprobs, top_logprobs):
+    prepared = prepare(prompt="abc", logprobs=logprobs)
+    assert prepared.info.top_logprobs == top_logprobs
+    assert (prepared.requests[0].logprobs, prepared.requests[0].speculative_tokens) == (logprobs, None)
+
+
+def test_completions_are_requests_that_differ_in_id_and_seed():
+    sampling = Sampling(temperature=0.5, seed=3)
+    single = prepare(prompt="abc", sampling=sampling, logprobs=1)
+    prepared = prepare(prompt="abc", sampling=sampling, logprobs=1, n=3)
+    assert (prepared.info, prepared.stop) == (single.info, single.stop)
+    first, *others = prepared.requests
+    assert (first,) == single.requests
+    for index, request in enumerate(others, start=1):
+        assert request == replace(first, id=f"resp_1_{index}", sampling=replace(sampling, seed=completion_seed(3, index)))
+
+
+def test_without_a_seed_the_engine_draws_one_for_each():
+    prepared = prepare(prompt="abc", sampling=Sampling(temperature=1.0), n=8)
+    assert [request.sampling.seed for request in prepared.requests] == [None] * 8
+    assert len({request.id for request in prepared.requests}) == 8
+
+
+def test_seeds_of_completions_can_be_computed_separately_and_do_not_meet():
+    assert completion_seed(3, 0) == 3
+    assert completion_seed(3, 2) == int(hashlib.sha256(b"3/2").hexdigest()[:16], 16) // 2
+    assert completion_seed(3, 1) == 92655289252268599
+    seeds = [completion_seed(seed, index) for seed in [*range(50), MAX_SEED] for index in range(8)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)
+
+
+def test_token_ids_are_taken_as_they_are_and_eos_may_be_ignored():
+    request = prepare(prompt=(5, 0, 299), model="tiny", ignore_eos=True).requests[0]
+    assert (request.prompt, request.stop_token_ids) == ((5, 0, 299), frozenset())
+
+
+def test_the_default_length_is_what_the_context_holds():
+    assert prepare(prompt=(1,) * 10).requests[0].max_tokens == 6
+    assert prepare(prompt=(1,) * 10, max_output_tokens=6).requests[0].max_tokens == 6
+    assert prepare(prompt=(1,) * 15).info.max_output_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "names"),
+    [
+        ({"prompt": "a", "model": "huge"}, "model_not_found", "model", ["'huge'", "'tiny'"]),
+        ({"prompt": ""}, "empty_prompt", "input", ["at least 1"]),
+        ({"prompt": ()}, "empty_prompt", "input_token_ids", ["at least 1"]),
+        ({"prompt": (1, 300)}, "token_out_of_range", "input_token_ids", ["300", "0 to 299"]),
+        ({"prompt": (-1,)}, "token_out_of_range", "input_token_ids", ["-1", "0 to 299"]),
+        ({"prompt": "a" * 16}, "context_length_exceeded", "input", ["16 tokens", "'tiny'"]),
+        ({"prompt": "a" * 17}, "context_length_exceeded", "input", ["17 tokens", "is 16 tokens"]),
+        ({"prompt": "a" * 10, "max_output_tokens": 7}, "context_length_exceeded", "max_output_tokens", ["10", "7", "16"]),
+        ({"prompt": Conversation((ChatMessage("user", "a"),))}, "chat_template_missing", "input", ["1 messages", "--chat-template"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(fields, code, param, names):
+    with pytest.raises(RequestError) as caught:
+        prepare(**fields)
+    assert (caught.value.code, caught.value.param) == (code, param)
+    for name in names:
+        assert name in str(caught.value)
+
+
+def test_the_rest_is_passed_on():
+    engine = Engine()
+    facade = service(engine, readiness=lambda: {"status": "starting"})
+    facade.cancel("resp_1")
+    assert engine.cancelled == ["resp_1"]
+    assert facade.stats() == {"num_requests_running": 1}
+    assert facade.readiness() == {"status": "starting"}
+    assert service().readiness() == {"status": "ok"}
+    assert facade.response(prepare(prompt="abc")).begin()[0]["type"] == "response.created"
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 0.005])
+def test_events_come_to_the_loop_in_order_from_any_thread(interval_s):
+    engine = Engine()
+    events = [TokenEvent("r", (i,)) for i in range(500)] + [FinishEvent("r", "length", 1, 500, RECORD)]
+
+    async def run():
+        done = asyncio.Event()
+        delivered, threads = [], set()
+
+        def deliver(event):
+            delivered.append(event)
+            threads.add(threading.current_thread())
+            if isinstance(event, FinishEvent):
+                done.set()
+
+        service(engine, limits=SocketLimits(stream_interval_s=interval_s)).submit([Request("r", (1,), 500)], deliver)
+        ((_, sink),) = engine.submitted
+        thread = threading.Thread(target=lambda: [sink(event) for event in events])
+        thread.start()
+        await asyncio.wait_for(done.wait(), 30)
+        thread.join()
+        return delivered, threads
+
+    delivered, threads = asyncio.run(run())
+    assert joined(delivered) == joined(events)
+    assert interval_s or delivered == events
+    assert threads == {threading.current_thread()}
+
+
+REQUESTS = tuple(Request(name, (1,), 1) for name in "abc")
+
+
+class Refusing(Engine):
+    """Accepts `capacity` requests and emits a token of each at once; refuses the next."""
+
+    def __init__(self, capacity, error):
+        super().__init__()
+        self.capacity = capacity
+        self.error = error
+
+    hold = release = lambda self: None
+
+    def submit(self, request, sink):
+        if not self.capacity:
+            raise self.error
+        self.capacity -= 1
+        super().submit(request, sink)
+        sink(TokenEvent(request.id, (1,)))
+
+    def cancel(self, *request_ids):
+        super().cancel(*request_ids)
+        for request, sink in self.submitted:
+            if request.id in request_ids:
+                sink(FinishEvent(request.id, "cancelled", 1, 1, RECORD))
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 2])
+def test_one_request_refused_is_all_refused(capacity):
+    delivered = []
+    engine = Refusing(capacity, RequestError("full", code="overloaded"))
+
+    async def run():
+        with pytest.raises(RequestError, match="full"):
+            service(engine).submit(REQUESTS, delivered.append)
+        # Let the loop deliver what the engine emitted for the requests it had accepted.
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert engine.cancelled == ["a", "b"][:capacity]
+    assert delivered == []
+
+
+def test_events_of_all_requests_reach_one_callback():
+    delivered = []
+    engine = Refusing(3, None)
+
+    async def run():
+        service(engine).submit(REQUESTS, delivered.append)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert delivered == [TokenEvent(name, (1,)) for name in "abc"]
+    assert engine.cancelled == []
+
+
+@pytest.mark.parametrize(
+    ("param", "field"),
+    [("logprobs", "top_logprobs"), ("speculative_tokens", "speculative_tokens"), (None, None)],
+)
+def test_the_engines_refusals_name_the_field_as_clients_know_it(param, field):
+    async def run():
+        service(Refusing(0, RequestError("5 is more than the 2 that were built", param=param))).submit(REQUESTS, lambda event: None)
+
+    with pytest.raises(RequestError, match="the 2 that were built") as caught:
+        asyncio.run(run())
+    assert caught.value.param == field
+
+
+def test_clients_are_tenants_of_the_engine_that_nobody_can_name():
+    engine = Engine()
+
+    async def run():
+        served = service(engine)
+        for request, client in zip(REQUESTS, ["1.2.3.4", "1.2.3.4", "5.6.7.8"], strict=True):
+            served.submit([request], lambda _: None, client)
+        served.submit([replace(REQUESTS[0], id="d")], lambda _: None)
+
+    asyncio.run(run())
+    first, second, third, nobody = (request.tenant for request, _ in engine.submitted)
+    assert first == second != third
+    assert nobody == ""
+    assert "1.2.3.4" not in first
+
+
+def test_requests_of_one_turn_of_the_loop_begin_together():
+    class Holding(Engine):
+        def __init__(self):
+            super().__init__()
+            self.log = []
+
+        def submit(self, request, sink):
+            self.log.append(request.id)
+
+        def hold(self):
+            self.log.append("hold")
+
+        def release(self):
+            self.log.append("release")
+
+    async def play():
+        engine = Holding()
+        served = service(engine)
+        for turn in (("a", "b"), ("c",)):
+            for name in turn:
+                served.submit((Request(name, (1,), 1),), lambda _: None)
+            await asyncio.sleep(0)
+        return engine.log
+
+    assert asyncio.run(play()) == ["hold", "a", "b", "release", "hold", "c", "release"]

@@ -1,0 +1,191 @@
+"""server/response/events.py: the shapes and the order of server events."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npucompile.graphs.errors import ProtocolError, RequestError
+from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord
+from npucompile.server.requests.fields import FieldError
+from npucompile.server.response.events import (
+    TERMINAL_TYPES,
+    CompletionEnd,
+    ResponseEvents,
+    ResponseInfo,
+    completion_id,
+    error_event,
+)
+from npucompile.server.response.output_items import MessageItem
+from npucompile.server.response.output_writer import TextWriter
+from npucompile.server.response.usage import Usage, usage_object
+from npucompile.server.socket.frames import JSON, MSGPACK, decode, encode
+
+RECORD = ExecutionRecord(1.5, 2.5, 9.0, ("prefill-b1-q32",), (("decode-b2-q1", 3),), padded_rows=3, preemptions=0, cached_tokens=4)
+HEAD = ResponseInfo("resp_1", "s", "tiny", 1700000000, 16, 0.0, 1.0, top_logprobs=2)
+USAGE = Usage(5, 3, RECORD)
+
+
+def writers(count=1):
+    return [TextWriter(MessageItem(completion_id("msg_1", index), index), count == 1) for index in range(count)]
+
+
+def run(deltas, reason, message=None):
+    events = ResponseEvents(HEAD, writers())
+    out = events.begin()
+    for text, ids in deltas:
+        out += events.delta(0, [text], ids)
+    ending = CompletionEnd(reason, USAGE, message)
+    return out + events.close(0, ending.status) + events.end([ending])
+
+
+def test_a_completed_response_event_by_event():
+    events = run([("Hel", [1, 2]), ("lo", [3])], "stop")
+    place = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+    part = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
+    item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    body = [{name: event[name] for name in event if name not in ("sequence_number", "stream_id")} for event in events]
+    assert [event["type"] for event in body[:2]] == ["response.created", "response.in_progress"]
+    assert body[2:-1] == [
+        {"type": "response.output_item.added", "output_index": 0, "item": item | {"status": "in_progress", "content": []}},
+        {"type": "response.content_part.added", **place, "part": part | {"text": ""}},
+        {"type": "response.output_text.delta", **place, "delta": "Hel", "logprobs": [], "token_ids": [1, 2]},
+        {"type": "response.output_text.delta", **place, "delta": "lo", "logprobs": [], "token_ids": [3]},
+        {"type": "response.output_text.done", **place, "text": "Hello", "logprobs": []},
+        {"type": "response.content_part.done", **place, "part": part},
+        {"type": "response.output_item.done", "output_index": 0, "item": item},
+    ]
+    assert body[-1]["type"] == "response.completed"
+    assert body[-1]["response"] == body[0]["response"] | {"status": "completed", "output": [item], "usage": usage_object([USAGE])}
+
+
+def test_the_response_object_of_the_first_event():
+    assert run([], "stop")[0]["response"] == {
+        "id": "resp_1",
+        "object": "response",
+        "created_at": 1700000000,
+        "status": "in_progress",
+        "model": "tiny",
+        "output": [],
+        "usage": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "max_output_tokens": 16,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_logprobs": 2,
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "metadata": {},
+        "store": False,
+        "background": False,
+        "truncation": "disabled",
+        "text": {"format": {"type": "text"}},
+        "reasoning": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "last", "status", "item_status"),
+    [
+        ("stop", "response.completed", "completed", "completed"),
+        ("length", "response.incomplete", "incomplete", "incomplete"),
+        ("cancelled", "response.cancelled", "cancelled", "incomplete"),
+        ("error", "response.failed", "failed", "incomplete"),
+    ],
+)
+def test_every_reason_has_its_last_event(reason, last, status, item_status):
+    event = run([("x", [1])], reason, "the step failed" if reason == "error" else None)[-1]
+    response = event["response"]
+    assert last in TERMINAL_TYPES
+    assert (event["type"], response["status"], response["output"][0]["status"]) == (last, status, item_status)
+    assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if reason == "length" else None)
+    assert response["error"] == ({"code": "server_error", "message": "the step failed"} if reason == "error" else None)
+    assert response["usage"]["total_tokens"] == 8
+
+
+def test_log_probabilities_have_bytes_in_items_and_none_in_text_events():
+    entry = {"token": "x", "token_id": 1, "logprob": -0.5, "top_logprobs": []}
+    events = ResponseEvents(HEAD, writers())
+    (*_, delta) = events.delta(0, ["x"], [1], [entry | {"bytes": [120]}])
+    done, part, item = events.close(0, "completed")
+    assert delta["logprobs"] == done["logprobs"] == [entry]
+    assert part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"] == [entry | {"bytes": [120]}]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "status"),
+    [
+        (["stop", "stop"], "completed"),
+        (["length", "stop"], "incomplete"),
+        (["length", "cancelled", "stop"], "cancelled"),
+        (["stop", "error", "cancelled", "length"], "failed"),
+    ],
+)
+def test_several_completions_end_as_the_worst_of_them(reasons, status):
+    events = ResponseEvents(HEAD, writers(len(reasons)))
+    endings = [CompletionEnd(reason, USAGE) for reason in reasons]
+    for index in reversed(range(len(reasons))):
+        assert events.close(index, endings[index].status)[-1]["output_index"] == index
+    (last,) = events.end(endings)
+    response = last["response"]
+    assert (last["type"], response["status"]) == (f"response.{status}", status)
+    assert [item["status"] for item in response["output"]] == ["completed" if reason == "stop" else "incomplete" for reason in reasons]
+    assert [item["id"] for item in response["output"]] == ["msg_1", "msg_1_1", "msg_1_2", "msg_1_3"][: len(reasons)]
+    failed = "output 1 of 4: the engine gave no reason"
+    assert response["error"] == ({"code": "server_error", "message": failed} if status == "failed" else None)
+    assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if status == "incomplete" else None)
+    assert response["usage"] == usage_object([USAGE] * len(reasons))
+
+
+def test_the_first_completion_has_the_name_of_the_whole():
+    assert [completion_id("resp_a", index) for index in range(3)] == ["resp_a", "resp_a_1", "resp_a_2"]
+
+
+GRAMMAR = re.compile(
+    r"created in_progress"
+    r"( output_item.added content_part.added( output_text.delta)* output_text.done content_part.done output_item.done)?"
+    r" (completed|incomplete|cancelled|failed)"
+)
+
+
+@given(st.lists(st.tuples(st.text(max_size=4), st.lists(st.integers(0, 9), max_size=3)), max_size=5), st.sampled_from(FINISH_REASONS))
+def test_any_response_keeps_the_grammar(deltas, reason):
+    events = run(deltas, reason)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert {event["stream_id"] for event in events} == {"s"}
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert GRAMMAR.fullmatch(" ".join(kinds))
+    shown = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [event["delta"] for event in shown] == [text for text, _ in deltas]
+    assert [token for event in shown for token in event["token_ids"]] == [token for _, ids in deltas for token in ids]
+    output = events[-1]["response"]["output"]
+    # What completes always has a message, though it may be empty; what ends otherwise has one if it began.
+    assert bool(output) == (reason == "stop" or bool(deltas))
+    assert "".join(item["content"][0]["text"] for item in output) == "".join(text for text, _ in deltas)
+    for subprotocol in (JSON, MSGPACK):
+        assert [decode(encode(event, subprotocol), subprotocol, 2**20) for event in events] == events
+
+
+def test_errors_are_told_apart():
+    refused = error_event(FieldError("top_k is -1", param="top_k", stream_id="a"))
+    error = {"type": "invalid_request_error", "code": "invalid_field", "message": "top_k is -1", "param": "top_k"}
+    assert refused == {"type": "error", "status": 400, "error": error, "stream_id": "a"}
+    frame = error_event(ProtocolError("not JSON", code="invalid_json"))
+    error = {"type": "invalid_request_error", "code": "invalid_json", "message": "not JSON", "param": None}
+    assert frame == {"type": "error", "status": 400, "error": error}
+    request = error_event(RequestError("too long", param="input", code="context_length_exceeded"), stream_id="b")
+    assert request["stream_id"] == "b"
+    assert (request["error"]["code"], request["error"]["param"]) == ("context_length_exceeded", "input")
+
+
+def test_the_servers_own_faults_are_told_without_detail():
+    event = error_event(KeyError("secret"), stream_id="a")
+    assert (event["status"], event["error"]["type"], event["error"]["code"]) == (500, "server_error", "internal_error")
+    assert "secret" not in str(event)

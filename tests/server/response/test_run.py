@@ -1,0 +1,264 @@
+"""server/response/run.py: a stream that is cut anywhere and taken up again has every event once, and what nobody waits for ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.texts import RECORD, byte_codec
+
+from npucompile.runtime.request import FinishEvent, TokenEvent
+from npucompile.server.engine.service import ServedModel, Service
+from npucompile.server.guard.limits import SocketLimits
+from npucompile.server.requests.create_body import ResponseCreate
+from npucompile.server.response import run as response_run
+from npucompile.server.response.prepare import Owners, keeping
+from npucompile.server.response.run import ResponseRun
+from npucompile.server.socket.connection import CreateCommand
+
+MODEL = ServedModel("tiny", max_model_len=4096, vocab_size=300)
+GRACE_S = 0.05
+
+
+class Engine:
+    """Keeps its sink; the test says what comes."""
+
+    def __init__(self):
+        self.sinks, self.cancelled = {}, []
+
+    hold = release = lambda self: None
+
+    def submit(self, request, sink):
+        self.sinks[request.id] = sink
+
+    def cancel(self, *request_ids):
+        self.cancelled += request_ids
+
+    def emit(self, text):
+        for name, sink in self.sinks.items():
+            sink(TokenEvent(name, byte_codec().encode(text)))
+
+    def finish(self, reason="stop", count=1):
+        for name, sink in self.sinks.items():
+            sink(FinishEvent(name, reason, 1, count, RECORD))
+
+
+class Log:
+    """A reader that notes what it gets."""
+
+    def __init__(self):
+        self.events, self.done, self.error = [], False, None
+
+    def read(self, events, done):
+        self.events += events
+        self.done = done
+
+    def failed(self, error):
+        self.error = error
+
+    @property
+    def last(self):
+        return self.events[-1]["sequence_number"] if self.events else -1
+
+
+def started(reader, **fields):
+    """A run, its engine and its service."""
+    engine = Engine()
+    limits = SocketLimits(resume_grace_s=GRACE_S, max_stored_bytes=fields.pop("room", 10**6), max_replay_bytes=fields.pop("replay", 10**5))
+    service = Service(engine, byte_codec(), MODEL, limits=limits)
+    body = ResponseCreate("ab", **fields)
+    run = ResponseRun(service, service.prepare(CreateCommand("resp_1", "", body)), keeping(service, body, Owners("me", "socket")))
+    run.start(reader)
+    return run, engine, service
+
+
+async def settled():
+    """Everything that the engine has emitted is delivered."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+CUTS = st.lists(st.one_of(st.sampled_from(["cut", "leave", "rejoin"]), st.text("abü", min_size=1, max_size=4)), max_size=20)
+
+
+@given(CUTS, st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_stream_that_is_cut_has_every_event_once_and_in_order(script, background):
+    """`cut` reconnects at once; after `leave` nobody reads until `rejoin`."""
+
+    async def play():
+        reader = Log()
+        run, engine, service = started(reader, resumable=not background, background=background)
+        pieces, written = [reader], ""
+
+        def rejoin():
+            stored = service.store.named("resp_1", ("me",))
+            log = Log()
+            run.join(log)
+            log.read(stored.replay.after(max(piece.last for piece in pieces)), False)
+            pieces.append(log)
+
+        away = False
+        for action in script:
+            if action in ("cut", "leave") and not away:
+                assert run.leave(pieces[-1]) == ()
+                away = True
+            if action in ("cut", "rejoin") and away:
+                rejoin()
+                away = False
+            if action not in ("cut", "leave", "rejoin"):
+                engine.emit(action)
+                written += action
+                await settled()
+        if away:
+            rejoin()
+        engine.finish()
+        await settled()
+        events = [event for piece in pieces for event in piece.events]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert "".join(event.get("delta", "") for event in events) == written
+        assert pieces[-1].done
+        assert events[-1]["type"] == "response.completed"
+        assert engine.cancelled == []
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("fields", [{}, {"store": False}])
+def test_without_a_reader_it_is_cancelled_at_once(fields):
+    async def play():
+        reader = Log()
+        run, _, _ = started(reader, **fields)
+        assert run.leave(reader) == ("resp_1",)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_one_that_can_be_resumed_is_cancelled_after_the_grace_time(store):
+    async def play():
+        reader = Log()
+        run, engine, service = started(reader, resumable=True, store=store)
+        assert run.leave(reader) == ()
+        await asyncio.sleep(GRACE_S / 5)
+        run.join(reader)
+        await asyncio.sleep(GRACE_S * 2)
+        assert engine.cancelled == []
+        run.leave(reader)
+        await asyncio.sleep(GRACE_S * 2)
+        assert engine.cancelled == ["resp_1"]
+        engine.finish("cancelled")
+        await settled()
+        assert service.store.named("resp_1", ("me",)).run is None
+        assert service.admission.live == 0
+        await asyncio.sleep(GRACE_S * 2)
+        assert (service.store.find("resp_1", ("me",)) is not None) == store
+
+    asyncio.run(play())
+
+
+def test_one_in_the_background_goes_on_to_its_end():
+    async def play():
+        run, engine, service = started(None, background=True)
+        assert run.snapshot()["status"] == "in_progress"
+        engine.emit("ab")
+        await settled()
+        assert run.snapshot()["output"][0]["content"][0]["text"] == "ab"
+        engine.finish()
+        await settled()
+        stored = service.store.named("resp_1", ("me",))
+        assert (json.loads(stored.body)["status"], stored.run, engine.cancelled) == ("completed", None, [])
+        assert [event["type"] for event in stored.replay.after(-1)][-1] == "response.completed"
+
+    asyncio.run(play())
+
+
+def test_what_is_evicted_ends_unless_somebody_reads_it():
+    async def play():
+        reader = Log()
+        run, engine, service = started(reader, background=True, room=3000)
+        engine.emit("x" * 3000)
+        await settled()
+        assert (len(service.store), engine.cancelled) == (0, [])
+        assert run.leave(reader) == ("resp_1",)
+        alone, engine, service = started(None, background=True, room=3000)
+        engine.emit("x" * 3000)
+        await settled()
+        assert engine.cancelled == ["resp_1"]
+        engine.finish("cancelled")
+        await settled()
+        assert (len(service.store), alone.ended.is_set()) == (0, True)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("reason", "kept"), [("stop", True), ("length", True), ("cancelled", True), ("error", False)])
+def test_a_conversation_is_kept_for_its_owner_or_for_the_socket(reason, kept):
+    async def play(store, owner, other):
+        _, engine, service = started(Log(), store=store)
+        engine.emit("yes")
+        engine.finish(reason)
+        await settled()
+        assert service.store.find("resp_1", (other,)) is None
+        stored = service.store.named("resp_1", (owner,))
+        assert (stored.body is not None) == store
+        texts = None if stored.items is None else [(item.role, item.text) for item in stored.items]
+        assert texts == ([("user", "ab"), ("assistant", "yes")] if kept else None)
+
+    asyncio.run(play(True, "me", "socket"))
+    asyncio.run(play(False, "socket", "me"))
+
+
+def test_a_fault_reaches_the_reader_and_ends_it(monkeypatch):
+    async def play():
+        reader = Log()
+        run, engine, service = started(reader, background=True)
+        monkeypatch.setattr(run._core, "feed", lambda event: 1 / 0)
+        engine.emit("x")
+        await settled()
+        assert isinstance(reader.error, ZeroDivisionError)
+        assert (engine.cancelled, run.ended.is_set()) == (["resp_1"], True)
+        stored = service.store.named("resp_1", ("me",))
+        assert (stored.run, stored.items, json.loads(stored.body)["status"]) == (None, None, "failed")
+        assert [event["type"] for event in stored.replay.after(1)] == ["response.failed"]
+
+    asyncio.run(play())
+
+
+def test_without_an_output_the_prompt_is_computed_and_can_be_continued():
+    async def play():
+        reader = Log()
+        _, engine, service = started(reader, generate=False, max_output_tokens=100)
+        engine.emit("x")
+        engine.finish("length")
+        await settled()
+        assert [event["type"] for event in reader.events] == ["response.created", "response.in_progress", "response.completed"]
+        response = reader.events[-1]["response"]
+        assert (response["output"], response["usage"]["output_tokens"], response["usage"]["input_tokens"]) == ([], 0, 1)
+        assert [item.text for item in service.store.conversation("resp_1", ("me",))] == ["ab"]
+
+    asyncio.run(play())
+
+
+def test_a_response_of_which_nothing_grows_is_named_to_the_store_once_a_while(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(response_run.time, "monotonic", lambda: now_s[0])
+
+    async def counted(**fields):
+        _, engine, service = started(Log(), **fields)
+        put, times = service.store.put, []
+        monkeypatch.setattr(service.store, "put", lambda entry: (times.append(now_s[0]), put(entry)))
+        for step in range(8):
+            now_s[0] = 100.0 + step * 0.25
+            engine.emit("x")
+            await settled()
+        engine.finish()
+        await settled()
+        return times
+
+    # The last is its end; what began it came before the store was watched.
+    assert asyncio.run(counted(store=True)) == [101.0, 101.75]
+    assert len(asyncio.run(counted(resumable=True))) == 9
