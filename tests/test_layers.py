@@ -41,8 +41,8 @@ OUTSIDE_BELOW = {
     "lowering/ascend/": ("torch_npu", "torchair", "google", "elftools", "vllm_ascend", "sgl_kernel_npu"),
     "server/telemetry/tracing.py": ("opentelemetry",),
     # They run in the Python environments of these engines, and beside a checkout of llama.cpp.
-    "tools/bench/peers/adapters/": ("llama_cpp", "numpy", "openvino", "openvino_genai", "vllm"),
-    "tools/bench/peers/gguf.py": ("convert_hf_to_gguf",),
+    "tools/lab/peers/adapters/": ("llama_cpp", "numpy", "openvino", "openvino_genai", "vllm"),
+    "tools/lab/peers/gguf.py": ("convert_hf_to_gguf",),
 }
 
 # Folders whose files may also use these extras: benchmarks and trainers compare with other people's code, and commands draw.

@@ -15,7 +15,7 @@ from npucompile.graphs.types import Bucket
 from npucompile.models import hybrid
 from npucompile.models.presets import BUNDLED
 from npucompile.models.step import program
-from npucompile.tools.train import tiny_draft, tiny_model
+from npucompile.tools.lab.train import tiny_draft, tiny_model
 
 MODELS = ["dense", "moe"]
 TOLERANCE = 1e-5

@@ -15,7 +15,7 @@ from npucompile.models import attention, feed_forward, hybrid, qwen3_5, sequence
 from npucompile.models.batch import Batch
 from npucompile.models.family import DraftHead, Intermediates
 from npucompile.models.params import Param, Source, initialise
-from npucompile.tools.train import tiny_model
+from npucompile.tools.lab.train import tiny_model
 
 HEAD = "eagle"
 

@@ -17,20 +17,21 @@ from ...lowering.artifact.artifact import Artifact
 from ...models import registry
 from ...models.family_file import FamilyFile
 from ...server.text.tokenizer import TextTokenizer
-from ..bench import build, peer, step
-from ..bench import kernels as bench_kernels
+from ..bench import build, step
 from ..bench import load as bench_load
 from ..bench import machine as bench_machine
-from ..bench import overhead as bench_overhead
-from ..bench import speculation as bench_speculation
 from ..bench import streams as bench_streams
-from ..bench.peers import engines
-from ..bench.peers import run as bench_peers
 from ..bench.report import Table, as_data, as_markdown, as_text
 from ..bench.streams import Load
 from ..build import driver as building
 from ..build import plan as planning
 from ..cli import Home
+from ..lab import kernels as bench_kernels
+from ..lab import overhead as bench_overhead
+from ..lab import peer
+from ..lab import speculation as bench_speculation
+from ..lab.peers import engines
+from ..lab.peers import run as bench_peers
 from ..locate import artifact_path, check_family
 from ..progress import Progress
 from .family_option import family_option

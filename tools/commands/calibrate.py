@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from ...graphs.errors import SpecError
-from ..plan.accuracy import Accuracy, accuracy, lines_of, refit
-from ..plan.fit import Fit
+from ..lab.accuracy import Accuracy, accuracy, lines_of, refit
+from ..lab.fit import Fit
+from ..lab.timed import read_bringup
 from ..plan.parameters import FILE, NAMES, entries, priors
-from ..plan.timed import read_bringup
 from ..progress import Progress
 
 

@@ -15,11 +15,12 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import registry
 from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.bench import build as bench_build
-from npucompile.tools.bench import machine, peer, speculation
-from npucompile.tools.bench.peers import run as peers
+from npucompile.tools.bench import machine
 from npucompile.tools.bench.report import Column, Table
 from npucompile.tools.bench.streams import Load
 from npucompile.tools.commands import bench
+from npucompile.tools.lab import peer, speculation
+from npucompile.tools.lab.peers import run as peers
 
 LITTLE = ("--repetitions", 1, "--rounds", 1, "--streams", "1,2", "--tokens", 4, "--prompt-tokens", 6)
 

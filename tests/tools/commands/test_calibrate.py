@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from npucompile.tools.cli import main
 from npucompile.tools.commands import calibrate
-from npucompile.tools.plan.accuracy import model_of, rows_of
-from npucompile.tools.plan.fit import fit
+from npucompile.tools.lab.accuracy import model_of, rows_of
+from npucompile.tools.lab.fit import fit
 from npucompile.tools.plan.parameters import fitted, priors
 from npucompile.tools.plan.published import case_of
 

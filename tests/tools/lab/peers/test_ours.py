@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support import tiny
+
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.tools.bench.streams import Load
+from npucompile.tools.lab.peer import transformers_generate
+from npucompile.tools.lab.peers.loop import Watch
+from npucompile.tools.lab.peers.ours import Npucompile
+from npucompile.tools.lab.peers.process import PeerError
+from npucompile.tools.lab.peers.run import our_side
+
+
+def test_a_process_of_ours_says_what_transformers_says(tiny_artifact: Path, tiny_checkpoint: Path) -> None:
+    prompts = Load(3, 6, 8).prompts(tiny.VOCAB)
+    expected = transformers_generate(tiny_checkpoint, torch.float32)(prompts, 8)
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    with our_side("ours", Artifact.open(tiny_artifact), 1, environment).open() as process:
+        with pytest.raises(PeerError, match="is not an artifact"):
+            process.ask("load", model="/nowhere", dtype="f32", threads=1, max_model_len=14, max_num_seqs=3)
+        loaded = process.ask("load", model=str(tiny_artifact), dtype="f32", threads=1, max_model_len=14, max_num_seqs=3)
+        assert loaded == {"loaded": "eager, 3 drafts"}
+        assert process.ask("settle") == {}
+        reply = process.ask("generate", prompts=prompts, tokens=8)
+    assert [tuple(row) for row in reply["token_ids"]] == expected
+    assert 1 <= reply["steps"] <= 7
+
+
+def test_steps_are_those_of_the_longest_stream(tiny_artifact: Path) -> None:
+    engine = Npucompile()
+    engine.load(str(tiny_artifact), "f32", torch.get_num_threads(), 14, 3)
+    watch = Watch(1)
+    steps = engine.generate([[1, 2, 3]], 8, watch)
+    report = watch.report(8, steps)
+    # Seven tokens come from decode steps, of at most four each.
+    assert 2 <= steps <= 7
+    assert report["decoded"] == 7

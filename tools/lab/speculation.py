@@ -1,0 +1,163 @@
+"""Measures the gain from drafting: an artifact against the same one without drafts, on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ...graphs.errors import SpecError
+from ...lowering.artifact.artifact import Artifact
+from ...runtime.cpu_executor import CpuExecutor
+from ...server.run import serving
+from ...server.text.tokenizer import TextTokenizer
+from ..bench import acceptance
+from ..bench.report import Column, Table, Value
+from ..bench.stats import interleave, ratio, spread
+from ..bench.streams import Load, Run, SocketClient, TimedExecutor, through_engine
+from ..progress import Progress
+from ..serve import serving as services
+
+COLUMNS = (
+    Column("streams", "streams", 0),
+    Column("path", "through"),
+    Column("without_tokens_per_s", "k = 0 tok/s", 1),
+    Column("with_tokens_per_s", "drafting tok/s", 1),
+    Column("gain", "drafting / k = 0"),
+    Column("acceptance_length", "tokens a step"),
+    Column("acceptance_rates", "accepted by position"),
+    Column("equal", "equal streams"),
+)
+WITH, WITHOUT = "with", "without"
+
+
+@dataclass(frozen=True)
+class TextLoad(Load):
+    """A load whose prompts are text.
+
+    Attributes:
+        texts: token ids of the prompts. A round takes one per stream, the next round the ones after them.
+        round: number of the round, from 0.
+    """
+
+    texts: tuple[tuple[int, ...], ...] = ()
+    round: int = 0
+
+    def prompts(self, vocab: int) -> list[list[int]]:
+        """Token ids of this round, [streams][up to prompt_tokens]."""
+        first = self.round * self.streams
+        return [list(self.texts[(first + i) % len(self.texts)][: self.prompt_tokens]) for i in range(self.streams)]
+
+
+class Rounds:
+    """Serves the rounds of one load through one artifact, each round with its own prompts."""
+
+    def __init__(self, load: TextLoad, serve: Callable[[TextLoad], Run]) -> None:
+        self._load, self._serve, self._done = load, serve, 0
+
+    def __call__(self) -> Run:
+        """Serves the next round."""
+        self._done += 1
+        return self._serve(replace(self._load, round=self._done - 1))
+
+
+def check(drafting: Artifact, plain: Artifact) -> None:
+    """Refuses artifacts that differ in more than drafts.
+
+    Raises:
+        SpecError: naming the difference.
+    """
+    k, none = drafting.manifest.limits.drafts, plain.manifest.limits.drafts
+    if not k or none:
+        raise SpecError(f"{drafting.path} drafts {k} tokens a step and {plain.path} {none}; legal are at least 1, and 0")
+    for what in ("dtype", "target", "backend", "source_digest"):
+        here, there = getattr(drafting.manifest, what), getattr(plain.manifest, what)
+        if here != there:
+            raise SpecError(f"{what} of {drafting.path} is {here}, of {plain.path} {there}; legal are equal ones")
+
+
+def read_prompts(path: Path, codec: TextTokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the lines of a file.
+
+    Raises:
+        SpecError: the file has no lines.
+    """
+    texts = tuple(tuple(codec.encode(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not texts:
+        raise SpecError(f"{path} has no prompts; legal is a text file with one per line")
+    return texts
+
+
+def speculation(
+    drafting: Artifact, plain: Artifact, texts: tuple[tuple[int, ...], ...], loads: Sequence[Load], rounds: int, progress: Progress
+) -> Table:
+    """Serves each load with both artifacts alternately, first through the engine and then through the websocket.
+
+    Raises:
+        SpecError: the artifacts differ in more than drafts, or a load does not fit the context.
+    """
+    check(drafting, plain)
+    sides = {WITH: drafting, WITHOUT: plain}
+    rows = []
+    with progress.bar("speculation", 2 * len(loads)) as bar:
+        for load in loads:
+            load.check(drafting.manifest.limits.max_model_len)
+            text_load = TextLoad(load.streams, load.prompt_tokens, load.tokens, texts)
+            # In a thread that ends before the servers start, because OpenMP keeps a worker pool for every thread that ran operators.
+            with ThreadPoolExecutor(1) as thread:
+                engine = thread.submit(_through_engines, sides, text_load, rounds).result()
+            rows.append(row(load, "engine", engine))
+            bar.step(f"{load.streams} streams through the engine")
+            serve = {name: Rounds(text_load, partial(_served, artifact)) for name, artifact in sides.items()}
+            rows.append(row(load, "websocket", interleave(serve, rounds)))
+            bar.step(f"{load.streams} streams through the websocket")
+    k = drafting.manifest.limits.drafts
+    notes = (
+        f"k = {k}; {loads[0].tokens} tokens generated by each stream after up to {loads[0].prompt_tokens} of its prompt; greedy, end of "
+        f"text ignored; tok/s over the whole time, prefill included; medians (smallest..largest) of {rounds} rounds, both in turns",
+        f"{len(texts)} prompts, the next ones in every round; both artifacts get the same",
+        "tokens a step: of decode steps, the token after the accepted drafts included; accepted by position: share of steps that accepted "
+        "the first, the second, ... draft",
+        "equal streams: all rounds, token for token",
+    )
+    return Table("speculation", "Drafting", COLUMNS, tuple(rows), notes)
+
+
+def _through_engines(sides: dict[str, Artifact], load: TextLoad, rounds: int) -> dict[str, list[Run]]:
+    executors = {name: TimedExecutor(artifact) for name, artifact in sides.items()}
+    serve = {name: Rounds(load, partial(through_engine, executor, executor.calls)) for name, executor in executors.items()}
+    return interleave(serve, rounds)
+
+
+def _served(artifact: Artifact, load: TextLoad) -> Run:
+    """A round through a server of its own; two servers at once would have more worker threads than cores."""
+    running = services.start_service(artifact, lambda: CpuExecutor(artifact))
+    try:
+        with serving(running.service) as url, SocketClient(url) as client:
+            vocab = int(artifact.manifest.model["vocab_size"])
+            # A short warm-up request.
+            client.serve(replace(load, tokens=8), vocab)
+            return client.serve(load, vocab)
+    finally:
+        running.engine.stop(drain=False)
+
+
+def row(load: Load, path: str, runs: dict[str, list[Run]]) -> dict[str, Value]:
+    """The table row of one load on one path."""
+    speeds = {name: [run.tokens_per_s for run in rounds] for name, rounds in runs.items()}
+    records = [record for run in runs[WITH] for record in run.records]
+    pairs = [pair for a, b in zip(runs[WITH], runs[WITHOUT], strict=True) for pair in zip(a.token_ids, b.token_ids, strict=True)]
+    cells: dict[str, Value] = {
+        "streams": load.streams,
+        "path": path,
+        "without_tokens_per_s": spread(speeds[WITHOUT]),
+        "with_tokens_per_s": spread(speeds[WITH]),
+        "gain": ratio(speeds[WITH], speeds[WITHOUT]),
+        "equal": f"{sum(a == b for a, b in pairs)} of {len(pairs)}",
+    }
+    if records:
+        cells["acceptance_length"] = acceptance.length(records)
+        cells["acceptance_rates"] = ", ".join(f"{rate:.2f}" for rate in acceptance.rates(records))
+    return cells

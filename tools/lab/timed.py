@@ -1,0 +1,65 @@
+"""Measured step times of a bring-up's report on NPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...graphs.errors import SpecError
+from ...graphs.types import Mesh
+from ..build.deployments import deployments
+from ..plan.artifact import bucket_named
+from ..plan.decode import decode_parts
+from ..plan.parameters import Parameters
+from ..plan.published import machine_of
+from ..plan.shape import shape_of
+from ..plan.system import Layout, Scheme, System
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A decode step that was timed on NPUs."""
+
+    name: str
+    system: System
+    batch: int
+    context: int
+    seconds: float
+
+    def predicted_ms(self, parameters: Parameters) -> float:
+        """The step's time by these parameters, without the host's work around it."""
+        parts = decode_parts(self.system, parameters, self.batch, self.context)
+        return 1e3 * sum(float(part) for cause, part in parts.items() if cause != "host")
+
+
+def read_bringup(path: Path, context: int) -> list[TimedStep]:
+    """Decode steps of a bring-up's report.
+
+    Args:
+        context: cached tokens of their requests: those of `bringup.steps.StepPlanner.first_decode`.
+
+    Raises:
+        SpecError: the file is none, or was not measured on an NPU.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        device, mesh = report["device"], Mesh.parse(report["mesh"])
+        timings = [timing for rung in report["rungs"] for timing in rung["timings"] if timing["what"].startswith("decode-b")]
+        model, kind, quantization = report["model"], report["target"], report["quantization"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise SpecError(f"{path} is no report of a bring-up; legal is its bringup.json") from None
+    if device != "npu":
+        raise SpecError(f"{path} was measured on {device}; legal is a bring-up on NPUs, whose times are theirs")
+    shape = shape_of(model)
+    row = next((row for row in deployments().values() if row.model == model), None)
+    scheme = Scheme.named("bf16" if quantization == "none" else quantization, row.draft_quantization if row else "bf16")
+    layout = Layout(mesh.axis("dp"), mesh.axis("tp"), shape.experts > 0)
+    steps = []
+    for timing in timings:
+        bucket = bucket_named(timing["what"])
+        system = System(shape, scheme, layout, machine_of(kind), bucket.q_len - 1)
+        steps.append(TimedStep(f"{path.name} {bucket.name}", system, bucket.batch, context, float(timing["seconds"])))
+    if not steps:
+        raise SpecError(f"{path} has no timed decode bucket; legal is a bring-up that reached the buckets")
+    return steps
