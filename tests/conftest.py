@@ -1,4 +1,4 @@
-"""Settings of torch and hypothesis for tests (few threads, no deadlines, the same examples every time), and shared fixtures."""
+"""Settings of torch and hypothesis for tests, and shared fixtures."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 # Set before torch is imported, which fails where torch_npu is installed without CANN (npucompile's __init__.py does the same).
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 import torch
+from support import examples, ranks, servers, tiny
 from support import kernels as native_kernels
-from support import ranks, servers, tiny
 from transformers.utils import import_utils
 
 # Workers of pytest-xdist share the cores; alone, a process may take two.
@@ -31,8 +30,20 @@ import_utils._is_package_available = lambda name, *rest, **named: (
     (False, "N/A") if name == "torch_npu" else _available(name, *rest, **named)
 )
 
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci")
+examples.register()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    examples.seed(config)  # before hypothesis reads the option
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    examples.scale_all(items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.write_line(f"property tests drew their examples with {examples.repeated_by(config)}")
 
 
 @pytest.fixture(scope="session")
