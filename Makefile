@@ -17,14 +17,15 @@ export CXX
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check lint types install clients prerequisites clean
+.PHONY: help serve test test-long check lint types install clients prerequisites clean
 
 help:
 	@echo "make serve     install, build the bundled model, serve it on 127.0.0.1:8000 (more options: make serve ARGS='--port 9000')"
-	@echo "make test      install, then everything that CI runs: ruff, mypy, pytest"
+	@echo "make test      install, then everything that judges a change: ruff, mypy, pytest without long tests"
+	@echo "make test-long the same with long tests and with all examples of property tests; its last line says what ran"
 	@echo "make check     ruff and mypy alone"
 	@echo "make install   make $(VENV) and install into it; done again only when pyproject.toml changes"
-	@echo "make clients   make $(CLIENTS) with clients that nobody here wrote, which tests/clients runs; make test does it too"
+	@echo "make clients   make $(CLIENTS) with clients that nobody here wrote, which tests/clients runs; make test-long does it too"
 	@echo "make clean     remove $(VENV) and everything built"
 
 serve: install
@@ -32,10 +33,16 @@ serve: install
 
 # Every check runs, so that one failure does not hide the next. One thread a worker: the workers, and the C++ compilers
 # that they start, already fill the cores.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: install
+	@status=0; $(MAKE) --no-print-directory --keep-going check || status=1; \
+	$(PYTEST) -m "not long" $(ARGS) || status=1; exit $$status
+
+test-long: install
 	@$(MAKE) --no-print-directory clients || echo "clients cannot be installed here: tests/clients is skipped" >&2
 	@status=0; $(MAKE) --no-print-directory --keep-going check || status=1; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS) || status=1; exit $$status
+	$(PYTEST) --hypothesis-profile=long --say-what-ran $(ARGS) || status=1; exit $$status
 
 check: lint types
 

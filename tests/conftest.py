@@ -38,12 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
     examples.seed(config)  # before hypothesis reads the option
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     examples.scale_all(items)
+    examples.mark_long_cases(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     terminalreporter.write_line(f"property tests drew their examples with {examples.repeated_by(config)}")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if config.getoption("--say-what-ran") and (reporter := config.pluginmanager.get_plugin("terminalreporter")):
+        print(examples.what_ran(reporter.stats, config))
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +69,13 @@ def kernels() -> Iterator[ModuleType]:
     native_kernels.unbind()
 
 
-@pytest.fixture(scope="module", params=native_kernels.every_variant(), ids=lambda chosen: f"{chosen[0]}-{chosen[1]}")
+def _variant_case(level: str, variant: int) -> Any:
+    """The level that is not this machine's own has kernels of its own to compile, of the same source."""
+    marks = () if level == native_kernels.LEVELS[0] else (pytest.mark.long,)
+    return pytest.param((level, variant), id=f"{level}-{variant}", marks=marks)
+
+
+@pytest.fixture(scope="module", params=[_variant_case(*case) for case in native_kernels.every_variant()])
 def variant(request: pytest.FixtureRequest, kernels: ModuleType) -> Iterator[ModuleType]:
     """The kernels at each level that packages are compiled for, in each variant that this machine runs."""
     level, most = request.param
@@ -130,6 +143,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code makes now")
+    parser.addoption("--say-what-ran", action="store_true", help="print the numbers of tests that ran as the last line")
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ def threads():
 
 
 @pytest.mark.parametrize(("model", "mesh", "scheme"), CASES)
+@pytest.mark.short_cases("dense-dp=2-w8a8")
 def test_served_tokens_are_those_of_one_device(checkpoints, tmp_path, model, mesh, scheme):
     plan = tiny.planned_device(checkpoints[model], mesh=mesh, quantization=scheme, **SIZES)
     tiny.built(plan, tmp_path / "artifact")
@@ -63,6 +64,7 @@ def test_served_tokens_are_those_of_one_device(checkpoints, tmp_path, model, mes
     assert checked.decided >= 20
 
 
+@pytest.mark.long
 def test_both_backends_for_npus_serve_what_one_device_does(checkpoints, tmp_path):
     """From CANN 9.0 on captured graphs take another operator in prefill, so both are compared with one device instead of each other."""
     for backend, packages in (("ge", ()), ("aclgraph", ()), ("aclgraph", ("vllm-ascend",))):
@@ -81,6 +83,7 @@ def test_both_backends_for_npus_serve_what_one_device_does(checkpoints, tmp_path
         assert checked.decided >= 10
 
 
+@pytest.mark.long
 def test_fused_experts_of_a_package_serve_what_one_device_does(checkpoints, tmp_path):
     """In prefill and in the larger decode bucket; the smaller has fewer tokens than a device has matrix cores, and dispatches."""
     packages = ("sgl-kernel-npu", "vllm-ascend")
@@ -102,6 +105,7 @@ def test_fused_experts_of_a_package_serve_what_one_device_does(checkpoints, tmp_
     assert checked.decided >= 10
 
 
+@pytest.mark.long
 def test_top_p_alone_samples_what_the_cpu_samples(checkpoints, tmp_path):
     """NPUs rank 1,024 of the 2,048 tokens, of which `top_p` keeps fewer. A token is compared where the rounding of bfloat16 does not
     decide it: the CPU's logits, rounded or not, and random numbers around its own give one token."""

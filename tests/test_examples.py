@@ -1,5 +1,8 @@
 """Tests of tests/support/examples.py, which decides how many examples a property test runs."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,3 +58,29 @@ def test_a_state_machine_runs_its_share():
 
 def test_the_seed_of_the_run_is_said(request):
     assert examples.repeated_by(request.config).endswith(f" --hypothesis-seed={request.config.option.hypothesis_seed}")
+
+
+@pytest.mark.short_cases("one", "three")
+@pytest.mark.parametrize("number", [1, 2, 3], ids=["one", "two", "three"])
+def test_cases_that_are_not_short_are_long(number, request):
+    assert (request.node.get_closest_marker("long") is None) == (number != 2)
+
+
+def test_short_cases_that_are_none_are_refused():
+    marked = []
+    markers = [pytest.mark.short_cases("a").mark]
+    items = [
+        SimpleNamespace(name=name, nodeid=name, iter_markers=lambda _: markers, add_marker=marked.append) for name in ("test[b]", "test[c]")
+    ]
+    with pytest.raises(pytest.UsageError, match=re.escape("test[b]: short_cases names ['a']; legal are ['b', 'c']")):
+        examples.mark_long_cases(items)
+    assert marked == [pytest.mark.long] * 2
+
+
+def test_what_ran_is_counted(request):
+    def report(**keywords):
+        return SimpleNamespace(when="call", keywords=keywords)
+
+    stats = {"passed": [report(), report(long=1)], "skipped": [report(long=1)], "warnings": [report()]}
+    said = examples.what_ran(stats, request.config)
+    assert said.startswith("ran 2 passed, 0 failed, 0 error, 1 skipped; 1 of these tests are long; --hypothesis-profile=")

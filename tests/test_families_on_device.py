@@ -101,6 +101,7 @@ def checkpoints(case: Case, home: Path) -> tuple[Path, dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.short_cases("qwen3", "qwen3.5")
 def test_it_serves_what_one_device_computes(name, tmp_path):
     case = CASES[name]
     directory, options = checkpoints(case, tmp_path)

@@ -26,7 +26,10 @@ PYTHON = Path(__file__).resolve().parents[2] / ".venv-clients" / "bin" / "python
 CHECKPOINT = registry.find("qwen3.5-tiny").checkpoint_dir
 CONTEXT, GENERATED = 64, 8
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients that nobody here wrote; CI does")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients that nobody here wrote; CI does"),
+]
 
 CHOICES = [
     {"text": "In the beginning God created the heaven and the", "choices": [" earth", " sea of Galilee", " men"], "answer": 0},

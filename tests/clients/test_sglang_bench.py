@@ -21,7 +21,10 @@ from npucompile.tools.serve.serving import start_service
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-clients" / "bin" / "python"
 REQUESTS, TOKENS = 6, 12
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients that nobody here wrote; CI does")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients that nobody here wrote; CI does"),
+]
 
 
 @pytest.fixture(scope="module")

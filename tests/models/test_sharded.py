@@ -210,6 +210,17 @@ def close(actual: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert difference < TOLERANCE, f"{what} differ by {difference}"
 
 
+# Of each kind of model, quantisation and collective one.
+SHORT = (
+    *("dense tp=2", "experts dp=2,tp=2", "gathered, the head's dispatched", "in parts", "odd batch", "idle group"),
+    *("w8a8 everywhere, spread dp=2,tp=2", "w8a8_dynamic everywhere, split tp=2", "w4a8_dynamic everywhere, dense tp=2"),
+    *("w4a16 everywhere, spread tp=2", "int8 cache tp=2", "no gate tp=2", "no shared expert dp=2,tp=2", "fused projections tp=2"),
+    *("latent dp=2,tp=2", "sparse tp=2", "drafts of few tokens tp=2", "draft model, experts tp=2"),
+    *("formats of parts differ, spread", "odd sizes tp=2", "w4a8 fused"),
+)
+
+
+@pytest.mark.short_cases(*SHORT)
 @pytest.mark.parametrize("name", CASES)
 def test_every_group_gives_what_one_device_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are the head's own in some steps; in others all, some or none of them are right."""

@@ -1,9 +1,9 @@
-"""How many examples a property test runs: few, drawn anew each time, in `make test`; as many as the test says in `make test-long`."""
+"""What `make test` runs of what `make test-long` runs: few examples of a property, drawn anew each time, and few cases of long tests."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -51,6 +51,23 @@ def scale_all(items: Iterable[pytest.Item]) -> None:
         scale(test)
 
 
+def mark_long_cases(items: Iterable[pytest.Item]) -> None:
+    """Marks every case of a test with `short_cases` as long, but for those that it names."""
+    cases: dict[str, set[str]] = {}
+    for item in items:
+        for marker in item.iter_markers("short_cases"):
+            own = item.name.partition("[")[2].removesuffix("]")
+            cases.setdefault(item.nodeid.partition("[")[0], set()).add(own)
+            if own not in marker.args:
+                item.add_marker(pytest.mark.long)
+    for item in items:
+        for marker in item.iter_markers("short_cases"):
+            there = cases[item.nodeid.partition("[")[0]]
+            # Who asks for one case by its id collects no other.
+            if len(there) > 1 and not set(marker.args) <= there:
+                raise pytest.UsageError(f"{item.nodeid}: short_cases names {sorted(set(marker.args) - there)}; legal are {sorted(there)}")
+
+
 def seed(config: pytest.Config) -> str:
     """The seed of this run's examples, drawn unless `--hypothesis-seed` gives it; workers take the controller's."""
     if config.option.hypothesis_seed is None:
@@ -61,3 +78,11 @@ def seed(config: pytest.Config) -> str:
 def repeated_by(config: pytest.Config) -> str:
     """The options that draw the same examples again."""
     return f"--hypothesis-profile={settings.get_current_profile_name()} --hypothesis-seed={seed(config)}"
+
+
+def what_ran(stats: Mapping[str, Sequence[Any]], config: pytest.Config) -> str:
+    """One sentence: outcomes of tests by number, how many of them are long, and how examples were drawn."""
+    outcomes = {kind: [report for report in stats.get(kind, ()) if report.when] for kind in ("passed", "failed", "error", "skipped")}
+    numbers = ", ".join(f"{len(reports)} {kind}" for kind, reports in outcomes.items())
+    long = sum("long" in report.keywords for kind in ("passed", "failed") for report in outcomes[kind])
+    return f"ran {numbers}; {long} of these tests are long; {repeated_by(config)}"

@@ -107,6 +107,7 @@ def test_data_and_outputs_are_as_torchair_writes_them(ta):
     assert ge_file.donations == ((1, 1),)
 
 
+@pytest.mark.long
 def test_bytes_do_not_depend_on_the_process(ta, stubs, tmp_path):
     graph, signature = gb.two_kinds(3)
     mine = encode(link(graph, signature, ta))

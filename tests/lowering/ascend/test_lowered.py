@@ -107,6 +107,10 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         "sparse attention",
     ],
 )
+@pytest.mark.short_cases(
+    *("dispatched", "w8a8, newest", "dense, three drafts", "no shared expert", "fused projections"),
+    *("static everywhere", "int4 everywhere", "latent attention"),
+)
 def test_every_rank_says_and_remembers_the_same(
     mesh: str, variant: Variant, model: str, drafts: int, live: tuple[int, ...], newest: bool
 ) -> None:
@@ -120,6 +124,7 @@ def test_every_rank_says_and_remembers_the_same(
     [GROUPED, *(fleets.everywhere(form, expert_ffn=2, shared_ffn=2, ffn=2, **HEADS) for form in ("w8a8_dynamic", "w4a8_dynamic", "w4a16"))],
     ids=["float", "w8a8", "w4a8 in groups", "w4a16 in groups"],
 )
+@pytest.mark.short_cases("w8a8-plain-moe")
 def test_ranks_that_share_each_expert_do_too(variant: Variant, model: str) -> None:
     compare("tp=2", variant, model, 0, (2,), lowered_for_the_newest, expert_parallel=False)
 

@@ -239,6 +239,7 @@ def test_ranks_that_it_starts_say_what_one_device_says(tmp_path, sharded):
     assert together["artifact"] == Artifact.open(sharded("tp=2")).digest
 
 
+@pytest.mark.long
 def test_ranks_of_torchrun_say_what_one_device_says_and_only_rank_0_speaks(tmp_path, sharded):
     alone = generated(tmp_path, sharded(""), *SHARDED)["token_ids"]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "npucompile.tools.cli"]
@@ -248,6 +249,7 @@ def test_ranks_of_torchrun_say_what_one_device_says_and_only_rank_0_speaks(tmp_p
     assert json.loads(out)["token_ids"] == alone
 
 
+@pytest.mark.long
 def test_a_launcher_that_starts_ranks_of_different_artifacts_is_told_by_both(tmp_path, sharded):
     other = tiny.published(tiny.copied(sharded("tp=2"), tmp_path / "other"), lambda manifest, _: replace(manifest, source_digest="another"))
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}

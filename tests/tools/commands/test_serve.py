@@ -286,6 +286,7 @@ def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all(server, sha
     assert sharded_server.ended() == (1, f"Error: {died}\n")
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_ranks_in_order_and_a_rank_0_that_is_killed_takes_the_others_along(server, sharded):
     first, second = server(sharded("tp=2")), server(sharded("tp=2"))
     for pid in (first.process.pid, *first.others):
@@ -295,6 +296,7 @@ def test_ctrl_c_ends_ranks_in_order_and_a_rank_0_that_is_killed_takes_the_others
     ranks.eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in second.others), 10)
 
 
+@pytest.mark.long
 def test_a_rank_that_stands_still_is_named(server, sharded):
     sharded_server = server(sharded("tp=2"), "--step-timeout", 6)
     os.kill(sharded_server.others[0], signal.SIGSTOP)

@@ -11,6 +11,7 @@ from npucompile.tools.lab import kernels
 from npucompile.tools.progress import Progress
 
 
+@pytest.mark.long
 def test_every_kernel_is_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SHAPES", ((64, 256),))
     monkeypatch.setattr(kernels, "ROWS", (1, 33))

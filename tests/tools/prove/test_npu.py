@@ -237,6 +237,7 @@ def test_measurements_are_shown_in_few_digits():
 
 
 @pytest.mark.parametrize("packages", [(), ("sgl-kernel-npu", "vllm-ascend")], ids=["stock", "packages"])
+@pytest.mark.short_cases("stock")
 def test_captured_graphs_are_proved_as_ge_graphs_are(tmp_path_factory, packages):
     """The shipped form computes what the trace says in float32, and in bfloat16 bit for bit what the lowered bodies do."""
     artifact = images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph", packages=packages)

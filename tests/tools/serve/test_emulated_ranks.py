@@ -84,6 +84,7 @@ def test_streams_are_what_one_device_generates_and_a_killed_rank_is_named_in_all
     assert not any(os.path.exists(f"/proc/{pid}") for pid in four.others)
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_in_a_step_is_named_within_the_step_timeout(server, path, home):
     four = server(path, "--device", "emulated", "--step-timeout", STEP_TIMEOUT_S, home=home)
     assert four.output.count(" s, cached\n") == 3

@@ -82,6 +82,7 @@ def test_one_device_needs_no_other_ranks(sharded):
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+@pytest.mark.short_cases("tp=2")
 def test_ranks_generate_what_one_device_generates_and_a_killed_rank_ends_them_all(sharded, mesh):
     """Five prompts over two groups are an uneven share, so one group is idle in the end."""
     expected = tokens(CpuExecutor(Artifact.open(sharded(""))))

@@ -83,6 +83,7 @@ def test_it_runs_steps_and_stops_when_rank_0_says_so_whatever_signals_it_gets(st
     assert rank1.ended() == (0, "", "")
 
 
+@pytest.mark.long
 def test_it_ends_with_rank_0_even_when_it_waits_for_it_in_a_collective(start_rank1):
     rank1 = start_rank1()
     inputs = pack(DECODE, [], rank1.artifact.manifest.limits, max_logprobs=rank1.artifact.manifest.graphs[0].max_logprobs)
@@ -94,6 +95,7 @@ def test_it_ends_with_rank_0_even_when_it_waits_for_it_in_a_collective(start_ran
     assert "lost rank 0: it closed its connection" in stderr
 
 
+@pytest.mark.long
 def test_it_ends_by_itself_when_nobody_ends_it(start_rank1):
     rank1 = start_rank1()
     began = time.monotonic()

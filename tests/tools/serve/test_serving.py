@@ -98,6 +98,7 @@ def swapped(tiny_checkpoint, tmp_path_factory):
         return Swapped(out, before, (after, ask(url).token_ids), health_before, health(url), dict(running.engine.executor.backends), report)
 
 
+@pytest.mark.long
 def test_a_compiled_bucket_is_swapped_in_while_serving_and_answers_stay_equal(swapped):
     assert list(swapped.report.compiled) == [COMPILED]
     assert swapped.health_before == {"status": "ok", "buckets": 2, "compiled_buckets": 0, "step_age_s": 0.0}
@@ -108,6 +109,7 @@ def test_a_compiled_bucket_is_swapped_in_while_serving_and_answers_stay_equal(sw
     assert swapped.after == (swapped.before, swapped.before)
 
 
+@pytest.mark.long
 def test_a_process_that_runs_it_loads_no_compiler(swapped):
     script = """
 import json, sys
@@ -174,6 +176,7 @@ class SingleRequest:
         return memory
 
 
+@pytest.mark.long
 def test_state_after_accepted_drafts_is_bit_for_bit_that_without_drafts(swapped):
     """Each kernel sums in one fixed order, so an accepted draft and a token fed by itself give the same bits."""
     prompt = list(start_codec(swapped.path).encode(PROMPT))[:4]
@@ -200,6 +203,7 @@ def start_codec(path):
     return module.TextTokenizer.load(path / artifact.manifest.tokenizer)
 
 
+@pytest.mark.long
 def test_its_verification_is_shown_and_can_be_repeated(swapped):
     home = swapped.path.parent
     inspection = json.loads(tiny.cli(home, "inspect", swapped.path, "--json").stdout)
@@ -215,6 +219,7 @@ def test_its_verification_is_shown_and_can_be_repeated(swapped):
     assert incomplete(Artifact.open(swapped.path))
 
 
+@pytest.mark.long
 def test_one_flipped_bit_of_machine_code_is_found(swapped):
     entry = next(entry for entry in Artifact.open(swapped.path).manifest.graphs if entry.compiled)
     assert entry.compiled.file.endswith(".pt2")

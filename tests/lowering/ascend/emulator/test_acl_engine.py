@@ -44,6 +44,7 @@ def torchair(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("mesh", "experts"), [("tp=2", False), ("dp=2,tp=2", True)])
+@pytest.mark.short_cases("tp=2-False")
 def test_a_model_captured_on_devices_is_the_model_that_ge_runs(torchair: Any, tmp_path: Path, mesh: str, experts: bool) -> None:
     """Prefill, launched one by one, and captured steps with drafts: integers are equal, and floats but for the order in which
     this machine's products sum, which may depend on where a tensor lies."""

@@ -36,6 +36,7 @@ def device():
 
 
 @pytest.mark.parametrize(("mesh", "experts"), [("tp=2", False), ("dp=2,tp=2", True)])
+@pytest.mark.short_cases("tp=2-False")
 def test_a_model_on_devices_is_the_model_of_the_interpreter(tmp_path: Path, mesh: str, experts: bool) -> None:
     """Prefill and steps with drafts that are accepted, rejected or the model's own: outputs and state are equal in every bit."""
     where, torchair, machines = Mesh.parse(mesh), gb.loaded(tmp_path / "stubs"), []

@@ -407,6 +407,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.short_cases("one draft")
 def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> None:
     """Bit by bit, in every order that GE may choose, over prefill and steps that accept all drafts, some or none."""
     case = WHOLE[name]

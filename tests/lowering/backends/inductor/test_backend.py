@@ -281,6 +281,7 @@ def stitched(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_stitched_bodies_compute_bit_for_bit_what_one_graph_does(stitched: Path, cache_dir: Path, tmp_path: Path) -> None:
     graph = called("lflf")
     whole = replace(graph, graph=flatten(graph.graph))

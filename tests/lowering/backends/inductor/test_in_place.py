@@ -232,6 +232,7 @@ print(peak() - before, bool(pool[0, 7].any()))
 """
 
 
+@pytest.mark.long
 def test_what_inductor_makes_of_a_chain_copies_no_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aoti.shutil, "which", lambda name: None)
     with torch.no_grad():

@@ -122,6 +122,7 @@ def value(leaf: Leaf, generator: torch.Generator) -> torch.Tensor:
     return (torch.rand(shape, generator=generator) - (0.5 if dtype == BF16 else 0)).to(dtype)
 
 
+@pytest.mark.long
 def test_a_package_calls_every_native_operator_of_packed_weights(tmp_path: Path) -> None:
     fakes = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype, device="meta") for leaf in SIGNATURE.operands]
     graph = record(lambda *operands: step(lambda p: p.lower_for("inductor"), *operands), fakes, FakeTensorMode(), "cpu")
