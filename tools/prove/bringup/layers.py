@@ -15,6 +15,7 @@ from ....lowering.ascend.subgraph import Subgraph
 from ...progress import Bar
 from .comparison import Deviations
 from .device_graph import DeviceGraph, Host
+from .operator_rules import RULES
 from .recording import BucketGraph, Recorder, Values, distinct_bodies
 from .results import Failure, Timing
 from .steps import PlannedStep
@@ -132,10 +133,4 @@ def assumption_of(types: frozenset[str], wrong: Sequence[str]) -> str:
     """The assumption that is wrong where a layer is, although each of its operators is right alone."""
     if all(name.startswith("state ") for name in wrong):
         return "write-after-read"
-    if "RecurrentGatedDeltaRule" in types:
-        return "delta-rule"
-    if "FusedInferAttentionScore" in types:
-        return "lengths"
-    if "BatchMatMul" in types or "BatchMatMulV2" in types:
-        return "delta-rule-prefill"
-    return "write-after-read"
+    return next((rules.layer for op_type, rules in RULES.items() if rules.layer and op_type in types), "write-after-read")

@@ -16,10 +16,10 @@ from ....lowering.ascend.emulator.ge_ops_common import GeOp, read
 from ....lowering.ascend.emulator.ge_program import BORDER
 from ....lowering.ascend.subgraph import Subgraph, WholeGraph
 from ...progress import Bar
-from . import risks
 from .comparison import mismatch
 from .device_graph import DeviceGraph, Host
 from .operands import variants
+from .operator_rules import rules_of
 from .recording import Values, is_int4
 from .results import Failure, Timing
 
@@ -85,8 +85,7 @@ def chosen(cases: Sequence[OperatorCase], most: int = MOST) -> tuple[list[Operat
             families.setdefault(case.family, []).append(case)
         sizes = [sorted(family, key=lambda case: case.elements) for family in families.values()]
         kept = [case for family in sizes for case in ([family[0], family[-1]] if len(family) > 1 else family)]
-    rank = {kind: i for i, kind in enumerate(risks.ORDER)}
-    kept.sort(key=lambda case: (rank.get(case.op.type, len(rank)), case.op.type, case.elements))
+    kept.sort(key=lambda case: (rules_of(case.op.type).order, case.op.type, case.elements))
     identities = {id(case) for case in kept}
     return kept, [case for case in cases if id(case) not in identities]
 
@@ -133,7 +132,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
         try:
             graph = DeviceGraph(host, case.subgraph.ge_file, operands) if graph is None or graph.nz_operands else graph
         except LoweringError as error:
-            return Failure(risks.of_refusal(case.op), case.name, f"{case.shapes}: {error}"), timing
+            return Failure(rules_of(case.op.type).refused, case.name, f"{case.shapes}: {error}"), timing
         try:
             for index, operand in enumerate(operands):
                 if index not in graph.nz_operands:
@@ -141,7 +140,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
             actual, seconds = graph.run()
             left = graph.operands(case.subgraph.written)
         except LoweringError as error:
-            raise _DeviceFailed(Failure(risks.of_refusal(case.op), case.name, f"{name} operands {case.shapes}: {error}")) from error
+            raise _DeviceFailed(Failure(rules_of(case.op.type).refused, case.name, f"{name} operands {case.shapes}: {error}")) from error
         timing = timing or Timing(case.name, case.shapes, seconds, _moved_bytes(operands, expected))
         pairs = [*zip(case.subgraph.results, expected, actual, strict=True)]
         pairs += [
@@ -152,7 +151,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
             if found := mismatch(right, value):
                 where = f"{name} operands {case.shapes}: {what}: {found}"
                 in_nz = bool(graph.nz_operands) and _right_in_nd(host, case, operands, expected)
-                return Failure(risks.of_wrong_result(case.op, in_nz), case.name, where), timing
+                return Failure("nz-weights" if in_nz else rules_of(case.op.type).wrong, case.name, where), timing
     return None, timing
 
 

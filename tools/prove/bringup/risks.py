@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ....lowering.ascend.emulator.ge_ops_common import GeOp
-
 ASSUMPTIONS: Mapping[str, str] = {
     "compiles": "GE has compiled none of our graphs",
     "kernels": "no kernel has run",
@@ -37,53 +35,3 @@ ASSUMPTIONS: Mapping[str, str] = {
     "packages": "Operator packages.",
 }
 """Short name -> its heading in docs/on-hardware.md."""
-
-_BY_TYPE: Mapping[str, str] = {
-    "FusedInferAttentionScore": "lengths",
-    "RecurrentGatedDeltaRule": "delta-rule",
-    "ScatterPaKvCache": "kv-writes",
-    "ScatterNdUpdate": "kv-writes",
-    "GroupedMatmul": "grouped-products",
-    "GroupedMatmulSwigluQuantV2": "grouped-products",
-    "MoeInitRoutingV3": "expert-exchange",
-    "MoeFinalizeRoutingV2": "expert-exchange",
-    "MoeDistributeDispatchV2": "expert-exchange",
-    "MoeDistributeCombineV2": "expert-exchange",
-    "MoeGatingTopKSoftmaxV2": "gating",
-    "RotaryMul": "partial-rotary",
-    "QuantBatchMatmulV3": "int8",
-    "DynamicQuant": "int8",
-    "AddRmsNormDynamicQuant": "int8",
-    "DequantSwigluQuant": "int8",
-    "SwiGlu": "int8",
-}
-ORDER = (
-    "FusedInferAttentionScore", "RecurrentGatedDeltaRule", "ScatterPaKvCache", "ScatterNdUpdate", "GroupedMatmul",
-    "GroupedMatmulSwigluQuantV2", "DequantSwigluQuant", "MoeGatingTopKSoftmaxV2", "MoeInitRoutingV3", "MoeFinalizeRoutingV2",
-    "QuantBatchMatmulV3", "DynamicQuant", "AddRmsNormDynamicQuant",
-)  # fmt: skip
-"""Types of operators in the order of risk; all others come after them."""
-
-_REFUSALS: Mapping[str, str] = {
-    "FusedInferAttentionScore": "attention",
-    "MoeDistributeDispatchV2": "expert-exchange",
-    "MoeDistributeCombineV2": "expert-exchange",
-    "GroupedMatmul": "grouped-products",
-    "GroupedMatmulSwigluQuantV2": "grouped-products",
-    "RecurrentGatedDeltaRule": "delta-rule",
-}
-"""Types that a build checks against the table; what a device refuses of them, the table has wrong."""
-
-
-def of_refusal(op: GeOp) -> str:
-    """The assumption that is wrong where a device refuses to compile or to run an operator."""
-    return _REFUSALS.get(op.type, "compiles")
-
-
-def of_wrong_result(op: GeOp, in_nz: bool) -> str:
-    """The assumption that is wrong where an operator computes other values than its CPU kernel.
-
-    Args:
-        in_nz: it is wrong only with its weight in NZ.
-    """
-    return "nz-weights" if in_nz else _BY_TYPE.get(op.type, "kernels")
