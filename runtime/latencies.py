@@ -41,9 +41,6 @@ class Latencies:
         self._step_tokens = Histogram(STEP_TOKENS)
         # When each live request that has a token got its latest, in ms.
         self._latest_ms: dict[str, float] = {}
-        # The requests of the last step, if the next one may bring tokens of the same ones, and when that was.
-        self._together: tuple[str, ...] = ()
-        self._together_ms = 0.0
 
     def first_token(self, request: Request, submitted_ms: float, now_ms: float) -> None:
         """Observes the first token of a request."""
@@ -54,27 +51,14 @@ class Latencies:
     def more_tokens(self, request_ids: Iterable[str], now_ms: float) -> None:
         """Observes that a step brought further tokens of these requests, which all have one; of those that ended meanwhile, nothing.
 
-        Most requests of a step were in the step before it, so their gaps are one value, observed once. Where the same tuple of ids comes
-        again, nothing else is done.
+        Most requests of a step were in the step before it, so their gaps are one value, observed once.
         """
-        if request_ids is self._together:
-            self._between_tokens.observe((now_ms - self._together_ms) / 1e3, len(self._together))
-            self._together_ms = now_ms
-            return
-        self._part()
         latest = self._latest_ms
         # A step that hung may bring tokens of requests that were given up.
         live = [request_id for request_id in request_ids if request_id in latest]
         for latest_ms, times in Counter(map(latest.__getitem__, live)).items():
             self._between_tokens.observe((now_ms - latest_ms) / 1e3, times)
         latest.update(dict.fromkeys(live, now_ms))
-        if isinstance(request_ids, tuple) and len(live) == len(request_ids):
-            self._together, self._together_ms = request_ids, now_ms
-
-    def _part(self) -> None:
-        """Requests that had their latest tokens together are looked at one by one from now on."""
-        self._latest_ms.update(dict.fromkeys(self._together, self._together_ms))
-        self._together = ()
 
     def step(self, tokens: int) -> None:
         """Observes the tokens of a step, prefilled and sampled ones."""
@@ -82,7 +66,6 @@ class Latencies:
 
     def finished(self, end: FinishEvent) -> None:
         """Observes the end of a request, whatever its reason."""
-        self._part()
         self._latest_ms.pop(end.request_id, None)
         record = end.record
         if end.reason == "error" or record.first_token_ms is None:

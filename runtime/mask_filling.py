@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from .bitmasks import filled
 from .constraint import TOO_COMPLEX, Bitmask, ConstraintError
-from .scheduler.decode_batch import DecodeBatch
 from .scheduler.scheduled_step import ScheduledRequest
 from .scheduler.state import SchedulerState
 
@@ -53,7 +52,7 @@ class MaskFilling:
         begun = [
             (request.arrival, self._begun(ScheduledRequest(request, request.num_pages, 1 + state.policy.drafts(request.request))))
             for group in state.groups
-            for request in (() if isinstance(group.running, DecodeBatch) else group.running)
+            for request in group.running
             if request.request.constraint is not None and request.decoding and request.settled
         ]
         for _, fill in begun:

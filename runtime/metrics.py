@@ -10,7 +10,7 @@ from .latencies import Latencies
 from .request import FINISH_REASONS, Event, TokenEvent
 from .scheduler.advance import GroupResults
 from .scheduler.scheduled_step import ScheduledRequest, ScheduledStep
-from .step_outputs import BatchTokens, SampledTokens
+from .step_outputs import SampledTokens
 
 
 class Metrics:
@@ -48,9 +48,6 @@ class Metrics:
             wanted: the bucket that it would have taken, if that one cannot run.
             now_ms: when the results were known.
         """
-        if len(results) == 1 and isinstance(results[0], BatchTokens):
-            self._count_batch(step.bucket, results[0], wanted, now_ms)
-            return
         continued: list[str] = []
         computed = 0
         self.count_step(step.bucket, sum(len(part.rows) for part in step.groups), len(step.groups))
@@ -59,24 +56,10 @@ class Metrics:
         if wanted is not None:
             self.count_degraded(wanted)
         for part, rows in zip(step.groups, results, strict=True):
-            if isinstance(rows, BatchTokens):
-                continued += rows.ids
-                computed += rows.total
-                self._count_verified_rows(rows)
-                continue
             for row, tokens in zip(part.rows, rows, strict=True):
                 computed += self._count_row(row, tokens, continued, now_ms)
         self.latencies.more_tokens(continued, now_ms)
         self.latencies.step(computed)
-
-    def _count_batch(self, bucket: Bucket, rows: BatchTokens, wanted: Bucket | None, now_ms: float) -> None:
-        self.count_step(bucket, len(rows))
-        self.count_decode_batch(len(rows))
-        if wanted is not None:
-            self.count_degraded(wanted)
-        self._count_verified_rows(rows)
-        self.latencies.more_tokens(rows.ids, now_ms)
-        self.latencies.step(rows.total)
 
     def _count_row(self, row: ScheduledRequest, tokens: SampledTokens | None, continued: list[str], now_ms: float) -> int:
         """Counts what came of a row; returns the tokens that it computed, and puts a request that has further ones to the others."""
@@ -95,13 +78,6 @@ class Metrics:
         elif count and index > 0:
             continued.append(row.request.id)
         return computed + count
-
-    def _count_verified_rows(self, rows: BatchTokens) -> None:
-        if self.accepted:
-            self.verified_rows += int((rows.verified > 0).sum())
-            self.drafted_tokens += int(rows.verified.sum())
-            for position in range(len(self.accepted)):
-                self.accepted[position] += int((rows.counts > position + 1).sum())
 
     def count_launch(self, step: ScheduledStep) -> None:
         """Counts a step that is launched: what is preempted, and what is known of those that are admitted for the first time."""

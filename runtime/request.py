@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain
 from typing import NamedTuple
 
 from ..graphs.errors import RequestError
@@ -177,8 +177,8 @@ class Request:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether every step of it samples from all tokens by the model's logits, whatever came before: none has host inputs, and none
-        waits for tokens to be known. Most requests are; what a step asks of each row is then answered at once."""
+        """Whether its steps need nothing from the host but sampling parameters: no grammar, bias, penalty, minimum length or scored
+        prompt. A step need not wait for the tokens of the one before it."""
         sampling = self.sampling
         rules = self.constraint is not None or sampling.allowed_token_ids is not None or sampling.bad_words or sampling.min_tokens
         return not (rules or sampling.adjusts or self.prompt_logprobs is not None)
@@ -260,7 +260,7 @@ class Logprobs(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """New tokens of one request. A named tuple, because every row of every step makes one.
+    """New tokens of one request.
 
     Attributes:
         logprobs: of each token if the request asks for them, else empty.
@@ -271,12 +271,6 @@ class TokenEvent(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
-
-
-def token_events(request_ids: Iterable[str], token_ids: Iterable[tuple[int, ...]]) -> list[TokenEvent]:
-    """A TokenEvent for each request, without log probabilities."""
-    # TokenEvent(...) takes three times as long.
-    return list(map(tuple.__new__, repeat(TokenEvent), zip(request_ids, token_ids, repeat(()), repeat(()))))
 
 
 FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")

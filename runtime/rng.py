@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import numpy as np
-import numpy.typing as npt
-
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 BITS = 24
@@ -28,25 +23,3 @@ def random_number(seed: int, index: int) -> float:
     # Without mixing the seed first, the streams of two seeds could be shifted copies of each other.
     bits = splitmix64((splitmix64(seed & MASK) + index * GOLDEN) & MASK) >> (64 - BITS)
     return bits / (1 << BITS)
-
-
-def mixed_seeds(seeds: Iterable[int]) -> npt.NDArray[np.uint64]:
-    """What `random_numbers` takes of the seeds of several requests."""
-    return np.array([splitmix64(seed & MASK) for seed in seeds], np.uint64)
-
-
-def random_numbers(mixed: npt.NDArray[np.uint64], first: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.float32]:
-    """`random_number` of the tokens `first`, `first` + 1, ... of the output of each request: [requests, count], exact in float32.
-
-    Args:
-        mixed: `mixed_seeds` of the requests.
-        first: index of a token of each, at least 0.
-        count: of tokens.
-    """
-    index = (first[:, None] + np.arange(count)).astype(np.uint64)
-    # Arrays of unsigned integers wrap around, which is what the mask does above.
-    value = mixed[:, None] + index * np.uint64(GOLDEN) + np.uint64(GOLDEN)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    bits = (value ^ (value >> np.uint64(31))) >> np.uint64(64 - BITS)
-    return bits.astype(np.float32) / np.float32(1 << BITS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,9 +13,7 @@ from ..graphs.errors import NpucompileError
 from ..graphs.step_inputs import MAX_RANKED, NON_FINITE, UNDECIDED, write_width
 from ..graphs.types import Bucket
 from .executor import Outputs
-from .lazy_sequence import LazySequence
 from .request import Logprobs
-from .scheduler.decode_batch import DecodeBatch, Ints
 from .scheduler.request_state import RequestState
 from .scheduler.scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
 from .scheduler.state import GroupState, SchedulerState
@@ -44,42 +41,6 @@ class SampledTokens(NamedTuple):
     not_finite: bool = False
 
 
-class BatchTokens(LazySequence[SampledTokens]):
-    """The tokens that a step sampled for each request of a batch. None of them ends a request, and nothing failed.
-
-    Attributes:
-        ids: of the requests, in the order of the rows.
-        token_ids: as `SampledTokens.token_ids`, of each row.
-        counts: how many these are.
-        verified: as `SampledTokens.num_drafts`.
-        logprobs: as `SampledTokens.logprobs`; None where no request asks for any.
-    """
-
-    __slots__ = ("counts", "ids", "logprobs", "token_ids", "verified")
-
-    def __init__(
-        self,
-        ids: tuple[str, ...],
-        token_ids: Sequence[tuple[int, ...]],
-        counts: Ints,
-        verified: Ints,
-        logprobs: list[tuple[Logprobs, ...]] | None = None,
-    ) -> None:
-        self.ids, self.token_ids, self.counts, self.verified, self.logprobs = ids, token_ids, counts, verified, logprobs
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def total(self) -> int:
-        """Tokens of all rows."""
-        return sum(map(len, self.token_ids))
-
-    def _make(self) -> tuple[SampledTokens, ...]:
-        logprobs = self.logprobs or [()] * len(self)
-        return tuple(map(SampledTokens, self.token_ids, self.verified.tolist(), logprobs))
-
-
 def read_outputs(
     outputs: Sequence[Outputs], step: ScheduledStep, state: SchedulerState, vocab_size: int
 ) -> tuple[Sequence[SampledTokens | None], ...]:
@@ -103,39 +64,9 @@ def read_outputs(
     )
 
 
-def _read_batch(outputs: Outputs, bucket: Bucket, batch: DecodeBatch, max_model_len: int, vocab_size: int) -> BatchTokens | None:
-    """What a step sampled for a whole batch; None where that ends a request or is not right, so that each row has to be looked at."""
-    members, computed, rows = batch.members, batch.progress.num_computed, len(batch)
-    tokens = _array(outputs, "tokens", "i", bucket.batch, write_width(bucket))[:rows]
-    counts, verified = _array(outputs, "counts", "i", bucket.batch)[:rows], members.drafts
-    token_ids: Sequence[tuple[int, ...]]
-    if bucket.q_len == 1:
-        flat = tokens[:, 0].tolist()
-        if counts.tolist().count(1) != rows or batch.may_end(1):
-            return None
-        counts, token_ids = members.ones, list(zip(flat, strict=True))
-    else:
-        counts, verified = counts.astype(np.int64), np.minimum(members.drafts, max_model_len - 1 - computed)
-        if ((counts < 1) | (counts > verified + 1) | (computed + counts + 1 >= members.ends)).any():
-            return None
-        token_ids = [tuple(row[:count]) for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-        flat = list(itertools.chain.from_iterable(token_ids))
-    if not batch.grows or min(flat) < 0 or max(flat) >= vocab_size or not members.stops.isdisjoint(flat):
-        return None
-    if not members.scores:
-        return BatchTokens(members.ids, token_ids, counts, verified)
-    logprobs = _all_logprobs(outputs, bucket, [state.request.logprobs for state in members.states], token_ids)
-    finite = all(math.isfinite(entry.logprob) for entries in logprobs for entry in entries)
-    return BatchTokens(members.ids, token_ids, counts, verified, logprobs) if finite else None
-
-
 def _read_group(
     outputs: Outputs, bucket: Bucket, part: GroupStep, group: GroupState, max_model_len: int, vocab_size: int
 ) -> Sequence[SampledTokens | None]:
-    if isinstance(group.running, DecodeBatch) and bucket.kind == "decode" and part.arrivals == group.running.members.arrivals:
-        batch_tokens = _read_batch(outputs, bucket, group.running, max_model_len, vocab_size)
-        if batch_tokens is not None:
-            return batch_tokens
     tokens = _array(outputs, "tokens", "i", bucket.batch, write_width(bucket)).tolist()
     counts = _array(outputs, "counts", "i", bucket.batch).tolist() if bucket.kind == "decode" else [1] * bucket.batch
     running = {request.arrival: request for request in group.running}
@@ -208,22 +139,6 @@ def _logprobs(outputs: Outputs, bucket: Bucket, most: int | None, i: int, count:
     ids = _array(outputs, "top_ids", "i", batch, width, None)[i, :count, :most].tolist()
     values = _array(outputs, "top_logprobs", "f", batch, width, None)[i, :count, :most].tolist()
     return tuple(Logprobs(value, tuple(zip(*top, strict=True))) for value, *top in zip(chosen, ids, values, strict=True))
-
-
-def _all_logprobs(
-    outputs: Outputs, bucket: Bucket, most: Sequence[int | None], token_ids: Sequence[tuple[int, ...]]
-) -> list[tuple[Logprobs, ...]]:
-    """`_logprobs` of the first rows, which reads each output once."""
-    batch, width, rows = bucket.batch, write_width(bucket), len(most)
-    chosen = _array(outputs, "chosen_logprobs", "f", batch, width)[:rows].tolist()
-    ids = _array(outputs, "top_ids", "i", batch, width, None)[:rows].tolist()
-    values = _array(outputs, "top_logprobs", "f", batch, width, None)[:rows].tolist()
-    return [
-        ()
-        if count is None
-        else tuple([Logprobs(c, tuple(zip(i[:count], v[:count], strict=True))) for c, i, v, _ in zip(*row, strict=False)])
-        for count, *row in zip(most, chosen, ids, values, token_ids, strict=True)
-    ]
 
 
 def _array(outputs: Outputs, name: str, kind: str, *shape: int | None) -> npt.NDArray[Any]:

@@ -39,7 +39,6 @@ from .scheduler.request_state import RequestState
 from .scheduler.schedule import schedule, wanted_bucket
 from .scheduler.scheduled_step import ScheduledStep
 from .scheduler.state import GroupState, SchedulerState
-from .scheduler.steady import gathered
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +112,6 @@ class Stepper:
         # New requests, arrivals of requests to cancel, and orders to flush.
         self._inbox: deque[RequestState | int | Flush] = deque()
         self._live: dict[str, Live] = {}
-        self._routes = delivery.Routes()
-        self._held: tuple[delivery.BatchSink, Sequence[Event]] | None = None
         self._busy_since_s: float | None = None
         # Guards the inbox, the live requests, the metrics, the flags, and the binding of the (frozen) state.
         self._wake = threading.Condition()
@@ -192,7 +189,7 @@ class Stepper:
         self._refresher.when_due()
         self._idle_memory.when_due(busy=bool(self._in_flight))
         # An equal state, so that no other thread minds.
-        self._state = self.masks.hold(gathered(self._state))
+        self._state = self.masks.hold(self._state)
         self.journal.held(sorted(self._state.unready))
         step = schedule(self._state)
         if step is not None:
@@ -200,13 +197,10 @@ class Stepper:
             self._launch(step)
         elif self._in_flight:
             # What comes next depends on the results of the steps in flight.
-            self._deliver_held()
             self._finish_oldest()
         elif self._state.unready:
-            self._deliver_held()
             self.masks.wait()
         else:
-            self._deliver_held()
             if not self._checked:
                 self.check()
                 self._checked = True
@@ -292,7 +286,6 @@ class Stepper:
         with self._wake:
             self._state, self._used_pages = state, state.used_pages
             self._metrics.count_launch(step)
-        self._deliver_held()
         try:
             self._in_flight.append((step, wanted, now_ms, self.executor.launch(step.bucket, inputs)))
         except ExecutorError:
@@ -322,8 +315,7 @@ class Stepper:
                 for manager, rows in zip(self._cache_managers, advance.computed(self._state, step, results), strict=True):
                     manager.computed(rows)
             state, events = advance.commit(self._state, step, results, now_ms, took_ms)
-            ids = results[0].ids if len(results) == 1 and isinstance(results[0], step_outputs.BatchTokens) else None
-            self._publish(state, events, lambda: self._metrics.count_results(step, results, wanted, now_ms), ids)
+            self._publish(state, events, lambda: self._metrics.count_results(step, results, wanted, now_ms))
 
     def _took_ms(self, launched_ms: float, now_ms: float) -> float:
         # A step that was launched while another one ran began when that ended.
@@ -342,23 +334,8 @@ class Stepper:
         state: SchedulerState,
         events: Sequence[Event],
         count: Callable[[], None] = lambda: None,
-        ids: tuple[str, ...] | None = None,
     ) -> None:
-        """Makes a new state the current one, calls `count` under the lock, and then sends the events to the sinks.
-
-        Args:
-            ids: of a batch whose tokens all events are; the same object for the same batch.
-        """
-        self._deliver_held()
-        if ids is not None:
-            with self._wake:
-                if sink := self._routes.shared(self._live, ids):
-                    self._state, self._used_pages = state, state.used_pages
-                    count()
-                    self._metrics.count_events(events)
-            if sink is not None:
-                self._held = sink, events
-                return
+        """Makes a new state the current one, calls `count` under the lock, and then sends the events to the sinks."""
         finished = [event.request_id for event in events if isinstance(event, FinishEvent)]
         if finished:
             events = [self._with_writes(event) if isinstance(event, FinishEvent) else event for event in events]
@@ -381,13 +358,6 @@ class Stepper:
     def _with_writes(self, end: FinishEvent) -> FinishEvent:
         kept = sum(manager.num_kept(end.request_id) for manager in self._cache_managers)
         return replace(end, record=end.record._replace(cache_write_tokens=kept)) if kept else end
-
-    def _deliver_held(self) -> None:
-        """Delivers the last step's tokens: once the next one is about to run, since a receiver on another thread competes with what
-        this one does for the interpreter's lock, and a running step has no need of it."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._cancel_lost(delivery.deliver(*held))
 
     def _cancel_lost(self, lost: Sequence[Event]) -> None:
         if lost:

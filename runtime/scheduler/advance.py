@@ -15,12 +15,10 @@ from dataclasses import replace
 from ...graphs.types import Bucket
 from ..buckets import padded_rows
 from ..request import Event, Logprobs, TokenEvent
-from ..step_outputs import BatchTokens, SampledTokens
-from . import steady
-from .computed import Computed, ComputedBatch
-from .decode_batch import DecodeBatch
+from ..step_outputs import SampledTokens
+from .computed import Computed
 from .request_state import RequestState
-from .scheduled_step import DecodeRows, GroupStep, ScheduledRequest, ScheduledStep
+from .scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
 from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
 
@@ -91,10 +89,7 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
     groups: list[GroupState] = []
     num_scheduled = state.num_scheduled
     for group, part in zip(state.groups, step.groups, strict=True):
-        if isinstance(part.rows, DecodeRows):
-            groups.append(steady.launched(group, part.rows, num_scheduled))
-        else:
-            groups.append(_launch_group(group, part, num_scheduled, now_ms) if part != GroupStep() else group)
+        groups.append(_launch_group(group, part, num_scheduled, now_ms) if part != GroupStep() else group)
         num_scheduled += len(part.rows)
     return replace(
         state,
@@ -113,16 +108,13 @@ def _predicted_ms(state: SchedulerState, bucket: Bucket) -> float:
 
 def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults]) -> list[Sequence[Computed]]:
     """What the rows of each group have computed, before `commit` ends some of them; arguments are those of `commit`."""
-    found: list[Sequence[Computed]] = []
+    by_group: list[Sequence[Computed]] = []
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
-        if isinstance(rows, BatchTokens) and isinstance(group.running, DecodeBatch):
-            found.append(ComputedBatch(group.running, rows))
-            continue
         requests = {request.arrival: request for request in group.running}
         pairs = [(row, tokens) for row, tokens in zip(part.rows, rows, strict=True) if tokens is not None]
         pairs = [(row, tokens) for row, tokens in pairs if row.state.arrival in requests]
-        found.append([_computed_row(state, requests[row.state.arrival], row, tokens) for row, tokens in pairs])
-    return found
+        by_group.append([_computed_row(state, requests[row.state.arrival], row, tokens) for row, tokens in pairs])
+    return by_group
 
 
 def _computed_row(state: SchedulerState, request: RequestState, row: ScheduledRequest, tokens: SampledTokens) -> Computed:
@@ -148,11 +140,6 @@ def commit(
     groups: list[GroupState] = []
     events: list[Event] = []
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
-        if isinstance(rows, BatchTokens):
-            group, token_events = steady.committed(group, step.bucket, rows)
-            groups.append(group)
-            events += token_events
-            continue
         by_arrival = {row.state.arrival: tokens for row, tokens in zip(part.rows, rows, strict=True)}
         padding = padded_rows(step.bucket, len(part.rows))
         running: list[RequestState] = []

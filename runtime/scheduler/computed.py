@@ -1,17 +1,14 @@
-"""What is known to be in the caches of requests once a step's results are."""
+"""Tokens of a request whose keys, values and states are in the caches after a step, by the results of that step."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..lazy_sequence import LazySequence
-from ..step_outputs import BatchTokens
-from .decode_batch import DecodeBatch, Ints
 from .request_state import RequestState
 
 
 class Computed(NamedTuple):
-    """What is known to be in the caches once a step's results are.
+    """A request and its tokens in the caches, once the results of one of its steps are read.
 
     Attributes:
         request: as it was before the results.
@@ -37,29 +34,3 @@ class Computed(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens known."""
         return self.request.num_tokens + len(self.output)
-
-
-class ComputedBatch(LazySequence[Computed]):
-    """What a step of a whole batch has computed, of each row.
-
-    Attributes:
-        batch: as it was before the results.
-        num_computed: as `Computed.num_computed_tokens`, of each row.
-    """
-
-    __slots__ = ("_token_ids", "batch", "num_computed")
-
-    def __init__(self, batch: DecodeBatch, tokens: BatchTokens) -> None:
-        self.batch, self._token_ids = batch, tokens.token_ids
-        self.num_computed: Ints = batch.progress.num_computed + tokens.counts
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def row(self, i: int) -> Computed:
-        """What the row has computed."""
-        request = self.batch.row(i)
-        return Computed(request, self._token_ids[i], int(self.num_computed[i]), first=request.num_computed_tokens)
-
-    def _make(self) -> tuple[Computed, ...]:
-        return tuple([self.row(i) for i in range(len(self))])

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from ...graphs.types import Bucket, Limits
 from ..adjustments import Adjustment
 from ..buckets import Arrays, DecodeRow, PrefillRow, Row, pack
 from ..constraint import Bitmask
 from ..rng import random_number
-from .batch_inputs import BatchInputs
-from .computed import Computed, ComputedBatch
+from .computed import Computed
 from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotPool
 from .prefix_blocks import Checkpoint
 from .prefix_index import PrefixIndex
-from .scheduled_step import DecodeRows, GroupStep, ScheduledRequest
-from .shares import BatchShares, Share
+from .scheduled_step import GroupStep, ScheduledRequest
 from .state import GroupState
 
 
@@ -34,6 +31,29 @@ class PrefixCaching:
 
     recurrent: bool
     most_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Share:
+    """What a running request has of the pools.
+
+    Attributes:
+        table: its pages in order of position: those of its path in the prefix index, and then its own.
+        flushes: of the index when it was admitted.
+        source: the state that its next chunk starts from, if that is not in its own slot.
+        written: states that steps in flight write, by tokens computed.
+        num_kept: tokens of its prompt that it was the first to have in the prefix index.
+        in_flight: its steps that are launched and whose results are not known.
+        last: what its last step computed, as long as no later one is launched, which writes over its states.
+    """
+
+    table: array[int] = field(default_factory=lambda: array("i"))
+    flushes: int = 0
+    source: Checkpoint | None = None
+    written: dict[int, Checkpoint] = field(default_factory=dict)
+    num_kept: int = 0
+    in_flight: int = 0
+    last: Computed | None = None
 
 
 class KVCacheManager:
@@ -69,7 +89,6 @@ class KVCacheManager:
             )
         self._max_logprobs = max_logprobs
         self._shares: dict[str, Share] = {}
-        self._batch: BatchShares | None = None
 
     def inputs(
         self,
@@ -87,21 +106,7 @@ class KVCacheManager:
         Raises:
             OwnershipError: when the pools cannot give what was scheduled.
         """
-        batch, rows = self._batch, step.rows
-        if isinstance(rows, DecodeRows) and batch is not None and batch.inputs.are_of(bucket, rows):
-            for i in rows.grown:
-                self._grow(rows.batch.members.ids[i], int(rows.num_pages[i]))
-                batch.table_changes(i)
-            return batch.launch(rows)
-        self._settle()
-        arrays = self._new_inputs(bucket, step, bitmasks or {}, adjustments or {})
-        if isinstance(rows, DecodeRows):
-            names, prefixes = rows.batch.members.ids, self.prefixes
-            depths = [len(prefixes.path(name)) if prefixes is not None else 0 for name in names]
-            self._batch = BatchShares(BatchInputs(bucket, rows, arrays), [self._shares[name] for name in names], depths)
-        return arrays
-
-    def _new_inputs(self, bucket: Bucket, step: GroupStep, masks: Mapping[str, Bitmask], changes: Mapping[str, Adjustment]) -> Arrays:
+        masks, changes = bitmasks or {}, adjustments or {}
         for request_id in step.preempted:
             self.release(request_id)
         self._admit(step)
@@ -123,10 +128,6 @@ class KVCacheManager:
         """Keeps what rows have computed, once that is known; before their requests are released."""
         if self.prefixes is None:
             return
-        if isinstance(rows, ComputedBatch) and self._batch is not None and self._batch.inputs.members is rows.batch.members:
-            self._batch_computed(self.prefixes, self._batch, rows)
-            return
-        self._settle()
         for row in rows:
             share = self._shares.get(row.request.id)
             if share is None:
@@ -141,8 +142,6 @@ class KVCacheManager:
 
     def release(self, request_id: str) -> None:
         """Frees all pages and slots of a request, but for those that are kept; one that owns nothing here changes nothing."""
-        if request_id in self._shares:
-            self._settle()
         share = self._shares.pop(request_id, None)
         if share is not None and self.prefixes is not None:
             for checkpoint in (share.source, *share.written.values()):
@@ -252,24 +251,6 @@ class KVCacheManager:
             uniforms=[_random_number(row, i) for i in range(2 * self.limits.drafts + 1)] if sampling.temperature else (),
             logprobs=row.logprobs is not None,
         )
-
-    def _settle(self) -> None:
-        """Brings the shares of a batch up to date; its next step packs all of its inputs."""
-        batch, self._batch = self._batch, None
-        if batch is not None and self.prefixes is not None:
-            batch.settle()
-
-    def _batch_computed(self, prefixes: PrefixIndex, batch: BatchShares, rows: ComputedBatch) -> None:
-        """`computed` of a batch: only rows that have filled a page have anything to keep."""
-        full = rows.num_computed // self.limits.page_size
-        for i in np.flatnonzero(full > batch.full_pages).tolist():
-            share, row = batch.shares[i], rows.row(i)
-            if share.flushes == prefixes.flushes:
-                self._keep_pages(prefixes, share, row)
-                batch.table_changes(i)
-            # What is not in the index now, because it was forgotten, never will be.
-            batch.full_pages[i] = full[i] if len(prefixes.path(row.request.id)) == full[i] else self.limits.num_pages
-        batch.computed(rows)
 
     def _grow(self, request_id: str, num_pages: int) -> Sequence[int]:
         """The request's pages, after allocating those that it lacks of so many."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..replacing import replacer
 from ..request import NO_INPUTS, ExecutionRecord, FinishEvent, HostInputs, Request
 from .token_log import TokenLog
 
@@ -17,8 +16,6 @@ class RequestState(NamedTuple):
     """A request that is waiting or running. Times are in ms of the engine's clock.
 
     A step changes it twice: when it is launched, by what is certain then, and when its results are known.
-
-    A named tuple, because two are created for each row of each step, and a frozen dataclass takes several times as long.
 
     Attributes:
         arrival: rank in the total order of submissions. It identifies the request: a client may reuse an id.
@@ -140,7 +137,7 @@ class RequestState(NamedTuple):
 
     def decode_launched(self, num_pages: int, last_scheduled: int) -> RequestState:
         """The request once a decode step is launched."""
-        return _decode_launched(self, self.steps_in_flight + 1, num_pages, last_scheduled)
+        return self._replace(steps_in_flight=self.steps_in_flight + 1, num_pages=num_pages, last_scheduled=last_scheduled)
 
     def prefill_committed(
         self, bucket_name: str, output: tuple[int, ...], padded_rows: int, now_ms: float, drafts: tuple[int, ...] = ()
@@ -175,17 +172,20 @@ class RequestState(NamedTuple):
             drafts: after the last of the tokens, where they are read.
         """
         record = self.record
-        accepted = record.accepted_per_position
-        record = decode_recorded(
-            record,
-            one_more(record.decode_steps, bucket_name),
-            record.padded_rows + padded_rows,
-            record.verify_steps + (num_drafts > 0),
-            record.drafted_tokens + num_drafts,
-            tuple([times + (i < count - 1) for i, times in enumerate(accepted)]) if count > 1 else accepted,
+        record = record._replace(
+            decode_steps=_one_more(record.decode_steps, bucket_name),
+            padded_rows=record.padded_rows + padded_rows,
+            verify_steps=record.verify_steps + (num_drafts > 0),
+            drafted_tokens=record.drafted_tokens + num_drafts,
+            accepted_per_position=tuple(times + (i < count - 1) for i, times in enumerate(record.accepted_per_position)),
         )
-        computed = self.num_computed_tokens + count
-        return _decode_committed(self, record, self._extended(output), computed, self.steps_in_flight - 1, drafts)
+        return self._replace(
+            record=record,
+            output_token_ids=self._extended(output),
+            num_computed_tokens=self.num_computed_tokens + count,
+            steps_in_flight=self.steps_in_flight - 1,
+            drafts=drafts,
+        )
 
     def _extended(self, output: tuple[int, ...]) -> TokenLog:
         """The output with more tokens; a tuple would be copied at every step."""
@@ -233,14 +233,8 @@ class RequestState(NamedTuple):
         return FinishEvent(self.id, reason, len(self.request.prompt), len(self.output_token_ids), record, message, code=code)
 
 
-_decode_launched = replacer(RequestState, "steps_in_flight", "num_pages", "last_scheduled")
-_decode_committed = replacer(RequestState, "record", "output_token_ids", "num_computed_tokens", "steps_in_flight", "drafts")
-decode_recorded = replacer(ExecutionRecord, "decode_steps", "padded_rows", "verify_steps", "drafted_tokens", "accepted_per_position")
-
-
-def one_more(steps: tuple[tuple[str, int], ...], bucket_name: str, more: int = 1) -> tuple[tuple[str, int], ...]:
-    """The counts with one more step of this bucket, or `more`; new buckets come last."""
-    for place, (name, count) in enumerate(steps):
-        if name == bucket_name:
-            return (*steps[:place], (name, count + more), *steps[place + 1 :])
-    return (*steps, (bucket_name, more))
+def _one_more(steps: tuple[tuple[str, int], ...], bucket_name: str) -> tuple[tuple[str, int], ...]:
+    """The counts with one more step of this bucket; new buckets come last."""
+    counts = dict(steps)
+    counts[bucket_name] = counts.get(bucket_name, 0) + 1
+    return tuple(counts.items())

@@ -59,7 +59,6 @@ from ...graphs.types import Bucket, Limits
 from ..buckets import choose
 from ..prefill_buckets import choose_prefill
 from ..request import NO_INPUTS, HostInputs
-from . import steady
 from .checkpoints import CheckpointSlots, places
 from .policy import Policy
 from .prefix_blocks import Block, Match
@@ -77,8 +76,6 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
         At least one row. None when there is nothing to run before the results of the steps in flight are known; with nothing in
         flight, exactly when no request is live but those that are not ready.
     """
-    if (step := steady.schedule(state)) is not None:
-        return step
     policy, limits = state.policy, state.policy.limits
     decodable = [group.decodable(limits, state.unready) for group in state.groups]
     most = max(map(len, decodable))

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...graphs.types import Bucket
-from ..lazy_sequence import LazySequence
 from ..request import Request
-from .decode_batch import DecodeBatch, Ints
 from .prefix_blocks import Match
 from .request_state import RequestState
 
@@ -85,40 +83,10 @@ class ScheduledRequest(NamedTuple):
         return self.num_tokens - 1 if self.state.decoding else 0
 
 
-class DecodeRows(LazySequence[ScheduledRequest]):
-    """The rows of a decode step of a batch: one for each of its requests.
-
-    Attributes:
-        batch: as it was when the step was scheduled.
-        num_pages: pages that each request holds during the step.
-        used_pages: their sum.
-        grown: numbers of the rows whose requests get pages, in order.
-    """
-
-    __slots__ = ("batch", "grown", "num_pages", "used_pages")
-
-    def __init__(self, batch: DecodeBatch, num_pages: Ints, used_pages: int, grown: Sequence[int]) -> None:
-        self.batch, self.num_pages, self.used_pages, self.grown = batch, num_pages, used_pages, grown
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    @property
-    def base(self) -> Ints:
-        """`ScheduledRequest.start` of each row."""
-        progress = self.batch.progress
-        return progress.num_computed + progress.steps_in_flight
-
-    def _make(self) -> tuple[ScheduledRequest, ...]:
-        drafts, pages = self.batch.members.drafts.tolist(), self.num_pages.tolist()
-        return tuple([ScheduledRequest(self.batch.row(i), pages[i], 1 + drafts[i]) for i in range(len(self))])
-
-
 class GroupStep(NamedTuple):
     """A dp group's part of a step; a group without rows runs padding.
 
     Attributes:
-        rows: of plain requests that all decode, `DecodeRows`.
         preempted: ids of requests whose pages and slots are freed first.
         admitted: ids of the requests that get state slots and a request slot first, in order of arrival.
     """
@@ -126,12 +94,6 @@ class GroupStep(NamedTuple):
     rows: Sequence[ScheduledRequest] = ()
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
-
-    @property
-    def arrivals(self) -> tuple[int, ...]:
-        """`RequestState.arrival` of the requests of the rows."""
-        rows = self.rows
-        return rows.batch.members.arrivals if isinstance(rows, DecodeRows) else tuple([row.state.arrival for row in rows])
 
 
 class ScheduledStep(NamedTuple):
@@ -143,5 +105,4 @@ class ScheduledStep(NamedTuple):
     @property
     def rows_with_rules(self) -> Iterator[ScheduledRequest]:
         """The rows of requests that are not plain."""
-        parts = (part.rows for part in self.groups if not isinstance(part.rows, DecodeRows))
-        return (row for rows in parts for row in rows if not row.state.request.plain)
+        return (row for part in self.groups for row in part.rows if not row.state.request.plain)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ...graphs.types import Limits
-from .decode_batch import DecodeBatch
 from .policy import Policy
 from .prefix_index import PrefixIndex
 from .request_state import RequestState
@@ -21,14 +20,14 @@ class GroupState:
 
     Attributes:
         waiting: oldest first.
-        running: most urgent first (`turns.rank`), which is oldest first among equals; a `DecodeBatch` where all of them can be one.
+        running: most urgent first (`turns.rank`), which is oldest first among equals.
         turns: None while all requests are of one priority and tenant, and order of arrival decides.
         prefixes: what is in the group's caches; None where prefixes are not kept. It is no record: it changes when a step's pages and
             slots are given out, when its results are known, and when a request ends, and is read in between.
     """
 
     waiting: tuple[RequestState, ...] = ()
-    running: Sequence[RequestState] = ()
+    running: tuple[RequestState, ...] = ()
     turns: Turns | None = None
     prefixes: PrefixIndex | None = None
 
@@ -40,9 +39,7 @@ class GroupState:
     @property
     def used_pages(self) -> int:
         """Pages that running requests hold; one that several share counts once."""
-        running = self.running
-        held = running.progress.used_pages if isinstance(running, DecodeBatch) else sum(request.num_pages for request in running)
-        return held - (self.prefixes.num_shared if self.prefixes else 0)
+        return sum(request.num_pages for request in self.running) - (self.prefixes.num_shared if self.prefixes else 0)
 
     def free_pages(self, limits: Limits) -> int:
         """Pages that no running request holds, without the null page."""

@@ -21,20 +21,11 @@ class TokenLog(Sequence[int]):
 
     def extended(self, tokens: Sequence[int]) -> TokenLog:
         """The log with these tokens behind it."""
-        items = self.growing()
-        items.extend(tokens)
-        return TokenLog.of(items, self._length + len(tokens))
-
-    @classmethod
-    def of(cls, items: list[int], length: int) -> TokenLog:
-        """The first tokens of a list that only grows."""
-        log = cls.__new__(cls)
-        log._items, log._length = items, length
+        log = TokenLog()
+        log._items = self._items if len(self._items) == self._length else self._items[: self._length]
+        log._items.extend(tokens)
+        log._length = self._length + len(tokens)
         return log
-
-    def growing(self) -> list[int]:
-        """A list of these tokens that may grow, whatever the log shares it with (`of`)."""
-        return self._items if len(self._items) == self._length else self._items[: self._length]
 
     def __len__(self) -> int:
         return self._length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from npucompile.runtime.delivery import BatchSink, Live, Routes, deliver, send
+from npucompile.runtime.delivery import BatchSink, send
 from npucompile.runtime.request import TokenEvent
 
 
@@ -44,17 +44,3 @@ def test_what_a_sink_that_raises_lost_is_said_and_others_get_theirs(caplog):
     assert (shared.calls, own) == ([[c]], [d])
     assert "the sink of 'a' raised on TokenEvent" in caplog.text
     assert "the sink of 'b' raised on TokenEvent" in caplog.text
-
-
-def test_a_route_is_the_sink_that_all_share_for_as_long_as_they_live():
-    shared, other, routes = Shared(), Shared(), Routes()
-    live = {name: Live(sink, i) for i, (name, sink) in enumerate([("a", shared), ("b", shared), ("c", other), ("d", print)])}
-    for ids, sink in ((("a", "b"), shared), (("a", "c"), None), (("d",), None), (("a", "gone"), None), (("c",), other)):
-        for _ in range(2):
-            assert routes.shared(live, ids) is sink
-    ids = ("a", "b")
-    assert routes.shared(live, ids) is shared
-    assert routes.shared({}, ids) is None
-    broken = Shared(KeyError("x"))
-    assert deliver(broken, events("a")) == broken.calls[0]
-    assert deliver(shared, events("a")) == ()

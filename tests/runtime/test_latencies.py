@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from hypothesis import given
-from hypothesis import strategies as st
-
 from npucompile.runtime.latencies import Latencies
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, Request
 
@@ -74,24 +69,3 @@ def test_what_did_not_succeed_is_not_a_latency_and_nothing_is_kept() -> None:
     latencies.finished(end("cancelled", completion=1))
     assert seen(latencies)["e2e_request_latency_seconds"] == (1, 0.9)
     assert "request_time_per_output_token_seconds" not in seen(latencies)
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=30))
-def test_requests_that_step_together_are_counted_as_if_alone(steps: list[tuple[str, bool]]) -> None:
-    together, alone = Latencies(128), Latencies(128)
-    ids: tuple[str, ...] = ()
-    for number, (name, comes) in enumerate(steps):
-        now_ms = 7.0 * number
-        for latencies in (together, alone):
-            if comes and name not in ids:
-                latencies.first_token(Request(name, (1,), 4), 0.0, now_ms)
-            if not comes and name in ids:
-                latencies.finished(replace(end("length"), request_id=name))
-        if comes != (name in ids):
-            ids = (*ids, name) if comes else tuple(other for other in ids if other != name)
-        # The same tuple for as long as they are the same.
-        together.more_tokens(ids, now_ms + 3.0)
-        alone.more_tokens([*ids, "given up"], now_ms + 3.0)
-    assert together.snapshot() == alone.snapshot()
-    together._part()
-    assert together._latest_ms == alone._latest_ms

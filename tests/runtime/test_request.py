@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npucompile.graphs.errors import RequestError
-from npucompile.runtime.request import ExecutionRecord, Sampling, TokenEvent, token_events
+from npucompile.runtime.request import ExecutionRecord, Sampling
 
 NAN, INF = float("nan"), float("inf")
 
@@ -63,9 +63,3 @@ def test_what_is_not_is_refused_by_its_field(field, value, message):
 def test_acceptance_length_is_tokens_for_each_step_with_drafts(steps, accepted, length):
     record = ExecutionRecord(0.0, None, 1.0, (), (), 0, 0, verify_steps=steps, accepted_per_position=accepted)
     assert record.acceptance_length == length
-
-
-def test_token_events_are_what_their_class_makes():
-    found = token_events(("a", "b"), [(1,), (2, 3)])
-    assert found == [TokenEvent("a", (1,)), TokenEvent("b", (2, 3))]
-    assert {type(event) for event in found} == {TokenEvent}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.runtime.rng import mixed_seeds, random_number, random_numbers, splitmix64
+from npucompile.runtime.rng import random_number, splitmix64
 
 
 def test_splitmix64_matches_published_outputs():
@@ -43,11 +43,3 @@ def test_streams_of_neighbouring_seeds_are_not_shifts_of_each_other():
     first = {random_number(5, i) for i in range(100)}
     assert len(first & {random_number(5 + golden, i) for i in range(100)}) <= 1
     assert len(first & {random_number(6, i) for i in range(100)}) <= 1
-
-
-@given(st.lists(st.tuples(st.integers(), st.integers(0, 2**31)), min_size=1, max_size=5), st.integers(1, 7))
-def test_numbers_of_several_requests_are_those_of_each(requests, count):
-    seeds, first = zip(*requests, strict=True)
-    numbers = random_numbers(mixed_seeds(seeds), np.array(first), count)
-    assert numbers.dtype == np.float32
-    assert numbers.tolist() == [[random_number(seed, index + i) for i in range(count)] for seed, index in requests]

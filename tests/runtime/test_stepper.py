@@ -15,7 +15,6 @@ from support import toy_device as toy
 
 from npucompile.graphs.errors import RequestError, SpecError
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.runtime import stepper
 from npucompile.runtime.delivery import BatchSink
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
@@ -872,28 +871,6 @@ def test_a_sink_that_several_share_gets_their_events_of_a_step_in_one_call():
     expected = toy.reference_run(ask(), 32).tokens
     assert tokens == {"a": expected, "b": expected}
     assert own.tokens == expected
-
-
-def test_tokens_go_to_a_shared_sink_once_the_next_step_is_about_to_run():
-    """Its receiver wants the interpreter's lock, which scheduling needs and a running step does not."""
-    served, log = toy.serving(), []
-
-    class Logged(Shared):
-        def deliver(self, events):
-            log.extend(("token", event.token_ids) for event in events if isinstance(event, TokenEvent))
-            log.extend(("end",) for event in events if isinstance(event, FinishEvent))
-
-    launch, schedule = served.engine.executor.launch, stepper.schedule
-    served.engine.executor.launch = lambda bucket, inputs: (log.append(("launch",)), launch(bucket, inputs))[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stepper, "schedule", lambda state: (log.append(("schedule",)), schedule(state))[1])
-        served.engine.submit(ask(max_tokens=6), Logged())
-        served.drain()
-    kinds = [entry[0] for entry in log]
-    assert sum((entry[1] for entry in log if entry[0] == "token"), ()) == tuple(toy.reference_run(ask(max_tokens=6), 32).tokens)
-    between = [kinds[place - 1 : place + 2] for place, kind in enumerate(kinds) if kind == "token"]
-    assert ["schedule", "token", "launch"] in between
-    assert kinds.index("end") > max(place for place, kind in enumerate(kinds) if kind == "token")
 
 
 # Deadlines.

@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.request import Event, ExecutionRecord, Request
 from npucompile.runtime.scheduler.advance import commit, launch, submit
-from npucompile.runtime.scheduler.decode_batch import DecodeBatch
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.request_state import RequestState
 from npucompile.runtime.scheduler.schedule import schedule
 from npucompile.runtime.scheduler.scheduled_step import ScheduledStep
 from npucompile.runtime.scheduler.state import GroupState, SchedulerState
-from npucompile.runtime.step_outputs import BatchTokens, SampledTokens
+from npucompile.runtime.step_outputs import SampledTokens
 
 _arrivals = itertools.count()
 
@@ -130,9 +127,3 @@ def all_decode(rules: Policy, *requests: Request) -> SchedulerState:
     while state.groups[0].waiting or not all(live.decoding for live in state.groups[0].running):
         state, _, _ = run_step(state)
     return state
-
-
-def batch_tokens(batch: DecodeBatch, token_ids: Sequence[tuple[int, ...]]) -> BatchTokens:
-    """Results of a step of a batch that sampled these tokens, with as many drafts verified as there are."""
-    counts = np.array([len(tokens) for tokens in token_ids], np.int64)
-    return BatchTokens(batch.members.ids, list(token_ids), counts, batch.members.drafts)

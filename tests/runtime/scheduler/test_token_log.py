@@ -40,14 +40,3 @@ def test_appending_at_the_end_shares_the_list():
     # A tuple of as many would have been made a thousand times.
     assert log.extended((1,))._items is log._items
     assert log.extended((2,)) == (*range(1000), 2)
-
-
-@given(TOKENS, TOKENS)
-def test_a_list_that_grows_is_seen_up_to_a_length(first, more):
-    log = TokenLog(first)
-    items = log.growing()
-    items += more
-    assert (log, TokenLog.of(items, len(items))) == (first, first + more)
-    # Somebody has let it grow, so that who goes on from here gets a list of its own.
-    assert (log.growing() is items) == (not more)
-    assert log.growing() == list(first)
