@@ -1,0 +1,180 @@
+"""Graphs for NPUs whose bytes, legality, costs and census are pinned as digests, and what the table of reports makes of operators."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support import ranks, tiny
+
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.ascend.acl_graph import inspect_acl
+from npucompile.lowering.ascend.acl_graph.file import decode as acl_decode
+from npucompile.lowering.ascend.cost.estimate import estimate, estimate_captured
+from npucompile.lowering.ascend.cost.parameters import parameters
+from npucompile.lowering.ascend.ge_file import decode, parse
+from npucompile.lowering.ascend.inspect_ge import census
+from npucompile.lowering.ascend.launches import launches
+from npucompile.lowering.ascend.legality import check, check_acl
+from npucompile.lowering.ascend.legality.assumptions import assumptions
+from npucompile.lowering.backend import backend
+from npucompile.lowering.platform import CANN_RELEASES, OPERATOR_PACKAGES, Platform
+from npucompile.models import registry
+from npucompile.tools.build.deployments import deployments
+from npucompile.tools.build.plan import Options, Plan, plan
+from npucompile.tools.build.stages import stage
+
+MIXTURE = "mixture"
+"""A random model of two layers, written where a case is planned."""
+BACKENDS = ("ge", "aclgraph")
+MESHES = ("", "tp=2", "dp=2,tp=2")
+CONTEXT = 1024
+"""Cached tokens of each request whose steps are costed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, of which the smallest bucket of each kind is compared.
+
+    Attributes:
+        options: fields of `Options`.
+        quick: whether `make test` compares it.
+        kinds: of buckets.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(repr=False)
+    quick: bool = False
+    kinds: tuple[str, ...] = ("prefill", "decode")
+
+
+def _tiny() -> Iterator[Case]:
+    for mesh in MESHES:
+        for chosen in BACKENDS:
+            options = {"model": MIXTURE, "mesh": mesh, "backend": chosen}
+            yield Case(f"tiny {mesh or 'one'} {chosen}", options, quick=chosen == "ge" or mesh == MESHES[-1])
+
+
+def _releases() -> Iterator[Case]:
+    """A mixture of experts with int4 weights for each release of CANN, with and without operator packages."""
+    for release in CANN_RELEASES:
+        for packages in ((), OPERATOR_PACKAGES):
+            for chosen in BACKENDS:
+                options = {"model": MIXTURE, "quantization": "w4a8", "cann": release, "operator_packages": packages, "backend": chosen}
+                quick = (release, packages) in ((CANN_RELEASES[0], ()), (CANN_RELEASES[-1], OPERATOR_PACKAGES))
+                yield Case(f"w4a8 cann {release} {'packages' if packages else 'plain'} {chosen}", options, quick)
+
+
+def _published() -> Iterator[Case]:
+    """Every published deployment at full size; those that differ in their buckets alone once."""
+    known = set()
+    for row in deployments().values():
+        for phase in row.phases.values() if row.model in registry.presets() else ():
+            mesh, drafts = str(phase.mesh), phase.num_speculative_tokens
+            if (form := (row.model, row.target, row.quantization, mesh, phase.name, drafts)) not in known:
+                known.add(form)
+                kinds = ("prefill", "decode") if phase.name == "mixed" else (phase.name,)
+                options = {"model": row.model, "deployment": row.id, "phase": phase.name}
+                yield Case(f"published {row.id} {phase.name}", options, kinds=kinds)
+
+
+CAPTURED = {"qwen3.5-397b": OPERATOR_PACKAGES, "deepseek-v3.2": (), "qwen3-235b-a22b": ("vllm-ascend",), "qwen3-next-80b-a3b": ()}
+"""Models whose first published deployment is also compared as captured graphs, with operator packages."""
+
+
+def _captured() -> Iterator[Case]:
+    for model, packages in CAPTURED.items():
+        row = next(row for row in deployments().values() if row.model == model and row.phases)
+        phase = next(iter(row.phases))
+        kinds = ("prefill", "decode") if phase == "mixed" else (phase,)
+        options = {"model": model, "deployment": row.id, "phase": phase, "backend": "aclgraph", "operator_packages": packages}
+        yield Case(f"captured {model}", options, kinds=kinds)
+
+
+def cases() -> tuple[Case, ...]:
+    """All cases, those of `make test` among them."""
+    return (*_tiny(), *_releases(), *_published(), *_captured())
+
+
+@functools.cache
+def _mixture(home: Path) -> Path:
+    return Path(tiny.write_checkpoint(home / "mixture", seed=7, **ranks.NPU_SIZES))
+
+
+def planned(case: Case, home: Path) -> Plan:
+    """The plan of a case.
+
+    Args:
+        home: a directory that a model may be written in.
+    """
+    if case.options["model"] != MIXTURE:
+        return plan(Options(**case.options))
+    sizes = {"mesh": "dp=2,tp=2", "buckets": (2,), "max_model_len": 128, **case.options}
+    return tiny.planned_device(_mixture(home), **{name: value for name, value in sizes.items() if name != "model"})
+
+
+def buckets(case: Case, of: Plan) -> list[Bucket]:
+    """The smallest bucket of each kind."""
+    return [min(bucket for bucket in of.buckets if bucket.kind == kind) for kind in case.kinds]
+
+
+def texts(case: Case, home: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """What is compared of each bucket of a case: by name of the bucket, and of what is compared."""
+    of = planned(case, home)
+    chosen = backend(of.backend)
+    chosen.prepare(home)
+    for bucket in buckets(case, of):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            staged = stage(of, bucket)
+            data = chosen.compile(staged.lowered, cache_dir=home, threads=0).data
+        assert isinstance(data, bytes)
+        yield bucket.name, {"file": data, **_analyses(of, data)}
+
+
+def _analyses(of: Plan, data: bytes) -> dict[str, bytes]:
+    speeds = parameters(of.platform.chip)
+    if of.backend == "ge":
+        ge_file = decode(data)
+        cost = estimate(ge_file, speeds, of.mesh, CONTEXT)
+        counts = census(ge_file.graph)
+        started = [op.name for op in launches(parse(ge_file.graph).graph[0])]
+        legality = [_legality(check.examine(ge_file, platform), platform) for platform in platforms(of.platform)]
+    else:
+        acl_file = acl_decode(data)
+        cost = estimate_captured(acl_file, speeds, of.mesh, CONTEXT, of.platform)
+        counts = inspect_acl.census(acl_file)
+        started = [name for names in inspect_acl.launches_by_body(acl_file).values() for name in names]
+        legality = [_legality(check_acl.examine(acl_file, platform), platform) for platform in platforms(of.platform)]
+    return {
+        "cost": _json({"as dict": cost.as_dict(), "all": repr(cost)}),
+        "census": _json({"operators": counts, "launches": started}),
+        "legality": "\n".join(line for lines in legality for line in lines).encode(),
+    }
+
+
+def platforms(own: Platform) -> tuple[Platform, ...]:
+    """What graphs are checked for: their own platform, and the oldest and the newest that the table speaks of."""
+    oldest = Platform("ascend910_93", CANN_RELEASES[0])
+    newest = Platform("ascend910b", CANN_RELEASES[-1], OPERATOR_PACKAGES)
+    return tuple(dict.fromkeys((own, oldest, newest)))
+
+
+def _legality(checked: check.Checked, platform: Platform) -> list[str]:
+    lines = [f"{platform}", *(f"{copies} x {violation} sizes={violation.sizes}" for violation, copies in checked.pairs())]
+    return [*lines, *(json.dumps(asdict(row)) for row in assumptions([checked], platform))]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1).encode()
+
+
+def digest(data: bytes) -> str:
+    """The first half of a sha256."""
+    return hashlib.sha256(data).hexdigest()[:32]
