@@ -41,7 +41,7 @@ from npucompile.tools.build.plan import Options, Plan, plan
 from npucompile.tools.cli import main
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
-from npucompile.tools.prove import compare
+from npucompile.tools.prove.pools import is_request_slots
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 260, "hidden_size": 32,
@@ -368,7 +368,7 @@ class Launched(NamedTuple):
 def poison(executor: CpuExecutor) -> None:
     """Fills state pools with NaN and request slots with impossible values, so that a request that reads what it did not write fails."""
     for leaf, tensor in zip(executor.artifact.manifest.state, executor._state, strict=True):
-        if compare.is_request_slots(leaf):
+        if is_request_slots(leaf):
             # Padding rows start from the null request slot.
             tensor[1:] = UNTAKEN
         else:

@@ -12,10 +12,11 @@ from ...graphs.ir.trace import signature_of
 from ...graphs.types import COORDS, Leaf, Mesh, Signature
 from ...models import step
 from ...models.head_padding import copies
-from .compare import deviation, holds_scales, is_paged, is_request_slots, keeps_first_slots, tokens_second
+from .pools import holds_scales, is_paged, is_request_slots, keeps_first_slots, tokens_second
 from .small_model import BucketCase, SmallModel, model_params
 from .speculation import REQUEST_SLOTS, check_logprobs, check_request_slots, compare_drafts, first_position, same_draft_inputs
 from .step_trace import ExpectedOutputs, StepTrace, request_slot_pool
+from .tolerances import SETTLED, AllowedDifferences, deviation
 
 Run = Callable[[Sequence[Sequence[torch.Tensor]]], list[list[torch.Tensor]]]
 """One step of all ranks: operands of each, results of each; state operands are updated in place."""
@@ -29,31 +30,8 @@ GARBAGE = 3.0
 them by zero; unwritten slots hold NaN."""
 
 
-SETTLED = 2e-5
-"""Difference of logits up to which a sampled token must be the same. A random number that close to the border between two tokens occurs
-about once in 1e4 tokens."""
-
-
 MEDIAN_OF = 4
 """Results of which a median says something. A group that prefills one prompt has one result; it counts with those of the other groups."""
-
-
-@dataclass(frozen=True)
-class AllowedDifferences:
-    """Largest legal differences from the trace, each over the larger of 1 and the largest value compared.
-
-    Attributes:
-        typical: of the median of a rank's logits, or of all groups' where the rank has few results, and of the median row of a pool.
-        worst: of any logit.
-        state: of a pool's live values: root mean square of the difference over that of the values.
-        drafts: share of the drafts that had to be equal which may differ: a draft head chooses experts and keys of its own, and its
-            logits are not compared.
-    """
-
-    typical: float
-    worst: float
-    state: float
-    drafts: float = 0.0
 
 
 @dataclass(frozen=True)

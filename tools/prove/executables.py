@@ -13,7 +13,9 @@ from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.executable import Executable, open_executable
 from ..heap import give_back_heap
 from ..progress import Progress
-from .compare import Differences, check_tolerance, compare, plant_drafts, poisoned_step, tolerance_of
+from .compare import Differences, check_tolerance, compare
+from .poisoned_steps import plant_drafts, poisoned_step
+from .tolerances import tolerance_of
 
 SEEDS = 2
 

@@ -21,26 +21,14 @@ from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
 from ...models import step
 from ..progress import Progress
-from .compare import (
-    TOLERANCES,
-    Differences,
-    PoisonedStep,
-    Tolerance,
-    check_tolerance,
-    difference,
-    output_differences,
-    plant_drafts,
-    poisoned_step,
-    tolerance_of,
-)
+from .compare import Differences, check_tolerance, output_differences
 from .executables import load_params
+from .poisoned_steps import PoisonedStep, plant_drafts, poisoned_step
 from .small_model import full_model, rules_of
+from .tolerances import Tolerance, tolerance_of
 
 LARGEST_BYTES = 2**32
 """Most bytes of weights: they are in memory once for the reference, and once more in the shards of all ranks."""
-
-SUMMED = Tolerance(1e-4, 1e-4, True, difference)
-"""For float32; wider than on one device, because ranks add in another order."""
 
 
 def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, float]]:
@@ -75,8 +63,7 @@ def _verify_entry(
     reference, signature = unsharded(manifest, entry)
     sharded = RankEmulator(decode((artifact.path / entry.reference).read_bytes()), mesh)
     vocab, dp = int(manifest.model["vocab_size"]), mesh.axis("dp")
-    tolerance = tolerance_of(DTYPES[manifest.dtype], signature)
-    tolerance = SUMMED if tolerance is TOLERANCES[torch.float32] else tolerance
+    tolerance = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size)
     measured = Differences()
     for first in sorted({1, entry.bucket.batch // 2 + 1, entry.bucket.batch}):
         generator = torch.Generator().manual_seed(first)

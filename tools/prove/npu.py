@@ -34,27 +34,15 @@ from ...models import step
 from ..build.targets import target
 from ..progress import Progress
 from . import shipped as verify_shipped
-from .emulated_run import AllowedDifferences, RankOutputs, Ranks, Run, check_against_trace, check_identical
+from .emulated_run import RankOutputs, Ranks, Run, check_against_trace, check_identical
 from .small_model import BucketCase, SmallModel, random_checkpoint, shrink
 from .speculation import first_position
 from .step_trace import StepTrace, TraceStep, record_trace
+from .tolerances import FLOAT, QUANTISED
 
 DEFAULT_STEPS = 3
 Measured = dict[str, dict[str, float]]
 F32 = torch.float32
-
-FLOAT = AllowedDifferences(typical=1e-4, worst=5e-3, state=1e-2)
-"""For float32 graphs without integers. Ranks add in another order than one device: over ten seeds with 16 ranks the median of the
-differences of logits was below 3e-6 and the largest 1e-4. A router that is undecided between two experts within that noise, about once in
-1e4 tokens, would change one token of a prompt by more; `worst` leaves room for its effect on later tokens."""
-
-QUANTISED = AllowedDifferences(typical=1e-2, worst=0.25, state=0.1, drafts=0.02)
-"""For float32 graphs with int8 activations. A sum in another order moves about one value in a thousand across a rounding step, which is
-1/127 of the largest value of its row. Over twelve seeds the median of the differences of logits was below 2e-3, the largest 2e-2, and that
-of pools 1e-2. A rounding step may also change the choice of an expert, and with it a token by the weight of that expert: `worst` allows
-single logits a quarter. A wrong scale, expert or assist changes every row by more than `typical`. Of the drafts of a small DeepSeek-R1 over
-32 ranks, 6 of 456 differed."""
-
 
 def is_for_device(artifact: Artifact) -> bool:
     """Whether an artifact was built for NPUs."""

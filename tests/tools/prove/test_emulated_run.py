@@ -11,9 +11,9 @@ from support import small_images as images
 from npucompile.graphs.errors import VerifyError
 from npucompile.graphs.types import Rules
 from npucompile.models.request_slots import START, TOKENS
-from npucompile.tools.prove import emulated_run
-from npucompile.tools.prove.emulated_run import AllowedDifferences, RankOutputs, Ranks, check_against_trace, check_identical
+from npucompile.tools.prove.emulated_run import RankOutputs, Ranks, check_against_trace, check_identical
 from npucompile.tools.prove.step_trace import request_slot_pool
+from npucompile.tools.prove.tolerances import AllowedDifferences
 
 F32 = torch.float32
 STRICT = AllowedDifferences(typical=1e-5, worst=1e-4, state=1e-4)
@@ -230,7 +230,7 @@ def test_wrong_state_is_refused_by_its_pool(ranks, outputs):
 def test_swapped_parameters_of_two_ranks_are_found(ranks):
     swapped = replace(ranks, params=(ranks.params[1], ranks.params[0], *ranks.params[2:]))
     with pytest.raises(VerifyError, match=r"rank 0"):
-        check_against_trace(ranks, swapped.run(images.eager(MESH, BOTH)), emulated_run.AllowedDifferences(2e-2, 0.25, 0.25), "swapped")
+        check_against_trace(ranks, swapped.run(images.eager(MESH, BOTH)), AllowedDifferences(2e-2, 0.25, 0.25), "swapped")
 
 
 def test_experts_of_another_rank_are_found_even_by_the_widest_tolerance(ranks, monkeypatch):

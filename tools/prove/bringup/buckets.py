@@ -19,9 +19,10 @@ from ....runtime.device_params import LoadParams
 from ....runtime.executor import Executor, Outputs
 from ...commands.doctor import available_bytes
 from ...progress import Bar
-from ..compare import is_paged, is_request_slots
+from ..compare import Deviations
+from ..pools import is_paged, is_request_slots
+from ..tolerances import INTEGERS
 from .captured import CapturedBucket
-from .comparison import INTEGERS, Deviations
 from .recording import BucketGraph
 from .results import Failure, Timing
 from .steps import PlannedStep, Slots, StepPlanner, tensors_of

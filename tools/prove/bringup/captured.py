@@ -21,7 +21,7 @@ from ....lowering.ascend.acl_graph.inspect_acl import launches
 from ....lowering.ascend.emulator.acl_interpreter import AclInterpreter
 from ....runtime.device_params import LoadParams
 from ...progress import Bar
-from .comparison import mismatch
+from ..compare import mismatch
 from .device_graph import DeviceGraph, Host
 from .results import Failure, Timing
 from .steps import PlannedStep, tensors_of

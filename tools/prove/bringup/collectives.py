@@ -21,7 +21,7 @@ from ....lowering.ascend.emulator.ge_program import parsed_shape
 from ....lowering.ascend.subgraph import Subgraph
 from ....lowering.device import Device
 from ...serve.rank_settings import BeforeLoading
-from .comparison import mismatch
+from ..compare import mismatch
 from .device_graph import DeviceGraph, Host
 from .recording import BucketGraph, bucket_graphs
 from .results import Failure

@@ -13,7 +13,7 @@ from ....lowering.ascend.communicating import BY_TYPE
 from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ....lowering.ascend.subgraph import Subgraph
 from ...progress import Bar
-from .comparison import Deviations
+from ..compare import Deviations
 from .device_graph import DeviceGraph, Host
 from .operator_rules import RULES
 from .recording import BucketGraph, Recorder, Values, distinct_bodies

@@ -16,7 +16,7 @@ from ....lowering.ascend.emulator.ge_ops_common import GeOp, read
 from ....lowering.ascend.emulator.ge_program import BORDER
 from ....lowering.ascend.subgraph import Subgraph, WholeGraph
 from ...progress import Bar
-from .comparison import mismatch
+from ..compare import mismatch
 from .device_graph import DeviceGraph, Host
 from .operands import variants
 from .operator_rules import rules_of

@@ -12,7 +12,7 @@ from ....runtime.executor import Executor
 from ....runtime.request import Sampling
 from ...progress import Bar
 from ...serve.offline import complete
-from .comparison import INTEGERS
+from ..tolerances import INTEGERS
 from .results import Failure
 
 REQUESTS, TOKENS = 4, 12

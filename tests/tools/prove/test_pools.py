@@ -1,0 +1,44 @@
+"""tools/prove/pools.py: a pool is known by the axes of its leaf, and cached values fit its dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npucompile.graphs.types import Aval, Leaf
+from npucompile.tools.prove.pools import (
+    holds_scales,
+    is_paged,
+    is_request_slots,
+    keeps_first_slots,
+    random_cache,
+    rounds_caches,
+    tokens_second,
+    unread_value,
+)
+
+KEYS = Leaf("state.layers.0.k", Aval((5, 4, 2, 3), torch.int8, ("pages", None, "kv_heads", None)))
+SCALES = Leaf("state.layers.0.scale", Aval((5, 2, 4), torch.float32, ("pages", "kv_heads", None)))
+STATE = Leaf("state.layers.1.s", Aval((5, 3), torch.bfloat16, ("slots", None)))
+FIRST = Leaf("state.layers.1.conv", Aval((5, 3), torch.float32, ("first_slots", None)))
+REQUESTS = Leaf("state.request_slots", Aval((5, 3), torch.int32, ("request_slots", None)))
+
+
+def test_each_kind_of_pool_is_known_by_its_axes():
+    kinds = {leaf.path: (is_paged(leaf), holds_scales(leaf), keeps_first_slots(leaf), is_request_slots(leaf))
+             for leaf in (KEYS, SCALES, STATE, FIRST, REQUESTS)}  # fmt: skip
+    assert list(kinds.values()) == [
+        (True, False, False, False), (True, True, False, False), (False, False, False, False), (False, False, True, False),
+        (False, False, False, True),
+    ]  # fmt: skip
+    assert rounds_caches([STATE, KEYS])
+    assert not rounds_caches([STATE, SCALES])
+    assert tokens_second(SCALES, torch.empty(SCALES.aval.shape)).shape == (5, 4, 2)
+
+
+@pytest.mark.parametrize("leaf", [KEYS, SCALES, STATE], ids=lambda leaf: leaf.path)
+def test_cached_values_are_never_what_fills_unread_places(leaf):
+    values = random_cache(leaf, (4, 64), torch.Generator().manual_seed(0))
+    assert bool(values.isfinite().all())
+    assert not bool((values == unread_value(leaf)).any())
+    assert float(values.abs().amax()) <= (127 if leaf is KEYS else 2 / 127 if leaf is SCALES else 6)

@@ -1,0 +1,205 @@
+"""Test cases of one step, in which everything that no live row may read is NaN.
+
+NaN fills the null page and slot, pages and slots that no request owns, and the part of a row's last page that is not written yet. If
+any of it leaks into a live row, a compared value becomes NaN, and NaN agrees with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...graphs.step_inputs import STEP_INPUTS, StepInputs
+from ...graphs.types import Bucket, Leaf, Limits, Signature
+from ...lowering.executable import Executable
+from ...models import request_slots
+from .poison import filled as filled_tensor
+from .pools import is_paged, is_request_slots, keeps_first_slots, random_cache, tokens_second, unread_value
+
+
+@dataclass(frozen=True)
+class LiveRow:
+    """One live row of a test case.
+
+    Attributes:
+        row: index in the batch.
+        request_slot: the request slot that keeps what its next step starts from.
+        start, count: tokens in the cache before the step, and new tokens in it.
+        pages: its pages, with room for drafts.
+        slots: state slots it writes.
+        read: the state slot it starts from.
+    """
+
+    row: int
+    request_slot: int
+    start: int
+    count: int
+    pages: list[int]
+    slots: list[int]
+    read: int
+
+    def filled_pages(self, tokens: int, page_size: int) -> list[tuple[int, int]]:
+        """(page, tokens in it) of the request's first `tokens` tokens."""
+        return [(page, max(0, min(page_size, tokens - i * page_size))) for i, page in enumerate(self.pages)]
+
+
+@dataclass(frozen=True)
+class PoisonedStep:
+    """A test case: operands of one step in signature order, and its live rows; all that these must not read is NaN."""
+
+    operands: list[torch.Tensor]
+    live: list[LiveRow]
+
+    @property
+    def rows(self) -> list[int]:
+        """Indices of the live rows in the batch."""
+        return [row.row for row in self.live]
+
+
+def poisoned_step(
+    bucket: Bucket, signature: Signature, limits: Limits, params: Sequence[torch.Tensor], vocab: int, live: int, generator: torch.Generator
+) -> PoisonedStep:
+    """A step with random tokens, lengths and cached state for `live` rows at random places of the batch, and NaN elsewhere."""
+    rows = _random_rows(bucket, limits, live, generator)
+    tokens = torch.randint(0, vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
+    filled = [page for row in rows for page in row.filled_pages(row.start, limits.page_size)]
+    state = [_random_pool(leaf, filled, [_slot_read(leaf, row) for row in rows], generator) for leaf in signature.state]
+    for leaf, pool in zip(signature.state, state, strict=True):
+        if is_request_slots(leaf) and bucket.kind == "decode":
+            for row in rows:
+                pool[row.request_slot, request_slots.START], pool[row.request_slot, request_slots.ACCEPTED] = (
+                    row.start,
+                    row.slots.index(row.read),
+                )
+                pool[row.request_slot, request_slots.TOKENS :] = tokens[row.row]
+    inputs = _inputs(bucket, limits, rows, tokens, vocab, generator)
+    return PoisonedStep([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
+
+
+def _random_rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Generator) -> list[LiveRow]:
+    """Live rows none of which share a page, state slot or request slot."""
+    decode, Q, P = bucket.kind == "decode", bucket.q_len, limits.page_size
+    free_pages = (1 + torch.randperm(limits.num_pages - 1, generator=generator)).tolist()
+    free_slots = (1 + torch.randperm(limits.num_slots - 1, generator=generator)).tolist()
+    free_request_slots = (1 + torch.randperm(limits.num_request_slots - 1, generator=generator)).tolist()
+    width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free_pages) // max(1, live))
+    # A prefill reads and writes the same slot when served; with two slots a state that was not written shows as NaN.
+    separate = not decode and len(free_slots) >= 2 * live
+    rows = []
+    for row in sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist()):
+        ahead = 2 * limits.drafts
+        count = Q if decode else _random(1, max(1, min(Q, most_pages * P - ahead)), generator)
+        start = _random(0 if not decode else 1, max(1, most_pages * P - count - ahead), generator)
+        pages = [free_pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
+        slots = [free_slots.pop() for _ in range(width)]
+        read = free_slots.pop() if separate else slots[_random(0, width - 1, generator)]
+        rows.append(LiveRow(row, free_request_slots.pop(), start, count, pages, slots, read))
+    return rows
+
+
+def _inputs(
+    bucket: Bucket, limits: Limits, rows: list[LiveRow], tokens: torch.Tensor, vocab: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Every input that a bucket of any artifact may have, by name."""
+    inputs = StepInputs(bucket, limits).padding([field.name for field in STEP_INPUTS])
+    for row in rows:
+        inputs["tokens"][row.row, : row.count] = tokens[row.row, : row.count]
+        inputs["page_table"][row.row, : len(row.pages)] = torch.tensor(row.pages)
+        inputs["state_slots_out"][row.row] = torch.tensor(row.slots)
+        scalars = {
+            "num_computed_tokens": row.start,
+            "query_lens": row.count,
+            "state_slots_in": row.read,
+            "request_slots": row.request_slot,
+            "drafts": limits.drafts,
+        }
+        scalars |= {"base": row.start, "logprobs": row.row % 2, "next_tokens": _random(-1, vocab - 1, generator)}
+        for name, value in scalars.items():
+            inputs[name][row.row] = value
+    masks = inputs["bitmask"]
+    for place, row in enumerate(rows[::2][: len(masks)]):
+        inputs["bitmask_rows"][row.row] = place + 1
+        masks[place] = torch.randint(-(2**31), 2**31, masks[place].shape, generator=generator, dtype=torch.int64).to(torch.int32)
+    adjust(inputs, [row.row for row in rows[1::2]], generator)
+    return inputs
+
+
+def adjust(inputs: Mapping[str, torch.Tensor], rows: Sequence[int], generator: torch.Generator) -> None:
+    """Gives rows adjustments of their logits, from the last ones down: a bias and a penalty while there are two, else one of them."""
+    tables, seen = inputs["adjustments"], inputs["seen"]
+    left, sets = len(tables), len(seen)
+    for row in rows:
+        for name in ("bias_rows", "penalty_rows"):
+            if left:
+                inputs[name][row] = left
+                left -= 1
+                tables[left] = torch.randn(tables[left].shape, generator=generator)
+        if sets:
+            inputs["seen_rows"][row], inputs["repetition_penalty"][row] = sets, 1.3
+            sets -= 1
+            seen[sets] = torch.randint(-(2**31), 2**31, seen[sets].shape, generator=generator, dtype=torch.int64).to(torch.int32)
+
+
+def _random_pool(leaf: Leaf, filled: list[tuple[int, int]], slots: list[int], generator: torch.Generator) -> torch.Tensor:
+    """A state pool with random values in what is filled: (page, tokens in it), or slots."""
+    if is_request_slots(leaf):
+        return torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype)
+    pool = filled_tensor(leaf.aval.shape, unread_value(leaf), leaf.aval.dtype)
+    if is_paged(leaf):
+        for page, used in filled:
+            tokens = tokens_second(leaf, pool)[page, :used]
+            tokens.copy_(random_cache(leaf, tokens.shape, generator))
+    else:
+        for slot in slots:
+            pool[slot] = (0.3 * torch.randn(pool.shape[1:], generator=generator)).to(pool.dtype)
+    return pool
+
+
+def _slot_read(leaf: Leaf, row: LiveRow) -> int:
+    """The slot of a pool that a row's step reads."""
+    return row.slots[0] if keeps_first_slots(leaf) and len(row.slots) > 1 else row.read
+
+
+def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature) -> None:
+    """Replaces drafts of a decode case by right ones: in the i-th live row the first i modulo k+1, so that all counts occur.
+
+    Which draft is right depends on those before it, so the reference runs once for each of the k places.
+    """
+    index = next(i for i, leaf in enumerate(signature.state) if is_request_slots(leaf))
+    pool = case.operands[len(signature.params) + index]
+    for place in range(pool.shape[1] - request_slots.TOKENS - 1):
+        sampled = run_step(reference, case, signature)[0]["tokens"]
+        for i, live in enumerate(case.live):
+            if i % sampled.shape[1] > place:
+                pool[live.request_slot, request_slots.TOKENS + 1 + place] = sampled[live.row, place]
+
+
+def run_step(executable: Executable, case: PoisonedStep, signature: Signature) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Outputs by name, and pools that have what the step left where it may write; the case's own pools are afterwards what they were.
+
+    Only those places are copied. Pools are made for all requests that are served at once, gigabytes of a large model: what the results
+    do not hold of them is memory that nobody writes, which the kernel never gives.
+    """
+    first = len(signature.params)
+    pools = case.operands[first : first + len(signature.state)]
+    places = [_written_places(leaf, case.live) for leaf in signature.state]
+    before = [pool[at] for pool, at in zip(pools, places, strict=True)]
+    outputs = executable(case.operands)
+    after = [torch.empty_like(pool) for pool in pools]
+    for pool, at, was, left in zip(pools, places, before, after, strict=True):
+        left[at] = pool[at]
+        pool[at] = was
+    return dict(zip((leaf.path for leaf in signature.outputs), outputs, strict=True)), after
+
+
+def _written_places(leaf: Leaf, live: Sequence[LiveRow]) -> list[int]:
+    """The null place of a pool, which rows of padding write, and those of the live rows."""
+    if is_request_slots(leaf):
+        return [0, *(row.request_slot for row in live)]
+    return [0, *(place for row in live for place in (row.pages if is_paged(leaf) else row.slots))]
+
+
+def _random(low: int, high: int, generator: torch.Generator) -> int:
+    return int(torch.randint(low, high + 1, (), generator=generator))

@@ -1,0 +1,55 @@
+"""State leaves by the kind of pool that they are, and values of pools as steps leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ...graphs.types import Leaf
+
+NAN = float("nan")
+
+
+def is_paged(leaf: Leaf) -> bool:
+    """Whether a state leaf is a pool of pages."""
+    return leaf.aval.axes[0] == "pages"
+
+
+def holds_scales(leaf: Leaf) -> bool:
+    """Whether a state leaf has the scales of cached int8, [pages, heads, tokens] (ops/quant_cache_write.py)."""
+    return is_paged(leaf) and leaf.aval.axes[1] == "kv_heads"
+
+
+def tokens_second(leaf: Leaf, pool: torch.Tensor) -> torch.Tensor:
+    """A pool of pages, with the tokens of a page in dimension 1 and heads in dimension 2."""
+    return pool.transpose(1, 2) if holds_scales(leaf) else pool
+
+
+def unread_value(leaf: Leaf) -> float:
+    """What fills the places that no live row may read: NaN, or an integer that no rounding by a largest value gives."""
+    return NAN if leaf.aval.dtype.is_floating_point else -128
+
+
+def random_cache(leaf: Leaf, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Cached values as a model writes them: about one in size, in integers times scales where the cache is int8."""
+    if leaf.aval.dtype == torch.int8:
+        return torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
+    if holds_scales(leaf):
+        return (1 + torch.rand(shape, generator=generator)) / 127
+    return torch.randn(shape, generator=generator).to(leaf.aval.dtype)
+
+
+def rounds_caches(leaves: Iterable[Leaf]) -> bool:
+    """Whether a state leaf caches int8."""
+    return any(leaf.aval.dtype == torch.int8 for leaf in leaves)
+
+
+def keeps_first_slots(leaf: Leaf) -> bool:
+    """Whether a state leaf is a pool that keeps all of a request in the first of its slots (ops/causal_conv.py)."""
+    return leaf.aval.axes[0] == "first_slots"
+
+
+def is_request_slots(leaf: Leaf) -> bool:
+    """Whether a state leaf is the pool of request slots."""
+    return leaf.aval.axes[0] == "request_slots"

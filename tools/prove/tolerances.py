@@ -1,0 +1,134 @@
+"""How far two runs may differ, by dtype and by kind of result, and why; verify, bring-up and the emulated run read this table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...graphs.types import Signature
+from .pools import rounds_caches
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest absolute difference over the larger of 1 and the largest |a|; infinite where either holds a NaN."""
+    if a.numel() == 0:
+        return 0.0
+    a, b = a.float(), b.float()
+    if bool(torch.isnan(a).any()) or bool(torch.isnan(b).any()):
+        return float("inf")
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1.0))
+
+
+def deviation(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Root mean square of the difference over that of a; infinite where either holds a NaN."""
+    if a.numel() == 0:
+        return 0.0
+    a, b = a.float(), b.float()
+    if bool(torch.isnan(a).any()) or bool(torch.isnan(b).any()):
+        return float("inf")
+    return float((a - b).pow(2).mean().sqrt() / a.pow(2).mean().sqrt().clamp(min=1e-12))
+
+
+# --- two executables of one step ---
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest differences allowed between two executables.
+
+    Attributes:
+        logits, state: bound on the measure of the logits and of each state pool.
+        tokens: whether greedy tokens must be equal.
+        measure: `difference` or `deviation`.
+    """
+
+    logits: float
+    state: float
+    tokens: bool
+    measure: Measure
+
+
+TOLERANCES = {
+    # State is allowed more than logits: the draft head's keys accumulate the rounding of all layers.
+    torch.float32: Tolerance(1e-5, 4e-5, True, difference),
+    # A router that rounds the other way sends a token to another expert, so that single values differ by several percent: in bfloat16
+    # only an average can show that a kernel is right. A wrong kernel is off by the size of the values, a leak gives NaN.
+    torch.bfloat16: Tolerance(0.2, 0.2, False, deviation),
+}
+"""Allowed differences by computing dtype."""
+
+ROUNDED = Tolerance(0.02, 0.02, False, difference)
+"""Allowed in float32 where caches are int8: a value between two integers may be rounded the other way, one part in 127."""
+
+ROUNDED_ACTIVATIONS = Tolerance(0.5, 0.5, False, deviation)
+"""Allowed in bfloat16 where products read activations in int8: what the last bit of a bfloat16 changes, rounding to 127 steps makes
+larger. A model of 24 layers with random weights is off by 0.12 to 0.37, and by 0.05 to 0.09 without int8."""
+
+SUMMED = Tolerance(1e-4, 1e-4, True, difference)
+"""Allowed in float32 between one device and several ranks, which add in another order."""
+
+
+def tolerance_of(dtype: torch.dtype, signature: Signature, ranks: int = 1) -> Tolerance:
+    """Allowed differences of a graph that computes in a dtype on so many ranks."""
+    if dtype == torch.float32:
+        return ROUNDED if rounds_caches(signature.state) else TOLERANCES[dtype] if ranks == 1 else SUMMED
+    # Only weights that meet activations in int8 are int8: those of W4A16 are packed into int32.
+    return ROUNDED_ACTIVATIONS if any(leaf.aval.dtype == torch.int8 for leaf in signature.params) else TOLERANCES[dtype]
+
+
+# --- an emulated run of all ranks, against one device ---
+
+
+@dataclass(frozen=True)
+class AllowedDifferences:
+    """Largest legal differences from the trace, each over the larger of 1 and the largest value compared.
+
+    Attributes:
+        typical: of the median of a rank's logits, or of all groups' where the rank has few results, and of the median row of a pool.
+        worst: of any logit.
+        state: of a pool's live values: root mean square of the difference over that of the values.
+        drafts: share of the drafts that had to be equal which may differ: a draft head chooses experts and keys of its own, and its
+            logits are not compared.
+    """
+
+    typical: float
+    worst: float
+    state: float
+    drafts: float = 0.0
+
+
+FLOAT = AllowedDifferences(typical=1e-4, worst=5e-3, state=1e-2)
+"""For float32 graphs without integers. Ranks add in another order than one device: over ten seeds with 16 ranks the median of the
+differences of logits was below 3e-6 and the largest 1e-4. A router that is undecided between two experts within that noise, about once in
+1e4 tokens, would change one token of a prompt by more; `worst` leaves room for its effect on later tokens."""
+
+QUANTISED = AllowedDifferences(typical=1e-2, worst=0.25, state=0.1, drafts=0.02)
+"""For float32 graphs with int8 activations. A sum in another order moves about one value in a thousand across a rounding step, which is
+1/127 of the largest value of its row. Over twelve seeds the median of the differences of logits was below 2e-3, the largest 2e-2, and that
+of pools 1e-2. A rounding step may also change the choice of an expert, and with it a token by the weight of that expert: `worst` allows
+single logits a quarter. A wrong scale, expert or assist changes every row by more than `typical`. Of the drafts of a small DeepSeek-R1 over
+32 ranks, 6 of 456 differed."""
+
+SETTLED = 2e-5
+"""Difference of logits up to which a sampled token must be the same. A random number that close to the border between two tokens occurs
+about once in 1e4 tokens."""
+
+
+# --- a device, against the CPU kernels of its operators ---
+
+RELATIVE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-11}
+"""Largest difference of a float over the sum of its own size and that of the largest value of its row (last dimension).
+
+Four roundings of bfloat16 and float16. float32 products may be computed in fewer bits on a matrix unit, so it is allowed 2**-11."""
+INT8_STEPS = 1
+"""Quantised values may round the other way where sums are added in another order."""
+
+DEVIATION = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.02}
+"""Largest root mean square of the differences over that of the values, of several operators after each other: single values differ more,
+where a router or a rounding step that is undecided goes the other way."""
+INTEGERS = 0.05
+"""Largest share of integers that differ: tokens and drafts, where two logits are as good as equal."""
