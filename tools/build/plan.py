@@ -20,20 +20,21 @@ from ...models.family_file import FamilyFile
 from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
-from ..notation import PrefillSize, format_prefill
+from ..notation import PrefillSize
 from .backend_choice import choose_backend
 from .checkpoint_slots import with_checkpoint_slots
 from .choices import MAX_LOGPROBS
 from .decisions import Decided, decided, format_decided
 from .dispatch_size import fit_dispatch
 from .draft_choice import check_drafts, choose_draft_model, draft_name, draft_vocab
-from .dtype_choice import choose_dtype, dtype_name
+from .dtype_choice import choose_dtype
 from .instance import Instance, resolve, row_of
 from .kv_cache_choice import check_kv_cache, choose_kv_cache
 from .kv_cache_choice import note as kv_cache_note
 from .memory import local_bytes
 from .notes import deviation_notes, drafts_note, eos_notes, length_note, padding_notes
 from .pool_size import fit_pool, within_memory
+from .settings.table import SETTINGS
 from .sizes import decode_sizes, prefill_buckets
 from .targets import Target
 from .weights_choice import choose_weights
@@ -41,33 +42,10 @@ from .weights_choice import choose_weights
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `npucompile build`; None leaves the choice to the plan.
+    """The options of `npucompile build` (settings/table.py); None leaves the choice to the plan.
 
     Attributes:
         model: preset name or checkpoint directory.
-        buckets: decode batch sizes.
-        prefill: sizes of prefill steps.
-        max_model_len: most tokens of a request, prompt and output.
-        max_num_seqs: most requests in flight, per dp group.
-        max_total_tokens: most tokens that are cached at once, per dp group.
-        kv_cache_memory: most bytes of a rank's KV pages, in place of max_total_tokens.
-        checkpoint_slots: state slots beside those of requests in flight, per dp group (tools/build/checkpoint_slots.py).
-        dtype: "auto", "float32" or "bfloat16".
-        backend: "inductor", "eager", "null", "ge" or "aclgraph".
-        target: "cpu" or a kind of NPU node (tools/build/targets.py).
-        mesh: as in "dp=8,tp=2".
-        deployment, phase: a published deployment (tools/build/deployments.py), and one of its phases.
-        quantization: scheme of the parameters (models/variant.py).
-        num_speculative_tokens: k, drafts a decode step verifies.
-        max_logprobs: most `logprobs` of a request.
-        structured_outputs: requests of a step, of one dp group, whose output may be restricted.
-        logit_adjustments: biases and penalties of a step, of one dp group.
-        weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
-        draft_model: preset name or checkpoint directory of a draft head, which takes the place of the model's own.
-        draft_vocab_size: tokens that may be drafted, the first ones (models/draft_vocabulary.py).
-        kv_cache_dtype: "auto", "bfloat16" or "int8" (tools/build/kv_cache_choice.py).
-        family: path of the file of a family that this package does not have.
-        cann, operator_packages: of `lowering.platform.Platform`.
         decided_by: who decided the settings where a build is repeated by its arguments (tools/build/decisions.py).
     """
 
@@ -148,39 +126,18 @@ class Plan:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Arguments of `npucompile build` that lead to the same plan."""
-        decode = [bucket.batch for bucket in self.buckets if bucket.kind == "decode"]
-        prefill = [PrefillSize(bucket.q_len, bucket.batch) for bucket in self.buckets if bucket.kind == "prefill"]
-        options = {
-            "buckets": ",".join(map(str, decode)),
-            "prefill": format_prefill(prefill),
-            "max-model-len": "" if self.published else self.limits.max_model_len,
-            "max-num-seqs": "" if self.published else self.limits.num_request_slots - 1,
-            "max-total-tokens": self.max_total_tokens or "",
-            "kv-cache-memory": self.kv_cache_memory or "",
-            "checkpoint-slots": self._checkpoint_slots,
-            "dtype": dtype_name(self.dtype),
-            "backend": self.backend,
-            "draft-model": draft_name(self.source),
-            "draft-vocab-size": self.model.config.variant.draft_vocab or "",
-            "kv-cache-dtype": self.kv_cache_dtype if self.kv_cache_dtype != "auto" else "",
-            "family": self.source.family_file.path if self.source.family_file else "",
-        }
-        if self.mesh.size > 1 or not self.target.local:
-            mesh = str(self.mesh) if self.mesh.axes else ""
-            options |= {"target": self.target.name, "mesh": mesh, "quantization": self.quantization, "deployment": self.deployment}
-            options |= {"phase": self.phase} if self.phase != "mixed" else {}
-        if not self.target.local and self.weights != "none":
-            options |= {"weights": self.weights}
-        if self.platform.chip:
-            options |= {"cann": self.platform.cann, "operator-packages": ",".join(self.platform.packages)}
-        options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
-        options |= {"structured-outputs": self.limits.bitmasks, "logit-adjustments": self.limits.logit_adjustments}
-        options |= {"decided-by": format_decided(self.decided_by)}
-        return (_model_name(self.source), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
+        options = {setting.option: setting.argument(self) for setting in SETTINGS} | {"decided-by": format_decided(self.decided_by)}
+        words = ((f"--{option}", str(value)) for option, value in options.items() if value not in (None, ""))
+        return (_model_name(self.source), *(word for pair in words for word in pair))
 
     @property
-    def _checkpoint_slots(self) -> int | str:
-        """Said where it is not what the plan would choose."""
+    def draft_name(self) -> str:
+        """The name or path of the draft model that the model is built with; "" without one."""
+        return draft_name(self.source)
+
+    @property
+    def own_checkpoint_slots(self) -> int | str:
+        """Slots for checkpoints, where they are not what the plan would choose."""
         plain = replace(self.limits, num_slots=self.limits.num_slots - self.limits.checkpoint_slots, checkpoint_slots=0)
         chosen = with_checkpoint_slots(plain, None, self.model, self.target, self.published).checkpoint_slots
         return "" if chosen == self.limits.checkpoint_slots else self.limits.checkpoint_slots

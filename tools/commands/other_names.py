@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import click
 
 from ...graphs.errors import SpecError
+from ..build.settings.table import SETTINGS
 from ..launch_lines.tables import engine, topics
 
 MODEL = ""
@@ -20,14 +21,7 @@ SAME: Mapping[str, Mapping[str, str]] = {
     "build": {
         "--model-path": MODEL,
         "--model": MODEL,
-        "--context-length": "--max-model-len",
-        "--cuda-graph-bs": "--buckets",
-        "--cuda-graph-bs-decode": "--buckets",
-        "--speculative-num-steps": "--speculative-tokens",
-        "--num-speculative-tokens": "--speculative-tokens",
-        "--spec-tokens": "--speculative-tokens",
-        "--speculative-draft-model-path": "--draft-model",
-        "--spec-model": "--draft-model",
+        **{name: f"--{setting.option}" for setting in SETTINGS for name in setting.same},
     },
     "serve": {
         "--model-path": MODEL,
@@ -44,55 +38,22 @@ SAME: Mapping[str, Mapping[str, str]] = {
 }
 """Their name to ours where both mean the same, by command."""
 
-_MEMORY = "memory is planned in bytes, not by a share; --kv-cache-memory bounds the pages of a rank, --max-total-tokens those of a dp group"
-_CHUNK = "legal is --prefill, with tokens of one prompt in one dp group, as in --prefill 2048"
 _RANKS = {"--tp-size": "tp", "--tensor-parallel-size": "tp", "--dp-size": "dp", "--data-parallel-size": "dp"}
 """Names of the two sizes of a mesh, which mean the same in both engines where one of them alone is more than 1."""
 
+_REFUSED = {name: legal for setting in SETTINGS for name, legal in setting.otherwise.items()}
+_OURS = {name: setting.option for setting in SETTINGS if setting.option != "family" for name in (f"--{setting.option}", *setting.same)}
+_BUILT = _REFUSED | {
+    name: f"legal is an option of `npucompile build`: --{ours}" for name, ours in (_OURS | dict.fromkeys(_RANKS, "mesh")).items()
+}
 OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "build": {
-        "--max-running-requests": "it counts all dp groups; legal is --max-num-seqs, for each of them",
-        "--mem-fraction-static": _MEMORY,
-        "--gpu-memory-utilization": _MEMORY,
-        "--kv-cache-memory-bytes": "it counts recurrent states too; legal is --kv-cache-memory, for the KV pages of a rank",
-        "--cudagraph-capture-sizes": "it counts tokens of a step, drafts included; legal is --buckets, which counts requests",
-        "--cuda-graph-max-bs": "legal is --buckets with all sizes, as in --buckets 1,2,4,...,32",
-        "--cuda-graph-max-bs-decode": "legal is --buckets with all sizes, as in --buckets 1,2,4,...,32",
-        "--max-cudagraph-capture-size": "legal is --buckets with all sizes, as in --buckets 1,2,4,...,32",
-        "--chunked-prefill-size": f"it counts the tokens of all dp groups; {_CHUNK}",
-        "--max-num-batched-tokens": f"it counts decode steps too; {_CHUNK}",
-        "--max-prefill-tokens": f"it counts all prompts of a step; {_CHUNK}, or --prefill 4x512 for several",
-        "--speculative-num-draft-tokens": "it counts the last known token too; legal is --speculative-tokens, one less",
-        "--speculative-token-map": "it names a file of tokens; legal is --draft-vocab-size, the number of the vocabulary's first ones",
+        **_REFUSED,
         "--host": "legal is an option of serve",
         "--port": "legal is an option of serve",
         "--served-model-name": "legal is an option of serve",
     },
-    "serve": {
-        name: f"the build decides it; legal is an option of `npucompile build`: {ours}"
-        for name, ours in {
-            "--tp-size": "--mesh",
-            "--tensor-parallel-size": "--mesh",
-            "--dp-size": "--mesh",
-            "--data-parallel-size": "--mesh",
-            "--context-length": "--max-model-len",
-            "--max-model-len": "--max-model-len",
-            "--max-running-requests": "--max-num-seqs, for each dp group",
-            "--max-num-seqs": "--max-num-seqs",
-            "--max-total-tokens": "--max-total-tokens",
-            "--mem-fraction-static": "--max-total-tokens",
-            "--gpu-memory-utilization": "--max-total-tokens",
-            "--cuda-graph-bs": "--buckets",
-            "--cuda-graph-max-bs": "--buckets",
-            "--cudagraph-capture-sizes": "--buckets",
-            "--chunked-prefill-size": "--prefill",
-            "--max-num-batched-tokens": "--prefill",
-            "--quantization": "--quantization",
-            "--dtype": "--dtype",
-            "--kv-cache-dtype": "--kv-cache-dtype",
-            "--speculative-num-steps": "--speculative-tokens",
-        }.items()
-    },
+    "serve": {name: f"the build decides it; {legal}" for name, legal in _BUILT.items()},
 }
 """Their name to what says the same here, by command."""
 

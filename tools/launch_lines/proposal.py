@@ -19,8 +19,9 @@ from ..build.deployments import Deployment, Phase, limits_for, prefill_sizes
 from ..build.memory import MemoryPlan
 from ..build.pool_size import fitting_pages
 from ..build.rank_memory import planned_memory
+from ..build.settings.table import SETTINGS
 from ..build.targets import Target, target
-from ..notation import format_buckets, format_prefill, parse_buckets, parse_prefill
+from ..notation import format_buckets, format_prefill
 from .facts import ASCEND_NODE, Facts, preset_of
 from .published import ENGINES, matching, phase_of
 
@@ -295,13 +296,8 @@ def _planned(proposal: Proposal) -> Proposal:
 
 def options_of(proposal: Proposal) -> planning.Options:
     """The proposal as the plan reads it."""
-    values = {name.replace("-", "_"): value for name, value in proposal.arguments.items() if name != "out"}
-    read = {"buckets": parse_buckets, "prefill": parse_prefill}
-    numbers = ("checkpoint_slots", "max_model_len", "max_num_seqs", "max_total_tokens", "kv_cache_memory", "max_logprobs")
-    typed = {name: read[name](value) if name in read else int(value) if name in numbers else value for name, value in values.items()}
-    if "speculative_tokens" in typed:
-        typed["num_speculative_tokens"] = int(str(typed.pop("speculative_tokens")))
-    return planning.Options(proposal.model, **typed)  # type: ignore[arg-type]
+    given = {setting.name: setting.read(proposal.arguments[setting.option]) for setting in SETTINGS if setting.option in proposal.arguments}
+    return planning.Options(proposal.model, **given)
 
 
 def _fitted(proposal: Proposal) -> Proposal:

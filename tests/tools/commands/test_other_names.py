@@ -6,6 +6,7 @@ import click
 import pytest
 
 from npucompile.graphs.errors import SpecError
+from npucompile.tools.build.settings.table import SETTINGS
 from npucompile.tools.commands import build, serve
 from npucompile.tools.commands.other_names import MODEL, OTHERWISE, SAME
 from npucompile.tools.launch_lines.tables import engine
@@ -24,7 +25,7 @@ def test_names_are_those_of_the_engines_and_options_are_ours():
         assert set(names) <= theirs
         assert set(names.values()) - {MODEL} <= ours
         assert not {*names, *OTHERWISE[command]} & ours - {"--max-num-seqs"}
-        assert set(OTHERWISE[command]) <= theirs
+        assert set(OTHERWISE[command]) <= theirs | {f"--{setting.option}" for setting in SETTINGS}
 
 
 def test_the_same_is_built_by_either_name():
@@ -48,6 +49,8 @@ def test_the_same_is_built_by_either_name():
         ("build", ["m", "--max-running-requests", "8"], r"it counts all dp groups; legal is --max-num-seqs"),
         ("build", ["m", "--enable-lora"], r"--enable-lora is a flag of sglang's: adapters are not served.*npucompile import"),
         ("build", ["m", "--async-scheduling"], r"--async-scheduling is a flag of vllm's"),
+        ("serve", ["m", "--buckets", "8"], r"the build decides it; legal is an option of `npucompile build`: --buckets"),
+        ("serve", ["m", "--max-running-requests", "8"], r"the build decides it; it counts all dp groups; legal is --max-num-seqs"),
         ("serve", ["m", "--max-model-len", "8"], r"the build decides it; legal is an option of `npucompile build`: --max-model-len"),
     ],
 )

@@ -1,0 +1,50 @@
+"""tools/build/settings/table.py: a setting is a record, and stands nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import npucompile
+from npucompile.tools.build.plan import Options
+from npucompile.tools.build.settings.table import EXPLAINED, SETTINGS
+from npucompile.tools.commands.build import command
+
+TOOLS = Path(npucompile.__file__).parent / "tools"
+
+ELSEWHERE = 32
+"""Strings in other files that are the name of a setting alone: arguments of builds that launch lines, searches and benchmarks propose."""
+
+
+def names_alone(path: Path) -> list[str]:
+    """Strings of a file that are the option of a setting of several words, with or without dashes, and nothing else."""
+    options = {setting.option for setting in SETTINGS if "-" in setting.option}
+    strings = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+    return [text for text in strings if isinstance(text, str) and text.removeprefix("--") in options]
+
+
+def test_the_name_of_a_setting_stands_in_its_record():
+    """The count may only fall."""
+    others = [path for path in sorted(TOOLS.rglob("*.py")) if path.parent != TOOLS / "build" / "settings"]
+    found = {path.relative_to(TOOLS).as_posix(): names for path in others if (names := names_alone(path))}
+    assert sum(map(len, found.values())) <= ELSEWHERE, found
+
+
+def test_options_of_a_build_are_those_of_the_records():
+    fields = set(Options.__dataclass_fields__) - {"model", "decided_by"}
+    assert {setting.name for setting in SETTINGS} == fields
+    assert len({setting.option for setting in SETTINGS}) == len(SETTINGS)
+    assert fields <= {parameter.name for parameter in command.params}
+
+
+def test_what_is_explained_is_said_in_sentences():
+    for setting in EXPLAINED.values():
+        assert setting.planned.endswith(".")
+        assert not re.search(r"[.:]$", setting.change)
+
+
+def test_names_of_other_engines_mean_one_setting():
+    theirs = [name for setting in SETTINGS for name in (*setting.same, *setting.otherwise)]
+    assert len(set(theirs)) == len(theirs)
+    assert all(f"--{setting.option}" not in theirs for setting in SETTINGS)

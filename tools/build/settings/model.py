@@ -1,0 +1,174 @@
+"""Settings that say in which numbers a model computes, what drafts, and what a step returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..choices import DTYPES, KV_CACHE_DTYPES, MAX_DRAFTS, MAX_LOGPROBS, SCHEMES, WEIGHTS
+from .record import CHECKPOINT, DEFAULT, PLAN, ROW, Setting, by_plan
+
+if TYPE_CHECKING:
+    from .recorded import Recorded
+
+
+def _scheme_by(plan: Any, quantised: bool) -> str:
+    return ROW if plan.deployment else CHECKPOINT if quantised else DEFAULT
+
+
+def _cache_by(plan: Any, quantised: bool) -> str:
+    return CHECKPOINT if quantised and plan.model.config.variant.formats.kv_cache else DEFAULT
+
+
+def _cache(recorded: Recorded) -> str:
+    forms = recorded.manifest.formats.get("kv_cache") or ()
+    return "int8" if any("int8" in str(form[-1]) for form in forms) else recorded.dtype
+
+
+def _stored(scheme: str) -> str:
+    special = {"none": "Matrices are floats.", "checkpoint": "Matrices are stored as the checkpoint has them."}
+    return special.get(scheme, f"Matrices are stored as {scheme}.")
+
+
+def _drafts_by(plan: Any, quantised: bool) -> str:
+    if plan.deployment and plan.limits.drafts:
+        return ROW
+    return DEFAULT if plan.source.has_draft_head else CHECKPOINT
+
+
+def _no_head(by: str, recorded: Recorded) -> tuple[str, str] | None:
+    """Why a step drafts nothing where nobody said so, and what changes it."""
+    if by != CHECKPOINT:
+        return None
+    missing = "The checkpoint has no tensor of the draft head that its configuration declares."
+    why = missing if recorded.declares_draft_head else "The model has no draft head."
+    return why, "A checkpoint with a draft head, or --draft-model, changes it."
+
+
+def _draft_model(recorded: Recorded) -> object:
+    draft = recorded.manifest.model.get("draft_model")
+    return draft and draft["name"]
+
+
+DTYPE = Setting(
+    "dtype",
+    "Computing type.",
+    lambda plan: str(plan.dtype).removeprefix("torch."),
+    legal=("auto", *DTYPES),
+    extra={"default": "auto", "show_default": True},
+    by=lambda plan, quantised: PLAN if len(plan.target.dtypes) > 1 else DEFAULT,
+    recorded=lambda recorded: recorded.dtype,
+    what=lambda value, recorded: f"It computes in {value}.",
+    planned="The plan chose it for the CPU that the build ran on: bfloat16 where that multiplies it in hardware.",
+    explained=5,
+)
+QUANTIZATION = Setting(
+    "quantization",
+    "Parameter quantization.  [default: none, or the deployment's]",
+    lambda plan: plan.quantization if plan.mesh.size > 1 or not plan.target.local else "",
+    legal=SCHEMES,
+    by=_scheme_by,
+    recorded=lambda recorded: "checkpoint" if recorded.manifest.formats.get("stored") else recorded.manifest.quantization,
+    what=lambda value, recorded: _stored(value),
+    change="weights take less memory and time, and the model's answers change a little",
+    explained=6,
+)
+KV_CACHE_DTYPE = Setting(
+    "kv-cache-dtype",
+    "Type of cached keys and values: auto is what the checkpoint has scales for, else the computing type; int8 halves pages.",
+    lambda plan: "" if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype,
+    legal=KV_CACHE_DTYPES,
+    extra={"default": "auto", "show_default": True},
+    by=_cache_by,
+    recorded=_cache,
+    what=lambda value, recorded: f"Keys and values are cached in {value}.",
+    change="int8 halves the pages, and the model's answers change a little",
+    explained=7,
+)
+SPECULATIVE_TOKENS = Setting(
+    "speculative-tokens",
+    "Tokens that each step drafts and the next step verifies.  [default: 3 with a draft head, or the deployment's]",
+    lambda plan: plan.limits.drafts,
+    field="num_speculative_tokens",
+    legal=(0, MAX_DRAFTS),
+    read=int,
+    by=_drafts_by,
+    recorded=lambda recorded: recorded.manifest.limits.drafts,
+    what=lambda value, recorded: "Steps draft nothing." if value == "0" else f"Each step drafts {value} tokens.",
+    change="each draft is verified by the next step, whose graph gets a row more for every request",
+    unchosen=_no_head,
+    same=("--speculative-num-steps", "--num-speculative-tokens", "--spec-tokens"),
+    otherwise={"--speculative-num-draft-tokens": "it counts the last known token too; legal is --speculative-tokens, one less"},
+)
+DRAFT_MODEL = Setting(
+    "draft-model",
+    "Draft head of a second checkpoint: a directory, or a preset of sizes.  [default: the model's own, if it has one]",
+    lambda plan: plan.draft_name,
+    extra={"metavar": "MODEL"},
+    by=lambda plan, quantised: PLAN if plan.source.draft else DEFAULT,
+    recorded=_draft_model,
+    what=lambda value, recorded: f"Drafts come from {value}.",
+    planned="The plan chose the preset of an EAGLE-3 head for this model, because the deployment drafts and names none.",
+    same=("--speculative-draft-model-path", "--spec-model"),
+)
+DRAFT_VOCAB_SIZE = Setting(
+    "draft-vocab-size",
+    "Draft from the first so many tokens, in a byte-pair vocabulary the frequent ones: a draft reads so many rows of the head, and no "
+    "output changes.  [default: all tokens]",
+    lambda plan: plan.model.config.variant.draft_vocab or "",
+    legal=(1, None),
+    read=int,
+    recorded=lambda recorded: recorded.draft_vocab or None,
+    what=lambda value, recorded: f"Drafts are of the first {value} tokens of the vocabulary.",
+    change="each draft reads so many rows of the head; other tokens are never drafted, so fewer drafts are accepted",
+    otherwise={
+        "--speculative-token-map": "it names a file of tokens; legal is --draft-vocab-size, the number of the vocabulary's first ones"
+    },
+)
+FAMILY = Setting(
+    "family",
+    "Python file of the model's family, where it is none of npucompile's: it ends with FAMILY = Family(...).",
+    lambda plan: plan.source.family_file.path if plan.source.family_file else "",
+    extra={"metavar": "FILE"},
+)
+LOGPROBS = Setting(
+    "max-logprobs",
+    "Most likely tokens whose log probabilities a request may ask for.  [default: 20, for NPUs 0]",
+    lambda plan: plan.max_logprobs,
+    legal=(0, MAX_LOGPROBS),
+    read=int,
+    recorded=lambda recorded: max((entry.max_logprobs for entry in recorded.manifest.graphs), default=0),
+    what=lambda value, recorded: (
+        "No request gets log probabilities." if value == "0" else f"A request gets up to {value} log probabilities a token."
+    ),
+    change="log probabilities cost every step time, whether a request asks for them or not",
+)
+STRUCTURED_OUTPUTS = Setting(
+    "structured-outputs",
+    "Requests of one step, of one dp group, whose output may follow a grammar; the others wait a step.  [default: 8]",
+    lambda plan: plan.limits.bitmasks,
+    legal=(0, None),
+    read=int,
+    recorded=lambda recorded: recorded.manifest.limits.bitmasks,
+    what=lambda value, recorded: f"Up to {value} requests{recorded.group} of a step follow a grammar.",
+    change="each takes a bitmask over the vocabulary in every step's inputs",
+)
+LOGIT_ADJUSTMENTS = Setting(
+    "logit-adjustments",
+    "Biases and penalties of one step, of one dp group; a request may have one of each, and the others wait a step.  "
+    "[default: 8, for NPUs 0]",
+    lambda plan: plan.limits.logit_adjustments,
+    legal=(0, None),
+    read=int,
+)
+WHERE_WEIGHTS = Setting(
+    "weights",
+    "For NPUs: stored copies the weights into the artifact, bound reads the checkpoint when serving; auto copies up to 8 GiB.  "
+    "[default: auto]",
+    lambda plan: "" if plan.target.local or plan.weights == "none" else plan.weights,
+    legal=WEIGHTS,
+    by=by_plan,
+    recorded=lambda recorded: "bound" if recorded.manifest.checkpoint else "stored" if recorded.manifest.weights else None,
+    what=lambda value, recorded: f"Weights are {value}.",
+    planned="The plan copies checkpoints of up to 8 GiB into the artifact, and refers to larger ones.",
+    change="stored ones make the artifact complete, bound ones make it small",
+)

@@ -1,0 +1,93 @@
+"""Settings that say where an artifact runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..choices import BACKENDS, CANN_RELEASES, OPERATOR_PACKAGES, TARGETS
+from .record import Setting, by_row
+
+
+def _for_devices(plan: Any, value: object) -> object:
+    """An argument of builds that are not for one rank of this machine."""
+    return value if plan.mesh.size > 1 or not plan.target.local else ""
+
+
+def _on_ranks(value: str, ranks: int) -> str:
+    return f"It runs on {ranks} rank{'' if ranks == 1 else 's'}" + (f", mesh {value}." if ranks > 1 else ".")
+
+
+def _read_packages(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+DEPLOYMENT = Setting(
+    "deployment",
+    "Published deployment to take target, mesh and sizes from; see `npucompile deployments`.",
+    lambda plan: _for_devices(plan, plan.deployment),
+    extra={"metavar": "ID"},
+    recorded=lambda recorded: recorded.manifest.deployment or None,
+    what=lambda value, recorded: f"It is built for the published deployment {value}.",
+    explained=0,
+)
+PHASE = Setting(
+    "phase",
+    "One side of a disaggregated deployment.  [default: both]",
+    lambda plan: _for_devices(plan, "" if plan.phase == "mixed" else plan.phase),
+    legal=("prefill", "decode"),
+    by=by_row,
+    recorded=lambda recorded: recorded.argument("phase"),
+    what=lambda value, recorded: f"It is the {value} side of the deployment.",
+    explained=1,
+)
+TARGET = Setting(
+    "target",
+    "Machine to build for; it need not be present.  [default: cpu]",
+    lambda plan: _for_devices(plan, plan.target.name),
+    legal=TARGETS,
+    by=by_row,
+    recorded=lambda recorded: recorded.manifest.target,
+    what=lambda value, recorded: f"It is for {value}.",
+    change="graphs are lowered anew, for another machine",
+    explained=2,
+)
+MESH = Setting(
+    "mesh",
+    "Ranks as dp groups of tp ranks, e.g. dp=8,tp=2.  [default: one, or the deployment's]",
+    lambda plan: _for_devices(plan, str(plan.mesh) if plan.mesh.axes else ""),
+    by=by_row,
+    recorded=lambda recorded: recorded.manifest.mesh,
+    what=lambda value, recorded: _on_ranks(value, recorded.ranks),
+    change="more ranks in tp make a step shorter, more groups in dp take more requests",
+    explained=3,
+)
+BACKEND = Setting(
+    "backend",
+    "inductor compiles for this CPU; eager serves uncompiled; ge and aclgraph lower for NPUs, to graphs that GE compiles or that are "
+    "captured when they are loaded; null reports cost and memory only.  [default: the target's]",
+    lambda plan: plan.backend,
+    legal=BACKENDS,
+    recorded=lambda recorded: recorded.manifest.backend,
+    what=lambda value, recorded: f"Graphs are compiled by {value}.",
+    change="the same partitioned graphs are compiled otherwise",
+    explained=4,
+)
+CANN = Setting(
+    "cann",
+    "For NPUs: release of CANN to lower for.  [default: the target's]",
+    lambda plan: plan.platform.cann if plan.platform.chip else "",
+    legal=CANN_RELEASES,
+    recorded=lambda recorded: recorded.manifest.platform.get("cann") or None,
+    what=lambda value, recorded: f"Graphs are lowered for CANN {value}.",
+    change="operators and attributes of another release are checked and used",
+)
+PACKAGES = Setting(
+    "operator-packages",
+    f"For NPUs: packages with operators of their own that are installed where it runs, of {', '.join(OPERATOR_PACKAGES)}.",
+    lambda plan: ",".join(plan.platform.packages) if plan.platform.chip else "",
+    read=_read_packages,
+    extra={"metavar": "LIST", "default": ""},
+    recorded=lambda recorded: ",".join(recorded.manifest.platform.get("packages") or ()) or None,
+    what=lambda value, recorded: f"Operators of {value} are used.",
+    change="operators of the packages take the place of CANN's where they do more",
+)

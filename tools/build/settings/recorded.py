@@ -1,0 +1,61 @@
+"""What an artifact records of its settings, read from its manifest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from ....graphs.types import DTYPES, Mesh
+from ....lowering.artifact.manifest import Manifest
+from ....models import draft_vocabulary, registry
+from ....models.family_file import FamilyFile
+from ...notation import PrefillSize, format_buckets, format_prefill
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The settings of a manifest that are not fields of it."""
+
+    manifest: Manifest
+
+    @property
+    def ranks(self) -> int:
+        return Mesh.parse(self.manifest.mesh).size
+
+    @property
+    def group(self) -> str:
+        """Words for what is counted in each dp group; "" where there is one group."""
+        return " of each dp group" if Mesh.parse(self.manifest.mesh).axis("dp") > 1 else ""
+
+    @property
+    def decode(self) -> str | None:
+        """Decode batch sizes, in the notation of the option; None where there are none."""
+        sizes = sorted({entry.bucket.batch for entry in self.manifest.graphs if entry.bucket.kind == "decode"})
+        return format_buckets(sizes) if sizes else None
+
+    @property
+    def prefill(self) -> str | None:
+        """Prefill sizes, in the notation of the option; None where there are none."""
+        buckets = [entry.bucket for entry in self.manifest.graphs if entry.bucket.kind == "prefill"]
+        return format_prefill(list({PrefillSize(bucket.q_len, bucket.batch) for bucket in buckets})) if buckets else None
+
+    @property
+    def dtype(self) -> str:
+        """The name of the computing type on the command line."""
+        return str(DTYPES[self.manifest.dtype]).removeprefix("torch.")
+
+    @property
+    def draft_vocab(self) -> int:
+        """Tokens that may be drafted, the first ones; 0 for all."""
+        return draft_vocabulary.recorded((leaf.name, leaf.aval.shape) for leaf in self.manifest.params)
+
+    @property
+    def declares_draft_head(self) -> bool:
+        """Whether the configuration of the model has a draft head."""
+        model, family = self.manifest.model, FamilyFile.recorded(self.manifest.model)
+        return registry.from_config(str(model["name"]), json.loads(model["config"]), family=family).has_draft_head
+
+    def argument(self, option: str) -> str | None:
+        """The value that the build was given for an option, or None."""
+        words = self.manifest.build_arguments
+        return words[words.index(f"--{option}") + 1] if f"--{option}" in words else None

@@ -1,0 +1,122 @@
+"""Settings that say how much a step and a dp group take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...byte_sizes import parse_bytes
+from ...notation import PrefillSize, format_buckets, format_prefill, parse_buckets, parse_prefill
+from ..choices import DEFAULT_BUCKETS, DEFAULT_PREFILL
+from .record import DEFAULT, PLAN, ROW, Setting, by_row
+
+_OR_ROW = "or the deployment's]"
+_FEWER_PAGES = "with fewer pages requests wait, or are preempted, sooner"
+_ALL_SIZES = "legal is --buckets with all sizes, as in --buckets 1,2,4,...,32"
+_CHUNK = "legal is --prefill, with tokens of one prompt in one dp group, as in --prefill 2048"
+_MEMORY = "memory is planned in bytes, not by a share; --kv-cache-memory bounds the pages of a rank, --max-total-tokens those of a dp group"
+
+
+def _read_buckets(text: str) -> tuple[int, ...] | str:
+    """Sizes; `auto` is read later, when model and deployment are known."""
+    return text if text.partition(":")[0] == "auto" else parse_buckets(text)
+
+
+def _limit(plan: Any, otherwise: str) -> str:
+    """Who decides a limit: the row where its limits are taken, the plan where it derives them from the row's."""
+    return (ROW if plan.published else PLAN) if plan.deployment else otherwise
+
+
+BUCKETS = Setting(
+    "buckets",
+    "Decode batch sizes (of one dp group), e.g. 2,4,...,64; auto: for the deployment's traffic, auto:FILE: `plan --buckets-out FILE`.  "
+    f"[default: {format_buckets(DEFAULT_BUCKETS)}, {_OR_ROW}",
+    lambda plan: ",".join(str(bucket.batch) for bucket in plan.buckets if bucket.kind == "decode"),
+    read=_read_buckets,
+    extra={"metavar": "LIST"},
+    by=by_row,
+    recorded=lambda recorded: recorded.decode,
+    what=lambda value, recorded: f"Decode steps take {value} requests{recorded.group}.",
+    change="more of them leave fewer rows of padding and take longer to build; the largest bounds a step's requests",
+    same=("--cuda-graph-bs", "--cuda-graph-bs-decode"),
+    otherwise={
+        "--cudagraph-capture-sizes": "it counts tokens of a step, drafts included; legal is --buckets, which counts requests",
+        "--cuda-graph-max-bs": _ALL_SIZES,
+        "--cuda-graph-max-bs-decode": _ALL_SIZES,
+        "--max-cudagraph-capture-size": _ALL_SIZES,
+    },
+)
+PREFILL = Setting(
+    "prefill",
+    "Prefill sizes: tokens of one prompt, or PROMPTSxTOKENS (of one dp group), e.g. 2048,4x512.  "
+    f"[default: {format_prefill(DEFAULT_PREFILL)}, {_OR_ROW}",
+    lambda plan: format_prefill([PrefillSize(bucket.q_len, bucket.batch) for bucket in plan.buckets if bucket.kind == "prefill"]),
+    read=parse_prefill,
+    extra={"metavar": "LIST"},
+    by=by_row,
+    recorded=lambda recorded: recorded.prefill,
+    what=lambda value, recorded: f"Prefill steps take {value} tokens{recorded.group}.",
+    planned="The plan took as many prompts in a step as a rank has memory for.",
+    change="longer chunks take more memory for activations and fewer steps for a prompt",
+    otherwise={
+        "--chunked-prefill-size": f"it counts the tokens of all dp groups; {_CHUNK}",
+        "--max-num-batched-tokens": f"it counts decode steps too; {_CHUNK}",
+        "--max-prefill-tokens": f"it counts all prompts of a step; {_CHUNK}, or --prefill 4x512 for several",
+    },
+)
+MAX_MODEL_LEN = Setting(
+    "max-model-len",
+    "Longest request in tokens, prompt and output.  [default: at most 1024]",
+    lambda plan: "" if plan.published else plan.limits.max_model_len,
+    legal=(1, None),
+    read=int,
+    by=lambda plan, quantised: _limit(plan, DEFAULT),
+    recorded=lambda recorded: recorded.manifest.limits.max_model_len,
+    what=lambda value, recorded: f"A request has at most {value} tokens.",
+    planned="The plan cut it to what the model takes.",
+    change="a longer context takes more pages for each request",
+    same=("--context-length",),
+)
+MAX_NUM_SEQS = Setting(
+    "max-num-seqs",
+    "Most requests in flight per dp group.  [default: the largest bucket]",
+    lambda plan: "" if plan.published else plan.limits.num_request_slots - 1,
+    legal=(1, None),
+    read=int,
+    by=lambda plan, quantised: _limit(plan, PLAN),
+    recorded=lambda recorded: recorded.manifest.limits.num_request_slots - 1,
+    what=lambda value, recorded: f"At most {value} requests{recorded.group} are in flight.",
+    planned="The plan took as many as the largest bucket has rows.",
+    change="more requests in flight take more pages and state slots",
+    otherwise={"--max-running-requests": "it counts all dp groups; legal is --max-num-seqs, for each of them"},
+)
+MAX_TOTAL_TOKENS = Setting(
+    "max-total-tokens",
+    f"Most tokens cached at once per dp group.  [default: every request at full length, {_OR_ROW}",
+    lambda plan: plan.max_total_tokens,
+    legal=(1, None),
+    read=int,
+    by=lambda plan, quantised: _limit(plan, PLAN),
+    recorded=lambda recorded: (recorded.manifest.limits.num_pages - 1) * recorded.manifest.limits.page_size,
+    what=lambda value, recorded: f"At most {value} tokens{recorded.group} are cached.",
+    planned="The plan gave every request in flight room at full length, or as much as --kv-cache-memory or a rank takes.",
+    change=_FEWER_PAGES,
+    otherwise={"--mem-fraction-static": _MEMORY, "--gpu-memory-utilization": _MEMORY},
+)
+KV_CACHE_MEMORY = Setting(
+    "kv-cache-memory",
+    "The same in memory of one rank: its KV pages take at most this, e.g. 2GiB.  [default: as --max-total-tokens]",
+    lambda plan: plan.kv_cache_memory,
+    read=parse_bytes,
+    extra={"metavar": "SIZE"},
+    recorded=lambda recorded: recorded.argument("kv-cache-memory"),
+    what=lambda value, recorded: f"KV pages take at most {value} bytes of a rank.",
+    change=_FEWER_PAGES,
+    otherwise={"--kv-cache-memory-bytes": "it counts recurrent states too; legal is --kv-cache-memory, for the KV pages of a rank"},
+)
+CHECKPOINT_SLOTS = Setting(
+    "checkpoint-slots",
+    "Recurrent states kept for later prompts, per dp group, beside those of requests.  [default: --max-num-seqs, for NPUs 0]",
+    lambda plan: plan.own_checkpoint_slots,
+    legal=(0, None),
+    read=int,
+)
