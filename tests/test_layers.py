@@ -54,6 +54,10 @@ ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unse
 # The budget, which tools/size.py reports, is 400; the rest is slack for files that are about to be split.
 HARD_LIMIT_LINES = 450
 
+# In the repository and not in the wheel; only this file of the product looks whether it is there.
+LABORATORY = "tools/lab/"
+LABORATORY_DOOR = "tools/laboratory.py"
+
 # Folders that are tables: one parametrised test walks all their files.
 TABLE_TESTS = {
     "graphs/ops": "tests/graphs/ops/test_ops.py",
@@ -158,6 +162,8 @@ def import_breaches(root: Path) -> Iterator[str]:
             elif top != PACKAGE:
                 if top not in sys.stdlib_module_names and top not in legal_outside:
                     yield f"{where}: {folder} imports {top}, which is neither the standard library nor one of {sorted(legal_outside)}"
+            elif f"{inner.replace('.', '/')}/".startswith(LABORATORY) and not path.startswith((LABORATORY, LABORATORY_DOOR)):
+                yield f"{where}: imports {inner}, which is not in the wheel; only {LABORATORY_DOOR} may"
             elif not imported.relative:
                 yield f"{where}: imports {imported.target} absolutely; inside the house imports are relative"
             elif inner and not any(inner == legal or inner.startswith(f"{legal}.") for legal in (folder, *LAW[folder])):
@@ -182,8 +188,12 @@ def tree_breaches(root: Path) -> Iterator[str]:
     """Packages in pyproject.toml equal the folders with sources, and nothing else at the root is Python."""
     tool = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     listed = tool["packages"]
-    folders = {PACKAGE} | {".".join([PACKAGE, *Path(path).parent.parts]) for path in sources(root)}
-    for package in sorted(folders - set(listed)):
+    packages = {path: ".".join([PACKAGE, *Path(path).parent.parts]) for path in sources(root)}
+    folders = {PACKAGE} | set(packages.values())
+    laboratory = {package for path, package in packages.items() if path.startswith(LABORATORY)}
+    for package in sorted(laboratory & set(listed)):
+        yield f"package {package} is the laboratory, which is not in the wheel, and is in pyproject.toml"
+    for package in sorted(folders - laboratory - set(listed)):
         yield f"package {package} is in the tree but not in pyproject.toml"
     for package in sorted(set(listed) - folders):
         yield f"package {package} is in pyproject.toml but not in the tree"
@@ -291,6 +301,8 @@ CLEAN = {
     "tests/lowering/test_executable.py": "",
     "tests/lowering/test_other.py": "",
     "tests/lowering/ascend/toolchain/test_harness.py": "",
+    "tools/lab/__init__.py": "",
+    "tools/lab/peers/__init__.py": "from .. import peers\nfrom ...lab import peers\n",
     "tests/tools/test_cli.py": "",
 }
 
@@ -333,6 +345,7 @@ IMPORT_BREACHES = [
     ("tools/cli.py", "from npucompile.graphs.types import A\n", "absolutely"),
     ("tools/cli.py", "from npucompile import graphs\n", "absolutely"),
     ("tools/cli.py", "from ... import x\n", "cannot be read"),
+    ("tools/cli.py", "from .lab.peers import x\n", "imports tools.lab.peers, which is not in the wheel"),
     ("graphs/types.py", "import importlib\nimportlib.import_module('npucompile.models.step')\n", "absolutely"),
     ("graphs/types.py", "from importlib import import_module\nimport_module('..models.step', __package__)\n", "graphs imports models.step"),
     ("graphs/types.py", "import importlib\nimportlib.import_module(f'..models.{name}', __package__)\n", "graphs imports models"),
@@ -348,6 +361,11 @@ OTHER_BREACHES = [
     ("pyproject.toml", PYPROJECT.replace("packages = [", "packages = ['npucompile.gone', "), "npucompile.gone is in pyproject.toml but"),
     ("pyproject.toml", PYPROJECT.replace("packages = [", "packages = ['npucompile.tools', "), "lists a package twice"),
     ("graphs/passes/first.py", "", "package npucompile.graphs.passes has no __init__.py"),
+    (
+        "pyproject.toml",
+        PYPROJECT.replace("packages = [", "packages = ['npucompile.tools.lab', "),
+        "package npucompile.tools.lab is the laboratory, which is not in the wheel",
+    ),
     ("setup.py", "", "setup.py: the root holds no Python file"),
     ("extra/__init__.py", "", "extra/: the house has the packages"),
     ("lowering/artifact/manifest.py", "x = 1\n" * (HARD_LIMIT_LINES + 1), f"{HARD_LIMIT_LINES + 1} lines, at most {HARD_LIMIT_LINES}"),

@@ -55,6 +55,7 @@ def files_under(folder: Path) -> set[str]:
 
 def test_holds_every_source_and_bundled_file(wheel: Path) -> None:
     expected = {p.relative_to(ROOT).as_posix() for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")} | {"__init__.py"}
+    expected = {path for path in expected if not path.startswith("tools/lab/")}
     expected |= {f"models/{p}" for p in files_under(ROOT / "models") if p.startswith("bundled/")}
     tables = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tools").rglob("*.json")}
     assert tables
@@ -66,6 +67,7 @@ def test_holds_every_source_and_bundled_file(wheel: Path) -> None:
 def test_holds_nothing_else(wheel: Path) -> None:
     files = files_under(wheel)
     assert {p.split("/")[0] for p in files if ".dist-info/" not in p} == {"npucompile"}
+    assert not [p for p in files if p.startswith("npucompile/tools/lab/")]
     assert {p.split("/")[1] for p in files if p.startswith("npucompile/")} - {"__init__.py"} == set(FOLDERS)
 
 

@@ -1,45 +1,21 @@
-"""tools/commands/calibrate.py: parameters that are written are those that `plan` reads."""
+"""tools/commands/calibrate.py: what cannot be written is refused before anything is fitted; without the laboratory so is all."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from support import tiny
 
-from npucompile.tools.cli import main
-from npucompile.tools.commands import calibrate
-from npucompile.tools.lab.accuracy import model_of, rows_of
-from npucompile.tools.lab.fit import fit
-from npucompile.tools.plan.parameters import fitted, priors
-from npucompile.tools.plan.published import case_of
-
-NAMES = ("qwen3-32b-a3x4-mix-4k-1.5k-11ms", "qwen3-32b-a3x8-mix-18k-4k-12ms")
+from npucompile.tools import laboratory
 
 
-@pytest.fixture
-def two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fit of two rows, which takes no minute."""
-    rows = {name: rows_of()[name] for name in NAMES}
-    model = model_of({name: case_of(name) for name in rows})
-    monkeypatch.setattr(calibrate, "refit", lambda timed: fit(model, rows, priors(), priors(), iterations=3))
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    assert "is no directory" in tiny.refused(tmp_path, "calibrate", "--out", str(tmp_path / "no" / "file"))
 
 
-@pytest.mark.usefixtures("two_rows")
-def test_a_file_is_written_that_plan_reads(tmp_path: Path) -> None:
-    file = tmp_path / "parameters.json"
-    result = CliRunner().invoke(main, ["calibrate", "--out", str(file), "--json"])
-    assert result.exit_code == 0, result.output
-    shown = json.loads(result.stdout)["parameters"]
-    assert shown["memory"]["value"] == pytest.approx(fitted(file).memory, rel=1e-3)
-    assert "fit to 2 rows and steps" in json.loads(file.read_text())["memory"]["evidence"]
-    words = ["plan", "--deployment", NAMES[0], "--json"]
-    own, other = (json.loads(CliRunner().invoke(main, [*words, *more]).stdout) for more in ([], ["--parameters", str(file)]))
-    assert own["predicted"]["tpot_ms"] != other["predicted"]["tpot_ms"]
-
-
-@pytest.mark.usefixtures("two_rows")
-def test_text_and_refusal(tmp_path: Path) -> None:
-    assert "prefill_layer_ms" in CliRunner().invoke(main, ["calibrate"]).output
-    assert "is no directory" in CliRunner().invoke(main, ["calibrate", "--out", str(tmp_path / "no" / "file")]).output
+def test_without_the_laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laboratory.importlib.util, "find_spec", lambda *_: None)
+    assert "`npucompile calibrate` needs the laboratory, which is in the repository and not in the wheel" in tiny.refused(
+        tmp_path, "calibrate"
+    )

@@ -1,0 +1,44 @@
+"""tools/lab/calibration.py: parameters that are written are those that `plan` reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from npucompile.tools.cli import main
+from npucompile.tools.lab import calibration
+from npucompile.tools.lab.accuracy import model_of, rows_of
+from npucompile.tools.lab.fit import fit
+from npucompile.tools.plan.parameters import fitted, priors
+from npucompile.tools.plan.published import case_of
+
+NAMES = ("qwen3-32b-a3x4-mix-4k-1.5k-11ms", "qwen3-32b-a3x8-mix-18k-4k-12ms")
+
+
+@pytest.fixture
+def two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit of two rows, which takes no minute."""
+    rows = {name: rows_of()[name] for name in NAMES}
+    model = model_of({name: case_of(name) for name in rows})
+    monkeypatch.setattr(calibration, "refit", lambda timed: fit(model, rows, priors(), priors(), iterations=3))
+
+
+@pytest.mark.usefixtures("two_rows")
+def test_a_file_is_written_that_plan_reads(tmp_path: Path) -> None:
+    file = tmp_path / "parameters.json"
+    result = CliRunner().invoke(main, ["calibrate", "--out", str(file), "--json"])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)["parameters"]
+    assert shown["memory"]["value"] == pytest.approx(fitted(file).memory, rel=1e-3)
+    assert "fit to 2 rows and steps" in json.loads(file.read_text())["memory"]["evidence"]
+    words = ["plan", "--deployment", NAMES[0], "--json"]
+    own, other = (json.loads(CliRunner().invoke(main, [*words, *more]).stdout) for more in ([], ["--parameters", str(file)]))
+    assert own["predicted"]["tpot_ms"] != other["predicted"]["tpot_ms"]
+
+
+@pytest.mark.usefixtures("two_rows")
+def test_the_text_has_every_parameter() -> None:
+    assert "prefill_layer_ms" in CliRunner().invoke(main, ["calibrate"]).output
