@@ -1,30 +1,31 @@
-"""`npucompile bench serve`: loads a running server, ours or any that speaks OpenAI's API, and reports its latencies."""
+"""`npucompile bench serve`: loads the websocket of a running server, and reports its latencies."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
-import math
 import sys
-from collections.abc import Mapping
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
-import httpx2
 
 from ...graphs.errors import ModelError, NpucompileError, SpecError
 from ...graphs.paths import file_named
 from ...lowering.artifact.artifact import Artifact
 from ...models import registry
-from ..bench.serve import report, timeline, workload
+from ..bench.serve import elsewhere, report, workload
 from ..bench.serve.arrivals import arrival_times
-from ..bench.serve.backends import BACKENDS, Target
 from ..bench.serve.drive import drive
 from ..bench.serve.outcome import Outcome
 from ..bench.serve.summary import read_objectives, summarise
+from ..bench.serve.websocket import Target, Websocket
 from ..bench.serve.workload import Prompt, Vocabulary
 from ..cli import Home
 from ..locate import artifact_path
@@ -33,8 +34,7 @@ from .server_options import API_KEY_VARIABLE
 
 OURS = "npucompile-ws"
 TOKENIZER = "tokenizer.json"
-DATASETS = ("random", "generated-shared-prefix", "trace", "prompts")
-FROM_FILES = ("trace", "prompts")
+DATASETS = ("random", "prompts")
 WARMUP_TOKENS = 32
 """Most tokens that a warm-up request generates."""
 
@@ -51,29 +51,28 @@ class Load:
     arrivals: tuple[float, ...]
 
 
+def _gone(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options that are refused with the command that has them."""
+    names = {**{f"--gsp-{name}": "gsp" for name in elsewhere.SHARED_PREFIX}, "--timeline": "timeline"}
+    for name in names:
+        command = click.option(name, hidden=True, help="Gone.")(command)
+    return command
+
+
 @click.command("bench serve")
-@click.option("--backend", type=click.Choice(list(BACKENDS)), default=OURS, show_default=True, help="API that is spoken.")
+@click.option("--backend", default=OURS, show_default=True, help="API that is spoken; others speak HTTP.")
 @click.option("--base-url", help="URL of the server.  [default: http://HOST:PORT]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Host of the server.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the server.")
-@click.option("--api-key", help=f"Key of the server.  [default: ${API_KEY_VARIABLE} for {OURS}, else $OPENAI_API_KEY]")
+@click.option("--api-key", help=f"Key of the server.  [default: ${API_KEY_VARIABLE}]")
 @click.option("--model", help="Name of the model in requests.  [default: the first that the server lists]")
 @click.option("--tokenizer", help="tokenizer.json, a directory with one, an artifact or a model.  [default: of the served model's name]")
-@click.option("--dataset", type=click.Choice(DATASETS), default="random", show_default=True, help="What is sent.")
-@click.option(
-    "--dataset-path", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="File of the datasets trace and prompts."
-)
-@click.option("--num-prompts", type=click.IntRange(1), help="Requests.  [default: random 100; trace and prompts: all lines]")
+@click.option("--dataset", type=click.Choice([*DATASETS, *elsewhere.DATASETS]), default="random", show_default=True, help="What is sent.")
+@click.option("--dataset-path", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="File of the dataset prompts.")
+@click.option("--num-prompts", type=click.IntRange(1), help="Requests.  [default: random 100; prompts: all lines]")
 @click.option("--random-input-len", type=click.IntRange(1), default=1024, show_default=True, help="random: tokens of a prompt.")
 @click.option("--random-output-len", type=click.IntRange(1), default=128, show_default=True, help="random and prompts: tokens generated.")
 @click.option("--random-range-ratio", type=float, default=0.0, show_default=True, help="random: lengths vary by this share up and down.")
-@click.option("--gsp-num-groups", type=click.IntRange(1), default=64, show_default=True, help="Shared prefix: groups.")
-@click.option("--gsp-prompts-per-group", type=click.IntRange(1), default=16, show_default=True, help="Shared prefix: prompts of a group.")
-@click.option("--gsp-system-prompt-len", type=click.IntRange(1), default=2048, show_default=True, help="Shared prefix: tokens shared.")
-@click.option(
-    "--gsp-question-len", type=click.IntRange(0), default=128, show_default=True, help="Shared prefix: tokens of each prompt's own."
-)
-@click.option("--gsp-output-len", type=click.IntRange(1), default=256, show_default=True, help="Shared prefix: tokens generated.")
 @click.option("--request-rate", type=float, default="inf", show_default=True, help="Requests per second; inf sends all at once.")
 @click.option(
     "--burstiness", type=float, default=1.0, show_default=True, help="1 is a Poisson process; below it bursts, above it evenness."
@@ -87,25 +86,23 @@ class Load:
 @click.option(
     "--json", "json_to", is_flag=False, flag_value="-", metavar="[FILE]", help="Write the report as JSON, to FILE or instead of text."
 )
-@click.option("--timeline", "timeline_to", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page with all requests.")
+@_gone
 @click.pass_obj
 def command(home: Home, /, **given: Any) -> None:
     """Send a load to a running server and report throughput and latencies.
 
-    Options, report lines and names in JSON are those of `vllm bench serve` and `sglang.bench_serving`. The exit status is 1 if any
-    request failed. Requests are greedy unless --extra-body says otherwise.
-
-    A trace has Mooncake's format: a JSON object a line with timestamp (ms), input_length, output_length and optionally hash_ids; its
-    requests arrive as its timestamps say.
+    Options, report lines and names in JSON are those of `vllm bench serve`, which loads servers over HTTP, ours too, and of
+    `sglang.bench_serving` and guidellm. The exit status is 1 if any request failed. Requests are greedy unless --extra-body says
+    otherwise.
 
     \b
     Examples: npucompile bench serve --random-input-len 64 --random-output-len 64 --ignore-eos --max-concurrency 16
-              npucompile bench serve --backend openai --base-url http://HOST:8000 --tokenizer DIR --request-rate 4
+              npucompile bench serve --dataset prompts --dataset-path prompts.txt --request-rate 4
     """
+    gone = {name: given.pop(name) for name in list(given) if name.startswith(("gsp_", "timeline"))}
     options = Options(**given)
+    refuse_what_others_do(options, gone)
     objectives = read_objectives(options.goodput) if options.goodput else None
-    if options.timeline_to:
-        timeline.check(options.timeline_to)
     progress = Progress()
     target, vocabulary, max_model_len = find_target(home, options)
     load = make_load(options, vocabulary)
@@ -122,9 +119,6 @@ def command(home: Home, /, **given: Any) -> None:
     if options.json_to != "-":
         lines = report.lines(summary, backend=options.backend, request_rate=options.request_rate, max_concurrency=options.max_concurrency)
         click.echo("\n".join(lines))
-    if options.timeline_to:
-        timeline.write(outcomes, f"{len(outcomes)} requests to {target.model} over {options.backend}", options.timeline_to)
-        progress.say(f"timeline: {options.timeline_to}")
     if summary.failed:
         sys.exit(1)
 
@@ -146,11 +140,6 @@ class Options:
     random_input_len: int
     random_output_len: int
     random_range_ratio: float
-    gsp_num_groups: int
-    gsp_prompts_per_group: int
-    gsp_system_prompt_len: int
-    gsp_question_len: int
-    gsp_output_len: int
     request_rate: float
     burstiness: float
     max_concurrency: int | None
@@ -160,7 +149,6 @@ class Options:
     extra_body: str
     goodput: str | None
     json_to: str | None
-    timeline_to: Path | None
 
     @property
     def url(self) -> str:
@@ -170,6 +158,36 @@ class Options:
         if not url.startswith(("http://", "https://")):
             raise SpecError(f"--base-url is {url!r}; legal is http://HOST:PORT or https://HOST:PORT")
         return url.rstrip("/").removesuffix("/v1")
+
+
+def refuse_what_others_do(options: Options, gone: Mapping[str, str | None]) -> None:
+    """Refuses loads over HTTP and the datasets and pages of other load generators.
+
+    Args:
+        gone: values of the options that this command had.
+
+    Raises:
+        SpecError: with the command line of another project that does it.
+    """
+    place: dict[str, object] = {
+        "model": options.model,
+        "tokenizer": options.tokenizer,
+        "num-prompts": options.num_prompts,
+        "seed": options.seed,
+    }
+    lengths: dict[str, object] = {"random-input-len": options.random_input_len, "random-output-len": options.random_output_len}
+    shared: dict[str, object] = {name.replace("_", "-"): value for name, value in gone.items() if name.startswith("gsp_")}
+    if options.backend != OURS:
+        if options.backend not in elsewhere.BACKENDS:
+            raise SpecError(f"--backend is {options.backend!r}; legal is {OURS}; {elsewhere.VLLM} and others load servers over HTTP")
+        elsewhere.refuse(f"--backend {options.backend}", elsewhere.BACKENDS[options.backend], options.url, place | lengths)
+    if options.dataset == "generated-shared-prefix" or any(value is not None for value in shared.values()):
+        name = "generated-shared-prefix"
+        elsewhere.refuse(f"--dataset {name}", elsewhere.DATASETS[name], options.url, place | shared)
+    if options.dataset == "trace":
+        elsewhere.refuse("--dataset trace", elsewhere.DATASETS["trace"], options.url, place | {"dataset-path": options.dataset_path})
+    if gone["timeline"] is not None:
+        elsewhere.refuse("--timeline", elsewhere.TIMELINE, options.url, place | lengths)
 
 
 def find_target(home: Home, options: Options) -> tuple[Target, Vocabulary, int | None]:
@@ -184,13 +202,11 @@ def find_target(home: Home, options: Options) -> tuple[Target, Vocabulary, int |
         raise SpecError(f"--extra-body is not JSON: {error}; legal is an object") from None
     if not isinstance(extra, dict):
         raise SpecError(f"--extra-body is {options.extra_body!r}; legal is a JSON object")
-    # A key of one server is not shown to another.
-    variable = API_KEY_VARIABLE if options.backend == OURS else "OPENAI_API_KEY"
-    key = options.api_key or home.environment.get(variable)
-    target = Target(options.url, options.model or "", options.ignore_eos, key, extra, lambda _: "")
+    key = options.api_key or home.environment.get(API_KEY_VARIABLE)
+    target = Target(options.url, options.model or "", options.ignore_eos, key, extra)
     model, max_model_len = (options.model, None) if options.model else served_model(target)
     vocabulary = Vocabulary.load(tokenizer_file(home, options.tokenizer, model))
-    return replace(target, model=model, decode=vocabulary.decode), vocabulary, max_model_len
+    return replace(target, model=model), vocabulary, max_model_len
 
 
 def served_model(target: Target) -> tuple[str, int | None]:
@@ -201,12 +217,14 @@ def served_model(target: Target) -> tuple[str, int | None]:
     """
     url = f"{target.base_url}/v1/models"
     try:
-        answer = httpx2.get(url, headers=target.headers, timeout=30, trust_env=False)
-        answer.raise_for_status()
-        first = answer.json()["data"][0]
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(urllib.request.Request(url, headers=target.headers), timeout=30) as response:
+            first = json.load(response)["data"][0]
         return str(first["id"]), first.get("max_model_len")
-    except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        hint = "`npucompile serve` starts a server" if isinstance(error, httpx2.ConnectError) else "--model names the model"
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
+        hint = "`npucompile serve` starts a server" if isinstance(getattr(error, "reason", None), OSError) else "--model names the model"
         raise NpucompileError(f"{url} lists no model: {error!r}; {hint}") from None
 
 
@@ -243,14 +261,10 @@ def make_load(options: Options, vocabulary: Vocabulary) -> Load:
     Raises:
         SpecError: options that do not fit together, or a file that cannot be read.
     """
-    if (options.dataset in FROM_FILES) != (options.dataset_path is not None):
-        needs = "needs" if options.dataset in FROM_FILES else "takes no"
-        raise SpecError(f"--dataset {options.dataset} {needs} --dataset-path; legal is one with {' or '.join(FROM_FILES)} only")
+    if (options.dataset == "prompts") != (options.dataset_path is not None):
+        needs = "needs" if options.dataset == "prompts" else "takes no"
+        raise SpecError(f"--dataset {options.dataset} {needs} --dataset-path; legal is one with prompts only")
     prompts = make_prompts(options, vocabulary)
-    if options.dataset == "trace":
-        if not math.isinf(options.request_rate):
-            raise SpecError(f"--request-rate is {options.request_rate} with --dataset trace, whose requests have times; legal is inf")
-        return Load(prompts, tuple(prompt.at_s or 0.0 for prompt in prompts))
     return Load(prompts, arrival_times(len(prompts), options.request_rate, options.burstiness, options.seed))
 
 
@@ -274,20 +288,7 @@ def make_prompts(options: Options, vocabulary: Vocabulary) -> tuple[Prompt, ...]
     if options.dataset == "random":
         sizes = (options.num_prompts or 100, options.random_input_len, options.random_output_len, options.random_range_ratio)
         return workload.drawn(vocabulary, *sizes, options.seed)
-    if options.dataset == "generated-shared-prefix":
-        prompts = workload.shared_prefix(
-            vocabulary,
-            groups=options.gsp_num_groups,
-            per_group=options.gsp_prompts_per_group,
-            system_tokens=options.gsp_system_prompt_len,
-            question_tokens=options.gsp_question_len,
-            output_tokens=options.gsp_output_len,
-            seed=options.seed,
-        )
-        return prompts[: options.num_prompts]
     assert options.dataset_path is not None
-    if options.dataset == "trace":
-        return workload.traced(vocabulary, options.dataset_path, options.num_prompts, options.seed)
     return workload.read(vocabulary, options.dataset_path, options.num_prompts, options.random_output_len)
 
 
@@ -297,12 +298,12 @@ async def run(options: Options, target: Target, vocabulary: Vocabulary, load: Lo
     Raises:
         NpucompileError: a warm-up request failed.
     """
-    async with BACKENDS[options.backend](target) as backend:
+    async with Websocket(target) as sender:
         first = load.prompts[0]
         # Prompts of their own, so that no prefix of the load is in a cache before it begins.
         sizes = (options.warmup_requests, len(first.token_ids), min(first.output_tokens, WARMUP_TOKENS), 0.0)
         warmup = workload.drawn(vocabulary, *sizes, options.seed + 1)
-        for outcome in await drive(backend, warmup, (0.0,) * len(warmup), max_concurrency=options.max_concurrency):
+        for outcome in await drive(sender, warmup, (0.0,) * len(warmup), max_concurrency=options.max_concurrency):
             if outcome.error is not None:
                 raise NpucompileError(f"a warm-up request failed: {outcome.error}")
         with progress.bar("requests", len(load.prompts)) as bar:
@@ -317,7 +318,7 @@ async def run(options: Options, target: Target, vocabulary: Vocabulary, load: Lo
                 if outcome.error is not None:
                     progress.say(f"request {outcome.index} failed: {outcome.error}")
 
-            return await drive(backend, load.prompts, load.arrivals, max_concurrency=options.max_concurrency, on_end=end)
+            return await drive(sender, load.prompts, load.arrivals, max_concurrency=options.max_concurrency, on_end=end)
 
 
 def describe(options: Options, target: Target, load: Load) -> Mapping[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 
 from ...graphs.errors import SpecError
@@ -321,11 +323,12 @@ def _read(place: str) -> str:
             raise SpecError(f"--metrics {place}: no such file; legal is a file, or the URL of a server's /metrics")
         return path.read_text(encoding="utf-8")
     try:
-        response = httpx2.get(place, timeout=10.0)
-        response.raise_for_status()
-    except httpx2.HTTPError as error:
+        with urllib.request.urlopen(place, timeout=10.0) as response:
+            return str(response.read().decode())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise SpecError(f"--metrics {place}: {error}") from None
-    return str(response.text)
 
 
 def _parameters(options: Mapping[str, Any]) -> Parameters:

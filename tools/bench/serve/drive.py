@@ -7,21 +7,26 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
-
-import httpx2
+from typing import Protocol
 
 from ....graphs.errors import NpucompileError
 from ..stats import Clock
-from .backends import Backend
 from .outcome import Arrival, Outcome, Told
+from .websocket import Arrived
 from .workload import Prompt
 
-FAILURES = (NpucompileError, OSError, httpx2.HTTPError, httpx2.SSEError, json.JSONDecodeError, KeyError, TypeError, AttributeError)
+FAILURES = (NpucompileError, OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError)
 """What a request fails with when the server or the connection does; malformed answers lead to the last four."""
 
 
+class Sender(Protocol):
+    """Sends one request and reads its answer to the end."""
+
+    async def send(self, prompt: Prompt, arrived: Arrived) -> Told: ...
+
+
 async def drive(
-    backend: Backend,
+    sender: Sender,
     prompts: Sequence[Prompt],
     arrivals: Sequence[float],
     *,
@@ -45,13 +50,13 @@ async def drive(
 
     async def serve(index: int, prompt: Prompt, due_s: float) -> Outcome:
         async with gate:
-            sent_s, found = clock() - began, []
-            said, error = Told(), None
+            sent_s, arrived = clock() - began, list[Arrival]()
+            reported, error = Told(), None
             try:
-                said = await backend.send(prompt, lambda tokens: found.append(Arrival(clock() - began, tokens)))
+                reported = await sender.send(prompt, lambda tokens: arrived.append(Arrival(clock() - began, tokens)))
             except FAILURES as failure:
                 error = str(failure) or type(failure).__name__
-            outcome = Outcome(index, due_s, sent_s, clock() - began, len(prompt.token_ids), tuple(found), said, error)
+            outcome = Outcome(index, due_s, sent_s, clock() - began, len(prompt.token_ids), tuple(arrived), reported, error)
         on_end(outcome)
         return outcome
 

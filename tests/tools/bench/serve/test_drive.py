@@ -8,19 +8,18 @@ from collections.abc import Callable
 import pytest
 
 from npucompile.graphs.errors import NpucompileError, RequestError
-from npucompile.tools.bench.serve.backends import Arrived, Backend, Target
 from npucompile.tools.bench.serve.drive import drive
 from npucompile.tools.bench.serve.outcome import Outcome, Told
+from npucompile.tools.bench.serve.websocket import Arrived
 from npucompile.tools.bench.serve.workload import Prompt
 
 STEP_S = 0.02
 
 
-class Paced(Backend):
+class Paced:
     """Answers with a token every STEP_S; prompts that begin with 0 fail after their first token."""
 
     def __init__(self) -> None:
-        super().__init__(Target("", "", False, None, {}, str))
         self.live = self.most = 0
 
     async def send(self, prompt: Prompt, arrived: Arrived) -> Told:
@@ -35,8 +34,6 @@ class Paced(Backend):
         finally:
             self.live -= 1
         return Told(prompt_tokens=9)
-
-    async def close(self) -> None: ...
 
 
 def run(prompts: list[Prompt], arrivals: list[float], limit: int | None = None) -> tuple[Paced, tuple[Outcome, ...], list[int]]:
