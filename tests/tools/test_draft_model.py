@@ -15,9 +15,10 @@ from npucompile.graphs.errors import CheckpointError, PartitionError, SpecError
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.models import checkpoint, draft_source
 from npucompile.models.draft_model import PREFIX
+from npucompile.tools.artifact_model import full_model
 from npucompile.tools.build.describe import describe
 from npucompile.tools.build.plan import Options, plan
-from npucompile.tools.prove.small_model import full_model, shrink
+from npucompile.tools.prove.small_model import shrink
 from npucompile.tools.serve.weights import check_checkpoint, rank_params
 
 IDS = "1,2,3,4,5"

@@ -11,7 +11,7 @@ from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ...lowering.collectives_check import EXPERT_GROUPS
 from ...models import step
 from ...models.variant import Variant
-from ..prove.small_model import share
+from ..artifact_model import share
 from . import memory
 from .plan import Plan
 from .stages import partition_bucket

@@ -22,10 +22,10 @@ from ...lowering.ascend.ge_file import GeFile, decode
 from ...lowering.ascend.launches import kind_of
 from ...lowering.collectives_check import Collective
 from ...models.slices import Shard, source_bytes
+from ..artifact_model import full_model
 from ..bench.roofline import Roofline, estimate, moved_bytes
 from ..build.memory import GIB, MIB, MemoryPlan
 from ..build.targets import target
-from ..prove.small_model import full_model
 
 GE, ACL = "ge", "aclgraph"
 

@@ -20,11 +20,11 @@ from ...lowering.backends.eager import EagerExecutable
 from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
 from ...models import step
+from ..artifact_model import full_model, rules_of
 from ..progress import Progress
 from .compare import Differences, check_tolerance, output_differences
 from .executables import load_params
 from .poisoned_steps import PoisonedStep, plant_drafts, poisoned_step
-from .small_model import full_model, rules_of
 from .tolerances import Tolerance, tolerance_of
 
 LARGEST_BYTES = 2**32

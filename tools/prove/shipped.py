@@ -23,9 +23,10 @@ from ...lowering.ascend.ge_file import GROUPS, GeFile, decode, parse, patched
 from ...lowering.ascend.launches import body_of, launches
 from ...models import shrink
 from ...models.params import avals
+from ..artifact_model import full_model, rules_of, spreads
 from ..build.memory import MemoryPlan, plan_memory
 from ..build.targets import target
-from .small_model import BucketCase, full_model, rules_of, spreads
+from .small_model import BucketCase
 
 _CLONE = "aten.clone.default"
 ShippedFile = GeFile | AclFile

@@ -19,8 +19,8 @@ from ...models.draft_source import open_both, recorded
 from ...models.params import avals
 from ...models.quant.description import formats_in
 from ...models.slices import Shard
+from ..artifact_model import full_model, with_variant
 from ..progress import Progress
-from ..prove.small_model import full_model, with_variant
 
 NO_DIGEST = "none"
 """`Manifest.source_digest` of an artifact that was built without a checkpoint."""

@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
+from support.manifests import DISPATCHED, DRAFTED, entry, manifest
 
 from npucompile.graphs import tree
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
-from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
-from npucompile.models import registry
 from npucompile.models.params import avals
-from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.variant import Variant
+from npucompile.tools.artifact_model import full_model, share
 from npucompile.tools.prove import small_model
 from npucompile.tools.prove.small_model import Form, small_buckets
 
 F32, BF16 = torch.float32, torch.bfloat16
 FULL, LINEAR = "full_attention", "linear_attention"
-MOE = "qwen3.5-397b"
-DISPATCHED, DRAFTED = ["moe_dispatch"] * 7, ["moe_dispatch"] * 3
-"""Collectives of a graph that dispatches in four layers and three drafts, or in its drafts alone."""
-
-
-def entry(kind, batch, q_len, talks=()):
-    bucket = Bucket(kind, batch, q_len)
-    return GraphEntry(bucket, (), (), None, "", "", None, {}, {}, tuple((name, "world", "bf16[1]") for name in talks), {})
-
-
-def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
-    """The fields of a manifest that the small model is made from."""
-    checkpoint = registry.find(name)
-    chosen = {
-        "model": {"name": name, "config": checkpoint.text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8", "dtype": "bf16",
-        "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),),
-        "limits": Limits(128, 1000, 400, 4096, 4, 3), "params": (),
-        "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
-    }  # fmt: skip
-    scheme = fields.get("quantization", chosen["quantization"])
-    chosen |= {"formats": formats_of_scheme(scheme, name).as_fields(), "platform": {}, "rules": {"experts": ("dp", "tp")}}
-    empty = dict.fromkeys(Manifest.__dataclass_fields__)
-    return Manifest(**{**empty, **chosen, **fields, **({"graphs": graphs} if graphs is not None else {})})
 
 
 def test_buckets_of_one_form_share_a_small_one():
@@ -102,14 +77,12 @@ def test_a_small_step_that_dispatches_in_drafts_alone_has_too_many_other_tokens(
     (case,) = shrunk.cases
     assert case.bucket.name == small
     most = shrunk.model_for(case, F32).config.variant.most_dispatched
-    assert small_model.share(case.bucket, case.bucket.batch, tp) <= most < small_model.share(case.bucket, case.bucket.tokens, tp)
+    assert share(case.bucket, case.bucket.batch, tp) <= most < share(case.bucket, case.bucket.tokens, tp)
 
 
-def test_a_shrunkhas_the_variant_of_the_large_one():
+def test_a_small_model_has_the_variant_of_the_large_one():
     small = small_model.shrink(manifest(mesh="dp=1,tp=16"), 3)
-    variant = small_model.full_model(manifest(mesh="dp=1,tp=16")).config.variant
-    assert (variant.kv_repeat, variant.recurrent, variant.dispatches_in_parts) == (8, BF16, True)
-    assert (variant.formats, dict(variant.shards)) == (formats_of_scheme("w4a8", MOE), {"q_heads": 16, "delta_heads": 16, "ffn": 16})
+    variant = full_model(manifest(mesh="dp=1,tp=16")).config.variant
     assert small.shipped.config.variant == variant
     assert small.model.config.variant == replace(variant, recurrent=F32)
     assert small.reference.config.variant == replace(variant, kv_repeat=1, recurrent=F32, grouped=False, padded=())
@@ -140,7 +113,7 @@ def test_a_model_drafts_as_its_artifact_does():
         limits = Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)
         graphs = (entry("prefill", 1, 512), entry("decode", 4, drafts + 1))
         small = small_model.shrink(manifest(graphs=graphs, limits=limits), 1)
-        for model in (small.shipped, small.model, small.reference, small_model.full_model(manifest(limits=limits))):
+        for model in (small.shipped, small.model, small.reference, full_model(manifest(limits=limits))):
             assert model.drafting == (drafts > 0)
             assert ("mtp" in model.params(F32)) == (drafts > 0)
         names = small_model.random_checkpoint(small.model, torch.Generator().manual_seed(0))
@@ -168,11 +141,6 @@ def test_experts_that_are_split_in_an_artifact_are_split_here():
     assert [small.rules().num_shards("experts", small.mesh) for small in (spread, split)] == [2, 1]
     assert dict(split.shipped.config.variant.shards)["expert_ffn"] == 2
     assert (spread.shipped.config.variant.most_dispatched > 0, split.shipped.config.variant.most_dispatched) == (True, 0)
-
-
-def test_a_target_that_gathers_gathers():
-    assert small_model.full_model(manifest(target="ascend-a2")).config.variant.most_dispatched == 0
-    assert small_model.full_model(manifest(target="cpu")).config.variant.most_dispatched == Variant().most_dispatched
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])
@@ -212,4 +180,4 @@ def test_small_steps_with_fused_experts_have_the_tokens_that_these_want(bucket, 
     assert case.bucket.name == small
     variant = shrunk.model_for(case, F32).config.variant
     fused = "fused_experts_w4a8" in talks
-    assert (case.form.fused, variant.fuses(small_model.share(case.bucket, case.bucket.tokens, tp))) == (fused, fused)
+    assert (case.form.fused, variant.fuses(share(case.bucket, case.bucket.tokens, tp))) == (fused, fused)

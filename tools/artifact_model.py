@@ -1,0 +1,68 @@
+"""The model that an artifact was built from, in the variant and the layout in which the artifact has it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import torch
+
+from ..graphs.types import Bucket, Mesh, Rules
+from ..lowering.artifact.manifest import Manifest
+from ..lowering.platform import Platform
+from ..models import draft_source, draft_vocabulary, registry, sharding_rules
+from ..models.deployed import deployed
+from ..models.family import ModelConfig
+from ..models.family_file import FamilyFile
+from ..models.quant.formats import Formats
+from ..models.step import Model
+from ..models.variant import Variant
+from .build.targets import target
+
+
+def with_variant(model: Model, variant: Variant) -> Model:
+    """The same model in another variant."""
+    return replace(model, config=replace(model.config, variant=variant))
+
+
+def full_model(manifest: Manifest) -> Model:
+    """The artifact's own model in the artifact's variant."""
+    family = FamilyFile.recorded(manifest.model)
+    model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]), family=family)
+    if draft := draft_source.recorded(manifest.model):
+        model = draft_source.attached(model, json.loads(draft.text), draft.parts)
+    return replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
+
+
+def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
+    """The variant in which an artifact has a model of that configuration."""
+    mesh, pools = Mesh.parse(manifest.mesh), [leaf for leaf in manifest.state if leaf.name.endswith(".delta")]
+    where = target(manifest.target)
+    return deployed(
+        config,
+        Formats.of_fields(manifest.formats),
+        mesh,
+        sharding_rules.rules(mesh, experts=config.num_experts, expert_parallel=spreads(manifest), tokens=mesh.axis("tp")),
+        recurrent=pools[0].aval.dtype if pools else torch.float32,
+        dispatches=where.dispatches,
+        local=where.local,
+        backend=next((entry.backend for entry in manifest.graphs), ""),
+        platform=Platform.of(manifest.platform),
+        draft_vocab=draft_vocabulary.recorded((leaf.name, leaf.aval.shape) for leaf in manifest.params),
+    )
+
+
+def spreads(manifest: Manifest) -> bool:
+    """Whether an artifact has whole experts spread over all devices; if not, each is split over a group, or there are none."""
+    return "experts" in manifest.rules
+
+
+def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None, *, expert_parallel: bool = True) -> Rules:
+    """Layout of a bucket's graph, or of parameters and state."""
+    tokens = bucket.tokens if bucket else mesh.axis("tp")
+    return sharding_rules.rules(mesh, experts=model.config.num_experts, expert_parallel=expert_parallel, tokens=tokens)
+
+
+def share(bucket: Bucket, tokens: int, tp: int) -> int:
+    """Tokens of one device in a pass over `tokens`: a group splits them if the bucket's step has at least a token per device."""
+    return -(-tokens // tp) if bucket.tokens >= tp else tokens
