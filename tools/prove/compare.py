@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,6 +162,11 @@ def mismatch(expected: torch.Tensor, actual: torch.Tensor, factor: float = 1.0) 
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), expected.shape)) if expected.dim() else ()
     values = float(expected.flatten()[place]), float(actual.flatten()[place])
     return Mismatch(int(wrong.sum()), expected.numel(), index, *values, float(error.flatten()[place]))
+
+
+def first_mismatch(pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> str:
+    """What differs first of results by name with both values, and how; "" where nothing does."""
+    return next((f"{name}: {worst}" for name, expected, actual in pairs if (worst := mismatch(expected, actual))), "")
 
 
 def _float_error(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...graphs.errors import VerifyError
 from ...graphs.ir.trace import signature_of
-from ...graphs.types import COORDS, Leaf, Mesh, Signature
+from ...graphs.types import Leaf, Mesh, Signature
 from ...models import step
 from ...models.head_padding import copies
+from .all_ranks import Outputs, Run, run_step
 from .pools import holds_scales, is_paged, is_request_slots, keeps_first_slots, tokens_second
 from .small_model import BucketCase, SmallModel, model_params
 from .speculation import REQUEST_SLOTS, check_logprobs, check_request_slots, compare_drafts, first_position, same_draft_inputs
 from .step_trace import ExpectedOutputs, StepTrace, request_slot_pool
 from .tolerances import SETTLED, AllowedDifferences, deviation
 
-Run = Callable[[Sequence[Sequence[torch.Tensor]]], list[list[torch.Tensor]]]
-"""One step of all ranks: operands of each, results of each; state operands are updated in place."""
-Outputs = dict[str, torch.Tensor]
 States = tuple[list[torch.Tensor], ...]
 """State pools of every rank."""
 Graphs = Mapping[BucketCase, tuple[Run, Signature]]
@@ -126,12 +124,9 @@ class Ranks:
         return RankOutputs(steps, (), before, after)
 
     def _run_step(self, graphs: Graphs, number: int, state: States) -> tuple[Outputs, ...]:
-        trace_step, operands = self.trace.steps[number], []
+        trace_step = self.trace.steps[number]
         run, signature = graphs[trace_step.case]
-        for rank, pools in enumerate(state):
-            inputs = {**trace_step.inputs[self.group(rank)], COORDS: self.small.mesh.coords(rank)}
-            operands.append([*self.params[rank], *pools, *(inputs[leaf.path] for leaf in signature.inputs)])
-        outputs = [dict(zip((leaf.path for leaf in signature.outputs), results, strict=True)) for results in run(operands)]
+        outputs = run_step(run, self.small.mesh, signature, self.params, state, trace_step.inputs)
         request_slots = request_slot_pool(self.leaves)
         return tuple({**own, REQUEST_SLOTS: pools[request_slots].clone()} for own, pools in zip(outputs, state, strict=True))
 

@@ -10,7 +10,7 @@ import torch
 from ...graphs.errors import VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import partition
-from ...graphs.types import COORDS, DTYPES, Mesh, Rules, Signature
+from ...graphs.types import DTYPES, Mesh, Rules, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.graph_io import decode
 from ...lowering.artifact.manifest import GraphEntry, Manifest
@@ -22,6 +22,7 @@ from ...lowering.lower import lower_eager
 from ...models import step
 from ..artifact_model import full_model, rules_of
 from ..progress import Progress
+from .all_ranks import run_step
 from .compare import Differences, check_tolerance, output_differences
 from .executables import load_params
 from .poisoned_steps import PoisonedStep, plant_drafts, poisoned_step
@@ -98,25 +99,23 @@ def _compare(
     """Runs each group's case on one device, and all on their ranks together."""
     mesh, rules, first = Mesh.parse(manifest.mesh), Rules.of(manifest.rules), len(signature.params)
     last = first + len(signature.state)
-    operands = []
-    for rank, shard in enumerate(shards):
-        case = cases[mesh.coordinates(rank)["dp"]]
-        state = [
+    params = [[shard[leaf.name] for leaf in manifest.params] for shard in shards]
+    state = [
+        [
             pool[rules.local_slice(leaf.aval, mesh, rank)].clone()
-            for leaf, pool in zip(manifest.state, case.operands[first:last], strict=True)
+            for leaf, pool in zip(manifest.state, cases[mesh.coordinates(rank)["dp"]].operands[first:last], strict=True)
         ]
-        inputs = dict(zip((leaf.path for leaf in signature.inputs), case.operands[last:], strict=True))
-        inputs[COORDS] = mesh.coords(rank)
-        operands.append([*(shard[leaf.name] for leaf in manifest.params), *state, *(inputs[leaf.path] for leaf in entry.inputs)])
-    results = sharded(operands)
+        for rank in range(mesh.size)
+    ]
+    inputs = [dict(zip((leaf.path for leaf in signature.inputs), case.operands[last:], strict=True)) for case in cases]
+    results = run_step(sharded, mesh, manifest.signature(entry), params, state, inputs)
     whole = [[operand.clone() if first <= i < last else operand for i, operand in enumerate(case.operands)] for case in cases]
     expected = [dict(zip((leaf.path for leaf in signature.outputs), reference(each), strict=True)) for each in whole]
     differences = Differences()
-    for rank, outputs in enumerate(results):
+    for rank, actual in enumerate(results):
         group = mesh.coordinates(rank)["dp"]
-        actual = dict(zip((leaf.path for leaf in entry.outputs), outputs, strict=True))
         pools = [
-            (leaf, whole[group][first + i][rules.local_slice(leaf.aval, mesh, rank)], operands[rank][first + i])
+            (leaf, whole[group][first + i][rules.local_slice(leaf.aval, mesh, rank)], state[rank][i])
             for i, leaf in enumerate(manifest.state)
         ]
         differences = differences.combined(output_differences(cases[group], expected[group], actual, pools, tolerance.measure))

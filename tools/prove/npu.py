@@ -34,7 +34,8 @@ from ...models import step
 from ..build.targets import target
 from ..progress import Progress
 from . import shipped as verify_shipped
-from .emulated_run import RankOutputs, Ranks, Run, check_against_trace, check_identical
+from .all_ranks import Run
+from .emulated_run import RankOutputs, Ranks, check_against_trace, check_identical
 from .small_model import BucketCase, SmallModel, random_checkpoint, shrink
 from .speculation import first_position
 from .step_trace import StepTrace, TraceStep, record_trace

@@ -19,13 +19,14 @@ from ....runtime.device_params import LoadParams
 from ....runtime.executor import Executor, Outputs
 from ...commands.doctor import available_bytes
 from ...progress import Bar
+from ..all_ranks import load_ranks, run_step
 from ..compare import Deviations
 from ..pools import is_paged, is_request_slots
 from ..tolerances import INTEGERS
 from .captured import CapturedBucket
 from .recording import BucketGraph
 from .results import Failure, Timing
-from .steps import PlannedStep, Slots, StepPlanner, tensors_of
+from .steps import PlannedStep, Slots, StepPlanner
 
 STEPS = 3
 """Steps of each bucket, one after another."""
@@ -49,26 +50,16 @@ class MeshOracle:
         self._graphs = {graph.bucket: graph for graph in graphs}
         self._interpreters = {graph.bucket: graph.interpreter(mesh) for graph in graphs}
         self._mesh, signature = mesh, graphs[0].signature
-        names = [leaf.name for leaf in signature.params]
-        self._params = []
-        for rank in range(mesh.size):
-            params = dict(load_params(rank)(names))
-            self._params.append([params[name] for name in names])
+        self._params = load_ranks(mesh, signature, load_params)
         self.leaves: tuple[Leaf, ...] = signature.state
         self.state = [[torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.leaves] for _ in range(mesh.size)]
 
     def step(self, step: PlannedStep) -> list[Outputs]:
         """Runs a step on all ranks; returns the outputs of the first rank of each dp group."""
-        signature, operands = self._graphs[step.bucket].signature, []
-        for rank, (params, state) in enumerate(zip(self._params, self.state, strict=True)):
-            inputs = tensors_of(step, self._mesh.coordinates(rank)["dp"], self._mesh.coords(rank))
-            operands.append([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)])
-        results = self._interpreters[step.bucket](operands)
+        run, signature = self._interpreters[step.bucket], self._graphs[step.bucket].signature
+        results = run_step(run, self._mesh, signature, self._params, self.state, step.tensors)
         first = {self._mesh.coordinates(rank)["dp"]: rank for rank in reversed(range(self._mesh.size))}
-        names = [leaf.path for leaf in signature.outputs]
-        return [
-            {name: value.numpy() for name, value in zip(names, results[first[group]], strict=True)} for group in range(len(step.inputs))
-        ]
+        return [{name: value.numpy() for name, value in results[first[group]].items()} for group in range(len(step.inputs))]
 
 
 def oracle_bytes(artifact: Artifact) -> int:

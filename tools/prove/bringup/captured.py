@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,11 @@ from ....lowering.ascend.acl_graph.inspect_acl import launches
 from ....lowering.ascend.emulator.acl_interpreter import AclInterpreter
 from ....runtime.device_params import LoadParams
 from ...progress import Bar
-from ..compare import mismatch
+from ..all_ranks import load_ranks, run_step
+from ..compare import first_mismatch
 from .device_graph import DeviceGraph, Host
 from .results import Failure, Timing
-from .steps import PlannedStep, tensors_of
+from .steps import PlannedStep
 
 
 @dataclass(frozen=True)
@@ -131,18 +133,13 @@ class CallRecorder:
         self, graph: CapturedBucket, mesh: Mesh, load_params: Callable[[int], LoadParams], state: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         self._graph, self._mesh, self._state = graph, mesh, state
-        names = [leaf.name for leaf in graph.signature.params]
-        loaded = [dict(load_params(rank)(names)) for rank in range(mesh.size)]
-        self._params = [[params[name] for name in names] for params in loaded]
+        self._params = load_ranks(mesh, graph.signature, load_params)
         self.calls: dict[str, OperatorCall] = {}
 
     def run(self, step: PlannedStep) -> None:
         """Runs a step; keeps operators that differ in name, plain arguments, sizes or dtypes from those before."""
-        operands = []
-        for rank, (params, state) in enumerate(zip(self._params, self._state, strict=True)):
-            inputs = tensors_of(step, self._mesh.coordinates(rank)["dp"], self._mesh.coords(rank))
-            operands.append([*params, *state, *(inputs[leaf.path] for leaf in self._graph.signature.inputs)])
-        self._graph.interpreter(self._mesh)(operands, self._keep)
+        run = functools.partial(self._graph.interpreter(self._mesh), observe=self._keep)
+        run_step(run, self._mesh, self._graph.signature, self._params, self._state, step.tensors)
 
     def _keep(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         target = str(node.target)
@@ -194,7 +191,5 @@ def _run_call(host: Host, call: OperatorCall) -> tuple[Failure | None, Timing | 
     pairs = [*((f"result {i}", right, value) for i, (right, value) in enumerate(zip(expected, actual, strict=True)))]
     kept = [value for i, value in enumerate(after) if i not in graph.nz_operands]
     pairs += [(f"operand {i}", right, value) for i, (right, value) in enumerate(zip(kept, left, strict=True))]
-    for what, right, value in pairs:
-        if found := mismatch(right, value):
-            return Failure("kernels", call.name, f"operands {call.shapes}: {what}: {found}"), timing
-    return None, timing
+    message = first_mismatch(pairs)
+    return Failure("kernels", call.name, f"operands {call.shapes}: {message}") if message else None, timing

@@ -21,7 +21,7 @@ from ....lowering.ascend.emulator.ge_program import parsed_shape
 from ....lowering.ascend.subgraph import Subgraph
 from ....lowering.device import Device
 from ...serve.rank_settings import BeforeLoading
-from ..compare import mismatch
+from ..compare import first_mismatch
 from .device_graph import DeviceGraph, Host
 from .recording import BucketGraph, bucket_graphs
 from .results import Failure
@@ -184,7 +184,7 @@ def _difference(case: CollectiveCase, expected: list[torch.Tensor], actual: list
         counts = expected[3]
         rows = [in_order(side[0], counts) for side in (expected, actual)]
         pairs = [("rows", rows[0], rows[1]), ("tokens of experts", counts, actual[3]), ("tokens of ranks", expected[4], actual[4])]
-    return next((f"{name}: {found}" for name, right, value in pairs if (found := mismatch(right, value))), "")
+    return first_mismatch(pairs)
 
 
 def in_order(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

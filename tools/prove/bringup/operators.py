@@ -16,7 +16,7 @@ from ....lowering.ascend.emulator.ge_ops_common import GeOp, read
 from ....lowering.ascend.emulator.ge_program import BORDER
 from ....lowering.ascend.subgraph import Subgraph, WholeGraph
 from ...progress import Bar
-from ..compare import mismatch
+from ..compare import first_mismatch, mismatch
 from .device_graph import DeviceGraph, Host
 from .operands import variants
 from .operator_rules import rules_of
@@ -147,11 +147,10 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
             (f"operand {case.subgraph.operands[i]}", expected_operands[i], value)
             for i, value in zip(case.subgraph.written, left, strict=True)
         ]
-        for what, right, value in pairs:
-            if found := mismatch(right, value):
-                where = f"{name} operands {case.shapes}: {what}: {found}"
-                in_nz = bool(graph.nz_operands) and _right_in_nd(host, case, operands, expected)
-                return Failure("nz-weights" if in_nz else rules_of(case.op.type).wrong, case.name, where), timing
+        if message := first_mismatch(pairs):
+            in_nz = bool(graph.nz_operands) and _right_in_nd(host, case, operands, expected)
+            assumption = "nz-weights" if in_nz else rules_of(case.op.type).wrong
+            return Failure(assumption, case.name, f"{name} operands {case.shapes}: {message}"), timing
     return None, timing
 
 

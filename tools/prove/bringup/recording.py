@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ....graphs.types import Aval, Bucket, Leaf, Mesh, Signature, leaf_name
+from ....graphs.types import COORDS, Aval, Bucket, Leaf, Mesh, Signature, leaf_name
 from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.manifest import GraphEntry
 from ....lowering.artifact.shards import local_signature
@@ -24,7 +24,7 @@ from ....lowering.ascend.ge_file import decode, messages
 from ....lowering.ascend.ge_types import TensorType, tensor_types
 from ....lowering.ascend.subgraph import WholeGraph
 from ....runtime.device_params import LoadParams
-from .steps import PlannedStep, tensors_of
+from .steps import PlannedStep
 
 Values = dict[str, torch.Tensor]
 DERIVED = "derived"
@@ -168,7 +168,7 @@ class Recorder:
         drawn = {name: self._draw(tensor) for name, tensor in self._drawn.items()}
         fed = []
         for rank, memory in enumerate(self._ranks):
-            inputs = tensors_of(step, self._mesh.coordinates(rank)["dp"], self._mesh.coords(rank))
+            inputs = {**step.tensors[self._mesh.coordinates(rank)["dp"]], COORDS: self._mesh.coords(rank)}
             own = {t: inputs[leaf.path] if leaf.part == "inputs" else memory[leaf.name] for t, leaf in self._leaves.items()}
             fed.append([{**own, **drawn}[tensor] for tensor in self._fed])
         results = self._program.run(fed, self._exchange)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....graphs.types import COORDS, Bucket, Leaf, Limits
+from ....graphs.types import Bucket, Leaf, Limits
 from ....models import request_slots
 from ....runtime.buckets import DecodeRow, PrefillRow, pack
 from ....runtime.request import Sampling
@@ -40,6 +40,11 @@ class PlannedStep:
     bucket: Bucket
     inputs: tuple[Arrays, ...]
     rows: tuple[Slots, ...]
+
+    @property
+    def tensors(self) -> list[dict[str, torch.Tensor]]:
+        """The inputs as tensors over the same memory."""
+        return [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in self.inputs]
 
 
 @dataclass
@@ -155,11 +160,6 @@ class StepPlanner:
 
     def _tokens(self, count: int) -> list[int]:
         return [int(token) for token in self.generator.integers(0, self.vocab, count)]
-
-
-def tensors_of(step: PlannedStep, group: int, coords: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Inputs of one rank by name, with its coordinates."""
-    return {**{name: torch.from_numpy(array) for name, array in step.inputs[group].items()}, COORDS: coords}
 
 
 def _sampling(row: int) -> Sampling:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npucompile.graphs.types import Mesh
+from npucompile.graphs.types import COORDS, Mesh
 from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from npucompile.tools.prove.bringup import recording
 from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, distinct_bodies
-from npucompile.tools.prove.bringup.steps import StepPlanner, tensors_of
+from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.serve.random_weights import random_params
 
 
@@ -29,7 +29,7 @@ def test_without_skipping_a_recording_is_the_interpreters_run(setup, monkeypatch
     own = [pool.clone() for pool in state]
     interpreter = GeInterpreter(graph.whole.ge_file, Mesh())
     for step in planner.of_one_bucket(graph.bucket, 3):
-        inputs = tensors_of(step, 0, Mesh().coords(0))
+        inputs = {**step.tensors[0], COORDS: Mesh().coords(0)}
         operands = [*(params[leaf.name] for leaf in graph.signature.params), *own, *(inputs[leaf.path] for leaf in graph.signature.inputs)]
         (expected,) = interpreter([operands])
         values = recorder.run(step)
