@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 from ..graphs.errors import RequestError
@@ -299,27 +298,3 @@ class FinishEvent:
 
 
 Event = TokenEvent | FinishEvent
-
-
-def joined(events: Sequence[Event]) -> list[Event]:
-    """The same events with the tokens of each request in one, which is where the first of them was; its end is behind it."""
-    parts: list[list[TokenEvent] | FinishEvent] = []
-    of_request: dict[str, list[TokenEvent]] = {}
-    for event in events:
-        if isinstance(event, FinishEvent):
-            of_request.pop(event.request_id, None)
-            parts.append(event)
-        elif (part := of_request.get(event.request_id)) is not None:
-            part.append(event)
-        else:
-            of_request[event.request_id] = part = [event]
-            parts.append(part)
-    return [_one(part) if isinstance(part, list) else part for part in parts]
-
-
-def _one(events: Sequence[TokenEvent]) -> TokenEvent:
-    if len(events) == 1:
-        return events[0]
-    names, token_ids, logprobs, prompt_logprobs = zip(*events, strict=True)
-    chained = chain.from_iterable
-    return TokenEvent(names[0], tuple(chained(token_ids)), tuple(chained(logprobs)), tuple(chained(prompt_logprobs)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 BATCH_BYTES = 2**18
 """Most bytes of frames that are written at once, if there are several."""
@@ -18,38 +17,22 @@ RESUME_BYTES = 2**20
 """Above this no more frames are read of a client: what it sends may be answered with more than it reads."""
 
 
-class Writer(Protocol):
-    """What writes to a socket without waiting."""
-
-    def ready(self) -> bool:
-        """Whether the socket is open, and takes more."""
-
-    def write(self, frames: list[bytes]) -> None:
-        """Writes frames to a socket that is ready."""
-
-
 class Outbox:
     """Frames of one socket, in order; used on the event loop alone.
-
-    While the socket takes them without waiting, all frames of one turn of the loop are written at its end, and no task wakes up for them.
-    Otherwise they wait for `take`.
 
     Args:
         max_bytes: may wait.
         slow_reader_s: how old the oldest frame may get.
         clock: monotonic seconds.
-        writer: None leaves all frames to `take`.
     """
 
-    def __init__(self, max_bytes: int, slow_reader_s: float, clock: Callable[[], float], writer: Writer | None = None) -> None:
-        self._max_bytes, self._slow_reader_s, self._clock, self._writer = max_bytes, slow_reader_s, clock, writer
+    def __init__(self, max_bytes: int, slow_reader_s: float, clock: Callable[[], float]) -> None:
+        self._max_bytes, self._slow_reader_s, self._clock = max_bytes, slow_reader_s, clock
         self._frames: deque[tuple[bytes, float]] = deque()
-        self._flushing = False
         self._filled = asyncio.Event()
         self._readable = asyncio.Event()
         self._readable.set()
         self._sending_since_s: float | None = None
-        self._failure: Exception | None = None
         self.waiting_bytes = 0
 
     def put(self, frames: list[bytes]) -> None:
@@ -58,40 +41,17 @@ class Outbox:
         for frame in frames:
             self._frames.append((frame, now_s))
             self.waiting_bytes += len(frame)
-        if self._writer is None:
+        if frames:
             self._filled.set()
-        elif not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
         if self.waiting_bytes > RESUME_BYTES:
             self._readable.clear()
 
     async def take(self) -> list[bytes]:
-        """The next frames to send, as soon as there are any; what was taken before has been sent then.
-
-        Raises:
-            Exception: of the writer, after which nothing can be sent.
-        """
+        """The next frames to send, as soon as there are any; what was taken before has been sent then."""
         self._sending_since_s = None
         await self._filled.wait()
-        if self._failure is not None:
-            raise self._failure
         self._sending_since_s = self._frames[0][1]
         return self._batch()
-
-    def _flush(self) -> None:
-        """Writes what waits, after what was taken; the rest is for `take`."""
-        self._flushing = False
-        if self._writer is not None and not self._filled.is_set() and self._sending_since_s is None:
-            try:
-                while self._frames and self._writer.ready():
-                    self._writer.write(self._batch())
-            except Exception as error:
-                # Nobody knows how much was sent: whoever takes what follows ends the socket.
-                self._failure = error
-                self._filled.set()
-        if self._frames:
-            self._filled.set()
 
     def _batch(self) -> list[bytes]:
         batch: list[bytes] = []

@@ -321,7 +321,7 @@ class Service:
     def _open_mailbox(self) -> Mailbox:
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
-            self._mailbox = Mailbox(loop, self.cancel, self.limits.stream_interval_s)
+            self._mailbox = Mailbox(loop, self.cancel)
         return self._mailbox
 
     def stats(self) -> Mapping[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ...graphs.errors import RequestError, SpecError
@@ -35,7 +34,6 @@ class SocketLimits:
         first_token_timeout_s: how long it may wait for its first token.
         max_queue_bytes: bytes that may wait to be sent on a socket.
         slow_reader_s: how old what waits to be sent may get before the client is too slow.
-        stream_interval_s: how long tokens may wait for those of the next steps, to be sent together; 0 sends each step's at once.
         handshake_s: how long a connection may take to send a whole request.
         refusals_per_s: refusals of one client a second, above which they wait for their turns; None lets none wait.
         max_stored_bytes: responses that later requests may name take at most this together; 0 keeps none.
@@ -58,7 +56,6 @@ class SocketLimits:
     first_token_timeout_s: float | None = None
     max_queue_bytes: int = 64 * 2**20
     slow_reader_s: float = 10.0
-    stream_interval_s: float = 0.01
     handshake_s: float = 10.0
     refusals_per_s: float | None = 200.0
     max_stored_bytes: int = 256 * 2**20
@@ -86,8 +83,6 @@ class SocketLimits:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise SpecError(f"{name} is {value}; legal is above 0, or None")
-        if not 0 <= self.stream_interval_s < math.inf:
-            raise SpecError(f"stream_interval_s is {self.stream_interval_s}; legal is a number from 0")
         if not -MAX_PRIORITY <= self.min_priority <= MAX_PRIORITY:
             raise SpecError(f"min_priority is {self.min_priority}; legal is -{MAX_PRIORITY} to {MAX_PRIORITY}")
 

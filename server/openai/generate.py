@@ -59,7 +59,7 @@ class SamplingParams(Body):
     structural_tag: Annotated[Any, Absent] = None
     no_stop_trim: Annotated[Any, Neutral((False,), "stop strings are cut off")] = None
     spaces_between_special_tokens: Annotated[Any, Neutral((True,), "text is what the tokenizer decodes")] = None
-    stream_interval: Annotated[Any, Ignored("tokens wait for more by time, not by number (`npucompile serve --stream-interval-ms`)")] = None
+    stream_interval: Annotated[Any, Ignored("tokens of each step are sent at once")] = None
     custom_params: Annotated[Any, Absent] = None
 
 

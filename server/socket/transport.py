@@ -26,8 +26,7 @@ from ..guard.connections import Connections
 from ..requests.error_objects import error_reply
 
 FRAMES = "npucompile.frames"
-"""ASGI extension: a `websocket.send` may have a list of payloads under this name, all text or all binary, which are written at once. The
-extension itself is the protocol, whose `ready` and `write_frames` do the same without a task."""
+"""ASGI extension: a `websocket.send` may have a list of payloads under this name, all text or all binary, which are written at once."""
 
 SLICE_BYTES = 2**13
 """Parsed at a time, if more has come; small frames take the most time, about 2 us a byte."""
@@ -175,7 +174,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         super().handle_connect(event)
         if hasattr(self, "scope"):
             extensions = cast(dict[str, Any], self.scope["extensions"])
-            extensions[FRAMES] = {"protocol": self}
+            extensions[FRAMES] = {}
 
     def handle_ping(self) -> None:
         output = self.conn.data_to_send()
@@ -199,18 +198,10 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
                 self.handshake_complete = True
             return
         await self.writable.wait()
-        if not self.ready():
+        if self.disconnected or self.close_sent or self.conn.state is not State.OPEN:
             raise ClientDisconnected
-        self.write_frames(frames, message["text"])
-
-    def ready(self) -> bool:
-        """Whether the socket is open, and what is written waits for nothing."""
-        return self.writable.is_set() and not (self.disconnected or self.close_sent) and self.conn.state is State.OPEN
-
-    def write_frames(self, payloads: list[bytes], text: bool) -> None:
-        """Writes messages at once, each a frame, to a socket that is ready."""
-        opcode = Opcode.TEXT if text else Opcode.BINARY
-        self.transport.write(b"".join(part for payload in payloads for part in (frame_header(opcode, len(payload)), payload)))
+        opcode = Opcode.TEXT if message["text"] else Opcode.BINARY
+        self.transport.write(b"".join(part for payload in frames for part in (frame_header(opcode, len(payload)), payload)))
 
     def _count_small_frame(self) -> bool:
         """Counts a frame that carries no message; returns false when there are too many and the connection is closed."""

@@ -39,7 +39,7 @@ from ..response.run import ResponseRun
 from ..response.store import NotResumable
 from .connection import CancelCommand, Command, Connection, CreateCommand, ResumeCommand, SteerCommand
 from .frames import JSON, choose_subprotocol
-from .transport import FRAMES, LimitedWebSocket
+from .transport import FRAMES
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +74,6 @@ class SocketHub:
             self.connections -= 1
 
 
-class _Writer:
-    """Writes to the protocol of a socket; see `outbox.Writer`."""
-
-    def __init__(self, protocol: LimitedWebSocket, is_text: bool) -> None:
-        self.ready = protocol.ready
-        self._write_frames, self._is_text = protocol.write_frames, is_text
-
-    def write(self, frames: list[bytes]) -> None:
-        """All at once."""
-        self._write_frames(frames, self._is_text)
-
-
 class _Socket:
     """One open socket; every method runs on the event loop."""
 
@@ -105,9 +93,7 @@ class _Socket:
         self._streams: dict[str, _Stream] = {}
         self._to_cancel: set[str] = set()
         self._starting: set[asyncio.Task[None]] = set()
-        protocol = websocket.scope.get("extensions", {}).get(FRAMES, {}).get("protocol")
-        writer = _Writer(protocol, subprotocol == JSON) if protocol else None
-        self._outbox = Outbox(limits.max_queue_bytes, limits.slow_reader_s, asyncio.get_running_loop().time, writer)
+        self._outbox = Outbox(limits.max_queue_bytes, limits.slow_reader_s, asyncio.get_running_loop().time)
         self._too_slow = asyncio.Event()
         self._context = contextvars.copy_context()
         self._complaint: str | None = None

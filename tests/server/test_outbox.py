@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from npucompile.server.outbox import BATCH_BYTES, RESUME_BYTES, Outbox
 
@@ -81,62 +76,6 @@ def test_what_waited_before_it_was_taken_counts():
     play(script)
 
 
-class Socket:
-    """Takes frames while it is ready; what is taken otherwise is written later."""
-
-    def __init__(self):
-        self.open, self.written = True, []
-
-    def ready(self):
-        return self.open
-
-    def write(self, frames):
-        assert self.open
-        self.written.append(frames)
-
-
-def test_all_frames_of_a_turn_are_written_at_once_without_a_task():
-    socket = Socket()
-
-    async def script(outbox, _):
-        outbox.put([b"a"])
-        outbox.put([b"b", b"c"])
-        assert (socket.written, outbox.waiting_bytes) == ([], 3)
-        await asyncio.sleep(0)
-        assert (socket.written, outbox.waiting_bytes) == ([[b"a", b"b", b"c"]], 0)
-
-    play(script, writer=socket)
-
-
-@given(st.lists(st.sampled_from(["put", "turn", "full", "free", "sent"]), max_size=40))
-def test_frames_stay_in_order_whoever_writes_them(events):
-    socket, put, busy = Socket(), itertools.count(), asyncio.Semaphore(0)
-
-    async def script(outbox, _):
-        async def write():
-            while True:
-                frames = await outbox.take()
-                await busy.acquire()
-                socket.written.append(frames)
-
-        task = asyncio.create_task(write())
-        for event in [*events, "free", *["sent", "turn", "turn"] * 45]:
-            match event:
-                case "put":
-                    outbox.put([bytes([next(put)]), bytes([next(put)])])
-                case "full" | "free":
-                    socket.open = event == "free"
-                case "sent":
-                    busy.release()
-                case "turn":
-                    await asyncio.sleep(0)
-        task.cancel()
-        assert [frame[0] for frames in socket.written for frame in frames] == list(range(next(put)))
-        assert outbox.waiting_bytes == 0
-
-    play(script, writer=socket)
-
-
 def test_too_many_bytes_are_too_many():
     async def script(outbox, _):
         outbox.put([b"x" * 60])
@@ -158,22 +97,3 @@ def test_no_more_is_read_of_a_client_to_which_much_waits_to_be_sent():
         await asyncio.wait_for(reading, 1)
 
     play(script)
-
-
-def test_a_writer_that_fails_ends_the_one_who_takes():
-    """Nobody knows what was sent, so nothing may follow it."""
-
-    class Broken:
-        ready = staticmethod(lambda: True)
-
-        def write(self, frames):
-            raise OSError("no socket")
-
-    async def script(outbox, _):
-        taker = asyncio.create_task(outbox.take())
-        await asyncio.sleep(0)
-        outbox.put([b"x"])
-        with pytest.raises(OSError, match="no socket"):
-            await asyncio.wait_for(taker, 30)
-
-    play(script, writer=Broken())

@@ -14,15 +14,12 @@ from npucompile.graphs.errors import RequestError
 from npucompile.runtime.histogram import Histogram
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.server.engine.service import ServedModel, Service
-from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.run import serving
 from npucompile.server.text.tokenizer import TextTokenizer
 
 MODEL = ServedModel("tiny", max_model_len=4096, vocab_size=256, created_s=1700000000, artifact="ab" * 32, aliases=("small",))
 RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0, cached_tokens=1, verify_steps=2, drafted_tokens=6, accepted_per_position=(2, 1, 0))
 TIMEOUT_S = 30
-EACH_STEP = SocketLimits(stream_interval_s=0.0)
-"""Of a service that sends each step's tokens as an event of its own, however fast the engine is."""
 
 
 class ScriptedEngine:
@@ -143,7 +140,6 @@ class ScriptedEngine:
 def scripted(says: Callable[[str], str] = lambda prompt: prompt, *, fails: str = "", **options: Any) -> Iterator[tuple[str, Any]]:
     """A server of such an engine: the URL of its HTTP API, and the engine. `options` are of the service, `codec` its tokenizer."""
     codec = options.pop("codec", None) or byte_codec()
-    options.setdefault("limits", EACH_STEP)
     with contextlib.closing(ScriptedEngine(says, fails=fails, codec=codec)) as engine:
         service = Service(engine, codec, options.pop("model", MODEL), clock=lambda: 1700000000.9, **options)
         with serving(service) as url:

@@ -18,6 +18,12 @@ API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"
 _DEFAULTS = SocketLimits()
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
+
+def _refuse_interval(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise SpecError("--stream-interval-ms is gone: tokens of each step are sent at once, as with 0 before; legal is to leave it out")
+
+
 _OPTIONS = (
     click.option("--api-key", "api_key_file", metavar="FILE", type=_FILE,
                  help=f"File of the keys that clients may use, one a line.  [default: ${API_KEY_VARIABLE}, or none needed]"),
@@ -49,8 +55,7 @@ _OPTIONS = (
                  help="Refusals a second of one client, by key or address; more wait for their turns, and 0 lets none wait."),
     click.option("--slow-reader-timeout", type=click.FloatRange(0, min_open=True), default=_DEFAULTS.slow_reader_s, show_default=True,
                  help="Seconds that a client may be behind in reading."),
-    click.option("--stream-interval-ms", type=click.FloatRange(0), default=1e3 * _DEFAULTS.stream_interval_s, show_default=True,
-                 help="Milliseconds that tokens may wait for those of the next steps, to be sent together; 0 sends each step's at once."),
+    click.option("--stream-interval-ms", hidden=True, expose_value=False, callback=_refuse_interval),
     click.option("--no-prefix-cache", is_flag=True,
                  help="Keep nothing of prompts and outputs for later prompts that begin with them."),
     click.option("--prefix-cache-tokens", type=click.IntRange(0),
@@ -91,7 +96,6 @@ def serving_settings(environment: Mapping[str, str], options: Mapping[str, Any])
         request_timeout_s=options["request_timeout"],
         first_token_timeout_s=options["first_token_timeout"],
         slow_reader_s=options["slow_reader_timeout"],
-        stream_interval_s=options["stream_interval_ms"] / 1e3,
         handshake_s=options["handshake_timeout"],
         refusals_per_s=options["max_client_refusals"] or None,
         max_stored_bytes=options["max_stored_bytes"],

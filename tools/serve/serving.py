@@ -22,7 +22,6 @@ from ...server.engine.service import ServedModel, Service
 from ...server.guard.limits import SocketLimits
 from ...server.text.tokenizer import TextTokenizer
 from .api_settings import ApiSettings
-from .spinning import guard_spinning
 from .watchdog import watch
 
 POLL_S = 0.1
@@ -107,7 +106,6 @@ def start_service(
         max_running=(manifest.limits.num_request_slots - 1) * engine.executor.groups,
     )
     watch(engine, step_limit_s)
-    guard_spinning(engine)
 
     def readiness() -> Mapping[str, Any]:
         backends = engine.executor.backends

@@ -59,10 +59,3 @@ def test_a_request_may_be_as_urgent_and_take_as_long_as_the_server_says():
 def test_limits_that_mean_nothing_are_refused(limit, legal):
     with pytest.raises(SpecError, match=f"legal is .*{legal}"):
         SocketLimits(**limit)
-
-
-@pytest.mark.parametrize("interval_s", [-0.001, float("inf"), float("nan")])
-def test_tokens_wait_for_a_while_and_not_for_ever(interval_s):
-    with pytest.raises(SpecError, match=f"stream_interval_s is {interval_s}; legal is a number from 0"):
-        SocketLimits(stream_interval_s=interval_s)
-    assert SocketLimits(stream_interval_s=0).stream_interval_s == 0

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from support.devtools import opened
 from support.optional import browser
-from support.scripted import EACH_STEP, MODEL, ScriptedEngine
+from support.scripted import MODEL, ScriptedEngine
 from support.texts import byte_codec
 
 from npucompile.server.chat.format import ChatFormat
@@ -24,7 +24,7 @@ FORM = ChatFormat.of(ChatTemplate(TEMPLATE), "qwen3")
 def server(request):
     engine = ScriptedEngine(lambda prompt: prompt.removesuffix("<think>"))
     access = Access.of(getattr(request, "param", []))
-    with running(Service(engine, byte_codec(), MODEL, chat=FORM, limits=EACH_STEP), settings=Serving(access=access)) as one:
+    with running(Service(engine, byte_codec(), MODEL, chat=FORM), settings=Serving(access=access)) as one:
         yield f"http://127.0.0.1:{one.port}/", engine
     engine.close()
 

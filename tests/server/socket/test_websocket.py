@@ -11,7 +11,6 @@ import time
 
 import msgpack
 import pytest
-from support.scripted import EACH_STEP
 from support.texts import RECORD, TEXT, byte_codec, trained_tokenizer
 
 from npucompile.graphs.errors import RequestError
@@ -128,7 +127,7 @@ def scenario(play, *offered, engine=None, codec=None, **limits):
     engine = engine or Engine()
 
     async def run():
-        app = create_app(Service(engine, codec or byte_codec(), MODEL, limits=EACH_STEP), SocketLimits(**limits))
+        app = create_app(Service(engine, codec or byte_codec(), MODEL), SocketLimits(**limits))
         peer = Peer(app, *offered)
         accepted = await peer.message()
         assert accepted["type"] == "websocket.accept"
@@ -388,7 +387,7 @@ def test_a_transport_that_closed_itself_ends_the_socket():
 
 def served(engine=None, **limits):
     engine = engine or Engine()
-    return engine, Peer(create_app(Service(engine, byte_codec(), MODEL, limits=EACH_STEP), SocketLimits(**limits)))
+    return engine, Peer(create_app(Service(engine, byte_codec(), MODEL), SocketLimits(**limits)))
 
 
 @pytest.mark.parametrize("limits", [{"max_queue_bytes": 4000}, {"slow_reader_s": 0.05}], ids=["bytes", "time"])

@@ -38,7 +38,7 @@ def test_every_option_is_one_of_the_settings(tmp_path):
         "--tls-cert", "cert", "--tls-key", "key", "--max-queue", 1, "--max-client-requests", 2, "--max-connections", 3,
         "--max-client-connections", 4, "--max-frame-bytes", 5, "--handshake-timeout", 6, "--slow-reader-timeout", 7, "--drain-timeout", 8,
         "--max-queued-tokens", 9, "--max-client-tokens", 10, "--min-priority", -11, "--request-timeout", 12, "--first-token-timeout", 13,
-        "--stream-interval-ms", 8, "--max-client-refusals", 14,
+        "--max-client-refusals", 14,
     )  # fmt: skip
     assert chosen.access.key_digests == (digest("first"), digest("second"))
     assert chosen.access.origins == {"https://a.example", "https://b.example"}
@@ -46,7 +46,7 @@ def test_every_option_is_one_of_the_settings(tmp_path):
     assert (str(chosen.tls_cert), str(chosen.tls_key), chosen.drain_timeout_s) == ("cert", "key", 8)
     limits = chosen.limits
     assert (limits.max_queue, limits.max_requests_per_client, limits.max_connections, limits.max_connections_per_client) == (1, 2, 3, 4)
-    assert (limits.max_frame_bytes, limits.handshake_s, limits.slow_reader_s, limits.stream_interval_s) == (5, 6, 7, 0.008)
+    assert (limits.max_frame_bytes, limits.handshake_s, limits.slow_reader_s) == (5, 6, 7)
     assert (limits.max_queued_tokens, limits.max_tokens_per_client, limits.min_priority) == (9, 10, -11)
     assert (limits.request_timeout_s, limits.first_token_timeout_s, limits.refusals_per_s) == (12, 13, 14)
     assert settings("--max-client-refusals", 0).limits.refusals_per_s is None
@@ -67,6 +67,11 @@ def test_a_file_without_keys_opens_nothing(tmp_path):
     # A key where a file is expected is not taken for one, and not repeated with a hint to put it there.
     with pytest.raises(SpecError, match="NPUCOMPILE_API_KEY: all users of a machine can read a command line"):
         read_keys(tmp_path / "sk-123", {})
+
+
+def test_the_option_for_the_time_that_tokens_waited_is_refused():
+    with pytest.raises(SpecError, match="--stream-interval-ms is gone: tokens of each step are sent at once"):
+        settings("--stream-interval-ms", 8)
 
 
 def test_a_key_needs_its_certificate():
