@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..graphs.errors import LoweringError
 from . import backends
+from .executable import HostExecutable
 from .platform import CPU, Platform
 
 if TYPE_CHECKING:
     # A serving process imports this file and must not load the partitioner; only a build lowers and compiles.
     from ..graphs.spmd.partition import Partitioned
-    from .executable import HostExecutable
     from .lower import Lowered
 
 
@@ -180,3 +180,15 @@ def backend(name: str) -> Backend:
         raise LoweringError(f"lowering/backends/{name}.py must export BACKEND, a Backend named {name!r}, and exports {exported!r}")
     chosen: Backend = exported
     return chosen
+
+
+def open_executable(path: Path, name: str) -> HostExecutable:
+    """Opens an executable that backend `name` compiled; nothing is traced or compiled.
+
+    Raises:
+        LoweringError: there is no such backend, its executables do not run on this machine, or the file is not one of them.
+    """
+    chosen = backend(name)
+    if reason := chosen.runs_here():
+        raise LoweringError(f"{path.name}: {reason}")
+    return chosen.open(path)

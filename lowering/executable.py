@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ..graphs.errors import LoweringError
 from ..graphs.types import Aval, Signature
-from .backend import backend
 
 
 class Executable(Protocol):
@@ -37,18 +35,6 @@ class HostExecutable(Executable, Protocol):
         Done once for a process, when parameters are loaded. A call with parameters that were not prepared does it first.
         """
         ...
-
-
-def open_executable(path: Path, name: str) -> HostExecutable:
-    """Opens an executable that backend `name` compiled; nothing is traced or compiled.
-
-    Raises:
-        LoweringError: there is no such backend, its executables do not run on this machine, or the file is not one of them.
-    """
-    chosen = backend(name)
-    if reason := chosen.runs_here():
-        raise LoweringError(f"{path.name}: {reason}")
-    return chosen.open(path)
 
 
 def check_operands(operands: Sequence[torch.Tensor], signature: Signature) -> None:

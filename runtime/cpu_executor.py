@@ -13,7 +13,8 @@ from ..lowering.artifact import mapped
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.fixed_cost import fixed_tokens
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
-from ..lowering.executable import Executable, HostExecutable, check_operands, open_executable
+from ..lowering.backend import open_executable
+from ..lowering.executable import Executable, HostExecutable, check_operands
 from .buckets import with_all_rows
 from .executor import FinishedStep, Inputs, check_step, compile_evidence, has_recurrent_states
 from .pool_memory import PoolMemory

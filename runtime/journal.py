@@ -23,8 +23,7 @@ import msgpack
 
 from ..graphs.errors import SpecError
 from .constraint import Bitmask, Constraint
-from .prefix_cache import Flush
-from .request import Request, Sampling
+from .request import Flush, Request, Sampling
 from .scheduler.advance import GroupResults
 from .scheduler.request_state import RequestState
 from .scheduler.scheduled_step import ScheduledStep

@@ -60,16 +60,16 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
         on_step: called with the number of each step that was repeated.
     """
     repeated: list[Entry] = []
-    engine.journal = Journal(repeated.append)
+    engine.stepper.journal = Journal(repeated.append)
     now_ms = 0.0
-    engine.now_ms = lambda: now_ms
+    engine.stepper.now_ms = lambda: now_ms
     took: deque[float] = deque()
     # Where there is none, a step finished that did not in the recorded run.
-    engine.took_ms = lambda *_: took.popleft() if took else 0.0
+    engine.stepper.took_ms = lambda *_: took.popleft() if took else 0.0
     steps = tokens = 0
     # A request's arrival is its place here.
     ids: list[str] = []
-    engine.masks = recorded_filling = _RecordedFilling(engine.executor.limits.bitmask_words)
+    engine.stepper.masks = recorded_filling = _RecordedFilling(engine.executor.limits.bitmask_words)
     masks: dict[str, bytes | None] = {}
     for recorded in _steps(entries):
         repeated.clear()

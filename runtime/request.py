@@ -298,3 +298,7 @@ class FinishEvent:
 
 
 Event = TokenEvent | FinishEvent
+
+
+class Flush:
+    """An order to forget all prefixes."""

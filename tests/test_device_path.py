@@ -15,9 +15,9 @@ from support.toy_device import Collector
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.runtime.request import Request, Sampling
 from npucompile.runtime.rng import random_number
+from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.tools.serve.offline import complete
 
 MODELS, MESHES, SCHEMES = ("dense", "moe", "bundled"), ("tp=2", "dp=2", "dp=2,tp=2"), ("none", "w8a8", "w4a8")
@@ -141,7 +141,7 @@ def test_a_prompt_begins_after_pages_and_a_state_that_an_earlier_one_left(checkp
         cold = complete(executor, prompts, Sampling(), 8, frozenset())
         engine = Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings())
         warm = [end_of(engine, Request(str(i), tuple(prompt), 8)) for i, prompt in enumerate(prompts)]
-        engine.check()
+        engine.stepper.check()
     assert [sink.tokens for sink in warm] == [list(completion.token_ids) for completion in cold]
     assert [sink.end.record.cached_tokens for sink in warm] == [0, 128]
 

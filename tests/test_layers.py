@@ -23,6 +23,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "runtime": (
         "lowering.artifact",
         "lowering.device",
+        "lowering.backend",
         "lowering.executable",
         "graphs.types",
         "graphs.errors",

@@ -21,15 +21,13 @@ from .state import GroupState
 
 
 @dataclass(frozen=True)
-class PrefixCaching:
-    """How prefixes are kept.
+class PrefixCacheSettings:
+    """How prefixes are kept (`prefix_index.py`).
 
     Attributes:
-        recurrent: whether the model has recurrent states.
         most_tokens: most tokens of prefixes that no running request uses; None for as many as the pages that requests leave.
     """
 
-    recurrent: bool
     most_tokens: int | None = None
 
 
@@ -65,24 +63,27 @@ class KVCacheManager:
     Args:
         limits: of the pools.
         max_logprobs: as for `buckets.pack`.
-        caching: how prefixes are kept; None keeps none.
+        prefix_cache: how prefixes are kept; None keeps none.
+        recurrent: whether the model has recurrent states.
 
     Attributes:
         prefixes: what is in the caches, where prefixes are kept.
     """
 
-    def __init__(self, limits: Limits, max_logprobs: int = 0, caching: PrefixCaching | None = None) -> None:
+    def __init__(
+        self, limits: Limits, max_logprobs: int = 0, prefix_cache: PrefixCacheSettings | None = None, *, recurrent: bool = False
+    ) -> None:
         self.limits = limits
         self.pages = PagePool(limits.num_pages)
         self.state_slots = StateSlotPool(limits.num_slots, limits.slots_per_request)
         self.request_slots = RequestSlotPool(limits.num_request_slots)
         self.prefixes: PrefixIndex | None = None
-        if caching is not None:
-            most = caching.most_tokens
+        if prefix_cache is not None:
+            most = prefix_cache.most_tokens
             self.prefixes = PrefixIndex(
                 limits.page_size,
                 drafts=limits.drafts > 0,
-                recurrent=caching.recurrent,
+                recurrent=recurrent,
                 free_page=lambda page: self.pages.free_number(page, Keeper.PREFIXES),
                 free_slot=lambda slot: self.state_slots.free_number(slot, Keeper.PREFIXES),
                 most_pages=None if most is None else most // limits.page_size,

@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Aval, Leaf, Signature
 from npucompile.lowering.artifact import graph_io
-from npucompile.lowering.executable import check_operands, open_executable
+from npucompile.lowering.backend import open_executable
+from npucompile.lowering.executable import check_operands
 
 SIGNATURE = Signature(
     params=(Leaf("params.w", Aval((3, 2), torch.float32)),),

@@ -120,7 +120,7 @@ def test_a_grammar_masks_what_was_adjusted(executors):
 def test_a_recorded_run_repeats(executors):
     entries: list[Any] = []
     engine = Engine(executors[0])
-    engine.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
+    engine.stepper.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
     for name, sampling in kinds([1, 2, 3]).items():
         engine.submit(wanting(PROMPTS[0], sampling, name=name), Outcome())
     while engine.step():

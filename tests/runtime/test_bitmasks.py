@@ -127,7 +127,7 @@ def test_only_what_depends_on_the_output_waits_for_it(executors, sampling, ahead
 def test_a_recorded_run_repeats(executors, words):
     entries = []
     engine = Engine(executors[0])
-    engine.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
+    engine.stepper.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
     sampling = Sampling(temperature=1.5, seed=3, min_tokens=5, allowed_token_ids=(*LETTERS, tiny.EOS), bad_words=(*words, (101, 102)))
     engine.submit(asking(PROMPTS[0], sampling=sampling), Outcome())
     engine.submit(asking(PROMPTS[1], Automaton(turns), sampling=Sampling(bad_words=words)), Outcome())

@@ -65,7 +65,7 @@ def test_a_recorded_run_repeats_without_the_constraints_themselves(executors):
     """The journal has their bitmasks, and where one ended its request."""
     entries = []
     engine = Engine(executors[0])
-    engine.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
+    engine.stepper.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
     dead = Automaton(lambda output: [] if len(output) >= 4 else turns(output))
     sampling = Sampling(temperature=1.5, seed=3)
     for name, constraint in (("a", Automaton(turns)), ("dead", dead), ("free", None), ("b", Automaton(rising))):

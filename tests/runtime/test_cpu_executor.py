@@ -163,7 +163,7 @@ def test_whatever_shares_the_batch_and_whichever_buckets_run_it(executor, refere
                 engine.cancel(str(i))
         while engine.step():
             pass
-        engine.check()
+        engine.stepper.check()
     for (_, _, kind, _, _), tokens, want in zip(mix, outputs, expected, strict=True):
         if kind == "cancelled":
             assert tokens[:-1] == want[: len(tokens) - 1]

@@ -82,7 +82,7 @@ def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones():
     served = toy.serving()
     a = served.submit(ask("a"))
     served.engine.step()
-    served.engine._cache_managers[0].state_slots.free("a")
+    served.engine.stepper.cache_managers[0].state_slots.free("a")
     b = served.submit(ask("b"))
     with pytest.raises(SpecError, match="0 slots"):
         served.engine.run_forever()
@@ -217,7 +217,7 @@ def test_a_step_that_hangs_is_given_up_by_another_thread():
     served.device.launch = hanging
     served.engine._on_failure = lambda: told.append(served.engine.failure)
     ends, entries = [], []
-    served.engine.on_end, served.engine.journal = ends.append, Journal(entries.append)
+    served.engine.on_end, served.engine.stepper.journal = ends.append, Journal(entries.append)
     running, waiting = served.submit(ask("running", max_tokens=20)), served.submit(ask("waiting", max_tokens=20))
     served.engine.start()
     assert entered.wait(WAIT_S)

@@ -32,7 +32,7 @@ def test_a_request_whose_mask_is_not_ready_sits_out_and_the_others_end(executors
     (free,) = [outcome.tokens for outcome in run(executors[0], [asking(PROMPTS[2])])]
     stuck, entries = Stuck(), []
     engine, outcomes = Engine(executors[0]), [Outcome() for _ in range(3)]
-    engine.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
+    engine.stepper.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
     for request, outcome in zip(
         [asking(PROMPTS[0], stuck), asking(PROMPTS[1], Automaton(turns)), asking(PROMPTS[2])], outcomes, strict=True
     ):
@@ -43,7 +43,7 @@ def test_a_request_whose_mask_is_not_ready_sits_out_and_the_others_end(executors
     stuck.go.set()
     while engine.step():
         pass
-    engine.check()
+    engine.stepper.check()
     assert [outcome.tokens for outcome in outcomes] == [*alone, free]
     # The record says who sat out, so that it repeats.
     assert any(entry[0] == HELD for entry in entries)
@@ -61,7 +61,7 @@ def test_a_request_is_cancelled_while_its_mask_is_filled(executors):
         pass
     stuck.go.set()
     assert outcome.end.reason == "cancelled"
-    engine.check()
+    engine.stepper.check()
 
 
 def test_what_exceeds_its_share_ends_alone(executors):
@@ -74,7 +74,7 @@ def test_what_exceeds_its_share_ends_alone(executors):
             super().fill(output, drafts, bitmask)
 
     engine, outcomes = Engine(executors[0]), [Outcome(), Outcome()]
-    engine.masks = MaskFilling(executors[0].limits.bitmask_words, lambda: getattr(spent, "s", 0.0))
+    engine.stepper.masks = MaskFilling(executors[0].limits.bitmask_words, lambda: getattr(spent, "s", 0.0))
     for request, outcome in zip([asking(PROMPTS[0], Slow(turns)), asking(PROMPTS[1], Automaton(turns))], outcomes, strict=True):
         engine.submit(request, outcome)
     while engine.step():

@@ -1,4 +1,4 @@
-"""runtime/prefix_cache.py: whatever is kept of earlier requests, each gets what it gets alone, and everything comes back."""
+"""An engine that keeps prefixes: whatever is kept of earlier requests, each gets what it gets alone, and everything comes back."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.journal import Journal
-from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.runtime.replay import replay
 from npucompile.runtime.request import Request, Sampling
+from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 
 KEPT = PrefixCacheSettings()
 
@@ -96,7 +96,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[toy.Visit, ...], dict[str, Any]]:
 
 def play(visits: tuple[toy.Visit, ...], device: dict[str, Any]) -> tuple[toy.Serving, list[toy.Collector], list[Any]]:
     served, entries = toy.serving(**device), list[Any]()
-    served.engine.journal = Journal(entries.append)
+    served.engine.stepper.journal = Journal(entries.append)
     sinks: dict[str, toy.Collector] = {}
     for now in range(35):
         for visit in visits:
@@ -107,7 +107,7 @@ def play(visits: tuple[toy.Visit, ...], device: dict[str, Any]) -> tuple[toy.Ser
             if visit.cancelled == now:
                 served.engine.cancel(visit.request.id)
         served.engine.step()
-        served.engine.check()
+        served.engine.stepper.check()
     served.drain()
     return served, [sinks[visit.request.id] for visit in visits], entries
 
@@ -129,7 +129,7 @@ def test_whatever_is_kept_each_request_gets_what_it_gets_alone(world: tuple[tupl
         assert cached <= longest_shared(visit, visits) * (not visit.request.skip_reading_prefix_cache)
     served.engine.flush_prefix_cache()
     served.drain()
-    for manager in served.engine._cache_managers:
+    for manager in served.engine.stepper.cache_managers:
         for pool in (manager.pages, manager.state_slots, manager.request_slots):
             assert pool.free_count == pool.size - 1
     served.device.check_order(device["run_ahead"])
@@ -167,7 +167,7 @@ def end_of(engine: Engine, *requests: Request) -> list[toy.Collector]:
     for request, sink in zip(requests, sinks, strict=True):
         engine.submit(request, sink)
     while engine.step():
-        engine.check()
+        engine.stepper.check()
     return sinks
 
 
@@ -201,7 +201,7 @@ def test_tokens_are_those_of_a_cold_engine_wherever_prompts_part(executor: CpuEx
         stats = engine.stats()
         engine.flush_prefix_cache()
         engine.step()
-        (manager,) = engine._cache_managers
+        (manager,) = engine.stepper.cache_managers
         assert [pool.owners() for pool in (manager.pages, manager.state_slots, manager.request_slots)] == [frozenset()] * 3
     for cut, old, new in zip(cuts, cold, warm, strict=True):
         assert new.tokens == old.tokens, cut
@@ -257,10 +257,10 @@ def test_preempted_and_cancelled_requests_leave_and_find_what_is_right(executor:
             engine.step()
             engine.cancel(f"{request.id} cancelled")
         while engine.step():
-            engine.check()
+            engine.stepper.check()
         engine.flush_prefix_cache()
         engine.step()
-        (manager,) = engine._cache_managers
+        (manager,) = engine.stepper.cache_managers
         assert manager.pages.free_count == manager.limits.num_pages - 1
         assert manager.state_slots.free_count == manager.limits.num_slots - 1
     assert cancelled.end.reason == "cancelled"

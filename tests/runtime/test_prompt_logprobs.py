@@ -17,9 +17,9 @@ from npucompile.graphs.errors import RequestError
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import Executor
 from npucompile.runtime.journal import Journal
-from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.runtime.replay import replay
 from npucompile.runtime.request import Event, Logprobs, Request, Sampling, TokenEvent
+from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 
 TEXT = b"In the beginning God created the heaven and the earth. And the earth was without form, and void."
 MOST, TOKENS = 3, 12
@@ -48,7 +48,7 @@ def finish(engine: Engine, requests: Sequence[Request]) -> list[Scored]:
         engine.submit(request, sink)
     while engine.step():
         pass
-    engine.check()
+    engine.stepper.check()
     return sinks
 
 
@@ -135,7 +135,7 @@ def test_scores_survive_preemption(executors, theirs):
 def test_a_run_with_scores_can_be_repeated(executors):
     entries: list[list[Any]] = []
     engine = Engine(executors[0])
-    engine.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
+    engine.stepper.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
     requests = [replace(asking(TEXT[:n], Automaton(turns), name=f"{n}"), prompt_logprobs=1) for n in (5, 9)]
     outcomes = finish(engine, requests)
     repeated = replay(Engine(executors[0]), entries)

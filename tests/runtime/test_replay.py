@@ -47,7 +47,7 @@ def runs(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
 
 def record(visits: Sequence[Visit], device: dict[str, Any]) -> list[Entry]:
     served, entries = toy.serving(**device), list[Entry]()
-    served.engine.journal = Journal(entries.append)
+    served.engine.stepper.journal = Journal(entries.append)
     for now in range(24):
         for visit in visits:
             if visit.arrives == now:

@@ -120,9 +120,9 @@ def play(world):
             if visit.cancelled == now and outcomes[i][1].end is None:
                 served.engine.cancel(outcomes[i][0].id)
         served.engine.step()
-        served.engine.check()
+        served.engine.stepper.check()
     served.drain((world.burst + 3) * world.limits.num_slots * world.limits.max_model_len * len(world.visits))
-    served.engine.check()
+    served.engine.stepper.check()
     return served, outcomes
 
 
@@ -161,7 +161,7 @@ def check_world(world):
         served, outcomes = play(world)
     finally:
         logging.disable(logging.NOTSET)
-    for manager in served.engine._cache_managers:
+    for manager in served.engine.stepper.cache_managers:
         for pool in (manager.pages, manager.state_slots, manager.request_slots):
             assert pool.free_count == pool.size - 1
     failures = world.device["fail_at"] | world.device["refuse_at"]
@@ -397,7 +397,7 @@ def test_a_step_that_fails_while_another_is_in_flight_ends_its_own_requests_only
     requests = [ask(f"r{i}", (i, 2), 12, seed=i, temperature=0.5) for i in range(3)]
     sinks = [served.submit(request) for request in requests]
     served.drain()
-    served.engine.check()
+    served.engine.stepper.check()
     ends = Counter(sink.end.reason for sink in sinks)
     assert ends == {"error": 1, "length": 2}
     for request, sink in zip(requests, sinks, strict=True):
@@ -481,7 +481,7 @@ def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding():
     served = toy.serving(groups=3, run_ahead=0)
     sinks = [served.submit(ask(f"r{i}", (i, 1), 4, seed=i)) for i in range(4)]
     served.engine.step()
-    lives = [sorted(live.id for live in (*group.running, *group.waiting)) for group in served.engine._state.groups]
+    lives = [sorted(live.id for live in (*group.running, *group.waiting)) for group in served.engine.stepper.state.groups]
     assert lives == [["r0", "r3"], ["r1"], ["r2"]]
     assert served.engine.stats()["num_requests_running"] == 3
     served.drain()
@@ -623,7 +623,7 @@ def test_a_failed_step_that_preempted_loses_only_its_own_rows(caplog):
         sinks = [served.submit(request) for request in requests]
         while not served.engine.stats()["preemptions_total"]:
             assert served.engine.step()
-            served.engine.check()
+            served.engine.stepper.check()
         return served, sinks
 
     # The second run fails in the step in which the first one preempted "b".
@@ -641,7 +641,7 @@ def test_a_failed_step_that_preempted_loses_only_its_own_rows(caplog):
 def test_an_executor_that_returns_nonsense_fails_the_step(returned, caplog):
     served = toy.serving(run_ahead=0)
     served.device.launch(
-        served.device.buckets[0], [served.engine._cache_managers[0].inputs(served.device.buckets[0], GroupStep())]
+        served.device.buckets[0], [served.engine.stepper.cache_managers[0].inputs(served.device.buckets[0], GroupStep())]
     ).result()
     served.device.launch = lambda bucket, inputs: type("Nonsense", (), {"result": lambda self: returned})()
     sink = served.submit(ask())
@@ -668,7 +668,7 @@ def test_a_leak_is_found_when_idle():
     served = toy.serving()
     served.submit(ask())
     served.engine.step()
-    served.engine._cache_managers[0].pages.allocate(1, "thief")
+    served.engine.stepper.cache_managers[0].pages.allocate(1, "thief")
     with pytest.raises(OwnershipError, match="thief"):
         served.drain()
 
@@ -847,7 +847,7 @@ def test_many_requests_come_and_go_in_one_pass_each(monkeypatch):
     (ended,) = [batch for batch in sink.batches if any(event.reason == "cancelled" for event in batch if isinstance(event, FinishEvent))]
     assert {event.request_id for event in ended} == set(names)
     served.drain()
-    served.engine.check()
+    served.engine.stepper.check()
 
 
 def counting(function, passes, name):
@@ -903,7 +903,7 @@ def test_a_request_past_its_deadline_ends_within_a_step_wherever_it_is(arrivals,
                 sinks[i] = served.submit(replace(ask(f"r{i}", (i, 1), 9, seed=i), **limits))
         before = {i: len(sink.tokens) for i, sink in sinks.items()}
         served.engine.step()
-        served.engine.check()
+        served.engine.stepper.check()
         for i, sink in sinks.items():
             at, most, first = arrivals[i]
             late = (most is not None and now - at >= most) or (first is not None and now - at >= first and not before[i])

@@ -22,7 +22,7 @@ from support import tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.runtime.prefix_cache import PrefixCacheSettings
+from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.server.client import Client, raise_if_refused
 from npucompile.server.run import serving
 from npucompile.tools.serve.api_settings import ApiSettings

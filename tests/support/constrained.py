@@ -73,7 +73,7 @@ def run(executor: Executor, requests: Sequence[Request], run_ahead: int | None =
         engine.submit(request, outcome)
     while engine.step():
         pass
-    engine.check()
+    engine.stepper.check()
     return outcomes
 
 

@@ -18,10 +18,9 @@ import numpy as np
 
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.prefix_cache import PrefixCacheSettings
 from npucompile.runtime.request import FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.runtime.rng import random_number
-from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager
+from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager, PrefixCacheSettings
 
 VOCAB = 13
 POISON = -(10**9)
@@ -461,7 +460,7 @@ class ToyDevice:
 
     def attach(self, engine: Engine) -> None:
         """Gives the device this engine's KV cache managers, which know the owners of pages and slots."""
-        for memory, manager in zip(self.memories, engine._cache_managers, strict=True):
+        for memory, manager in zip(self.memories, engine.stepper.cache_managers, strict=True):
             memory.manager = manager
 
     def register(self, request: Request) -> None:

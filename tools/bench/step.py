@@ -13,8 +13,9 @@ import torch
 from ...graphs.errors import SpecError
 from ...graphs.types import Aval
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
+from ...lowering.backend import open_executable
 from ...lowering.backends.inductor.huge_pages import settle
-from ...lowering.executable import Executable, check_operands, open_executable
+from ...lowering.executable import Executable, check_operands
 from ...runtime.buckets import DecodeRow, PrefillRow, pack
 from ..progress import Progress
 from .machine import MEMORY_BUFFER_BYTES, Reader, cache_bytes, reader

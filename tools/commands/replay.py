@@ -17,8 +17,8 @@ from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime import journal
 from ...runtime.engine import Engine
-from ...runtime.prefix_cache import PrefixCacheSettings
 from ...runtime.replay import Divergence, Replay, replay
+from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
@@ -91,12 +91,12 @@ def facts_of(artifact: Artifact, engine: Engine) -> dict[str, Any]:
         "artifact": artifact.digest,
         "path": str(artifact.path.resolve()),
         "threads": torch.get_num_threads(),
-        "run_ahead": engine.run_ahead,
-        "prefill_burst": engine.policy.prefill_burst,
-        "measured": engine.policy.measured,
-        "itl_target_ms": engine.policy.itl_target_ms,
-        "fixed_tokens": engine.policy.fixed_tokens,
-        "prefix_cache": asdict(engine.prefix_cache) if engine.prefix_cache else None,
+        "run_ahead": engine.stepper.run_ahead,
+        "prefill_burst": engine.stepper.policy.prefill_burst,
+        "measured": engine.stepper.policy.measured,
+        "itl_target_ms": engine.stepper.policy.itl_target_ms,
+        "fixed_tokens": engine.stepper.policy.fixed_tokens,
+        "prefix_cache": asdict(engine.stepper.prefix_cache) if engine.stepper.prefix_cache else None,
         "backends": dict(engine.executor.backends),
     }
 

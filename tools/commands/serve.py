@@ -179,7 +179,7 @@ def command(
             files.callback(tracing.close)
         if record:
             written = files.enter_context(closing(JournalFile(record, facts_of(artifact, served.engine))))
-            served.engine.journal = Journal(written.write)
+            served.engine.stepper.journal = Journal(written.write)
         server.lifecycle.service = served.service
         stop.raises = False
         announce(served, artifact, build is not None, progress, [said_of_ends(served), *api.said_of_sampling(artifact)])(server.url)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ...graphs.errors import SpecError
-from ...runtime.prefix_cache import PrefixCacheSettings
+from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ...server.guard.access import Access
 from ...server.guard.limits import LEAST_CONNECTIONS, MAX_PRIORITY, SocketLimits
 from ...server.run import Serving

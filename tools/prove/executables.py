@@ -10,7 +10,8 @@ import torch
 from ...graphs.step_inputs import OPTIONAL_ROWS
 from ...graphs.types import DTYPES, Bucket
 from ...lowering.artifact.artifact import Artifact, GraphEntry
-from ...lowering.executable import Executable, open_executable
+from ...lowering.backend import open_executable
+from ...lowering.executable import Executable
 from ..heap import give_back_heap
 from ..progress import Progress
 from .compare import Differences, check_tolerance, compare

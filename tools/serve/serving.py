@@ -17,7 +17,7 @@ from ...graphs.errors import ArtifactError, NpucompileError
 from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
 from ...runtime.engine import Engine
 from ...runtime.executor import Executor
-from ...runtime.prefix_cache import PrefixCacheSettings
+from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ...server.engine.service import ServedModel, Service
 from ...server.guard.limits import SocketLimits
 from ...server.text.tokenizer import TextTokenizer

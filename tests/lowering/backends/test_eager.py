@@ -173,7 +173,7 @@ def test_a_graph_is_read_back_without_what_partitions_it(tiny_artifact: Path) ->
     code = f"""
 import sys
 from pathlib import Path
-from npucompile.lowering.executable import open_executable
+from npucompile.lowering.backend import open_executable
 open_executable(Path({str(graph)!r}), "eager")
 sys.exit("torch.distributed.tensor" in sys.modules)
 """

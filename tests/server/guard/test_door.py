@@ -18,7 +18,7 @@ from npucompile.graphs.errors import ProtocolError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.prefix_cache import PrefixCacheSettings
+from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.server.client import Client
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.guard.access import Access

@@ -13,7 +13,8 @@ from support import tiny
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
-from npucompile.lowering.executable import check_operands, open_executable
+from npucompile.lowering.backend import open_executable
+from npucompile.lowering.executable import check_operands
 from npucompile.models import request_slots
 from npucompile.tools.bench import step
 from npucompile.tools.bench.machine import Reader

@@ -27,7 +27,7 @@ def recorded(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     engine = Engine(CpuExecutor(artifact), refresh_every_s=None)
     file = tmp_path_factory.mktemp("journal") / "run.journal"
     journal = JournalFile(file, facts_of(artifact, engine))
-    engine.journal = Journal(journal.write)
+    engine.stepper.journal = Journal(journal.write)
     for i in range(3):
         engine.submit(Request(f"r{i}", (i, 2, 3), 6, Sampling(1.0)), lambda _: None)
     while engine.step():
@@ -49,14 +49,14 @@ def test_a_run_of_a_machine_with_another_balance_repeats(tmp_path: Path) -> None
     artifact = Artifact.open(directory)
     engine = Engine(CpuExecutor(artifact), refresh_every_s=None, fixed_tokens=1.0)
     journal = JournalFile(tmp_path / "run.journal", facts_of(artifact, engine))
-    engine.journal = Journal(journal.write)
+    engine.stepper.journal = Journal(journal.write)
     engine.submit(Request("r", tuple(range(9)), 2), lambda _: None)
     while engine.step():
         pass
     journal.close()
     # Three small steps, which this machine would not take.
-    here = replace(engine.policy, fixed_tokens=fixed_tokens(artifact.manifest))
-    assert [choose_prefill(policy.buckets, [[9]], policy.price).q_len for policy in (engine.policy, here)] == [4, 32]
+    here = replace(engine.stepper.policy, fixed_tokens=fixed_tokens(artifact.manifest))
+    assert [choose_prefill(policy.buckets, [[9]], policy.price).q_len for policy in (engine.stepper.policy, here)] == [4, 32]
     result = tiny.cli(tmp_path, "replay", tmp_path / "run.journal")
     assert result.exit_code == 0, result.output
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from npucompile.graphs.errors import SpecError
-from npucompile.runtime.prefix_cache import PrefixCacheSettings
+from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.server.guard.access import digest
 from npucompile.server.run import Serving
 from npucompile.tools.commands.server_options import prefix_cache_settings, read_keys, server_options, serving_settings

@@ -13,7 +13,7 @@ from npucompile.graphs.errors import ArtifactError, VerifyError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.graph_io import decode, encode
-from npucompile.lowering.executable import open_executable
+from npucompile.lowering.backend import open_executable
 from npucompile.tools.progress import Progress
 from npucompile.tools.prove import compare
 from npucompile.tools.prove.executables import RowByRow, verify

@@ -21,7 +21,7 @@ from support import tiny
 
 from npucompile.graphs.errors import ArtifactError, ArtifactTampered, NpucompileError, RequestError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.lowering.executable import open_executable
+from npucompile.lowering.backend import open_executable
 from npucompile.models import request_slots
 from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.runtime.cpu_executor import CpuExecutor

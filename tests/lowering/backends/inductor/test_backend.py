@@ -29,10 +29,10 @@ from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Rules, Signature
 from npucompile.lowering.artifact import graph_io
-from npucompile.lowering.backend import backend
+from npucompile.lowering.backend import backend, open_executable
 from npucompile.lowering.backends.inductor import aoti
 from npucompile.lowering.backends.inductor import backend as inductor
-from npucompile.lowering.executable import check_operands, open_executable
+from npucompile.lowering.executable import check_operands
 from npucompile.lowering.lower import Lowered, lower_bodies
 from npucompile.models.step import program as make_program
 
@@ -192,7 +192,7 @@ def test_a_package_computes_what_the_eager_graph_computes(package: Path) -> None
 SERVE = """
 import sys, torch
 from npucompile.graphs import compile_count as events
-from npucompile.lowering.executable import open_executable
+from npucompile.lowering.backend import open_executable
 from pathlib import Path
 def peak():  # of this process alone: what getrusage tells is at least what the parent had
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024

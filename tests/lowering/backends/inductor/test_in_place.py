@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs.types import Aval, Bucket, Leaf, Signature
+from npucompile.lowering.backend import open_executable
 from npucompile.lowering.backends.inductor import aoti, backend
 from npucompile.lowering.backends.inductor.in_place import COPY, PUT, PUT_IN_PLACE, write_in_place
-from npucompile.lowering.executable import open_executable
 from npucompile.lowering.lower import Lowered
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -220,7 +220,7 @@ def paged_operands() -> list[torch.Tensor]:
 SERVE = """
 import sys, torch
 from pathlib import Path
-from npucompile.lowering.executable import open_executable
+from npucompile.lowering.backend import open_executable
 def peak():  # of this process alone: what getrusage tells is at least what the parent had
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
 run = open_executable(Path(sys.argv[1]), "inductor")

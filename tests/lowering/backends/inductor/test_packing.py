@@ -17,10 +17,10 @@ from npucompile.graphs import native_ops, ops
 from npucompile.graphs.ir.record import record
 from npucompile.graphs.primitive import Primitive
 from npucompile.graphs.types import Aval, Bucket, Leaf, Signature
+from npucompile.lowering.backend import open_executable
 from npucompile.lowering.backends.inductor import aoti, layouts, native
 from npucompile.lowering.backends.inductor import backend as inductor
 from npucompile.lowering.backends.inductor.packing import Layout, Packer
-from npucompile.lowering.executable import open_executable
 from npucompile.lowering.lower import Lowered
 
 
