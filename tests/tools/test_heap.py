@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system."""
+"""tools/heap.py: freed memory goes back to the system, and what is available is read from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from npucompile.tools.heap import give_back_heap
+from npucompile.tools.heap import available_bytes, give_back_heap
 
 
 def resident_bytes() -> int:
@@ -25,3 +25,8 @@ def test_holes_are_given_back() -> None:
     give_back_heap()
     assert resident_bytes() < full - 40 * 2**20
     assert len(kept) == 4096
+
+
+def test_available_memory_is_read_from_the_system() -> None:
+    assert available_bytes("MemTotal:       32000000 kB\nMemFree: 1 kB\nMemAvailable:    2048 kB\n") == 2 * 2**20
+    assert available_bytes("") == 0

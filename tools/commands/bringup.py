@@ -65,19 +65,19 @@ def command(
         run_rank(opened, config, replace(settings, before_loading=collectives_check(opened)))
         return
     bringup = Bringup(opened, settings, home.environment, progress, config, wanted or RUNGS)
-    found = report.as_dict(opened, kind, bringup.run())
-    page, data = report.write(directory or home.root / "reports" / opened.path.name, found)
+    findings = report.as_dict(opened, kind, bringup.run())
+    page, data = report.write(directory or home.root / "reports" / opened.path.name, findings)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(findings, indent=1))
     else:
-        for rung in found["rungs"]:
+        for rung in findings["rungs"]:
             click.echo(f"{rung['name']:<12} {'passed' if rung['passed'] else 'FAILED'} {rung['seconds']:8.1f} s")
             for failure in rung["failures"]:
                 click.echo(f"  {failure['what']}: {failure['message']}")
                 click.echo(f"  wrong assumption: {failure['heading']} ({failure['assumption']} in docs/on-hardware.md)")
         click.echo(f"report: {page} and {data}")
-    if not found["passed"]:
+    if not findings["passed"]:
         if as_json:
-            name, failure = next((rung["name"], rung["failures"][0]) for rung in found["rungs"] if rung["failures"])
+            name, failure = next((rung["name"], rung["failures"][0]) for rung in findings["rungs"] if rung["failures"])
             click.echo(f"{name}: {failure['what']}: {failure['message']}", err=True)
         ctx.exit(1)

@@ -20,6 +20,7 @@ from ...lowering.ascend.toolchain.stubs import cann, find_compiler
 from ...lowering.backends.inductor.aoti import compiler
 from ..bench.machine import CPUINFO, cpu_model
 from ..cli import Home
+from ..heap import available_bytes
 
 MEMINFO = Path("/proc/meminfo")
 DEVICES = Path("/dev")
@@ -164,12 +165,6 @@ def pinned(requirements: list[str], name: str) -> str:
     """The version in `name==version` among requirements as package metadata has them, or "" where any will do."""
     matches = [re.match(rf"{name}\s*==\s*([^\s;,]+)", requirement) for requirement in requirements]
     return next((match.group(1) for match in matches if match), "")
-
-
-def available_bytes(meminfo: str) -> int:
-    """Available memory, from the text of /proc/meminfo; 0 where it is not there."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
-    return int(match.group(1)) * 1024 if match else 0
 
 
 def npu_files(devices: Path) -> list[str]:

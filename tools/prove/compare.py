@@ -206,8 +206,8 @@ class Deviation:
     def add(self, expected: torch.Tensor, actual: torch.Tensor, where: torch.Tensor | None = None) -> None:
         """Adds the values of one step, of those elements that are defined, and in `where` if it is given."""
         defined = ~expected.isnan() if expected.is_floating_point() else torch.ones_like(expected, dtype=torch.bool)
-        kept = defined if where is None else defined & where
-        a, b = expected[kept].double(), actual[kept].double()
+        compared = defined if where is None else defined & where
+        a, b = expected[compared].double(), actual[compared].double()
         if expected.is_floating_point():
             # A value that is not finite on one side only is as wrong as can be.
             same = (a == b) | ~(a.isfinite() | b.isfinite())

@@ -69,7 +69,7 @@ def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.T
     eager, rows = open_executable(artifact.path / entry.reference, "eager"), _row_by_row(artifact, entry)
     candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
     references = {"the eager graph": eager} | ({"eager rows run alone": rows} if rows else {})
-    found = dict.fromkeys(references, Differences())
+    measured = dict.fromkeys(references, Differences())
 
     def compared(live: int, seed: int) -> dict[str, Differences]:
         generator = torch.Generator().manual_seed(17 * seed + live)
@@ -83,8 +83,8 @@ def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.T
             # One at a time, the last one gone: each has pools of its own, for all requests that are served at once.
             of_case = compared(live, seed)
             give_back_heap()
-            found = {name: differences.combined(of_case[name]) for name, differences in found.items()}
-    for name, differences in found.items():
+            measured = {name: differences.combined(of_case[name]) for name, differences in measured.items()}
+    for name, differences in measured.items():
         check_tolerance(differences, tolerance, f"{entry.bucket.name} ({entry.backend}) against {name}")
     return {name: float(value) for name, value in asdict(differences).items()}
 

@@ -32,7 +32,7 @@ class RankProcesses:
     def start(self, path: Path, config: RendezvousConfig, settings: RankSettings, environment: Mapping[str, str]) -> None:
         """Starts every rank but 0 on this machine."""
         for rank in range(1, config.world_size):
-            command = [sys.executable, "-m", f"{__package__}.rank", str(path)]
+            command = [sys.executable, "-m", settings.program, str(path)]
             command += [f"--rank={rank}", f"--world-size={config.world_size}", f"--port={config.port}"]
             command += settings.as_arguments(torch.get_num_threads())
             process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)

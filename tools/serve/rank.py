@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -12,9 +13,8 @@ from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import KINDS
 from ...runtime.distributed.rendezvous import RendezvousConfig
-from ..prove.bringup.collectives import collectives_check
 from .launch import LOCALHOST, run_rank
-from .rank_settings import RankSettings
+from .rank_settings import BeforeLoading, RankSettings
 
 
 @click.command()
@@ -30,8 +30,9 @@ from .rank_settings import RankSettings
 @click.option("--cache", type=click.Path(path_type=Path))
 @click.option("--random-weights", is_flag=True)
 @click.option("--ship-compiled", is_flag=True)
-@click.option("--check-collectives", is_flag=True)
+@click.pass_obj
 def main(
+    rehearsal: Callable[[Artifact], BeforeLoading] | None,
     path: Path,
     rank: int,
     world_size: int,
@@ -44,9 +45,11 @@ def main(
     cache: Path | None,
     random_weights: bool,
     ship_compiled: bool,
-    check_collectives: bool,
 ) -> None:
-    """Run one rank that rank 0 started on this machine; the token of the rendezvous is the first line of standard input."""
+    """Run one rank that rank 0 started on this machine; the token of the rendezvous is the first line of standard input.
+
+    The object of the command, if any, gives what a rank does before it loads an artifact (`RankSettings.before_loading`).
+    """
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s %(message)s")
     try:
         # Rank 0 has compared the files with the manifest; the rendezvous compares the manifests.
@@ -54,7 +57,7 @@ def main(
         config = RendezvousConfig(
             rank, world_size, LOCALHOST, port, world_size, join_timeout, local_rank=rank, token=sys.stdin.readline().strip()
         )
-        before = collectives_check(artifact) if check_collectives else None
+        before = rehearsal(artifact) if rehearsal else None
         settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, cache, random_weights, before, ship_compiled)
         run_rank(artifact, config, settings)
     except NpucompileError as error:

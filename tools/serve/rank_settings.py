@@ -27,9 +27,9 @@ class RankSettings:
         checkpoint: directory to read weights from in place of the one that the artifact names.
         cache: directory of compiled graphs, which outlives the process; None keeps none.
         random_weights: whether to draw weights in place of reading them, where the artifact has none.
-        before_loading: called on each rank of several with its device, its place and its communicators, before anything is loaded. The
-            ranks that this process starts run the collectives of the artifact alone then (tools/prove/bringup/collectives.py).
+        before_loading: called on each rank of several with its device, its place and its communicators, before anything is loaded.
         ship_compiled: whether compiled graphs are kept in the artifact, in place of `cache`.
+        program: module that runs the ranks that this process starts; another one than that of serving has a `before_loading` of its own.
     """
 
     threads: int | None = None
@@ -41,6 +41,7 @@ class RankSettings:
     random_weights: bool = False
     before_loading: BeforeLoading | None = None
     ship_compiled: bool = False
+    program: str = f"{__package__}.rank"
 
     @property
     def step_limit_s(self) -> float:
@@ -53,7 +54,7 @@ class RankSettings:
         return self.step_limit_s + SILENCE_MARGIN_S
 
     def as_arguments(self, threads: int) -> list[str]:
-        """Options of `tools/serve/rank.py` that give these settings, with that many threads."""
+        """Options of `program` that give these settings, with that many threads."""
         options: dict[str, object] = {
             "threads": threads,
             "join-timeout": self.join_timeout_s,
@@ -64,7 +65,6 @@ class RankSettings:
         }
         flags = {
             "--random-weights": self.random_weights,
-            "--check-collectives": self.before_loading is not None,
             "--ship-compiled": self.ship_compiled,
         }
         return [

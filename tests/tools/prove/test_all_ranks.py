@@ -25,11 +25,11 @@ def test_parameters_are_in_the_order_of_the_signature():
 
 
 def test_a_step_has_the_operands_of_every_rank_and_updates_its_pools():
-    seen = []
+    operands_of_ranks = []
 
     def run(operands):
         for b, a, pool, coords, tokens in operands:
-            seen.append((int(b), int(a), coords.tolist(), int(tokens)))
+            operands_of_ranks.append((int(b), int(a), coords.tolist(), int(tokens)))
             pool += 10
         return [[operand[4] + operand[2]] for operand in operands]
 
@@ -37,6 +37,6 @@ def test_a_step_has_the_operands_of_every_rank_and_updates_its_pools():
     state = [[torch.tensor([rank])] for rank in range(4)]
     inputs = [{"tokens": torch.tensor([100])}, {"tokens": torch.tensor([200])}]
     outputs = run_step(run, MESH, SIGNATURE, params, state, inputs)
-    assert seen == [(rank, -rank, MESH.coords(rank).tolist(), 100 if rank < 2 else 200) for rank in range(4)]
+    assert operands_of_ranks == [(rank, -rank, MESH.coords(rank).tolist(), 100 if rank < 2 else 200) for rank in range(4)]
     assert [int(own["sum"]) for own in outputs] == [110, 111, 212, 213]
     assert [int(own[0]) for own in state] == [10, 11, 12, 13]

@@ -68,9 +68,9 @@ NAN, INF = float("nan"), float("inf")
 def test_floats_may_differ_by_their_dtypes_rounding(dtype, allowed, refused):
     expected = torch.ones(2, 4, dtype=dtype)
     assert mismatch(expected, (expected + allowed).to(dtype)) is None
-    found = mismatch(expected, torch.cat([expected[:1], (expected[1:] + refused).to(dtype)]))
-    assert found is not None
-    assert (found.count, found.of, found.index[0]) == (4, 8, 1)
+    worst = mismatch(expected, torch.cat([expected[:1], (expected[1:] + refused).to(dtype)]))
+    assert worst is not None
+    assert (worst.count, worst.of, worst.index[0]) == (4, 8, 1)
 
 
 def test_what_the_cpu_leaves_undefined_is_not_compared_and_all_else_is():

@@ -17,7 +17,7 @@ from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.manifest import GraphEntry
 from ....runtime.device_params import LoadParams
 from ....runtime.executor import Executor, Outputs
-from ...commands.doctor import available_bytes
+from ...heap import available_bytes
 from ...progress import Bar
 from ..all_ranks import load_ranks, run_step
 from ..compare import Deviations

@@ -79,9 +79,9 @@ class OperatorCall:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Its operands."""
-        found: list[torch.Tensor] = []
-        map_aggregate((self.args, dict(self.kwargs)), lambda value: found.append(value) if isinstance(value, torch.Tensor) else None)
-        return found
+        tensors: list[torch.Tensor] = []
+        map_aggregate((self.args, dict(self.kwargs)), lambda value: tensors.append(value) if isinstance(value, torch.Tensor) else None)
+        return tensors
 
     @property
     def shapes(self) -> str:
@@ -189,7 +189,7 @@ def _run_call(host: Host, call: OperatorCall) -> tuple[Failure | None, Timing | 
     timing = Timing(call.name, call.shapes, seconds, sum(value.nbytes for value in (*operands, *actual)))
     left = graph.operands([i for i in range(len(operands)) if i not in graph.nz_operands])
     pairs = [*((f"result {i}", right, value) for i, (right, value) in enumerate(zip(expected, actual, strict=True)))]
-    kept = [value for i, value in enumerate(after) if i not in graph.nz_operands]
-    pairs += [(f"operand {i}", right, value) for i, (right, value) in enumerate(zip(kept, left, strict=True))]
+    written_operands = [value for i, value in enumerate(after) if i not in graph.nz_operands]
+    pairs += [(f"operand {i}", right, value) for i, (right, value) in enumerate(zip(written_operands, left, strict=True))]
     message = first_mismatch(pairs)
     return Failure("kernels", call.name, f"operands {call.shapes}: {message}") if message else None, timing

@@ -158,7 +158,7 @@ def run_collectives(host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, ran
     failures: list[Failure] = []
     for case in cases:
         oracle, graph = GeInterpreter(case.part.ge_file, mesh), None
-        found: list[Failure] = []
+        of_case: list[Failure] = []
         for load in case.loads:
             of_all = [case.operands(other, load) for other in range(mesh.size)]
             assumption = "expert-exchange" if case.op.type in (DISPATCH, COMBINE) else "communicators"
@@ -171,8 +171,8 @@ def run_collectives(host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, ran
                 return [*failures, Failure(assumption, case.name, f"rank {rank}: {error}")]
             expected = oracle([[operand.clone() for operand in operands] for operands in of_all])[rank]
             if message := _difference(case, expected, actual):
-                found.append(Failure(assumption, case.name, f"rank {rank}{', load ' + load if load else ''}: {message}"))
-        failures += found[:1]
+                of_case.append(Failure(assumption, case.name, f"rank {rank}{', load ' + load if load else ''}: {message}"))
+        failures += of_case[:1]
     return failures
 
 

@@ -78,16 +78,16 @@ def distinct_operators(bucket: Bucket, whole: WholeGraph, values: Values) -> dic
 
 def chosen(cases: Sequence[OperatorCase], most: int = MOST) -> tuple[list[OperatorCase], list[OperatorCase]]:
     """The cases to run, in order of risk, and those that are left out because there are more than `most`."""
-    kept = list(cases)
+    selected = list(cases)
     if len(cases) > most:
         families: dict[tuple[str, ...], list[OperatorCase]] = {}
         for case in cases:
             families.setdefault(case.family, []).append(case)
         sizes = [sorted(family, key=lambda case: case.elements) for family in families.values()]
-        kept = [case for family in sizes for case in ([family[0], family[-1]] if len(family) > 1 else family)]
-    kept.sort(key=lambda case: (rules_of(case.op.type).order, case.op.type, case.elements))
-    identities = {id(case) for case in kept}
-    return kept, [case for case in cases if id(case) not in identities]
+        selected = [case for family in sizes for case in ([family[0], family[-1]] if len(family) > 1 else family)]
+    selected.sort(key=lambda case: (rules_of(case.op.type).order, case.op.type, case.elements))
+    identities = {id(case) for case in selected}
+    return selected, [case for case in cases if id(case) not in identities]
 
 
 def run_operators(host: Host, cases: Iterable[OperatorCase], bar: Bar) -> tuple[list[Failure], list[Timing]]:

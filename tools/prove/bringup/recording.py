@@ -201,8 +201,8 @@ class Recorder:
 
     def _model(self, absent: Collection[str]) -> Any:
         """The graph without the operators in `absent`, whose tensors are operands, and with every tensor as a result."""
-        kept = [op for op in self._graph.whole.ops.values() if op.name not in absent and op.type != "NetOutput"]
-        read_tensors = {tensor for op in kept for tensor in op.input}
+        remaining = [op for op in self._graph.whole.ops.values() if op.name not in absent and op.type != "NetOutput"]
+        read_tensors = {tensor for op in remaining for tensor in op.input}
         renamed = {tensor: name for name, tensor in self._drawn.items()}
         model = messages().ModelDef()
         ops = model.graph.add(name="recording").op
@@ -210,13 +210,13 @@ class Recorder:
             op = ops.add(name=name.removesuffix(":0"), type="Data")
             op.attr["index"].i = len(ops)
             op.output_desc.add(name="y")
-        for op in kept:
+        for op in remaining:
             if op.type != "Data" or f"{op.name}:0" in read_tensors:
                 new = ops.add()
                 new.CopyFrom(op)
                 new.input[:] = [renamed.get(t, t) for t in op.input if not t.endswith(":-1") or t.removesuffix(":-1") not in absent]
         output = ops.add(name="NetOutput", type="NetOutput")
-        for op in kept:
+        for op in remaining:
             if op.type not in BORDER and not is_int4(op):
                 output.input.extend(f"{op.name}:{port}" for port in range(len(op.output_desc)))
         for i in range(len(output.input)):

@@ -40,27 +40,27 @@ def as_dict(artifact: Artifact, device: str, results: Sequence[RungResult]) -> d
     }
 
 
-def write(directory: Path, found: Mapping[str, Any]) -> tuple[Path, Path]:
+def write(directory: Path, findings: Mapping[str, Any]) -> tuple[Path, Path]:
     """Writes both files; returns their paths, HTML first."""
     directory.mkdir(parents=True, exist_ok=True)
     page, data = directory / HTML_NAME, directory / JSON_NAME
-    data.write_text(json.dumps(found, indent=1) + "\n")
-    page.write_text(as_html(found))
+    data.write_text(json.dumps(findings, indent=1) + "\n")
+    page.write_text(as_html(findings))
     return page, data
 
 
-def as_html(found: Mapping[str, Any]) -> str:
+def as_html(findings: Mapping[str, Any]) -> str:
     """One page with its style inside."""
-    title = f"Bring-up of {found['model']} on {found['device']}"
-    facts = {key: found[key] for key in ("artifact", "target", "mesh", "quantization", "device")}
-    parts = [f"<h1>{_text(title)}</h1>", _table(("", ""), list(facts.items())), _summary(found)]
-    parts += [_rung(rung) for rung in found["rungs"]]
+    title = f"Bring-up of {findings['model']} on {findings['device']}"
+    facts = {key: findings[key] for key in ("artifact", "target", "mesh", "quantization", "device")}
+    parts = [f"<h1>{_text(title)}</h1>", _table(("", ""), list(facts.items())), _summary(findings)]
+    parts += [_rung(rung) for rung in findings["rungs"]]
     return f"<!doctype html><html lang=en><meta charset=utf-8><title>{_text(title)}</title><style>{_STYLE}</style>{''.join(parts)}</html>\n"
 
 
-def _summary(found: Mapping[str, Any]) -> str:
-    rows = [(rung["name"], "passed" if rung["passed"] else "failed", f"{rung['seconds']:.1f}") for rung in found["rungs"]]
-    rows += [(name, "not run", "") for name in found["not_run"]]
+def _summary(findings: Mapping[str, Any]) -> str:
+    rows = [(rung["name"], "passed" if rung["passed"] else "failed", f"{rung['seconds']:.1f}") for rung in findings["rungs"]]
+    rows += [(name, "not run", "") for name in findings["not_run"]]
     return _table(("rung", "", "seconds"), rows)
 
 

@@ -28,7 +28,7 @@ from ...progress import Progress
 from ...serve.executors import params_of
 from ...serve.launch import opened_ranks
 from ...serve.rank_settings import RankSettings
-from . import buckets, layers, operators, short_serve
+from . import buckets, layers, operators, rank, short_serve
 from .captured import CallRecorder, OperatorCall, captured_buckets, run_calls
 from .collectives import collectives_check, failure_in
 from .device_graph import Host
@@ -176,11 +176,11 @@ class Bringup:
                     values = recorder.run(step)
                 cases = {**operators.distinct_operators(graph.bucket, graph.whole, values), **cases}
                 bar.step(graph.bucket.name)
-        kept, left_out = operators.chosen(list(cases.values()))
-        result.facts = {"distinct": len(cases), "run": len(kept)}
+        selected, left_out = operators.chosen(list(cases.values()))
+        result.facts = {"distinct": len(cases), "run": len(selected)}
         result.left_out = [f"{case.name} {case.shapes}: between the smallest and the largest of its kind" for case in left_out]
-        with self.progress.bar("operators", len(kept)) as bar:
-            result.failures, timings = operators.run_operators(host, kept, bar)
+        with self.progress.bar("operators", len(selected)) as bar:
+            result.failures, timings = operators.run_operators(host, selected, bar)
         result.timings = [self._with_estimate(timing) for timing in timings]
 
     def _layers(self, host: Host, result: RungResult) -> None:
@@ -206,7 +206,7 @@ class Bringup:
         def report(count: int, seconds: float, left_out: list[str]) -> None:
             collectives.facts["collectives"], collectives.seconds, collectives.left_out = count, seconds, left_out
 
-        settings = replace(self.settings, before_loading=collectives_check(self.artifact, report))
+        settings = replace(self.settings, before_loading=collectives_check(self.artifact, report), program=rank.__name__)
         if COLLECTIVES not in self.wanted or self._captured:
             settings = self.settings
             collectives.left_out = ["collectives of captured graphs: they run within their buckets"]

@@ -22,8 +22,8 @@ def run(npu_artifact, tmp_path):
         planner = StepPlanner(npu_artifact.manifest.limits, 260)
         recorder = Recorder(graph, Mesh(), lambda rank: random_params(npu_artifact, rank), planner.initial_state(graph.signature.state))
         with tiny.QUIET.bar("layers", steps) as bar:
-            found = run_layers(Host(FaultyDevice(on_run), tmp_path), graph, recorder, planner.of_one_bucket(graph.bucket, steps), bar)
-        return graph, found
+            results = run_layers(Host(FaultyDevice(on_run), tmp_path), graph, recorder, planner.of_one_bucket(graph.bucket, steps), bar)
+        return graph, results
 
     return layers
 

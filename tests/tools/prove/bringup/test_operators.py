@@ -105,11 +105,11 @@ def test_a_refused_operator_is_reported_and_the_others_run(cases, tmp_path):
 
 
 def test_of_too_many_the_smallest_and_the_largest_of_each_kind_are_kept_in_order_of_risk(cases):
-    kept, left_out = chosen(cases, most=1)
-    assert len(kept) + len(left_out) == len(cases)
-    assert kept[0].op.type == "FusedInferAttentionScore"
+    selected, left_out = chosen(cases, most=1)
+    assert len(selected) + len(left_out) == len(cases)
+    assert selected[0].op.type == "FusedInferAttentionScore"
     for case in left_out:
-        family = [other.elements for other in kept if other.family == case.family]
+        family = [other.elements for other in selected if other.family == case.family]
         assert len(family) == 2
         assert min(family) <= case.elements <= max(family)
     assert chosen(cases)[1] == []

@@ -14,16 +14,16 @@ def test_a_report_is_two_files_that_need_nothing_else(npu_artifact, tmp_path):
         RungResult("environment", 0.5, facts={"device": "npu:0"}),
         RungResult("operators", 2.0, [Failure("lengths", "attention", "1 < 2")], [timing], left_out=["a MatMul"]),
     ]
-    found = as_dict(npu_artifact, "npu", results)
-    page, data = write(tmp_path / "report", found)
-    assert json.loads(data.read_text()) == json.loads(json.dumps(found))
-    assert found["passed"] is False
-    assert [(rung["name"], rung["passed"], rung["seconds"]) for rung in found["rungs"]] == [
+    findings = as_dict(npu_artifact, "npu", results)
+    page, data = write(tmp_path / "report", findings)
+    assert json.loads(data.read_text()) == json.loads(json.dumps(findings))
+    assert findings["passed"] is False
+    assert [(rung["name"], rung["passed"], rung["seconds"]) for rung in findings["rungs"]] == [
         ("environment", True, 0.5),
         ("operators", False, 2.0),
     ]
-    assert found["not_run"] == ["layers", "collectives", "buckets", "alternation", "serve"]
-    assert found["rungs"][1]["failures"][0]["heading"] == "Length conventions."
+    assert findings["not_run"] == ["layers", "collectives", "buckets", "alternation", "serve"]
+    assert findings["rungs"][1]["failures"][0]["heading"] == "Length conventions."
     text = page.read_text()
     for part in (
         "layer &lt;0&gt;",

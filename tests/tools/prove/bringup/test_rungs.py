@@ -44,9 +44,9 @@ def bringup(npu_artifact, monkeypatch):
         for module in (rungs, executors):
             monkeypatch.setattr(module, "open_device", lambda kind, index=0: FaultyDevice(on_run, index=index))
         planned = {name: setting.value for name, setting in npu_artifact.manifest.environment.items()}
-        made = Bringup(npu_artifact, RankSettings(device="emulated"), planned, tiny.QUIET, wanted=wanted)
-        made.run()
-        return made.results
+        ladder = Bringup(npu_artifact, RankSettings(device="emulated"), planned, tiny.QUIET, wanted=wanted)
+        ladder.run()
+        return ladder.results
 
     return run
 
@@ -99,8 +99,8 @@ def test_a_device_that_fails_in_a_step_is_not_asked_for_more(bringup):
 
 
 def test_a_variable_that_is_not_set_fails_the_environment(npu_artifact):
-    made = Bringup(npu_artifact, RankSettings(device="emulated"), {}, tiny.QUIET, wanted=("environment",))
-    (result,) = made.run()
+    ladder = Bringup(npu_artifact, RankSettings(device="emulated"), {}, tiny.QUIET, wanted=("environment",))
+    (result,) = ladder.run()
     assert result.failures[0].assumption == "toolchain"
     assert "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True" in result.failures[0].message
 

@@ -56,8 +56,8 @@ def test_pools_start_behind_a_prompt(planner):
 
 
 def test_every_bucket_runs_and_decoding_ones_after_prefills_of_their_requests(planner):
-    seen = [(bucket.name, [step.bucket.kind for step in steps], own) for bucket, steps, own in one_after_another(planner, BUCKETS, 2)]
-    assert seen == [
+    planned = [(bucket.name, [step.bucket.kind for step in steps], own) for bucket, steps, own in one_after_another(planner, BUCKETS, 2)]
+    assert planned == [
         ("prefill-b1-q8", ["prefill"] * 2, True),
         ("decode-b2-q4", ["prefill"], False),
         ("decode-b2-q4", ["decode"] * 2, True),
