@@ -105,25 +105,36 @@ def _inputs(
     """Every input that a bucket of any artifact may have, by name."""
     inputs = StepInputs(bucket, limits).padding([field.name for field in STEP_INPUTS])
     for row in rows:
-        inputs["tokens"][row.row, : row.count] = tokens[row.row, : row.count]
-        inputs["page_table"][row.row, : len(row.pages)] = torch.tensor(row.pages)
-        inputs["state_slots_out"][row.row] = torch.tensor(row.slots)
-        scalars = {
-            "num_computed_tokens": row.start,
-            "query_lens": row.count,
-            "state_slots_in": row.read,
-            "request_slots": row.request_slot,
-            "drafts": limits.drafts,
-        }
-        scalars |= {"base": row.start, "logprobs": row.row % 2, "next_tokens": _random(-1, vocab - 1, generator)}
-        for name, value in scalars.items():
-            inputs[name][row.row] = value
+        numbers = {"num_computed_tokens": row.start, "query_lens": row.count, "state_slots_in": row.read, "drafts": limits.drafts}
+        numbers |= {"base": row.start, "logprobs": row.row % 2, "next_tokens": _random(-1, vocab - 1, generator)}
+        new_tokens = tokens[row.row, : row.count].tolist()
+        fill_row(inputs, row.row, row.pages, row.slots, new_tokens, request_slots=row.request_slot, **numbers)
     masks = inputs["bitmask"]
     for place, row in enumerate(rows[::2][: len(masks)]):
         inputs["bitmask_rows"][row.row] = place + 1
-        masks[place] = torch.randint(-(2**31), 2**31, masks[place].shape, generator=generator, dtype=torch.int64).to(torch.int32)
+        masks[place] = random_words(masks[place].shape, generator)
     adjust(inputs, [row.row for row in rows[1::2]], generator)
     return inputs
+
+
+def fill_row(
+    inputs: Mapping[str, torch.Tensor], row: int, pages: Sequence[int], state_slots: Sequence[int], tokens: Sequence[int], **numbers: float
+) -> None:
+    """Gives a row of a step its pages, state slots and new tokens, and a number for each other input.
+
+    A decode step has no tokens among its inputs: they are in the request slots.
+    """
+    for name, values in (("page_table", pages), ("tokens", tokens)):
+        if values:
+            inputs[name][row, : len(values)] = torch.tensor(values, dtype=torch.int32)
+    inputs["state_slots_out"][row] = torch.tensor(state_slots)
+    for name, number in numbers.items():
+        inputs[name][row] = number
+
+
+def random_words(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Words of a bitmask with about half of their bits set."""
+    return torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
 
 
 def adjust(inputs: Mapping[str, torch.Tensor], rows: Sequence[int], generator: torch.Generator) -> None:
@@ -139,7 +150,7 @@ def adjust(inputs: Mapping[str, torch.Tensor], rows: Sequence[int], generator: t
         if sets:
             inputs["seen_rows"][row], inputs["repetition_penalty"][row] = sets, 1.3
             sets -= 1
-            seen[sets] = torch.randint(-(2**31), 2**31, seen[sets].shape, generator=generator, dtype=torch.int64).to(torch.int32)
+            seen[sets] = random_words(seen[sets].shape, generator)
 
 
 def _random_pool(leaf: Leaf, filled: list[tuple[int, int]], slots: list[int], generator: torch.Generator) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from ...graphs.step_inputs import StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
-from .poisoned_steps import adjust
+from .poisoned_steps import adjust, fill_row, random_words
 from .pools import is_paged, is_request_slots, random_cache, tokens_second
 from .reference_run import DRAFT_LOGITS, ReferenceRun
 from .small_model import PROMPT_EXCESS, BucketCase, SmallModel, model_params
@@ -256,44 +256,28 @@ class _Recorder:
         inputs = StepInputs(bucket, self.small.limits, logprobs).padding()
         inputs["uniform"] = torch.rand(inputs["uniform"].shape, generator=self.generator)
         for row, request in live.items():
-            end = self._decode_row(inputs, row, request) if decode else self._prefill_row(inputs, row, request)
-            pages = -(-min(end, self.small.limits.max_model_len) // self.small.limits.page_size)
-            inputs["request_slots"][row] = request.request_slot
-            inputs["page_table"][row, :pages] = torch.tensor(request.pages[:pages], dtype=torch.int32)
-            inputs["state_slots_out"][row] = torch.tensor(request.slots[: inputs["state_slots_out"].shape[1]], dtype=torch.int32)
-            for name, value in request.sampling.items():
-                inputs[name][row] = value
-            if logprobs:
-                inputs["logprobs"][row] = row % 2
+            tokens, numbers = self._decode_row(request) if decode else self._prefill_row(bucket, request)
+            end = request.cached + len(tokens) + (2 * self.drafts + 1 if decode else self.drafts)
+            pages = request.pages[: -(-min(end, self.small.limits.max_model_len) // self.small.limits.page_size)]
+            numbers |= {"request_slots": request.request_slot, **request.sampling, **({"logprobs": row % 2} if logprobs else {})}
+            fill_row(inputs, row, pages, request.slots[: inputs["state_slots_out"].shape[1]], tokens, **numbers)
             if request.sampling is SAMPLED and self.small.limits.bitmasks:
-                self._restrict(inputs, row)
+                # The last of the step's bitmasks.
+                inputs["bitmask_rows"][row] = len(inputs["bitmask"])
+                inputs["bitmask"][-1] = random_words(inputs["bitmask"][-1].shape, self.generator)
         if self.small.limits.logit_adjustments:
             adjust(inputs, [row for row, request in live.items() if request.sampling is SAMPLED], self.generator)
         return inputs
 
-    def _restrict(self, inputs: Inputs, row: int) -> None:
-        """Gives a row the last of the step's bitmasks, with about half of the vocabulary after each of its tokens."""
-        masks = inputs["bitmask"]
-        inputs["bitmask_rows"][row] = len(masks)
-        masks[-1] = torch.randint(-(2**31), 2**31, masks[-1].shape, generator=self.generator, dtype=torch.int64).to(torch.int32)
+    def _prefill_row(self, bucket: Bucket, request: TraceRequest) -> tuple[list[int], dict[str, float]]:
+        """The row's next chunk, and numbers by name of the input."""
+        chunk = request.prompt[: bucket.q_len]
+        numbers = {"num_computed_tokens": request.cached, "query_lens": len(chunk), "state_slots_in": request.slots[0]}
+        return chunk, {**numbers, **({"next_tokens": [*request.prompt, -1][len(chunk)]} if self.drafts else {})}
 
-    def _prefill_row(self, inputs: Inputs, row: int, request: TraceRequest) -> int:
-        """Sets the row's next chunk; returns the number of tokens that need pages."""
-        chunk = request.prompt[: inputs["tokens"].shape[1]]
-        inputs["tokens"][row, : len(chunk)] = torch.tensor(chunk, dtype=torch.int32)
-        inputs["num_computed_tokens"][row], inputs["query_lens"][row], inputs["state_slots_in"][row] = (
-            request.cached,
-            len(chunk),
-            request.slots[0],
-        )
-        if self.drafts:
-            inputs["next_tokens"][row] = [*request.prompt, -1][len(chunk)]
-        return request.cached + len(chunk) + self.drafts
-
-    def _decode_row(self, inputs: Inputs, row: int, request: TraceRequest) -> int:
-        """Sets the smallest start that a host would assume which has not read the last step; returns the tokens that need pages."""
-        inputs["base"][row] = request.cached - self._random_below(min(request.cached, self.drafts) + 1)
-        return request.cached + 2 * self.drafts + 1
+    def _decode_row(self, request: TraceRequest) -> tuple[list[int], dict[str, float]]:
+        """No tokens, which are in the request slot, and the smallest start that a host assumes which has not read the last step."""
+        return [], {"base": request.cached - self._random_below(min(request.cached, self.drafts) + 1)}
 
     def _replace_drafts(self, case: BucketCase, state: list[torch.Tensor], inputs: Inputs, live: Mapping[int, TraceRequest]) -> None:
         """Replaces the drafts in the request slots: as many right ones as wanted, then a wrong one, then random tokens."""
