@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from ..graphs.ops.sample import part_length
 from ..graphs.step_inputs import MAX_RANKED
 from ..graphs.types import WORD_BITS
 from . import head_padding
@@ -33,15 +34,24 @@ divides. Numbers of heads, which a mesh divides, stay."""
 
 
 def vocabulary(size: int, tp: int) -> int:
-    """Tokens of a small vocabulary that graphs treat as the large one: sampling has other operators where graphs rank all tokens, where
-    ranks do not share the vocabulary evenly, and where the last word of a bitmask has bits beyond it."""
+    """Tokens of a small vocabulary that graphs treat as the large one.
+
+    Sampling has other operators where graphs rank all tokens, where a draw reads the vocabulary in one part, where ranks do not share
+    the vocabulary evenly, and where the last word of a bitmask has bits beyond it.
+    """
     least = tp * max(8, 256 // tp) if size <= MAX_RANKED else MAX_RANKED + 1
 
     def alike(count: int) -> bool:
         share = -(-count // tp)
-        return all((count % n == 0) == (size % n == 0) for n in (tp, WORD_BITS)) and share * (tp - 1) < count
+        divided = all((count % n == 0) == (size % n == 0) for n in (tp, WORD_BITS))
+        return divided and share * (tp - 1) < count and (size < least or _in_parts(count) == _in_parts(size))
 
     return next(count for count in itertools.count(least) if alike(count))
+
+
+def _in_parts(size: int) -> bool:
+    """Whether a draw sums up a vocabulary in several parts of several tokens."""
+    return part_length(size) not in (1, size)
 
 
 def attention_heads(queries: int, keys: int, copies: int, tp: int) -> tuple[int, int]:

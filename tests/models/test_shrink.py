@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from npucompile.graphs.ops.sample import part_length
 from npucompile.graphs.step_inputs import MAX_RANKED
 from npucompile.graphs.types import Mesh
 from npucompile.models import registry, shrink
@@ -89,14 +90,15 @@ def test_of_runs_one_layer_is_left_and_two_of_the_last(kinds, small):
     assert shrink.runs(kinds) == small
 
 
-@pytest.mark.parametrize("size", [40, 260, 261, 512, 151_643, 151_936, 248_320])
+@pytest.mark.parametrize("size", [40, 257, 260, 261, 512, 151_643, 151_936, 248_320])
 @pytest.mark.parametrize("tp", [1, 2, 4, 12, 16, 64])
-def test_a_small_vocabulary_is_ranked_shared_and_masked_as_the_large_one(size, tp):
+def test_a_small_vocabulary_is_ranked_shared_masked_and_drawn_from_as_the_large_one(size, tp):
     small = shrink.vocabulary(size, tp)
     assert (small > MAX_RANKED) == (size > MAX_RANKED) or size <= MAX_RANKED < 8 * tp
     assert (small % tp == 0, small % 32 == 0) == (size % tp == 0, size % 32 == 0)
     assert -(-small // tp) * (tp - 1) < small
-    assert small <= MAX_RANKED + 32 * tp
+    assert small <= MAX_RANKED + 64 * tp
+    assert size < small or len({part_length(count) in (1, count) for count in (size, small)}) == 1
 
 
 @pytest.mark.parametrize(("queries", "keys", "tp"), [(6, 3, 2), (6, 3, 4), (10, 5, 4), (6, 2, 4), (20, 5, 4), (12, 3, 8), (4, 2, 3)])
