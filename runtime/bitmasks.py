@@ -56,7 +56,7 @@ def filled(row: ScheduledRequest, words: int) -> Bitmask:
 
 
 def _restrict(row: ScheduledRequest, drafts: Sequence[int], bitmask: Bitmask) -> None:
-    """Takes away what the request's own rules forbid after its output, and after each of the drafts behind it."""
+    """Clears the bits of tokens that the request may not sample: `bitmask[i]` is for the token after its output and the first i drafts."""
     request, output = row.request, row.state.output_token_ids
     try:
         if request.constraint is not None:

@@ -110,8 +110,8 @@ def _check_forced(row: ScheduledRequest, token_ids: tuple[int, ...]) -> None:
     """Refuses tokens other than the prompt's in places where these are scored."""
     forced = row.forced[: len(token_ids)]
     if token_ids[: len(forced)] != forced:
-        found = list(token_ids[: len(forced)])
-        raise NpucompileError(f"the executor returned token ids {found} for {row.request.id!r}; legal is the prompt's {list(forced)}")
+        sampled = list(token_ids[: len(forced)])
+        raise NpucompileError(f"the executor returned token ids {sampled} for {row.request.id!r}; legal is the prompt's {list(forced)}")
 
 
 def _why_undecided(request: RequestState) -> str:

@@ -29,9 +29,9 @@ def places(match: Match, num_tokens: int, page_size: int, step_tokens: float) ->
     """
     start, branch, end = match.num_tokens(page_size), len(match.blocks) * page_size, (num_tokens - 1) // page_size * page_size
     # A tail is gone once it was used; what other prompts find is a state between two pages.
-    kept = match.without_tail().depth * page_size
-    branches = (branch,) if branch > start and branch - kept >= BRANCH * step_tokens else ()
-    return (*branches, end) if end > start and end - (*branches, kept)[0] >= END * step_tokens else branches
+    cached = match.without_tail().depth * page_size
+    branches = (branch,) if branch > start and branch - cached >= BRANCH * step_tokens else ()
+    return (*branches, end) if end > start and end - (*branches, cached)[0] >= END * step_tokens else branches
 
 
 class Chunk(NamedTuple):

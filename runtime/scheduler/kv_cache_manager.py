@@ -334,15 +334,15 @@ class KVCacheManager:
         if prefixes is None:
             return
         users = Counter(block for path in prefixes.paths().values() for block in path)
-        kept = {*prefixes.blocks(), *users}
-        states = [block.checkpoint for block in kept if block.checkpoint]
-        held = [c for share in self._shares.values() for c in (share.source, *share.written.values()) if c is not None]
-        found = {
-            "users": {block: block.users for block in kept if block.users},
-            "pages": sorted(block.page for block in kept),
+        blocks = {*prefixes.blocks(), *users}
+        states = [block.checkpoint for block in blocks if block.checkpoint]
+        own_states = [c for share in self._shares.values() for c in (share.source, *share.written.values()) if c is not None]
+        by_index = {
+            "users": {block: block.users for block in blocks if block.users},
+            "pages": sorted(block.page for block in blocks),
             "unused pages": prefixes.num_unused,
             "shared pages": prefixes.num_shared,
-            "slots": sorted({c.slot for c in (*states, *held)}),
+            "slots": sorted({c.slot for c in (*states, *own_states)}),
             "checkpoints": prefixes.num_checkpoints,
             "held": prefixes.num_held,
             "tables": {name: list(share.table[: len(prefixes.path(name))]) for name, share in self._shares.items()},
@@ -350,16 +350,16 @@ class KVCacheManager:
         expected = {
             "users": dict(users),
             "pages": sorted(self.pages.owned(Keeper.PREFIXES)),
-            "unused pages": len(kept) - len(users),
+            "unused pages": len(blocks) - len(users),
             "shared pages": users.total() - len(users),
             "slots": sorted(self.state_slots.owned(Keeper.PREFIXES)),
-            "checkpoints": len({*states, *held}),
-            "held": len({*held}),
+            "checkpoints": len({*states, *own_states}),
+            "held": len({*own_states}),
             "tables": {name: [block.page for block in path] for name, path in prefixes.paths().items()},
         }
         for what, value in expected.items():
-            if found[what] != value:
-                raise OwnershipError(f"{what} of the prefix cache are {found[what]}; by requests and pools they are {value}")
+            if by_index[what] != value:
+                raise OwnershipError(f"{what} of the prefix cache are {by_index[what]}; by requests and pools they are {value}")
 
 
 def _random_number(row: ScheduledRequest, i: int) -> float:

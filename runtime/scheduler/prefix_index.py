@@ -69,26 +69,26 @@ class PrefixIndex:
     # What the scheduler reads.
 
     def match(self, request: RequestState) -> Match:
-        """What is known of a waiting request's tokens; nothing where it does not want to know."""
+        """The longest cached prefix of a waiting request; an empty one where the request skips the cache. Looked up once for its tokens."""
         if request.request.skip_reading_prefix_cache:
             return NOTHING
-        count, found = self._matches.get(request.arrival, (-1, NOTHING))
+        count, match = self._matches.get(request.arrival, (-1, NOTHING))
         if count != request.num_tokens:
-            found = self.find(request.request.cache_salt, request.token_ids(0, request.num_tokens))
+            match = self.find(request.request.cache_salt, request.token_ids(0, request.num_tokens))
             if len(self._matches) >= MOST_MATCHES:
                 self._matches.clear()
-            self._matches[request.arrival] = request.num_tokens, found
-        return found
+            self._matches[request.arrival] = request.num_tokens, match
+        return match
 
     def find(self, salt: str, tokens: Sequence[int]) -> Match:
-        """What is known of these tokens."""
+        """The longest cached prefix of these tokens."""
         block, blocks = self.root, list[Block]()
         for place in range((len(tokens) - 1) // self.page_size):
             start = place * self.page_size
-            found = block.children.get(self.edge(None if place else salt, tokens[start : start + self.page_size + 1]))
-            if found is None:
+            child = block.children.get(self.edge(None if place else salt, tokens[start : start + self.page_size + 1]))
+            if child is None:
                 break
-            block = found
+            block = child
             blocks.append(block)
         depth = last_state(blocks, len(blocks)) if self.recurrent else len(blocks)
         # What is deeper saves more: a tail behind the last state, or else that.
@@ -108,7 +108,7 @@ class PrefixIndex:
         return None
 
     def still_used(self, owners: Collection[str]) -> int:
-        """Of the pages of these users, counted one by one, how many stay in use, or are counted twice, when all of them leave."""
+        """Pages of `owners` that releasing all of them does not free: those that others share, and second and later counts of one."""
         leaving = Counter(block for owner in owners for block in self._paths.get(owner, ()))
         return sum(count - (block.users == count) for block, count in leaving.items())
 
@@ -267,11 +267,11 @@ class PrefixIndex:
 
     def blocks(self) -> list[Block]:
         """All that can be found, parents first."""
-        found, new = list[Block](), [*self.root.children.values(), *self.root.tails.values()]
+        blocks, new = list[Block](), [*self.root.children.values(), *self.root.tails.values()]
         while new:
-            found += new
+            blocks += new
             new = [child for block in new for child in (*block.children.values(), *block.tails.values())]
-        return found
+        return blocks
 
     def paths(self) -> dict[str, list[Block]]:
         """What each user has."""

@@ -131,8 +131,8 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
         streams: requests that decode, in the group with most of them; 0 where none waits for this step.
     """
     policy = state.policy
-    found = [_prompts(policy, group) for group in state.groups]
-    prompts = [own for own, _ in found]
+    by_group = [_prompts(policy, group) for group in state.groups]
+    prompts = [own for own, _ in by_group]
     if not any(prompts):
         return None
     buckets: Sequence[Bucket] = policy.buckets
@@ -143,7 +143,7 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
     measured = state.times.prefill_ms(policy.price) if policy.measured else None
     between = _between(state, streams, measured is not None) if streams else 0.0
     bucket = choose_prefill(buckets, [[prompt.remaining for prompt in own] for own in prompts], measured or policy.price, between)
-    return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in found))
+    return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in by_group))
 
 
 def _between(state: SchedulerState, streams: int, measured: bool) -> float:
@@ -226,7 +226,7 @@ def _first_waiting(policy: Policy, group: GroupState, most: int) -> Iterable[Req
     """Up to so many of the waiting requests, in the order in which they are admitted."""
     if group.turns is None:
         return group.waiting[:most]
-    # Nobody has to be put in order while all slots are taken, which is when many wait.
+    # Ordering the queue costs time, and without free state slots none of it can be admitted: sort only as many as there are slots for.
     most = min(most, group.free_slots(policy.limits) // policy.limits.slots_per_request)
     return itertools.islice(in_turn(group.turns, group.waiting, policy.ageing, group.cached_tokens), most) if most else ()
 
@@ -256,13 +256,13 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
 
 def _fits(requests: Iterable[RequestState], limits: Limits) -> list[bool]:
     """Whether a step has the bitmasks and adjustments of each request beside those of the ones before it that it has them of."""
-    left, found = HostInputs(limits.bitmasks, limits.logit_adjustments, limits.logit_adjustments), []
+    left, fits = HostInputs(limits.bitmasks, limits.logit_adjustments, limits.logit_adjustments), []
     for request in requests:
         needed = request.host_inputs
         remaining = left if needed is NO_INPUTS else left.less(needed)
         left = left if remaining is None else remaining
-        found.append(remaining is not None)
-    return found
+        fits.append(remaining is not None)
+    return fits
 
 
 def _decode_row(policy: Policy, request: RequestState) -> ScheduledRequest:

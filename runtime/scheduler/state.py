@@ -47,8 +47,8 @@ class GroupState:
 
     def free_slots(self, limits: Limits) -> int:
         """State slots that no running request holds, and no step to come writes or reads, without the null slot."""
-        held = self.prefixes.num_held if self.prefixes else 0
-        return limits.num_slots - 1 - len(self.running) * limits.slots_per_request - held
+        in_use = self.prefixes.num_held if self.prefixes else 0
+        return limits.num_slots - 1 - len(self.running) * limits.slots_per_request - in_use
 
     def cached_tokens(self, request: RequestState) -> int:
         """How many tokens of a waiting request are known to be in the caches."""

@@ -127,8 +127,8 @@ def _from_checkpoint(artifact: Artifact, directory: Path, leaves: tuple[Leaf, ..
     manifest = artifact.manifest
     # Formats of a checkpoint that is quantised decide what is read; the parameters must be those of the artifact either way.
     decodes_only = ("--phase", "decode") in itertools.pairwise(manifest.build_arguments)
-    model, found = full_model(manifest), formats_in(directory, decodes_only=decodes_only)
-    model = with_variant(model, replace(model.config.variant, formats=found)) if found else model
+    model, formats = full_model(manifest), formats_in(directory, decodes_only=decodes_only)
+    model = with_variant(model, replace(model.config.variant, formats=formats)) if formats else model
     params = model.params(DTYPES[manifest.dtype])
     _check_params(artifact, tree.leaves("params", avals(params)))
     reader, names = ParamReader(open_both(directory, recorded(manifest.model)), params), {leaf.name for leaf in leaves}
