@@ -13,23 +13,23 @@ from torch._C._distributed_c10d import Store
 from ...graphs.errors import ArtifactError, SpecError
 from ...graphs.types import Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.ascend import ge_file
+from ...lowering.ascend import ge_file, hccl
 from ...lowering.ascend.acl_graph import file as acl_file
 from ...lowering.ascend.acl_graph.file import AclFile
 from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.legality.running import check_running
+from ...lowering.ascend.npu import NpuDevice
 from ...lowering.collectives_check import EXPERT_GROUPS
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
 from ...lowering.platform import Platform
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.device_executor import CACHED, COMPILED, DeviceExecutor
 from ...runtime.device_params import LoadParams
-from ...runtime.distributed.process_groups import ProcessGroups
+from ...runtime.distributed.process_groups import MakeGroup, ProcessGroups, gloo
 from ...runtime.executor import Executor
 from ..build.targets import target
 from ..progress import Progress
 from .compile_cache import cache_directory, opened, shipped_directory
-from .device_groups import group_maker
 from .random_weights import random_params
 from .rank_settings import RankSettings
 from .weights import check_checkpoint, rank_params
@@ -195,9 +195,14 @@ def _communicators(artifact: Artifact, device: Device, settings: RankSettings, s
         place.address,
         settings.step_limit_s,
         symbols=symbols,
-        make_group=group_maker(device, manifest.communicator_bytes),
+        make_group=_group_maker(device, manifest.communicator_bytes),
     )
     return device.communicators(stack.enter_context(groups).groups, place.rank)
+
+
+def _group_maker(device: Device, communicator_bytes: Mapping[str, int]) -> MakeGroup:
+    """What ranks communicate with: HCCL between NPUs, gloo between emulated devices; by size of one buffer by symbol."""
+    return hccl.group_maker(device.torch_npu, communicator_bytes) if isinstance(device, NpuDevice) else gloo
 
 
 def _machine(artifact: Artifact) -> str:

@@ -6,6 +6,7 @@ import io
 import shutil
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from support import documents, tiny
 
 from npucompile.graphs.errors import ArtifactError, CheckpointError, LoweringError, SpecError
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
-from npucompile.lowering.ascend import npu
+from npucompile.lowering.ascend import hccl, npu
 from npucompile.lowering.ascend.device import GeExecutable
 from npucompile.lowering.ascend.ge_file import decode, patched
+from npucompile.lowering.ascend.toolchain import harness
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.device_executor import DeviceExecutor
+from npucompile.runtime.distributed.process_groups import gloo
 from npucompile.runtime.request import Sampling
 from npucompile.tools.build import plan as planning
 from npucompile.tools.build.describe import describe
@@ -204,3 +207,13 @@ def test_a_bucket_that_cannot_run_is_said(npu_artifact, monkeypatch):
         executor = load_executor(artifact, RankSettings(device="emulated"), stack, Progress(output))
         assert [bucket.name for bucket in executor.missing] == ["decode-b1-q2"]
     assert output.getvalue().splitlines()[0].endswith("s, cannot run: no tiling")
+
+
+def test_only_npus_need_hccl(tmp_path, monkeypatch):
+    assert module._group_maker(SimpleNamespace(kind="emulated"), {"tp": 1}) is gloo
+    loaded = replace(harness.load(tmp_path), cann="a stand-in")
+    monkeypatch.setattr(npu.NpuDevice, "__init__", lambda self: setattr(self, "_torch_npu", loaded.torch_npu))
+    calls = []
+    monkeypatch.setattr(hccl, "group_maker", lambda *args: calls.append(args) or "made")
+    assert module._group_maker(npu.NpuDevice(), {"tp": 7}) == "made"
+    assert calls == [(loaded.torch_npu, {"tp": 7})]
