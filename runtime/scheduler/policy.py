@@ -87,16 +87,6 @@ class Policy:
         """What a step of the smallest prefill bucket costs, in tokens."""
         return min(map(self.price, of_kind(self.buckets, "prefill")))
 
-    @functools.cached_property
-    def decode_buckets(self) -> tuple[Bucket, ...]:
-        """Smallest first."""
-        return of_kind(self.buckets, "decode")
-
-    @property
-    def max_decodes(self) -> int:
-        """Most requests of one group in a decode step."""
-        return self.decode_buckets[-1].batch
-
     def drafts(self, request: Request) -> int:
         """Drafts that a decode step of the request verifies."""
         most = request.speculative_tokens

@@ -34,7 +34,6 @@ def test_a_decode_bucket_of_another_width_is_refused():
     Policy(Limits(2, 9, 10, 8, 3, 2), buckets)
 
 
-def test_what_a_decode_step_has_room_for():
-    rules = policy(decode=(4, 1, 2), drafts=3)
-    assert ([bucket.batch for bucket in rules.decode_buckets], rules.max_decodes) == ([1, 2, 4], 4)
+def test_a_request_verifies_as_many_drafts_as_it_wants_and_the_graphs_have():
+    rules = policy(drafts=3)
     assert [rules.drafts(request("a", speculative_tokens=most)) for most in (None, 0, 2, 9)] == [3, 0, 2, 3]
