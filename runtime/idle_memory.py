@@ -9,7 +9,7 @@ from .scheduler.kv_cache_manager import KVCacheManager
 
 UNUSED_S = 300.0
 """How long a page or slot is free, at least, before its memory is given back; at most twice as long. Writing it again costs the page faults
-of a first write: about 5 us for 4 KiB in a virtual machine, above a second where sixteen requests begin at once (docs/benchmarks.md)."""
+of a first write: about 5 us for 4 KiB in a virtual machine, above a second where sixteen requests begin at once (docs/lab/cpu.md)."""
 
 
 class IdleMemory:

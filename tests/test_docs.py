@@ -1,4 +1,4 @@
-"""README.md and docs/: every path, link, name and command in them exists. Decisions are history and are not read."""
+"""README.md and docs/: every path, link, name and command in them exists; of decisions and docs/lab, links alone are read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from support import documents
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+HISTORY = [*sorted((ROOT / "docs/decisions").glob("*.md")), *sorted((ROOT / "docs/lab").glob("*.md"))]
+MAX_DECISION_WORDS = 250
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
@@ -21,6 +23,16 @@ def test_what_a_document_names_exists(file: Path) -> None:
         *documents.wrong_commands(text),
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("file", HISTORY, ids=lambda file: file.name)
+def test_links_of_history_lead_somewhere(file: Path) -> None:
+    assert list(documents.wrong_links(file.read_text(encoding="utf-8"), file)) == []
+
+
+def test_decisions_are_short() -> None:
+    words = {file.name: len(file.read_text(encoding="utf-8").split()) for file in HISTORY if file.parent.name == "decisions"}
+    assert {name: count for name, count in words.items() if count > MAX_DECISION_WORDS} == {}
 
 
 def test_every_document_is_linked_from_the_readme() -> None:

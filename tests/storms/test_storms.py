@@ -1,4 +1,4 @@
-"""Small storms against a real server: `run.py` in this folder makes large ones, whose figures are in docs/benchmarks.md."""
+"""Small storms against a real server: `run.py` in this folder makes large ones, whose figures are in docs/lab/server.md."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .products import Array
 from .system import Case
 
 GRAPH_S = 3.1
-"""Processor seconds of building one decode graph of Qwen3.5-397B: docs/benchmarks.md."""
+"""Processor seconds of building one decode graph of Qwen3.5-397B: docs/lab/cpu.md."""
 ENOUGH = 0.005
 """A shorter list is taken if it loses no more than this share of the time of the longest one."""
 _METRIC = re.compile(r'^npucompile:decode_batch_steps_total\{(?:[^}]*,)?batch_size="(\d+)"[^}]*\} ([0-9.e+]+)$')

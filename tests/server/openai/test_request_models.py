@@ -32,7 +32,10 @@ def rows(section):
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len({row[0] for row in cells}) == len(cells)
-    return {row[0].strip("`"): row[1:] for row in cells}
+    found = {row[0].strip("`"): row[1:] for row in cells}
+    for names in re.findall(r"^As in the first table: (.*)\.$", text, re.MULTILINE):
+        found |= {name: rows("Fields of both")[name] for name in re.findall(r"`(\w+)`", names)}
+    return found
 
 
 def shown(values):
