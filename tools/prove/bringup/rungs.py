@@ -127,7 +127,7 @@ class Bringup:
                         result.failures, result.facts = check_environment(self.artifact, host, self.environment)
                 with self._rung(OPERATORS) as result:
                     if result:
-                        self._operators(host, result)
+                        result.timings = [self._with_estimate(timing) for timing in self._operators(host, result)]
                 with self._rung(LAYERS) as result:
                     if result:
                         self._layers(host, result)
@@ -136,9 +136,7 @@ class Bringup:
 
     def _recorder(self, graph: BucketGraph) -> tuple[Recorder, StepPlanner]:
         planner = self._planner()
-        state = planner.initial_state(graph.signature.state)
-        quiet = Progress(quiet=True)
-        return Recorder(graph, self._mesh, lambda rank: params_of(self.artifact, self.settings, rank, quiet), state), planner
+        return Recorder(graph, self._mesh, self._params_of, planner.initial_state(graph.signature.state)), planner
 
     def _planner(self) -> StepPlanner:
         manifest = self.artifact.manifest
@@ -147,8 +145,8 @@ class Bringup:
     def _params_of(self, rank: int) -> LoadParams:
         return params_of(self.artifact, self.settings, rank, Progress(quiet=True))
 
-    def _operator_calls(self, host: Host, result: RungResult) -> None:
-        """The operators rung of captured graphs."""
+    def _operator_calls(self, host: Host, result: RungResult) -> list[Timing]:
+        """The operators rung of captured graphs; returns the times."""
         calls: dict[str, OperatorCall] = {}
         with self.progress.bar("record", len(self._captured)) as bar:
             for graph in self._captured:
@@ -162,12 +160,11 @@ class Bringup:
         result.facts = {"distinct": len(calls), "run": len(calls)}
         with self.progress.bar("operators", len(calls)) as bar:
             result.failures, timings = run_calls(host, list(calls.values()), bar)
-        result.timings = [self._with_estimate(timing) for timing in timings]
+        return timings
 
-    def _operators(self, host: Host, result: RungResult) -> None:
+    def _operators(self, host: Host, result: RungResult) -> list[Timing]:
         if self._captured:
-            self._operator_calls(host, result)
-            return
+            return self._operator_calls(host, result)
         cases: dict[tuple[str, ...], operators.OperatorCase] = {}
         with self.progress.bar("record", len(self._graphs)) as bar:
             for graph in self._graphs:
@@ -181,7 +178,7 @@ class Bringup:
         result.left_out = [f"{case.name} {case.shapes}: between the smallest and the largest of its kind" for case in left_out]
         with self.progress.bar("operators", len(selected)) as bar:
             result.failures, timings = operators.run_operators(host, selected, bar)
-        result.timings = [self._with_estimate(timing) for timing in timings]
+        return timings
 
     def _layers(self, host: Host, result: RungResult) -> None:
         if self._captured:
@@ -248,10 +245,7 @@ class Bringup:
         if needed > free // 2:
             note = f"nothing was compared with the CPU: all ranks take {needed:,} bytes there, and {free:,} are free"
             return buckets.Comparison(executor.vocab_size, None), [note]
-        quiet = Progress(quiet=True)
-        oracle = buckets.MeshOracle(
-            self._graphs or self._captured, self._mesh, lambda rank: params_of(self.artifact, self.settings, rank, quiet)
-        )
+        oracle = buckets.MeshOracle(self._graphs or self._captured, self._mesh, self._params_of)
         return buckets.Comparison(executor.vocab_size, oracle), []
 
     def _estimate(self, entry: GraphEntry) -> float | None:
