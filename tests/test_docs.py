@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = [*sorted((ROOT / "docs/decisions").glob("*.md")), *sorted((ROOT / "docs/lab").glob("*.md"))]
 MAX_DECISION_WORDS = 250
+MAX_WORDS = 45_000
+"""Of all documents together."""
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
@@ -33,6 +35,10 @@ def test_links_of_history_lead_somewhere(file: Path) -> None:
 def test_decisions_are_short() -> None:
     words = {file.name: len(file.read_text(encoding="utf-8").split()) for file in HISTORY if file.parent.name == "decisions"}
     assert {name: count for name, count in words.items() if count > MAX_DECISION_WORDS} == {}
+
+
+def test_documents_stay_small() -> None:
+    assert sum(len(file.read_text(encoding="utf-8").split()) for file in [*DOCUMENTS, *HISTORY]) <= MAX_WORDS
 
 
 def test_every_document_is_linked_from_the_readme() -> None:
