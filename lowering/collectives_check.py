@@ -9,21 +9,21 @@ from ..graphs.errors import LoweringError
 from ..graphs.types import WORLD, Mesh
 from .ascend.acl_graph.file import AclFile
 from .ascend.acl_graph.inspect_acl import collectives as acl_collectives
-from .ascend.communicating import BY_TARGET, BY_TYPE, RECORDS
 from .ascend.convert import shape_of
 from .ascend.ge_file import GeFile
 from .ascend.ge_operators import Operator, graphs
 from .ascend.inspect_ge import shape
+from .ascend.operators.table import COMMUNICATING, COMMUNICATING_TARGETS
 
 Collective = tuple[str, str, str]
 """(collective, group, type of its first result), the group by its symbol: the same on all ranks."""
 Talk = tuple[str, tuple[int, ...], str]
 """(collective, ranks that take part, type): a collective as one rank runs it."""
 
-COLLECTIVES = {kind: record.collective for kind, record in BY_TYPE.items()}
+COLLECTIVES = {kind: record.collective for kind, record in COMMUNICATING.items()}
 """Type of a GE operator that communicates -> name of the same collective in a partitioned graph."""
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
-EXPERT_GROUPS = {record.collective: record.own_group for record in RECORDS if record.own_group}
+EXPERT_GROUPS = {record.collective: record.own_group for record in COMMUNICATING_TARGETS.values() if record.own_group}
 """Collective of a partitioned graph, over "world" there -> the group that it has for itself on NPUs."""
 _OWN = frozenset(EXPERT_GROUPS.values())
 
@@ -59,7 +59,8 @@ def of_acl_file(acl_file: AclFile) -> tuple[Collective, ...]:
     Raises:
         LoweringError: expert dispatch shares a group with another operator.
     """
-    return _as_partitioned([(BY_TARGET[name].collective, group, shape_of(value)) for name, group, value in acl_collectives(acl_file)])
+    calls = acl_collectives(acl_file)
+    return _as_partitioned([(COMMUNICATING_TARGETS[name].collective, group, shape_of(value)) for name, group, value in calls])
 
 
 def of_acl_rank(acl_file: AclFile, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
@@ -68,7 +69,7 @@ def of_acl_rank(acl_file: AclFile, members: Mapping[str, tuple[int, ...]]) -> li
     Args:
         members: ranks of each group of this rank, in their order, by symbol.
     """
-    return [(BY_TARGET[name].collective, members[group], shape_of(value)) for name, group, value in acl_collectives(acl_file)]
+    return [(COMMUNICATING_TARGETS[name].collective, members[group], shape_of(value)) for name, group, value in acl_collectives(acl_file)]
 
 
 def _as_partitioned(collectives: Sequence[Collective]) -> tuple[Collective, ...]:

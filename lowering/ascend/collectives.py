@@ -11,9 +11,9 @@ import torch
 
 from ...graphs.errors import LoweringError
 from .ge_file import GROUPS
+from .operators.collectives import REDUCTIONS
 from .toolchain.harness import Torchair
 
-REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "product": "prod"}
 _DT_INT64 = 9
 # 1 would allow GE to merge neighbouring reductions of a group; torchair does not ask for it either.
 _UNFUSED = 0

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
-from . import collectives, communicating, converters, moe_converters, streams
+from . import collectives, converters, moe_converters, streams
 from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
-from .inspect_ge import IN_PLACE, follow_memory
+from .inspect_ge import follow_memory
+from .operators.table import COMMUNICATING, IN_PLACE
 from .recorded_values import RecordedValues
 from .toolchain.harness import Torchair
 
@@ -191,7 +192,7 @@ def _needed(ops: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
     needed = {tensor.rpartition(":")[0] for tensor in outputs.input}
     kept = []
     for op in reversed(ops):
-        if op.name in needed or op.type in IN_PLACE or op.type in communicating.BY_TYPE:
+        if op.name in needed or op.type in IN_PLACE or op.type in COMMUNICATING:
             kept.append(op)
             needed |= {tensor.rpartition(":")[0] for tensor in op.input}
     return tuple(reversed(kept))

@@ -9,7 +9,7 @@ import torch
 
 from ...graphs.errors import LoweringError
 from . import packages
-from .inspect_ge import IN_PLACE, VIEWS
+from .operators.table import IN_PLACE, VIEWS
 from .toolchain.harness import Torchair
 
 Convert = Callable[..., Any]

@@ -10,8 +10,7 @@ import hashlib
 import importlib
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,12 @@ from ..device import DerivedValue
 from . import fold
 from .convert import shape_of
 from .ge_file import GE_DTYPES, GeFile, decode, messages, parse, patched
-from .ge_operators import by_kind, read
+from .nz_weights import weight_operands
 from .toolchain.harness import Torchair
 
 FRACTAL_NZ = 29
 """ACL's number of the tiled format that matrix units read without rearranging (ACL_FORMAT_FRACTAL_NZ)."""
 
-# Operators that accept their weight in NZ, and the name of that input; inputs of a list are numbered (weight0, weight1, ...).
-_WEIGHTS = {
-    "MatMul": "x2",
-    "MatMulV2": "x2",
-    "MatMulV3": "x2",
-    "QuantBatchMatmulV3": "x2",
-    "GroupedMatmul": "weight",
-    "GroupedMatmulSwigluQuantV2": "weight",
-}
-# Width of a tile by the number of a dtype in GE's messages: bfloat16, float16, int8, and int32 that holds eight int4 (`to_nz`).
-_TILE_WIDTHS = {27: 16, 2: 16, 3: 32, 7: 8}
-_INT4 = 29
 _names = itertools.count()
 
 
@@ -247,52 +234,6 @@ def communicators(groups: Mapping[str, Any], rank: int) -> dict[str, str]:
     """
     device = torch.device("npu")
     return {name: group._get_backend(device).get_hccl_comm_name(rank, init_comm=True) for name, group in sorted(groups.items())}
-
-
-def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
-    """Operands and derived values worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile
-    needs padding."""
-    ops = read(ge_file.graph)
-    words, readers, weights = int4_words(ops), dict[str, list[bool]](), by_kind(_weights)
-    for op in ops:
-        if op.type != "Bitcast" or f"{op.name}:0" not in words:
-            # An absent input is "" and has a description; control inputs come last and have none.
-            for name, weight in zip(op.input, weights(op), strict=False):
-                readers.setdefault(words.get(name, name), []).append(weight and not (name in words and _beside_floats(op)))
-    data = {f"{op.name}:0": op for op in ops if op.type == "Data"}
-    indices = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and fills_tiles(op.output_desc[0])]
-    return tuple(sorted(ge_file.data[index] for index in indices))
-
-
-def _weights(op: Any) -> list[bool]:
-    """Whether each input is the weight of a matrix product."""
-    return [is_weight(op.type, described.name) for described in op.input_desc]
-
-
-def _beside_floats(op: Any) -> bool:
-    """Whether a product of int4 weights has activations of floats: it then takes the weights in ND alone, as its definition says.
-
-    torchair writes the dtype of the result where activations are int8, and else -1, which stands for theirs.
-    """
-    return "dtype" in op.attr and int(op.attr["dtype"].i) == -1
-
-
-def int4_words(ops: Iterable[Any]) -> dict[str, str]:
-    """int4 tensor -> the operand or derived value whose int32 words it holds."""
-    data = {f"{op.name}:0" for op in ops if op.type == "Data"}
-    return {f"{op.name}:0": op.input[0] for op in ops if op.type == "Bitcast" and op.attr["type"].dt == _INT4 and op.input[0] in data}
-
-
-def is_weight(op_type: str, name: str) -> bool:
-    """Whether an operator takes an input of that name as the weight of a matrix product."""
-    return op_type in _WEIGHTS and re.fullmatch(_WEIGHTS[op_type] + r"\d*", name) is not None
-
-
-def fills_tiles(described: Any) -> bool:
-    """Whether a described tensor divides into tiles of 16 rows of 32 bytes; padding would make it larger than the memory plan says."""
-    width = _TILE_WIDTHS.get(described.dtype)
-    shape = list(described.shape.dim)
-    return width is not None and len(shape) > 1 and shape[-2] % 16 == 0 and shape[-1] % width == 0
 
 
 def to_nz(torch_npu: Any, weight: torch.Tensor) -> torch.Tensor:

@@ -3,58 +3,23 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Any
 
 from ...graphs.errors import LoweringError
-from .device import weight_operands
 from .ge_file import GeFile, messages
 from .ge_operators import Operator, by_kind, operators, read
-from .ge_type_rules import RULES, Rule, UnknownTypeError
-from .inspect_ge import DTYPES
+from .nz_weights import weight_operands
+from .operators.table import BY_TYPE
+from .operators.tensor_type import BITS, DTYPES, ND, NZ, TensorType
+from .operators.type_rules import UnknownTypeError
 
-ND, NZ = "ND", "NZ"
-"""Row-major memory, and the tiled format of matrix units."""
-BITS = {
-    "i4": 4, "i8": 8, "u8": 8, "bool": 8, "f8e4m3": 8, "f8e5m2": 8, "i16": 16, "u16": 16, "f16": 16, "bf16": 16,
-    "i32": 32, "u32": 32, "f32": 32, "i64": 64, "u64": 64, "f64": 64,
-}  # fmt: skip
-"""Size of an element by the short name of its dtype."""
 # Letters of `struct` for constants that sizes, axes and bounds are given in.
 _CODES = {"i8": "b", "u8": "B", "i16": "h", "i32": "i", "i64": "q", "u64": "Q", "f32": "f", "f64": "d"}
 _FORMATS = {"FRACTAL_NZ": NZ, "ND": ND}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """What an operator is told of a tensor.
-
-    Attributes:
-        dtype: short name, one of `BITS`.
-        shape: sizes in elements; of an int4 tensor its int4 elements.
-        format: "ND", "NZ", or the name that a TransData gives.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    format: str = ND
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes without padding."""
-        return (self.elements * BITS[self.dtype] + 7) // 8
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]" + ("" if self.format == ND else f" {self.format}")
 
 
 def tensor_types(ge_file: GeFile) -> dict[str, TensorType]:
@@ -72,7 +37,7 @@ def tensor_types(ge_file: GeFile) -> dict[str, TensorType]:
 def graph_types(graph: Any, nz: AbstractSet[str] = frozenset()) -> dict[str, TensorType]:
     """Type of each tensor of a `GraphDef`.
 
-    An output that nobody reads, that the graph does not declare and that has no rule (`ge_type_rules.RULES`) is left out.
+    An output that nobody reads, that the graph does not declare and that has no rule (`NpuOperator.types`) is left out.
 
     Args:
         graph: a `GraphDef` message, its operators in topological order.
@@ -108,45 +73,42 @@ def _declared(op: Any) -> tuple[TensorType | None, ...]:
 def _add(op: Any, declared: Sequence[TensorType | None], types: dict[str, TensorType], known: _Graph, wanted: AbstractSet[str]) -> None:
     if op.type in ("Pack", "ConcatV2", "Cast", "Identity"):
         known.lists[f"{op.name}:0"] = op
+    operator = BY_TYPE.get(op.type)
+    keeps = operator is not None and operator.keeps_format
     inferred: list[TensorType] | None = None
     for port, told in enumerate(declared):
         tensor = f"{op.name}:{port}"
         if told is not None:
-            types[tensor] = told if op.type not in _KEEP_FORMAT else _with_format(told, op, types)
+            types[tensor] = _with_format(told, op, types) if keeps else told
             continue
         if inferred is None:
             inferred = _inferred(op, known, tensor in wanted)
         if port < len(inferred):
-            types[tensor] = _with_format(inferred[port], op, types) if op.type in _KEEP_FORMAT else inferred[port]
+            types[tensor] = _with_format(inferred[port], op, types) if keeps else inferred[port]
         elif tensor in wanted:
             raise LoweringError(_untold(op, port))
 
 
-_KEEP_FORMAT = ("TransData", "Bitcast", "Identity")
-"""Operators whose output is in another format than ND."""
-
-
 def _inferred(op: Any, known: _Graph, needed: bool) -> list[TensorType]:
-    rule: Rule | None = RULES.get(op.type)
-    if rule is None:
+    operator = BY_TYPE.get(op.type)
+    if operator is None or operator.types is None:
         if needed:
             raise LoweringError(_untold(op, 0))
         return []
     try:
-        return [TensorType(dtype, shape) for dtype, shape in rule(op, known)]
+        return [TensorType(dtype, shape) for dtype, shape in operator.types(op, known)]
     except UnknownTypeError as error:
         raise LoweringError(f"the type of {op.name} ({op.type}) cannot be told: {error}") from None
 
 
 def _untold(op: Any, port: int) -> str:
-    return (
-        f"the type of output {port} of {op.name} ({op.type}) cannot be told: the graph does not declare it;"
-        f" it is inferred for {', '.join(sorted(RULES))}"
-    )
+    inferred = ", ".join(sorted(kind for kind, operator in BY_TYPE.items() if operator.types is not None))
+    what = f"the type of output {port} of {op.name} ({op.type})"
+    return f"{what} cannot be told: the graph does not declare it; it is inferred for {inferred}"
 
 
 def _with_format(told: TensorType, op: Any, types: Mapping[str, TensorType]) -> TensorType:
-    if op.type == "TransData":
+    if "dst_format" in op.attr:
         name = op.attr["dst_format"].s.decode()
         return TensorType(told.dtype, told.shape, _FORMATS.get(name, name))
     return TensorType(told.dtype, told.shape, types[op.input[0]].format)

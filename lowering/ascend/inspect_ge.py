@@ -14,47 +14,9 @@ from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf, Signature
 from .ge_file import GeFile, messages, parse
 from .ge_operators import read
+from .operators.table import BY_TYPE, IN_PLACE, VIEWS
+from .operators.tensor_type import DTYPES
 
-IN_PLACE: dict[str, dict[int, int]] = {
-    "Scatter": {0: 0},
-    "QuantUpdateScatter": {0: 0},
-    "ScatterNdUpdate": {0: 0},
-    "ScatterPaKvCache": {0: 1, 1: 4},
-    "KvRmsNormRopeCache": {0: 5, 1: 6},
-    "QkvRmsNormRopeCache": {0: 6, 1: 7, 2: 8},
-    "MlaPrologV3": {2: 9, 3: 10},
-    "RecurrentGatedDeltaRule": {1: 4},
-    "GatherSelectionKvCache": {0: 0, 1: 1, 2: 2, 3: 3},
-}
-"""Output -> input whose memory it overwrites, by type of operator."""
-VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "UnsqueezeV2", "SqueezeV2", "Flatten", "FlattenV2", "Bitcast"}
-"""Operators whose output may share the memory of their first input."""
-COPIES = {"TensorMove", "Assign", "Identity", "Cast", "Transpose", "TransData"}
-"""Operators that write as much as they read."""
-# Positions of actual_seq_lengths and actual_seq_lengths_kv: constants there would be the lengths of the trace, in every step.
-_LENGTHS = {"FusedInferAttentionScore": (5, 6)}
-DTYPES = {
-    "DT_FLOAT": "f32",
-    "DT_FLOAT16": "f16",
-    "DT_BF16": "bf16",
-    "DT_DOUBLE": "f64",
-    "DT_INT4": "i4",
-    "DT_INT8": "i8",
-    "DT_UINT8": "u8",
-    "DT_INT16": "i16",
-    "DT_UINT16": "u16",
-    "DT_INT32": "i32",
-    "DT_UINT32": "u32",
-    "DT_INT64": "i64",
-    "DT_UINT64": "u64",
-    "DT_BOOL": "bool",
-}
-"""Short name of a dtype by its name in GE's messages."""
-ATTRIBUTE_DTYPES = {
-    0: "f32", 1: "f16", 2: "i8", 3: "i32", 4: "u8", 6: "i16", 7: "u16", 8: "u32", 9: "i64", 10: "u64", 11: "f64", 12: "bool", 27: "bf16",
-    29: "i4",
-}  # fmt: skip
-"""Short name of a dtype by its number in attributes, which is that of GE's own enumeration (torchair.ge.DataType)."""
 _HIDDEN = re.compile(r"_(in|out)put_name_(key|value)|_readable_value|value|index")
 
 
@@ -231,7 +193,7 @@ def _lengths(ops: list[Any]) -> list[str]:
     return [
         f"{op.name} has the constant {op.input[position]} as lengths; legal is a tensor of the step"
         for op in ops
-        for position in _LENGTHS.get(op.type, ())
+        for position in (BY_TYPE[op.type].lengths if op.type in BY_TYPE else ())
         if position < len(op.input) and kinds.get(op.input[position].rpartition(":")[0]) == "Const"
     ]
 
@@ -268,7 +230,7 @@ def _donation(ops: list[Any], ge_file: GeFile, signature: Signature) -> list[str
 def _copies(ops: list[Any], flow: MemoryFlow, state: Mapping[int, Leaf]) -> list[str]:
     breaches = []
     for op in ops:
-        for tensor in op.input[: 2 if op.type == "Assign" else 1] if op.type in COPIES else ():
+        for tensor in op.input[: BY_TYPE[op.type].copies if op.type in BY_TYPE else 0]:
             if tensor in flow.operand:
                 leaf = state[flow.operand[tensor]]
                 breaches.append(f"{op.name} copies all {math.prod(leaf.aval.shape)} elements of {leaf.name}")

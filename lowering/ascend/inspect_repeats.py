@@ -6,10 +6,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from ...graphs.errors import LoweringError
-from . import communicating
 from .ge_file import GeFile
 from .ge_operators import Operator, by_kind, read
-from .inspect_ge import VIEWS
+from .operators.table import COMMUNICATING, VIEWS
 
 # Attributes that name a place in the graph, not a computation.
 _NAMES = ("_readable_value", "_fx_tensor_name")
@@ -30,7 +29,7 @@ def repeated(ge_file: GeFile) -> dict[str, str]:
     described = _described()
     for op in read(ge_file.graph):
         # Two calls of what exchanges data between ranks are two exchanges.
-        if op.type in ("Data", "NetOutput") or op.type in communicating.BY_TYPE:
+        if op.type in ("Data", "NetOutput") or op.type in COMMUNICATING:
             numbers[op.name] = op.name
             continue
         if constant.issuperset(op.producers):

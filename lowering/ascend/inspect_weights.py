@@ -10,7 +10,8 @@ from typing import Any
 from ...graphs.errors import LoweringError
 from .ge_file import GE_DTYPES, GeFile, messages
 from .ge_operators import Operator, by_kind, read
-from .inspect_ge import VIEWS, shape
+from .inspect_ge import shape
+from .operators.table import VIEWS
 
 LARGE_BYTES = 2**20
 """A value derived from parameters that is larger is not kept beside the parameters that it is derived from."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from . import communicating
-from .inspect_ge import VIEWS
+from .operators.table import COMMUNICATING, VIEWS
 
 BORDER = ("Data", "Const", "NetOutput")
 """Operands, constants and the list of results: nothing runs for them."""
@@ -31,7 +30,7 @@ def launches(graph: Any) -> list[Any]:
             constant.add(op.name)
         elif op.type not in BORDER:
             producers = {tensor.rpartition(":")[0] for tensor in op.input if tensor and not tensor.endswith(":-1")}
-            if producers <= constant and op.type not in communicating.BY_TYPE:
+            if producers <= constant and op.type not in COMMUNICATING:
                 constant.add(op.name)
             elif op.type not in VIEWS:
                 started.append(op)

@@ -25,8 +25,8 @@ from ...graphs.ir.flatten import bodies, inlined
 from ...graphs.ir.outline import outline
 from ...graphs.primitive import nbytes
 from ...graphs.types import Signature
-from . import communicating
 from .bodies import is_operand, is_plain, recorded, taking
+from .operators.table import COMMUNICATING_TARGETS
 
 # Operators that become no kernel of the device.
 _FREE = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach")
@@ -91,7 +91,7 @@ class _Moved:
 def _is_pure(node: Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace in ("npu", "air"):
-        return not target._schema.is_mutable and str(target) not in communicating.BY_TARGET
+        return not target._schema.is_mutable and str(target) not in COMMUNICATING_TARGETS
     return is_plain(node)
 
 

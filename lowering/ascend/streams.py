@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import communicating
+from .operators.table import types_of
 
 LABEL, PRIORITY = "_user_stream_label", "_user_stream_priority"
 SHARED_EXPERT = "shared_expert"
 """The label."""
 
-_DISPATCHES, _COMBINES = communicating.ge_types("moe_dispatch"), communicating.ge_types("moe_combine")
+_DISPATCHES, _COMBINES = types_of("moe_dispatch"), types_of("moe_combine")
 
 
 def label_shared_expert(ops: Sequence[Any]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from support import ge_bodies as gb
 
-from npucompile.lowering.ascend.emulator.ge_ops_common import Call, GeOp, Value, read
-from npucompile.lowering.ascend.emulator.ge_program import FUNCTIONS
 from npucompile.lowering.ascend.ge_file import GE_DTYPES, GeFile, messages
 from npucompile.lowering.ascend.link import link
+from npucompile.lowering.ascend.operators.call import Call, GeOp, Value, read
+from npucompile.lowering.ascend.operators.table import FUNCTIONS
 from npucompile.lowering.ascend.toolchain.harness import Torchair
 
 

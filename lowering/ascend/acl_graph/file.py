@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,33 +12,16 @@ from torch.fx import GraphModule
 from ....graphs.errors import LoweringError
 from ...artifact.graph_io import NamedOperator
 from ...artifact.graph_io import decode as decode_graph
-from ..communicating import FORMS
 from ..ge_file import Folded
 from ..packed import fields_of
 
 FORMAT = "npucompile.aclgraph/1"
 SUFFIX = "aclgraph"
 
-HOST_LISTS: Mapping[str, tuple[str, ...]] = {
-    "npu.npu_fused_infer_attention_score.default": ("actual_seq_lengths", "actual_seq_lengths_kv"),
-    "npu.npu_fused_infer_attention_score_v2.default": ("actual_seq_qlen", "actual_seq_kvlen"),
-}
-"""Operators whose tiling the host computes from integers, and the arguments that hold these: SymInt[] in torch_npu's schemas. torch_npu
-captures both operators as tasks that are updated before each replay (torch_npu/npu/_npugraph_handlers/ifa_handler.py, 2.13.0)."""
-
-GROUP_ARGUMENTS: Mapping[str, tuple[int, str]] = {name: form.group for name, form in FORMS.items()}
-"""Position and name of the group among the arguments of each operator that communicates."""
-
-RANK_ARGUMENTS: Mapping[str, int] = {name: form.rank for name, form in FORMS.items() if form.rank is not None}
-"""Position of the rank's number in its group, which is 0 in the file and each rank's own when it is opened."""
-
-HCCL_NAMED = frozenset(name for name in FORMS if not name.startswith("_c10d_functional."))
-"""Operators that take HCCL's own name of their group: torch's collectives take the symbol that the group is registered under."""
-
 
 @dataclass(frozen=True)
 class AclFile:
-    """One graph for all ranks. An operator of `HOST_LISTS` has integer tensors, computed by the graph, in place of its lists.
+    """One graph for all ranks. An operator with `TorchForm.host_lists` has integer tensors, computed by the graph, in place of its lists.
 
     Attributes:
         graph: flat (artifact/graph_io.py): operands of the program, then derived values -> outputs. State operands are written in place.

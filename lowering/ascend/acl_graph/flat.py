@@ -16,7 +16,7 @@ from ....graphs.invariants import results_of
 from ....graphs.ir.alias import owner
 from ....graphs.types import Signature
 from ..fold import FOLDED
-from .file import GROUP_ARGUMENTS, HOST_LISTS
+from ..operators.table import GROUP_ARGUMENTS, HOST_LISTS
 
 _PLAIN = ("aten", "npu")
 _AFTER = torch.ops.npuc_order.after.default

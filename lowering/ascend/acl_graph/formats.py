@@ -1,4 +1,9 @@
-"""Which operands of a graph of torch operators are stored in the tiled format NZ."""
+"""Which operands of a graph of torch operators are stored in the tiled format NZ.
+
+Products take weights in NZ while they are captured as the documentation of Ascend/op-plugin says, and `internal_format_opapi` in its
+op_plugin_functions.yaml. Packed int4 are too: both grouped products get them so in vllm-ascend (182b75e,
+vllm_ascend/quantization/methods/w4a8.py), where the fused experts take no other format (weightNz in aclnn_dispatch_ffn_combine_w4_a8.cpp).
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..operators.table import FORMS
 from .file import AclFile, graph_of
 
-_WEIGHTS: dict[str, tuple[tuple[int, str], ...]] = {
-    "aten.mm.default": ((1, "mat2"),),
-    "npu.npu_quant_matmul.default": ((1, "x2"),),
-    "npu.npu_grouped_matmul.default": ((1, "weight"),),
-    "npu.npu_grouped_matmul_swiglu_quant_v2.default": ((1, "weight"),),
-    "npucompile_packages.dispatch_ffn_combine_w4a8.default": ((1, "weight1"), (2, "weight2")),
-}
-"""Position and name of the weights of each matrix product that takes them in NZ while it is captured: documentation of Ascend/op-plugin,
-and `internal_format_opapi` in its op_plugin_functions.yaml. Packed int4 are too: both grouped products get them so in vllm-ascend
-(182b75e, vllm_ascend/quantization/methods/w4a8.py), where the fused experts take no other format (weightNz in
-aclnn_dispatch_ffn_combine_w4_a8.cpp)."""
 TRANSPOSED = "aten.t.default"
 """A view, which a product takes in place of the weight."""
 _TILE_BYTES, _TILE_ROWS = 32, 16
@@ -57,8 +52,9 @@ def weights_of(node: Node) -> list[Node]:
 
 def _as_weight(node: Node) -> Iterator[Node]:
     # int4 beside floats are read in ND alone (the columns of bf16 by i4 in legality/operators.json).
-    if str(node.target) in _WEIGHTS and not node.kwargs.get("antiquant_scale"):
-        for position, name in _WEIGHTS[str(node.target)]:
+    form = FORMS.get(str(node.target))
+    if form is not None and not node.kwargs.get("antiquant_scale"):
+        for position, name in form.weights:
             yield from _nodes([node.args[position] if len(node.args) > position else node.kwargs.get(name)])
 
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from ....graphs.errors import LoweringError
-from .file import HOST_LISTS
+from ..operators.table import HOST_LISTS
 from .flat import is_fixed, written_memory
 from .once import constants_of, evaluated
 

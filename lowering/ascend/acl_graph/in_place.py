@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ....graphs.ir.alias import owner
-
-
-class InPlace(NamedTuple):
-    """A functional operator and its in-place form, which takes the same arguments and returns the other results.
-
-    Attributes:
-        functional: qualified name, as torch.ops has it.
-        variant: that of the in-place form.
-        pools: result -> position of the argument that it replaces.
-        single: whether the in-place form returns one tensor, where the functional one returns several.
-    """
-
-    functional: str
-    variant: str
-    pools: Mapping[int, int]
-    single: bool
-
-
-FORMS = (
-    InPlace("npu_scatter_pa_kv_cache_functional", "npu_scatter_pa_kv_cache", {0: 2, 1: 3}, single=False),
-    InPlace("npu_recurrent_gated_delta_rule_functional", "npu_recurrent_gated_delta_rule", {1: 3}, single=True),
-)
-"""GE graphs take the functional forms, as torchair's converters do; signatures of torch_npu 2.13.0."""
+from ...artifact.graph_io import find_target
+from ..operators.record import TorchForm
+from ..operators.table import FORMS
 
 
 def write_in_place(graph: GraphModule) -> None:
@@ -41,22 +20,16 @@ def write_in_place(graph: GraphModule) -> None:
     A form replaces a functional operator where each of its new pools is copied into the operand that it was computed from, and nothing
     reads the operand's old value after the operator.
     """
-    forms = {_overload(form.functional): form for form in FORMS}
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
     for node in list(graph.graph.nodes):
-        form = forms.get(node.target)
-        if form is not None and (copies := _copies(node, form, order)):
+        form = FORMS.get(str(node.target))
+        if form is not None and form.in_place and (copies := _copies(node, form, order)):
             order[_replace(graph, node, form, copies)] = order[node]
     graph.graph.lint()
     graph.recompile()
 
 
-def _overload(name: str) -> Callable[..., Any]:
-    overload: Callable[..., Any] = getattr(torch.ops.npu, name).default
-    return overload
-
-
-def _copies(node: Node, form: InPlace, order: Mapping[Node, int]) -> list[Node]:
+def _copies(node: Node, form: TorchForm, order: Mapping[Node, int]) -> list[Node]:
     """The copies of an operator's new pools into the old ones; empty where the operator cannot write in place."""
     copies = []
     for result, position in form.pools.items():
@@ -85,14 +58,14 @@ def _read_later(pool: Node, after: int, copy: Node, order: Mapping[Node, int]) -
     return False
 
 
-def _replace(graph: GraphModule, node: Node, form: InPlace, copies: list[Node]) -> Node:
+def _replace(graph: GraphModule, node: Node, form: TorchForm, copies: list[Node]) -> Node:
     for copy in copies:
         graph.graph.erase_node(copy)
     with graph.graph.inserting_before(node):
-        written = graph.graph.call_function(_overload(form.variant), node.args, dict(node.kwargs))
+        written = graph.graph.call_function(find_target(form.in_place), node.args, dict(node.kwargs))
     written.meta = dict(node.meta)
     others = [value for i, value in enumerate(node.meta["val"]) if i not in form.pools]
-    written.meta["val"] = others[0] if form.single else tuple(others)
+    written.meta["val"] = others[0] if form.one_result else tuple(others)
     for value in list(node.users):
         pool = form.pools.get(int(value.args[1]))  # type: ignore[arg-type]
         value.replace_all_uses_with(written if pool is None else node.args[pool])  # type: ignore[arg-type]

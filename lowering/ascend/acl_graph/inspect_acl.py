@@ -15,13 +15,13 @@ from ....graphs.primitive import nbytes
 from ....graphs.types import DTYPE_NAMES, Signature
 from ...artifact import graph_io
 from ..inspect_weights import LARGE_BYTES
-from .file import GROUP_ARGUMENTS, HOST_LISTS, AclFile, graph_of
+from ..operators.table import FORMS, GROUP_ARGUMENTS, HOST_LISTS
+from .file import AclFile, graph_of
 from .formats import TRANSPOSED
-from .in_place import FORMS
 
 _PRODUCTS = ("aten.mm.default", "npu.npu_mm_reduce_scatter_base.default")
 _COPIES = ("aten.clone.default", "aten._to_copy.default", "aten.copy_.default")
-_FUNCTIONAL = tuple(f"npu.{form.functional}.default" for form in FORMS)
+_FUNCTIONAL = tuple(name for name, form in FORMS.items() if form.in_place)
 
 
 def launches(nodes: Iterable[Node]) -> list[Node]:

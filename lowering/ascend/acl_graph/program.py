@@ -13,7 +13,8 @@ from torch.fx.node import map_aggregate
 
 from ....graphs.errors import LoweringError
 from ....graphs.invariants import results_of
-from .file import GROUP_ARGUMENTS, HCCL_NAMED, HOST_LISTS, RANK_ARGUMENTS, AclFile, graph_of
+from ..operators.table import GROUP_ARGUMENTS, HCCL_NAMED, HOST_LISTS, RANK_ARGUMENTS
+from .file import AclFile, graph_of
 from .host_lists import lists_of
 
 Find = Callable[[str], Callable[..., Any]]

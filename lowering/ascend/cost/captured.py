@@ -12,12 +12,13 @@ from torch.fx import Node
 
 from ....graphs.errors import LoweringError
 from ...platform import Platform
-from ..acl_graph.file import GROUP_ARGUMENTS, AclFile, graph_of
+from ..acl_graph.file import AclFile, graph_of
 from ..acl_graph.inspect_acl import launches
-from ..ge_types import TensorType
 from ..legality.table import FORM, table
 from ..legality.torch_nodes import slots, type_of
 from ..legality.torch_operators import arguments, torch_operators
+from ..operators.table import GROUP_ARGUMENTS
+from ..operators.tensor_type import TensorType
 
 _WAIT = "_c10d_functional.wait_tensor.default"
 

@@ -11,15 +11,17 @@ from ....graphs.types import Mesh
 from ...platform import Platform
 from ..acl_graph.file import AclFile
 from ..ge_file import GeFile, parse
-from ..ge_types import TensorType, tensor_types
-from ..inspect_ge import IN_PLACE, VIEWS
+from ..ge_types import tensor_types
 from ..launches import body_of, kind_of, launches
+from ..operators.table import IN_PLACE, VIEWS
+from ..operators.tensor_type import TensorType
+from ..operators.work import Facts, Rows
 from . import captured
-from .experts import Rows, routed_rows
+from .experts import routed_rows
 from .parameters import Parameters
 from .schedule import Task, schedule, total
 from .timing import CAUSES, Topology, duration
-from .work import Facts, works_of
+from .work import works_of
 
 _STREAM = "_user_stream_label"
 _MS = 1e3

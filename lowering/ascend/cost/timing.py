@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ....graphs.types import DISPATCH, FUSED_EXPERTS, WORLD, Mesh
+from ..operators.work import Work
 from .parameters import Parameters
-from .work import Work
 
 CAUSES = ("launch", "memory", "matrix", "vector", "collectives", "waiting")
 """What time is spent on. "waiting" is time in which no stream has anything to run; no operator of its own has it."""

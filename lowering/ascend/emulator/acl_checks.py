@@ -9,10 +9,9 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from ..acl_graph.file import GROUP_ARGUMENTS
 from ..acl_graph.formats import fills_tiles, weight_operands, weights_of
 from ..acl_graph.program import AclProgram, Call, Segment
-from ..communicating import BY_TARGET, FORMS
+from ..operators.table import BY_TARGET, FORMS, GROUP_ARGUMENTS
 from .emulated_graph import DeviceState
 from .memory import FORMAT_NAMES, ND, NZ, DeviceTensor
 
@@ -20,11 +19,6 @@ MAX_STREAMS = 1800
 """Streams that captured graphs of one process may take. A device has 2048; vllm-ascend keeps 248 for everything else
 (vllm-project/vllm-ascend issues 1168 and 8585)."""
 
-_ONLY_NZ = {
-    "npu.npu_grouped_matmul_swiglu_quant_v2.default": torch.int8,
-    "npucompile_packages.dispatch_ffn_combine_w4a8.default": torch.int32,
-}
-"""Products that take weights of that dtype in NZ alone."""
 # Their results have static sizes unless an index is a mask; torch tags them as dynamic for that.
 _INDEXED = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
 
@@ -50,7 +44,8 @@ def check_formats(program: AclProgram, operands: Sequence[torch.Tensor | None]) 
             raise LoweringError(f"operand {name} is in {actual} and read by {readers}; legal is ND, or a product's weight with full tiles")
         if tensor.allocation.format == ND:
             for reader in node.users:
-                if _ONLY_NZ.get(str(reader.target)) == tensor.dtype and node in weights_of(reader):
+                form = FORMS.get(str(reader.target))
+                if form is not None and form.only_nz == tensor.dtype and node in weights_of(reader):
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     raise LoweringError(
                         f"{reader.name} ({reader.target}) takes {name}, {dtype} in {actual}; legal is NZ for {dtype} weights"

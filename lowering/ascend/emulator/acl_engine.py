@@ -13,13 +13,12 @@ from torch.fx.node import map_aggregate
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from ..acl_graph.file import GROUP_ARGUMENTS
 from ..acl_graph.program import AclProgram, Segment, run
 from ..convert import shape_of
+from ..operators.table import GROUP_ARGUMENTS, GROUP_KERNELS, KERNELS
 from .acl_checks import check_communication, check_formats, check_segment
 from .emulated_graph import DeviceState
 from .memory import DeviceTensor, allocate
-from .npu_reference import GROUP_KERNELS, KERNELS
 
 POLL_S = 0.05
 _WAIT = "_c10d_functional.wait_tensor.default"

@@ -14,10 +14,10 @@ from ..acl_graph.updates import Updates
 from ..convert import shape_of
 from ..ge_file import parse
 from ..inspect_ge import follow_memory
+from ..operators.call import Call, GeOp, Int4, Results, group_of
+from ..operators.table import GROUP_FUNCTIONS
 from .communicator import Communicator
 from .compile_cache import CompileCache
-from .ge_ops_common import Call, GeOp, Int4, Results
-from .ge_ops_group import GROUP_FUNCTIONS, group_of
 from .ge_program import GeProgram, parsed_shape
 from .graph_checks import check_communication, check_formats, claim, data_formats
 from .memory import FORMAT_NAMES, DeviceTensor, PinnedMemory, allocate

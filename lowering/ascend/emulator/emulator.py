@@ -16,7 +16,7 @@ from ....graphs.errors import LoweringError
 from ....graphs.primitive import NAMESPACE, Primitive, of_target
 from ....graphs.types import Mesh
 from ..ge_file import GROUPS
-from .npu_reference import GROUP_KERNELS, KERNELS, group_of
+from ..operators.table import GROUP_KERNELS, KERNELS, group_of
 
 Values = list[dict[Node, Any]]
 """Values of each rank, by node."""

@@ -13,8 +13,8 @@ from ..convert import shape_of
 from ..fold import evaluate
 from ..ge_file import GROUPS, GeFile, parse
 from ..inspect_ge import follow_memory
-from .ge_ops_common import Call, GeOp, Results
-from .ge_ops_group import GROUP_FUNCTIONS, group_of
+from ..operators.call import Call, GeOp, Results, group_of
+from ..operators.table import GROUP_FUNCTIONS
 from .ge_program import BORDER, GeProgram
 
 

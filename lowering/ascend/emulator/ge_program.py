@@ -16,19 +16,13 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import DTYPE_NAMES
 from ..convert import shape_of
-from ..inspect_ge import IN_PLACE, VIEWS, shape
-from .ge_ops_common import Call, Function, GeOp, Results, Value, read
-from .ge_ops_fused import FUSED
-from .ge_ops_group import GROUP_FUNCTIONS
-from .ge_ops_math import MATH
-from .ge_ops_shape import SHAPE
+from ..inspect_ge import shape
+from ..operators.call import Call, Function, GeOp, Results, Value, read
+from ..operators.table import BY_TYPE, FUNCTIONS, GROUP_FUNCTIONS, VIEWS, WRITES
 
-FUNCTIONS: Mapping[str, Function] = {**MATH, **SHAPE, **FUSED}
-"""Functions of operators that run on one rank alone, by type."""
 ORDERS = ("file", "reversed-ready")
 BORDER = ("Data", "Const", "NetOutput")
 """Types of operators that are not run: operands, constants and the list of results."""
-_WRITES: Mapping[str, Mapping[int, int]] = {**IN_PLACE, "Assign": {0: 0}}
 # Folded values stay in memory as long as the program; larger ones than a compressed attention mask are computed in each step.
 _FOLDED_BYTES = 8 << 20
 # Graphs of many buckets have equal masks: tensors of at least so many bytes are kept once a process.
@@ -219,7 +213,7 @@ def _planned(op: GeOp, numbers: Mapping[str, int]) -> Step:
         inputs=tuple(numbers[tensor] if tensor else -1 for tensor in op.inputs),
         outputs=tuple(numbers[tensor] for tensor in _outputs(op)),
         declared=tuple(parsed_shape(text) for text in op.results),
-        writes=_WRITES.get(op.type, {}),
+        writes=WRITES.get(op.type, {}),
         view=op.type in VIEWS,
     )
 
@@ -341,7 +335,8 @@ def _check_result(op: GeOp, port: int, value: torch.Tensor) -> None:
         return
     actual = shape_of(value)
     # Fused operators without a float32 form on the device declare bfloat16; their CPU kernels return float32 for float32.
-    widened = op.type in FUSED and actual.startswith("f32") and declared == f"b{actual}".replace("bf32", "bf16", 1)
+    widens = op.type in BY_TYPE and BY_TYPE[op.type].widens
+    widened = widens and actual.startswith("f32") and declared == f"b{actual}".replace("bf32", "bf16", 1)
     if actual != declared and not widened:
         raise LoweringError(f"output {port} of {op} is {actual}; the graph says {declared}")
 

@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ....graphs.errors import LoweringError
-from ..communicating import BY_TYPE
-from ..device import fills_tiles, int4_words, is_weight
 from ..ge_file import GROUPS
+from ..nz_weights import fills_tiles, int4_words, is_weight
+from ..operators.table import BY_TYPE, COMMUNICATING
 from .communicator import Communicator
 from .memory import FORMAT_NAMES, ND, NZ
 
-_INT8, _INT32, _FLOAT = 3, 7, 1
+_INT8, _INT32 = 3, 7
 """Numbers of dtypes in GE's messages."""
-_ONLY_NZ = "GroupedMatmulSwigluQuantV2"
 
 
 def data_formats(graph: Any) -> dict[str, int]:
@@ -67,8 +66,8 @@ def check_formats(graph: Any) -> None:
 
 def _only_nz(op: Any) -> bool:
     """Whether a product takes int8 weights in NZ alone."""
-    scaled = any(desc.name == "scale0" and desc.dtype == _FLOAT for desc in op.input_desc)
-    return op.type == _ONLY_NZ or (op.type == "GroupedMatmul" and scaled)
+    operator = BY_TYPE.get(op.type)
+    return operator is not None and operator.only_nz is not None and operator.only_nz(op)
 
 
 def check_communication(graph: Any, communicators: Mapping[str, Communicator], rank: int) -> None:
@@ -99,7 +98,7 @@ def check_communication(graph: Any, communicators: Mapping[str, Communicator], r
 def communicator_of(op: Any) -> str | None:
     """The communicator that an operator names; None where it does not communicate."""
     for attribute in ("group_ep", "group"):
-        if attribute in op.attr and op.type in BY_TYPE:
+        if attribute in op.attr and op.type in COMMUNICATING:
             return str(op.attr[attribute].s.decode())
     return None
 

@@ -12,7 +12,8 @@ from ....graphs.types import Leaf
 from ...platform import CANN_RELEASES, Platform
 from ..ge_file import GeFile
 from ..ge_operators import Operator, by_kind, read
-from ..ge_types import TensorType, tensor_types
+from ..ge_types import tensor_types
+from ..operators.tensor_type import TensorType
 from .matching import attributes_of, fitting, form_of, types_of
 from .node import Key, Node, node_of, own_key, tensors_of
 from .options import check_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ge_types import NZ, TensorType
+from ..operators.tensor_type import NZ, TensorType
 from .node import PRIVATE, Node
 from .table import DTYPES, FOLDED, FORM, TYPES, Column, Fact
 

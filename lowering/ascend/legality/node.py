@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ge_types import TensorType
+from ..operators.tensor_type import TensorType
 
 PRIVATE = frozenset(
     {

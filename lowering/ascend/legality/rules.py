@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..ge_types import NZ, TensorType
+from ..operators.tensor_type import NZ, TensorType
 from . import rules_attention, rules_experts, thread_rules
 from .node import Node
 

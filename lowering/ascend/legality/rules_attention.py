@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..ge_types import TensorType
+from ..operators.tensor_type import TensorType
 from .node import Node
 
 SINK = "ge.tiling_schedule_optimize"

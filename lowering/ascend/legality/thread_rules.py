@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..communicating import BY_TYPE
 from ..ge_operators import Operator
+from ..operators.table import COMMUNICATING
 from .node import Node, value_of
 
 SUMS, COUNTS = 0, 1
@@ -101,8 +101,8 @@ def ordered_exchange(ops: Sequence[Operator]) -> Iterator[tuple[Any, str]]:
 GRAPH_RULES: Mapping[str, GraphRule] = {rule.__name__: rule for rule in (group_list_kind, ordered_exchange)}
 """Rules of whole graphs by name."""
 
-_EXCHANGES = frozenset(kind for kind, record in BY_TYPE.items() if record.own_group)
-_SHARED = BY_TYPE.keys() - _EXCHANGES
+_EXCHANGES = frozenset(kind for kind, record in COMMUNICATING.items() if record.own_group)
+_SHARED = COMMUNICATING.keys() - _EXCHANGES
 
 
 def _ordered(ops: Sequence[Operator], bits: Mapping[str, int]) -> dict[str, int]:

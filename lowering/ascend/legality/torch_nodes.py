@@ -11,8 +11,8 @@ from torch.fx import Node as FxNode
 
 from ....graphs.errors import LoweringError
 from ....graphs.types import DTYPE_NAMES
-from ..acl_graph.file import HOST_LISTS
-from ..ge_types import ND, NZ, TensorType
+from ..operators.table import HOST_LISTS
+from ..operators.tensor_type import ND, NZ, TensorType
 from .node import Key, Node
 from .table import FORM, Fact
 from .torch_operators import TorchOperator, arguments

@@ -15,7 +15,7 @@ from npucompile.graphs.ops.moe_route_grouped import moe_route_grouped
 from npucompile.graphs.ops.sample import sample
 from npucompile.graphs.ops.sparse_index import sparse_index
 from npucompile.graphs.ops.token_logprobs import token_logprobs
-from npucompile.lowering.ascend.emulator.npu_reference import KERNELS
+from npucompile.lowering.ascend.operators.table import KERNELS
 from npucompile.models import sampling
 
 pytestmark = pytest.mark.usefixtures("kernels")

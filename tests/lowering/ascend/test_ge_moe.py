@@ -16,7 +16,7 @@ from npucompile.graphs.errors import PrimitiveError
 from npucompile.graphs.primitive import Primitive
 from npucompile.graphs.quantise import pack_w4, quantise_rows, quantise_w4, quantise_w4_values, quantise_w8
 from npucompile.lowering.ascend import moe_converters
-from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS
+from npucompile.lowering.ascend.operators.table import GROUP_KERNELS, KERNELS
 from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.platform import Platform
 

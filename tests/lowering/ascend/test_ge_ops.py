@@ -19,7 +19,7 @@ from npucompile.graphs.errors import PrimitiveError
 from npucompile.graphs.ops import chunk_gated_delta, gated_delta
 from npucompile.graphs.primitive import TABLE
 from npucompile.lowering.ascend import converters
-from npucompile.lowering.ascend.emulator.npu_reference import KERNELS
+from npucompile.lowering.ascend.operators.table import KERNELS
 from npucompile.lowering.ascend.toolchain import harness
 
 NAN = float("nan")

@@ -10,7 +10,7 @@ import torch
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend import packages
-from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS
+from npucompile.lowering.ascend.operators.table import GROUP_KERNELS, KERNELS
 from npucompile.lowering.platform import OPERATOR_PACKAGES
 
 

@@ -17,9 +17,10 @@ from ....lowering.artifact import graph_io
 from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.manifest import GraphEntry
 from ....lowering.artifact.shards import local_signature
-from ....lowering.ascend.acl_graph.file import GROUP_ARGUMENTS, AclFile, decode
+from ....lowering.ascend.acl_graph.file import AclFile, decode
 from ....lowering.ascend.acl_graph.inspect_acl import launches
 from ....lowering.ascend.emulator.acl_interpreter import AclInterpreter
+from ....lowering.ascend.operators.table import GROUP_ARGUMENTS
 from ....runtime.device_params import LoadParams
 from ...progress import Bar
 from ..all_ranks import load_ranks, run_step

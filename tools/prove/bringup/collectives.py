@@ -14,10 +14,10 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Bucket, Mesh
 from ....lowering.artifact.artifact import Artifact
-from ....lowering.ascend.communicating import BY_TYPE
 from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
-from ....lowering.ascend.emulator.ge_ops_common import GeOp, read
 from ....lowering.ascend.emulator.ge_program import parsed_shape
+from ....lowering.ascend.operators.call import GeOp, read
+from ....lowering.ascend.operators.table import COMMUNICATING
 from ....lowering.ascend.subgraph import Subgraph
 from ....lowering.device import Device
 from ...serve.rank_settings import BeforeLoading
@@ -95,7 +95,7 @@ def collective_cases(graphs: Sequence[BucketGraph], mesh: Mesh) -> tuple[list[Co
     left_out: list[str] = []
     for graph in graphs:
         for message in graph.whole.ops.values():
-            if message.type not in BY_TYPE:
+            if message.type not in COMMUNICATING:
                 continue
             op = read(message)
             key = (op.type, str(sorted(op.attrs.items())), *(graph.declared(t) if t else "" for t in op.inputs), *op.results)

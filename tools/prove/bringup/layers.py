@@ -9,8 +9,8 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
-from ....lowering.ascend.communicating import BY_TYPE
 from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from ....lowering.ascend.operators.table import COMMUNICATING
 from ....lowering.ascend.subgraph import Subgraph
 from ...progress import Bar
 from ..compare import Deviations
@@ -107,7 +107,7 @@ def _open(host: Host, graph: BucketGraph, values: Values, layers: list[LayerRun]
     for prefix, names in distinct_bodies(graph).items():
         ops = [graph.whole.ops[name] for name in names]
         types, name = frozenset(op.type for op in ops), f"{graph.bucket.name} {prefix}"
-        if types & BY_TYPE.keys():
+        if types & COMMUNICATING.keys():
             communicating.append(f"{name}: communicates, see the rung of buckets")
             continue
         part = graph.whole.cut([op.name for op in ops if op.type != "Const"], values)

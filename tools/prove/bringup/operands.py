@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....lowering.ascend.emulator.ge_ops_common import GeOp
+from ....lowering.ascend.operators.call import GeOp
 from .operator_rules import LARGE, Tensors, rules_of
 
 SIZES = {

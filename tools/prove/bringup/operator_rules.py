@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ....lowering.ascend.emulator.ge_ops_common import GeOp
+from ....lowering.ascend.operators.call import GeOp
 
 Tensors = Mapping[str, torch.Tensor]
 LARGE = 64.0

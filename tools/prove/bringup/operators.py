@@ -10,10 +10,10 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ....graphs.types import Bucket, Mesh
-from ....lowering.ascend.communicating import BY_TYPE
 from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
-from ....lowering.ascend.emulator.ge_ops_common import GeOp, read
 from ....lowering.ascend.emulator.ge_program import BORDER
+from ....lowering.ascend.operators.call import GeOp, read
+from ....lowering.ascend.operators.table import COMMUNICATING
 from ....lowering.ascend.subgraph import Subgraph, WholeGraph
 from ...progress import Bar
 from ..compare import first_mismatch, mismatch
@@ -58,7 +58,7 @@ def distinct_operators(bucket: Bucket, whole: WholeGraph, values: Values) -> dic
     """The operators of a graph that differ in type, attributes, dtypes or shapes, but no collectives and none of constants alone."""
     cases: dict[tuple[str, ...], OperatorCase] = {}
     for message in whole.ops.values():
-        if message.type in BORDER or message.type in BY_TYPE or not _recorded(message, whole, values):
+        if message.type in BORDER or message.type in COMMUNICATING or not _recorded(message, whole, values):
             continue
         op = read(message)
         shapes = tuple(_shape(values.get(tensor), whole, tensor) for tensor in op.inputs)

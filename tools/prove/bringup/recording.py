@@ -14,14 +14,14 @@ from ....graphs.types import COORDS, Aval, Bucket, Leaf, Mesh, Signature, leaf_n
 from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.manifest import GraphEntry
 from ....lowering.artifact.shards import local_signature
-from ....lowering.ascend.communicating import BY_TYPE
 from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
-from ....lowering.ascend.emulator.ge_ops_common import INT4, Call, GeOp, Results, read
-from ....lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS, group_of
 from ....lowering.ascend.emulator.ge_program import BORDER, GeProgram, parsed_shape
 from ....lowering.ascend.fold import evaluate, sources
 from ....lowering.ascend.ge_file import decode, messages
-from ....lowering.ascend.ge_types import TensorType, tensor_types
+from ....lowering.ascend.ge_types import tensor_types
+from ....lowering.ascend.operators.call import INT4, Call, GeOp, Results, group_of, read
+from ....lowering.ascend.operators.table import COMMUNICATING, GROUP_FUNCTIONS
+from ....lowering.ascend.operators.tensor_type import TensorType
 from ....lowering.ascend.subgraph import WholeGraph
 from ....runtime.device_params import LoadParams
 from .steps import PlannedStep
@@ -154,7 +154,7 @@ class Recorder:
         self._program = GeProgram(self._model(absent))
         self._fed = [f"{op.name}:0" for op in self._program.data]
         self._leaves = {tensor: leaf for tensor, leaf in graph.operand.items() if tensor in self._fed}
-        communicates = any(op.type in BY_TYPE for op in self._program.operators)
+        communicates = any(op.type in COMMUNICATING for op in self._program.operators)
         pools = {leaf.name: pool for leaf, pool in zip(graph.signature.state, state, strict=True)}
         self._ranks = [
             {**self._params(load_params(rank)), **{name: pool.clone() for name, pool in pools.items()}}

@@ -15,10 +15,10 @@ from support import acl_graphs as ag
 from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.acl_graph.file import HOST_LISTS
 from npucompile.lowering.ascend.acl_graph.npu_engine import AclMemory, NpuAclEngine
 from npucompile.lowering.ascend.acl_graph.program import AclProgram
 from npucompile.lowering.ascend.acl_graph.updates import Updates
+from npucompile.lowering.ascend.operators.table import HOST_LISTS
 
 POOL, ROWS, PAGES, STARTS = ((4, 128, 16), ag.BF16), ((2, 16), ag.BF16), ((2, 2), ag.I32), ((2,), ag.I32)
 

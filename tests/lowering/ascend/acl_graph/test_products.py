@@ -13,7 +13,7 @@ from support import ge_bodies as gb
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.acl_graph.formats import weight_operands
 from npucompile.lowering.ascend.emulator.acl_interpreter import AclInterpreter
-from npucompile.lowering.ascend.emulator.kernels_dense import npu_linear
+from npucompile.lowering.ascend.operators.dense import npu_linear
 
 
 @pytest.fixture(autouse=True)

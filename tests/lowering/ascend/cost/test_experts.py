@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from support import ge_calls as gc
 
-from npucompile.lowering.ascend.cost.experts import Rows, experts_read, routed_rows
+from npucompile.lowering.ascend.cost.experts import routed_rows
 from npucompile.lowering.ascend.ge_types import declared_type
+from npucompile.lowering.ascend.operators.work import Rows, experts_read
 
 
 def test_experts_that_are_read():

@@ -9,7 +9,7 @@ import pytest
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.ascend.cost.timing import Topology, duration
-from npucompile.lowering.ascend.cost.work import Work
+from npucompile.lowering.ascend.operators.work import Work
 
 A3, A2 = parameters("ascend910_93"), parameters("ascend910b")
 

@@ -8,9 +8,9 @@ import pytest
 from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.cost.experts import Rows
-from npucompile.lowering.ascend.cost.work import Facts, Work, work_of
+from npucompile.lowering.ascend.cost.work import work_of
 from npucompile.lowering.ascend.ge_types import declared_type
+from npucompile.lowering.ascend.operators.work import Facts, Rows, Work
 
 
 def work(

@@ -15,7 +15,7 @@ from support.emulated import on_ranks
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.emulator.communicator import ROOM_BYTES, Communicator
-from npucompile.lowering.ascend.emulator.ge_ops_common import GeOp, read
+from npucompile.lowering.ascend.operators.call import GeOp, read
 
 PAIR = Mesh.parse("tp=2")
 GRAPH = b"g" * 16

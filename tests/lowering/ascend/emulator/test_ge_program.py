@@ -10,9 +10,9 @@ from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.emulator import ge_program
-from npucompile.lowering.ascend.emulator.ge_ops_common import Call
-from npucompile.lowering.ascend.emulator.ge_ops_group import group_of
-from npucompile.lowering.ascend.emulator.ge_program import FUNCTIONS, GeProgram, parsed_shape
+from npucompile.lowering.ascend.emulator.ge_program import GeProgram, parsed_shape
+from npucompile.lowering.ascend.operators.call import Call, group_of
+from npucompile.lowering.ascend.operators.table import FUNCTIONS
 
 
 def alone(op: Any, calls: Any) -> Any:

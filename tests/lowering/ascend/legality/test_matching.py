@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from npucompile.lowering.ascend.ge_types import TensorType
 from npucompile.lowering.ascend.legality.matching import attributes_of, fitting, form_of, types_of
 from npucompile.lowering.ascend.legality.node import Node
 from npucompile.lowering.ascend.legality.table import read
+from npucompile.lowering.ascend.operators.tensor_type import TensorType
 
 FORM = {"inputs": {"x": "required", "weight": "dynamic", "bias": "optional"}, "outputs": {"y": "required"}, "attributes": {"k": "Int"}}
 TYPES = {"columns": 3, "inputs": {"x": "i8 i8 bf16", "weight": "i8:NZ i4 bf16", "bias": "f32"}, "outputs": {"y": "bf16 bf16 bf16"}}

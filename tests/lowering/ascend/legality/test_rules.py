@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from npucompile.lowering.ascend.ge_types import TensorType
 from npucompile.lowering.ascend.legality.node import Node
 from npucompile.lowering.ascend.legality.rules import RULES, listed
+from npucompile.lowering.ascend.operators.tensor_type import TensorType
 
 
 def node(attributes: dict[str, Any] | None = None, constants: tuple[str, ...] = (), **inputs: TensorType) -> Node:

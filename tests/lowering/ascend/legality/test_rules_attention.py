@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from npucompile.lowering.ascend.ge_types import TensorType
 from npucompile.lowering.ascend.legality import rules_attention as rules
 from npucompile.lowering.ascend.legality.node import Node
+from npucompile.lowering.ascend.operators.tensor_type import TensorType
 
 PACKED = {"equal": [64, 128, 192], "wide": [[192, 192, 128]]}
 LENGTHS = {"inputs": ["actual_seq_lengths_kv"], "packed": ["TND"]}

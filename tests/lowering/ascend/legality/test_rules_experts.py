@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from npucompile.lowering.ascend.ge_types import TensorType
 from npucompile.lowering.ascend.legality import rules_experts as rules
 from npucompile.lowering.ascend.legality.node import Node
+from npucompile.lowering.ascend.operators.tensor_type import TensorType
 
 
 def node(*, inputs: dict[str, TensorType] | None = None, **attributes: Any) -> Node:

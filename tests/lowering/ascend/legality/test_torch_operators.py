@@ -10,9 +10,9 @@ from support import ge_bodies as gb
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.artifact.graph_io import find_target
 from npucompile.lowering.ascend import packages
-from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS
 from npucompile.lowering.ascend.legality.table import FORM, table
 from npucompile.lowering.ascend.legality.torch_operators import arguments, read, torch_operators
+from npucompile.lowering.ascend.operators.table import GROUP_KERNELS, KERNELS
 
 ROWS = list({row.operators: row for row in torch_operators().values()}.values())
 

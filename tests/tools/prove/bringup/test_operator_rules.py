@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from npucompile.lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS
-from npucompile.lowering.ascend.emulator.ge_program import FUNCTIONS
+from npucompile.lowering.ascend.operators.table import FUNCTIONS, GROUP_FUNCTIONS
 from npucompile.tools.prove.bringup.operator_rules import LAST, RULES, rules_of
 from npucompile.tools.prove.bringup.risks import ASSUMPTIONS
 

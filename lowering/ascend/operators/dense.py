@@ -1,0 +1,360 @@
+"""Row-wise operators and dense matrix products.
+
+Semantics of the kernels: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu). Everything is computed in
+float32 or wider and rounded once, to the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from ....graphs.quantise import unpack_w4
+from . import type_rules, work
+from .call import Call, Function, Results, form, same_dtype
+from .checks import FLOATS, dtype_of, float_scale, int_matmul, quantise_rows, refuse_options, require, require_shape, signed
+from .record import NpuOperator, TorchForm
+
+
+def _normed(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    over = tuple(range(-gamma.dim(), 0))
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(over, keepdim=True) + epsilon)
+    return wide * rstd * gamma.float(), rstd
+
+
+def npu_rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., M] and gamma [M] -> y like x, and rstd f32 [..., 1]."""
+    require_shape("npu_rms_norm", "gamma", gamma, x.shape[x.dim() - gamma.dim() :])
+    y, rstd = _normed(require("npu_rms_norm", "input", x, FLOATS), gamma, epsilon)
+    return y.to(x.dtype), rstd
+
+
+def npu_add_rms_norm(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x1, x2 [..., M] -> y of the sum, rstd f32 [..., 1], and the sum rounded to their dtype."""
+    total = _sum("npu_add_rms_norm", x1, x2)
+    y, rstd = npu_rms_norm(total, gamma, epsilon)
+    return y, rstd, total
+
+
+def _sum(op: str, x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
+    require(op, "x2", x2, (require(op, "x1", x1, FLOATS).dtype,))
+    require_shape(op, "x2", x2, x1.shape)
+    return x1 + x2
+
+
+def npu_add_rms_norm_dynamic_quant(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    *,
+    smooth_scale1: torch.Tensor | None = None,
+    smooth_scale2: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+    output_mask: list[bool] | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x1, x2 [..., M] -> int8 q1 [..., M], q2, the sum, f32 scales s1 [...], s2; a pair that is switched off is empty.
+
+    The norm is quantised from float32: it is never rounded to the activations' dtype in between.
+    """
+    op = "npu_add_rms_norm_dynamic_quant"
+    refuse_options(op, options, y_dtype=1)
+    total = _sum(op, x1, x2)
+    wide, _ = _normed(total, gamma, epsilon)
+    both = smooth_scale1 is not None and smooth_scale2 is not None
+    wanted = (True, both) if output_mask is None else tuple(output_mask)
+    q1, s1 = _smoothed(wide, smooth_scale1, wanted[0])
+    q2, s2 = _smoothed(wide, smooth_scale2, wanted[1])
+    return q1, q2, total, s1, s2
+
+
+def _smoothed(wide: torch.Tensor, smooth: torch.Tensor | None, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if not wanted:
+        return torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.float32)
+    return quantise_rows(wide if smooth is None else wide * smooth.float())
+
+
+def npu_swiglu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """[..., 2F] -> [..., F]: silu of the first half times the second."""
+    gate, up = require("npu_swiglu", "input", x, FLOATS).float().chunk(2, dim)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def npu_rotary_mul(x: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str = "half", **options: Any) -> torch.Tensor:
+    """x [B, Q, H, D] (or another order of four) with cos r1, sin r2 of the same rank, broadcast -> x * cos + (-x2, x1) * sin."""
+    op = "npu_rotary_mul"
+    refuse_options(op, options | {"rotary_mode": rotary_mode}, rotary_mode="half")
+    for name, angle in (("r1", r1), ("r2", r2)):
+        require(op, name, angle, FLOATS, (x.dim(),))
+        require_shape(op, name, angle, [a if a == 1 else b for a, b in zip(angle.shape, x.shape, strict=True)])
+    wide = require(op, "input", x, FLOATS, (4,)).float()
+    first, second = wide.chunk(2, -1)
+    return (wide * r1.float() + torch.cat((-second, first), -1) * r2.float()).to(x.dtype)
+
+
+def mm(x: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
+    """x [T, K] and mat2 [K, N] -> [T, N]: `npu_linear` with the weight transposed."""
+    return npu_linear(x, mat2.t())
+
+
+def bmm(x: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
+    """x [B, T, K] by mat2 [B, K, N] -> [B, T, N], summed in float32: torch sums 16-bit types in an order that depends on strides."""
+    require("bmm", "mat2", mat2, (require("bmm", "self", x, FLOATS, (3,)).dtype,), (3,))
+    require_shape("bmm", "mat2", mat2, (x.shape[0], x.shape[2], mat2.shape[2]))
+    return (x.float() @ mat2.float()).to(x.dtype)
+
+
+def npu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K] by weight [N, K] -> [T, N], summed in float32."""
+    require("npu_linear", "weight", weight, (require("npu_linear", "input", x, FLOATS, (2,)).dtype,), (2,))
+    require_shape("npu_linear", "weight", weight, (weight.shape[0], x.shape[1]))
+    y = x.float() @ weight.float().t()
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def npu_dynamic_quant(x: torch.Tensor, *, smooth_scales: torch.Tensor | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K] -> int8 [..., K] and f32 [...]: t = max|x| / 127 a row, round to nearest even; a zero row has t = 0."""
+    op = "npu_dynamic_quant"
+    refuse_options(op, options, dst_type=1, quant_mode="pertoken")
+    wide = require(op, "input", x, FLOATS).float()
+    if smooth_scales is not None:
+        require_shape(op, "smooth_scales", smooth_scales, x.shape[-1:])
+        wide = wide * smooth_scales.float()
+    return quantise_rows(wide)
+
+
+def npu_quantize(
+    x: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, dtype: torch.dtype | int, axis: int = 1, div_mode: bool = True
+) -> torch.Tensor:
+    """x [..., K] -> int8: `round(x * scales + zero_points)`, half to even; scales and zero points [1] or [K], of x's dtype (AscendQuantV2).
+
+    Raises:
+        LoweringError: also for division by scales, which another operator does.
+    """
+    op = "npu_quantize"
+    refuse_options(op, {"axis": axis, "dtype": dtype_of(op, dtype)}, axis=-1, dtype=torch.int8)
+    if div_mode:
+        raise LoweringError(f"{op}: div_mode=True has no CPU kernel; legal is False")
+    wide = require(op, "input", x, FLOATS).float()
+    for name, each in (("scales", scales), ("zero_points", zero_points)):
+        if each is not None and require(op, name, each, (x.dtype,), (1,)).shape != (1,):
+            require_shape(op, name, each, x.shape[-1:])
+    wide = wide * scales.float()
+    return torch.round(wide if zero_points is None else wide + zero_points.float()).clamp(-128, 127).to(torch.int8)
+
+
+def npu_weight_quant_batchmatmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    antiquant_offset: torch.Tensor | None = None,
+    quant_scale: torch.Tensor | None = None,
+    quant_offset: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    antiquant_group_size: int = 0,
+    **options: Any,
+) -> torch.Tensor:
+    """x [M, K] by int4 [K, N], eight in an int32 [K, N/8], times scales [groups, N] or [N] of x's dtype -> [M, N] of x's dtype.
+
+    The weight is made a number of x's dtype before the product.
+    """
+    op = "npu_weight_quant_batchmatmul"
+    given = {"antiquant_offset": antiquant_offset, "quant_scale": quant_scale, "quant_offset": quant_offset, "bias": bias}
+    refuse_options(op, options | given)
+    require(op, "x", x, FLOATS, (2,))
+    values = unpack_w4(require(op, "weight", weight, (torch.int32,), (2,)))
+    require_shape(op, "weight", values, (x.shape[1], values.shape[1]))
+    K, size = x.shape[1], antiquant_group_size or x.shape[1]
+    scale = require(op, "antiquant_scale", antiquant_scale, (x.dtype,), (1, 2)).reshape(-1, values.shape[1])
+    require_shape(op, "antiquant_scale", scale, (-(-K // size), values.shape[1]))
+    floats = values.to(x.dtype) * scale.repeat_interleave(size, 0)[:K]
+    return (x.float() @ floats.float()).to(x.dtype)
+
+
+def npu_quant_matmul(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    pertoken_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    output_dtype: int | torch.dtype | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """int8 [M, K] by int8 [K, N], scale [N] or [1], pertoken_scale f32 [M] -> [M, N] of output_dtype.
+
+    An int32 bias is added to the integer sum, another one after the scales.
+
+    Raises:
+        LoweringError: also without output_dtype: the operator would then give int8.
+    """
+    op = "npu_quant_matmul"
+    refuse_options(op, options)
+    require(op, "x1", x1, (torch.int8,), (2,))
+    require(op, "x2", x2, (torch.int8,), (2,))
+    require_shape(op, "x2", x2, (x1.shape[1], x2.shape[1]))
+    if scale.shape != (1,):
+        require_shape(op, "scale", scale, x2.shape[1:])
+    total = int_matmul(x1, x2)
+    if bias is not None and bias.dtype == torch.int32:
+        total = total + bias.double()
+    y = total * float_scale(scale).double()
+    if pertoken_scale is not None:
+        require_shape(op, "pertoken_scale", require(op, "pertoken_scale", pertoken_scale, (torch.float32,)), x1.shape[:1])
+        y = y * pertoken_scale.double()[:, None]
+    if bias is not None and bias.dtype != torch.int32:
+        y = y + bias.double()
+    return y.to(dtype_of(op, output_dtype))
+
+
+_INT8 = 2
+"""Number of int8 in GE's attributes."""
+
+
+def _mat_mul(first: str, second: str, dims: int | None) -> Function:
+    """`x1` by `x2`, summed in float32; the attributes `first` and `second` say which of them is transposed."""
+
+    def run(call: Call) -> Results:
+        call.ignore("offset_x", "enable_hf32")
+        x1, x2, bias = call.tensor("x1"), call.tensor("x2"), call.optional("bias")
+        same_dtype(call, x1=x1, x2=x2)
+        if not x1.is_floating_point() or (dims and (x1.dim(), x2.dim()) != (dims, dims)):
+            raise LoweringError(
+                f"{call.op} takes {tuple(x1.shape)} {x1.dtype} by {tuple(x2.shape)}; legal are {dims or 'any'} dimensions, floats"
+            )
+        a = x1.mT if call.attr(first, False) else x1
+        b = x2.mT if call.attr(second, False) else x2
+        y = a.float() @ b.float()
+        return (y if bias is None else y + bias.float()).to(x1.dtype)
+
+    return run
+
+
+def _add_rms_norm_dynamic_quant(call: Call) -> Results:
+    # The default is written 1 in torchair, and is DT_INT8 in GE's own table.
+    if (kind := call.attr("dst_type", _INT8)) not in (1, _INT8):
+        raise LoweringError(f"{call.op}: attribute dst_type is {kind}; legal is {_INT8} (int8)")
+    return npu_add_rms_norm_dynamic_quant(
+        call.tensor("x1"),
+        call.tensor("x2"),
+        call.tensor("gamma"),
+        smooth_scale1=call.optional("smooth_scale1"),
+        smooth_scale2=call.optional("smooth_scale2"),
+        epsilon=call.attr("epsilon", 1e-6),
+        output_mask=call.attr("output_mask") or None,
+    )
+
+
+def _static_quant(call: Call) -> Results:
+    call.expect(dst_type=_INT8, axis=-1, round_mode="round", sqrt_mode=False)
+    return npu_quantize(call.tensor("x"), call.tensor("scale"), call.optional("offset"), torch.int8, -1, False)
+
+
+def _quant_matmul(call: Call) -> Results:
+    call.expect(group_size=0)
+    x1, x2 = call.tensor("x1"), call.tensor("x2")
+    return npu_quant_matmul(
+        x1.mT if call.attr("transpose_x1", False) else x1,
+        x2.mT if call.attr("transpose_x2", False) else x2,
+        signed(call.tensor("scale")),
+        pertoken_scale=call.optional("pertoken_scale"),
+        bias=call.optional("bias"),
+        output_dtype=call.dtype("dtype"),
+    )
+
+
+def _weight_quant_matmul(call: Call) -> Results:
+    call.expect(transpose_x=False, transpose_weight=False, inner_precise=0, dtype=-1)
+    if unknown := [slot for slot in ("antiquant_offset", "quant_scale", "quant_offset", "bias") if call.optional(slot) is not None]:
+        raise LoweringError(f"{call.op}: {', '.join(unknown)} are given and have no CPU kernel; legal is to leave them out")
+    scale, size = call.tensor("antiquant_scale"), call.attr("antiquant_group_size", 0)
+    return npu_weight_quant_batchmatmul(call.tensor("x"), call.tensor("weight"), scale, antiquant_group_size=size)
+
+
+OPERATORS = (
+    NpuOperator(
+        ("RmsNorm",),
+        torch=(TorchForm("npu.npu_rms_norm.default", npu_rms_norm),),
+        run=form(npu_rms_norm, "x gamma", attributes={"epsilon": 1e-6}),
+        widens=True,
+        work=functools.partial(work.generic, passes=6.0),
+    ),
+    NpuOperator(
+        ("AddRmsNorm",),
+        torch=(TorchForm("npu.npu_add_rms_norm.default", npu_add_rms_norm),),
+        run=form(npu_add_rms_norm, "x1 x2 gamma", attributes={"epsilon": 1e-6}),
+        widens=True,
+        work=functools.partial(work.generic, passes=6.0),
+    ),
+    NpuOperator(
+        ("AddRmsNormDynamicQuant",),
+        torch=(TorchForm("npu.npu_add_rms_norm_dynamic_quant.default", npu_add_rms_norm_dynamic_quant),),
+        run=_add_rms_norm_dynamic_quant,
+        widens=True,
+    ),
+    NpuOperator(
+        ("SwiGlu",),
+        torch=(TorchForm("npu.npu_swiglu.default", npu_swiglu),),
+        run=form(npu_swiglu, "x", attributes={"dim": -1}),
+        widens=True,
+        work=functools.partial(work.generic, passes=6.0),
+    ),
+    NpuOperator(
+        ("RotaryMul",),
+        torch=(TorchForm("npu.npu_rotary_mul.default", npu_rotary_mul),),
+        run=form(npu_rotary_mul, "x r1 r2"),
+        widens=True,
+    ),
+    NpuOperator(
+        ("DynamicQuant",),
+        torch=(TorchForm("npu.npu_dynamic_quant.default", npu_dynamic_quant),),
+        run=form(npu_dynamic_quant, "x", "smooth_scales", legal={"dst_type": _INT8}),
+        widens=True,
+        work=functools.partial(work.generic, passes=6.0),
+    ),
+    NpuOperator(
+        ("AscendQuantV2",),
+        torch=(TorchForm("npu.npu_quantize.default", npu_quantize),),
+        run=_static_quant,
+        widens=True,
+        work=functools.partial(work.generic, passes=4.0),
+    ),
+    NpuOperator(
+        ("QuantBatchMatmulV3",),
+        torch=(TorchForm("npu.npu_quant_matmul.default", npu_quant_matmul, weights=((1, "x2"),)),),
+        run=_quant_matmul,
+        widens=True,
+        work=work.product,
+        weight="x2",
+    ),
+    NpuOperator(
+        ("WeightQuantBatchMatmulV2",),
+        torch=(TorchForm("npu.npu_weight_quant_batchmatmul.default", npu_weight_quant_batchmatmul),),
+        run=_weight_quant_matmul,
+        widens=True,
+        work=work.product,
+    ),
+    NpuOperator(
+        ("MatMul", "MatMulV2", "MatMulV3"),
+        acl=("aclnnMatmulWeightNz", "aclnnMm"),
+        torch=(TorchForm("aten.mm.default", mm, weights=((1, "mat2"),)), TorchForm("npu.npu_linear.default", npu_linear)),
+        run=_mat_mul("transpose_x1", "transpose_x2", 2),
+        types=type_rules.product,
+        work=work.product,
+        weight="x2",
+    ),
+    NpuOperator(
+        ("BatchMatMul", "BatchMatMulV2"),
+        torch=(TorchForm("aten.bmm.default", bmm),),
+        run=_mat_mul("adj_x1", "adj_x2", None),
+        types=functools.partial(type_rules.product, first="adj_x1", second="adj_x2"),
+        work=functools.partial(work.product, transposed="adj_x1"),
+    ),
+    NpuOperator(acl=("aclnnBatchMatMul",), work=work.product),
+)

@@ -1,0 +1,285 @@
+"""The exchange of tokens with experts on other ranks: dispatch and combine.
+
+Kernels take the calls of all members of a group and compute the results of the members that are named, or of all. Semantics: the operator
+documentation of Ascend/op-plugin.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from ....graphs.types import DISPATCH
+from . import work
+from .call import Call, Results, group_of
+from .checks import FLOATS, refuse_options, require, require_shape, to_int8, undefined
+from .collectives import Members, check_size, wanted_members
+from .record import Arguments, NpuOperator, TorchForm
+
+# Integers in a row of assist_info; the real operator does not document their layout.
+ASSIST = 128
+
+
+def npu_moe_distribute_dispatch_v2(calls: list[Arguments], members: Sequence[int] | None = None) -> list[tuple[torch.Tensor, ...]]:
+    """Sends every token to the members that own its experts; the member index is its rank, whatever ep_rank_id says.
+
+    Each call: (x [T, M], expert_ids int32 [T, X], group, size, rank, experts) and options scales f32 [E, M], x_active_mask bool [T]
+    (or [T, X]), expert_scales f32 [T, X], quant_mode 0 or 2, global_bs, expert_token_nums_type 0 or 1.
+
+    Returns:
+        for each of `members`, or of all, rows [A, M] by local expert, then by source; f32 scales [A]; int32 assist_info [A*128];
+        int64 tokens of each local expert; int32 running sums of rows [experts]; int32 [tp_world_size]; f32 expert scales [A] or [0].
+        Rows beyond the received ones are undefined, so are scales without quantisation.
+    """
+    op = "npu_moe_distribute_dispatch_v2"
+    size, experts = calls[0][0][3], calls[0][0][5]
+    check_size(op, size, calls)
+    if experts % size:
+        raise LoweringError(f"{op}: {experts} experts do not divide by {size} members")
+    sent = [_sent(op, args, kwargs, rank) for rank, (args, kwargs) in enumerate(calls)]
+    return [_received(op, calls[rank], sent, rank, experts // size) for rank in wanted_members(calls, members)]
+
+
+class _Sent:
+    """What one member sends: rows, their scales and where they come from, one per (token, choice)."""
+
+    def __init__(self, rows: torch.Tensor, scales: torch.Tensor, origin: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> None:
+        self.rows, self.scales, self.origin, self.expert, self.weight = rows, scales, origin, expert, weight
+
+
+def _sent(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rank: int) -> _Sent:
+    x, ids, experts = args[0], args[1], args[5]
+    read = ("scales", "x_active_mask", "expert_scales", "quant_mode", "global_bs", "expert_token_nums_type", "group_tp", "comm_alg")
+    refuse_options(op, {k: v for k, v in kwargs.items() if k not in read}, tp_world_size=1, shared_expert_num=1)
+    require(op, "x", x, FLOATS, (2,))
+    require(op, "expert_ids", ids, (torch.int32,), (2,))
+    token, choice = active_choices(op, ids, kwargs.get("x_active_mask")).nonzero(as_tuple=True)
+    expert = ids[token, choice].long()
+    _check_ids(op, ids[token.unique()], experts, rank)
+    rows, mode, smooth = x[token], kwargs.get("quant_mode", 0), kwargs.get("scales")
+    scales = undefined(len(rows), dtype=torch.float32)
+    if mode == 2:
+        rows, scales = _reciprocal_int8(rows.float() if smooth is None else rows.float() * smooth[expert].float())
+    elif mode != 0 or smooth is not None:
+        raise LoweringError(f"{op}: quant_mode {mode} with scales {smooth is not None}; legal is 0 without scales, or 2")
+    origin = torch.stack((torch.full_like(token, rank), token, choice), 1).int()
+    weight = kwargs.get("expert_scales")
+    weight = undefined(len(rows), dtype=torch.float32) if weight is None else weight[token, choice].float()
+    return _Sent(rows, scales, origin, expert, weight)
+
+
+def active_choices(op: str, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """bool [T, X]: the choices that are dispatched.
+
+    Raises:
+        LoweringError: when a mask over tokens is not all true first, then all false.
+    """
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    active = require(op, "x_active_mask", mask, (torch.bool,), (1, 2))
+    require_shape(op, "x_active_mask", active, ids.shape[: active.dim()])
+    if active.dim() == 1 and not torch.equal(active, torch.arange(len(active)) < active.sum()):
+        raise LoweringError(f"{op}: x_active_mask is {active.tolist()}; legal is true for the first tokens, then false")
+    return active if active.dim() == 2 else active[:, None].expand(ids.shape)
+
+
+def _check_ids(op: str, ids: torch.Tensor, experts: int, rank: int) -> None:
+    ranked = ids.sort(-1).values
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= experts or bool((ranked[:, 1:] == ranked[:, :-1]).any())):
+        raise LoweringError(f"{op}: member {rank} has expert_ids {ids.tolist()}; legal are distinct ids from 0 to {experts - 1} a token")
+
+
+def _reciprocal_int8(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows times 127 / max|row|: this operator multiplies where the other quantising ones divide. Zero rows get scale 0."""
+    largest = wide.abs().amax(-1)
+    factor = 127.0 / torch.where(largest == 0, 1.0, largest)
+    return to_int8(wide * factor[:, None]), torch.where(largest == 0, 0.0, 1.0 / factor)
+
+
+def _received(op: str, call: Arguments, sent: list[_Sent], rank: int, local: int) -> tuple[torch.Tensor, ...]:
+    (_, ids, *_), kwargs = call
+    X, size = ids.shape[1], len(sent)
+    tokens = kwargs.get("global_bs", 0) or ids.shape[0] * size
+    capacity = tokens * min(local, X)
+    picks = [[(s.expert == rank * local + e).nonzero()[:, 0] for s in sent] for e in range(local)]
+    counts = torch.tensor([[len(pick) for pick in row] for row in picks])
+
+    def gathered(values: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([value[pick] for row in picks for value, pick in zip(values, row, strict=True)])
+
+    def padded(values: list[torch.Tensor]) -> torch.Tensor:
+        rows = gathered(values)
+        if len(rows) > capacity:
+            raise LoweringError(f"{op}: member {rank} receives {len(rows)} rows; {tokens} tokens make room for {capacity}")
+        whole = undefined(capacity, *rows.shape[1:], dtype=rows.dtype)
+        whole[: len(rows)] = rows
+        return whole
+
+    rows = padded([s.rows for s in sent])
+    assist = undefined(max(ids.numel(), capacity * ASSIST), dtype=torch.int32)
+    origin = gathered([s.origin for s in sent])
+    assist[: capacity * ASSIST].view(capacity, ASSIST)[: len(origin), :3] = origin
+    nums = counts.sum(1) if kwargs.get("expert_token_nums_type", 1) == 1 else counts.sum(1).cumsum(0)
+    ends = counts.flatten().cumsum(0).int()
+    weights = torch.empty(0)
+    if kwargs.get("expert_scales") is not None:
+        extra = undefined(tokens * 2 * X * (size // 8), dtype=torch.int32)
+        ends, weights = torch.cat((ends, extra)), padded([s.weight for s in sent])
+    return rows, padded([s.scales for s in sent]), assist, nums, ends, undefined(kwargs.get("tp_world_size", 0), dtype=torch.int32), weights
+
+
+def npu_moe_distribute_combine_v2(calls: list[Arguments], members: Sequence[int] | None = None) -> list[torch.Tensor]:
+    """Sends every row back to its token: out[t] = sum over x of expert_scales[t, x] * row(t, x) + shared_expert_x, in float32.
+
+    Each call: (rows [A, M], expert_ids int32 [T, X], assist_info, ep_send_counts, expert_scales f32 [T, X], group, size, rank,
+    experts) with the third and fourth as dispatch gave them, and options x_active_mask and shared_expert_x [T, M].
+
+    Returns:
+        [T, M] like the rows for each of `members`, or of all; inactive tokens are undefined.
+
+    Raises:
+        LoweringError: also when a token's row does not come back exactly once.
+    """
+    op = "npu_moe_distribute_combine_v2"
+    check_size(op, calls[0][0][6], calls)
+    returned = [_returned(op, args) for args, _ in calls]
+    return [_combined(op, *calls[rank], returned, rank) for rank in wanted_members(calls, members)]
+
+
+def _returned(op: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [N, M] that one member sends back and their (rank, token, choice) [N, 3]."""
+    rows, _, assist, ends, _, _, size, _, experts = args
+    require(op, "expand_x", rows, FLOATS, (2,))
+    require(op, "assist_info_for_combine", assist, (torch.int32,), (1,))
+    count = int(require(op, "ep_send_counts", ends, (torch.int32,), (1,))[experts // size * size - 1])
+    return rows[:count], assist[: count * ASSIST].view(count, ASSIST)[:, :3].long()
+
+
+def _combined(
+    op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: list[tuple[torch.Tensor, torch.Tensor]], rank: int
+) -> torch.Tensor:
+    ids, weights = args[1], require(op, "expert_scales", args[4], (torch.float32,), (2,))
+    read = ("x_active_mask", "shared_expert_x", "tp_send_counts", "expand_scales", "global_bs", "group_tp", "comm_alg")
+    refuse_options(op, {k: v for k, v in kwargs.items() if k not in read}, tp_world_size=1, shared_expert_num=1)
+    require_shape(op, "expert_scales", weights, ids.shape)
+    active = active_choices(op, ids, kwargs.get("x_active_mask"))
+    returns = torch.zeros_like(ids)
+    out = torch.zeros(ids.shape[0], args[0].shape[1])
+    for rows, origin in returned:
+        mine = origin[:, 0] == rank
+        token, choice = origin[mine, 1], origin[mine, 2]
+        returns.index_put_((token, choice), torch.ones_like(token, dtype=ids.dtype), accumulate=True)
+        out.index_add_(0, token, rows[mine].float() * weights[token, choice, None])
+    if not torch.equal(returns, active.to(returns.dtype)):
+        raise LoweringError(f"{op}: rows back at member {rank}: {returns.tolist()}; legal is one for each active choice, {active.tolist()}")
+    if (shared := kwargs.get("shared_expert_x")) is not None:
+        out = out + shared.reshape(out.shape).float()
+    out[~active.any(1)] = float("nan")
+    return out.to(args[0].dtype)
+
+
+_MOE_DEFAULTS = {"expert_shard_type": 0, "shared_expert_rank_num": 0, "zero_expert_num": 0, "copy_expert_num": 0, "const_expert_num": 0}
+_MOE_ATTRS = ("ep_world_size", "ep_rank_id", "moe_expert_num")
+_DISPATCHED = ("scales", "x_active_mask", "expert_scales")
+# Legal `y_dtype` of dispatched rows by quant_mode and dtype of x.
+_DISPATCHED_DTYPES: Mapping[int, Mapping[torch.dtype, int]] = {
+    0: {torch.float32: 0, torch.float16: 1, torch.bfloat16: 27},
+    2: {torch.float32: 2, torch.float16: 2, torch.bfloat16: 2},
+}
+
+
+def _dispatch(calls: list[Call], wanted: Sequence[int] | None = None) -> list[Results]:
+    members: Members = []
+    for call in calls:
+        call.expect(tp_rank_id=0, **_MOE_DEFAULTS)
+        x, mode = call.tensor("x"), call.attr("quant_mode", 0)
+        if (legal := _DISPATCHED_DTYPES.get(mode, {}).get(x.dtype)) is None or call.attr("y_dtype", 28) not in (legal, 28):
+            raise LoweringError(f"{call.op}: {x.dtype} with quant_mode {mode} as dtype number {call.attr('y_dtype')}; legal is {legal}")
+        options = {slot: call.optional(slot) for slot in _DISPATCHED}
+        options |= {name: call.attr(name, default) for name, default in _options(expert_token_nums_type=1).items()}
+        args = (x, call.tensor("expert_ids"), group_of(call), *map(call.attr, _MOE_ATTRS))
+        members.append((args, options | {"quant_mode": mode}))
+    return [*npu_moe_distribute_dispatch_v2(members, wanted)]
+
+
+def _options(**more: int) -> dict[str, int | str]:
+    return {"group_tp": "", "tp_world_size": 0, "shared_expert_num": 1, "global_bs": 0, "comm_alg": "", **more}
+
+
+_COMBINED = ("expand_x", "expert_ids", "assist_info_for_combine", "ep_send_counts", "expert_scales")
+
+
+def _combine(calls: list[Call], wanted: Sequence[int] | None = None) -> list[Results]:
+    members: Members = []
+    for call in calls:
+        call.expect(tp_rank_id=0, out_dtype=0, comm_quant_mode=0, group_list_type=0, **_MOE_DEFAULTS)
+        options = {slot: call.optional(slot) for slot in ("tp_send_counts", "x_active_mask", "expand_scales", "shared_expert_x")}
+        options |= {name: call.attr(name, default) for name, default in _options().items()}
+        members.append(((*map(call.tensor, _COMBINED), group_of(call), *map(call.attr, _MOE_ATTRS)), options))
+    return [*npu_moe_distribute_combine_v2(members, wanted)]
+
+
+def _exchange_work(op: Any, facts: work.Facts, kind: str) -> work.Work:
+    """A row a token and chosen expert; the busiest rank decides."""
+    ids = facts.types[work.slot(op, "expert_ids")]
+    rows = facts.types[work.slot(op, "x") if kind == "dispatch" else work.slot(op, "expand_x")]
+    sent = facts.types[f"{op.name}:0"] if kind == "dispatch" else rows
+    ranks = int(op.attr["ep_world_size"].i)
+    nbytes = ids.elements * sent.nbytes / max(sent.shape[0], 1) * (ranks - 1) / ranks
+    return work.Work(sent_bytes=nbytes * facts.expert_imbalance, group=op.attr["group_ep"].s.decode(), exchange=kind)
+
+
+def _dispatched_rows(op: Any, types: Mapping[str, Any], ranks: int) -> work.Rows:
+    choices, ep, experts = types[op.input[1]].elements, int(op.attr["ep_world_size"].i), int(op.attr["moe_expert_num"].i)
+    return work.Rows(choices, choices * ep, experts // ep, experts)
+
+
+_EXPERTS = "expert dispatch and combine"
+OPERATORS = (
+    NpuOperator(
+        ("MoeDistributeDispatch", "MoeDistributeDispatchV2", "MoeDistributeDispatchV3"),
+        torch=(
+            TorchForm(
+                "npu.npu_moe_distribute_dispatch_v2.default",
+                group_kernel=npu_moe_distribute_dispatch_v2,
+                group=(2, "group_ep"),
+                size=3,
+                rank=4,
+            ),
+        ),
+        run_group=_dispatch,
+        work=functools.partial(_exchange_work, kind="dispatch"),
+        routed=_dispatched_rows,
+        collective="moe_dispatch",
+        own_group=DISPATCH,
+        exchange=_EXPERTS,
+    ),
+    NpuOperator(
+        ("MoeDistributeCombine", "MoeDistributeCombineV2", "MoeDistributeCombineV3"),
+        torch=(
+            TorchForm(
+                "npu.npu_moe_distribute_combine_v2.default",
+                group_kernel=npu_moe_distribute_combine_v2,
+                group=(5, "group_ep"),
+                size=6,
+                rank=7,
+            ),
+        ),
+        run_group=_combine,
+        work=functools.partial(_exchange_work, kind="combine"),
+        collective="moe_combine",
+        own_group=DISPATCH,
+        exchange=_EXPERTS,
+    ),
+    NpuOperator(
+        ("MoeDistributeCombineAddRmsNorm",),
+        torch=(TorchForm("npu.npu_moe_distribute_combine_add_rms_norm.default", group=(7, "group_ep"), size=8, rank=9),),
+        collective="moe_combine",
+        own_group=DISPATCH,
+        exchange=_EXPERTS,
+    ),
+)

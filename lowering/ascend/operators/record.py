@@ -1,0 +1,107 @@
+"""The record of an NPU operator: all that is known of it, in GE's form and in torch's, so that an operator is one entry of one file.
+
+A field that an operator leaves out has the plain answer: it reads its inputs, writes new results, and exchanges nothing. Where there is
+no plain answer (a CPU kernel, the type of an undeclared result) who needs the field refuses the operator by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .call import Function, GroupFunction
+from .type_rules import Rule
+from .work import Rows, Stages, WorkRule
+
+Kernel = Callable[..., Any]
+"""CPU kernel of a torch operator of one rank: called with the arguments of its node."""
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and keyword arguments of one member's call."""
+GroupKernel = Callable[..., list[Any]]
+"""CPU kernel of a collective: `Arguments` of all members in rank order, and perhaps the members wanted -> their results, or all."""
+
+
+@dataclass(frozen=True)
+class TorchForm:
+    """An overload of torch that runs the operator.
+
+    Attributes:
+        name: of the overload, as `npu.npu_rms_norm.default`.
+        kernel: on one rank; takes CPU tensors, raises LoweringError for arguments that it does not implement, fills rows that the
+            documentation calls undefined with NaN (integers: the lowest value), and also takes float32 where the device has bfloat16 only.
+        group_kernel: of all members, where it communicates.
+        group: position and name of the argument that has the group.
+        size: position of the number of members; None where the operator does not name it.
+        rank: position of the rank's number in its group, which is 0 in a file and each rank's own when it is opened; None as above.
+        weights: position and name of the inputs that a captured graph may have in NZ.
+        only_nz: dtype of weights that it takes in NZ alone.
+        host_lists: arguments that hold integers for the tiling, which the host computes: SymInt[] in torch_npu's schema.
+        in_place: overload that takes the same arguments and writes new pools into the old ones; "" where there is none.
+        pools: result -> position of the argument that it replaces, of a form that has `in_place`.
+        one_result: whether `in_place` returns one tensor, where this form returns several.
+    """
+
+    name: str
+    kernel: Kernel | None = None
+    group_kernel: GroupKernel | None = None
+    group: tuple[int, str] | None = None
+    size: int | None = None
+    rank: int | None = None
+    weights: tuple[tuple[int, str], ...] = ()
+    only_nz: torch.dtype | None = None
+    host_lists: tuple[str, ...] = ()
+    in_place: str = ""
+    pools: Mapping[int, int] = field(default_factory=dict)
+    one_result: bool = False
+
+
+@dataclass(frozen=True)
+class NpuOperator:
+    """One operator.
+
+    Attributes:
+        ge: its types in GE graphs; several where versions have the same meaning.
+        acl: functions of CANN that run it outside GE, where they have names of their own.
+        torch: its overloads.
+        run: computes a GE operator on one rank; those that write in place return what they write.
+        run_group: computes a GE operator on all members of a group.
+        widens: its kernel returns float32 for float32, where GE declares bfloat16.
+        types: dtype and sizes of results that conversion leaves undeclared.
+        keeps_format: results are in the format of the first input, or in the one that attribute `dst_format` names.
+        work: what it reads, writes, computes and sends; None: its operands and results once (`work.generic`).
+        stages: the same for an operator that computes and communicates one after the other.
+        routed: rows by expert of the group list that it gives, for the number of ranks.
+        writes: result -> input whose memory it overwrites.
+        view: its result may share the memory of its first input.
+        copies: number of inputs that it reads whole and writes elsewhere; 0 where it is no copy.
+        lengths: positions of inputs that are lengths of the step, and never constants.
+        weight: name of the input that it takes in NZ; inputs of a list are numbered.
+        only_nz: whether an operator message takes int8 weights in NZ alone.
+        collective: name of the same exchange in partitioned graphs; "" where it does not communicate.
+        own_group: the group that it has for itself on NPUs; "" where it shares one with other collectives.
+        exchange: what it exchanges in `own_group`, for messages.
+    """
+
+    ge: tuple[str, ...] = ()
+    acl: tuple[str, ...] = ()
+    torch: tuple[TorchForm, ...] = ()
+    run: Function | None = None
+    run_group: GroupFunction | None = None
+    widens: bool = False
+    types: Rule | None = None
+    keeps_format: bool = False
+    work: WorkRule | None = None
+    stages: Stages | None = None
+    routed: Callable[[Any, Mapping[str, Any], int], Rows] | None = None
+    writes: Mapping[int, int] = field(default_factory=dict)
+    view: bool = False
+    copies: int = 0
+    lengths: tuple[int, ...] = ()
+    weight: str = ""
+    only_nz: Callable[[Any], bool] | None = None
+    collective: str = ""
+    own_group: str = ""
+    exchange: str = ""

@@ -1,0 +1,185 @@
+"""CPU kernels of the NPU's attention over chosen keys: the indexer that chooses them, and the attention.
+
+Semantics: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from .call import form
+from .checks import FLOATS, refuse_options, require, require_shape, undefined
+from .record import NpuOperator, TorchForm
+
+_LAST = 2**63 - 1
+_MOST_CHOSEN, _MOST_INDEX_HEADS, _MOST_HEADS = 2048, 64, 128
+
+
+def npu_lightning_indexer(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    actual_seq_lengths_query: torch.Tensor | None = None,
+    actual_seq_lengths_key: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the keys with the largest `sum_h weights[h] * relu(q[h] . k)`, up to `i + Lkv - Lq` for query i (sparse_mode 3).
+
+    Args:
+        query: [B, Q, I, D]; weights: [B, Q, I].
+        key: cache [pages, P, 1, D].
+        actual_seq_lengths_query: int32 [B] queries of each sequence; absent: all Q.
+        actual_seq_lengths_key: int32 [B] keys of each sequence.
+        block_table: int32 [B, N] pages of each sequence.
+
+    Returns:
+        int32 [B, Q, 1, sparse_count], -1 behind the keys that a query sees; and nothing, for the scores.
+    """
+    op = "npu_lightning_indexer"
+    refuse_options(op, options, pre_tokens=_LAST, next_tokens=_LAST, return_value=False)
+    _check_layout(op, layout_query, layout_key, sparse_mode)
+    B, Q, heads, D = require(op, "query", query, (key.dtype,), (4,)).shape
+    require_shape(op, "weights", require(op, "weights", weights, (query.dtype, torch.float32)), (B, Q, heads))
+    require_shape(op, "key", require(op, "key", key, FLOATS, (4,)), (*key.shape[:2], 1, D))
+    if heads > _MOST_INDEX_HEADS or not 0 < sparse_count <= _MOST_CHOSEN:
+        raise LoweringError(
+            f"{op}: {heads} heads, sparse_count {sparse_count}; legal are up to {_MOST_INDEX_HEADS}, and 1 to {_MOST_CHOSEN}"
+        )
+    indices = torch.full((B, Q, 1, sparse_count), -1, dtype=torch.int32)
+    for b, (new, length, pages) in enumerate(_rows(op, Q, key, actual_seq_lengths_query, actual_seq_lengths_key, block_table)):
+        keys = key[pages].flatten(0, 2)[:length].float()
+        # Of any strides, so that equal values give equal sums.
+        asked, shares = (part[b, :new].float().contiguous() for part in (query, weights))
+        scores = torch.einsum("tid,kd->tik", asked, keys).relu()
+        best = _of_seen(torch.einsum("ti,tik->tk", shares, scores), length - new).topk(min(sparse_count, length))
+        indices[b, :new, 0, : best.indices.shape[1]] = torch.where(best.values > float("-inf"), best.indices.int(), -1)
+    return indices, torch.empty(0, dtype=query.dtype)
+
+
+def npu_sparse_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sparse_indices: torch.Tensor,
+    scale_value: float,
+    *,
+    block_table: torch.Tensor | None = None,
+    actual_seq_lengths_query: torch.Tensor | None = None,
+    actual_seq_lengths_kv: torch.Tensor | None = None,
+    query_rope: torch.Tensor | None = None,
+    key_rope: torch.Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "BSND",
+    sparse_mode: int = 3,
+    attention_mode: int = 0,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention over latents at chosen positions, further up to `i + Lkv - Lq` for query i (sparse_mode 3).
+
+    Args:
+        query: [B, Q, H, L]; query_rope: [B, Q, H, R].
+        key: cache [pages, P, 1, L] of latents, which are the values too; key_rope: [pages, P, 1, R].
+        sparse_indices: int32 [B, Q, 1, K], -1 behind the chosen positions.
+
+    Returns:
+        o like query, undefined where a query sees nothing; and two results that are empty.
+    """
+    op = "npu_sparse_flash_attention"
+    refuse_options(op, options, pre_tokens=_LAST, next_tokens=_LAST, return_softmax_lse=False)
+    _check_layout(op, layout_query, layout_kv, sparse_mode)
+    B, Q, H, _ = require(op, "query", query, (key.dtype,), (4,)).shape
+    rotated = require(op, "key_rope", key_rope, (key.dtype,), (4,))
+    require_shape(op, "query_rope", require(op, "query_rope", query_rope, (query.dtype,), (4,)), (B, Q, H, rotated.shape[3]))
+    chosen = require(op, "sparse_indices", sparse_indices, (torch.int32,), (4,))
+    require_shape(op, "sparse_indices", chosen, (B, Q, 1, chosen.shape[3]))
+    same = value.shape == key.shape and (value.data_ptr() == key.data_ptr() or torch.equal(value.nan_to_num(), key.nan_to_num()))
+    if attention_mode != 2 or sparse_block_size != 1 or not same or H & (H - 1) or H > _MOST_HEADS:
+        raise LoweringError(
+            f"{op}: attention_mode {attention_mode}, sparse_block_size {sparse_block_size}, {H} heads, values {'' if same else 'not '}the "
+            f"keys; legal are 2, 1, a power of two up to {_MOST_HEADS}, and values that are the keys"
+        )
+    out = undefined(*query.shape, dtype=query.dtype)
+    queries = torch.cat([query, query_rope], -1).float().contiguous()  # type: ignore[list-item]
+    for b, (new, length, pages) in enumerate(_rows(op, Q, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table)):
+        latents, rotary = (cache[pages].flatten(0, 2)[:length].float() for cache in (key, rotated))
+        places = chosen[b, :new, 0].long()
+        read = (places >= 0) & (places <= torch.arange(length - new, length)[:, None])
+        places = torch.where(read, places, 0)
+        scores = torch.einsum("thd,tkd->thk", queries[b, :new], torch.cat([latents, rotary], -1)[places]) * scale_value
+        shares = torch.where(read[:, None], scores, float("-inf")).softmax(-1)
+        # What is not read may be NaN, and so may the shares of a query that reads nothing.
+        mixed = torch.einsum("thk,tkl->thl", shares, torch.where(read[..., None], latents[places], 0.0))
+        some = read.any(-1)
+        out[b, :new][some] = mixed[some].to(out.dtype)
+    return out, torch.empty(0), torch.empty(0)
+
+
+def _of_seen(scores: torch.Tensor, before: int) -> torch.Tensor:
+    """Scores [new, keys], -inf of keys that a query does not see: those behind it, `before` of which lie before the first query."""
+    new, keys = scores.shape
+    return torch.where(torch.arange(keys) <= before + torch.arange(new)[:, None], scores, float("-inf"))
+
+
+def _check_layout(op: str, query: str, keys: str, sparse_mode: int) -> None:
+    if (query, keys, sparse_mode) != ("BSND", "PA_BSND", 3):
+        raise LoweringError(
+            f"{op}: layouts {query!r} and {keys!r}, sparse_mode {sparse_mode}; the CPU kernel knows 'BSND', 'PA_BSND' and 3"
+        )
+
+
+def _rows(
+    op: str, Q: int, cache: torch.Tensor, queries: torch.Tensor | None, keys: torch.Tensor | None, table: torch.Tensor | None
+) -> list[tuple[int, int, torch.Tensor]]:
+    """Of each sequence its number of queries, its number of keys, and the pages of those."""
+    tables = require(op, "block_table", table, (torch.int32,), (2,))
+    lengths = require(op, "actual_seq_lengths of keys", keys, (torch.int32,), (1,)).tolist()
+    counts = [Q] * len(lengths) if queries is None else require(op, "actual_seq_lengths_query", queries, (torch.int32,), (1,)).tolist()
+    P = cache.shape[1]
+    if len(lengths) != len(tables) or len(counts) != len(tables) or any(n > tables.shape[1] * P for n in lengths):
+        raise LoweringError(f"{op}: keys {lengths} and queries {counts} of {len(tables)} rows of {tables.shape[1]} pages of {P}")
+    return [(new, length, row[: -(-length // P)].long()) for new, length, row in zip(counts, lengths, tables, strict=True)]
+
+
+OPERATORS = (
+    NpuOperator(
+        ("LightningIndexer",),
+        torch=(TorchForm("npu.npu_lightning_indexer.default", npu_lightning_indexer),),
+        run=form(
+            npu_lightning_indexer,
+            "query key weights",
+            "actual_seq_lengths_query actual_seq_lengths_key block_table",
+            attributes={"layout_query": "BSND", "layout_key": "BSND", "sparse_count": 2048, "sparse_mode": 3},
+            legal={"pre_tokens": _LAST, "next_tokens": _LAST, "return_values": False},
+        ),
+        widens=True,
+    ),
+    NpuOperator(
+        ("SparseFlashAttention",),
+        torch=(TorchForm("npu.npu_sparse_flash_attention.default", npu_sparse_flash_attention),),
+        run=form(
+            npu_sparse_flash_attention,
+            "query key value sparse_indices",
+            "block_table actual_seq_lengths_query actual_seq_lengths_kv query_rope key_rope",
+            attributes={
+                "scale_value": None,
+                "sparse_block_size": 1,
+                "layout_query": "BSND",
+                "layout_kv": "BSND",
+                "sparse_mode": 3,
+                "attention_mode": 0,
+            },
+            legal={"pre_tokens": _LAST, "next_tokens": _LAST, "return_softmax_lse": False},
+        ),
+        widens=True,
+    ),
+)
