@@ -14,8 +14,8 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.typing import Subprotocol
 
 from ..graphs.errors import ProtocolError, RequestError
+from .requests.frames import JSON, decode, encode
 from .response.events import TERMINAL_TYPES, ServerEvent
-from .socket.frames import JSON, decode, encode
 
 MAX_EVENT_BYTES = 64 * 2**20
 MAX_REASON_CHARS = 500

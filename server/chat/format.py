@@ -13,7 +13,8 @@ from ..parsers.message import MessageParser
 from ..parsers.tool_calls import ToolCallParser
 from ..requests.fields import show
 from ..requests.structured_output import OutputFormat
-from .reply_grammar import INSIDE, MAYBE, Reply, ToolUse, check_choice
+from ..requests.tool_fields import ToolUse
+from .reply_grammar import INSIDE, MAYBE, Reply, check_choice
 from .reply_grammar import NONE as NOT_AT_ALL
 from .template import Chat, ChatTemplate
 

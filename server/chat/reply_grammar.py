@@ -8,20 +8,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...graphs.errors import RequestError
-from ..grammar.json_blanks import OPTIONS, with_blanks
 from ..parsers.call_formats import CALL_BEGIN, CALL_END, CALLS, DSML, SEP
 from ..parsers.reasoning import CLOSE, OPEN
 from ..parsers.schemas import MAX_SHAPES, Schemas
+from ..requests.json_blanks import OPTIONS, with_blanks
 from ..requests.structured_output import OutputFormat
+from ..requests.tool_fields import AUTO, REQUIRED, ToolUse
 
 NONE, INSIDE, MAYBE = "none", "inside", "maybe"
 """Whether a reply begins with reasoning: not at all, within it already, or as the model likes."""
-
-AUTO, REQUIRED = "auto", "required"
 
 Special = Mapping[str, int]
 """Ids of special tokens by their text. Marks that are other tokens are text to a grammar, which has those tokens."""
@@ -29,39 +28,6 @@ Special = Mapping[str, int]
 ANY_TEXT = "/(?s:.*)/"
 FEW_BLANKS = r"/[ \t\r\n]{0,8}/"
 """What may stand between reasoning and a form: models write two line breaks."""
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    """Tools of a request, and what is to become of them.
-
-    Attributes:
-        tools: as `tools` of OpenAI's chats has them.
-        choice: "none", "auto" or "required".
-        named: the function that has to be called, where choice is "required"; None for any.
-        parallel: whether a reply may have several calls.
-    """
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    choice: str = AUTO
-    named: str | None = None
-    parallel: bool = True
-
-    @property
-    def offered(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that the prompt has: what is not to be called is not in it."""
-        return () if self.choice == NONE else self.tools
-
-    @property
-    def constrains(self) -> bool:
-        """Whether calls have to be of a form that the model might not write by itself."""
-        forms = self.choice == REQUIRED or not self.parallel or any(tool["function"].get("strict") for tool in self.tools)
-        return bool(self.offered) and forms
-
-    @property
-    def callable(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that may be called."""
-        return tuple(tool["function"] for tool in self.offered if self.named in (None, tool["function"]["name"]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +42,7 @@ class Reply:
     """
 
     reasoning: str
-    tools: ToolUse = ToolUse()
+    tools: ToolUse = field(default_factory=ToolUse)
     calls: str | None = None
     body: OutputFormat | None = None
 

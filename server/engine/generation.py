@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...runtime.request import Event, Request, Sampling, TokenEvent
 from ..requests.structured_output import OutputFormat
-from ..response.events import CompletionEnd
 from ..text.tokenizer import TextTokenizer
-from .output_stream import OutputStream, TextDelta
+from .output_stream import CompletionEnd, OutputStream, TextDelta
 
 Output = tuple[int, TextDelta | CompletionEnd]
 """What became of one engine event: the index of the completion, and new text or its end."""
@@ -129,3 +129,19 @@ class Generation:
             return ()
         stopped, self._stopped = tuple(self._stopped), []
         return stopped
+
+
+def completion_id(base: str, index: int) -> str:
+    """Id of a completion; the first has the id of its response."""
+    return base if index == 0 else f"{base}_{index}"
+
+
+def completion_seed(seed: int | None, index: int) -> int | None:
+    """The seed of completion `index` of a response with `seed`.
+
+    Completion 0 has the response's seed, so it equals a response with one completion. Completion i has the first 63 bits of the SHA-256
+    of the text "<seed>/<i>", so that it can be reproduced alone. Without a seed the engine draws one for each completion.
+    """
+    if seed is None or index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...runtime.request import FinishEvent, Logprobs, TokenEvent
-from ..response.events import CompletionEnd
-from ..response.usage import Usage
+from ...runtime.request import ExecutionRecord, FinishEvent, Logprobs, TokenEvent
 from ..text.tokenizer import Detokenizer, StopMatcher
+
+STATUS_BY_REASON: Mapping[str, str] = {
+    "stop": "completed",
+    "length": "incomplete",
+    "cancelled": "cancelled",
+    "timeout": "failed",
+    "error": "failed",
+}
+"""Engine finish reason to response status, best status first; the last event of a response is `response.<status>`."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts and execution record of a completion; reasoning is part of the output."""
+
+    input_tokens: int
+    output_tokens: int
+    record: ExecutionRecord
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class CompletionEnd:
+    """How one completion ended.
+
+    Attributes:
+        reason: one of runtime.request.FINISH_REASONS.
+        message: the error, for the reasons "error" and "timeout".
+        code: of an error that is the request's own.
+        ended_by: see runtime.request.FinishEvent.
+    """
+
+    reason: str
+    usage: Usage
+    message: str | None = None
+    ended_by: tuple[int, Logprobs] | None = None
+    code: str | None = None
+
+    @property
+    def status(self) -> str:
+        """Status of a response whose only completion ended so."""
+        return STATUS_BY_REASON[self.reason]
 
 
 class TextDelta(NamedTuple):

@@ -20,18 +20,14 @@ from ..grammar.compiler import GrammarCompiler, GrammarConstraint
 from ..guard.admission import Admission
 from ..guard.door import has_key
 from ..guard.limits import SocketLimits
-from ..mailbox import Mailbox
 from ..requests.fields import show
 from ..requests.structured_output import OutputFormat
-from ..response.events import completion_id
-from ..response.prepare import prepare
-from ..response.progress import PreparedResponse, Response
-from ..response.store import ResponseStore
-from ..socket.connection import CreateCommand
+from ..storage.store import ResponseStore
 from ..telemetry.trace_context import carrier
 from ..telemetry.tracing import Tracing
 from ..text.tokenizer import TextTokenizer
-from .generation import GenerationOptions
+from .generation import GenerationOptions, completion_id, completion_seed
+from .mailbox import Mailbox
 
 FIELD_OF = {"logprobs": "top_logprobs", "constraint": "text"}
 """Names in the API of request fields that have another name in the runtime."""
@@ -137,14 +133,6 @@ class Service:
         self._engine = engine
         self._clock = clock
 
-    def prepare(self, create: CreateCommand) -> PreparedResponse:
-        """Validates a message against the model and tokenizes its prompt.
-
-        Raises:
-            RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation without a chat template.
-        """
-        return prepare(self, create)
-
     def check_model(self, name: str | None) -> None:
         """Raises RequestError when a request names another model than the one that is served."""
         if name not in (None, self.model.name, *self.model.aliases):
@@ -233,7 +221,7 @@ class Service:
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
-        return self.tokenizer.grammars(self.model.eos_token_ids)
+        return GrammarCompiler(self.tokenizer.library, self.model.eos_token_ids)
 
     def _constraint(self, form: OutputFormat) -> GrammarConstraint:
         return self._grammars.constraint(form.kind, form.value, form.param)
@@ -241,10 +229,6 @@ class Service:
     def now_s(self) -> int:
         """Unix time."""
         return int(self._clock())
-
-    def response(self, prepared: PreparedResponse) -> Response:
-        """The response to be driven with the engine's events."""
-        return Response(prepared, self.tokenizer)
 
     def submit(self, requests: Sequence[Request], deliver: Callable[[Event], None], client: str = "") -> None:
         """Submits requests to the engine; `deliver` is called with their events on the running loop, in order.
@@ -339,14 +323,3 @@ class Service:
     def _too_long(self, what: str, param: str) -> RequestError:
         message = f"{param} has {what} and needs room for 1 more; the context of {self.model.name!r} is {self.model.max_model_len} tokens"
         return RequestError(message, param=param, code="context_length_exceeded")
-
-
-def completion_seed(seed: int | None, index: int) -> int | None:
-    """The seed of completion `index` of a response with `seed`.
-
-    Completion 0 has the response's seed, so it equals a response with one completion. Completion i has the first 63 bits of the SHA-256
-    of the text "<seed>/<i>", so that it can be reproduced alone. Without a seed the engine draws one for each completion.
-    """
-    if seed is None or index == 0:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1

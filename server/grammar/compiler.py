@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 
 from ...graphs.errors import ProtocolError, RequestError
 from ...runtime.constraint import TOO_COMPLEX, WORD_BITS, Bitmask
-from ..socket.frames import decode_json
+from ..requests.frames import decode_json
+from ..requests.json_blanks import with_blanks
 from .failures import LIMITS, failure, is_too_complex, reason_of
-from .json_blanks import with_blanks
 from .schema_check import compilable, has_half_pair
 from .tokens import GrammarTokens, by_number
 

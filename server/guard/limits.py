@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...graphs.errors import RequestError, SpecError
+from ..requests.bounds import MAX_PRIORITY
 
-MAX_PRIORITY = 1000
 MAX_FRAME_BYTES = 4 * 2**20
 LEAST_FRAME_BYTES = 2**18
 LEAST_CONNECTIONS = 256

@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from ...graphs.errors import ProtocolError, RequestError
 from ..requests.fields import MAX_PARAM_CHARS, show
-from ..socket.frames import decode_json
+from ..requests.frames import decode_json
 
 MAX_BODY_BYTES = 4 * 2**20
 

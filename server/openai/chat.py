@@ -9,10 +9,11 @@ from starlette.responses import JSONResponse, Response
 
 from ...graphs.errors import RequestError
 from ...runtime.request import Request as EngineRequest
-from ..chat.reply_grammar import AUTO, REQUIRED, ToolUse, check_choice
+from ..chat.reply_grammar import check_choice
 from ..chat.template import Chat
 from ..engine.service import Service
 from ..parsers.message import MessageParser
+from ..requests.tool_fields import AUTO, REQUIRED, ToolUse
 from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
 from .chat_choice import ChatChoice
 from .choices import ChunkFrames, Header, whole_answer

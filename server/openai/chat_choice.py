@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...runtime.request import Logprobs
-from ..engine.output_stream import TextDelta
+from ..engine.output_stream import CompletionEnd, TextDelta
 from ..parsers.message import MessageParser, Part
 from ..parsers.reasoning import Content, Reasoning
 from ..parsers.tool_calls import CallArguments, CallBegin, CallEnd, new_call_id
-from ..response.events import CompletionEnd
 from ..text.logprobs import prompt_entries, token_objects
 from ..text.tokenizer import TextTokenizer
 from .choices import FINISH_REASONS

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ..engine.generation import Output
-from ..engine.output_stream import TextDelta
+from ..engine.output_stream import CompletionEnd, TextDelta
 from ..requests.error_objects import failure_of
-from ..response.events import CompletionEnd
 from .errors import EngineTimeout, failure
 from .sse import DONE, failure_frames, fault_frames, frame
 from .usage import usage_object

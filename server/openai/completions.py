@@ -12,9 +12,8 @@ from starlette.responses import JSONResponse, Response
 from ...runtime.request import Logprobs
 from ...runtime.request import Request as EngineRequest
 from ..engine.generation import GenerationOptions
-from ..engine.output_stream import TextDelta
+from ..engine.output_stream import CompletionEnd, TextDelta
 from ..engine.service import Service
-from ..response.events import CompletionEnd
 from ..text.logprobs import finite, prompt_entries
 from ..text.tokenizer import Detokenizer, TextTokenizer
 from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ... import __version__
 from ...graphs.errors import RequestError
 from ..engine.generation import GenerationOptions
-from ..response.events import CompletionEnd
+from ..engine.output_stream import CompletionEnd
 from .api import Api, client_of, new_id
 from .bodies import Body
 from .sse import whole

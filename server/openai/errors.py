@@ -9,9 +9,9 @@ from starlette.responses import JSONResponse
 
 from ...graphs.errors import RequestError
 from ...runtime.constraint import DEAD_END, TOO_COMPLEX
+from ..engine.output_stream import CompletionEnd
 from ..guard.door import error_response as response_of
 from ..requests.error_objects import ErrorReply, error_reply, failure_of
-from ..response.events import CompletionEnd
 
 log = logging.getLogger(__name__)
 

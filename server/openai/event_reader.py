@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..engine.service import Service
 from ..response.events import ServerEvent, in_lane
-from ..response.run import ResponseRun
+from ..storage.store import RunningResponse
 from .live import MAX_WAITING, TooSlow
 
 
@@ -30,9 +30,9 @@ class EventReader:
         self._waiting: list[ServerEvent] = []
         self._filled = asyncio.Event()
         self._error: Exception | None = None
-        self._run: ResponseRun | None = None
+        self._run: RunningResponse | None = None
 
-    def follow(self, run: ResponseRun | None) -> None:
+    def follow(self, run: RunningResponse | None) -> None:
         """Names the run that it reads, which is left by `cancel`; None for one that has ended."""
         self._run = run
 

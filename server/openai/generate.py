@@ -14,12 +14,11 @@ from ...graphs.errors import RequestError
 from ...runtime.request import Request as EngineRequest
 from ...runtime.request import Sampling
 from ..engine.generation import GenerationOptions, Output
-from ..engine.output_stream import TextDelta
+from ..engine.output_stream import CompletionEnd, TextDelta
 from ..engine.service import Service
-from ..requests.create_body import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
+from ..requests.bounds import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..requests.error_objects import failure_of
 from ..requests.structured_output import OutputFormat
-from ..response.events import CompletionEnd
 from ..text.tokenizer import TextTokenizer
 from .api import Api, chosen_by, client_of, new_id, off_loop, takes_long
 from .bodies import Body, FailFast, Ignored, Neutral, validate

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from ..guard.limits import MAX_PRIORITY
-from ..requests.create_body import (
+from ..requests.bounds import (
     MAX_BAD_WORDS,
     MAX_COMPLETIONS,
+    MAX_PRIORITY,
     MAX_SALT_CHARS,
     MAX_SEED,
     MAX_STOP_CHARS,

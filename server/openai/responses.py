@@ -16,9 +16,8 @@ from ..guard.door import OWNER
 from ..requests.create_body import ResponseCreate, read_create
 from ..requests.fields import FieldError, boolean
 from ..response.events import ServerEvent, error_event
-from ..response.prepare import Owners, continued, keeping
+from ..response.prepare import Owners, continued, keeping, new_response_id, prepare
 from ..response.run import ResponseRun
-from ..socket.connection import CreateCommand, new_response_id
 from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, client_of, off_loop
 from .errors import EngineTimeout
 from .event_reader import EventReader
@@ -42,16 +41,15 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     create = _create(fields, service)
     owners = Owners(str(request.scope.get(OWNER, "")))
     kept = keeping(service, create, owners)
-    command = CreateCommand(new_response_id(), "", continued(service, create, owners))
-    prepared = await off_loop(command.body.takes_long, lambda: service.prepare(command))
-    name = command.response_id
-    run = ResponseRun(service, prepared, kept, on_end=lambda: api.live.pop(name, None))
+    whole_body, response_id = continued(service, create, owners), new_response_id()
+    prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, response_id))
+    run = ResponseRun(service, prepared, kept, on_end=lambda: api.live.pop(response_id, None))
     reader = EventReader(service, MAX_WAITING if streams else None)
     reader.follow(run)
     waits = streams or not create.background
     run.start(reader if waits else None, client_of(request))
     if not run.ended.is_set():
-        api.live[name] = run
+        api.live[response_id] = run
     if not waits:
         return JSONResponse(run.snapshot())
     if streams:

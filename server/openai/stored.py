@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from ...graphs.errors import RequestError
 from ..guard.door import OWNER
 from ..requests.fields import show
-from ..response.store import NotResumable, StoredResponse
+from ..storage.store import NotResumable, StoredResponse
 from .api import Api
 from .event_reader import EventReader
 from .responses import EventFrames

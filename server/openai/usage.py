@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..response.usage import Usage
+from ..engine.output_stream import Usage
 
 
 def usage_object(completions: Sequence[Usage], n: int = 1) -> dict[str, Any]:

@@ -21,29 +21,30 @@ from typing import Any
 
 from ...graphs.errors import RequestError
 from ...runtime.request import Sampling
-from ..chat.reply_grammar import ToolUse
-from ..guard.limits import MAX_PRIORITY
+from .bounds import (
+    MAX_BAD_WORDS,
+    MAX_COMPLETIONS,
+    MAX_METADATA,
+    MAX_METADATA_CHARS,
+    MAX_MODEL_CHARS,
+    MAX_PRIORITY,
+    MAX_RESPONSE_ID_CHARS,
+    MAX_SALT_CHARS,
+    MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STREAM_ID_CHARS,
+    MAX_TOP_LOGPROBS,
+)
 from .fields import FieldError, boolean, choices, integer, logit_bias, number, optional, refuse_unknown, show, string, strings, token_ids
 from .items import ChatMessage, Item, read_items, template_messages, text_of
 from .neutral import IGNORED, NEUTRAL, without_neutral
 from .structured_output import OutputFormat, of_extension, of_responses
-from .tool_fields import read_effort, read_tools, read_variables
+from .tool_fields import ToolUse, read_effort, read_tools, read_variables
 
 INLINE_PROMPT_CHARS = 4096
 """Longer prompts are tokenized on a thread."""
 
-MAX_STREAM_ID_CHARS = 128
-MAX_MODEL_CHARS = 1024
-MAX_RESPONSE_ID_CHARS = 128
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-MAX_BAD_WORDS = 256
-MAX_SEED = 2**63 - 1
-MAX_TOP_LOGPROBS = 20
-MAX_COMPLETIONS = 8
-MAX_METADATA = 16
-MAX_METADATA_CHARS = 512
-MAX_SALT_CHARS = 256
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 """Changes nothing: reasoning is told as it is."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..grammar.json_blanks import with_blanks
 from .fields import FieldError, refuse_unknown, show
+from .json_blanks import with_blanks
 
 EXTENDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "json_object": "json_object"}
 """Fields of vLLM's `structured_outputs`, and the kind of grammar that each holds."""

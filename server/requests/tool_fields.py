@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ..chat.reply_grammar import AUTO, NONE, REQUIRED, ToolUse
 from .fields import FieldError, boolean, optional, refuse_unknown, show, string
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
+NONE, AUTO, REQUIRED = "none", "auto", "required"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools of a request, and what is to become of them.
+
+    Attributes:
+        tools: as `tools` of OpenAI's chats has them.
+        choice: "none", "auto" or "required".
+        named: the function that has to be called, where choice is "required"; None for any.
+        parallel: whether a reply may have several calls.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    choice: str = AUTO
+    named: str | None = None
+    parallel: bool = True
+
+    @property
+    def offered(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the prompt has: what is not to be called is not in it."""
+        return () if self.choice == NONE else self.tools
+
+    @property
+    def constrains(self) -> bool:
+        """Whether calls have to be of a form that the model might not write by itself."""
+        forms = self.choice == REQUIRED or not self.parallel or any(tool["function"].get("strict") for tool in self.tools)
+        return bool(self.offered) and forms
+
+    @property
+    def callable(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that may be called."""
+        return tuple(tool["function"] for tool in self.offered if self.named in (None, tool["function"]["name"]))
 
 
 def read_tools(body: Mapping[str, Any]) -> ToolUse:

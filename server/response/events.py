@@ -17,22 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...runtime.request import Logprobs
+from ..engine.output_stream import STATUS_BY_REASON, CompletionEnd
 from ..requests.error_objects import error_reply, failure_of
 from .output_items import EventBody
 from .output_writer import OutputWriter
-from .usage import Usage, usage_object
+from .usage import usage_object
 
 ServerEvent = dict[str, Any]
-
-STATUS_BY_REASON: Mapping[str, str] = {
-    "stop": "completed",
-    "length": "incomplete",
-    "cancelled": "cancelled",
-    "timeout": "failed",
-    "error": "failed",
-}
-"""Engine finish reason to response status, best status first; the last event of a response is `response.<status>`."""
 
 TERMINAL_TYPES = tuple(dict.fromkeys(f"response.{status}" for status in STATUS_BY_REASON.values()))
 
@@ -70,29 +61,6 @@ class ResponseInfo:
     parallel_tool_calls: bool = True
     text: Mapping[str, Any] = field(default_factory=lambda: {"format": {"type": "text"}})
     effort: str | None = None
-
-
-@dataclass(frozen=True)
-class CompletionEnd:
-    """How one completion ended.
-
-    Attributes:
-        reason: one of runtime.request.FINISH_REASONS.
-        message: the error, for the reasons "error" and "timeout".
-        code: of an error that is the request's own.
-        ended_by: see runtime.request.FinishEvent.
-    """
-
-    reason: str
-    usage: Usage
-    message: str | None = None
-    ended_by: tuple[int, Logprobs] | None = None
-    code: str | None = None
-
-    @property
-    def status(self) -> str:
-        """Status of a response whose only completion ended so."""
-        return STATUS_BY_REASON[self.reason]
 
 
 def error_event(error: Exception, *, stream_id: str | None = None) -> ServerEvent:
@@ -206,11 +174,6 @@ class ResponseEvents:
     def _numbered(self, bodies: Sequence[EventBody]) -> list[ServerEvent]:
         first, self._sequence = self._sequence, self._sequence + len(bodies)
         return [{"type": body["type"], "sequence_number": number, **self._stream, **body} for number, body in enumerate(bodies, first)]
-
-
-def completion_id(base: str, index: int) -> str:
-    """Id of a completion; the first has the id of its response."""
-    return base if index == 0 else f"{base}_{index}"
 
 
 def _failure(ends: Sequence[CompletionEnd]) -> str:

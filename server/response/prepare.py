@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...graphs.errors import RequestError
 from ...runtime.request import Request
-from ..chat.reply_grammar import AUTO, check_choice
+from ..chat.reply_grammar import check_choice
 from ..chat.template import Chat
 from ..engine.generation import GenerationOptions
+from ..engine.service import Service
 from ..parsers.message import MessageParser
 from ..requests.create_body import Conversation, ResponseCreate
 from ..requests.structured_output import OutputFormat
-from ..socket.connection import CreateCommand
+from ..requests.tool_fields import AUTO
 from .events import ResponseInfo
 from .progress import PreparedResponse
 from .run import Keeping
-
-if TYPE_CHECKING:
-    from ..engine.service import Service
 
 
 @dataclass(frozen=True)
@@ -75,20 +74,27 @@ def keeping(service: Service, body: ResponseCreate, owners: Owners) -> Keeping:
     return Keeping(owner, whole, body.resumable, body.background)
 
 
-def prepare(service: Service, create: CreateCommand) -> PreparedResponse:
-    """Validates a body and tokenizes its prompt; on any thread.
+def new_response_id() -> str:
+    """An identifier no other response has."""
+    return f"resp_{uuid.uuid4().hex}"
+
+
+def prepare(service: Service, body: ResponseCreate, response_id: str, stream_id: str = "") -> PreparedResponse:
+    """Validates a body against the model and tokenizes its prompt; on any thread.
+
+    Args:
+        stream_id: lane of the socket that its events name; "" for none.
 
     Raises:
         RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation without a chat template.
     """
-    body = create.body
     service.check_model(body.model)
     check_choice(body.use, service.chat.tool_calls)
     prompt = _prompt(service, body) if body.generate else _prefix(service, body)
-    requests = () if prompt is None else service.requests(create.response_id, prompt.token_ids, _options(body, prompt), "input")
+    requests = () if prompt is None else service.requests(response_id, prompt.token_ids, _options(body, prompt), "input")
     marks = service.chat.marks(tools=bool(body.use.offered)) if prompt is not None and prompt.parser is not None else ()
     return PreparedResponse(
-        info=_info(service, create, requests),
+        info=_info(service, body, response_id, stream_id, requests),
         requests=requests,
         stop=body.stop,
         items=None if isinstance(body.prompt, tuple) else body.items,
@@ -99,12 +105,11 @@ def prepare(service: Service, create: CreateCommand) -> PreparedResponse:
     )
 
 
-def _info(service: Service, create: CreateCommand, requests: Sequence[Request]) -> ResponseInfo:
-    body = create.body
+def _info(service: Service, body: ResponseCreate, response_id: str, stream_id: str, requests: Sequence[Request]) -> ResponseInfo:
     echoed: dict[str, Any] = {"text": {"format": {"type": "text"}}, "tools": (), "tool_choice": AUTO} | dict(body.echoed)
     return ResponseInfo(
-        response_id=create.response_id,
-        stream_id=create.stream_id,
+        response_id=response_id,
+        stream_id=stream_id,
         model=service.model.name,
         created_s=service.now_s(),
         max_output_tokens=requests[0].max_tokens if requests else 0,

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ...runtime.request import Event, Request
-from ..engine.generation import Generation
-from ..engine.output_stream import TextDelta
+from ..engine.generation import Generation, completion_id
+from ..engine.output_stream import CompletionEnd, TextDelta
 from ..parsers.message import MessageParser
 from ..requests.items import Item
 from ..text.logprobs import token_objects
 from ..text.tokenizer import TextTokenizer
-from .events import CompletionEnd, ResponseEvents, ResponseInfo, ServerEvent, completion_id
+from .events import ResponseEvents, ResponseInfo, ServerEvent
 from .output_items import EventBody, MessageItem
 from .output_writer import OutputWriter, PartsWriter, TextWriter
 

@@ -8,33 +8,21 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from ...runtime.request import Event
+from ..engine.service import Service
+from ..requests.frames import JSON, encode_bytes
 from ..requests.items import ChatMessage, Item
-from ..socket.frames import JSON, encode_bytes
+from ..storage.replay import Replay
+from ..storage.store import Reader, StoredResponse
 from .events import ServerEvent
-from .replay import Replay
-from .store import StoredResponse
-
-if TYPE_CHECKING:
-    from ..engine.service import Service
-    from .progress import PreparedResponse
+from .progress import PreparedResponse, Response
 
 log = logging.getLogger(__name__)
 
 NAME_EVERY_S = 1.0
 """How often the store hears of a response that runs and of which nothing grows there."""
-
-
-class Reader(Protocol):
-    """Somebody who follows a response."""
-
-    def read(self, events: Sequence[ServerEvent], done: bool) -> None:
-        """Its next events; `done` with the last of them."""
-
-    def failed(self, error: Exception) -> None:
-        """The server failed to make its events, and it is over."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,7 @@ class ResponseRun:
         self._service = service
         self._prepared = prepared
         self._keeping = keeping
-        self._core = service.response(prepared)
+        self._core = Response(prepared, service.tokenizer)
         self._on_end = on_end
         self._readers: list[Reader] = []
         self._grace: asyncio.TimerHandle | None = None

@@ -8,20 +8,10 @@ object, and `acceptance_length` (tokens per verify step, or null).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...runtime.request import ExecutionRecord
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts and execution record of a completion; reasoning is part of the output."""
-
-    input_tokens: int
-    output_tokens: int
-    record: ExecutionRecord
-    reasoning_tokens: int = 0
+from ..engine.output_stream import Usage
 
 
 def usage_object(completions: Sequence[Usage]) -> dict[str, Any]:

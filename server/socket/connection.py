@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import Any
 from ..guard.limits import MAX_FRAME_BYTES
 from ..requests.create_body import ResponseCreate
 from ..requests.fields import FieldError, show
-from .frames import JSON, Frame, decode, encode, encode_bytes
+from ..requests.frames import JSON, Frame, decode, encode, encode_bytes
+from ..response.prepare import new_response_id
 from .messages import ClientEvent, ResponseCancel, ResponseResume, ResponseSteer, parse
 
 MAX_STREAMS = 256
@@ -56,11 +56,6 @@ class SteerCommand:
 
 
 Command = CreateCommand | CancelCommand | ResumeCommand | SteerCommand
-
-
-def new_response_id() -> str:
-    """An identifier no other response has."""
-    return f"resp_{uuid.uuid4().hex}"
 
 
 class Connection:

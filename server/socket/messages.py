@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...graphs.errors import ProtocolError
-from ..requests.create_body import MAX_STREAM_ID_CHARS, ResponseCreate, read_create
+from ..requests.bounds import MAX_STREAM_ID_CHARS
+from ..requests.create_body import ResponseCreate, read_create
 from ..requests.fields import FieldError, integer, optional, refuse_unknown, show, string
 
 

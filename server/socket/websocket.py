@@ -30,15 +30,15 @@ from ..engine.service import Service
 from ..guard.door import CLIENT, OWNER, refuse
 from ..guard.limits import SocketLimits
 from ..guard.refusals import Refusals
-from ..outbox import Outbox
 from ..requests.error_objects import error_reply
+from ..requests.frames import JSON, choose_subprotocol
 from ..response.events import ServerEvent, error_event, in_lane, steer_refusal
-from ..response.prepare import Owners, continued
+from ..response.prepare import Owners, continued, prepare
 from ..response.prepare import keeping as keeping_of
 from ..response.run import ResponseRun
-from ..response.store import NotResumable
+from ..storage.store import NotResumable, RunningResponse
 from .connection import CancelCommand, Command, Connection, CreateCommand, ResumeCommand, SteerCommand
-from .frames import JSON, choose_subprotocol
+from .outbox import Outbox
 from .transport import FRAMES
 
 log = logging.getLogger(__name__)
@@ -205,9 +205,9 @@ class _Socket:
             create = replace(create, body=continued(service, create.body, self._owners))
         keeping = keeping_of(service, create.body, self._owners)
         if create.body.takes_long:
-            prepared = await asyncio.to_thread(service.prepare, create)
+            prepared = await asyncio.to_thread(prepare, service, create.body, create.response_id, create.stream_id)
         else:
-            prepared = service.prepare(create)
+            prepared = prepare(service, create.body, create.response_id, create.stream_id)
         if self._closed:
             return
         run = ResponseRun(service, prepared, keeping)
@@ -281,7 +281,7 @@ class _Stream:
         elsewhere: whether it began on another socket, perhaps in a lane of another name.
     """
 
-    def __init__(self, socket: _Socket, response_id: str, run: ResponseRun | None, stream_id: str, *, elsewhere: bool = False) -> None:
+    def __init__(self, socket: _Socket, response_id: str, run: RunningResponse | None, stream_id: str, *, elsewhere: bool = False) -> None:
         self.run = run
         self._elsewhere = elsewhere
         self._response_id = response_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +10,6 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 from ...graphs.errors import ModelError
-from ..grammar.compiler import GrammarCompiler
 from .byte_text import ByteDetokenizer, TokenBytes, is_byte_level
 from .prompt_bound import chars_per_token
 from .token_text import REPLACEMENT, TokenText, token_text
@@ -36,13 +35,17 @@ class Detokenizer(Protocol):
 
 
 class TextTokenizer:
-    """A `tokenizer.json`: text to token ids and back."""
+    """A `tokenizer.json`: text to token ids and back.
+
+    Attributes:
+        library: the tokenizer as the library `tokenizers` has it.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         # A truncation or padding stored in the file would silently change prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self.library = tokenizer
         self._token_text = lru_cache(TOKEN_TEXT_CACHE_SIZE)(partial(token_text, tokenizer))
         self._token_bytes = {skip: TokenBytes(tokenizer, skip_special=skip) for skip in (True, False)} if is_byte_level(tokenizer) else {}
 
@@ -69,7 +72,7 @@ class TextTokenizer:
 
         Other threads run meanwhile, as the library's batches do.
         """
-        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+        return tuple(self.library.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
         """Token ids of a word at the beginning of a text and, if that is as many tokens of which the first differs, behind a space.
@@ -86,15 +89,11 @@ class TextTokenizer:
 
     @cached_property
     def _most_chars(self) -> int | None:
-        return chars_per_token(self._tokenizer)
+        return chars_per_token(self.library)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids; special tokens are left out unless `skip_special` is false, bytes that are not UTF-8 become U+FFFD."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
-
-    def grammars(self, eos_token_ids: Collection[int]) -> GrammarCompiler:
-        """What makes constraints over this tokenizer's tokens."""
-        return GrammarCompiler(self._tokenizer, eos_token_ids)
+        return str(self.library.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def is_special(self, text: str) -> bool:
         """Whether a text is a special token, which `decode` leaves out."""
@@ -102,14 +101,14 @@ class TextTokenizer:
 
     @cached_property
     def _special(self) -> frozenset[str]:
-        return frozenset(token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special)
+        return frozenset(token.content for token in self.library.get_added_tokens_decoder().values() if token.special)
 
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         """An incremental detokenizer for one completion."""
         if self._token_bytes:
             return ByteDetokenizer(self._token_bytes[skip_special])
         # Without a call in between: it decodes twice for each event of a stream.
-        return WindowDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=skip_special))
+        return WindowDetokenizer(partial(self.library.decode, skip_special_tokens=skip_special))
 
     def token_text(self, token_id: int) -> TokenText:
         """Text and bytes of a single token."""

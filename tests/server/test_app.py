@@ -16,8 +16,8 @@ from websockets.sync.client import connect
 from npucompile.runtime.request import FinishEvent, Logprobs, TokenEvent
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.guard.limits import SocketLimits
+from npucompile.server.requests.frames import JSON, MSGPACK
 from npucompile.server.run import serving
-from npucompile.server.socket.frames import JSON, MSGPACK
 
 MODEL = ServedModel("tiny", max_model_len=128, vocab_size=256)
 LIMITS = SocketLimits(max_frame_bytes=4096)

@@ -12,7 +12,7 @@ from websockets.asyncio.server import serve
 
 from npucompile.graphs.errors import ProtocolError, RequestError
 from npucompile.server.client import Client, CompletionOutput, raise_if_refused, stream_text
-from npucompile.server.socket.frames import JSON, MSGPACK
+from npucompile.server.requests.frames import JSON, MSGPACK
 
 TIMEOUT_S = 60
 

@@ -25,9 +25,9 @@ from npucompile.server.parsers.message import MessageParser
 from npucompile.server.response import progress
 from npucompile.server.response import run as response_run
 from npucompile.server.response.events import ResponseEvents
-from npucompile.server.response.replay import Replay
-from npucompile.server.response.store import ResponseStore
 from npucompile.server.socket.connection import Connection
+from npucompile.server.storage.replay import Replay
+from npucompile.server.storage.store import ResponseStore
 
 TIMEOUT_S = 30
 WAITS = "ab…"

@@ -11,7 +11,8 @@ import click
 from ...graphs.errors import SpecError
 from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ...server.guard.access import Access
-from ...server.guard.limits import LEAST_CONNECTIONS, MAX_PRIORITY, SocketLimits
+from ...server.guard.limits import LEAST_CONNECTIONS, SocketLimits
+from ...server.requests.bounds import MAX_PRIORITY
 from ...server.run import Serving
 
 API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...graphs.errors import SpecError
-from ...server.guard.limits import MAX_PRIORITY
+from ...server.requests.bounds import MAX_PRIORITY
 from .system import Workload
 
 WAVES = 4

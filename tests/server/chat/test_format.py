@@ -8,10 +8,11 @@ from support.parsing import Call, whole
 
 from npucompile.graphs.errors import RequestError, SpecError
 from npucompile.server.chat.format import ChatFormat
-from npucompile.server.chat.reply_grammar import INSIDE, MAYBE, NONE, ToolUse
+from npucompile.server.chat.reply_grammar import INSIDE, MAYBE, NONE
 from npucompile.server.chat.template import Chat, ChatTemplate
 from npucompile.server.parsers.reasoning import PARSERS, Content, Reasoning, ReasoningParser
 from npucompile.server.requests.structured_output import OutputFormat
+from npucompile.server.requests.tool_fields import ToolUse
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 

@@ -14,10 +14,11 @@ from support.grammars import EOS, MARKS, SPECIAL, SPELT, TEXT, Vocabulary, vocab
 from support.parsing import Call, joined
 
 from npucompile.graphs.errors import RequestError
-from npucompile.server.chat.reply_grammar import INSIDE, MAYBE, NONE, Reply, ToolUse, check_choice
+from npucompile.server.chat.reply_grammar import INSIDE, MAYBE, NONE, Reply, check_choice
 from npucompile.server.parsers.call_formats import FORMATS
 from npucompile.server.parsers.tool_calls import ToolCallParser
 from npucompile.server.requests.structured_output import OutputFormat
+from npucompile.server.requests.tool_fields import ToolUse
 
 WEATHER = {
     "type": "object",

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from support.texts import RECORD, byte_codec, cut_at_stop
 
 from npucompile.runtime.request import FinishEvent, Logprobs, TokenEvent
-from npucompile.server.engine.output_stream import OutputStream, TextDelta
-from npucompile.server.response.usage import Usage
+from npucompile.server.engine.output_stream import OutputStream, TextDelta, Usage
 
 
 def make_stream(*stops):

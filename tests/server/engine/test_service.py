@@ -14,11 +14,13 @@ from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 from npucompile.server.chat.format import ChatFormat
 from npucompile.server.chat.template import ChatTemplate
-from npucompile.server.engine.service import ServedModel, Service, completion_seed
-from npucompile.server.requests.create_body import MAX_SEED, ChatMessage, Conversation, ResponseCreate
+from npucompile.server.engine.generation import completion_seed
+from npucompile.server.engine.service import ServedModel, Service
+from npucompile.server.requests.bounds import MAX_SEED
+from npucompile.server.requests.create_body import ChatMessage, Conversation, ResponseCreate
 from npucompile.server.response.events import ResponseInfo
-from npucompile.server.response.progress import PreparedResponse
-from npucompile.server.socket.connection import CreateCommand
+from npucompile.server.response.prepare import prepare as prepare_response
+from npucompile.server.response.progress import PreparedResponse, Response
 
 MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
 
@@ -45,7 +47,7 @@ def service(engine=None, **options):
 
 
 def prepare(**fields):
-    return service().prepare(CreateCommand("resp_1", "s", ResponseCreate(**fields)))
+    return prepare_response(service(), ResponseCreate(**fields), "resp_1", "s")
 
 
 def test_a_text_becomes_a_request():
@@ -59,7 +61,7 @@ def test_a_text_becomes_a_request():
 def test_a_conversation_goes_through_the_chat_template():
     form = ChatFormat(ChatTemplate("{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"))
     conversation = Conversation((ChatMessage("system", "b"), ChatMessage("user", "c")))
-    prepared = service(chat=form).prepare(CreateCommand("resp_1", "s", ResponseCreate(conversation)))
+    prepared = prepare_response(service(chat=form), ResponseCreate(conversation), "resp_1", "s")
     assert prepared.requests[0].prompt == byte_codec().encode("sbucTrue")
 
 
@@ -144,7 +146,7 @@ def test_the_rest_is_passed_on():
     assert facade.stats() == {"num_requests_running": 1}
     assert facade.readiness() == {"status": "starting"}
     assert service().readiness() == {"status": "ok"}
-    assert facade.response(prepare(prompt="abc")).begin()[0]["type"] == "response.created"
+    assert Response(prepare(prompt="abc"), facade.tokenizer).begin()[0]["type"] == "response.created"
 
 
 def test_events_come_to_the_loop_in_order_from_any_thread():

@@ -8,15 +8,13 @@ from hypothesis import strategies as st
 from support.texts import RECORD, byte_codec
 
 from npucompile.runtime.request import Logprobs
-from npucompile.server.engine.output_stream import TextDelta
+from npucompile.server.engine.output_stream import CompletionEnd, TextDelta, Usage
 from npucompile.server.openai.chat_choice import ChatChoice
 from npucompile.server.openai.request_models import ChatRequest
 from npucompile.server.parsers.call_formats import FORMATS
 from npucompile.server.parsers.message import MessageParser
 from npucompile.server.parsers.reasoning import ReasoningParser
 from npucompile.server.parsers.tool_calls import ToolCallParser
-from npucompile.server.response.events import CompletionEnd
-from npucompile.server.response.usage import Usage
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 BODY = ChatRequest(messages=[{"role": "user", "content": "a"}], logprobs=True, return_token_ids=True)

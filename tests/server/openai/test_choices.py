@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.texts import RECORD
 
-from npucompile.server.engine.output_stream import TextDelta
+from npucompile.server.engine.output_stream import CompletionEnd, TextDelta, Usage
 from npucompile.server.openai.choices import ChunkFrames, Header, pieces, whole_answer
 from npucompile.server.openai.errors import EngineFailure
-from npucompile.server.response.events import CompletionEnd
-from npucompile.server.response.usage import Usage
 
 HEADER = Header("id", "whole", 1, "tiny", None, "chunk")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.texts import RECORD
 
+from npucompile.server.engine.output_stream import Usage
 from npucompile.server.openai.usage import usage_object
-from npucompile.server.response.usage import Usage
 
 
 def usage(prompt, output, cached, drafted, accepted):

@@ -13,10 +13,11 @@ from support.grammars import COMPILER, ids
 from support.parsing import Call, joined
 
 from npucompile.graphs.errors import RequestError
-from npucompile.server.chat.reply_grammar import NONE, Reply, ToolUse
+from npucompile.server.chat.reply_grammar import NONE, Reply
 from npucompile.server.parsers.call_formats import FORMATS
 from npucompile.server.parsers.schemas import MAX_SHAPES, TYPES, Schemas
 from npucompile.server.parsers.tool_calls import ToolCallParser
+from npucompile.server.requests.tool_fields import ToolUse
 
 TAGGED = ("qwen3_coder", "deepseek_v32")
 

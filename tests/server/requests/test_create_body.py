@@ -8,15 +8,8 @@ import pytest
 
 from npucompile.graphs.errors import ProtocolError
 from npucompile.runtime.request import Sampling
-from npucompile.server.requests.create_body import (
-    LOGPROBS,
-    MAX_COMPLETIONS,
-    MAX_SEED,
-    MAX_TOP_LOGPROBS,
-    ChatMessage,
-    Conversation,
-    ResponseCreate,
-)
+from npucompile.server.requests.bounds import MAX_COMPLETIONS, MAX_SEED, MAX_TOP_LOGPROBS
+from npucompile.server.requests.create_body import LOGPROBS, ChatMessage, Conversation, ResponseCreate
 from npucompile.server.requests.fields import FieldError
 from npucompile.server.socket.messages import parse
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from npucompile.server.chat.reply_grammar import ToolUse
 from npucompile.server.requests.fields import FieldError
-from npucompile.server.requests.tool_fields import read_effort, read_tools, read_variables
+from npucompile.server.requests.tool_fields import ToolUse, read_effort, read_tools, read_variables
 
 TOOL = {"type": "function", "name": "f", "description": "does", "parameters": {"type": "object"}, "strict": True}
 CHAT_TOOL = {"type": "function", "function": {name: value for name, value in TOOL.items() if name != "type"}}

@@ -10,19 +10,14 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import ProtocolError, RequestError
 from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord
+from npucompile.server.engine.generation import completion_id
+from npucompile.server.engine.output_stream import CompletionEnd, Usage
 from npucompile.server.requests.fields import FieldError
-from npucompile.server.response.events import (
-    TERMINAL_TYPES,
-    CompletionEnd,
-    ResponseEvents,
-    ResponseInfo,
-    completion_id,
-    error_event,
-)
+from npucompile.server.requests.frames import JSON, MSGPACK, decode, encode
+from npucompile.server.response.events import TERMINAL_TYPES, ResponseEvents, ResponseInfo, error_event
 from npucompile.server.response.output_items import MessageItem
 from npucompile.server.response.output_writer import TextWriter
-from npucompile.server.response.usage import Usage, usage_object
-from npucompile.server.socket.frames import JSON, MSGPACK, decode, encode
+from npucompile.server.response.usage import usage_object
 
 RECORD = ExecutionRecord(1.5, 2.5, 9.0, ("prefill-b1-q32",), (("decode-b2-q1", 3),), padded_rows=3, preemptions=0, cached_tokens=4)
 HEAD = ResponseInfo("resp_1", "s", "tiny", 1700000000, 16, 0.0, 1.0, top_logprobs=2)

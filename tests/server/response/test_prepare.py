@@ -12,10 +12,9 @@ from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.requests.create_body import Conversation, ResponseCreate
 from npucompile.server.requests.items import ChatMessage
-from npucompile.server.response.prepare import Owners, continued, keeping
+from npucompile.server.response.prepare import Owners, continued, keeping, prepare
 from npucompile.server.response.run import Keeping
-from npucompile.server.response.store import StoredResponse
-from npucompile.server.socket.connection import CreateCommand
+from npucompile.server.storage.store import StoredResponse
 
 TEMPLATE = "{% if not messages %}{{ raise_exception('nobody speaks') }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
 HTTP, SOCKET = Owners("me"), Owners("me", "socket")
@@ -71,13 +70,13 @@ def test_a_conversation_that_is_kept_comes_first():
 
 def test_what_is_only_computed_ends_where_the_next_turn_goes_on():
     def prompts(body):
-        return [byte_codec().decode(request.prompt) for request in service().prepare(CreateCommand("r", "", body)).requests]
+        return [byte_codec().decode(request.prompt) for request in prepare(service(), body, "r").requests]
 
     said = Conversation((ChatMessage("user", "a"),))
     assert prompts(ResponseCreate(said)) == ["a>"]
     assert prompts(ResponseCreate(said, generate=False)) == ["a"]
     assert prompts(ResponseCreate(Conversation(()), generate=False)) == []
-    prepared = service().prepare(CreateCommand("r", "", ResponseCreate(said, generate=False, max_output_tokens=60)))
+    prepared = prepare(service(), ResponseCreate(said, generate=False, max_output_tokens=60), "r")
     assert [request.max_tokens for request in prepared.requests] == [1]
     with pytest.raises(RequestError, match="nobody speaks"):
         prompts(ResponseCreate(Conversation(())))

@@ -15,9 +15,8 @@ from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.requests.create_body import ResponseCreate
 from npucompile.server.response import run as response_run
-from npucompile.server.response.prepare import Owners, keeping
+from npucompile.server.response.prepare import Owners, keeping, prepare
 from npucompile.server.response.run import ResponseRun
-from npucompile.server.socket.connection import CreateCommand
 
 MODEL = ServedModel("tiny", max_model_len=4096, vocab_size=300)
 GRACE_S = 0.05
@@ -70,7 +69,7 @@ def started(reader, **fields):
     limits = SocketLimits(resume_grace_s=GRACE_S, max_stored_bytes=fields.pop("room", 10**6), max_replay_bytes=fields.pop("replay", 10**5))
     service = Service(engine, byte_codec(), MODEL, limits=limits)
     body = ResponseCreate("ab", **fields)
-    run = ResponseRun(service, service.prepare(CreateCommand("resp_1", "", body)), keeping(service, body, Owners("me", "socket")))
+    run = ResponseRun(service, prepare(service, body, "resp_1"), keeping(service, body, Owners("me", "socket")))
     run.start(reader)
     return run, engine, service
 

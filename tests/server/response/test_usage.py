@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from npucompile.runtime.request import ExecutionRecord
-from npucompile.server.response.usage import Usage, usage_object
+from npucompile.server.engine.output_stream import Usage
+from npucompile.server.response.usage import usage_object
 
 RECORD = ExecutionRecord(
     1.5,

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from npucompile.graphs.errors import ProtocolError
 from npucompile.server.requests.create_body import ResponseCreate
+from npucompile.server.requests.frames import JSON, MSGPACK, encode
 from npucompile.server.socket.connection import CancelCommand, Connection, CreateCommand, ResumeCommand, new_response_id
-from npucompile.server.socket.frames import JSON, MSGPACK, encode
 
 
 def connection(**options):

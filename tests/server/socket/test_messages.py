@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from npucompile.graphs.errors import ProtocolError
 from npucompile.server.requests.create_body import ResponseCreate
 from npucompile.server.requests.fields import FieldError
+from npucompile.server.requests.frames import JSON, SUBPROTOCOLS, decode, encode
 from npucompile.server.response.events import error_event
-from npucompile.server.socket.frames import JSON, SUBPROTOCOLS, decode, encode
 from npucompile.server.socket.messages import ResponseCancel, ResponseResume, parse
 
 LIMIT = 2**20

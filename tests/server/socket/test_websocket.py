@@ -20,8 +20,8 @@ from npucompile.server.engine.lifecycle import Lifecycle
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.requests.create_body import INLINE_PROMPT_CHARS
+from npucompile.server.requests.frames import MSGPACK
 from npucompile.server.response.progress import Response
-from npucompile.server.socket.frames import MSGPACK
 from npucompile.server.text.tokenizer import TextTokenizer
 
 MODEL = ServedModel("tiny", max_model_len=3 * INLINE_PROMPT_CHARS, vocab_size=256)
@@ -686,6 +686,6 @@ def test_long_prompts_are_tokenized_off_the_loop(chars):
         response_id = await opened(peer, "a", input="x" * chars)
         assert len(engine.requests[response_id].prompt) == chars
 
-    scenario(play, codec=Watched(byte_codec()._tokenizer))
+    scenario(play, codec=Watched(byte_codec().library))
     (thread,) = threads
     assert (thread is threading.current_thread()) == (chars <= INLINE_PROMPT_CHARS)

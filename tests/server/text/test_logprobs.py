@@ -8,7 +8,7 @@ import math
 import pytest
 
 from npucompile.runtime.request import Logprobs
-from npucompile.server.socket.frames import JSON, decode, encode
+from npucompile.server.requests.frames import JSON, decode, encode
 from npucompile.server.text.logprobs import token_objects, without_bytes
 from npucompile.server.text.token_text import TokenText
 

@@ -72,7 +72,7 @@ def byte_table() -> dict[str, int]:
 @cache
 def byte_id(value: int) -> int:
     char = next(char for char, byte in byte_table().items() if byte == value)
-    return codec()._tokenizer.token_to_id(char)
+    return codec().library.token_to_id(char)
 
 
 @pytest.mark.parametrize("values", [[0xFF], [0xE4, 0xB8], [0xF0, 0x9F, 0x99], [0xFF, 0xE4, 0xB8], [0x80]])
@@ -110,14 +110,14 @@ def test_context_of_earlier_tokens_is_kept():
 
 
 def test_encode_ignores_a_stored_truncation():
-    tokenizer = Tokenizer.from_str(codec()._tokenizer.to_str())
+    tokenizer = Tokenizer.from_str(codec().library.to_str())
     tokenizer.enable_truncation(max_length=2)
     tokenizer.enable_padding(length=50)
     assert TextTokenizer(tokenizer).encode(TEXT) == codec().encode(TEXT)
 
 
 def test_load_takes_file_or_directory(tmp_path):
-    codec()._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec().library.save(str(tmp_path / "tokenizer.json"))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         loaded = TextTokenizer.load(path)
         assert loaded.decode(loaded.encode(TEXT)) == TEXT
@@ -137,16 +137,16 @@ def test_the_text_of_a_token_is_that_of_token_text_and_is_looked_up_once():
     class Watched:
         no_truncation = no_padding = staticmethod(lambda: None)
         decoder = None
-        id_to_token = staticmethod(codec()._tokenizer.id_to_token)
+        id_to_token = staticmethod(codec().library.id_to_token)
 
         @staticmethod
         def decode(ids, skip_special_tokens):
             looked_up.append(ids)
-            return codec()._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            return codec().library.decode(ids, skip_special_tokens=skip_special_tokens)
 
     watched = TextTokenizer(Watched())
     for token in (0, 5, byte_id(0xC3), 0, 5):
-        assert watched.token_text(token) == token_text(codec()._tokenizer, token)
+        assert watched.token_text(token) == token_text(codec().library, token)
     assert looked_up == [[0], [5], [byte_id(0xC3)]]
 
 

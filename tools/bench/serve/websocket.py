@@ -13,7 +13,7 @@ from websockets.typing import Subprotocol
 
 from ....graphs.errors import ProtocolError, RequestError
 from ....server.client import MAX_EVENT_BYTES, Client, raise_if_refused
-from ....server.socket.frames import JSON
+from ....server.requests.frames import JSON
 from .outcome import Told
 from .workload import Prompt
 

@@ -1,4 +1,4 @@
-"""server/mailbox.py: one wake-up for all events of a step, each to its receiver."""
+"""server/engine/mailbox.py: one wake-up for all events of a step, each to its receiver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from support.texts import RECORD
 
 from npucompile.runtime.request import FinishEvent, TokenEvent
-from npucompile.server.mailbox import Mailbox
+from npucompile.server.engine.mailbox import Mailbox
 
 
 class Loop:

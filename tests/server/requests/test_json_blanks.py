@@ -1,4 +1,4 @@
-"""server/grammar/json_blanks.py: JSON that is forced ends, however much a model likes blanks, wherever a grammar is made."""
+"""server/requests/json_blanks.py: JSON that is forced ends, however much a model likes blanks, wherever a grammar is made."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 from support.grammars import EOS, TEXT, vocabulary
 
 from npucompile.graphs.errors import RequestError
-from npucompile.server.chat.reply_grammar import INSIDE, MAYBE, NONE, Reply, ToolUse
-from npucompile.server.grammar.json_blanks import ONE_SPACE, OPTIONS, with_blanks
+from npucompile.server.chat.reply_grammar import INSIDE, MAYBE, NONE, Reply
 from npucompile.server.parsers.call_formats import FORMATS
+from npucompile.server.requests.json_blanks import ONE_SPACE, OPTIONS, with_blanks
 from npucompile.server.requests.structured_output import OutputFormat, of_chat, of_extension, of_responses
+from npucompile.server.requests.tool_fields import ToolUse
 
 KNOWN = vocabulary(TEXT)
 SCHEMA = {

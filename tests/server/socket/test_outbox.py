@@ -1,10 +1,10 @@
-"""server/outbox.py: what waits for a reader, in bytes and in time."""
+"""server/socket/outbox.py: what waits for a reader, in bytes and in time."""
 
 from __future__ import annotations
 
 import asyncio
 
-from npucompile.server.outbox import BATCH_BYTES, RESUME_BYTES, Outbox
+from npucompile.server.socket.outbox import BATCH_BYTES, RESUME_BYTES, Outbox
 
 
 def play(script, **bounds):

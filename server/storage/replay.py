@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from ...graphs.errors import RequestError
-from ..socket.frames import JSON, encode_bytes
-from .events import ServerEvent
+from ..requests.frames import JSON, encode_bytes
 
 
 class Replay:
@@ -31,7 +31,7 @@ class Replay:
         self.next = 0
         self.size_bytes = 0
 
-    def append(self, events: Sequence[ServerEvent]) -> None:
+    def append(self, events: Sequence[dict[str, Any]]) -> None:
         """Adds events, whose sequence numbers follow those that were added before."""
         for event in events:
             self._events.append(encode_bytes(event, JSON))
@@ -40,7 +40,7 @@ class Replay:
         while self.size_bytes > self._max_bytes:
             self.size_bytes -= len(self._events.popleft())
 
-    def after(self, number: int) -> list[ServerEvent]:
+    def after(self, number: int) -> list[dict[str, Any]]:
         """The events behind a sequence number; behind -1, all.
 
         Raises:

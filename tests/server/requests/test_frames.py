@@ -1,4 +1,4 @@
-"""server/socket/frames.py: which frames are read, which are refused and by what name, and that what is encoded is decoded."""
+"""server/requests/frames.py: which frames are read, which are refused and by what name, and that what is encoded is decoded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import ProtocolError
-from npucompile.server.socket.frames import JSON, MSGPACK, SUBPROTOCOLS, choose_subprotocol, decode, encode
+from npucompile.server.requests.frames import JSON, MSGPACK, SUBPROTOCOLS, choose_subprotocol, decode, encode
 
 LIMIT = 2**20
 

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from ..runtime.delivery import BatchSink
-from ..runtime.request import Event, FinishEvent
+from ...runtime.delivery import BatchSink
+from ...runtime.request import Event, FinishEvent
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""server/response/store.py: what is kept is bounded in bytes and in time, and opens for its owner alone."""
+"""server/storage/store.py: what is kept is bounded in bytes and in time, and opens for its owner alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.requests.items import ChatMessage
-from npucompile.server.response.store import ENTRY_BYTES, ResponseStore, StoredResponse
+from npucompile.server.storage.store import ENTRY_BYTES, ResponseStore, StoredResponse
 
 
 class Run:

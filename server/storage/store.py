@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from ...graphs.errors import RequestError
 from ..requests.fields import show
 from ..requests.items import Item, size_bytes
 from .replay import Replay
-
-if TYPE_CHECKING:
-    from .run import ResponseRun
 
 ENTRY_BYTES = 1024
 """What a response is counted for beside its texts."""
@@ -26,6 +24,37 @@ class NotResumable(RequestError):
     def __init__(self, response_id: str) -> None:
         message = f"response {show(response_id)} was not made to be resumed; legal is one with background: true or resumable: true"
         super().__init__(message, param="response_id", code="not_resumable")
+
+
+class Reader(Protocol):
+    """Somebody who follows a response."""
+
+    def read(self, events: Sequence[dict[str, Any]], done: bool) -> None:
+        """Its next events; `done` with the last of them."""
+
+    def failed(self, error: Exception) -> None:
+        """The server failed to make its events, and it is over."""
+
+
+class RunningResponse(Protocol):
+    """A response that has not ended, as those see it who follow it."""
+
+    ended: asyncio.Event
+
+    def snapshot(self) -> dict[str, Any]:
+        """The response object as it is now."""
+
+    def join(self, reader: Reader) -> None:
+        """From now on the reader gets the events."""
+
+    def leave(self, reader: Reader) -> tuple[str, ...]:
+        """The reader gets no more; returns the ids of requests to be cancelled, now that nobody waits for them."""
+
+    def cancel(self) -> None:
+        """Ends it, whoever reads it."""
+
+    def unkept(self) -> None:
+        """It is not kept any more: without a reader nobody can ever see it."""
 
 
 @dataclass
@@ -46,7 +75,7 @@ class StoredResponse:
     items: tuple[Item, ...] | None = None
     body: bytes | None = None
     replay: Replay | None = None
-    run: ResponseRun | None = None
+    run: RunningResponse | None = None
     completions: int = 1
 
     @property

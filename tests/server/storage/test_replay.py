@@ -1,4 +1,4 @@
-"""server/response/replay.py: a client that was cut off gets exactly what it has not seen, or is told that it is gone."""
+"""server/storage/replay.py: a client that was cut off gets exactly what it has not seen, or is told that it is gone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import RequestError
-from npucompile.server.response.replay import Replay
-from npucompile.server.socket.frames import JSON, encode_bytes
+from npucompile.server.requests.frames import JSON, encode_bytes
+from npucompile.server.storage.replay import Replay
 
 
 def event(number, text=""):

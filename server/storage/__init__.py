@@ -1,0 +1,1 @@
+"""Responses that are kept for later requests, and their events."""
