@@ -83,7 +83,7 @@ def experts(count: int, ranks: int) -> int:
 
 
 def choices(per_token: int, small_experts: int) -> int:
-    """Experts of a token, of so many; 0 where there are none."""
+    """Experts per token (top-k) of the shrunken model: below its number of experts; 0 for a dense model."""
     return min(per_token, MAX_CHOICES, max(1, small_experts // 2)) if small_experts else 0
 
 

@@ -9,10 +9,10 @@ from npucompile.graphs.errors import ArtifactMissing, NpucompileError, SpecError
 from npucompile.graphs.paths import directory_named, file_named
 from npucompile.models import draft_source, registry
 from npucompile.tools.commands import import_line
-from npucompile.tools.commands.plan_artifact import _bench_file
-from npucompile.tools.commands.plan_views import _read
 from npucompile.tools.launch_lines.imported import import_text
 from npucompile.tools.locate import artifact_path
+from npucompile.tools.plan.artifact_views import _bench_file
+from npucompile.tools.plan.views import _read
 
 NO_PATHS = ["x" * 580, f"{'y/' * 4000}z", "a\0b", "~nobody-of-that-name/x", "", "vllm serve " + "--flag value " * 50]
 """Texts that pathlib raises on, each for another reason, and others that name nothing."""

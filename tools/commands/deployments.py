@@ -17,8 +17,8 @@ from ..bench.report import Table, as_data, as_markdown
 from ..build.deployments import DEFAULT, Deployment, Phase, deployment, deployments, limits_for, prefill_chunk, prefill_sizes
 from ..build.deviations import deviations, source_of, why_not
 from ..build.targets import target
+from ..inspection.cost import step_cost
 from ..notation import format_buckets
-from .cost import step_cost
 
 NOT_BUILT = "not built"
 

@@ -8,8 +8,8 @@ import click
 
 from ...lowering.artifact.artifact import Artifact
 from ..cli import Home
+from ..inspection.differences import differences, lines
 from ..locate import artifact_path
-from .differences import differences, lines
 
 
 @click.command("diff")

@@ -15,8 +15,8 @@ from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ..build.memory import GIB
 from ..build.stages import STAGES, unpack_texts
 from ..cli import Home
+from ..inspection import cost, flame, legality, views
 from ..locate import artifact_path
-from . import cost, flame, legality, views
 
 SHOWN = (*STAGES, views.GE, views.ACL)
 

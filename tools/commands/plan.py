@@ -89,9 +89,9 @@ def command(
     if sum(subject is not None for subject in (model, deployment, artifact)) != 1:
         raise SpecError("legal is one of a MODEL with its traffic, --deployment ID and --artifact DIR")
     # Imported late, so that `--help` need not load torch.
-    views = importlib.import_module(".plan_views", __package__)
+    views = importlib.import_module("..plan.views", __package__)
     if artifact is not None:
-        view = importlib.import_module(".plan_artifact", __package__).artifact_view(artifact, options)
+        view = importlib.import_module("..plan.artifact_views", __package__).artifact_view(artifact, options)
     else:
         view = views.deployment_view(deployment, options) if deployment else views.search_view(model, options)
     if buckets_out is not None:

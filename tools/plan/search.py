@@ -134,12 +134,9 @@ def _ranked(question: Question, found: Iterable[Found]) -> list[Found]:
 
 
 def _distinct(ranked: Iterable[Found]) -> list[Found]:
-    """Without those that differ from a better one in their prefill only."""
-    seen, kept = set(), list[Found]()
-    for each in ranked:
-        case = each.candidate.case
-        key = (case.decode, case.prefill, each.candidate.share, case.serving.max_running)
-        if key not in seen:
-            seen.add(key)
-            kept.append(each)
-    return kept
+    """The best of each group of candidates that differ only in settings of prefill, such as its chunk."""
+    best: dict[object, Found] = {}
+    for layout in ranked:
+        case = layout.candidate.case
+        best.setdefault((case.decode, case.prefill, layout.candidate.share, case.serving.max_running), layout)
+    return list(best.values())

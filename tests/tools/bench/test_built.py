@@ -12,7 +12,7 @@ from npucompile.lowering.ascend.link import link
 from npucompile.tools.bench import built
 from npucompile.tools.bench.built import Built
 from npucompile.tools.build.deployments import deployment
-from npucompile.tools.commands.cost import step_cost
+from npucompile.tools.inspection.cost import step_cost
 
 ROW = "qwen35-397b-a3x8-in64k-out1k-20ms"
 GIB = 2**30

@@ -13,8 +13,8 @@ from npucompile.lowering.ascend.link import link
 from npucompile.tools.bench import prediction
 from npucompile.tools.bench.report import as_markdown
 from npucompile.tools.build.deployments import deployment
-from npucompile.tools.commands.cost import step_cost
 from npucompile.tools.commands.deployments import predictions
+from npucompile.tools.inspection.cost import step_cost
 
 ROW = "qwen35-397b-a3x8-in64k-out1k-20ms"  # eight requests in flight, two groups
 

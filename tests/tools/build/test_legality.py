@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import ranks, small_images
 
-from npucompile.tools.commands import legality
+from npucompile.tools.inspection import legality
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])

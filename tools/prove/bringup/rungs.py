@@ -23,7 +23,7 @@ from ....runtime.distributed.rendezvous import RendezvousConfig
 from ....runtime.distributed.sharded_executor import ShardedExecutor
 from ....runtime.executor import Executor
 from ...build.targets import target
-from ...commands.views import roofline_of
+from ...inspection.views import roofline_of
 from ...progress import Progress
 from ...serve.executors import params_of
 from ...serve.launch import opened_ranks

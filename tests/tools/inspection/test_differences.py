@@ -1,4 +1,4 @@
-"""tools/commands/differences.py: equal artifacts are equal, and each kind of change is found where it is and nowhere else."""
+"""tools/inspection/differences.py: equal artifacts are equal, and each kind of change is found where it is and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.manifest import Setting
 from npucompile.lowering.ascend.link import link
-from npucompile.tools.commands.differences import differences, lines
+from npucompile.tools.inspection.differences import differences, lines
 
 
 @pytest.fixture(scope="module")

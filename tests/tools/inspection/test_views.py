@@ -1,4 +1,4 @@
-"""tools/commands/views.py: GE graph, collectives, operator census and memory plan of an artifact for NPUs."""
+"""tools/inspection/views.py: GE graph, collectives, operator census and memory plan of an artifact for NPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npucompile.lowering.artifact.artifact import Artifact, GraphEntry
 from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.tools.build.memory import GIB, MemoryPlan, Part
-from npucompile.tools.commands import views
+from npucompile.tools.inspection import views
 
 LAYER = [
     ("all_gather_into_tensor", "tp", "bf16[8,64]"),

@@ -18,17 +18,17 @@ from ...lowering.artifact.artifact import MANIFEST
 from ...models.registry import find
 from ..build.deployments import deployments
 from ..build.targets import target
-from ..plan import buckets, pictures, recipe
-from ..plan.candidates import Question, schemes_of, stored_scheme
-from ..plan.measurements import measured
-from ..plan.parameters import FILE, Parameters, fitted
-from ..plan.predict import Prediction, predict
-from ..plan.published import case_of
-from ..plan.run import Spread
-from ..plan.search import Answer, Found, excess, search
-from ..plan.shape import shape_of
-from ..plan.system import Case, Workload
-from ..plan.traffic import of_lengths, of_trace
+from . import buckets, pictures, recipe
+from .candidates import Question, schemes_of, stored_scheme
+from .measurements import measured
+from .parameters import FILE, Parameters, fitted
+from .predict import Prediction, predict
+from .published import case_of
+from .run import Spread
+from .search import Answer, Found, excess, search
+from .shape import shape_of
+from .system import Case, Workload
+from .traffic import of_lengths, of_trace
 
 NPUS_A_CARD = {"ascend-a3": 2, "ascend-a2": 1}
 

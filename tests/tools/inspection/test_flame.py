@@ -1,4 +1,4 @@
-"""tools/commands/flame.py: rectangles lie within their parents, widths are times, and the page needs nothing from elsewhere."""
+"""tools/inspection/flame.py: rectangles lie within their parents, widths are times, and the page needs nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from npucompile.lowering.ascend.cost.estimate import OperatorCost, StepCost
-from npucompile.tools.commands import flame
+from npucompile.tools.inspection import flame
 
 OPERATORS = (
     OperatorCost("full_attention", "MatMul", 4, {"launch": 0.5, "memory": 1.5}, 2e6, 0),

@@ -13,13 +13,13 @@ from ...graphs.paths import file_named
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ..bench.prediction import ACCEPTED
 from ..build.targets import target
+from ..inspection.cost import step_cost
 from ..notation import parse_buckets
-from ..plan.artifact import serve
-from ..plan.benched import Compared, compare, read_bench
-from ..plan.recipe import serve_command
-from ..plan.system import Serving
-from .cost import step_cost
-from .plan_views import View, latency_lines, workload_of
+from .artifact import serve
+from .benched import Compared, compare, read_bench
+from .recipe import serve_command
+from .system import Serving
+from .views import View, latency_lines, workload_of
 
 PROMPT, OUTPUT = 64, 64
 """Tokens of a request of `npucompile bench`, by default."""

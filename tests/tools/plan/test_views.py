@@ -1,4 +1,4 @@
-"""tools/commands/plan_views.py: what the views take from a server's own metrics, and from a trace."""
+"""tools/plan/views.py: what the views take from a server's own metrics, and from a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/commands/legality.py: inspect shows what is illegal in a bucket, and what its graphs assume."""
+"""tools/inspection/legality.py: inspect shows what is illegal in a bucket, and what its graphs assume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.legal_graph import edited
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.tools.commands import legality
+from npucompile.tools.inspection import legality
 
 PLATFORM = {"chip": "ascend910_93", "cann": "9.0", "packages": []}
 

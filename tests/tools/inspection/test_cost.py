@@ -1,4 +1,4 @@
-"""tools/commands/cost.py: the table of a step's time says what the estimate says, for graphs of NPUs only."""
+"""tools/inspection/cost.py: the table of a step's time says what the estimate says, for graphs of NPUs only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend.cost.timing import CAUSES
 from npucompile.lowering.ascend.link import link
-from npucompile.tools.commands import cost
+from npucompile.tools.inspection import cost
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""tools/commands/plan_artifact.py: an artifact's bench beside its prediction, and a server of graphs for NPUs."""
+"""tools/plan/artifact_views.py: an artifact's bench beside its prediction, and a server of graphs for NPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support import tiny
 
 from npucompile.lowering.artifact.artifact import Artifact, GraphEntry
-from npucompile.tools.commands.cost import step_cost
+from npucompile.tools.inspection.cost import step_cost
 from npucompile.tools.plan.step_law import ReadRates, StepLaw
 
 
