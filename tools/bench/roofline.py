@@ -11,6 +11,7 @@ from typing import Any
 from ...graphs.errors import SpecError
 from ...graphs.types import DTYPES, Mesh
 from ...lowering.collectives_check import Collective
+from ...lowering.machines import Npu
 from ..build.targets import Target
 
 
@@ -80,14 +81,12 @@ def estimate(
         cost: flops, read_bytes, write_bytes of one rank.
         quantised: whether products are int8.
     """
-    rate = target.int8_ops_per_s if quantised else target.bf16_flops_per_s
-    moved = moved_bytes(collectives, mesh, choices)
-    if rate is None or target.hbm_bytes_per_s is None or (moved and target.link_bytes_per_s is None):
+    npu = target.npu
+    if npu is None:
         return None
-    links = 0.0
-    for group, received in moved.items():
-        links += received / _link(group, mesh, target)
-    return Roofline(target.name, cost["flops"] / rate, (cost["read_bytes"] + cost["write_bytes"]) / target.hbm_bytes_per_s, links)
+    rate = npu.int8_ops_per_s if quantised else npu.bf16_ops_per_s
+    links = sum(received / _link(group, mesh, npu) for group, received in moved_bytes(collectives, mesh, choices).items())
+    return Roofline(target.name, cost["flops"] / rate, (cost["read_bytes"] + cost["write_bytes"]) / npu.hbm_bytes_per_s, links)
 
 
 def shape_of(kind: str) -> tuple[tuple[int, ...], int]:
@@ -116,9 +115,7 @@ def _ring(name: str, result: int, n: int) -> int:
     return (2 if name == "all_reduce" else 1) * result * (n - 1) // n
 
 
-def _link(group: str, mesh: Mesh, target: Target) -> float:
+def _link(group: str, mesh: Mesh, npu: Npu) -> float:
     """Speed of the slowest link in the largest group of that name."""
-    across = any(len({rank // target.npus_per_node for rank in ranks}) > 1 for ranks in mesh.groups()[group])
-    speed = target.node_link_bytes_per_s if across else target.link_bytes_per_s
-    assert speed is not None
-    return speed
+    across = any(len({rank // npu.npus_per_node for rank in ranks}) > 1 for ranks in mesh.groups()[group])
+    return npu.node_link_bytes_per_s if across else npu.link_bytes_per_s

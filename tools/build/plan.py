@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +35,7 @@ from .notes import deviation_notes, drafts_note, eos_notes, length_note, padding
 from .pool_size import fit_pool, within_memory
 from .settings.table import SETTINGS
 from .sizes import decode_sizes, prefill_buckets
-from .targets import Target
+from .targets import MACHINE_BYTES, Target
 from .weights_choice import choose_weights
 
 
@@ -318,7 +317,7 @@ def _check_split(plan: Plan) -> None:
 
 def _check_memory(plan: Plan) -> None:
     """Refuses weights and state that exceed this machine's memory; a plan that is not run may have any size."""
-    needed, memory = plan.params_bytes + plan.state_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed, memory = plan.params_bytes + plan.state_bytes, MACHINE_BYTES
     if plan.backend != "null" and needed > memory:
         raise SpecError(
             f"{plan.source.name} needs {plan.params_bytes / 1e9:,.1f} GB for weights and {plan.state_bytes / 1e9:,.1f} GB for state, this "

@@ -25,33 +25,21 @@ class Target:
         backends: names of all legal backends.
         dtypes: names of the computing types that its kernels support.
         state_dtype: of recurrent states.
-        npus_per_node: ranks of one server.
         max_npus: most ranks of a mesh.
-        hbm_bytes: memory of one NPU; for "cpu" that of the machine, which all ranks share.
-        usable_hbm_bytes: the part of it that the runtime does not reserve.
         page_size: P, tokens per KV page that the attention kernel wants.
         max_model_len, prefill, max_logprobs, structured_outputs, logit_adjustments: defaults of a build. Chunks longer than the context are
             cut to it.
-        chip: name of the NPU in CANN's operator definitions, "" for CPUs.
+        npu: nameplate of the NPU; None for CPUs.
         cann: release of CANN that graphs are lowered for unless a build names another.
         local: whether it is the machine of this process. Its artifacts have weights, and an eager reference of every bucket, which runs
             until the bucket has an executable and which that executable is compared with.
-        shared_memory: whether all ranks share `hbm_bytes`.
         dispatches: whether the lowering of the fused expert dispatch and combine operators fits this target.
         tp_across_nodes: whether links between nodes are fast enough for the collectives of every layer.
-        hbm_bytes_per_s: memory bandwidth of one NPU; like every speed here a nameplate figure, None where unknown.
-        bf16_flops_per_s: dense bfloat16 matrix products of one NPU.
-        int8_ops_per_s: dense int8 matrix products of one NPU.
-        link_bytes_per_s: one NPU to the others of its node, one direction.
-        node_link_bytes_per_s: one NPU to other nodes, one direction.
     """
 
     name: str
     backend: str
-    npus_per_node: int
     max_npus: int
-    hbm_bytes: int
-    usable_hbm_bytes: int
     page_size: int
     backends: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -61,17 +49,21 @@ class Target:
     max_logprobs: int
     structured_outputs: int = 8
     logit_adjustments: int = 8
-    chip: str = ""
+    npu: Npu | None = None
     cann: str = ""
     local: bool = False
-    shared_memory: bool = False
     dispatches: bool = True
     tp_across_nodes: bool = True
-    hbm_bytes_per_s: float | None = None
-    bf16_flops_per_s: float | None = None
-    int8_ops_per_s: float | None = None
-    link_bytes_per_s: float | None = None
-    node_link_bytes_per_s: float | None = None
+
+    @property
+    def chip(self) -> str:
+        """Name of the NPU in CANN's operator definitions, "" for CPUs."""
+        return self.npu.chip if self.npu else ""
+
+    @property
+    def npus_per_node(self) -> int:
+        """Ranks of one server."""
+        return self.npu.npus_per_node if self.npu else self.max_npus
 
     def nodes(self, mesh: Mesh) -> int:
         """Servers that the ranks of a mesh need."""
@@ -79,24 +71,21 @@ class Target:
 
     def memory_bytes(self, mesh: Mesh) -> int:
         """Memory of one rank, including what the runtime reserves."""
-        return self.hbm_bytes // mesh.size if self.shared_memory else self.hbm_bytes
+        return self.npu.hbm_bytes if self.npu else MACHINE_BYTES // mesh.size
 
     def reserved_bytes(self, mesh: Mesh) -> int:
         """The part of `memory_bytes` that the runtime reserves."""
-        reserved = self.hbm_bytes - self.usable_hbm_bytes
-        return reserved // mesh.size if self.shared_memory else reserved
+        return self.npu.hbm_bytes - self.npu.usable_hbm_bytes if self.npu else 0
 
 
-_MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""Memory of this machine, which all its ranks share."""
 
 # Ranks are processes of this machine; 64 of them are enough to test any mesh.
 _CPU = Target(
     "cpu",
     backend="inductor",
-    npus_per_node=64,
     max_npus=64,
-    hbm_bytes=_MACHINE_BYTES,
-    usable_hbm_bytes=_MACHINE_BYTES,
     page_size=16,
     backends=("inductor", "eager", "null"),
     dtypes=("float32", "bfloat16"),
@@ -105,7 +94,6 @@ _CPU = Target(
     prefill=DEFAULT_PREFILL,
     max_logprobs=MAX_LOGPROBS,
     local=True,
-    shared_memory=True,
 )
 
 
@@ -114,10 +102,7 @@ def _of(npu: Npu, name: str, max_npus: int) -> Target:
     return Target(
         name,
         backend="ge",
-        npus_per_node=npu.npus_per_node,
         max_npus=max_npus,
-        hbm_bytes=npu.hbm_bytes,
-        usable_hbm_bytes=npu.usable_hbm_bytes,
         page_size=128,
         backends=("ge", "aclgraph", "null"),
         # The fused operators take only bfloat16, the recurrent one also for its states, whatever dtype the checkpoint states.
@@ -128,13 +113,8 @@ def _of(npu: Npu, name: str, max_npus: int) -> Target:
         # Graphs are static: with log probabilities, every step would compute them for every row.
         max_logprobs=0,
         logit_adjustments=0,
-        chip=npu.chip,
+        npu=npu,
         cann="9.1",
-        hbm_bytes_per_s=npu.hbm_bytes_per_s,
-        bf16_flops_per_s=npu.bf16_ops_per_s,
-        int8_ops_per_s=npu.int8_ops_per_s,
-        link_bytes_per_s=npu.link_bytes_per_s,
-        node_link_bytes_per_s=npu.node_link_bytes_per_s,
     )
 
 

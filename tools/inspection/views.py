@@ -216,7 +216,7 @@ def _choices(manifest: Manifest) -> int:
 def roofline_of(manifest: Manifest, entry: GraphEntry, mesh: Mesh) -> Roofline | None:
     """The roofline of a bucket's step on the artifact's target; None where its speeds are unknown."""
     kind = target(manifest.target)
-    if kind.hbm_bytes_per_s is None:
+    if kind.npu is None:
         return None
     quantised = manifest.quantization != "none"
     return estimate(entry.cost, entry.collectives, mesh, kind, choices=_choices(manifest), quantised=quantised)

@@ -146,9 +146,9 @@ def legal_tp(shape: Shape, tp: int, ranks: int, machine: Machine) -> bool:
         return False
     if shape.latent is None and any(max(tp, count) % min(tp, count) for count in kv_heads):
         return False
-    node = machine.npus_per_node
+    node = machine.npu.npus_per_node
     if tp > node:
-        return machine.node_link_bytes_per_s == machine.link_bytes_per_s and tp % node == 0
+        return machine.npu.node_link_bytes_per_s == machine.npu.link_bytes_per_s and tp % node == 0
     return ranks <= node or node % tp == 0
 
 
@@ -157,7 +157,7 @@ def _split_layouts(question: Question, machine: Machine) -> Iterator[tuple[Layou
     row = _row(question, lambda row: "prefill" in row.phases)
     if row is None:
         return
-    node = machine.npus_per_node
+    node = machine.npu.npus_per_node
     for ranks in _divisors(question.npus):
         decode_npus = question.npus - ranks
         if ranks == question.npus or decode_npus % node or ranks % node:
@@ -219,7 +219,7 @@ def request_tokens(system: System, work: Workload) -> int:
 def fitting(system: System, work: Workload) -> int:
     """Requests of a group that fit at full length, in pages of 128 tokens."""
     pages = request_tokens(system, work)
-    free = FRACTION * system.machine.usable_bytes - sum(fixed_bytes(system).values())
+    free = FRACTION * system.machine.npu.usable_hbm_bytes - sum(fixed_bytes(system).values())
     return int(free // (pages * token_bytes(system) + request_bytes(system)))
 
 

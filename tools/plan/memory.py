@@ -41,7 +41,7 @@ def request_bytes(system: System) -> float:
 
 def pool_tokens(system: System, serving: Serving) -> float:
     """Tokens that a group's caches hold; 0 or less where weights and states alone exceed the memory."""
-    free = serving.memory_fraction * system.machine.usable_bytes - sum(fixed_bytes(system).values())
+    free = serving.memory_fraction * system.machine.npu.usable_hbm_bytes - sum(fixed_bytes(system).values())
     free -= serving.max_running * request_bytes(system)
     tokens = free / token_bytes(system)
     return min(tokens, serving.max_tokens) if serving.max_tokens else tokens

@@ -103,7 +103,7 @@ def _decode_table(case: Case, p: Parameters) -> tuple[StepTable, float]:
     longest = max(i + o for i, o in zip(work.inputs, work.outputs, strict=True))
     if pool < longest:
         gib, fixed = 2**30, sum(fixed_bytes(case.decode).values())
-        limit = case.serving.memory_fraction * case.decode.machine.usable_bytes
+        limit = case.serving.memory_fraction * case.decode.machine.npu.usable_hbm_bytes
         states = case.serving.max_running * request_bytes(case.decode)
         raise SpecError(
             f"a rank of {case.decode.layout} has {limit / gib:.2f} GiB for weights and pools; weights take {fixed / gib:.2f}, recurrent "
@@ -188,7 +188,7 @@ def memory_of(case: Case, pool: float) -> dict[str, float]:
     parts = {name: nbytes / gib for name, nbytes in fixed_bytes(system).items()}
     parts["KV pages"] = pool * token_bytes(system) / gib
     parts["state slots"] = case.serving.max_running * request_bytes(system) / gib
-    parts["rest"] = system.machine.usable_bytes / gib - sum(parts.values())
+    parts["rest"] = system.machine.npu.usable_hbm_bytes / gib - sum(parts.values())
     return parts
 
 

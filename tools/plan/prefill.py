@@ -50,7 +50,7 @@ def prefill_time(system: System, parameters: Parameters) -> PrefillTime:
         tokens, all_tokens = largest * new, prompts * new
         products = tokens * per_token
         seen = cached + new / 2
-        attention = largest * _attention_ops(system, new, seen, cached + new) / (system.machine.bf16 * _ATTENTION)
+        attention = largest * _attention_ops(system, new, seen, cached + new) / (system.machine.npu.bf16_ops_per_s * _ATTENTION)
         total = products + attention + tokens * passes
         if shape.expert_layers:
             total += shape.expert_layers * _expert_time(tokens, all_tokens)

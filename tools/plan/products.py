@@ -32,12 +32,12 @@ class Speeds:
 
     def __init__(self, machine: Machine, p: Parameters) -> None:
         self.machine, self.p = machine, p
-        self.memory = machine.hbm_bytes_per_s * p.memory
-        self.stream = machine.hbm_bytes_per_s * p.stream
-        self.vector = machine.hbm_bytes_per_s * VECTOR
-        self.int8 = machine.int8 * p.matrix
-        self.bf16 = machine.bf16 * min(1.25 * p.matrix, BF16_MOST)
-        self.attention = machine.bf16 * p.attention
+        self.memory = machine.npu.hbm_bytes_per_s * p.memory
+        self.stream = machine.npu.hbm_bytes_per_s * p.stream
+        self.vector = machine.npu.hbm_bytes_per_s * VECTOR
+        self.int8 = machine.npu.int8_ops_per_s * p.matrix
+        self.bf16 = machine.npu.bf16_ops_per_s * min(1.25 * p.matrix, BF16_MOST)
+        self.attention = machine.npu.bf16_ops_per_s * p.attention
         self.core = p.core_gb_s * 1e9
 
     def rate(self, bytes_a_weight: float) -> float:
@@ -65,7 +65,7 @@ def grouped_attention(speeds: Speeds, batch: Any, q: int, context: Any, heads: f
     each = 4.0 * dim * context
     tasks = batch * kv_heads
     shared = tasks * each / (speeds.stream * (PLAIN if q == 1 else 1.0))
-    alone = np.where(tasks < speeds.machine.cores, each / speeds.core, 0.0)
+    alone = np.where(tasks < speeds.machine.npu.cores, each / speeds.core, 0.0)
     return both(np.maximum(shared, alone), 4 * batch * q * heads * context * dim / speeds.attention)
 
 
@@ -177,8 +177,8 @@ def exchange(speeds: Speeds, shape: Shape, layout: Layout, tokens: Any) -> Any:
     p = speeds.p
     rows = tokens / layout.tp * p.imbalance
     slope = (137.0 - p.exchange_us) / 128 * shape.hidden * shape.per_token / (7168 * 8)
-    if layout.ranks > speeds.machine.npus_per_node and speeds.machine.node_link_bytes_per_s < speeds.machine.link_bytes_per_s:
-        slope *= speeds.machine.link_bytes_per_s / speeds.machine.node_link_bytes_per_s / 2
+    if layout.ranks > speeds.machine.npu.npus_per_node and speeds.machine.npu.node_link_bytes_per_s < speeds.machine.npu.link_bytes_per_s:
+        slope *= speeds.machine.npu.link_bytes_per_s / speeds.machine.npu.node_link_bytes_per_s / 2
     return 2e-6 * (p.exchange_us + 8 * max(0.0, math.log2(layout.ranks / 8)) + rows * slope)
 
 
@@ -187,6 +187,6 @@ def collective(speeds: Speeds, nbytes: Any, ranks: int, steps: int) -> Any:
     if ranks == 1:
         return 0.0 * np.asarray(nbytes, dtype=float)
     machine = speeds.machine
-    link = machine.link_bytes_per_s if ranks <= machine.npus_per_node else machine.node_link_bytes_per_s
+    link = machine.npu.link_bytes_per_s if ranks <= machine.npu.npus_per_node else machine.npu.node_link_bytes_per_s
     fixed = speeds.p.collective_us * 1e-6 + machine.hop_s * math.log2(ranks)
     return fixed + steps * (ranks - 1) / ranks * nbytes / (link * speeds.p.link)

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 from ...graphs.errors import SpecError
-from ...lowering.machines import NPUS
 from ...models.registry import find
 from ..build.deployments import MAX_CHUNK, Deployment, Phase, deployment, deployments, group_chunk
 from ..build.targets import target
@@ -39,22 +38,10 @@ def machine_of(name: str) -> Machine:
     Raises:
         SpecError: the target is unknown, or its speeds are.
     """
-    chip = target(name).chip
-    if chip not in NPUS:
+    npu = target(name).npu
+    if npu is None:
         raise SpecError(f"speeds of target {name} are not known; legal are ascend-a3 and ascend-a2")
-    npu = NPUS[chip]
-    return Machine(
-        name,
-        npu.hbm_bytes_per_s,
-        npu.bf16_ops_per_s,
-        npu.int8_ops_per_s,
-        npu.cores,
-        npu.link_bytes_per_s,
-        npu.node_link_bytes_per_s,
-        npu.npus_per_node,
-        npu.usable_hbm_bytes,
-        _HOP_S[name],
-    )
+    return Machine(name, npu, _HOP_S[name])
 
 
 def case_of(name: str, accepted: float | None = None, known: Collection[str] | None = None) -> Case:

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...lowering.machines import NPUS
+from ...lowering.machines import NPUS, Npu
 from .shape import Shape
-
-_A3 = NPUS["ascend910_93"]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Nameplate speeds of one NPU and its links (lowering/machines.py); those of an Atlas A3 by default.
+    """An NPU and the time between two of them; an Atlas A3's by default.
 
     Attributes:
-        cores: matrix cores.
+        name: of the target.
+        npu: its nameplate.
         hop_s: between two NPUs of a node, which a collective takes once for each doubling of its ranks.
     """
 
     name: str
-    hbm_bytes_per_s: float = _A3.hbm_bytes_per_s
-    bf16: float = _A3.bf16_ops_per_s
-    int8: float = _A3.int8_ops_per_s
-    cores: int = _A3.cores
-    link_bytes_per_s: float = _A3.link_bytes_per_s
-    node_link_bytes_per_s: float = _A3.node_link_bytes_per_s
-    npus_per_node: int = _A3.npus_per_node
-    usable_bytes: float = _A3.usable_hbm_bytes
+    npu: Npu = NPUS["ascend910_93"]
     hop_s: float = 0.7e-6
 
 

@@ -24,7 +24,8 @@ def most_dispatched(plan):
 
 def with_less_memory(plan):
     target, less = plan.target, 10 * 2**30
-    return replace(plan, target=replace(target, hbm_bytes=target.hbm_bytes - less, usable_hbm_bytes=target.usable_hbm_bytes - less))
+    npu = replace(target.npu, hbm_bytes=target.npu.hbm_bytes - less, usable_hbm_bytes=target.npu.usable_hbm_bytes - less)
+    return replace(plan, target=replace(target, npu=npu))
 
 
 def test_the_default_deployment_has_windows_for_the_largest_parts(plan):

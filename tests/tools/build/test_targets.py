@@ -34,16 +34,16 @@ def test_a_die_of_a3_has_64_gib_of_which_torch_npu_offers_60_96():
 
 
 def test_speeds_are_known_for_npus_and_roce_is_the_slow_link():
-    a3, a2 = target("ascend-a3"), target("ascend-a2")
-    assert (a3.hbm_bytes_per_s, a3.bf16_flops_per_s, a3.int8_ops_per_s) == (1.6e12, 354e12, 708e12)
+    a3, a2 = target("ascend-a3").npu, target("ascend-a2").npu
+    assert (a3.hbm_bytes_per_s, a3.bf16_ops_per_s, a3.int8_ops_per_s) == (1.6e12, 354e12, 708e12)
     assert a3.link_bytes_per_s == a3.node_link_bytes_per_s == a2.link_bytes_per_s == 196e9
     assert a2.node_link_bytes_per_s == 25e9
-    assert target("cpu").hbm_bytes_per_s is None
+    assert target("cpu").npu is None
 
 
 def test_the_price_of_a_step_is_by_the_same_speeds():
     kinds = [target("ascend-a3"), target("ascend-a2")]
-    assert {kind.chip: round(kind.bf16_flops_per_s / kind.hbm_bytes_per_s) for kind in kinds} == FLOPS_PER_BYTE
+    assert {kind.chip: round(kind.npu.bf16_ops_per_s / kind.npu.hbm_bytes_per_s) for kind in kinds} == FLOPS_PER_BYTE
 
 
 def test_ranks_on_a_cpu_share_its_memory():

@@ -194,8 +194,8 @@ class Bringup:
         result.facts = {"layers": len(result.timings), "steps": layers.STEPS}
 
     def _with_estimate(self, timing: Timing) -> Timing:
-        speed = target(self.artifact.manifest.target).hbm_bytes_per_s
-        return replace(timing, estimate_s=timing.moved_bytes / speed) if speed else timing
+        npu = target(self.artifact.manifest.target).npu
+        return replace(timing, estimate_s=timing.moved_bytes / npu.hbm_bytes_per_s) if npu else timing
 
     def _on_all_ranks(self) -> None:
         collectives = RungResult(COLLECTIVES, facts={"ranks": self._mesh.size})
