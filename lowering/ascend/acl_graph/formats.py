@@ -51,7 +51,7 @@ def weights_of(node: Node) -> list[Node]:
 
 
 def _as_weight(node: Node) -> Iterator[Node]:
-    # int4 beside floats are read in ND alone (the columns of bf16 by i4 in legality/operators.json).
+    # int4 beside floats are read in ND alone (the columns of bf16 by i4 in operators/legality/experts.json).
     form = FORMS.get(str(node.target))
     if form is not None and not node.kwargs.get("antiquant_scale"):
         for position, name in form.weights:

@@ -18,7 +18,7 @@ from .matching import attributes_of, fitting, form_of, types_of
 from .node import Key, Node, node_of, own_key, tensors_of
 from .options import check_options
 from .rules import RULES
-from .table import FORM, RULE, Fact, Table, table
+from .table import FORM, PLACE, RULE, Fact, Table, table
 from .thread_rules import GRAPH_RULES
 from .threads import answered
 
@@ -28,7 +28,7 @@ DEFAULT = Platform("ascend910_93", CANN_RELEASES[-1])
 """What a graph is checked for where the caller names no platform."""
 STATIC = "Ascend/torchair@fced884 docs/zh/ascend_ir/features/advanced/tiling_schedule_optimize.md: graphs on the device are static"
 SMALLEST_MODEL = 1024
-"""Width of the narrowest model that kernels of expert exchange are made for (operators.json)."""
+"""Width of the narrowest model that kernels of expert exchange are made for (exchange.json of the table)."""
 _SHOWN = 8
 
 
@@ -196,7 +196,7 @@ class Checker:
 
     def _node(self, node: Node, rows: tuple[Fact, ...]) -> Iterator[Violation]:
         if not any(row.what == FORM for row in rows):
-            yield Violation(node.name, node.label, _unknown(node.type, self._facts, self._platform), "operators.json")
+            yield Violation(node.name, node.label, _unknown(node.type, self._facts, self._platform), PLACE)
             return
         for message, source in (*form_of(node, rows), *attributes_of(node, rows)):
             yield Violation(node.name, node.label, message, source)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..operators.tensor_type import NZ, TensorType
 from .node import PRIVATE, Node
-from .table import DTYPES, FOLDED, FORM, TYPES, Column, Fact
+from .table import DTYPES, FOLDED, FORM, PLACE, TYPES, Column, Fact
 
 _KINDS = {"Int": (int,), "Float": (float, int), "Bool": (bool, int), "String": (str,), "Type": (int,)}
 """Python types of an attribute's value by its type in REG_OP; lists are tuples."""
@@ -20,7 +20,7 @@ def form_of(node: Node, rows: tuple[Fact, ...]) -> Iterator[Finding]:
     """Inputs and outputs that the operator does not have, and required ones that are absent."""
     forms = [row for row in rows if row.what == FORM]
     if not forms:
-        yield "the table has no form of it; legal is a row of kind form", "operators.json"
+        yield "the table has no form of it; legal is a row of kind form", PLACE
         return
     form = forms[-1]
     names = {base_of(name, form) for name in node.inputs}
@@ -38,7 +38,7 @@ def attributes_of(node: Node, rows: tuple[Fact, ...]) -> Iterator[Finding]:
     # A list's length is an attribute of the message and none of the definition.
     known = form.attributes.keys() | ({"N", "num_split"} if "dynamic" in {*form.inputs.values(), *form.outputs.values()} else set())
     if node.unnamed:
-        yield f"is given {', '.join(sorted(node.unnamed))}; legal is to leave out what the table has no name for", "torch_operators.json"
+        yield f"is given {', '.join(sorted(node.unnamed))}; legal is to leave out what the table has no name for", PLACE
     if unknown := sorted(node.attributes.keys() - known):
         yield f"has attributes {', '.join(unknown)}; legal are {', '.join(sorted(known)) or 'none'}", form.source
     if private := sorted(node.private):
@@ -56,7 +56,7 @@ def types_of(node: Node, rows: tuple[Fact, ...]) -> Iterator[Finding]:
         return
     typed = [row for row in rows if row.what in (TYPES, DTYPES)]
     if not typed:
-        yield "the table has no dtypes of it; legal is a row of kind types", "operators.json"
+        yield "the table has no dtypes of it; legal is a row of kind types", PLACE
         return
     given = _given(node, form)
     names = list(dict.fromkeys(name for name, _ in given))

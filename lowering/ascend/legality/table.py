@@ -1,4 +1,4 @@
-"""The table of what CANN's operators (operators.json) and aclnn functions (aclnn.json) take, as records."""
+"""The table of what operators of CANN and of packages and aclnn functions take, as records; its rows are in ../operators/legality."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from ....graphs.errors import LoweringError
@@ -15,7 +15,9 @@ from ...platform import CANN_RELEASES, OPERATOR_PACKAGES
 CHIPS = ("ascend910_93", "ascend910b")
 """Chips that the table speaks of, by their names in CANN's operator definitions: Atlas A3 and Atlas A2."""
 FORM, TYPES, DTYPES, FOLDED, RULE = "form", "types", "dtypes", "folded", "rule"
-_FILES = ("operators.json", "aclnn.json")
+PLACE = "lowering/ascend/operators/legality"
+"""Folder of the table's files, one a group of operators, as messages name it."""
+_FOLDER = Path(__file__).parents[1] / "operators" / "legality"
 KINDS = ("required", "optional", "dynamic")
 """How often an operator has an input or output: once, at most once, or as a list of any length."""
 _KEYS: Mapping[str, frozenset[str]] = {
@@ -122,20 +124,28 @@ class Table:
 @functools.cache
 def table() -> Table:
     """The table that is part of this package."""
-    texts = (resources.files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _FILES)
-    return read({"rows": [row for text in texts for row in json.loads(text)["rows"]]})
+    return read(rows("facts"))
 
 
-def read(fields: Mapping[str, Any]) -> Table:
+def rows(kind: str) -> list[dict[str, Any]]:
+    """Rows of all groups of operators.
+
+    Args:
+        kind: "facts", of what runs, or "torch", of what runs a torch operator.
+    """
+    return [row for file in sorted(_FOLDER.glob("*.json")) for row in json.loads(file.read_text(encoding="utf-8"))[kind]]
+
+
+def read(rows: Iterable[Mapping[str, Any]]) -> Table:
     """Reads and validates a table.
 
     Args:
-        fields: {"rows": [...]}, as in operators.json.
+        rows: as "facts" in the files of the table.
 
     Raises:
         LoweringError: a row lacks a field, has an unknown one, or has neither or both of a source and an assumption.
     """
-    return Table(tuple(_fact(number, row) for number, row in enumerate(fields["rows"])))
+    return Table(tuple(_fact(number, row) for number, row in enumerate(rows)))
 
 
 def release(cann: str) -> tuple[int, ...]:

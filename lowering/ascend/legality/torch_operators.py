@@ -1,12 +1,10 @@
-"""What runs a torch operator on an NPU (torch_operators.json): the aclnn function or kernel of the table, and how arguments map to it."""
+"""What runs a torch operator on an NPU: the aclnn function or kernel of the table, and how arguments map to it."""
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ import torch
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
 from .. import packages
-from .table import table
+from .table import rows, table
 
 _REQUIRED = frozenset({"operators", "runs", "outputs", "source"})
 _OPTIONAL = frozenset({"schema", "inputs", "attributes", "free", "packed", "assumed"})
@@ -61,18 +59,17 @@ class Argument:
 @functools.cache
 def torch_operators() -> Mapping[str, TorchOperator]:
     """The rows of this package by the names of their operators."""
-    text = resources.files(__package__).joinpath("torch_operators.json").read_text(encoding="utf-8")
-    return read(json.loads(text)["rows"])
+    return read(rows("torch"))
 
 
-def read(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, TorchOperator]:
+def read(given: Iterable[Mapping[str, Any]]) -> Mapping[str, TorchOperator]:
     """Reads and validates rows.
 
     Raises:
         LoweringError: a row lacks a field or has an unknown one, an operator has two rows, or the table has no facts of what runs.
     """
     by_name: dict[str, TorchOperator] = {}
-    for row in rows:
+    for row in given:
         if row.keys() - _REQUIRED - _OPTIONAL or _REQUIRED - row.keys():
             legal = f"legal are {sorted(_REQUIRED)}, and any of {sorted(_OPTIONAL)}"
             raise LoweringError(f"the row of torch operators {row.get('operators')} has the fields {sorted(row)}; {legal}")

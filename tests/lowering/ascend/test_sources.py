@@ -9,7 +9,7 @@ from npucompile.lowering.backend import backend
 
 
 def test_what_makes_or_judges_a_graph_counts_and_what_reads_it_does_not(tmp_path: Path) -> None:
-    for name in ("convert.py", "legality/operators.json", "emulator/kernels.py", "cost/work.py"):
+    for name in ("convert.py", "legality/products.json", "emulator/kernels.py", "cost/work.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1")
     fresh = sources.digest.__wrapped__
@@ -17,7 +17,7 @@ def test_what_makes_or_judges_a_graph_counts_and_what_reads_it_does_not(tmp_path
     for name in ("emulator/kernels.py", "cost/work.py"):
         (tmp_path / name).write_text("2")
         assert fresh(tmp_path) == before
-    for name in ("convert.py", "legality/operators.json"):
+    for name in ("convert.py", "legality/products.json"):
         (tmp_path / name).write_text("2")
         assert fresh(tmp_path) != before
         before = fresh(tmp_path)

@@ -141,6 +141,6 @@ def test_copies_of_an_operator_are_counted(legal):
 
 
 def test_an_operator_without_facts_is_refused(legal):
-    without = read({"rows": []})
+    without = read([])
     assert {v.type for v in check.check(legal, A3, without)} >= {"FusedInferAttentionScore", "Cast"}
     assert len(check.check(legal, A3, table())) == 0

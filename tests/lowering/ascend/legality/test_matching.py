@@ -10,13 +10,11 @@ from npucompile.lowering.ascend.operators.tensor_type import TensorType
 FORM = {"inputs": {"x": "required", "weight": "dynamic", "bias": "optional"}, "outputs": {"y": "required"}, "attributes": {"k": "Int"}}
 TYPES = {"columns": 3, "inputs": {"x": "i8 i8 bf16", "weight": "i8:NZ i4 bf16", "bias": "f32"}, "outputs": {"y": "bf16 bf16 bf16"}}
 ROWS = read(
-    {
-        "rows": [
-            {"operators": ["Product"], "what": "form", "source": "a", **FORM},
-            {"operators": ["Product"], "what": "types", "source": "b", **TYPES},
-            {"operators": ["Product"], "what": "folded", "source": "c"},
-        ]
-    }
+    [
+        {"operators": ["Product"], "what": "form", "source": "a", **FORM},
+        {"operators": ["Product"], "what": "types", "source": "b", **TYPES},
+        {"operators": ["Product"], "what": "folded", "source": "c"},
+    ]
 ).rows
 
 

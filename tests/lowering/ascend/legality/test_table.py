@@ -70,9 +70,9 @@ def test_facts_of_a_release_and_a_chip():
 )
 def test_malformed_rows_are_refused(change, message):
     with pytest.raises(LoweringError, match=rf"row 0 of the legality table \(\['Exp'\].*{message}"):
-        read({"rows": [{**ROW, **change}]})
+        read([{**ROW, **change}])
 
 
 def test_one_entry_stands_for_all_columns():
-    row = read({"rows": [{**ROW, "inputs": {"x": "f32"}}]}).rows[0]
+    row = read([{**ROW, "inputs": {"x": "f32"}}]).rows[0]
     assert row.columns == ({"x": "f32", "->y": "f32"}, {"x": "f32", "->y": "bf16"})
