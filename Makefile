@@ -17,12 +17,13 @@ export CXX
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-long check lint types install clients prerequisites clean
+.PHONY: help serve test test-long size check lint types install clients prerequisites clean
 
 help:
 	@echo "make serve     install, build the bundled model, serve it on 127.0.0.1:8000 (more options: make serve ARGS='--port 9000')"
 	@echo "make test      install, then everything that judges a change: ruff, mypy, pytest without long tests"
 	@echo "make test-long the same with long tests and with all examples of property tests; its last line says what ran"
+	@echo "make size      lines of each room, and what the branch changed"
 	@echo "make check     ruff and mypy alone"
 	@echo "make install   make $(VENV) and install into it; done again only when pyproject.toml changes"
 	@echo "make clients   make $(CLIENTS) with clients that nobody here wrote, which tests/clients runs; make test-long does it too"
@@ -43,6 +44,9 @@ test-long: install
 	@$(MAKE) --no-print-directory clients || echo "clients cannot be installed here: tests/clients is skipped" >&2
 	@status=0; $(MAKE) --no-print-directory --keep-going check || status=1; \
 	$(PYTEST) --hypothesis-profile=long --say-what-ran $(ARGS) || status=1; exit $$status
+
+size:
+	@$(PYTHON) tests/support/size.py
 
 check: lint types
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support import operator_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "npucompile"
@@ -52,7 +54,7 @@ OPTIONAL_OUTSIDE = {"tools": ("test", "plots")}
 ENVIRONMENT_READERS = ("__init__.py", "tools/cli.py")
 ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 
-# The budget, which tools/size.py reports, is 400; the rest is slack for files that are about to be split.
+# The budget is 400; the rest is slack for files that are about to be split.
 HARD_LIMIT_LINES = 450
 
 # In the repository and not in the wheel; only this file of the product looks whether it is there.
@@ -70,6 +72,45 @@ TABLE_TESTS = {
 UNTESTED = {
     "graphs/errors.py": "declares classes; the tests of who raises them read the messages",
 }
+
+# Files that import each other in a circle. The list only gets shorter.
+CIRCLES: tuple[tuple[str, ...], ...] = (
+    ("lowering/backend.py", "lowering/executable.py"),
+    (
+        *("runtime/adjustments.py", "runtime/buckets.py", "runtime/prefill_buckets.py"),
+        *("runtime/scheduler/decode_batch.py", "runtime/scheduler/policy.py", "runtime/scheduler/scheduled_step.py"),
+    ),
+    ("server/engine/service.py", "server/response/prepare.py", "server/response/run.py", "server/response/store.py"),
+    (
+        *("tools/build/decisions.py", "tools/build/dispatch_size.py", "tools/build/notes.py"),
+        *("tools/build/plan.py", "tools/build/pool_size.py", "tools/build/sizes.py"),
+    ),
+)
+
+# Floors of tools, from the ground: a room imports those below it. A file beside the rooms stands under its name.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("__init__", "byte_sizes", "cli", "heap", "locate", "notation", "progress", "facts"),
+    ("settings", "build", "quantize"),
+    ("prove",),
+    ("serve",),
+    ("bench", "plan", "launch_lines"),
+    ("commands",),
+    ("lab",),
+)
+
+# Imports of a room that is not below, and how many files have them. The numbers only fall.
+UPWARD: dict[tuple[str, str], int] = {
+    ("bench", "commands"): 1,
+    ("build", "prove"): 2,
+    ("cli", "commands"): 1,
+    ("commands", "lab"): 2,
+    ("plan", "bench"): 1,
+    ("prove", "commands"): 2,
+    ("prove", "serve"): 4,
+}
+
+# Module-level tables keyed by names of NPU operators outside of lowering/ascend/operators. The number only falls.
+OPERATOR_TABLES = 34
 
 
 # --- reading the tree ---
@@ -107,8 +148,18 @@ def resolve(path: str, level: int, name: str) -> str:
     return ".".join([*package[: len(package) - level + 1], *([name] if name else [])])
 
 
-def imports(root: Path, path: str) -> Iterator[Import]:
-    for node in ast.walk(parse(root, path)):
+def imports(root: Path, path: str) -> tuple[Import, ...]:
+    return read_imports(root, path, (root / path).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def read_imports(root: Path, path: str, text: str) -> tuple[Import, ...]:
+    """Imports of a file, read once for all laws."""
+    return tuple(imports_in(root, path, ast.parse(text, filename=path)))
+
+
+def imports_in(root: Path, path: str, tree: ast.Module) -> Iterator[Import]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (Import(path, node.lineno, alias.name, relative=False) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -247,7 +298,71 @@ def mirror_breaches(root: Path) -> Iterator[str]:
             yield f"{path}: holds only data and needs no exemption"
 
 
-LAWS = (import_breaches, environment_breaches, tree_breaches, length_breaches, mirror_breaches)
+def imported_files(root: Path) -> dict[str, set[str]]:
+    """The files that each file imports, whether or not it runs the import."""
+    paths, files = set(sources(root)), {}
+    for path in paths:
+        targets = {imported.target.partition(".")[2].replace(".", "/") for imported in imports(root, path)}
+        files[path] = {file for target in targets for file in (f"{target}.py", f"{target}/__init__.py") if file in paths} - {path}
+    return files
+
+
+def circles(edges: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Largest sets of files of which each reaches all others."""
+    reached: dict[str, set[str]] = {}
+    for path in edges:
+        seen, waiting = set[str](), list(edges[path])
+        while waiting:
+            if (file := waiting.pop()) not in seen:
+                seen.add(file)
+                waiting += edges[file]
+        reached[path] = seen
+    return sorted({tuple(sorted(file for file in reached[path] if path in reached[file])) for path in edges if path in reached[path]})
+
+
+def circle_breaches(root: Path) -> Iterator[str]:
+    exempt = [set(circle) for circle in CIRCLES] if root == ROOT else []
+    now = [set(circle) for circle in circles(imported_files(root))]
+    for circle in now:
+        if not any(circle <= legal for legal in exempt):
+            yield f"{', '.join(sorted(circle))}: import each other in a circle; what several of them need goes to a file below them"
+    for legal in exempt:
+        if not any(circle <= legal for circle in now):
+            yield f"{', '.join(sorted(legal))}: are no circle any more; take them out of CIRCLES"
+
+
+def room_breaches(root: Path) -> Iterator[str]:
+    """Rooms of tools import rooms of lower floors."""
+    floors = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    upward: dict[tuple[str, str], list[str]] = {}
+    for path, files in sorted(imported_files(root).items()):
+        if not path.startswith("tools/"):
+            continue
+        room, *others = (file.split("/")[1].removesuffix(".py") for file in (path, *sorted(files)) if file.startswith("tools/"))
+        for other in {other for other in others if other not in (room, "__init__")}:
+            if not {room, other} <= set(floors):
+                yield f"{path}: of {room} and {other}, {' and '.join({room, other} - set(floors))} has no floor in FLOORS"
+            elif floors[other] >= floors[room]:
+                upward.setdefault((room, other), []).append(path)
+    legal = UPWARD if root == ROOT else {}
+    for (room, other), paths in sorted(upward.items()):
+        if len(paths) > legal.get((room, other), 0):
+            most = legal.get((room, other), 0)
+            yield f"tools/{room} imports tools/{other}, which is not below it, in {', '.join(paths)}; at most {most} may"
+    for room, other in sorted(set(legal) - set(upward)):
+        yield f"tools/{room} imports tools/{other} no more; take it out of UPWARD"
+
+
+def operator_breaches(root: Path) -> Iterator[str]:
+    tables = list(operator_tables.tables(root, sources(root)))
+    if len(tables) > (OPERATOR_TABLES if root == ROOT else 0):
+        yield "\n".join([f"{len(tables)} tables name NPU operators outside of their records, at most {OPERATOR_TABLES} may:", *tables])
+
+
+LAWS = (
+    *(import_breaches, environment_breaches, tree_breaches, length_breaches, mirror_breaches),
+    *(circle_breaches, room_breaches, operator_breaches),
+)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -271,7 +386,7 @@ test = ["transformers==5.23.0"]
 [tool.setuptools]
 packages = ["npucompile", "npucompile.graphs", "npucompile.graphs.ops", "npucompile.models", "npucompile.lowering",
             "npucompile.lowering.artifact", "npucompile.lowering.ascend", "npucompile.lowering.ascend.toolchain",
-            "npucompile.runtime", "npucompile.server", "npucompile.tools"]
+            "npucompile.runtime", "npucompile.server", "npucompile.tools", "npucompile.tools.serve"]
 """
 
 CLEAN = {
@@ -296,6 +411,9 @@ CLEAN = {
     "server/__init__.py": "def f():\n    from ..runtime import x\n    from ..graphs.errors import E\n",
     "tools/__init__.py": "from .. import graphs, lowering, models, runtime, server\nimport transformers\n",
     "tools/cli.py": "import os\nHOME = os.environ['HOME']\n",
+    "tools/serve/__init__.py": "",
+    "tools/serve/rank.py": "from ..cli import HOME\n",
+    "lowering/ascend/legality/operators.json": '{"rows": [{"operators": ["NpuAdd", "NpuSub"]}]}',
     "tests/graphs/test_types.py": "",
     "tests/graphs/ops/test_ops.py": "",
     "tests/lowering/artifact/test_manifest.py": "",
@@ -308,11 +426,11 @@ CLEAN = {
 }
 
 
-def breaches(root: Path, changes: dict[str, str]) -> list[str]:
+def breaches(root: Path, changes: dict[str, str], laws: Sequence[Callable[[Path], Iterator[str]]] = LAWS) -> list[str]:
     for path, text in (CLEAN | changes).items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
-    return [breach for law in LAWS for breach in law(root)]
+    return [breach for law in laws for breach in law(root)]
 
 
 def test_a_clean_tree_is_clean(tmp_path: Path) -> None:
@@ -373,6 +491,14 @@ OTHER_BREACHES = [
     ("lowering/new.py", "def f():\n    return 1\n", "lowering/new.py: has no tests/lowering/test_new.py"),
     ("graphs/errors.py", "class E(Exception):\n    def __str__(self): ...\n", "graphs/errors.py: holds only data and needs no exemption"),
     ("tests/graphs/test_errors.py", "", "graphs/errors.py: is tested and needs no exemption"),
+    (
+        "graphs/errors.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .types import A\n",
+        "graphs/errors.py, graphs/types.py: import each other in a circle",
+    ),
+    ("tools/locate.py", "from .serve.rank import x\n", "tools/locate imports tools/serve, which is not below it, in tools/locate.py"),
+    ("tools/other/a.py", "from ..serve import rank\n", "other has no floor in FLOORS"),
+    ("lowering/other.py", "TABLE = {'NpuAdd': 1, 'NpuSub': 2}\n", "1 tables name NPU operators outside of their records"),
 ]
 
 
@@ -384,7 +510,7 @@ def test_a_breach_is_caught(tmp_path: Path, path: str, text: str, message: str) 
 
 @pytest.mark.parametrize(("path", "text", "message"), IMPORT_BREACHES)
 def test_an_import_breach_names_its_line(tmp_path: Path, path: str, text: str, message: str) -> None:
-    (breach,) = breaches(tmp_path, {path: text})
+    (breach,) = breaches(tmp_path, {path: text}, [import_breaches])
     assert breach.startswith(f"{path}:{len(text.splitlines())}: ")
 
 
