@@ -36,7 +36,8 @@ def present(root: Path = ROOT) -> Counter[str]:
         for path in (root / folder).rglob("*.*"):
             if path.suffix in (".py", ".md"):
                 add(sizes, path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
-    add(sizes, "README.md", (root / "README.md").read_text(encoding="utf-8"))
+    if (readme := root / "README.md").is_file():
+        add(sizes, "README.md", readme.read_text(encoding="utf-8"))
     return sizes
 
 
