@@ -133,7 +133,8 @@ def test_a_product_that_cannot_be_captured_with_its_weight_in_nz(legal, monkeypa
 
     wrong = edited(legal, linear)
     assert check_acl.check(wrong, A3) == [], "its weight is in ND"
-    monkeypatch.setitem(formats._WEIGHTS, "npu.npu_linear.default", ((1, "weight"),))
+    form = formats.FORMS["npu.npu_linear.default"]
+    monkeypatch.setitem(formats.FORMS, form.name, replace(form, weights=((1, "weight"),)))
     (told,) = map(str, check_acl.check(wrong, A3))
     assert re.search(r"npu.npu_linear.default by aclnnMm\): has self=bf16, mat2=bf16:NZ, .*legal are .*mat2 of bf16 f16 f32", told)
     assert "cannot be captured" in told
