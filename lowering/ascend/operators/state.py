@@ -367,4 +367,11 @@ OPERATORS = (
         torch=(TorchForm("npu.npu_chunk_gated_delta_rule.default", npu_chunk_gated_delta_rule),),
         work=_chunked_rule_work,
     ),
+    # No lowering emits these; torchair's passes know them as operators that write in place, and so must all who read graphs.
+    NpuOperator(("Scatter",), writes={0: 0}),
+    NpuOperator(("QuantUpdateScatter",), writes={0: 0}),
+    NpuOperator(("KvRmsNormRopeCache",), writes={0: 5, 1: 6}),
+    NpuOperator(("QkvRmsNormRopeCache",), writes={0: 6, 1: 7, 2: 8}),
+    NpuOperator(("MlaPrologV3",), writes={2: 9, 3: 10}),
+    NpuOperator(("GatherSelectionKvCache",), writes={0: 0, 1: 1, 2: 2, 3: 3}),
 )

@@ -17,7 +17,7 @@ BY_TYPE: Mapping[str, NpuOperator] = {kind: operator for operator in OPERATORS f
 BY_TARGET: Mapping[str, NpuOperator] = {form.name: operator for operator in OPERATORS for form in operator.torch}
 FORMS: Mapping[str, TorchForm] = {form.name: form for operator in OPERATORS for form in operator.torch}
 
-COMMUNICATING: Mapping[str, NpuOperator] = {kind: BY_TYPE[kind] for kind in BY_TYPE if BY_TYPE[kind].collective}
+COMMUNICATING: Mapping[str, NpuOperator] = {kind: operator for operator in OPERATORS if operator.collective for kind in operator.ge}
 """Types of GE that exchange data between ranks. No other operator does; whoever asks reads this."""
 COMMUNICATING_TARGETS: Mapping[str, NpuOperator] = {name: BY_TARGET[name] for name, form in FORMS.items() if form.group is not None}
 """Overloads of torch that do."""

@@ -12,7 +12,6 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.emulator import ge_program
 from npucompile.lowering.ascend.emulator.ge_program import GeProgram, parsed_shape
 from npucompile.lowering.ascend.operators.call import Call, group_of
-from npucompile.lowering.ascend.operators.table import FUNCTIONS
 
 
 def alone(op: Any, calls: Any) -> Any:
@@ -100,9 +99,3 @@ def test_net_output_without_or_with_equal_inputs_is_refused() -> None:
     x = hand.data(0)
     with pytest.raises(LoweringError, match="legal is one NetOutput whose inputs are all different"):
         GeProgram(hand.model_with(x, x))
-
-
-def test_every_type_has_one_function() -> None:
-    tables = (ge_program.MATH, ge_program.SHAPE, ge_program.FUSED, ge_program.GROUP_FUNCTIONS)
-    assert sum(map(len, tables)) == len(FUNCTIONS) + len(ge_program.GROUP_FUNCTIONS)
-    assert not set(FUNCTIONS) & set(ge_program.GROUP_FUNCTIONS)
