@@ -75,7 +75,6 @@ UNTESTED = {
 
 # Files that import each other in a circle. The list only gets shorter.
 CIRCLES: tuple[tuple[str, ...], ...] = (
-    ("lowering/backend.py", "lowering/executable.py"),
     (
         *("tools/build/dispatch_size.py", "tools/build/notes.py"),
         *("tools/build/plan.py", "tools/build/pool_size.py", "tools/build/sizes.py"),
@@ -104,8 +103,7 @@ UPWARD: dict[tuple[str, str], int] = {
     ("laboratory", "lab"): 1,
     ("inspection", "bench"): 1,
     ("plan", "bench"): 2,
-    ("prove", "commands"): 2,
-    ("prove", "serve"): 4,
+    ("prove", "serve"): 5,
 }
 
 # Module-level tables keyed by names of NPU operators outside of lowering/ascend/operators. The number only falls.
@@ -113,19 +111,19 @@ OPERATOR_TABLES = 34
 
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
-    "docs (words)": 82060,
+    "docs (words)": 45020,
     "graphs": 8280,
-    "lowering": 1480,
+    "lowering": 1470,
     "lowering/artifact": 1150,
-    "lowering/ascend": 16720,
+    "lowering/ascend": 16730,
     "lowering/backends": 1660,
-    "models": 8560,
-    "runtime": 3670,
+    "models": 8570,
+    "runtime": 3660,
     "runtime/distributed": 1140,
-    "runtime/scheduler": 2650,
+    "runtime/scheduler": 2640,
     "server": 670,
     "server/chat": 620,
-    "server/engine": 940,
+    "server/engine": 780,
     "server/grammar": 440,
     "server/guard": 600,
     "server/openai": 2490,
@@ -133,22 +131,22 @@ BUDGETS: dict[str, int] = {
     "server/parsers": 1120,
     "server/requests": 1240,
     "server/response": 1200,
-    "server/socket": 1040,
+    "server/socket": 980,
     "server/storage": 240,
     "server/telemetry": 310,
     "server/text": 430,
-    "tests": 86660,
-    "tools": 660,
-    "tools/bench": 2760,
+    "tests": 86090,
+    "tools": 670,
+    "tools/bench": 2770,
     "tools/build": 4150,
     "tools/commands": 3050,
     "tools/inspection": 740,
     "tools/lab": 4100,
     "tools/launch_lines": 2990,
     "tools/plan": 4620,
-    "tools/prove": 5150,
+    "tools/prove": 5160,
     "tools/quantize": 1260,
-    "tools/serve": 1670,
+    "tools/serve": 1530,
 }
 
 
