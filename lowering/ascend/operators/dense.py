@@ -15,7 +15,19 @@ from ....graphs.errors import LoweringError
 from ....graphs.quantise import unpack_w4
 from . import type_rules, work
 from .call import Call, Function, Results, form, same_dtype
-from .checks import FLOATS, dtype_of, float_scale, int_matmul, quantise_rows, refuse_options, require, require_shape, signed
+from .checks import (
+    FLOATS,
+    dtype_of,
+    float_scale,
+    int_matmul,
+    quantise_rows,
+    refuse_options,
+    require,
+    require_shape,
+    signed,
+    to_int8,
+    undefined,
+)
 from .record import NpuOperator, TorchForm
 
 
@@ -72,6 +84,44 @@ def npu_add_rms_norm_dynamic_quant(
     q1, s1 = _smoothed(wide, smooth_scale1, wanted[0])
     q2, s2 = _smoothed(wide, smooth_scale2, wanted[1])
     return q1, q2, total, s1, s2
+
+
+def npu_add_rms_norm_quant(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    scales1: torch.Tensor,
+    zero_points1: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scales2: torch.Tensor | None = None,
+    zero_points2: torch.Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-6,
+    div_mode: bool = True,
+    dst_type: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x1, x2 [..., M] -> int8 y1 [..., M], y2 by the second scales (undefined without them), and the sum.
+
+    The norm is quantised from float32; scales and zero points have the shape of gamma (norm/add_rms_norm_quant of hicann/ops-nn).
+    """
+    op = "npu_add_rms_norm_quant"
+    if axis != -1:
+        raise LoweringError(f"{op}: axis={axis} has no CPU kernel; legal is -1")
+    refuse_options(op, {"dst_type": dst_type})
+    total = _sum(op, x1, x2)
+    require_shape(op, "gamma", gamma, x1.shape[x1.dim() - gamma.dim() :])
+    wide, _ = _normed(total, gamma, epsilon)
+    wide = wide if beta is None else wide + beta.float()
+
+    def quantised(scales: torch.Tensor | None, zero_points: torch.Tensor | None) -> torch.Tensor:
+        if scales is None:
+            return undefined(*x1.shape, dtype=torch.int8)
+        require_shape(op, "scales", scales, gamma.shape)
+        scaled = wide / scales.float() if div_mode else wide * scales.float()
+        return to_int8(scaled if zero_points is None else scaled + zero_points.float())
+
+    return quantised(scales1, zero_points1), quantised(scales2, zero_points2), total
 
 
 def _smoothed(wide: torch.Tensor, smooth: torch.Tensor | None, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +188,9 @@ def npu_quantize(
         LoweringError: also for division by scales, which another operator does.
     """
     op = "npu_quantize"
-    refuse_options(op, {"axis": axis, "dtype": dtype_of(op, dtype)}, axis=-1, dtype=torch.int8)
+    if axis not in (-1, x.dim() - 1):
+        raise LoweringError(f"{op}: axis={axis} of {x.dim()} dimensions has no CPU kernel; legal is the last")
+    refuse_options(op, {"dtype": dtype_of(op, dtype)}, dtype=torch.int8)
     if div_mode:
         raise LoweringError(f"{op}: div_mode=True has no CPU kernel; legal is False")
     wide = require(op, "input", x, FLOATS).float()
@@ -297,6 +349,12 @@ OPERATORS = (
         torch=(TorchForm("npu.npu_add_rms_norm_dynamic_quant.default", npu_add_rms_norm_dynamic_quant),),
         run=_add_rms_norm_dynamic_quant,
         widens=True,
+    ),
+    # torchair has no converter for it: captured graphs alone may have it.
+    NpuOperator(
+        acl=("AddRmsNormQuant",),
+        torch=(TorchForm("npu.npu_add_rms_norm_quant.default", npu_add_rms_norm_quant),),
+        work=functools.partial(work.generic, passes=6.0),
     ),
     NpuOperator(
         ("SwiGlu",),

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_attention.py: attention over pages equals torch's, with a rotary part beside the latents too."""
+"""lowering/ascend/operators/attention.py: attention over pages equals torch's, with a rotary part beside the latents too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_common.py: operators are read completely, and an attribute or input that is left unread is an error."""
+"""lowering/ascend/operators/call.py: operators are read completely, and an attribute or input that is left unread is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_common.py: undefined rows, dtype numbers, int8 rounding, packed int4 and groups."""
+"""lowering/ascend/operators/checks.py: undefined rows, dtype numbers, int8 rounding, packed int4 and groups."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_dense.py: row-wise and dense NPU operators equal independent float64 formulas."""
+"""lowering/ascend/operators/dense.py: row-wise and dense NPU operators equal independent float64 formulas."""
 
 import math
 
@@ -57,6 +57,21 @@ def test_add_rms_norm_dynamic_quant_quantises_the_unrounded_norm() -> None:
         assert s1[row].item() == pytest.approx(scale, rel=1e-5)
         assert all(abs(q - v / scale) <= 0.501 for q, v in zip(q1[row].tolist(), norm, strict=True))
         assert max(map(abs, q1[row].tolist())) == 127
+
+
+@pytest.mark.parametrize("divide", [False, True])
+def test_add_rms_norm_quant_is_the_norm_then_the_rounding_of_ascend_quant(divide: bool) -> None:
+    x1, x2, gamma, zero = (torch.randn(*s) for s in ((4, 32), (4, 32), (32,), (32,)))
+    scales = torch.rand(32) * 20 + 1
+    told = 1 / scales if divide else scales
+    y1, y2, total = dense.npu_add_rms_norm_quant(x1, x2, gamma, told, zero, div_mode=divide)
+    norm, _, expected = dense.npu_add_rms_norm(x1, x2, gamma)
+    assert torch.equal(total, expected)
+    assert int((y1 - dense.npu_quantize(norm, scales, zero, torch.int8, -1, False)).abs().max()) <= 1, "a half may fall to either side"
+    assert y2.unique().tolist() == [-128], "undefined without scales of its own"
+    assert torch.equal(dense.npu_add_rms_norm_quant(x1, x2, gamma, told, zero, scales2=told, zero_points2=zero, div_mode=divide)[1], y1)
+    with pytest.raises(LoweringError, match="axis=0"):
+        dense.npu_add_rms_norm_quant(x1, x2, gamma, told, axis=0)
 
 
 def test_add_rms_norm_dynamic_quant_gives_the_pairs_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_group.py: collectives equal their definitions, dispatch and combine equal loops over tokens."""
+"""lowering/ascend/operators/exchange.py: collectives equal their definitions, dispatch and combine equal loops over tokens."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_moe.py: sorting equals plain loops, grouped products single ones, quantised ones exact integers."""
+"""lowering/ascend/operators/experts.py: sorting equals plain loops, grouped products single ones, quantised ones exact integers."""
 
 import struct
 from typing import Any

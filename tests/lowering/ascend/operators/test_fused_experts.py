@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_fused_experts.py: the kernel computes what the primitive does, and refuses what it would misread."""
+"""lowering/ascend/operators/fused_experts.py: the kernel computes what the primitive does, and refuses what it would misread."""
 
 from __future__ import annotations
 

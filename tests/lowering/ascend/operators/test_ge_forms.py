@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_fused.py: what torchair makes of a torch_npu operator equals the operator's CPU kernel."""
+"""lowering/ascend/operators: what torchair makes of a torch_npu operator equals the operator's CPU kernel."""
 
 from __future__ import annotations
 

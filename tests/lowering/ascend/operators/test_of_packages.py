@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_packages.py: kernels equal torch's own functions, and refuse what the packages' kernels misread.
+"""lowering/ascend/operators/of_packages.py: kernels equal torch's own functions, and refuse what the packages' kernels misread.
 
 Whole steps are compared with the primitives' references in tests/lowering/ascend/test_ge_ops.py.
 """

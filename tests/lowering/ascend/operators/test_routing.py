@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_gating.py: the choice of experts equals plain loops."""
+"""lowering/ascend/operators/routing.py: the choice of experts equals plain loops."""
 
 import math
 from typing import Any

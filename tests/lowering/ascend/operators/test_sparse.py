@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_sparse.py: the chosen keys and the attention over them equal plain loops."""
+"""lowering/ascend/operators/sparse.py: the chosen keys and the attention over them equal plain loops."""
 
 from typing import Any
 

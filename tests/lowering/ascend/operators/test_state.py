@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/kernels_state.py: caches equal plain loops, the delta rule transformers'."""
+"""lowering/ascend/operators/state.py: caches equal plain loops, the delta rule transformers'."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/npu_reference.py: every operator has a kernel, with the shapes and dtypes of torch_npu's Meta kernels."""
+"""lowering/ascend/operators/table.py: every operator has a kernel, with the shapes and dtypes of torch_npu's Meta kernels."""
 
 import json
 import os
@@ -75,6 +75,7 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
     ("npu.npu_add_rms_norm.default", lambda: ((t(4, 16), t(4, 16), t(16), 1e-6), {})),
     ("npu.npu_add_rms_norm_dynamic_quant.default", lambda: ((t(4, 16), t(4, 16), t(16)), {"epsilon": 1e-5})),
     ("npu.npu_add_rms_norm_dynamic_quant.default", lambda: ((t(4, 16), t(4, 16), t(16)), {"output_mask": [True, True]})),
+    ("npu.npu_add_rms_norm_quant.default", lambda: ((t(4, 16), t(4, 16), t(16), t(16), None), {"scales2": t(16)})),
     ("npu.npu_swiglu.default", lambda: ((t(4, 16),), {})),
     ("npu.npu_swiglu.default", lambda: ((t(4, 16), 0), {})),
     ("npu.npu_rotary_mul.default", lambda: ((t(1, 4, 3, 8), t(1, 4, 1, 8), t(1, 4, 1, 8)), {})),

@@ -1,4 +1,4 @@
-"""lowering/ascend/ge_type_rules.py: shapes broadcast as torch's do. test_ge_types.py compares every rule with what tracing declares."""
+"""operators/type_rules.py: shapes broadcast as torch's do. test_ge_types.py compares every rule with what tracing declares."""
 
 from __future__ import annotations
 
