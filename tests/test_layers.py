@@ -107,15 +107,15 @@ UPWARD: dict[tuple[str, str], int] = {
 }
 
 # Module-level tables keyed by names of NPU operators outside of lowering/ascend/operators. The number only falls.
-OPERATOR_TABLES = 34
+OPERATOR_TABLES = 12
 
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
-    "docs (words)": 45020,
+    "docs (words)": 45260,
     "graphs": 8280,
     "lowering": 1470,
     "lowering/artifact": 1150,
-    "lowering/ascend": 16730,
+    "lowering/ascend": 16790,
     "lowering/backends": 1660,
     "models": 8570,
     "runtime": 3660,
@@ -135,7 +135,7 @@ BUDGETS: dict[str, int] = {
     "server/storage": 240,
     "server/telemetry": 310,
     "server/text": 430,
-    "tests": 86090,
+    "tests": 86110,
     "tools": 670,
     "tools/bench": 2770,
     "tools/build": 4150,
@@ -419,6 +419,10 @@ def test_the_house_keeps(law: Callable[[Path], Iterator[str]]) -> None:
     assert not broken, "\n" + "\n".join(broken)
 
 
+def test_names_of_operators_are_read() -> None:
+    assert {"FusedInferAttentionScore", "npu.npu_swiglu.default", "npu_swiglu"} <= operator_tables.names(ROOT)
+
+
 def test_every_folder_is_read() -> None:
     assert {path.split("/")[0] for path in sources(ROOT)} == set(LAW)
     assert "graphs/types.py" in sources(ROOT)
@@ -461,7 +465,7 @@ CLEAN = {
     "tools/cli.py": "import os\nHOME = os.environ['HOME']\n",
     "tools/serve/__init__.py": "",
     "tools/serve/rank.py": "from ..cli import HOME\n",
-    "lowering/ascend/legality/operators.json": '{"rows": [{"operators": ["NpuAdd", "NpuSub"]}]}',
+    "lowering/ascend/operators/legality/sums.json": '{"facts": [{"operators": ["NpuAdd", "NpuSub"]}], "torch": []}',
     "tests/graphs/test_types.py": "",
     "tests/graphs/ops/test_ops.py": "",
     "tests/lowering/artifact/test_manifest.py": "",

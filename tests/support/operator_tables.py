@@ -16,9 +16,9 @@ FEWEST = 2
 def names(root: Path) -> set[str]:
     """Names of operators in GE graphs, and of overloads and functions in torch, of which there are facts."""
     known: set[str] = set()
-    for path in sorted((root / "lowering/ascend").glob("**/*legality/*.json")):
-        rows = json.loads(path.read_text(encoding="utf-8")).get("rows", [])
-        known.update(name for row in rows if isinstance(row, dict) for name in row.get("operators", ()))
+    for path in sorted((root / "lowering/ascend/operators/legality").glob("*.json")):
+        groups = json.loads(path.read_text(encoding="utf-8"))
+        known.update(name for row in (*groups["facts"], *groups["torch"]) for name in row["operators"])
     functions = {parts[1] for name in known if len(parts := name.split(".")) == 3}
     # Those of aten have names that many things have.
     return known | {name for name in functions if name.startswith("npu_")}
