@@ -56,7 +56,7 @@ _OPTIONS = (
                  help="Refusals a second of one client, by key or address; more wait for their turns, and 0 lets none wait."),
     click.option("--slow-reader-timeout", type=click.FloatRange(0, min_open=True), default=_DEFAULTS.slow_reader_s, show_default=True,
                  help="Seconds that a client may be behind in reading."),
-    click.option("--stream-interval-ms", hidden=True, expose_value=False, callback=_refuse_interval),
+    click.option("--stream-interval-ms", hidden=True, help="It is gone.", expose_value=False, callback=_refuse_interval),
     click.option("--no-prefix-cache", is_flag=True,
                  help="Keep nothing of prompts and outputs for later prompts that begin with them."),
     click.option("--prefix-cache-tokens", type=click.IntRange(0),

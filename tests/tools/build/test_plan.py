@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -148,11 +147,10 @@ def test_an_unknown_model_is_named():
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_loaded(monkeypatch, tiny_checkpoint):
     plan = tiny.planned(tiny_checkpoint)
-    pages = math.ceil((plan.params_bytes + plan.state_bytes) / 4096)
-    sysconf = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
-    monkeypatch.setattr(planning.os, "sysconf", sysconf.__getitem__)
+    needed = plan.params_bytes + plan.state_bytes
+    monkeypatch.setattr(planning, "MACHINE_BYTES", needed)
     assert tiny.planned(tiny_checkpoint) == plan
-    sysconf["SC_PHYS_PAGES"] = pages - 1
+    monkeypatch.setattr(planning, "MACHINE_BYTES", needed - 1)
     with pytest.raises(SpecError, match=r"tiny needs .* GB for weights and .* GB for state, this machine has .* GB"):
         tiny.planned(tiny_checkpoint)
     assert tiny.planned(tiny_checkpoint, backend="null").buckets == plan.buckets
