@@ -28,7 +28,7 @@ class RankEmulator:
     """Runs a graph on CPU tensors for every rank of a mesh. All ranks run a node before any runs the next; a collective is one call
     over the values of its group.
 
-    The graph may call bodies (`call_module`); its nodes are aten operators, primitives, the operators of `npu_reference`, and
+    The graph may call bodies (`call_module`); its nodes are aten operators, primitives, overloads of `operators.table.FORMS`, and
     functional collectives over the groups of the mesh.
 
     Args:
