@@ -9,22 +9,15 @@ from typing import Any
 from ..graphs.errors import SpecError
 
 
-def missing(command: str) -> str:
-    """Why a command that needs the laboratory is refused; "" where it is there."""
-    if importlib.util.find_spec(".lab", __package__) is not None:
-        return ""
-    return (
-        f"`npucompile {command}` needs the laboratory, which is in the repository and not in the wheel; legal is to run it from a "
-        "checkout, after `pip install -e '.[test]'`"
-    )
-
-
-def laboratory(module: str, command: str = "bench") -> Any:
+def laboratory(module: str, command: str) -> Any:
     """A module of tools/lab, for a command that needs it.
 
     Raises:
         SpecError: there is no laboratory beside this package.
     """
-    if reason := missing(command):
-        raise SpecError(reason)
+    if importlib.util.find_spec(".lab", __package__) is None:
+        raise SpecError(
+            f"`npucompile {command}` needs the laboratory, which is in the repository and not in the wheel; legal is to run it from a "
+            "checkout, after `pip install -e '.[test]'`"
+        )
     return importlib.import_module(f".lab.{module}", __package__)

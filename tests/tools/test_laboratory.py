@@ -10,8 +10,7 @@ from npucompile.tools.lab import fit
 
 
 def test_a_module_is_given() -> None:
-    assert laboratory.laboratory("fit") is fit
-    assert laboratory.missing("bench") == ""
+    assert laboratory.laboratory("fit", "calibrate") is fit
 
 
 def test_its_absence_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ...lowering.artifact.artifact import Artifact
 from ..build import driver as building
 from ..build import plan as planning
 from ..cli import Home
-from ..laboratory import laboratory, missing
+from ..laboratory import laboratory
 from ..locate import artifact_path, check_family
 from ..progress import Progress
 from . import build, step
@@ -26,11 +26,11 @@ from .streams import Load
 
 T = TypeVar("T")
 
-FIGURES = ("build", "load", "decode", "prefill", "streams", "overhead", "speculation", "peer", "peers", "kernels")
-SLOW = ("build", "overhead", "speculation", "peers", "kernels")
-"""Figures that are measured only if `--only` names them."""
-OF_THE_LABORATORY = ("overhead", "speculation", "peer", "peers", "kernels")
+OF_THE_LABORATORY = ("speculation", "peers")
 """Figures that tools/lab measures."""
+SLOW = ("build", *OF_THE_LABORATORY)
+"""Figures that are measured only if `--only` names them."""
+FIGURES = ("build", "load", "decode", "prefill", "streams", *OF_THE_LABORATORY)
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Settings:
     """How much is measured.
 
     Attributes:
-        loads: request loads of streams, speculation, peer and peers.
+        loads: request loads of streams, speculation and peers.
         repetitions: of a step.
-        rounds: of load, streams, overhead, speculation, peer and peers.
+        rounds: of load, streams, speculation and peers.
         builds: rounds of builds.
         jobs: graphs compiled at a time.
         prompts: file of prompts for speculation; None means the model's own.
@@ -69,20 +69,15 @@ def measure(
         NpucompileError: the named artifact or model cannot be measured.
     """
     wanted = only or tuple(figure for figure in FIGURES if figure not in SLOW)
-    for figure in [figure for figure in wanted if figure in OF_THE_LABORATORY]:
-        if reason := missing(f"bench --only {figure}") or laboratory("figures").missing(figure):
-            if only:
-                raise SpecError(reason)
-            progress.say(f"no {figure}: {reason}")
-            wanted = tuple(other for other in wanted if other != figure)
-    lab = laboratory("figures") if set(wanted) & set(OF_THE_LABORATORY) else None
+    of_lab = [figure for figure in wanted if figure in OF_THE_LABORATORY]
+    lab = laboratory("figures", f"bench --only {of_lab[0]}") if of_lab else None
     if lab is not None:
         lab.check(settings)
     subject: dict[str, str] = {}
     sources: dict[str, Callable[[], list[Table]]] = {}
-    if set(wanted) - {"build", "kernels"}:
+    if set(wanted) - {"build"}:
         artifact = _alone(lambda: find_or_build(home, name, progress, family))
-        if {"load", "streams", "speculation", "peer", "peers"} & set(wanted):
+        if {"load", "streams", *OF_THE_LABORATORY} & set(wanted):
             for load in settings.loads:
                 load.check(artifact.manifest.limits.max_model_len)
         subject = describe(artifact)
@@ -95,8 +90,6 @@ def measure(
         sources["build"] = lambda: [
             build.build(arguments, jobs=settings.jobs, rounds=settings.builds, environment=home.environment, progress=progress)
         ]
-    if "kernels" in wanted and lab is not None:
-        sources["kernels"] = lambda: lab.kernels(home.cache, settings, progress)
     return subject, (table for figure in wanted for table in _alone(sources[figure]))
 
 

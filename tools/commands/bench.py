@@ -26,6 +26,13 @@ PEERS = "llama.cpp, openvino, vllm, transformers, llama.cpp-q8_0, openvino-int8"
 DEFAULT_PEERS = "llama.cpp, openvino, vllm, transformers"
 """Names of engines that tools/lab/peers/engines.py knows, for the help, which needs no laboratory."""
 
+GONE = {
+    "peer": "`--peer transformers` measures it among the others",
+    "kernels": "docs/lab/cpu.md has what it measured",
+    "overhead": "docs/lab/server.md has what it measured, and streams measure what the host adds to a step",
+}
+"""Figures that this command had, and what there is in their place."""
+
 
 @click.command("bench")
 @click.argument("artifact_or_model", required=False)
@@ -79,8 +86,8 @@ def command(
 ) -> None:
     """Measure ARTIFACT_OR_MODEL, by default the newest artifact. A model that is not built yet is built first.
 
-    `npucompile bench serve` instead sends a load to a server that runs. peer compares tokens and throughput with transformers; peers
-    compares speed, start and memory with other engines, each in a process and a Python environment of its own.
+    `npucompile bench serve` instead sends a load to a server that runs. peers compares speed, start and memory with other engines, each
+    in a process and a Python environment of its own.
 
     Every figure is a median with its smallest and largest value, and candidates that are compared run alternately. Other work on
     the machine still shows, so measure on a quiet one. Progress goes to standard error.
@@ -116,12 +123,14 @@ def command(
 
 
 def figure_names(text: str) -> tuple[str, ...]:
-    """Reads a list like `decode,peer`; returns the figures in the order of FIGURES.
+    """Reads a list like `decode,peers`; returns the figures in the order of FIGURES.
 
     Raises:
         SpecError: on anything else.
     """
     words = [word.strip() for word in text.split(",")]
+    if gone := [word for word in words if word in GONE]:
+        raise SpecError(f"--only {gone[0]} is gone: {GONE[gone[0]]}; legal is a comma-separated list of {', '.join(FIGURES)}")
     if unknown := [word for word in words if word not in FIGURES]:
         raise SpecError(f"--only has {unknown[0]!r}; legal is a comma-separated list of {', '.join(FIGURES)}")
     return tuple(figure for figure in FIGURES if figure in words)

@@ -16,9 +16,6 @@ from ..bench import build
 from ..bench.figures import Settings
 from ..bench.report import Table
 from ..progress import Progress
-from . import kernels as bench_kernels
-from . import overhead as bench_overhead
-from . import peer
 from . import speculation as bench_speculation
 from .peers import run as bench_peers
 
@@ -37,24 +34,12 @@ def chosen(settings: Settings) -> bench_peers.Choice:
     return bench_peers.choice(settings.peers, settings.peer_pythons, settings.llama_cpp)
 
 
-def missing(figure: str) -> str:
-    """Why a figure cannot be measured here; "" where it can."""
-    return peer.MISSING if figure == "peer" and not peer.installed() else ""
-
-
-def kernels(cache: Path, settings: Settings, progress: Progress) -> list[Table]:
-    """Kernels of this machine; they need no artifact."""
-    return bench_kernels.kernels(cache, settings.rounds, progress)
-
-
 def figures(
     artifact: Artifact, cache: Path, environment: Mapping[str, str], settings: Settings, progress: Progress
 ) -> dict[str, Callable[[], list[Table]]]:
     """The function that measures each figure of an artifact."""
     return {
-        "overhead": lambda: [bench_overhead.overhead(artifact, settings.rounds, progress)],
         "speculation": lambda: [speculation(artifact, cache, environment, settings, progress)],
-        "peer": lambda: [peer.peer(artifact, settings.loads, settings.rounds, progress)],
         "peers": lambda: peers(artifact, cache, environment, settings, progress),
     }
 

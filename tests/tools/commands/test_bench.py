@@ -18,7 +18,6 @@ from npucompile.tools.bench.report import Column, Table
 from npucompile.tools.bench.streams import Load
 from npucompile.tools.commands import bench
 from npucompile.tools.lab import figures as lab_figures
-from npucompile.tools.lab import peer
 
 LITTLE = ("--repetitions", 1, "--rounds", 1, "--streams", "1,2", "--tokens", 4, "--prompt-tokens", 6)
 
@@ -43,16 +42,20 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_figures_and_counts_are_read() -> None:
-    assert bench.figure_names("peer, decode,decode") == ("decode", "peer")
+    assert bench.figure_names("peers, decode,decode") == ("decode", "peers")
     assert bench.counts("1, 4,16") == (1, 4, 16)
 
 
-@pytest.mark.parametrize("text", ["", "decode,", "decoding", "decode;peer"])
+@pytest.mark.parametrize("text", ["", "decode,", "decoding", "decode;peers"])
 def test_other_figures_are_refused(text: str) -> None:
-    with pytest.raises(
-        SpecError, match="legal is a comma-separated list of build, load, decode, prefill, streams, overhead, speculation, peer, peers"
-    ):
+    with pytest.raises(SpecError, match="legal is a comma-separated list of build, load, decode, prefill, streams, speculation, peers"):
         bench.figure_names(text)
+
+
+@pytest.mark.parametrize("name", bench.GONE)
+def test_a_figure_that_is_gone_says_what_there_is_in_its_place(name: str) -> None:
+    with pytest.raises(SpecError, match=f"--only {name} is gone: .*; legal is a comma-separated list of build, load"):
+        bench.figure_names(f"decode,{name}")
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,", "-1", "1.5", "many", "²"])
@@ -88,17 +91,6 @@ def test_text_and_markdown_hold_the_same_figures(own_artifact: Path, tmp_path: P
 
 def test_builds_are_measured_only_when_named(own_artifact: Path, tmp_path: Path, pretended: list[str]) -> None:
     assert tiny.cli(tmp_path, "bench", *LITTLE).exit_code == 0
-    assert pretended == ["load", "decode", "prefill", "streams", "peer"]
-
-
-def test_a_missing_peer_is_left_out_or_refused(
-    own_artifact: Path, tmp_path: Path, pretended: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer, "installed", lambda: False)
-    result = tiny.cli(tmp_path, "bench", *LITTLE)
-    assert "no peer: the peer is transformers" in result.stderr
-    assert pretended == ["load", "decode", "prefill", "streams"]
-    assert "transformers, which is not installed" in tiny.refused(tmp_path, "bench", "--only", "decode,peer")
     assert pretended == ["load", "decode", "prefill", "streams"]
 
 
@@ -188,12 +180,10 @@ def test_loads_are_what_the_options_say(own_artifact: Path, tmp_path: Path, monk
     assert used[0] == bench.Settings((Load(1, 6, 4), Load(2, 6, 4)), 1, 1, 1, 2)
 
 
-def test_without_the_laboratory_its_figures_are_left_out_or_refused(
+def test_without_the_laboratory_its_figures_are_refused(
     own_artifact: Path, tmp_path: Path, pretended: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(laboratory.importlib.util, "find_spec", lambda *_: None)
-    result = tiny.cli(tmp_path, "bench", "tiny", *LITTLE)
-    assert pretended == ["load", "decode", "prefill", "streams"]
-    refusal = "`npucompile bench --only peer` needs the laboratory, which is in the repository and not in the wheel"
-    assert refusal in result.stderr
-    assert refusal in tiny.refused(tmp_path, "bench", "tiny", "--only", "decode,peer")
+    refusal = "`npucompile bench --only peers` needs the laboratory, which is in the repository and not in the wheel"
+    assert refusal in tiny.refused(tmp_path, "bench", "tiny", "--only", "decode,peers")
+    assert pretended == []

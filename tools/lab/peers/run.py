@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ....graphs.errors import SpecError
+from ....graphs.errors import ModelError, SpecError
 from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.manifest import Manifest
+from ....models import registry, safetensors_files
+from ....models.draft_source import open_both, recorded
+from ....models.family_file import FamilyFile
 from ...bench.machine import MEMORY_BUFFER_BYTES, cache_bytes, reader
 from ...bench.report import Table, Value
 from ...bench.step import needed_bytes
 from ...bench.streams import Load
 from ...progress import Progress
-from ..peer import checkpoint_dir
 from . import engines
 from .compare import SLOW_START_S, STARTS, Side, Started, short, start, start_row, tables, throughput
 from .engines import Peer
@@ -151,6 +153,27 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> None:
     if process.returncode:
         said = [line for line in process.stderr.strip().splitlines() if line.strip()][-1:] or ["nothing on standard error"]
         raise PeerError(f"its converter ended with status {process.returncode}: {said[0][-600:]}")
+
+
+def checkpoint_dir(manifest: Manifest) -> Path:
+    """The checkpoint directory that an artifact was built from.
+
+    Raises:
+        ModelError: it is missing or has changed.
+    """
+    for name in (*manifest.build_arguments[:1], str(manifest.model["name"])):
+        try:
+            directory = registry.find(name, FamilyFile.recorded(manifest.model)).checkpoint_dir
+        except ModelError:
+            continue
+        if directory is None:
+            continue
+        digest = safetensors_files.digest(open_both(directory, recorded(manifest.model)))
+        if digest != manifest.source_digest:
+            raise ModelError(f"{directory} has digest {digest}; the artifact was built from {manifest.source_digest}; build it again")
+        return directory
+    named = " or ".join(manifest.build_arguments[:1]) or "no path"
+    raise ModelError(f"the artifact was built from {manifest.model['name']!r} at {named}, and no checkpoint is there to compare with")
 
 
 def decode_step_bytes(manifest: Manifest, load: Load) -> int | None:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from support import tiny
 
-from npucompile.graphs.errors import SpecError
+from npucompile.graphs.errors import ModelError, SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.tools.bench.streams import Load
 from npucompile.tools.lab.peers import run
 from npucompile.tools.lab.peers.compare import Side
 from npucompile.tools.lab.peers.engines import PEERS, Peer
 from npucompile.tools.lab.peers.process import PeerError, PeerProcess
-from npucompile.tools.lab.peers.run import Choice, choice, convert, decode_step_bytes, find, peer_side, peers
+from npucompile.tools.lab.peers.run import Choice, checkpoint_dir, choice, convert, decode_step_bytes, find, peer_side, peers
 from npucompile.tools.progress import Progress
 
 QUIET = Progress(quiet=True)
@@ -117,6 +117,16 @@ def test_a_checkpoint_is_converted_once(tiny_artifact: Path, tiny_checkpoint: Pa
         peer_side(peer, chosen, tiny_checkpoint, replace(manifest, dtype="bf16"), 1, tmp_path / "cache", os.environ, QUIET, run)
     with pytest.raises(PeerError, match="with --llama-cpp DIR"):
         peer_side(peer, replace(chosen, llama_cpp=None), tiny_checkpoint, manifest, 1, tmp_path / "other", os.environ, QUIET, run)
+
+
+def test_a_checkpoint_that_changed_or_went_is_not_compared(tiny_artifact: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    manifest = Artifact.open(tiny_artifact).manifest
+    assert checkpoint_dir(manifest).samefile(tiny_checkpoint)
+    other = tiny.write_checkpoint(tmp_path / "other", seed=1)
+    with pytest.raises(ModelError, match=f"{other} has digest .* built from {manifest.source_digest}"):
+        checkpoint_dir(replace(manifest, build_arguments=(str(other),)))
+    with pytest.raises(ModelError, match="'tiny' at gone, and no checkpoint is there"):
+        checkpoint_dir(replace(manifest, build_arguments=("gone",)))
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
