@@ -1,20 +1,18 @@
-"""Reads a shell script as far as launch lines need it: assignments, exports, arrays, arithmetic, loops that end, blocks.
+"""Reads a shell script as far as launch lines need it: assignments, exports, arrays, sums, loops over a list, blocks.
 
-No command is run. What only a running shell knows ($(...) of anything but `expr` and `seq`, arguments) stays in the words as it is written.
-Pages of documentation are read with their slips: flags on a line of their own behind a command whose continuation is missing.
+No command is run. What only a running shell knows (arguments, the output of commands, loops until something is so) stays in the words as it
+is written, and who reads a flag's value says that `--set` gives it. Pages of documentation are read with their slips: flags on a line of
+their own behind a command whose continuation is missing.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .arithmetic import counted, evaluate, numbers_of
 from .shell_words import NAME, Word, substitution_end, tokens
-
-MOST_ROUNDS = 256
-"""Rounds of a loop that is followed; the variables of a longer one are not known."""
 
 MOST_COMMANDS = 4096
 """Commands that loops within loops are followed for."""
@@ -23,11 +21,13 @@ _ASSIGNMENT = re.compile(rf"({NAME}(?:\[\d+\])?)(\+?)=(.*)", re.DOTALL)
 _SIMPLE = re.compile(rf"\$({NAME}|\d)")
 _BRACED = re.compile(rf"\$\{{([#!]?)({NAME}|\d+)(?:\[([^\]]*)\])?(?::?[-=](.*))?\}}", re.DOTALL)
 _LIST = re.compile(rf"\$\{{(!?)({NAME})\[@\]\}}")
-_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?\}")
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}|\$\(seq (-?\d+) (-?\d+)\)")
 _CHANGED = re.compile(rf"({NAME})\s*(?:\+\+|--|[-+*/%]?=(?!=))|(?:\+\+|--)({NAME})")
+_SUM = re.compile(rf"(?:\s*(?:{NAME}|(?:0|[1-9]\d*)(?!\w)|[-+](?![-+])|[*/%()]))+\s*")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)")
 _KEYWORDS = frozenset(["if", "then", "else", "elif", "fi", "do", "done", "while", "until", "!", "{", "}", "time"])
-_OPENING, _CLOSING = frozenset(("then", "do")), frozenset(("fi", "done", "else", "elif"))
-_TESTS = {"-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">=", "-eq": "==", "-ne": "!="}
+_OPENING, _CLOSING = frozenset(("then", "do", "else")), frozenset(("fi", "done", "else", "elif"))
+_DECLARATIONS = frozenset(["export", "declare", "typeset", "local", "readonly", "set"])
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,37 @@ def read(text: str, variables: Mapping[str, str] | None = None, settings: Mappin
     return Script(tuple(reader.commands), frozenset(reader.used), reader.settings)
 
 
+def number(text: str, variables: Mapping[str, str]) -> int | None:
+    """The value of sums and products of whole numbers; None for other expressions, and where a name has no number."""
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(constant)):
+                return constant
+            case ast.Name(id=name) if _NUMBER.fullmatch(variables[name]):
+                return int(variables[name])
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.BinOp(op=ast.Add(), left=left, right=right):
+                return value(left) + value(right)
+            case ast.BinOp(op=ast.Sub(), left=left, right=right):
+                return value(left) - value(right)
+            case ast.BinOp(op=ast.Mult(), left=left, right=right):
+                return value(left) * value(right)
+            # A shell rounds towards zero, Python downwards.
+            case ast.BinOp(op=ast.Div(), left=left, right=right) if value(left) >= 0 and value(right) > 0:
+                return value(left) // value(right)
+            case ast.BinOp(op=ast.Mod(), left=left, right=right) if value(left) >= 0 and value(right) > 0:
+                return value(left) % value(right)
+        raise ValueError(f"{ast.dump(node)} is no sum")
+
+    try:
+        result = value(ast.parse(text.strip(), mode="eval").body) if len(text) < 200 and _SUM.fullmatch(text) else None
+    except (SyntaxError, ValueError, KeyError):
+        return None
+    return result if result is not None and abs(result) < 2**63 else None
+
+
 class _Reader:
     """Carries variables from command to command."""
 
@@ -95,91 +126,59 @@ class _Reader:
             while words and words[0].bare in _KEYWORDS:
                 keyword = words.pop(0).bare
                 self._keyword(keyword)
-            begin, end = _loop(commands, at) if keyword in ("while", "until") or _begins(words, "for") else (0, 0)
+            counted = bool(words) and words[0].bare == "for"
+            end = _loop_end(commands, at) if counted or keyword in ("while", "until") else 0
             if end:
-                body = [commands[begin][1:], *commands[begin + 1 : end]]
-                before = dict(self.variables), len(self.commands)
-                follow = self._for if _begins(words, "for") else self._while if keyword == "while" else self._until
-                if begin == at and follow(words, body):
+                body = [commands[at][1:], *commands[at + 1 : end]]
+                before = self.variables, self.commands
+                self.variables, self.commands = dict(self.variables), list(self.commands)
+                if counted and commands[at][0].bare == "do" and self._for(words, body):
                     # The loop's `done` closes no block.
                     commands = [*commands[:end], commands[end][1:], *commands[end + 1 :]]
                     at = end
                 else:
-                    self.variables, self.commands = before[0], self.commands[: before[1]]
-                    self._forget(words, body)
+                    self.variables, self.commands = before
+                    self._forget([words[1:2] if counted else words, *body], {words[1].bare} if counted and words[1:] else set())
             elif words:
                 self._command(words)
 
     def _for(self, words: list[Word], body: list[list[Word]]) -> bool:
-        """Follows `for NAME in ...` or `for ((...))`; False where its rounds are not known."""
+        """Follows `for NAME in LIST`; False where its rounds are not known, or are too many."""
         header = words[1].bare if len(words) > 1 else ""
-        if header.startswith("(("):
-            first, condition, step, *_ = [*header[2:-2].split(";"), "", "", ""]
-            return bool(condition.strip()) and self._compute(first) and self._rounds(condition, body, True, step)
         values = self._values(words[3:]) if len(words) > 2 and words[2].bare == "in" else None
         if header in self.settings:
             values = [self.settings[header]]
-        if values is None or len(values) > MOST_ROUNDS:
-            return False
-        for value in values:
+        for value in values or ():
+            self._left -= len(body)
+            if self._left < 0:
+                return False
             self.variables[header] = value
-            if not self._round(body):
-                return False
-        return True
-
-    def _until(self, words: list[Word], body: list[list[Word]]) -> bool:
-        return self._while(words, body, wanted=False)
-
-    def _while(self, words: list[Word], body: list[list[Word]], wanted: bool = True) -> bool:
-        """Follows `while` with a comparison of numbers; False where its rounds are not known."""
-        if len(words) == 1 and words[0].bare.startswith("(("):
-            return self._rounds(words[0].bare[2:-2], body, wanted)
-        if len(words) == 5 and words[0].bare in ("[", "[[") and words[2].bare in _TESTS:
-            left, right = words[1].bare, words[3].bare
-            return self._rounds(f"({left}) {_TESTS[words[2].bare]} ({right})", body, wanted)
-        return False
-
-    def _rounds(self, condition: str, body: list[list[Word]], wanted: bool, step: str = "") -> bool:
-        for _ in range(MOST_ROUNDS):
-            value = self._number(condition)
-            if value is None or bool(value) != wanted:
-                return value is not None
-            if not self._round(body) or (step.strip() and not self._compute(step)):
-                return False
-        return False
-
-    def _round(self, body: list[list[Word]]) -> bool:
-        self._left -= len(body)
-        if self._left >= 0:
             self.run([words for words in body if words])
-        return self._left >= 0
+        return values is not None
 
     def _values(self, words: list[Word]) -> list[str] | None:
         """The values of a loop's list; None where they are not known."""
         values: list[str] = []
         for word in words:
             if match := _RANGE.fullmatch(word.bare):
-                first, last = int(match[1]), int(match[2])
-                size = abs(int(match[3] or 1)) or 1
-                numbers = counted(first, last, size if first <= last else -size)
-                if numbers is None:
-                    return None
-                values += numbers
+                first, last = (int(each) for each in match.groups() if each is not None)
+                values += [str(each) for each in range(first, min(last, first + MOST_COMMANDS) + 1)]
             else:
                 values += self._expand(word)
-        return None if any(set(value) & set("$`*?") for value in values) else values
+        return None if any(set(value) & set("$`*?{") for value in values) else values
 
-    def _forget(self, words: list[Word], body: list[list[Word]]) -> None:
+    def _forget(self, body: list[list[Word]], changed: set[str]) -> None:
         """Variables that a loop changes whose rounds are not known have no value; those that do not depend on the round keep theirs."""
-        changed = {words[1].bare} if _begins(words, "for") and len(words) > 1 else set()
-        for command in [words, *body]:
+        for command in body:
             for word in command:
                 match = _ASSIGNMENT.fullmatch(word.bare) if _is_assignment(word) else None
                 if match and re.search(rf"\b{re.escape(match[1])}\b", match[3]):
                     changed.add(match[1])
-                elif word.bare.startswith("((") or _begins(command, "let"):
-                    changed |= _changed(word.bare)
-        for name in changed - set(self.settings):
+            changed |= _computed(command)
+        self._unset(changed)
+
+    def _unset(self, names: set[str]) -> None:
+        for name in names - set(self.settings):
             self.variables.pop(name, None)
 
     def _command(self, words: list[Word]) -> None:
@@ -187,12 +186,11 @@ class _Reader:
         first = words[0].bare
         if first in ("for", "case", "function", "esac"):
             return
-        if first in ("export", "declare", "typeset", "local", "readonly", "set"):
+        if first in _DECLARATIONS:
             self._assign([word for word in words[1:] if _ASSIGNMENT.fullmatch(word.bare)], self.variables)
             return
-        if first == "let" or first.startswith("(("):
-            for word in words[1:] if first == "let" else words:
-                self._compute(word.bare.removeprefix("((").removesuffix("))"))
+        if computed := _computed(words):
+            self._unset(computed)
             return
         own: list[Word] = []
         while words and _is_assignment(words[0]):
@@ -204,8 +202,7 @@ class _Reader:
         self._assign(own, scope)
         line, expanded = words[0].line, tuple(text for word in words for text in self._expand(word))
         if expanded[:1] == ("unset",):
-            for name in set(expanded[1:]) - set(self.settings):
-                self.variables.pop(name, None)
+            self._unset(set(expanded[1:]))
         elif expanded and expanded[0].startswith("--") and self.commands:
             before = self.commands[-1]
             self.commands[-1] = ShellCommand(before.words + expanded, before.line, before.variables)
@@ -218,7 +215,7 @@ class _Reader:
             before, commands = self._blocks.pop()
             if len(self.commands) > commands:
                 self.variables = before
-        if word in _OPENING or word == "else":
+        if word in _OPENING:
             self._blocks.append((dict(self.variables), len(self.commands)))
 
     def _assign(self, words: list[Word], scope: dict[str, str]) -> None:
@@ -227,50 +224,28 @@ class _Reader:
             if name in self.settings:
                 continue
             if word.array is not None:
-                kept = _elements(name, scope) if plus else []
+                elements = _elements(name, scope) if plus else []
                 for key in [key for key in scope if key.startswith(f"{name}[") and not plus]:
                     del scope[key]
-                values = [text for each in word.array for text in self._expand(each)]
-                scope |= {f"{name}[{i}]": value for i, value in enumerate([*kept, *values])} | self.settings
+                elements += [text for each in word.array for text in self._expand(each)]
+                scope |= {f"{name}[{i}]": value for i, value in enumerate(elements)} | self.settings
                 continue
             rest = Word(word.line, _without(word.parts, len(name) + len(plus) + 1))
             value = " ".join(self._expand(rest, split=False))
             scope[name] = scope.get(name, "") + value if plus else value
 
-    def _number(self, text: str) -> int | None:
-        """The value of an expression; what it sets is set."""
-        text = self._substitute(text)
-        self.used |= set(re.findall(rf"(?<!\w){NAME}", text))
-        value = evaluate(text, self.variables)
-        self.variables |= self.settings
-        return value
-
-    def _compute(self, text: str) -> bool:
-        """Runs an expression; what it would set has no value where it cannot be computed."""
-        if not text.strip() or self._number(text) is not None:
-            return True
-        for name in _changed(text) - set(self.settings):
-            self.variables.pop(name, None)
-        return False
-
     def _expand(self, word: Word, split: bool = True) -> list[str]:
         """The words that a word becomes: a variable without quotes may become none or several, and an array always."""
         texts, quoted = [""], False
         for text, quote in word.parts:
-            if quote == "'":
-                texts[-1] += text
-                quoted = True
-                continue
-            elements = self._list(text)
-            if elements is not None and split:
-                pieces: list[str] | None = elements if quote else [piece for each in elements for piece in each.split()]
+            value = text if quote == "'" else self._substitute(text)
+            elements = self._list(text) if split and quote != "'" else None
+            if elements is not None:
+                pieces = elements if quote else [piece for each in elements for piece in each.split()]
+            elif split and not quote and value != text and not re.search(r"\$[({]|`|\byour\b", value):
+                pieces = value.split()
             else:
-                value, pieces = self._substitute(text), None
-                if not quote and split and value != text and not re.search(r"\$[({]|\byour\b", value):
-                    pieces = value.split()
-                elif pieces is None:
-                    texts[-1] += value
-                    quoted = quoted or bool(quote)
+                pieces, quoted = [value], quoted or bool(quote)
             if pieces:
                 texts[-1] += pieces[0]
                 texts += pieces[1:]
@@ -281,7 +256,6 @@ class _Reader:
         match = _LIST.fullmatch(text)
         if not match:
             return None
-        self.used.add(match[2])
         values = _elements(match[2], self.variables)
         return ([str(i) for i in range(len(values))] if match[1] else values) or None
 
@@ -298,13 +272,10 @@ class _Reader:
     def _value(self, text: str) -> str | None:
         """What a substitution becomes; None where only a running shell knows."""
         if text.startswith("$((") and text.endswith("))"):
-            value = self._number(text[3:-2])
+            expression = self._substitute(text[3:-2])
+            self.used |= set(re.findall(rf"(?<!\w){NAME}", expression))
+            value = number(expression, self.variables)
             return None if value is None else str(value)
-        if text[0] == "`" or text.startswith("$("):
-            words = list(tokens(text[1:-1] if text[0] == "`" else text[2:-1]))
-            expanded = [each for word in words if isinstance(word, Word) for each in self._expand(word)]
-            numbers = numbers_of(expanded) if all(isinstance(word, Word) for word in words) else None
-            return None if numbers is None else " ".join(numbers)
         if match := _SIMPLE.fullmatch(text):
             return self._variable(match[1])
         if match := _BRACED.fullmatch(text):
@@ -317,9 +288,9 @@ class _Reader:
 
     def _braced(self, mark: str, name: str, index: str | None, default: str | None) -> str | None:
         """`${NAME}`, `${NAME[1]}`, `${NAME[@]}`, `${#NAME[@]}`, each with a default behind `:-`."""
+        self.used.add(name)
+        values = _elements(name, self.variables)
         if index in ("@", "*"):
-            self.used.add(name)
-            values = _elements(name, self.variables)
             return None if not values or mark == "!" else str(len(values)) if mark else " ".join(values)
         if mark:
             value = self._variable(name) if mark == "#" and index is None else None
@@ -327,29 +298,22 @@ class _Reader:
         if index is None:
             value = self._variable(name)
         else:
-            self.used.add(name)
-            beyond = "" if _elements(name, self.variables) else None
-            number = self._number(index)
-            value = None if number is None else self.variables.get(f"{name}[{number}]", beyond)
+            place = number(self._substitute(index), self.variables)
+            value = None if place is None else self.variables.get(f"{name}[{place}]", "" if values else None)
         return value if value is not None or default is None else self._substitute(default)
 
 
-def _loop(commands: list[list[Word]], at: int) -> tuple[int, int]:
-    """Indexes of the commands with the `do` and the `done` of a loop whose header ends before `at`; zeros where there are none."""
-    begin = depth = 0
+def _loop_end(commands: list[list[Word]], at: int) -> int:
+    """Index of the command with the `done` of the loop whose `do` stands at `at` or behind it; 0 where there is none."""
+    depth = 0
     for i in range(at, len(commands)):
         for word in commands[i]:
             if word.bare not in _KEYWORDS:
                 break
-            begin = begin or (i if word.bare == "do" else 0)
             depth += (word.bare == "do") - (word.bare == "done")
-        if begin and depth == 0:
-            return begin, i
-    return 0, 0
-
-
-def _begins(words: list[Word], name: str) -> bool:
-    return bool(words) and words[0].bare == name
+            if word.bare == "done" and depth == 0:
+                return i
+    return 0
 
 
 def _is_assignment(word: Word) -> bool:
@@ -357,9 +321,10 @@ def _is_assignment(word: Word) -> bool:
     return bool(word.parts and not word.parts[0][1] and _ASSIGNMENT.match(word.parts[0][0]))
 
 
-def _changed(text: str) -> set[str]:
-    """Names that an expression sets."""
-    return {one or other for one, other in _CHANGED.findall(text)}
+def _computed(words: list[Word]) -> set[str]:
+    """Names that `let` or `((...))` sets; what it sets them to is not computed."""
+    counts = bool(words) and (words[0].bare == "let" or words[0].bare.startswith("(("))
+    return {one or other for word in words for one, other in _CHANGED.findall(word.bare)} if counts else set()
 
 
 def _elements(name: str, scope: Mapping[str, str]) -> list[str]:

@@ -10,12 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-_PLACEHOLDER = re.compile(r"<[^<>\s&|;=(][^<>\n|;]*>")
-_CONTINUED = re.compile(r"\\[ \t]*(#[^\n]*)?(\n|$)")
-_REDIRECTION = re.compile(r"\d*(?:>>|>&|&>>|&>|>|<<<|<&|<)(?:&\d)?")
-_HEREDOC = re.compile(r"<<-?[ \t]*['\"]?(\w+)['\"]?")
+_PIECE = re.compile(
+    r"""
+    (?P<gap>\\[ \t]*(?:\#[^\n]*)?(?:\n|\Z)|[ \t]+)
+    |(?P<comment>\#[^\n]*)
+    |(?P<placeholder><[^<>\s&|;=(][^<>\n|;]*>)
+    |(?P<document><<-?[ \t]*['"]?(?P<mark>\w+)['"]?)
+    |(?P<redirection>(?:(?<!\S)\d+)?[<>]&\d|(?:(?:(?<!\S)\d+)?(?:>>|>&|>|<<<|<&|<)|&>>?)[ \t]*(?:"[^"]*"|'[^']*'|[^\s;|&()<>])*)
+    |(?P<operator>&&|\|\||;;|[;|&()\n])
+    """,
+    re.VERBOSE,
+)
 _ARRAY = re.compile(rf"{NAME}\+?=")
-_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
+_VARIABLE = re.compile(rf"\$(?:{NAME}|[0-9@*#?$!-])?")
+_CLOSING = {"(": ")", "{": "}"}
 
 
 @dataclass
@@ -37,113 +45,78 @@ class Word:
         """The text as written without quotes."""
         return "".join(text for text, _ in self.parts)
 
+    def add(self, text: str, quote: str) -> None:
+        """Adds a part; unquoted neighbours become one."""
+        if self.parts and not quote and not self.parts[-1][1]:
+            text = self.parts.pop()[0] + text
+        self.parts.append((text, quote))
+
 
 def tokens(text: str) -> Iterator[Word | str]:
     """Words and operators; redirections, here-documents and comments are left out."""
-    at, line, word = 0, 1, None
+    at, word = 0, None
     while at < len(text):
-        rest = text[at:]
-        char = text[at]
-        if match := _CONTINUED.match(rest):
-            if word:
-                yield word
-                word = None
-            line += match[0].count("\n")
-            at += match.end()
-        elif char in " \t":
-            if word:
-                yield word
-                word = None
-            at += 1
-        elif char == "#" and word is None:
-            end = text.find("\n", at)
-            at = len(text) if end < 0 else end
-        elif char in "'\"":
-            body, end = _quoted(text, at)
-            word = word or Word(line)
-            word.parts.append((body, char))
-            line += text.count("\n", at, end)
-            at = end
-        elif char == "\\":
-            word = word or Word(line)
-            word.parts.append((text[at + 1 : at + 2], "'"))
-            at += 2
-        elif char == "$" or char == "`":
-            end = substitution_end(text, at)
-            word = word or Word(line)
-            _append(word, text[at:end])
-            line += text.count("\n", at, end)
-            at = end
-        elif match := _PLACEHOLDER.match(rest):
-            word = word or Word(line)
-            _append(word, match[0])
-            at += match.end()
-        elif (match := _HEREDOC.match(rest)) and not rest.startswith("<<<"):
-            closing = re.compile(rf"^[ \t]*{match[1]}[ \t]*$", re.MULTILINE).search(text, at + match.end())
-            stop = text.find("\n", at)
-            tail, at = text[at + match.end() : stop if stop >= 0 else len(text)], closing.end() if closing else len(text)
-            if word:
-                yield word
-                word = None
-            yield from tokens(tail)
-            yield "\n"
-            line = text.count("\n", 0, at) + 1
-        elif char in "<>" or (char == "&" and rest[1:2] == ">"):
-            if word:
-                if not word.bare.isdigit():
-                    yield word
-                word = None
-            match = _REDIRECTION.match(rest)
-            at += match.end() if match else 1
-            at = _skip_word(text, at) if match and not match[0].endswith(("&1", "&2")) else at
-        elif char == "(" and word is not None and _ARRAY.fullmatch(word.bare) and not word.parts[-1][1]:
-            end = substitution_end(f"${text[at:]}", 0) - 1 + at
+        match = _PIECE.match(text, at)
+        kind = match.lastgroup if match else None
+        if text[at] == "(" and word is not None and _ARRAY.fullmatch(word.bare) and not word.parts[-1][1]:
+            end = _closed(text, at)
             word.array = [token for token in tokens(text[at + 1 : end].removesuffix(")")) if isinstance(token, Word)]
-            yield word
-            line += text.count("\n", at, end)
-            at, word = end, None
-        elif word is None and (end := _arithmetic_end(text, at)):
-            yield Word(line, [(text[at:end], "'")])
-            line += text.count("\n", at, end)
-            at = end
-        elif operator := next((mark for mark in _OPERATORS if rest.startswith(mark)), None):
-            if word:
+        elif text.startswith("((", at) and word is None and text.endswith("))", at, _closed(text, at)):
+            end = _closed(text, at)
+            word = Word(text.count("\n", 0, at) + 1, [(text[at:end], "'")])
+        elif match is None or kind == "placeholder" or (kind == "comment" and word is not None):
+            body, quote, end = (match[0], "", match.end()) if match and kind == "placeholder" else _part(text, at)
+            word = word or Word(text.count("\n", 0, at) + 1)
+            word.add(body, quote)
+        else:
+            end = match.end()
+            if word is not None:
                 yield word
                 word = None
-            yield operator
-            line += operator == "\n"
-            at += len(operator)
-        else:
-            word = word or Word(line)
-            _append(word, char)
-            at += 1
-    if word:
+            if kind == "operator":
+                yield match[0]
+            elif kind == "document":
+                closing = re.compile(rf"^[ \t]*{match['mark']}[ \t]*$", re.MULTILINE).search(text, end)
+                yield from tokens(text[end:].partition("\n")[0])
+                yield "\n"
+                end = closing.end() if closing else len(text)
+        at = end
+    if word is not None:
         yield word
 
 
-def _append(word: Word, text: str) -> None:
-    if word.parts and not word.parts[-1][1]:
-        word.parts[-1] = (word.parts[-1][0] + text, "")
-    else:
-        word.parts.append((text, ""))
+def _part(text: str, at: int) -> tuple[str, str, int]:
+    """A part of a word: its text, its quote, and where it ends."""
+    match text[at]:
+        case '"':
+            return _quoted(text, at)
+        case "'":
+            body, _, _ = text[at + 1 :].partition("'")
+            return body, "'", at + len(body) + 2
+        case "\\":
+            return text[at + 1 : at + 2], "'", at + 2
+        case "$" | "`":
+            end = substitution_end(text, at)
+            return text[at:end], "", end
+        case char:
+            return char, "", at + 1
 
 
-def _quoted(text: str, at: int) -> tuple[str, int]:
-    """The inside of the quotes that begin at `at`, and where they have ended; a quote that is never closed ends with the text."""
-    quote, out, i = text[at], "", at + 1
-    while i < len(text) and text[i] != quote:
-        if quote == '"' and (text[i] == "`" or text.startswith("$(", i)):
+def _quoted(text: str, at: int) -> tuple[str, str, int]:
+    """The part in the double quotes that begin at `at`; one that is never closed ends with the text."""
+    out, at = "", at + 1
+    while at < len(text) and text[at] != '"':
+        end = at + 1
+        if text[at] == "`" or text.startswith("$(", at):
             # What is substituted has quotes of its own.
-            end = substitution_end(text, i)
-            out, i = out + text[i:end], end
-            continue
-        if quote == '"' and text[i] == "\\" and text[i + 1 : i + 2] in ('"', "\\", "$", "`", "\n"):
-            out += "" if text[i + 1] == "\n" else text[i + 1]
-            i += 2
-            continue
-        out += text[i]
-        i += 1
-    return out, i + 1
+            end = substitution_end(text, at)
+            out += text[at:end]
+        elif text[at] == "\\" and text[end : end + 1] in ('"', "\\", "$", "`", "\n"):
+            out, end = out + text[end].strip("\n"), end + 1
+        else:
+            out += text[at]
+        at = end
+    return out, '"', at + 1
 
 
 def substitution_end(text: str, at: int) -> int:
@@ -151,26 +124,17 @@ def substitution_end(text: str, at: int) -> int:
     if text[at] == "`":
         end = text.find("`", at + 1)
         return len(text) if end < 0 else end + 1
-    opening = text[at + 1 : at + 2]
-    if opening in ("(", "{"):
-        depth, closing = 0, {"(": ")", "{": "}"}[opening]
-        for i in range(at + 1, len(text)):
-            depth += (text[i] == opening) - (text[i] == closing)
-            if depth == 0:
-                return i + 1
-        return len(text)
-    match = re.compile(rf"\$(?:{NAME}|[0-9@*#?$!-])?").match(text, at)
+    if text[at + 1 : at + 2] in _CLOSING:
+        return _closed(text, at + 1)
+    match = _VARIABLE.match(text, at)
     return match.end() if match else at + 1
 
 
-def _skip_word(text: str, at: int) -> int:
-    match = re.compile(r"[ \t]*(?:\"[^\"]*\"|'[^']*'|[^\s;|&()<>])*").match(text, at)
-    return match.end() if match else at
-
-
-def _arithmetic_end(text: str, at: int) -> int:
-    """Where the `((...))` that begins at `at` ends; 0 where none does."""
-    if not text.startswith("((", at):
-        return 0
-    end = substitution_end(f"${text[at:]}", 0) - 1 + at
-    return end if text.endswith("))", at, end) else 0
+def _closed(text: str, at: int) -> int:
+    """Behind the bracket that closes the one at `at`; the end of the text where none does."""
+    depth, opening = 0, text[at]
+    for i in range(at, len(text)):
+        depth += (text[i] == opening) - (text[i] == _CLOSING[opening])
+        if depth == 0:
+            return i + 1
+    return len(text)

