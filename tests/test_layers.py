@@ -107,7 +107,7 @@ UPWARD: dict[tuple[str, str], int] = {
 }
 
 # Module-level tables keyed by names of NPU operators outside of lowering/ascend/operators. The number only falls.
-OPERATOR_TABLES = 12
+OPERATOR_TABLES = 10
 
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
@@ -115,7 +115,7 @@ BUDGETS: dict[str, int] = {
     "graphs": 8280,
     "lowering": 1470,
     "lowering/artifact": 1150,
-    "lowering/ascend": 16790,
+    "lowering/ascend": 16970,
     "lowering/backends": 1660,
     "models": 8570,
     "runtime": 3660,

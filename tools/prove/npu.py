@@ -45,6 +45,7 @@ DEFAULT_STEPS = 3
 Measured = dict[str, dict[str, float]]
 F32 = torch.float32
 
+
 def is_for_device(artifact: Artifact) -> bool:
     """Whether an artifact was built for NPUs."""
     return not target(artifact.manifest.target).local

@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....graphs.errors import LoweringError
-from . import work
+from . import trials, work
 from .call import form
 from .checks import FLOATS, refuse_options, require, require_shape, undefined
 from .record import NpuOperator, TorchForm
@@ -341,5 +341,6 @@ OPERATORS = (
         work=_attention_work,
         # Constants there would be the lengths of the trace, in every step.
         lengths=(5, 6),
+        trial=trials.Trial(0, "lengths", "attention", layer="lengths", corners=trials.padded_rows),
     ),
 )

@@ -20,6 +20,7 @@ from . import type_rules, work
 from .call import Call, Results
 from .checks import FLOATS, refuse_options, require, require_shape
 from .record import Arguments, NpuOperator, TorchForm
+from .trials import Trial
 
 Members = list[Arguments]
 REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "product": "prod"}
@@ -202,9 +203,10 @@ def _collective(
 ) -> NpuOperator:
     """A collective; `received` gives the bytes that a rank gets of what it gives, of its result, and of the number of ranks."""
     rule = functools.partial(_collective_work, received=received, steps=steps)
-    return NpuOperator(tuple(kinds.split()), torch=(form,), run_group=run, work=rule, collective=name, **more)
+    return NpuOperator(tuple(kinds.split()), torch=(form,), run_group=run, work=rule, collective=name, trial=_TRIAL, **more)
 
 
+_TRIAL = Trial(wrong="communicators")
 OPERATORS = (
     _collective(
         "all_reduce",
@@ -248,6 +250,7 @@ OPERATORS = (
         # Buffers of an uneven exchange are sized for the worst case; tokens spread evenly, up to the imbalance, fill what was given.
         work=functools.partial(_collective_work, received=lambda given, result, n: min(given, result) * (n - 1) / n),
         collective="all_to_all_single",
+        trial=_TRIAL,
     ),
     _collective(
         "broadcast",

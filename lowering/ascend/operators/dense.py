@@ -29,6 +29,7 @@ from .checks import (
     undefined,
 )
 from .record import NpuOperator, TorchForm
+from .trials import Trial
 
 
 def _normed(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -349,6 +350,7 @@ OPERATORS = (
         torch=(TorchForm("npu.npu_add_rms_norm_dynamic_quant.default", npu_add_rms_norm_dynamic_quant),),
         run=_add_rms_norm_dynamic_quant,
         widens=True,
+        trial=Trial(12, "int8"),
     ),
     # torchair has no converter for it: captured graphs alone may have it.
     NpuOperator(
@@ -362,12 +364,14 @@ OPERATORS = (
         run=form(npu_swiglu, "x", attributes={"dim": -1}),
         widens=True,
         work=functools.partial(work.generic, passes=6.0),
+        trial=Trial(wrong="int8"),
     ),
     NpuOperator(
         ("RotaryMul",),
         torch=(TorchForm("npu.npu_rotary_mul.default", npu_rotary_mul),),
         run=form(npu_rotary_mul, "x r1 r2"),
         widens=True,
+        trial=Trial(wrong="partial-rotary"),
     ),
     NpuOperator(
         ("DynamicQuant",),
@@ -375,6 +379,7 @@ OPERATORS = (
         run=form(npu_dynamic_quant, "x", "smooth_scales", legal={"dst_type": _INT8}),
         widens=True,
         work=functools.partial(work.generic, passes=6.0),
+        trial=Trial(11, "int8"),
     ),
     NpuOperator(
         ("AscendQuantV2",),
@@ -390,6 +395,7 @@ OPERATORS = (
         widens=True,
         work=work.product,
         weight="x2",
+        trial=Trial(10, "int8"),
     ),
     NpuOperator(
         ("WeightQuantBatchMatmulV2",),
@@ -413,6 +419,7 @@ OPERATORS = (
         run=_mat_mul("adj_x1", "adj_x2", None),
         types=functools.partial(type_rules.product, first="adj_x1", second="adj_x2"),
         work=functools.partial(work.product, transposed="adj_x1"),
+        trial=Trial(layer="delta-rule-prefill"),
     ),
     NpuOperator(acl=("aclnnBatchMatMul",), work=work.product),
 )

@@ -12,6 +12,7 @@ from ....graphs.errors import LoweringError
 from . import type_rules, work
 from .call import Call, Function, Results, binary, same_dtype, unary
 from .record import NpuOperator
+from .trials import ANY_INTEGERS, DISTINCT, LARGE, POSITIVE, Trial
 
 Reduction = Callable[[torch.Tensor, list[int], bool], torch.Tensor]
 
@@ -185,34 +186,38 @@ def _softmax(call: Call) -> Results:
     return x.float().softmax(axes[0]).to(x.dtype)
 
 
-def _like_first(kind: str, run: Function | None, passes: float = 0.0) -> NpuOperator:
-    return NpuOperator((kind,), run=run, types=type_rules.same, work=functools.partial(work.generic, passes=passes) if passes else None)
+def _like_first(kind: str, run: Function | None, passes: float = 0.0, trial: Trial = ANY_INTEGERS) -> NpuOperator:
+    rule = functools.partial(work.generic, passes=passes) if passes else None
+    return NpuOperator((kind,), run=run, types=type_rules.same, work=rule, trial=trial)
 
 
-def _broadcast(kinds: str, run: Function) -> NpuOperator:
-    return NpuOperator(tuple(kinds.split()), run=run, types=type_rules.elementwise)
+def _broadcast(kinds: str, run: Function, trial: Trial = ANY_INTEGERS) -> NpuOperator:
+    return NpuOperator(tuple(kinds.split()), run=run, types=type_rules.elementwise, trial=trial)
 
 
 def _comparison(kind: str, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> NpuOperator:
-    return NpuOperator((kind,), run=binary(function), types=type_rules.comparison)
+    return NpuOperator((kind,), run=binary(function), types=type_rules.comparison, trial=ANY_INTEGERS)
 
 
 def _reduction(kind: str, function: Reduction) -> NpuOperator:
-    return NpuOperator((kind,), run=_reduce(function), types=type_rules.reduce)
+    return NpuOperator((kind,), run=_reduce(function), types=type_rules.reduce, trial=ANY_INTEGERS)
 
 
+_DIVISION = Trial(positive=("x2",), any_integers=True)
 OPERATORS = (
     _like_first("Abs", unary(torch.abs)),
     _like_first("Neg", unary(torch.neg)),
     _like_first("Cos", _floats(torch.cos)),
     _like_first("Sin", _floats(torch.sin)),
-    _like_first("Exp", _floats(torch.exp, base=-1.0, scale=1.0, shift=0.0)),
-    _like_first("Log", _floats(torch.log, base=-1.0, scale=1.0, shift=0.0)),
-    _like_first("Log1p", _floats(torch.log1p)),
-    _like_first("Sqrt", _floats(torch.sqrt)),
-    _like_first("Rsqrt", _floats(torch.rsqrt)),
+    _like_first(
+        "Exp", _floats(torch.exp, base=-1.0, scale=1.0, shift=0.0), trial=Trial(floats=lambda slot, drawn: drawn.clamp(-LARGE, 8.0))
+    ),
+    _like_first("Log", _floats(torch.log, base=-1.0, scale=1.0, shift=0.0), trial=POSITIVE),
+    _like_first("Log1p", _floats(torch.log1p), trial=POSITIVE),
+    _like_first("Sqrt", _floats(torch.sqrt), trial=POSITIVE),
+    _like_first("Rsqrt", _floats(torch.rsqrt), trial=POSITIVE),
     _like_first("Square", _floats(torch.square)),
-    _like_first("Reciprocal", _floats(torch.reciprocal)),
+    _like_first("Reciprocal", _floats(torch.reciprocal), trial=POSITIVE),
     _like_first("Sigmoid", _floats(torch.sigmoid)),
     _like_first("Swish", _floats(torch.nn.functional.silu, scale=1.0)),
     _like_first("Softplus", _floats(torch.nn.functional.softplus)),
@@ -225,10 +230,10 @@ OPERATORS = (
     _broadcast("Add AddV2", binary(torch.add)),
     _broadcast("Sub", binary(torch.sub)),
     _broadcast("Mul", binary(torch.mul)),
-    _broadcast("RealDiv", _real_div),
-    _broadcast("FloorDiv", binary(functools.partial(torch.div, rounding_mode="floor"))),
-    _broadcast("FloorMod", binary(torch.remainder)),
-    _broadcast("Pow", binary(torch.pow)),
+    _broadcast("RealDiv", _real_div, Trial(positive=("x2",))),
+    _broadcast("FloorDiv", binary(functools.partial(torch.div, rounding_mode="floor")), _DIVISION),
+    _broadcast("FloorMod", binary(torch.remainder), _DIVISION),
+    _broadcast("Pow", binary(torch.pow), Trial(floats=lambda slot, drawn: drawn.abs().clamp(0.1, 8.0))),
     _broadcast("Maximum", binary(torch.maximum)),
     _broadcast("Minimum", binary(torch.minimum)),
     _comparison("Equal", torch.eq),
@@ -243,9 +248,9 @@ OPERATORS = (
     _like_first("LogicalNot", _logical_not),
     _like_first("Muls", _muls),
     NpuOperator(("Addcmul",), run=_addcmul),
-    NpuOperator(("Cast",), run=_cast, types=type_rules.cast, copies=1),
+    NpuOperator(("Cast",), run=_cast, types=type_rules.cast, copies=1, trial=ANY_INTEGERS),
     _like_first("ClipByValueV2", _clip),
-    NpuOperator(("SelectV2",), run=_select, types=type_rules.select),
+    NpuOperator(("SelectV2",), run=_select, types=type_rules.select, trial=ANY_INTEGERS),
     _like_first("MaskedFill", _masked_fill),
     _reduction("ReduceSum", _sum),
     _reduction("ReduceMean", _mean),
@@ -254,9 +259,9 @@ OPERATORS = (
     _reduction("ReduceAny", _any),
     _reduction("ReduceAll", _all),
     _like_first("Cumsum", _cumsum),
-    NpuOperator(("ArgMaxV2",), run=_arg_max),
-    NpuOperator(("ArgMaxWithValue",), run=_arg_max_with_value, types=type_rules.arg_max_with_value),
-    NpuOperator(("Sort",), acl=("aclnnSort",), run=_sort, types=type_rules.sort, work=work.sorting),
-    NpuOperator(("TopKV2",), acl=("aclnnTopk",), run=_top_k, types=type_rules.top_k, work=work.sorting),
+    NpuOperator(("ArgMaxV2",), run=_arg_max, trial=DISTINCT),
+    NpuOperator(("ArgMaxWithValue",), run=_arg_max_with_value, types=type_rules.arg_max_with_value, trial=DISTINCT),
+    NpuOperator(("Sort",), acl=("aclnnSort",), run=_sort, types=type_rules.sort, work=work.sorting, trial=DISTINCT),
+    NpuOperator(("TopKV2",), acl=("aclnnTopk",), run=_top_k, types=type_rules.top_k, work=work.sorting, trial=DISTINCT),
     _like_first("SoftmaxV2", _softmax, passes=6.0),
 )

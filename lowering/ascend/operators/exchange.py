@@ -19,6 +19,7 @@ from .call import Call, Results, group_of
 from .checks import FLOATS, refuse_options, require, require_shape, to_int8, undefined
 from .collectives import Members, check_size, wanted_members
 from .record import Arguments, NpuOperator, TorchForm
+from .trials import Trial
 
 # Integers in a row of assist_info; the real operator does not document their layout.
 ASSIST = 128
@@ -239,6 +240,7 @@ def _dispatched_rows(op: Any, types: Mapping[str, Any], ranks: int) -> work.Rows
 
 
 _EXPERTS = "expert dispatch and combine"
+_TRIAL = Trial(wrong="expert-exchange")
 OPERATORS = (
     NpuOperator(
         ("MoeDistributeDispatch", "MoeDistributeDispatchV2", "MoeDistributeDispatchV3"),
@@ -254,6 +256,7 @@ OPERATORS = (
         run_group=_dispatch,
         work=functools.partial(_exchange_work, kind="dispatch"),
         routed=_dispatched_rows,
+        trial=_TRIAL,
         collective="moe_dispatch",
         own_group=DISPATCH,
         exchange=_EXPERTS,
@@ -271,6 +274,7 @@ OPERATORS = (
         ),
         run_group=_combine,
         work=functools.partial(_exchange_work, kind="combine"),
+        trial=_TRIAL,
         collective="moe_combine",
         own_group=DISPATCH,
         exchange=_EXPERTS,

@@ -29,6 +29,7 @@ from .checks import (
     unpack_int4,
 )
 from .record import NpuOperator, TorchForm
+from .trials import Trial, group_corners, groups
 
 
 def npu_grouped_matmul(
@@ -374,6 +375,7 @@ def _always(op: Any) -> bool:
     return True
 
 
+_TRIAL = Trial(wrong="grouped-products", refused="grouped-products", indices={"group_list": groups}, corners=group_corners)
 OPERATORS = (
     NpuOperator(
         ("GroupedMatmul",),
@@ -383,6 +385,7 @@ OPERATORS = (
         work=_grouped_work,
         weight="weight",
         only_nz=_scaled_in_float32,
+        trial=replace(_TRIAL, order=4),
     ),
     NpuOperator(
         # Weights in NZ alone: documentation of aclnnGroupedMatmulSwigluQuantV2 in Ascend/op-plugin.
@@ -400,6 +403,7 @@ OPERATORS = (
         work=_grouped_work,
         weight="weight",
         only_nz=_always,
+        trial=replace(_TRIAL, order=5),
     ),
     NpuOperator(
         ("DequantSwigluQuant",),
@@ -407,5 +411,6 @@ OPERATORS = (
         run=_dequant_swiglu_quant,
         widens=True,
         work=_activation_work,
+        trial=Trial(6, "int8"),
     ),
 )

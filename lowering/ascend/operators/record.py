@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .call import Function, GroupFunction
+from .trials import PLAIN, Trial
 from .type_rules import Rule
 from .work import Rows, Stages, WorkRule
 
@@ -83,6 +84,7 @@ class NpuOperator:
         collective: name of the same exchange in partitioned graphs; "" where it does not communicate.
         own_group: the group that it has for itself on NPUs; "" where it shares one with other collectives.
         exchange: what it exchanges in `own_group`, for messages.
+        trial: how a bring-up runs it alone.
     """
 
     ge: tuple[str, ...] = ()
@@ -105,3 +107,4 @@ class NpuOperator:
     collective: str = ""
     own_group: str = ""
     exchange: str = ""
+    trial: Trial = PLAIN

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
-from . import work
+from . import trials, work
 from .call import Call, Results, form
 from .checks import FLOATS, quantise_rows, refuse_options, require, require_shape, undefined
 from .record import NpuOperator, TorchForm
@@ -267,6 +267,7 @@ OPERATORS = (
             attributes={"k": None, "renorm": 0, "output_softmax_result_flag=output_softmax": False},
         ),
         widens=True,
+        trial=trials.Trial(7, "gating", distinct=True),
     ),
     NpuOperator(
         ("MoeInitRoutingV3",),
@@ -288,11 +289,13 @@ OPERATORS = (
         ),
         widens=True,
         routed=_routed_rows,
+        trial=trials.Trial(8, "expert-exchange", indices={"expert_idx": trials.experts}, corners=trials.expert_corners),
     ),
     NpuOperator(
         ("MoeFinalizeRoutingV2",),
         torch=(TorchForm("npu.npu_moe_finalize_routing.default", npu_moe_finalize_routing),),
         run=_finalize_routing,
         widens=True,
+        trial=trials.Trial(9, "expert-exchange", indices={"expanded_row_idx": trials.routed_rows}),
     ),
 )

@@ -10,6 +10,7 @@ from ....graphs.errors import LoweringError
 from . import type_rules, work
 from .call import INT4, Call, Function, Int4, Results, Value, same_dtype, unary
 from .record import NpuOperator
+from .trials import ANY_INTEGERS, Trial, gather_index
 
 
 def _itself(x: torch.Tensor) -> torch.Tensor:
@@ -189,36 +190,43 @@ def _assign(call: Call) -> Results:
 
 
 OPERATORS = (
-    NpuOperator(("Identity",), run=unary(_itself), types=type_rules.same, keeps_format=True, copies=1),
-    NpuOperator(("TensorMove",), run=unary(_itself), types=type_rules.same, copies=1),
+    NpuOperator(("Identity",), run=unary(_itself), types=type_rules.same, keeps_format=True, copies=1, trial=ANY_INTEGERS),
+    NpuOperator(("TensorMove",), run=unary(_itself), types=type_rules.same, copies=1, trial=ANY_INTEGERS),
     NpuOperator(("TransData",), types=type_rules.same, keeps_format=True, copies=1),
-    NpuOperator(("ZerosLike",), run=unary(torch.zeros_like), types=type_rules.same),
-    NpuOperator(("OnesLike",), run=unary(torch.ones_like), types=type_rules.same),
+    NpuOperator(("ZerosLike",), run=unary(torch.zeros_like), types=type_rules.same, trial=ANY_INTEGERS),
+    NpuOperator(("OnesLike",), run=unary(torch.ones_like), types=type_rules.same, trial=ANY_INTEGERS),
     NpuOperator(("Fill",), run=_fill, types=type_rules.fill_of),
     NpuOperator(("Range",), run=_range, types=type_rules.range_of),
     NpuOperator(("Shape",), run=_shape),
-    NpuOperator(("Reshape",), run=_reshape, types=type_rules.reshape, view=True),
-    NpuOperator(("Squeeze",), run=_squeeze, types=type_rules.squeeze, view=True),
-    NpuOperator(("Unsqueeze",), run=_unsqueeze, types=type_rules.unsqueeze, view=True),
+    NpuOperator(("Reshape",), run=_reshape, types=type_rules.reshape, view=True, trial=ANY_INTEGERS),
+    NpuOperator(("Squeeze",), run=_squeeze, types=type_rules.squeeze, view=True, trial=ANY_INTEGERS),
+    NpuOperator(("Unsqueeze",), run=_unsqueeze, types=type_rules.unsqueeze, view=True, trial=ANY_INTEGERS),
     NpuOperator(("Bitcast",), run=_bitcast, types=type_rules.bitcast, keeps_format=True, view=True),
-    NpuOperator(("Transpose",), run=_transpose, types=type_rules.transpose, copies=1),
-    NpuOperator(("BroadcastTo",), run=_broadcast_to, types=type_rules.broadcast_to),
-    NpuOperator(("Tile",), run=_tile),
-    NpuOperator(("ConcatV2",), run=_concat("concat_dim"), types=type_rules.concat),
-    NpuOperator(("Concat",), run=_concat("concat_dim")),
-    NpuOperator(("Pack",), run=_pack, types=type_rules.pack),
-    NpuOperator(("Unpack",), run=_unpack),
-    NpuOperator(("Split",), run=_split),
-    NpuOperator(("SplitV",), run=_split_v),
-    NpuOperator(("StridedSliceV2",), run=_strided_slice, work=work.indexed),
-    NpuOperator(("PadV3",), run=_pad),
+    NpuOperator(("Transpose",), run=_transpose, types=type_rules.transpose, copies=1, trial=ANY_INTEGERS),
+    NpuOperator(("BroadcastTo",), run=_broadcast_to, types=type_rules.broadcast_to, trial=ANY_INTEGERS),
+    NpuOperator(("Tile",), run=_tile, trial=ANY_INTEGERS),
+    NpuOperator(("ConcatV2",), run=_concat("concat_dim"), types=type_rules.concat, trial=ANY_INTEGERS),
+    NpuOperator(("Concat",), run=_concat("concat_dim"), trial=ANY_INTEGERS),
+    NpuOperator(("Pack",), run=_pack, types=type_rules.pack, trial=ANY_INTEGERS),
+    NpuOperator(("Unpack",), run=_unpack, trial=ANY_INTEGERS),
+    NpuOperator(("Split",), run=_split, trial=ANY_INTEGERS),
+    NpuOperator(("SplitV",), run=_split_v, trial=ANY_INTEGERS),
+    NpuOperator(("StridedSliceV2",), run=_strided_slice, work=work.indexed, trial=ANY_INTEGERS),
+    NpuOperator(("PadV3",), run=_pad, trial=ANY_INTEGERS),
     NpuOperator(
         ("GatherV2",),
         acl=("aclnnEmbedding", "aclnnGather", "aclnnIndex", "aclnnIndexSelect"),
         run=_gather,
         types=type_rules.gather,
         work=work.indexed,
+        trial=Trial(indices={"indices": gather_index}),
     ),
-    NpuOperator(("GatherElements",), run=_gather_elements, types=type_rules.indexed, work=work.indexed),
+    NpuOperator(
+        ("GatherElements",),
+        run=_gather_elements,
+        types=type_rules.indexed,
+        work=work.indexed,
+        trial=Trial(indices={"index": gather_index}),
+    ),
     NpuOperator(("Assign",), run=_assign, types=type_rules.same, writes={0: 0}, copies=2),
 )

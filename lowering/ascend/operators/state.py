@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
-from . import type_rules, work
+from . import trials, type_rules, work
 from .call import Call, Results, form
 from .checks import FLOATS, INDICES, refuse_options, require, require_shape, undefined
 from .record import NpuOperator, TorchForm
@@ -333,6 +333,7 @@ OPERATORS = (
         ),
         widens=True,
         writes={0: 1, 1: 4},
+        trial=trials.Trial(2, "kv-writes", indices={"slot_mapping": trials.pool_rows}),
     ),
     NpuOperator(
         ("ScatterNdUpdate",),
@@ -343,6 +344,7 @@ OPERATORS = (
         run=_scatter_nd_update,
         types=type_rules.same,
         writes={0: 0},
+        trial=trials.Trial(3, "kv-writes", indices={"indices": trials.pool_rows}),
     ),
     NpuOperator(
         ("RecurrentGatedDeltaRule",),
@@ -361,6 +363,7 @@ OPERATORS = (
         widens=True,
         work=_delta_rule_work,
         writes={1: 4},
+        trial=trials.Trial(1, "delta-rule", "delta-rule", layer="delta-rule", floats=trials.delta_rule_floats, corners=trials.first_tokens),
     ),
     NpuOperator(
         acl=("aclnnChunkGatedDeltaRule",),

@@ -17,7 +17,7 @@ from ....lowering.artifact.artifact import Artifact
 from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ....lowering.ascend.emulator.ge_program import parsed_shape
 from ....lowering.ascend.operators.call import GeOp, read
-from ....lowering.ascend.operators.table import COMMUNICATING
+from ....lowering.ascend.operators.table import COMMUNICATING, types_of
 from ....lowering.ascend.subgraph import Subgraph
 from ....lowering.device import Device
 from ...serve.rank_settings import BeforeLoading
@@ -26,7 +26,7 @@ from .device_graph import DeviceGraph, Host
 from .recording import BucketGraph, bucket_graphs
 from .results import Failure
 
-DISPATCH, COMBINE = "MoeDistributeDispatchV2", "MoeDistributeCombineV2"
+DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
 MOST_BYTES = 2**30
 """Most bytes of a collective on all ranks together for which each rank computes what all should have."""
 FOUND = "a collective alone is wrong: "
@@ -55,6 +55,11 @@ class CollectiveCase:
     kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     slots: tuple[str, ...]
     loads: tuple[str, ...]
+
+    @property
+    def collective(self) -> str:
+        """Its name in partitioned graphs."""
+        return COMMUNICATING[self.op.type].collective
 
     @property
     def name(self) -> str:
@@ -111,13 +116,13 @@ def collective_cases(graphs: Sequence[BucketGraph], mesh: Mesh) -> tuple[list[Co
 
 
 def _case(graph: BucketGraph, op: GeOp) -> CollectiveCase | None:
-    names, part_of = [op.name], graph.whole
-    if op.type == COMBINE:
+    names, part_of, collective = [op.name], graph.whole, COMMUNICATING[op.type].collective
+    if collective == COMBINE:
         names = [_dispatch_of(graph, op), op.name]
     tensors = [f"{name}:{port}" for name in names for port in range(len(part_of.ops[name].output_desc))]
     values = {t: torch.empty(kind[1], dtype=kind[0]) for t in (*tensors, *_inputs(graph, names)) if (kind := _kind(graph, t))}
     rewired = {}
-    if op.type == COMBINE:
+    if collective == COMBINE:
         rows = dict(zip(op.slots, op.inputs, strict=True))["expand_x"]
         sent = f"{names[0]}:0"
         if rows not in values or sent not in values or values[rows].dtype != values[sent].dtype:
@@ -132,7 +137,7 @@ def _case(graph: BucketGraph, op: GeOp) -> CollectiveCase | None:
         t: slot for name in reversed(names) for slot, t in zip(read(part_of.ops[name]).slots, read(part_of.ops[name]).inputs, strict=True)
     }
     kinds = tuple((values[t].dtype, tuple(values[t].shape)) for t in part.operands)
-    loads = LOADS if op.type in (DISPATCH, COMBINE) else ("",)
+    loads = LOADS if collective in (DISPATCH, COMBINE) else ("",)
     return CollectiveCase(graph.bucket, op, part, kinds, tuple(slots[t] for t in part.operands), loads)
 
 
@@ -148,7 +153,7 @@ def _inputs(graph: BucketGraph, names: Sequence[str]) -> Iterator[str]:
 def _dispatch_of(graph: BucketGraph, combine: GeOp) -> str:
     """The dispatch whose record of origins a combine reads."""
     tensor = dict(zip(combine.slots, combine.inputs, strict=True))["assist_info_for_combine"]
-    while (op := graph.whole.producer(tensor)).type != DISPATCH:
+    while (op := graph.whole.producer(tensor)).type not in types_of(DISPATCH):
         tensor = op.input[0]
     return str(op.name)
 
@@ -161,7 +166,7 @@ def run_collectives(host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, ran
         of_case: list[Failure] = []
         for load in case.loads:
             of_all = [case.operands(other, load) for other in range(mesh.size)]
-            assumption = "expert-exchange" if case.op.type in (DISPATCH, COMBINE) else "communicators"
+            assumption = COMMUNICATING[case.op.type].trial.wrong
             try:
                 graph = graph or DeviceGraph(host, case.part.ge_file, of_all[rank], rank, communicators)
                 for index, operand in enumerate(of_all[rank]):
@@ -177,7 +182,7 @@ def run_collectives(host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, ran
 
 
 def _difference(case: CollectiveCase, expected: list[torch.Tensor], actual: list[torch.Tensor]) -> str:
-    if case.op.type != DISPATCH:
+    if case.collective != DISPATCH:
         pairs = list(zip(case.part.results, expected, actual, strict=True))
     else:
         # Rows, counts of each expert and counts of each source; the record of origins is for the combine alone.

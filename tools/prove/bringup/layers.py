@@ -10,12 +10,11 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
-from ....lowering.ascend.operators.table import COMMUNICATING
+from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
 from ....lowering.ascend.subgraph import Subgraph
 from ...progress import Bar
 from ..compare import Deviations
 from .device_graph import DeviceGraph, Host
-from .operator_rules import RULES
 from .recording import BucketGraph, Recorder, Values, distinct_bodies
 from .results import Failure, Timing
 from .steps import PlannedStep
@@ -133,4 +132,5 @@ def assumption_of(types: frozenset[str], wrong: Sequence[str]) -> str:
     """The assumption that is wrong where a layer is, although each of its operators is right alone."""
     if all(name.startswith("state ") for name in wrong):
         return "write-after-read"
-    return next((rules.layer for op_type, rules in RULES.items() if rules.layer and op_type in types), "write-after-read")
+    trials = sorted((BY_TYPE[op_type].trial for op_type in types if op_type in BY_TYPE), key=lambda trial: trial.order)
+    return next((trial.layer for trial in trials if trial.layer), "write-after-read")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ....lowering.ascend.operators.call import GeOp
-from .operator_rules import LARGE, Tensors, rules_of
+from ....lowering.ascend.operators.table import BY_TYPE
+from ....lowering.ascend.operators.trials import LARGE, Tensors, Trial
 
 SIZES = {
     "shape", "axes", "axis", "perm", "begin", "end", "strides", "size_splits", "split_dim", "concat_dim", "multiples", "paddings", "dims",
@@ -52,40 +53,40 @@ def variants(op: GeOp, recorded: Tensors, written: frozenset[str]) -> Iterator[t
         recorded: values of a legal step; constants are among them and are not changed.
         written: inputs that the operator writes; they are pools, and finite.
     """
-    rules, finite = rules_of(op.type), {slot: _finite(value) for slot, value in recorded.items()}
-    if not rules.distinct:
+    trial, finite = BY_TYPE[op.type].trial, {slot: _finite(value) for slot, value in recorded.items()}
+    if not trial.distinct:
         yield "recorded", finite
     for number, draw in enumerate(DRAWS):
-        if draw.name != "random" and (rules.distinct or (draw.name == "zeros" and rules.positive)):
+        if draw.name != "random" and (trial.distinct or (draw.name == "zeros" and trial.positive)):
             continue
         generator = torch.Generator().manual_seed(number)
         yield draw.name, {slot: _drawn(op, slot, value, finite, draw, generator) for slot, value in finite.items()}
-    for name, changed in rules.corners(op, finite):
+    for name, changed in trial.corners(op, finite):
         yield name, {**finite, **changed}
 
 
 def _drawn(op: GeOp, slot: str, value: torch.Tensor, recorded: Tensors, draw: Draw, generator: torch.Generator) -> torch.Tensor:
-    rules, shape = rules_of(op.type), tuple(value.shape)
+    trial, shape = BY_TYPE[op.type].trial, tuple(value.shape)
     if value.dtype.is_floating_point:
-        return _floats(op, slot, value, draw, generator)
+        return _floats(trial, slot, value, draw, generator)
     if value.dtype == torch.int8:
         return draw.int8(shape, generator).to(torch.int8)
     if value.dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool() if rules.any_integers else value
-    if slot in rules.indices:
-        return rules.indices[slot](op, value, recorded, generator).to(value.dtype)
-    if rules.any_integers and slot not in SIZES:
-        low = 1 if slot in rules.positive else -100
+        return torch.randint(0, 2, shape, generator=generator).bool() if trial.any_integers else value
+    if slot in trial.indices:
+        return trial.indices[slot](op, value, recorded, generator).to(value.dtype)
+    if trial.any_integers and slot not in SIZES:
+        low = 1 if slot in trial.positive else -100
         return torch.randint(low, 101, shape, generator=generator).to(value.dtype)
     return value
 
 
-def _floats(op: GeOp, slot: str, value: torch.Tensor, draw: Draw, generator: torch.Generator) -> torch.Tensor:
-    rules, shape = rules_of(op.type), tuple(value.shape)
-    if rules.distinct:
+def _floats(trial: Trial, slot: str, value: torch.Tensor, draw: Draw, generator: torch.Generator) -> torch.Tensor:
+    shape = tuple(value.shape)
+    if trial.distinct:
         return distinct(shape, value.dtype, generator)
-    drawn = rules.floats(slot, draw.floats(shape, generator))
-    if slot in rules.positive or "scale" in slot:
+    drawn = trial.floats(slot, draw.floats(shape, generator))
+    if slot in trial.positive or "scale" in slot:
         drawn = drawn.abs() + 0.125
     return drawn.to(value.dtype)
 

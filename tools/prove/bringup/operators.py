@@ -13,13 +13,13 @@ from ....graphs.types import Bucket, Mesh
 from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ....lowering.ascend.emulator.ge_program import BORDER
 from ....lowering.ascend.operators.call import GeOp, read
-from ....lowering.ascend.operators.table import COMMUNICATING
+from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
+from ....lowering.ascend.operators.trials import Trial
 from ....lowering.ascend.subgraph import Subgraph, WholeGraph
 from ...progress import Bar
 from ..compare import first_mismatch, mismatch
 from .device_graph import DeviceGraph, Host
 from .operands import variants
-from .operator_rules import rules_of
 from .recording import Values, is_int4
 from .results import Failure, Timing
 
@@ -47,6 +47,11 @@ class OperatorCase:
     def name(self) -> str:
         """Where it is: `decode-b2-q4 layer00/MatMul (MatMul)`."""
         return f"{self.bucket.name} {self.op}"
+
+    @property
+    def trial(self) -> Trial:
+        """How the operator is tried."""
+        return BY_TYPE[self.op.type].trial
 
     @property
     def shapes(self) -> str:
@@ -85,7 +90,7 @@ def chosen(cases: Sequence[OperatorCase], most: int = MOST) -> tuple[list[Operat
             families.setdefault(case.family, []).append(case)
         sizes = [sorted(family, key=lambda case: case.elements) for family in families.values()]
         selected = [case for family in sizes for case in ([family[0], family[-1]] if len(family) > 1 else family)]
-    selected.sort(key=lambda case: (rules_of(case.op.type).order, case.op.type, case.elements))
+    selected.sort(key=lambda case: (case.trial.order, case.op.type, case.elements))
     identities = {id(case) for case in selected}
     return selected, [case for case in cases if id(case) not in identities]
 
@@ -132,7 +137,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
         try:
             graph = DeviceGraph(host, case.subgraph.ge_file, operands) if graph is None or graph.nz_operands else graph
         except LoweringError as error:
-            return Failure(rules_of(case.op.type).refused, case.name, f"{case.shapes}: {error}"), timing
+            return Failure(case.trial.refused, case.name, f"{case.shapes}: {error}"), timing
         try:
             for index, operand in enumerate(operands):
                 if index not in graph.nz_operands:
@@ -140,7 +145,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
             actual, seconds = graph.run()
             left = graph.operands(case.subgraph.written)
         except LoweringError as error:
-            raise _DeviceFailed(Failure(rules_of(case.op.type).refused, case.name, f"{name} operands {case.shapes}: {error}")) from error
+            raise _DeviceFailed(Failure(case.trial.refused, case.name, f"{name} operands {case.shapes}: {error}")) from error
         timing = timing or Timing(case.name, case.shapes, seconds, _moved_bytes(operands, expected))
         pairs = [*zip(case.subgraph.results, expected, actual, strict=True)]
         pairs += [
@@ -149,7 +154,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
         ]
         if message := first_mismatch(pairs):
             in_nz = bool(graph.nz_operands) and _right_in_nd(host, case, operands, expected)
-            assumption = "nz-weights" if in_nz else rules_of(case.op.type).wrong
+            assumption = "nz-weights" if in_nz else case.trial.wrong
             return Failure(assumption, case.name, f"{name} operands {case.shapes}: {message}"), timing
     return None, timing
 

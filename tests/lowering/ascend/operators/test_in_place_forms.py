@@ -40,8 +40,7 @@ def test_lengths_are_lists_or_tensors() -> None:
     query, pool = torch.randn(2, 1, 1, 16, generator=draw).to(BF16), torch.randn(3, 8, 16, generator=draw).to(BF16)
     options = {"block_table": torch.tensor([[1], [2]], dtype=I32), "input_layout": "BSND", "block_size": 8}
     of_list, of_tensor = (
-        with_host_lengths(query, pool, pool, actual_seq_lengths_kv=lengths, **options)[0]
-        for lengths in ([3, 8], torch.tensor([3, 8]))
+        with_host_lengths(query, pool, pool, actual_seq_lengths_kv=lengths, **options)[0] for lengths in ([3, 8], torch.tensor([3, 8]))
     )
     assert torch.equal(of_list, of_tensor)
     other = with_host_lengths(query, pool, pool, actual_seq_lengths_kv=[3, 2], **options)[0]
