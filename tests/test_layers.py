@@ -102,7 +102,7 @@ UPWARD: dict[tuple[str, str], int] = {
     ("cli", "commands"): 1,
     ("laboratory", "lab"): 1,
     ("inspection", "bench"): 1,
-    ("plan", "bench"): 2,
+    ("plan", "bench"): 1,
     ("prove", "serve"): 5,
 }
 

@@ -11,7 +11,6 @@ from npucompile.models import draft_source, registry
 from npucompile.tools.commands import import_line
 from npucompile.tools.launch_lines.imported import import_text
 from npucompile.tools.locate import artifact_path
-from npucompile.tools.plan.artifact_views import _bench_file
 from npucompile.tools.plan.views import _read
 
 NO_PATHS = ["x" * 580, f"{'y/' * 4000}z", "a\0b", "~nobody-of-that-name/x", "", "vllm serve " + "--flag value " * 50]
@@ -27,7 +26,6 @@ def test_a_text_that_is_no_path_names_nothing(text, tmp_path):
         (lambda name: draft_source.with_draft_model(registry.find("qwen3-8b"), name), UnknownModel),
         (lambda name: artifact_path(tmp_path, name), ArtifactMissing),
         (_read, SpecError),
-        (_bench_file, SpecError),
     ]:
         if text:
             with pytest.raises(error) as raised:

@@ -15,6 +15,14 @@ from ..build.choices import SCHEMES, TARGETS
 NPU_TARGETS = tuple(name for name in TARGETS if name.startswith("ascend"))
 
 
+def _refuse_measured(_: click.Context, __: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise SpecError(
+            "--measured is gone: steps of this machine are measured and not predicted; legal is --artifact with one for NPUs, or "
+            "`npucompile bench --only decode,prefill,streams`"
+        )
+
+
 @click.command("plan")
 @click.argument("model", required=False)
 @click.option("--deployment", metavar="ID", help="Predict this published deployment instead; see `npucompile deployments`.")
@@ -23,9 +31,8 @@ NPU_TARGETS = tuple(name for name in TARGETS if name.startswith("ascend"))
     help="Predict the server of this artifact instead, with the times of its own graphs.",
 )  # fmt: skip
 @click.option(
-    "--measured", metavar="FILE[:LIST]",
-    help="With --artifact of a CPU: what `npucompile bench --only decode,prefill,streams --json` printed of it, and the two decode buckets "
-    "to fit.  [default: the smallest and the largest]",
+    "--measured", hidden=True, expose_value=False, callback=_refuse_measured,
+    help="Gone: steps of this machine are measured and not predicted.",
 )  # fmt: skip
 @click.option("--cards", type=click.IntRange(1), help="Packages of the target: two NPUs each of ascend-a3, one of ascend-a2.")
 @click.option("--target", type=click.Choice(NPU_TARGETS), default="ascend-a3", show_default=True, help="Kind of NPU.")
@@ -91,7 +98,7 @@ def command(
     # Imported late, so that `--help` need not load torch.
     views = importlib.import_module("..plan.views", __package__)
     if artifact is not None:
-        view = importlib.import_module("..plan.artifact_views", __package__).artifact_view(artifact, options)
+        view = importlib.import_module("..plan.artifact", __package__).artifact_view(artifact, options)
     else:
         view = views.deployment_view(deployment, options) if deployment else views.search_view(model, options)
     if buckets_out is not None:

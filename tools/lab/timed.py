@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...graphs.errors import SpecError
-from ...graphs.types import Mesh
+from ...graphs.types import Bucket, Mesh
 from ..build.deployments import deployments
-from ..plan.artifact import bucket_named
 from ..plan.decode import decode_parts
 from ..plan.parameters import Parameters
 from ..plan.published import machine_of
@@ -57,9 +56,21 @@ def read_bringup(path: Path, context: int) -> list[TimedStep]:
     layout = Layout(mesh.axis("dp"), mesh.axis("tp"), shape.experts > 0)
     steps = []
     for timing in timings:
-        bucket = bucket_named(timing["what"])
+        bucket = _bucket_named(timing["what"])
         system = System(shape, scheme, layout, machine_of(kind), bucket.q_len - 1)
         steps.append(TimedStep(f"{path.name} {bucket.name}", system, bucket.batch, context, float(timing["seconds"])))
     if not steps:
         raise SpecError(f"{path} has no timed decode bucket; legal is a bring-up that reached the buckets")
     return steps
+
+
+def _bucket_named(name: str) -> Bucket:
+    """The bucket of a name such as decode-b4-q1.
+
+    Raises:
+        SpecError: it is none.
+    """
+    parts = name.split("-")
+    if len(parts) != 3 or parts[1][:1] != "b" or parts[2][:1] != "q" or not (parts[1][1:] + parts[2][1:]).isdecimal():
+        raise SpecError(f"{name!r} is no bucket; legal is a name as decode-b4-q1")
+    return Bucket(parts[0], int(parts[1][1:]), int(parts[2][1:]))

@@ -67,19 +67,6 @@ def spread_of(model: str, accepted: float) -> float:
     return _SPREAD_OF.get(model, _SPREAD * (accepted - 1))
 
 
-def spread_over_steps(accepted: float, drafts: int, steps: float) -> float:
-    """Coefficient of variation over requests of the mean of so many steps' tokens, if chance alone tells requests apart.
-
-    Each draft is accepted with the chance that makes a step's mean `accepted`, if all before it were.
-    """
-    if not drafts or accepted <= 1:
-        return 0.0
-    chance = chance_of(accepted, drafts)
-    # A sum over thresholds: E[T^2] = sum over i of (2i + 1) P(T > i), and more than i tokens come with chance^i.
-    square = sum((2 * i + 1) * chance**i for i in range(drafts + 1))
-    return math.sqrt(max(square - accepted**2, 0.0) / steps) / accepted
-
-
 def per_request(accepted: float, spread: float, drafts: int, requests: int) -> Array:
     """Tokens a step of each request: quantiles of a normal distribution in a fixed random order, whose harmonic mean is `accepted`."""
     if not drafts or spread == 0:

@@ -1,71 +1,96 @@
-"""A server of an artifact, simulated with the times of its own graphs."""
+"""What `npucompile plan --artifact` shows: a server of an artifact for NPUs, simulated with the times of its own graphs."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...graphs.errors import SpecError
-from ...graphs.types import Bucket, Mesh
+from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.artifact.fixed_cost import fixed_tokens
+from ..bench.prediction import ACCEPTED
+from ..build.targets import target
+from ..inspection.cost import step_cost
 from .acceptance import per_request
 from .products import Array
-from .run import Spread, Trace, by_priority, weighted
+from .recipe import serve_command
+from .run import Latencies
 from .simulate import simulate
 from .system import Serving, Workload
 from .table import StepTable
+from .views import View, latency_lines, workload_of
 
-GraphSeconds = Callable[[GraphEntry, int, int], float]
-"""Seconds of one step of a graph with so many live rows, whose requests have so many cached tokens."""
+GraphSeconds = Callable[[GraphEntry, int], float]
+"""Seconds of one step of a graph whose requests have so many cached tokens."""
+
+_HOST_S = 1e-3
+"""What the host is taken to add to a step on NPUs: assumed."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """What clients of a simulated server see; times in ms (`Prediction`)."""
+def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
+    """The prediction of an artifact's server.
 
-    tpot_ms: Spread
-    ttft_ms: Spread
-    e2e_ms: Spread
-    itl_ms: Spread
-    output_tok_s: float
-    trace: Trace
-    priority_ttft_ms: Mapping[int, Spread]
+    Raises:
+        SpecError: the artifact is for CPUs, or the options lack what is needed.
+    """
+    artifact = Artifact.open(path, check=False)
+    if target(artifact.manifest.target).local:
+        raise SpecError(
+            f"{path} is for this machine, whose speed is measured and not predicted: legal is an artifact for NPUs, or "
+            f"`npucompile bench {path} --only decode,prefill,streams`"
+        )
+    work = workload_of(options)
+    entries = {entry.bucket.name: entry for entry in artifact.manifest.graphs}
 
-    @staticmethod
-    def of(workload: Workload, trace: Trace) -> Served:
-        """The latencies of a run."""
-        sent, first, end = (np.asarray(times) * 1e3 for times in (trace.sent, trace.first, trace.end))
-        outputs = np.asarray(workload.outputs, dtype=float)
-        several = outputs > 1
-        tpot = (end - first)[several] / (outputs - 1)[several] if several.any() else np.zeros(1)
-        gaps = weighted([(gap * 1e3, count) for gap, count in trace.gaps])
-        tok_s, urgent = float(outputs.sum()) / trace.makespan_s, by_priority(first - sent, workload.priorities)
-        return Served(Spread.of(tpot), Spread.of(first - sent), Spread.of(end - sent), gaps, tok_s, trace, urgent)
+    @functools.cache
+    def step_s(bucket: str, context: int) -> float:
+        return step_cost(artifact, entries[bucket], context).step_ms / 1e3
+
+    drafts = artifact.manifest.limits.drafts
+    accepted = options["accepted"] or (min(ACCEPTED, drafts + 1.0) if drafts else 1.0)
+    target_ms = options["itl_target"]
+    seen = serve(artifact, work, lambda entry, context: step_s(entry.bucket.name, context) + _HOST_S, accepted, target_ms)
+    command = serve_command(str(artifact.path), Serving(itl_target_ms=target_ms), work)
+    data = {
+        "artifact": str(artifact.path),
+        "accepted": accepted,
+        "predicted": {
+            "tpot_ms": seen.tpot_ms.mean,
+            "ttft_ms": seen.ttft_ms.mean,
+            "e2e_ms": seen.e2e_ms.mean,
+            "itl_ms": seen.itl_ms.as_dict(),
+            "output_tok_s": seen.output_tok_s,
+            "priority_ttft_ms": {str(level): spread.as_dict() for level, spread in seen.priority_ttft_ms.items()},
+        },
+        "serve": command,
+    }
+    lines = [
+        f"{artifact.path}: {work.requests} requests, {work.concurrency} in flight, {accepted:g} tokens a step",
+        f"predicted  TPOT {seen.tpot_ms.mean:.1f} ms, {seen.output_tok_s:,.0f} tok/s, TTFT {seen.ttft_ms.mean:,.0f} ms, "
+        f"E2E {seen.e2e_ms.mean:,.0f} ms",
+        *latency_lines(seen.itl_ms, seen.priority_ttft_ms),
+        f"serve      {command}",
+    ]
+    return View(data, lines, sorted(entry.bucket.batch for entry in artifact.manifest.graphs if entry.bucket.kind == "decode"))
 
 
 def serve(
-    artifact: Artifact,
-    workload: Workload,
-    graph_seconds: GraphSeconds,
-    host_s: Callable[[int], float],
-    accepted: float = 1.0,
-    spread: float = 0.0,
-    itl_target_ms: float | None = None,
-) -> Served:
+    artifact: Artifact, workload: Workload, seconds: GraphSeconds, accepted: float = 1.0, itl_target_ms: float | None = None
+) -> Latencies:
     """Serves a workload.
 
     Args:
-        graph_seconds: of a step on the device.
-        host_s: what the host adds to a step of so many live rows.
-        accepted: tokens a step of a request on average.
-        spread: their coefficient of variation over requests.
+        seconds: of a step, with what the host adds.
+        accepted: tokens a step of a request.
         itl_target_ms: of the server (`Serving`).
 
     Raises:
-        SpecError: a request is longer than the artifact serves.
+        SpecError: a request is longer than the artifact serves, or it has no bucket of one of both kinds.
     """
     manifest = artifact.manifest
     limits = manifest.limits
@@ -76,48 +101,24 @@ def serve(
     prefill = {(e.bucket.batch, e.bucket.q_len): e for e in manifest.graphs if e.bucket.kind == "prefill"}
     if not decode or not prefill:
         raise SpecError(f"{artifact.path} has {len(decode)} decode and {len(prefill)} prefill buckets; serving needs at least one of each")
-    dp = Mesh.parse(manifest.mesh).axis("dp")
     shortest = min(workload.inputs)
 
-    largest = decode[-1].bucket.batch
-
-    def step_s(rows: int, context: int) -> float:
-        entry = next(entry for entry in decode if entry.bucket.batch >= rows)
-        return graph_seconds(entry, rows, max(context, 1)) + host_s(rows)
-
-    def seconds(rows: Array, context: Array) -> Array:
-        low, high = (np.asarray([[step_s(int(count), end)] for count in rows[:, 0]]) for end in (shortest, longest))
+    def decode_s(rows: Array, context: Array) -> Array:
+        entries = [next(entry for entry in decode if entry.bucket.batch >= int(count)) for count in rows[:, 0]]
+        low, high = (np.asarray([[seconds(entry, max(end, 1))] for entry in entries]) for end in (shortest, longest))
         result: Array = low + (high - low) * (context - shortest) / max(longest - shortest, 1)
         return result
 
-    def prefill_seconds(batch: int, prompts: int, new: float, cached: float) -> float:
-        return graph_seconds(prefill[batch, int(new)], batch, max(int(cached), 1)) + host_s(batch)
+    def prefill_s(batch: int, prompts: int, new: float, cached: float) -> float:
+        return seconds(prefill[batch, int(new)], max(int(cached), 1))
 
-    table = StepTable(range(1, largest + 1), shortest, longest, seconds)
+    table = StepTable(range(1, decode[-1].bucket.batch + 1), shortest, longest, decode_s)
     chunk, most = max(q for _, q in prefill), max(b for b, _ in prefill)
     fixed = fixed_tokens(manifest)
     most_running = limits.num_request_slots - 1
     serving = Serving("npucompile", most_running, chunk * most, chunk, most, itl_target_ms=itl_target_ms, fixed_tokens=fixed)
-    rates: list[float] = per_request(accepted, spread, limits.drafts, workload.requests).tolist()
+    rates: list[float] = per_request(accepted, 0.0, limits.drafts, workload.requests).tolist()
     pool = float((limits.num_pages - 1) * limits.page_size)
     sizes = tuple(sorted(entry.bucket for entry in (*prefill.values(), *decode)))
-    return Served.of(workload, simulate(workload, serving, rates, dp, pool, table, prefill_seconds, False, sizes))
-
-
-def bucket_named(name: str) -> Bucket:
-    """The bucket of a name such as decode-b4-q1.
-
-    Raises:
-        SpecError: it is none.
-    """
-    parts = name.split(" ")[0].split("-")
-    if len(parts) != 3 or parts[1][:1] != "b" or parts[2][:1] != "q" or not (parts[1][1:] + parts[2][1:]).isdecimal():
-        raise SpecError(f"{name!r} is no bucket; legal is a name as decode-b4-q1")
-    return Bucket(parts[0], int(parts[1][1:]), int(parts[2][1:]))
-
-
-def value_of(cell: object) -> float | None:
-    """The median of a cell of `bench --json`."""
-    if isinstance(cell, Mapping):
-        return float(cell["median"])
-    return float(cell) if isinstance(cell, int | float) else None
+    dp = Mesh.parse(manifest.mesh).axis("dp")
+    return Latencies.of(workload, simulate(workload, serving, rates, dp, pool, table, prefill_s, False, sizes))

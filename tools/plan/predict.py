@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from .disaggregated import simulate_disaggregated
 from .memory import fixed_bytes, pool_tokens, request_bytes, token_bytes
 from .parameters import Parameters, fitted
 from .prefill import prefill_time
-from .run import Spread, Trace, by_priority, weighted
+from .run import Latencies, Trace
 from .simulate import simulate
 from .system import Case
 from .table import StepTable, step_table
@@ -29,38 +29,25 @@ _FUSED_TOKENS, _FUSED_RANKS = 50, 32
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A prediction; times in ms.
+class Prediction(Latencies):
+    """A prediction.
 
     Attributes:
-        tpot_ms, ttft_ms, e2e_ms: over requests, as (E2E - TTFT) / (output - 1).
-        itl_ms: over deliveries: between two steps that delivered tokens of the same request.
-        output_tok_s: all output tokens over the whole run, all instances together.
         parts_ms: where a token's time goes: step causes over the tokens of a step, stalls of prefill, and rest.
         interval: 80 % intervals of tpot_ms, output_tok_s, ttft_ms and e2e_ms.
         binding: "memory", "prefill", "decode", "bucket" or "exchange".
         why: the figure that decides `binding`.
         memory: GiB of a rank by kind.
-        histogram: seconds of decoding by live rows of the largest group.
-        trace: what happened.
-        priority_ttft_ms: ttft_ms of the requests of each priority, where there are several.
+        assumed: what was assumed because it is not known.
     """
 
-    tpot_ms: Spread
-    ttft_ms: Spread
-    e2e_ms: Spread
-    itl_ms: Spread
-    output_tok_s: float
     parts_ms: Mapping[str, float]
     interval: Mapping[str, tuple[float, float]]
     binding: str
     why: str
     memory: Mapping[str, float]
-    histogram: Mapping[int, float]
     step_ms: float
-    trace: Trace
     assumed: tuple[str, ...]
-    priority_ttft_ms: Mapping[int, Spread] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -148,38 +135,19 @@ def _sizes(case: Case) -> tuple[Bucket, ...]:
 
 
 def _summary(case: Case, p: Parameters, table: StepTable, pool: float, trace: Trace) -> Prediction:
-    work = case.workload
-    sent, first, end = (np.asarray(times) * 1e3 for times in (trace.sent, trace.first, trace.end))
-    outputs = np.asarray(work.outputs, dtype=float)
-    several = outputs > 1
-    tpot = (end - first)[several] / (outputs - 1)[several] if several.any() else np.zeros(1)
-    tok_s = float(outputs.sum()) / trace.makespan_s
-    parts, step_ms, padded = _parts(case, p, table, trace, float(tpot.mean()))
+    seen = Latencies.of(case.workload, trace)
+    parts, step_ms, padded = _parts(case, p, table, trace, seen.tpot_ms.mean)
     binding, why = _binding(case, parts, padded, trace, pool)
-    sd = _deviations(case)
     centre = {
-        "tpot_ms": float(tpot.mean()),
-        "output_tok_s": tok_s,
-        "ttft_ms": float((first - sent).mean()),
-        "e2e_ms": float((end - sent).mean()),
+        "tpot_ms": seen.tpot_ms.mean,
+        "output_tok_s": seen.output_tok_s,
+        "ttft_ms": seen.ttft_ms.mean,
+        "e2e_ms": seen.e2e_ms.mean,
     }
-    return Prediction(
-        Spread.of(tpot),
-        Spread.of(first - sent),
-        Spread.of(end - sent),
-        weighted([(gap * 1e3, count) for gap, count in trace.gaps]),
-        tok_s,
-        parts,
-        {name: _around(value, sd[name]) for name, value in centre.items()},
-        binding,
-        why,
-        memory_of(case, pool),
-        dict(trace.decode_s),
-        step_ms,
-        trace,
-        case.assumed,
-        by_priority(first - sent, work.priorities),
-    )
+    sd = _deviations(case)
+    interval = {name: _around(value, sd[name]) for name, value in centre.items()}
+    return Prediction(**vars(seen), parts_ms=parts, interval=interval, binding=binding, why=why, memory=memory_of(case, pool),
+                      step_ms=step_ms, assumed=case.assumed)  # fmt: skip
 
 
 def memory_of(case: Case, pool: float) -> dict[str, float]:

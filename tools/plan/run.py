@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .products import Array
+from .system import Workload
 
 
 class Span(NamedTuple):
@@ -93,3 +94,41 @@ def weighted(pairs: list[tuple[float, int]]) -> Spread:
     values, total = values[order], np.cumsum(counts[order])
     marks = (float(values[min(int(np.searchsorted(total, q * total[-1])), len(values) - 1)]) for q in (0.5, 0.95, 0.99))
     return Spread(float((values * counts[order]).sum() / total[-1]), *marks)
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """What clients of a simulated server see; times in ms.
+
+    Attributes:
+        tpot_ms, ttft_ms, e2e_ms: over requests, as (E2E - TTFT) / (output - 1).
+        itl_ms: over deliveries: between two steps that delivered tokens of the same request.
+        output_tok_s: all output tokens over the whole run, all instances together.
+        trace: what happened.
+        priority_ttft_ms: ttft_ms of the requests of each priority, where there are several.
+    """
+
+    tpot_ms: Spread
+    ttft_ms: Spread
+    e2e_ms: Spread
+    itl_ms: Spread
+    output_tok_s: float
+    trace: Trace
+    priority_ttft_ms: Mapping[int, Spread]
+
+    @staticmethod
+    def of(workload: Workload, trace: Trace) -> Latencies:
+        """The latencies of a run."""
+        sent, first, end = (np.asarray(times) * 1e3 for times in (trace.sent, trace.first, trace.end))
+        outputs = np.asarray(workload.outputs, dtype=float)
+        several = outputs > 1
+        tpot = (end - first)[several] / (outputs - 1)[several] if several.any() else np.zeros(1)
+        return Latencies(
+            Spread.of(tpot),
+            Spread.of(first - sent),
+            Spread.of(end - sent),
+            weighted([(gap * 1e3, count) for gap, count in trace.gaps]),
+            float(outputs.sum()) / trace.makespan_s,
+            trace,
+            by_priority(first - sent, workload.priorities),
+        )
