@@ -18,7 +18,7 @@ from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import Request, Sampling
 from npucompile.runtime.rng import random_number
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
-from npucompile.tools.serve.offline import complete
+from npucompile.tools.ranks.offline import complete
 
 MODELS, MESHES, SCHEMES = ("dense", "moe", "bundled"), ("tp=2", "dp=2", "dp=2,tp=2"), ("none", "w8a8", "w4a8")
 # Each pair of a model, a mesh and a quantisation once.

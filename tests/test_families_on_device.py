@@ -18,7 +18,7 @@ from npucompile.models import registry
 from npucompile.models.quant.description import DESCRIPTION
 from npucompile.runtime.request import Sampling
 from npucompile.tools.quantize.driver import Settings, quantize
-from npucompile.tools.serve.offline import complete
+from npucompile.tools.ranks.offline import complete
 
 SIZES = {"buckets": (2,), "prefill": (64,), "max_model_len": 256, "max_num_seqs": 2}
 PROMPTS = [[1, 2, 3], list(range(100, 190)), [7] * 5]

@@ -18,8 +18,8 @@ from npucompile.server.client import Client
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.run import serving
 from npucompile.server.text.tokenizer import TextTokenizer
-from npucompile.tools.prove.executables import verify
-from npucompile.tools.serve.offline import complete
+from npucompile.tools.agreement.executables import verify
+from npucompile.tools.ranks.offline import complete
 
 PROMPTS = ["In the beginning", "a", "And it came to pass, that there went out"]
 TOKENS = 24

@@ -26,8 +26,8 @@ from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import ExecutorError
 from npucompile.runtime.request import Request, Sampling
 from npucompile.runtime.step_outputs import NOT_FINITE
-from npucompile.tools.serve import offline
-from npucompile.tools.serve.weights import rank_params
+from npucompile.tools.ranks import offline
+from npucompile.tools.ranks.weights import rank_params
 
 PREFILL, ONE, TWO = Bucket("prefill", 1, 4), Bucket("decode", 1, 2), Bucket("decode", 2, 2)
 PROMPTS = [[1, 2, 3], [9] * 6, [200, 101]]

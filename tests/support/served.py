@@ -23,9 +23,9 @@ from npucompile.models.routing import Routing
 from npucompile.models.step import Model
 from npucompile.models.variant import Variant
 from npucompile.runtime.executor import Executor
-from npucompile.tools.serve.launch import opened_ranks
-from npucompile.tools.serve.offline import OfflineCompletion
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks.launch import opened_ranks
+from npucompile.tools.ranks.offline import OfflineCompletion
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 PAGE = 128
 Shards = tuple[tuple[str, int], ...]

@@ -36,12 +36,12 @@ from npucompile.models.params import initialise
 from npucompile.runtime.buckets import Row, pack
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.executor import Executor, Inputs, Outputs, Pending
+from npucompile.tools.agreement.pools import is_request_slots
 from npucompile.tools.build import driver, pool, stages, targets
 from npucompile.tools.build.plan import Options, Plan, plan
 from npucompile.tools.cli import main
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
-from npucompile.tools.prove.pools import is_request_slots
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 260, "hidden_size": 32,

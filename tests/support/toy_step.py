@@ -9,7 +9,7 @@ import torch
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Signature
 from npucompile.models import request_slots
-from npucompile.tools.prove.poisoned_steps import PoisonedStep, plant_drafts, poisoned_step
+from npucompile.tools.agreement.poisoned_steps import PoisonedStep, plant_drafts, poisoned_step
 
 PLAIN = Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=16)
 DRAFTING = Limits(page_size=4, num_pages=17, num_slots=13, max_model_len=16, slots_per_request=3, drafts=2)

@@ -19,7 +19,7 @@ from npucompile.tools.artifact_model import full_model
 from npucompile.tools.build.describe import describe
 from npucompile.tools.build.plan import Options, plan
 from npucompile.tools.prove.small_model import shrink
-from npucompile.tools.serve.weights import check_checkpoint, rank_params
+from npucompile.tools.ranks.weights import check_checkpoint, rank_params
 
 IDS = "1,2,3,4,5"
 

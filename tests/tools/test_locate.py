@@ -10,8 +10,8 @@ from support import tiny
 from npucompile.graphs.errors import ArtifactMissing
 from npucompile.lowering.artifact.artifact import MANIFEST
 from npucompile.tools.locate import artifact_path, newest_runnable
-from npucompile.tools.serve.executors import settled
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks.executors import settled
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 
 def check(artifact):

@@ -22,8 +22,8 @@ from ...lowering.artifact.manifest import ExecutableRecord
 from ...lowering.backend import Backend, Parts, backend
 from ...lowering.collectives_check import check_ranks, expand
 from ...lowering.toolchain import toolchain
+from ..agreement import executables
 from ..progress import Progress
-from ..prove import executables
 from .cache import UnfinishedBuild
 from .describe import describe
 from .environment import environment

@@ -17,11 +17,11 @@ from ..progress import Progress
 from ..prove.bringup import report
 from ..prove.bringup.collectives import collectives_check
 from ..prove.bringup.rungs import RUNGS, Bringup
-from ..serve.environment import applied
-from ..serve.executors import choose_device
-from ..serve.launch import run_rank
-from ..serve.rank_settings import RankSettings
-from ..serve.torchrun import launcher_config
+from ..ranks.environment import applied
+from ..ranks.executors import choose_device
+from ..ranks.launch import run_rank
+from ..ranks.rank_settings import RankSettings
+from ..ranks.torchrun import launcher_config
 from .device_options import device_options
 
 

@@ -26,13 +26,13 @@ from ..build.dtype_choice import DTYPES
 from ..cli import Home
 from ..locate import artifact_path, check_family
 from ..progress import Progress
-from ..serve.environment import applied
-from ..serve.executors import settled
-from ..serve.launch import open_named_artifact, opened_ranks, run_rank
-from ..serve.offline import OfflineCompletion, complete
-from ..serve.rank_settings import RankSettings
+from ..ranks.environment import applied
+from ..ranks.executors import settled
+from ..ranks.launch import open_named_artifact, opened_ranks, run_rank
+from ..ranks.offline import OfflineCompletion, complete
+from ..ranks.rank_settings import RankSettings
+from ..ranks.torchrun import launcher_config
 from ..serve.serving import tokenizer_of
-from ..serve.torchrun import launcher_config
 from .device_options import device_options
 from .family_option import family_option
 

@@ -22,10 +22,10 @@ from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
-from ..serve.environment import applied
-from ..serve.executors import settled
-from ..serve.launch import opened_ranks
-from ..serve.rank_settings import RankSettings
+from ..ranks.environment import applied
+from ..ranks.executors import settled
+from ..ranks.launch import opened_ranks
+from ..ranks.rank_settings import RankSettings
 from .device_options import device_options
 
 SHOWN_CHARS = 400

@@ -27,13 +27,13 @@ from ..build import plan as planning
 from ..cli import Home
 from ..locate import artifact_path, check_family, newest_runnable
 from ..progress import Progress
+from ..ranks.environment import applied
+from ..ranks.executors import settled
+from ..ranks.launch import ABORT_S, exit_after, open_named_artifact, opened_ranks, run_rank
+from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
+from ..ranks.torchrun import launcher_config
 from ..serve.api_settings import ApiSettings
-from ..serve.environment import applied
-from ..serve.executors import settled
-from ..serve.launch import ABORT_S, exit_after, open_named_artifact, opened_ranks, run_rank
-from ..serve.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..serve.serving import BackgroundBuild, RunningService, incomplete, said_of_ends, start_service
-from ..serve.torchrun import launcher_config
 from .api_options import api_options
 from .device_options import device_options
 from .family_option import family_option

@@ -11,10 +11,10 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...models.family_file import FamilyFile
+from ..agreement.executables import verify
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
-from ..prove.executables import verify
 from ..prove.mesh import verify_mesh
 from ..prove.npu import DEFAULT_STEPS, describe, is_for_device, verify_device
 

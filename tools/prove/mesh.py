@@ -20,13 +20,13 @@ from ...lowering.backends.eager import EagerExecutable
 from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
 from ...models import step
+from ..agreement.compare import Differences, check_tolerance, output_differences
+from ..agreement.executables import load_params
+from ..agreement.poisoned_steps import PoisonedStep, plant_drafts, poisoned_step
+from ..agreement.tolerances import Tolerance, tolerance_of
 from ..artifact_model import full_model, rules_of
 from ..progress import Progress
 from .all_ranks import run_step
-from .compare import Differences, check_tolerance, output_differences
-from .executables import load_params
-from .poisoned_steps import PoisonedStep, plant_drafts, poisoned_step
-from .tolerances import Tolerance, tolerance_of
 
 LARGEST_BYTES = 2**32
 """Most bytes of weights: they are in memory once for the reference, and once more in the shards of all ranks."""

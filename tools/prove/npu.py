@@ -31,6 +31,7 @@ from ...lowering.backend import backend
 from ...lowering.lower import Lowered
 from ...lowering.platform import CPU, Platform
 from ...models import step
+from ..agreement.tolerances import FLOAT, QUANTISED
 from ..build.targets import target
 from ..progress import Progress
 from . import shipped as verify_shipped
@@ -39,7 +40,6 @@ from .emulated_run import RankOutputs, Ranks, check_against_trace, check_identic
 from .small_model import BucketCase, SmallModel, random_checkpoint, shrink
 from .speculation import first_position
 from .step_trace import StepTrace, TraceStep, record_trace
-from .tolerances import FLOAT, QUANTISED
 
 DEFAULT_STEPS = 3
 Measured = dict[str, dict[str, float]]

@@ -10,8 +10,8 @@ import torch
 from ...graphs.step_inputs import StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
-from .poisoned_steps import adjust, fill_row, random_words
-from .pools import is_paged, is_request_slots, random_cache, tokens_second
+from ..agreement.poisoned_steps import adjust, fill_row, random_words
+from ..agreement.pools import is_paged, is_request_slots, random_cache, tokens_second
 from .reference_run import DRAFT_LOGITS, ReferenceRun
 from .small_model import PROMPT_EXCESS, BucketCase, SmallModel, model_params
 

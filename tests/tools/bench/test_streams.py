@@ -19,7 +19,7 @@ from npucompile.tools.bench.report import as_text
 from npucompile.tools.bench.stats import Spread
 from npucompile.tools.bench.streams import Call, Load, Run, TimedExecutor, row, rows_of, streams, through_engine, through_running
 from npucompile.tools.progress import Progress
-from npucompile.tools.serve.offline import complete
+from npucompile.tools.ranks.offline import complete
 
 QUIET = Progress(quiet=True)
 

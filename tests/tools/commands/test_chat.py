@@ -12,7 +12,7 @@ from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.server.run import serving, websocket_url
 from npucompile.server.text.tokenizer import TextTokenizer
-from npucompile.tools.serve.offline import complete
+from npucompile.tools.ranks.offline import complete
 from npucompile.tools.serve.serving import start_service
 
 

@@ -13,7 +13,7 @@ from npucompile.lowering.device import KINDS
 from npucompile.tools.cli import main
 from npucompile.tools.commands import generate, serve
 from npucompile.tools.commands.device_options import DEVICES, device_options
-from npucompile.tools.serve.executors import AUTO
+from npucompile.tools.ranks.executors import AUTO
 
 
 @click.command()

@@ -19,7 +19,7 @@ from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.commands.generate import parse_ids
-from npucompile.tools.serve.offline import complete
+from npucompile.tools.ranks.offline import complete
 
 PROMPT = "in the"
 

@@ -31,8 +31,8 @@ from npucompile.tools.cli import Home
 from npucompile.tools.commands import serve
 from npucompile.tools.commands.serve import announce, find_or_build
 from npucompile.tools.progress import Progress
-from npucompile.tools.serve.offline import complete
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks.offline import complete
+from npucompile.tools.ranks.rank_settings import RankSettings
 from npucompile.tools.serve.serving import incomplete
 
 AUTO = RankSettings(device="auto")

@@ -117,7 +117,7 @@ from pathlib import Path
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
-from npucompile.tools.serve.offline import complete
+from npucompile.tools.ranks.offline import complete
 executor = CpuExecutor(Artifact.open(Path(sys.argv[1])))
 (completion,) = complete(executor, [list(map(int, sys.argv[2].split(",")))], Sampling(), 10, frozenset(), logprobs=1)
 assert [entry.top[0][0] for entry in completion.logprobs] == list(completion.token_ids)

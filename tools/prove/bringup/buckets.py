@@ -17,12 +17,12 @@ from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.manifest import GraphEntry
 from ....runtime.device_params import LoadParams
 from ....runtime.executor import Executor, Outputs
+from ...agreement.compare import Deviations
+from ...agreement.pools import is_paged, is_request_slots
+from ...agreement.tolerances import INTEGERS
 from ...heap import available_bytes
 from ...progress import Bar
 from ..all_ranks import load_ranks, run_step
-from ..compare import Deviations
-from ..pools import is_paged, is_request_slots
-from ..tolerances import INTEGERS
 from .captured import CapturedBucket
 from .recording import BucketGraph
 from .results import Failure, Timing

@@ -22,9 +22,9 @@ from ....lowering.ascend.acl_graph.inspect_acl import launches
 from ....lowering.ascend.emulator.acl_interpreter import AclInterpreter
 from ....lowering.ascend.operators.table import GROUP_ARGUMENTS
 from ....runtime.device_params import LoadParams
+from ...agreement.compare import first_mismatch
 from ...progress import Bar
 from ..all_ranks import load_ranks, run_step
-from ..compare import first_mismatch
 from .device_graph import DeviceGraph, Host
 from .results import Failure, Timing
 from .steps import PlannedStep

@@ -20,8 +20,8 @@ from ....lowering.ascend.operators.call import GeOp, read
 from ....lowering.ascend.operators.table import COMMUNICATING, types_of
 from ....lowering.ascend.subgraph import Subgraph
 from ....lowering.device import Device
-from ...serve.rank_settings import BeforeLoading
-from ..compare import first_mismatch
+from ...agreement.compare import first_mismatch
+from ...ranks.rank_settings import BeforeLoading
 from .device_graph import DeviceGraph, Host
 from .recording import BucketGraph, bucket_graphs
 from .results import Failure

@@ -15,7 +15,7 @@ from ....lowering.artifact.artifact import Artifact
 from ....lowering.ascend.toolchain.harness import ASSUMED_CANN
 from ....lowering.device import Device
 from ....lowering.toolchain import toolchain
-from ...serve.environment import merged
+from ...ranks.environment import merged
 from .device_graph import Host
 from .results import Failure
 

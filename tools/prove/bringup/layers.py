@@ -12,8 +12,8 @@ from ....graphs.types import Mesh
 from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
 from ....lowering.ascend.subgraph import Subgraph
+from ...agreement.compare import Deviations
 from ...progress import Bar
-from ..compare import Deviations
 from .device_graph import DeviceGraph, Host
 from .recording import BucketGraph, Recorder, Values, distinct_bodies
 from .results import Failure, Timing

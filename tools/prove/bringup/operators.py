@@ -16,8 +16,8 @@ from ....lowering.ascend.operators.call import GeOp, read
 from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
 from ....lowering.ascend.operators.trials import Trial
 from ....lowering.ascend.subgraph import Subgraph, WholeGraph
+from ...agreement.compare import first_mismatch, mismatch
 from ...progress import Bar
-from ..compare import first_mismatch, mismatch
 from .device_graph import DeviceGraph, Host
 from .operands import variants
 from .recording import Values, is_int4

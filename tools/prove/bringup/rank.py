@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...serve import rank
+from ...ranks import rank
 from .collectives import collectives_check
 
 

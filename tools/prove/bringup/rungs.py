@@ -25,9 +25,9 @@ from ....runtime.executor import Executor
 from ...build.targets import target
 from ...inspection.views import roofline_of
 from ...progress import Progress
-from ...serve.executors import params_of
-from ...serve.launch import opened_ranks
-from ...serve.rank_settings import RankSettings
+from ...ranks.executors import params_of
+from ...ranks.launch import opened_ranks
+from ...ranks.rank_settings import RankSettings
 from . import buckets, layers, operators, rank, short_serve
 from .captured import CallRecorder, OperatorCall, captured_buckets, run_calls
 from .collectives import collectives_check, failure_in

@@ -10,9 +10,9 @@ import numpy as np
 from ....graphs.errors import NpucompileError
 from ....runtime.executor import Executor
 from ....runtime.request import Sampling
+from ...agreement.tolerances import INTEGERS
 from ...progress import Bar
-from ...serve.offline import complete
-from ..tolerances import INTEGERS
+from ...ranks.offline import complete
 from .results import Failure
 
 REQUESTS, TOKENS = 4, 12

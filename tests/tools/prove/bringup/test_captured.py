@@ -16,8 +16,8 @@ from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.tools.prove.bringup import captured
 from npucompile.tools.prove.bringup.device_graph import Host
 from npucompile.tools.prove.bringup.steps import StepPlanner
-from npucompile.tools.serve.executors import params_of
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks.executors import params_of
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 NORM = "npu.npu_rms_norm.default"
 

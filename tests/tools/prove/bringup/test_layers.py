@@ -12,7 +12,7 @@ from npucompile.tools.prove.bringup.device_graph import Host
 from npucompile.tools.prove.bringup.layers import assumption_of, filled, run_layers
 from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, distinct_bodies
 from npucompile.tools.prove.bringup.steps import StepPlanner
-from npucompile.tools.serve.random_weights import random_params
+from npucompile.tools.ranks.random_weights import random_params
 
 
 @pytest.fixture

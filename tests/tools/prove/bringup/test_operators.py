@@ -17,7 +17,7 @@ from npucompile.tools.prove.bringup.device_graph import Host
 from npucompile.tools.prove.bringup.operators import chosen, distinct_operators, run_operators
 from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, is_int4
 from npucompile.tools.prove.bringup.steps import StepPlanner
-from npucompile.tools.serve.random_weights import random_params
+from npucompile.tools.ranks.random_weights import random_params
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from npucompile.tools.prove.bringup import rank as module
-from npucompile.tools.serve import rank
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks import rank
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 
 def test_a_rank_runs_the_collectives_of_its_artifact_before_it_loads(monkeypatch):

@@ -10,7 +10,7 @@ from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from npucompile.tools.prove.bringup import recording
 from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, distinct_bodies
 from npucompile.tools.prove.bringup.steps import StepPlanner
-from npucompile.tools.serve.random_weights import random_params
+from npucompile.tools.ranks.random_weights import random_params
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from support.faulty import FaultyDevice, FaultyExecutable, lost_writes, right, w
 from npucompile.graphs.errors import LoweringError
 from npucompile.tools.prove.bringup import layers, rungs
 from npucompile.tools.prove.bringup.rungs import RUNGS, Bringup
-from npucompile.tools.serve import executors
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks import executors
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 
 def is_whole(executable: FaultyExecutable) -> bool:

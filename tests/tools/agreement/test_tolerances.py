@@ -1,4 +1,4 @@
-"""tools/prove/tolerances.py: what is measured, and which graphs are allowed more."""
+"""tools/agreement/tolerances.py: what is measured, and which graphs are allowed more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from support.toy_step import PLAIN, signature
 
 from npucompile.graphs.types import Aval, Bucket, Leaf
-from npucompile.tools.prove.tolerances import ROUNDED_ACTIVATIONS, SUMMED, TOLERANCES, deviation, difference, tolerance_of
+from npucompile.tools.agreement.tolerances import ROUNDED_ACTIVATIONS, SUMMED, TOLERANCES, deviation, difference, tolerance_of
 
 
 def test_difference_is_relative_beyond_one_and_infinite_for_nan() -> None:

@@ -1,4 +1,4 @@
-"""tools/serve/environment.py: the plan of an artifact yields to what the user has set, and says so."""
+"""tools/ranks/environment.py: the plan of an artifact yields to what the user has set, and says so."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from npucompile.tools.build.environment import environment
 from npucompile.tools.build.targets import target
 from npucompile.tools.cli import Home
 from npucompile.tools.progress import Progress
-from npucompile.tools.serve.environment import applied, merged
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks.environment import applied, merged
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 PLAN = {"HCCL_BUFFSIZE": Setting("901", "the window"), "PYTORCH_NPU_ALLOC_CONF": Setting("expandable_segments:True", "no gaps")}
 

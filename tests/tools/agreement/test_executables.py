@@ -1,4 +1,4 @@
-"""tools/prove/executables.py: right executables pass, and wrong ones are refused by name."""
+"""tools/agreement/executables.py: right executables pass, and wrong ones are refused by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.graph_io import decode, encode
 from npucompile.lowering.backend import open_executable
+from npucompile.tools.agreement import compare
+from npucompile.tools.agreement.executables import RowByRow, verify
 from npucompile.tools.progress import Progress
-from npucompile.tools.prove import compare
-from npucompile.tools.prove.executables import RowByRow, verify
 
 NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
 

@@ -1,4 +1,4 @@
-"""tools/serve/rank_settings.py: every setting reaches the other ranks."""
+"""tools/ranks/rank_settings.py: every setting reaches the other ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import io
 from dataclasses import fields
 from pathlib import Path
 
-from npucompile.tools.serve import rank
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks import rank
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 
 def test_the_command_line_of_a_rank_carries_every_setting(monkeypatch):

@@ -1,4 +1,4 @@
-"""tools/serve/processes.py: ranks are started with their settings, watched, and ended."""
+"""tools/ranks/processes.py: ranks are started with their settings, watched, and ended."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 
-from npucompile.tools.serve import processes as module
-from npucompile.tools.serve.processes import RankProcesses
+from npucompile.tools.ranks import processes as module
+from npucompile.tools.ranks.processes import RankProcesses
 
 
 def started(processes, *codes):

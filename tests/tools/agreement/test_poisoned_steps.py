@@ -1,4 +1,4 @@
-"""tools/prove/poisoned_steps.py: what no live row may read is NaN, and drafts are right so that every count of them is accepted."""
+"""tools/agreement/poisoned_steps.py: what no live row may read is NaN, and drafts are right so that every count of them is accepted."""
 
 from __future__ import annotations
 

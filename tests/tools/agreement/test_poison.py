@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.residency import resident_bytes
 
-from npucompile.tools.prove.poison import CHUNK_BYTES, filled
+from npucompile.tools.agreement.poison import CHUNK_BYTES, filled
 
 SIZES = [0, 1, 1000, CHUNK_BYTES // 4, 2 * CHUNK_BYTES // 4, 2 * CHUNK_BYTES // 4 + 1, 5 * CHUNK_BYTES // 4 - 3]
 

@@ -1,4 +1,4 @@
-"""tools/serve/compile_cache.py: compiled graphs of one release and chip are never found by another."""
+"""tools/ranks/compile_cache.py: compiled graphs of one release and chip are never found by another."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import pytest
 
 from npucompile.graphs.errors import SpecError
-from npucompile.tools.serve import compile_cache
-from npucompile.tools.serve.compile_cache import cache_directory, opened
+from npucompile.tools.ranks import compile_cache
+from npucompile.tools.ranks.compile_cache import cache_directory, opened
 
 V85, V90 = "cann-8.5.0-Ascend910_9391", "cann-9.0.0-Ascend910_9391"
 

@@ -1,4 +1,4 @@
-"""tools/prove/pools.py: a pool is known by the axes of its leaf, and cached values fit its dtype."""
+"""tools/agreement/pools.py: a pool is known by the axes of its leaf, and cached values fit its dtype."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npucompile.graphs.types import Aval, Leaf
-from npucompile.tools.prove.pools import (
+from npucompile.tools.agreement.pools import (
     holds_scales,
     is_paged,
     is_request_slots,

@@ -1,4 +1,4 @@
-"""tools/serve/precompile.py: an artifact that was compiled on the building machine compiles nothing where it is started."""
+"""tools/ranks/precompile.py: an artifact that was compiled on the building machine compiles nothing where it is started."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.tools.cli import Home
 from npucompile.tools.commands import build
 from npucompile.tools.progress import Progress
-from npucompile.tools.serve import compile_cache
-from npucompile.tools.serve import precompile as module
-from npucompile.tools.serve.executors import load_executor
-from npucompile.tools.serve.precompile import choose_devices, precompile
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks import compile_cache
+from npucompile.tools.ranks import precompile as module
+from npucompile.tools.ranks.executors import load_executor
+from npucompile.tools.ranks.precompile import choose_devices, precompile
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 
 @pytest.fixture(autouse=True)

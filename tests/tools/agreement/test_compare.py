@@ -1,4 +1,4 @@
-"""tools/prove/compare.py: every difference in a live value is measured, and tensors agree within the tolerance of their dtype."""
+"""tools/agreement/compare.py: every difference in a live value is measured, and tensors agree within the tolerance of their dtype."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from support.toy_step import DRAFTING, PLAIN, Toy, poisoned_steps, signature
 
 from npucompile.graphs.errors import VerifyError
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.tools.prove import compare
-from npucompile.tools.prove.compare import Deviations, mismatch
-from npucompile.tools.prove.tolerances import ROUNDED_ACTIVATIONS, TOLERANCES, Tolerance
+from npucompile.tools.agreement import compare
+from npucompile.tools.agreement.compare import Deviations, mismatch
+from npucompile.tools.agreement.tolerances import ROUNDED_ACTIVATIONS, TOLERANCES, Tolerance
 
 FAULTS = ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong", "request slot wrong")
 CASES = [

@@ -1,4 +1,4 @@
-"""tools/serve/offline.py: prompts become completions, batched as a server batches them."""
+"""tools/ranks/offline.py: prompts become completions, batched as a server batches them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npucompile.runtime.buckets import DecodeRow, PrefillRow
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import ExecutionRecord, Sampling
 from npucompile.tools.notation import PrefillSize
-from npucompile.tools.serve.offline import OfflineCompletion, complete
+from npucompile.tools.ranks.offline import OfflineCompletion, complete
 
 GREEDY, NO_STOP = Sampling(), frozenset()
 

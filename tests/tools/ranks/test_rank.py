@@ -1,4 +1,4 @@
-"""tools/serve/rank.py: a rank in a real process, with the test as rank 0."""
+"""tools/ranks/rank.py: a rank in a real process, with the test as rank 0."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from npucompile.runtime.distributed.control_plane import ControlPlane
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.process_groups import ProcessGroups
 from npucompile.runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, open_store, substore
-from npucompile.tools.serve.launch import GROUPS, check_world_size, rank_identity
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks.launch import GROUPS, check_world_size, rank_identity
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 DECODE = Bucket("decode", 1, 4)
 
@@ -45,7 +45,7 @@ class Rank1:
             "device": "cpu",
         }
         words = [f"--{name}={value}" for name, value in options.items()]
-        self.process = ranks.spawn([sys.executable, "-m", "npucompile.tools.serve.rank", path, *words], ranks.environment())
+        self.process = ranks.spawn([sys.executable, "-m", "npucompile.tools.ranks.rank", path, *words], ranks.environment())
         connections = accept_ranks(replace(config, port=self.store.port), self.store, rank_identity(self.artifact, RankSettings()))
         self.control_plane = ControlPlane(mesh, connections)
         self.groups = ProcessGroups(mesh, 0, substore(self.store, config, GROUPS), "127.0.0.1", step_timeout_s)

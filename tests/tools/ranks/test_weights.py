@@ -1,4 +1,4 @@
-"""tools/serve/weights.py: a rank gets its slices of the model's parameters from wherever they are, and nothing else is read or kept."""
+"""tools/ranks/weights.py: a rank gets its slices of the model's parameters from wherever they are, and nothing else is read or kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from npucompile.models.quant.description import formats_in
 from npucompile.tools import progress
 from npucompile.tools.build.describe import describe
 from npucompile.tools.progress import Progress
-from npucompile.tools.serve.weights import check_checkpoint, rank_params
+from npucompile.tools.ranks.weights import check_checkpoint, rank_params
 
 SCHEMES = ["none", "w8a8", "w4a8"]
 

@@ -1,7 +1,7 @@
 """Starts the ranks of an artifact for several devices, a process each, or joins those that torchrun started.
 
 Under torchrun every rank is started with the same command line, and reads its number from the environment. Otherwise this process is
-rank 0 and starts the others as `python -m npucompile.tools.serve.rank`.
+rank 0 and starts the others as `python -m npucompile.tools.ranks.rank`.
 """
 
 from __future__ import annotations

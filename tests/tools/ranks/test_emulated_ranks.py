@@ -17,9 +17,9 @@ from npucompile.graphs.errors import RequestError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.server.client import Client
-from npucompile.tools.serve.launch import lead_ranks
-from npucompile.tools.serve.processes import RankProcesses
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks.launch import lead_ranks
+from npucompile.tools.ranks.processes import RankProcesses
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 MESH = "dp=2,tp=2"
 PROMPTS = [[1, 2, 3], [9] * 6, list(range(20, 31)), [0], [255, 7]]

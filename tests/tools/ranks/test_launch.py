@@ -1,4 +1,4 @@
-"""tools/serve/launch.py: ranks are started, compared and ended, and together they generate what one device generates."""
+"""tools/ranks/launch.py: ranks are started, compared and ended, and together they generate what one device generates."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.request import Sampling
 from npucompile.tools.cli import Home
-from npucompile.tools.serve import launch as module
-from npucompile.tools.serve.launch import (
+from npucompile.tools.ranks import launch as module
+from npucompile.tools.ranks.launch import (
     check_world_size,
     lead_ranks,
     open_named_artifact,
     rank_identity,
 )
-from npucompile.tools.serve.offline import complete
-from npucompile.tools.serve.processes import RankProcesses
-from npucompile.tools.serve.rank_settings import RankSettings
-from npucompile.tools.serve.torchrun import launcher_config
+from npucompile.tools.ranks.offline import complete
+from npucompile.tools.ranks.processes import RankProcesses
+from npucompile.tools.ranks.rank_settings import RankSettings
+from npucompile.tools.ranks.torchrun import launcher_config
 
 PROMPTS = [[1, 2, 3], [9] * 11, list(range(20)), [0], [255]]
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -88,7 +88,7 @@ def test_ranks_generate_what_one_device_generates_and_a_killed_rank_ends_them_al
     expected = tokens(CpuExecutor(Artifact.open(sharded(""))))
     processes = {}
     with pytest.raises(RankError) as caught, cluster_of(Artifact.open(sharded(mesh))) as cluster:  # noqa: PT012
-        processes |= {pid: None for pid in ranks.children_of(os.getpid()) if b"npucompile.tools.serve.rank" in command_of(pid)}
+        processes |= {pid: None for pid in ranks.children_of(os.getpid()) if b"npucompile.tools.ranks.rank" in command_of(pid)}
         executor = cluster.load_executor()
         assert tokens(executor) == expected
         assert executor.compiles() == 0

@@ -1,4 +1,4 @@
-"""tools/serve/executors.py: an artifact is loaded where it can run; elsewhere it says what is missing, and what runs instead."""
+"""tools/ranks/executors.py: an artifact is loaded where it can run; elsewhere it says what is missing, and what runs instead."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from npucompile.tools.build import plan as planning
 from npucompile.tools.build.describe import describe
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
-from npucompile.tools.serve import executors as module
-from npucompile.tools.serve.executors import check_weights, choose_device, load_executor, settled
-from npucompile.tools.serve.offline import complete
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.ranks import executors as module
+from npucompile.tools.ranks.executors import check_weights, choose_device, load_executor, settled
+from npucompile.tools.ranks.offline import complete
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 NO_CANN = "running on an NPU needs CANN, and this machine has none; install it and source its set_env.sh"
 AUTO = RankSettings(device="auto")

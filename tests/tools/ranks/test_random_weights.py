@@ -1,4 +1,4 @@
-"""tools/serve/random_weights.py: ranks that hold the same part draw the same values; sizes keep activations finite."""
+"""tools/ranks/random_weights.py: ranks that hold the same part draw the same values; sizes keep activations finite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npucompile.graphs.types import Aval, Leaf
-from npucompile.tools.serve.random_weights import random_leaf, random_params
+from npucompile.tools.ranks.random_weights import random_leaf, random_params
 
 SPLIT, WHOLE = Leaf("params.w", Aval((8, 4), torch.float32, ("q_heads", None))), Leaf("params.norm", Aval((4,), torch.float32, (None,)))
 

@@ -1,4 +1,4 @@
-"""tools/serve/torchrun.py: the environment of a launcher is read, or refused where it makes no sense."""
+"""tools/ranks/torchrun.py: the environment of a launcher is read, or refused where it makes no sense."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from npucompile.graphs.errors import SpecError
 from npucompile.runtime.distributed.rendezvous import RendezvousConfig
-from npucompile.tools.serve.rank_settings import RankSettings
-from npucompile.tools.serve.torchrun import launcher_config
+from npucompile.tools.ranks.rank_settings import RankSettings
+from npucompile.tools.ranks.torchrun import launcher_config
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 

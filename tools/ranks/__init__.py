@@ -1,0 +1,1 @@
+"""The ranks of an artifact: their processes, devices, weights and executors."""
