@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import msgpack
 import pytest
 import torch
 from support import tiny
@@ -18,8 +17,6 @@ from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime import adjustments
 from npucompile.runtime.adjustments import Adjustment
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.journal import Journal
-from npucompile.runtime.replay import replay
 from npucompile.runtime.request import Sampling
 
 TOKENS = 64
@@ -115,18 +112,6 @@ def test_a_grammar_masks_what_was_adjusted(executors):
         (outcome,) = run(executor, [asking(PROMPTS[0], Automaton(turns), sampling=sampling)])
         assert all(token in turns(outcome.tokens[:i]) for i, token in enumerate(outcome.tokens))
         assert len(outcome.tokens) == 16
-
-
-def test_a_recorded_run_repeats(executors):
-    entries: list[Any] = []
-    engine = Engine(executors[0])
-    engine.stepper.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
-    for name, sampling in kinds([1, 2, 3]).items():
-        engine.submit(wanting(PROMPTS[0], sampling, name=name), Outcome())
-    while engine.step():
-        pass
-    found = replay(Engine(executors[0]), entries)
-    assert (found.divergence, found.requests) == (None, 6)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,8 +16,6 @@ from support.constrained import PROMPTS, Automaton, Outcome, asking, expected, r
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.bitmasks import forbid
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.journal import Journal
-from npucompile.runtime.replay import replay
 from npucompile.runtime.request import Request, Sampling
 
 V, EVERY = 260, range(260)
@@ -121,20 +118,6 @@ def test_only_what_depends_on_the_output_waits_for_it(executors, sampling, ahead
     assert outcome.tokens == alone.tokens
     # Both the prefill and the first step may be in flight.
     assert (executor.most_in_flight > 1) == ahead
-
-
-@pytest.mark.parametrize("words", [(), ((ord("a"),),)])
-def test_a_recorded_run_repeats(executors, words):
-    entries = []
-    engine = Engine(executors[0])
-    engine.stepper.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
-    sampling = Sampling(temperature=1.5, seed=3, min_tokens=5, allowed_token_ids=(*LETTERS, tiny.EOS), bad_words=(*words, (101, 102)))
-    engine.submit(asking(PROMPTS[0], sampling=sampling), Outcome())
-    engine.submit(asking(PROMPTS[1], Automaton(turns), sampling=Sampling(bad_words=words)), Outcome())
-    while engine.step():
-        pass
-    found = replay(Engine(executors[0]), entries)
-    assert (found.divergence, found.requests) == (None, 2)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(min_tokens=9), Sampling(allowed_token_ids=(97,)), Sampling(bad_words=((tiny.EOS,),))])

@@ -194,24 +194,6 @@ def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_re
     assert sum(accepted) < sum(end.record.drafted_tokens for end in ends) <= 3 * steps
 
 
-def test_log_probabilities_are_those_of_the_sampled_tokens(executor):
-    events = []
-    engine = Engine(executor, refresh_every_s=None)
-    engine.submit(Request("0", PROMPTS[1], 12, logprobs=3), events.append)
-    engine.submit(Request("1", PROMPTS[2], 12), events.append)
-    while engine.step():
-        pass
-    with_logprobs, without = ([event for event in events if isinstance(event, TokenEvent) and event.request_id == name] for name in "01")
-    assert not any(event.logprobs for event in without)
-    for event in with_logprobs:
-        for token, entry in zip(event.token_ids, event.logprobs, strict=True):
-            # A greedy token is the most likely one.
-            assert entry.top[0] == (token, entry.logprob)
-            assert len(entry.top) == 3
-            assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
-            assert entry.logprob < 0
-
-
 def test_poison_reaches_a_request_that_reads_what_it_did_not_write(tiny_artifact):
     """Shows that poisoned pools would be noticed."""
     executor = CpuExecutor(Artifact.open(tiny_artifact))

@@ -33,36 +33,3 @@ def test_counts_and_shares_nothing():
     assert list(metrics.snapshot()["decode_batch_steps"].items()) == [("9", 1), ("10", 2)]
     snapshot["bucket_steps"]["decode-b4-q1"] = 99
     assert metrics.snapshot()["bucket_steps"]["decode-b4-q1"] == 2
-
-
-def test_padding_of_all_groups_is_counted():
-    metrics = Metrics()
-    metrics.count_step(Bucket("decode", 4, 1), 5, groups=3)
-    assert (metrics.snapshot()["padded_rows_total"], metrics.snapshot()["steps_total"]) == (7, 1)
-
-
-def speculation(metrics):
-    return {name.removeprefix("spec_decode_num_"): value for name, value in metrics.snapshot().items() if name.startswith("spec_decode")}
-
-
-def test_drafts_are_counted_by_place():
-    metrics = Metrics(drafts=3)
-    for drafted, accepted in ((3, 3), (3, 0), (2, 1), (0, 0)):
-        metrics.count_verified(drafted, accepted)
-    assert speculation(metrics) == {
-        "drafts_total": 3,
-        "draft_tokens_total": 8,
-        "accepted_tokens_total": 4,
-        "accepted_tokens_per_pos": {"0": 2, "1": 1, "2": 1},
-    }
-    metrics.snapshot()["spec_decode_num_accepted_tokens_per_pos"]["0"] = 99
-    assert speculation(metrics)["accepted_tokens_per_pos"]["0"] == 2
-
-
-def test_without_drafts_there_are_no_places():
-    assert speculation(Metrics()) == {
-        "drafts_total": 0,
-        "draft_tokens_total": 0,
-        "accepted_tokens_total": 0,
-        "accepted_tokens_per_pos": {},
-    }

@@ -106,22 +106,6 @@ def test_a_short_prompt_takes_small_steps_where_tokens_cost_and_one_where_weight
     assert [q_len(left, 1100) for left in (32, 33)] == [32, 512]
 
 
-def test_decode_steps_between_chunks_count() -> None:
-    """A prompt of 96 tokens is three steps with two decode steps between them, where one step would have none."""
-    assert [q_len(96, 99, between) for between in (0, 15, 25)] == [32, 32, 512]
-    assert [q_len(64, 99, between) for between in (25, 130, 150)] == [32, 32, 512]
-
-
-def test_large_steps_come_before_small_ones() -> None:
-    buckets = (SMALL, LARGE, Bucket("prefill", 1, 128))
-    costs = {SMALL: 30.0, LARGE: 900.0, buckets[2]: 100.0}
-    left, chunks = 150, []
-    while left > 0:
-        chunks.append(choose_prefill(buckets, [[left]], costs.__getitem__).q_len)
-        left -= chunks[-1]
-    assert chunks == [128, 32]
-
-
 def test_prompts_that_take_small_steps_share_them() -> None:
     buckets = (SMALL, LARGE, EIGHT)
 
@@ -132,12 +116,6 @@ def test_prompts_that_take_small_steps_share_them() -> None:
     assert chosen(28, 28, 28) == EIGHT
     # Two small steps are what each of these takes, and the first of them would be for nothing where one large step follows.
     assert [chosen(60, left, left) for left in (60, 400)] == [EIGHT, SMALL]
-
-
-def test_prefill_is_chosen_by_length_not_by_batch() -> None:
-    wide, long = Bucket("prefill", 1, 64), Bucket("prefill", 4, 8)
-    assert choose_prefill([wide, long], [[8]]) == long
-    assert choose_prefill([wide, long], [[33]]) == wide
 
 
 def test_what_is_known_of_nothing_is_twice_the_tokens_of_the_smallest() -> None:

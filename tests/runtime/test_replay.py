@@ -83,14 +83,6 @@ def test_a_run_repeats_to_the_letter(run: tuple[tuple[Visit, ...], dict[str, Any
     assert found.requests == len(run[0])
 
 
-def test_a_cancel_is_an_input() -> None:
-    visits = [Visit(Request(f"r{i}", (i, 1), 9, Sampling(1.0, seed=i)), 0, 3 if i == 1 else None) for i in range(3)]
-    entries = record(visits, DEVICE)
-    assert ["cancel", 1] in entries
-    assert repeat(entries, visits, DEVICE).divergence is None
-    assert repeat([entry for entry in entries if entry[0] != "cancel"], visits, DEVICE).divergence is not None
-
-
 @st.composite
 def varied(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
     """Runs whose requests have priorities, tenants and deadlines; the clock goes on by a second whenever it is read."""
@@ -161,14 +153,6 @@ def test_the_first_step_that_differs_is_named(word: str) -> None:
         found = repeat(changed, VISITS, DEVICE)
         assert found.divergence == Divergence(step_of(entries, place), changed[place], entries[place])
         assert found.steps == found.divergence.step - 1
-
-
-def test_another_token_is_another_run() -> None:
-    entries = record(VISITS, DEVICE)
-    place = next(i for i, entry in enumerate(entries) if entry[0] == "result" and entry[2][0][0])
-    kind, bucket, ((first, *rest),) = entries[place]
-    changed = [*entries[:place], [kind, bucket, [[[first[0] + 1, *first[1:]], *rest]]], *entries[place + 1 :]]
-    assert repeat(changed, VISITS, DEVICE).divergence == Divergence(step_of(entries, place), changed[place], entries[place])
 
 
 def test_a_request_that_is_refused_now_is_a_difference() -> None:

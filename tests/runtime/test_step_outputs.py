@@ -8,12 +8,12 @@ import pytest
 from npucompile.graphs.errors import NpucompileError
 from npucompile.graphs.step_inputs import NON_FINITE
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.runtime.request import Logprobs, Request
+from npucompile.runtime.request import Request
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.request_state import RequestState
 from npucompile.runtime.scheduler.scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
 from npucompile.runtime.scheduler.state import GroupState, SchedulerState
-from npucompile.runtime.step_outputs import NOT_FINITE, SampledTokens, read_outputs
+from npucompile.runtime.step_outputs import NOT_FINITE, read_outputs
 
 VOCAB = 13
 DECODE, PREFILL = Bucket("decode", 3, 3), Bucket("prefill", 2, 4)
@@ -30,11 +30,6 @@ def row(arrival, *, drafts=2, logprobs=None, computed=5):
     return ScheduledRequest(RequestState(request, arrival, 0.0, num_computed_tokens=computed, decoding=True), 4, 1 + drafts)
 
 
-def chunk(arrival, num_tokens):
-    """A prefill row of so many tokens of a prompt of two."""
-    return ScheduledRequest(RequestState(Request(f"r{arrival}", (1, 2), 9), arrival, 0.0), 4, num_tokens)
-
-
 def read(outputs, bucket, rows, running=None):
     """The results of one group's rows, whose requests are running unless `running` says which are."""
     state = SchedulerState(RULES, (GroupState(running=tuple(row.state for row in running or rows)),))
@@ -46,35 +41,11 @@ def decoded(tokens=((1, 2, 3), (4, -7, -7), (-7, -7, -7)), counts=(3, 1, 0), **o
     return {"tokens": i32(tokens), "counts": i32(counts), **others}
 
 
-def test_as_many_tokens_as_count():
-    rows = (row(4), row(2, drafts=0))
-    assert read(decoded(), DECODE, rows) == (SampledTokens((1, 2, 3), 2), SampledTokens((4,), 0))
-
-
 def test_what_follows_an_undecided_token_does_not_count_and_the_request_learns_why():
     first, second = read(decoded(tokens=((1, -1, 3), (-1, -7, -7), (-7, -7, -7))), DECODE, [row(0), row(1)])
     assert (first.token_ids, second.token_ids) == ((1,), ())
     for tokens in (first, second):
         assert "more tokens here than the 1024 that these graphs rank" in tokens.failure
-
-
-def test_a_prefill_gives_one_token_after_its_last_chunk_only():
-    outputs = {"tokens": i32([[9], [-7]])}
-    assert read(outputs, PREFILL, (chunk(0, 2), chunk(1, 1))) == (SampledTokens((9,)), SampledTokens(()))
-
-
-def test_outputs_of_a_group_without_rows_are_not_read():
-    state = SchedulerState(RULES, (GroupState(), GroupState(running=(row(1).state,))))
-    step = ScheduledStep(DECODE, (GroupStep(), GroupStep((row(1),))))
-    assert read_outputs([{}, decoded()], step, state, VOCAB) == ((), (SampledTokens((1, 2, 3), 2),))
-    with pytest.raises(ValueError, match="zip"):
-        read_outputs([decoded()], step, state, VOCAB)
-
-
-def test_outputs_of_a_request_that_has_ended_are_not_read():
-    rows = (row(0), row(1))
-    outputs = decoded([[-1, 99, 0], [4, 5, 6], [0, 0, 0]], [77, 2, 0])
-    assert read(outputs, DECODE, rows, running=rows[1:]) == (None, SampledTokens((4, 5), 2))
 
 
 @pytest.mark.parametrize("start, drafted", [(13, 2), (14, 1), (15, 0)])
@@ -85,22 +56,6 @@ def test_no_draft_beyond_the_longest_context_is_verified(start, drafted):
     message = rf"a count of {drafted + 2} tokens for 'r0', of which {drafted} drafts .* legal is 1 to {drafted + 1}"
     with pytest.raises(NpucompileError, match=message):
         read(decoded(counts=(drafted + 2, 0, 0)), DECODE, rows)
-
-
-def test_log_probabilities_of_the_requests_that_asked():
-    rows = (row(0, logprobs=2), row(1), row(2, logprobs=0))
-    outputs = decoded(
-        [[1, 2, -7], [3, -7, -7], [4, 5, 6]],
-        [2, 1, 3],
-        chosen_logprobs=np.array([[-0.5, -1.5, np.nan], [np.nan] * 3, [-1.0, -2.0, -3.0]], np.float32),
-        top_ids=i32([[[7, 8, 9], [6, 5, 4], [0, 0, 0]]] + [[[0] * 3] * 3] * 2),
-        top_logprobs=np.array([[[-0.25, -0.5, -1], [-1, -2, -3], [0, 0, 0]]] + [[[0] * 3] * 3] * 2, np.float32),
-    )
-    results = read(outputs, DECODE, rows)
-    assert results[0].logprobs == (Logprobs(-0.5, ((7, -0.25), (8, -0.5))), Logprobs(-1.5, ((6, -1.0), (5, -2.0))))
-    assert results[1].logprobs == ()
-    assert results[2].logprobs == tuple(Logprobs(-float(i), ()) for i in (1, 2, 3))
-    assert all(type(value) is float and type(token) is int for token, value in results[0].logprobs[0].top)
 
 
 @pytest.mark.parametrize(

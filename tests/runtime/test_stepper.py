@@ -20,7 +20,6 @@ from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 from npucompile.runtime.scheduler import advance
 from npucompile.runtime.scheduler.pools import OwnershipError
-from npucompile.runtime.scheduler.scheduled_step import GroupStep
 
 VOCAB = 13
 WAIT_S = 60
@@ -250,21 +249,6 @@ def reconcile_record(end, limits):
         assert 0 <= 1 + steps + accepted - end.completion_tokens <= (limits.drafts if steps else 0)
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_preemption_really_happens_and_changes_nothing(drafts, run_ahead):
-    limits = toy.limits_of(2, 13, 4, 24, drafts)
-    served = toy.serving(limits, toy.buckets_of(drafts, (5,), (4,)), run_ahead=run_ahead)
-    requests = [ask(f"r{i}", (i, 1, 2), max_tokens=18, seed=i, temperature=1.0) for i in range(4)]
-    sinks = [served.submit(request) for request in requests]
-    served.drain()
-    assert [sink.tokens for sink in sinks] == [toy.reference_run(request, 24).tokens for request in requests]
-    assert served.engine.stats()["preemptions_total"] > 0
-    assert sinks[0].end.record.preemptions == 0
-    assert max(len(sink.end.record.prefill_chunks) for sink in sinks) > 1
-    reconcile(served, sinks)
-
-
 def test_a_record_to_the_letter():
     ticks = itertools.count()
     served = toy.serving(clock=lambda: next(ticks) / 8, refresh_every_s=None, run_ahead=0)
@@ -294,21 +278,6 @@ def test_greedy_needs_no_randomness_and_seeds_matter():
     assert tokens(seed=None, temperature=1.0) != tokens(seed=None, temperature=1.0)
 
 
-# Drafts.
-
-
-def test_accepted_drafts_save_steps_and_are_counted():
-    served = toy.serving(toy.limits_of(4, 40, 8, 64, 3), right=1.0)
-    sink = served.submit(ask(max_tokens=41))
-    served.drain()
-    record, stats = sink.end.record, served.engine.stats()
-    assert (record.decode_steps, record.verify_steps, record.drafted_tokens) == ((("decode-b2-q4", 10),), 10, 30)
-    assert (record.accepted_per_position, record.acceptance_length) == ((10, 10, 10), 4.0)
-    assert [len(event.token_ids) for event in sink.events] == [1] + [4] * 10
-    assert stats["spec_decode_num_drafts_total"] == 10
-    assert stats["spec_decode_num_accepted_tokens_per_pos"] == {"0": 10, "1": 10, "2": 10}
-
-
 def test_each_request_has_its_own_number_of_drafts():
     served = toy.serving(toy.limits_of(4, 40, 8, 32, 3), right=1.0)
     requests = [ask(f"r{i}", (i, 5), 13, speculative_tokens=most) for i, most in enumerate([0, 1, 2, None])]
@@ -319,22 +288,6 @@ def test_each_request_has_its_own_number_of_drafts():
     assert [dict(sink.end.record.decode_steps).get("decode-b4-q4", 0) > 0 for sink in sinks] == [True] * 4
     # With all drafts right, a step gives one token more than it verifies.
     assert [sum(dict(sink.end.record.decode_steps).values()) for sink in sinks] == [12, 6, 4, 3]
-
-
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_an_output_ends_inside_a_block_where_it_ends_without_drafts(run_ahead):
-    """Stop tokens, most tokens and the context, each at every place of a block of eight."""
-    for length in range(1, 20):
-        served = toy.serving(toy.limits_of(4, 40, 4, 32, 7), right=1.0, run_ahead=run_ahead, max_logprobs=2)
-        base = ask("length", max_tokens=length, logprobs=1)
-        everything = toy.reference_run(ask(max_tokens=40), 32).tokens
-        requests = [base, ask("stop", max_tokens=40, stop=(everything[length],), logprobs=2), ask("context", (1,) * (31 - length), 40)]
-        sinks = [served.submit(request) for request in requests]
-        served.drain()
-        for request, sink in zip(requests, sinks, strict=True):
-            compare_with_reference(request, sink, served.device.limits)
-        assert [sink.end.reason for sink in sinks] == ["length", "stop", "length"]
-        reconcile(served, sinks)
 
 
 # Running ahead.
@@ -352,42 +305,6 @@ def test_the_next_step_is_launched_before_the_outcome_of_the_one_before_is_read(
     served.drain()
     served.device.check_order(1)
     assert all(sink.end.reason == "length" for sink in sinks)
-
-
-def test_without_running_ahead_each_outcome_is_read_before_the_next_step():
-    served = toy.serving(run_ahead=0)
-    served.submit(ask(max_tokens=9))
-    served.drain()
-    assert served.device.log == [(what, number) for number in range(1, 10) for what in ("launch", "result")]
-
-
-def test_nothing_is_launched_for_a_request_that_surely_ends():
-    served = toy.serving()
-    sinks = [served.submit(ask(max_tokens=4)), served.submit(ask("b", (1,) * 30, 9))]
-    served.drain()
-    assert [len(sink.tokens) for sink in sinks] == [4, 2]
-    assert served.engine.stats()["discarded_rows_total"] == 0
-
-
-def test_tokens_of_a_request_that_has_ended_are_dropped():
-    served = toy.serving(drafts=1, refresh_every_s=None)
-    token = toy.reference_run(ask(max_tokens=20), 32).tokens[3]
-    stopped, cancelled, other = ask("a", max_tokens=20, stop=(token,)), ask("b", (4, 4), 20), ask("c", (5,), 20)
-    sinks = [served.submit(request) for request in (stopped, cancelled, other)]
-    while len(sinks[1].tokens) < 3:
-        served.engine.step()
-    served.engine.cancel("b")
-    served.engine.step()
-    assert sinks[1].end.reason == "cancelled"
-    # Its pages and slots are free at once, and its id may be used again, while a step of it is in flight.
-    reused = served.submit(ask("b", (7, 8), 6))
-    served.drain()
-    assert reused.tokens == toy.reference_run(ask("b", (7, 8), 6), 32).tokens
-    assert sinks[0].end.reason == "stop"
-    assert sinks[0].tokens == toy.reference_run(stopped, 32).tokens
-    assert sinks[2].tokens == toy.reference_run(other, 32).tokens
-    assert served.engine.stats()["discarded_rows_total"] > 0
-    reconcile(served, [*sinks, reused])
 
 
 @pytest.mark.parametrize("how", ["fail_at", "refuse_at"])
@@ -445,88 +362,7 @@ def test_steps_of_a_bucket_that_cannot_run_go_to_the_next_larger_one_and_are_cou
     assert served.engine.stats()["bucket_steps"][large.name] > 2
 
 
-def test_prompts_whose_shared_bucket_cannot_run_go_one_after_the_other_and_are_counted():
-    single, shared, decode = Bucket("prefill", 1, 8), Bucket("prefill", 4, 8), Bucket("decode", 4, 1)
-    requests = [ask(name, (1, 2, 3, i), 3) for i, name in enumerate("abcd")]
-    ran = {}
-    for missing in ({}, {shared: "no kernel"}):
-        served = toy.serving(buckets=tuple(b for b in (single, shared, decode) if b not in missing), missing=missing, run_ahead=0)
-        sinks = [served.submit(request) for request in requests]
-        served.drain()
-        assert [sink.tokens for sink in sinks] == [toy.reference_run(request, 32).tokens for request in requests]
-        ran[bool(missing)] = served.engine.stats()
-    assert (ran[False]["bucket_steps"][shared.name], ran[False]["degraded_steps"]) == (1, {})
-    assert ran[False]["prompt_tokens_total"] == ran[True]["prompt_tokens_total"] == 16
-    assert (ran[True]["bucket_steps"][single.name], ran[True]["degraded_steps"]) == (4, {shared.name: 2})
-
-
-# Log probabilities.
-
-
-def test_log_probabilities_go_to_the_requests_that_asked():
-    served = toy.serving(drafts=3, max_logprobs=5, right=1.0)
-    requests = [ask("none", (1,), 9), ask("chosen", (2,), 9, logprobs=0), ask("some", (3,), 9, logprobs=5, temperature=1.0)]
-    sinks = [served.submit(request) for request in requests]
-    served.drain()
-    assert [sink.logprobs for sink in sinks] == [toy.reference_run(request, 32).logprobs for request in requests]
-    assert [len(sink.logprobs) for sink in sinks] == [0, 9, 9]
-    assert {len(entry.top) for entry in sinks[1].logprobs} == {0}
-    assert {len(entry.top) for entry in sinks[2].logprobs} == {5}
-
-
-# Groups.
-
-
-def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding():
-    served = toy.serving(groups=3, run_ahead=0)
-    sinks = [served.submit(ask(f"r{i}", (i, 1), 4, seed=i)) for i in range(4)]
-    served.engine.step()
-    lives = [sorted(live.id for live in (*group.running, *group.waiting)) for group in served.engine.stepper.state.groups]
-    assert lives == [["r0", "r3"], ["r1"], ["r2"]]
-    assert served.engine.stats()["num_requests_running"] == 3
-    served.drain()
-    counts = [memory.rows.total() for memory in served.device.memories]
-    last = served.submit(ask("alone", (5,), 3))
-    served.drain()
-    assert [memory.rows.total() - count for memory, count in zip(served.device.memories, counts, strict=True)] == [3, 0, 0]
-    assert last.tokens == toy.reference_run(ask("alone", (5,), 3), 32).tokens
-    assert [sink.tokens for sink in sinks] == [toy.reference_run(ask(f"r{i}", (i, 1), 4, seed=i), 32).tokens for i in range(4)]
-
-
-def test_a_failed_step_ends_the_requests_of_all_groups_and_the_engine_serves_on(caplog):
-    served = toy.serving(groups=2, fail_at=frozenset({2}))
-    sinks = [served.submit(ask(name)) for name in "ab"]
-    served.drain()
-    assert [sink.end.reason for sink in sinks] == ["error", "error"]
-    assert served.engine.stats()["steps_failed_total"] == 1
-    last = served.submit(ask("c"))
-    served.drain()
-    assert last.tokens == toy.reference_run(ask("c"), 32).tokens
-
-
 # Refusals.
-
-
-@pytest.mark.parametrize(
-    "request_, param",
-    [(ask(prompt=()), "prompt"), (ask(max_tokens=-1), "max_tokens"), (ask(logprobs=1), "logprobs"), (ask(speculative_tokens=4), None)],
-)
-def test_a_bad_request_is_refused_and_the_engine_serves_on(request_, param):
-    served = toy.serving(drafts=3)
-    with pytest.raises(RequestError) as caught:
-        served.engine.submit(request_, toy.Collector())
-    assert caught.value.param == (param or "speculative_tokens")
-    sink = served.submit(ask())
-    served.drain()
-    assert sink.tokens == toy.reference_run(ask(), 32).tokens
-
-
-@pytest.mark.parametrize("drafts", [0, 5])
-def test_the_longest_prompt_is_served(drafts):
-    served = toy.serving(drafts=drafts)
-    sink = served.submit(ask(prompt=[1] * 31))
-    served.drain()
-    assert (len(sink.tokens), sink.end.reason) == (1, "length")
 
 
 def test_an_id_is_unique_among_live_requests_only():
@@ -553,13 +389,6 @@ def test_an_id_is_free_again_inside_the_last_event():
     served.drain()
     assert len(ends) == 3
     assert served.engine.stats()["requests_finished_length"] == 4
-
-
-def test_limits_that_cannot_serve_are_refused():
-    with pytest.raises(SpecError, match="8 pages leave 7"):
-        toy.serving(Limits(page_size=4, num_pages=8, num_slots=9, max_model_len=32))
-    with pytest.raises(SpecError, match="decode-b2-q2 decodes 2 tokens"):
-        toy.serving(buckets=(Bucket("prefill", 1, 8), Bucket("decode", 2, 2)))
 
 
 # Cancel and failure.
@@ -599,21 +428,6 @@ def test_a_late_cancel_does_not_hit_a_new_request_of_the_same_id():
     assert (first.end.reason, second.end.reason) == ("length", "length")
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_a_failed_step_ends_its_requests_and_the_engine_serves_on(caplog, run_ahead):
-    buckets = toy.buckets_of(0, (8,), (4,))
-    served = toy.serving(buckets=buckets, run_ahead=run_ahead, fail_at=frozenset({2}))
-    bad, good = served.submit(ask("bad")), served.submit(ask("good"))
-    served.drain()
-    assert bad.end.reason == "error"
-    assert bad.end.message == "decode-b4-q1: Failed: run 2 was told to fail"
-    assert bad.end.completion_tokens == len(bad.tokens) == 1
-    assert good.tokens == toy.reference_run(ask("good"), 32).tokens
-    assert served.engine.stats()["steps_failed_total"] == 1
-    assert "decode-b4-q1 failed" in caplog.text
-    reconcile(served, [bad, good])
-
-
 def test_a_failed_step_that_preempted_loses_only_its_own_rows(caplog):
     limits = Limits(page_size=2, num_pages=6, num_slots=9, max_model_len=8)
     requests = [ask(n, max_tokens=5) for n in "ab"]
@@ -635,19 +449,6 @@ def test_a_failed_step_that_preempted_loses_only_its_own_rows(caplog):
     assert sinks[1].tokens == toy.reference_run(requests[1], 8).tokens
     reconcile(served, sinks)
     assert "was told to fail" in caplog.text
-
-
-@pytest.mark.parametrize("returned", [[], [{}, {}], [{"tokens": None}]])
-def test_an_executor_that_returns_nonsense_fails_the_step(returned, caplog):
-    served = toy.serving(run_ahead=0)
-    served.device.launch(
-        served.device.buckets[0], [served.engine.stepper.cache_managers[0].inputs(served.device.buckets[0], GroupStep())]
-    ).result()
-    served.device.launch = lambda bucket, inputs: type("Nonsense", (), {"result": lambda self: returned})()
-    sink = served.submit(ask())
-    served.drain()
-    assert sink.end.reason == "error"
-    assert "prefill-b1-q3" in sink.end.message
 
 
 def test_a_sink_that_raises_loses_its_request_only(caplog):
@@ -700,19 +501,6 @@ def test_refresh_is_called_between_steps_as_often_as_the_clock_allows():
         served.engine.step()
         counts.append(served.device.refreshes)
     assert counts == [0, 0, 1, 1, 1, 2, 3, 3]
-
-
-def test_a_failing_refresh_changes_nothing(caplog):
-    served = toy.serving(refresh_every_s=0.0)
-
-    def refresh():
-        raise OSError("half a file")
-
-    served.device.refresh = refresh
-    sink = served.submit(ask())
-    served.drain()
-    assert sink.tokens == toy.reference_run(ask(), 32).tokens
-    assert "refresh failed" in caplog.text
 
 
 # Threads.
@@ -856,21 +644,6 @@ def counting(function, passes, name):
         return function(*args)
 
     return counted
-
-
-def test_a_sink_that_several_share_gets_their_events_of_a_step_in_one_call():
-    served, shared, own = toy.serving(), Shared(), toy.Collector()
-    for name in "ab":
-        served.engine.submit(ask(name), shared)
-    served.engine.submit(ask("c"), own)
-    served.drain()
-    together = [batch for batch in shared.batches if {event.request_id for event in batch} == {"a", "b"}]
-    assert together
-    events = [event for batch in shared.batches for event in batch if isinstance(event, TokenEvent)]
-    tokens = {name: [token for event in events if event.request_id == name for token in event.token_ids] for name in "ab"}
-    expected = toy.reference_run(ask(), 32).tokens
-    assert tokens == {"a": expected, "b": expected}
-    assert own.tokens == expected
 
 
 # Deadlines.

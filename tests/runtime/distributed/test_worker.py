@@ -93,16 +93,6 @@ def test_the_first_of_another_group_answers(start_worker):
     assert running.end_reasons.empty()
 
 
-def test_log_probabilities_are_answered_where_a_row_asked(start_worker):
-    running = start_worker(2, "dp=2,tp=2")
-    running.receive()
-    for rows in ([0, 0], [0, 1]):
-        running.step(1, 5, logprobs=np.array(rows, np.int32))
-        assert ("chosen_logprobs" in running.receive().fields["outputs"]) == any(rows)
-    running.send("stop")
-    assert running.end() == "stopped"
-
-
 @pytest.mark.parametrize(("rank", "mesh"), [(1, "dp=2,tp=2"), (3, "dp=2,tp=2"), (1, "tp=2")])
 def test_other_ranks_run_steps_and_send_nothing(start_worker, rank, mesh):
     running = start_worker(rank, mesh)

@@ -100,24 +100,6 @@ PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25
 TestPool = PoolMachine.TestCase
 
 
-def test_same_calls_give_the_same_numbers():
-    def play():
-        pool = PagePool(12)
-        pool.allocate(3, "a")
-        pool.allocate(2, "b")
-        pool.free("a")
-        return pool.allocate(4, "c")
-
-    assert play() == play()
-
-
-def test_page_zero_is_never_given():
-    pool = PagePool(4)
-    assert sorted(pool.allocate(3, "a")) == [1, 2, 3]
-    with pytest.raises(OwnershipError, match=r"legal is 0 to the 0 that are free"):
-        pool.allocate(1, "b")
-
-
 def test_a_pool_without_a_null_page_is_refused():
     with pytest.raises(OwnershipError, match="at least 1"):
         PagePool(0)

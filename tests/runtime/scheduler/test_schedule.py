@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scheduling import add, all_decode, arrivals, fresh, grouped, ids, policy, request, run_step, sampled, state_with
+from support.scheduling import add, all_decode, arrivals, fresh, grouped, ids, policy, request, run_step
 
 from npucompile.graphs.types import Bucket
 from npucompile.runtime.buckets import choose
@@ -17,7 +17,7 @@ from npucompile.runtime.request import FinishEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, fail, launch
 from npucompile.runtime.scheduler.request_state import RequestState
 from npucompile.runtime.scheduler.schedule import schedule, wanted_bucket
-from npucompile.runtime.scheduler.scheduled_step import GroupStep, ScheduledStep
+from npucompile.runtime.scheduler.scheduled_step import GroupStep
 from npucompile.runtime.scheduler.state import GroupState, SchedulerState
 from npucompile.runtime.step_outputs import SampledTokens
 
@@ -33,47 +33,6 @@ def until_decoding(state, name="a"):
     return state
 
 
-def test_nothing_to_do():
-    assert schedule(fresh(policy())) is None
-
-
-def test_a_prompt_is_chunked_and_then_decoded():
-    state = fresh(policy(prefill=(2, 3), length=10, pages=6), request("a", prompt=5, max_tokens=3))
-    state, step, _ = run_step(state)
-    first = row(step)
-    assert (step.bucket.name, step.groups[0].admitted, first.token_ids, first.next_token, first.samples) == (
-        "prefill-b1-q3",
-        ("a",),
-        (0, 1, 2),
-        3,
-        False,
-    )
-    assert first.num_pages == 3
-    state, step, _ = run_step(state, 9)
-    first = row(step)
-    assert (step.bucket.name, step.groups[0].admitted, first.token_ids, first.start) == ("prefill-b1-q2", (), (3, 4), 3)
-    assert (first.next_token, first.samples, first.output_index) == (-1, True, 0)
-    state, step, _ = run_step(state, 8)
-    first = row(step)
-    assert (step.bucket.name, first.num_tokens, first.start, first.output_index, first.samples) == ("decode-b1-q1", 1, 5, 1, True)
-    state, step, _ = run_step(state, 7)
-    assert (row(step).start, row(step).num_pages) == (6, 4)
-    assert schedule(state) is None
-
-
-def test_the_known_token_after_a_chunk_may_be_one_that_was_generated():
-    state = fresh(policy(prefill=(3,), length=10, pages=6), request("a", prompt=3))
-    state, _, _ = run_step(state, 9)
-    preempted = state.groups[0].running[0].preempted()
-    state = state_with(state, [GroupState(waiting=(preempted,))])
-    step = schedule(state)
-    assert (row(step).token_ids, row(step).next_token) == ((0, 1, 2), 9)
-    state, _, _ = run_step(state, 9)
-    # The prefill computes all generated tokens too: only after the last of them does the request slot hold the next token.
-    step = schedule(state)
-    assert (step.bucket.kind, row(step).token_ids, row(step).next_token, row(step).output_index) == ("prefill", (9,), -1, 1)
-
-
 @pytest.mark.parametrize("burst", [1, 2])
 def test_streams_wait_for_at_most_the_burst(burst):
     rules = policy(burst=burst, pages=40, prefill=(2,), length=40, decode=(8,))
@@ -85,91 +44,9 @@ def test_streams_wait_for_at_most_the_burst(burst):
     assert kinds == {1: "pdpdpdpdpdpd", 2: "ppdppdppdppd"}[burst]
 
 
-def test_rotation_is_fair_when_more_run_than_fit():
-    state = fresh(policy(decode=(2,), pages=40, length=40), *(request(n, prompt=1, max_tokens=39) for n in "abc"))
-    while state.groups[0].waiting or not all(live.decoding for live in state.groups[0].running):
-        state, _, _ = run_step(state)
-    scheduled = []
-    for _ in range(9):
-        state, step, _ = run_step(state)
-        scheduled += ids(step)
-    assert [scheduled.count(n) for n in "abc"] == [6, 6, 6]
-    assert all(len(set(scheduled[i : i + 3])) == 3 for i in range(0, 18, 3))
-
-
-def test_admission_is_in_order_of_arrival_and_never_overtakes():
-    # "big" does not fit beside "a", and "small", which would, waits behind it.
-    state = fresh(policy(pages=5), request("a", prompt=3, max_tokens=4), request("big", prompt=7), request("small", prompt=1))
-    order = []
-    while (step := schedule(state)) is not None:
-        order += step.groups[0].admitted
-        state, _, _ = run_step(state)
-    assert order == ["a", "big", "small"]
-
-
-def test_admission_waits_for_a_group_of_slots():
-    state = fresh(policy(requests=1, drafts=2, pages=40), request("a"), request("b"))
-    state, step, _ = run_step(state)
-    while step.bucket.kind == "prefill" or schedule(state).bucket.kind == "decode":
-        assert [live.id for live in state.groups[0].running] == ["a"]
-        state, step, _ = run_step(state)
-    assert schedule(state).groups[0].admitted == ("b",)
-
-
-@pytest.mark.parametrize("pages, admitted", [(9, ()), (10, ("b",))])
-def test_admission_leaves_every_running_request_the_pages_of_a_steps_candidates(pages, admitted):
-    # "a" holds 3 pages: its four tokens, and so many candidates that the last lies in the third page. "b" takes 4, and "a" keeps 2.
-    state = fresh(policy(pages=pages, length=14, drafts=2, burst=9), request("a", prompt=3), request("b", prompt=4))
-    state, _, _ = run_step(state)
-    assert state.groups[0].used_pages == 3
-    assert schedule(state).groups[0].admitted == admitted
-
-
-def test_the_youngest_is_preempted_to_the_front_and_keeps_its_tokens():
-    # Of five pages a and b take two each (three tokens and one to come), and both will need a third.
-    state = fresh(policy(pages=6, decode=(4,)), *(request(n, prompt=3, max_tokens=5) for n in "abc"))
-    for expected in (["a"], ["a"], ["b"], ["a", "b"]):
-        state, step, _ = run_step(state)
-        assert ids(step) == expected
-    assert [(live.id, live.num_pages) for live in state.groups[0].running] == [("a", 3), ("b", 2)]
-    before = state.groups[0].running[1]
-    step = schedule(state)
-    assert (step.groups[0].preempted, ids(step)) == (("b",), ["a"])
-    state, _, _ = run_step(state)
-    assert [live.id for live in state.groups[0].waiting] == ["b", "c"]
-    resumed = state.groups[0].waiting[0]
-    assert resumed.output_token_ids == before.output_token_ids == (1, 1)
-    assert (resumed.num_computed_tokens, resumed.num_pages, resumed.record.preemptions) == (0, 0, 1)
-    # a finishes first; then b prefills its prompt and its generated tokens, and continues sampling at the same index.
-    while (step := schedule(state)).groups[0].admitted != ("b",):
-        state, _, _ = run_step(state)
-    assert row(step).token_ids == (0, 1, 2, 1, 1)[: step.bucket.q_len]
-    assert row(step).output_index == 2
-
-
-# Several prompts in a step.
-
-
 def chunks(step, group=0):
     """The bucket, and of each row of a group its request's id and tokens."""
     return step.bucket.name, {row.request.id: row.num_tokens for row in step.groups[group].rows}
-
-
-def test_a_step_goes_on_with_the_prompts_in_progress_and_admits_the_next():
-    rules = policy(prefill=((3, 4),), pages=60, length=40, decode=(8,), burst=9)
-    state = fresh(rules, *(request(name, prompt=size) for name, size in (("a", 9), ("b", 2), ("c", 6), ("d", 4), ("e", 1))))
-    steps = []
-    for _ in range(3):
-        state, step, events = run_step(state)
-        steps.append((*chunks(step), step.groups[0].admitted, [event.request_id for event in events]))
-    assert steps == [
-        ("prefill-b3-q4", {"a": 4, "b": 2, "c": 4}, ("a", "b", "c"), ["b"]),
-        ("prefill-b3-q4", {"a": 4, "c": 2, "d": 4}, ("d",), ["c", "d"]),
-        ("prefill-b3-q4", {"a": 1, "e": 1}, ("e",), ["a", "e"]),
-    ]
-    # Each keeps the pages that it was admitted with, and a step's row of padding is on the records of those that ran beside it.
-    assert [live.record.padded_rows for live in state.groups[0].running] == [1, 0, 0, 0, 1]
-    assert schedule(state).bucket.kind == "decode"
 
 
 @pytest.mark.parametrize("limit, admitted", [({"requests": 2}, "ab"), ({"pages": 11}, "ab"), ({"pages": 12}, "abc"), ({}, "abcd")])
@@ -237,34 +114,6 @@ def test_an_older_prompt_in_progress_goes_before_a_younger_one_that_lacks_pages(
 # With drafts, and a step in flight.
 
 
-@pytest.mark.parametrize("own, verified", [(None, 3), (0, 0), (2, 2), (3, 3)])
-def test_a_request_verifies_as_many_drafts_as_it_wants(own, verified):
-    state = until_decoding(fresh(policy(drafts=3, length=40, pages=40), request("a", speculative_tokens=own)))
-    assert row(schedule(state)).num_drafts == verified
-
-
-def test_pages_are_for_the_furthest_a_step_can_reach():
-    rules = policy(drafts=3, page_size=1, length=40, pages=41, prefill=(2,))
-    state = fresh(rules, request("a", prompt=5, max_tokens=30))
-    # Q = 4: the prompt, and what is drafted at its end.
-    assert row(schedule(state)).num_pages == 5 + 4
-    while not state.groups[0].running or not state.groups[0].running[0].decoding:
-        state, _, _ = run_step(state)
-    first = schedule(state)
-    assert (row(first).start, row(first).num_pages, row(first).output_index) == (5, 5 + 7, 1)
-    # It yields 1 to 4 tokens, so the next step starts at 6 to 9.
-    flying = launch(state, first, 0.0)
-    second = schedule(flying)
-    assert (row(second).start, row(second).num_pages, row(second).output_index) == (6, 5 + 4 + 7, 2)
-    flying = launch(flying, second, 0.0)
-    state, _ = commit(flying, first, sampled(first, 1, 1, 1), 0.0)
-    third = schedule(state)
-    assert (row(third).start, row(third).num_pages, row(third).output_index) == (9, 8 + 4 + 7, 5)
-    # Never more than the context has.
-    state = until_decoding(fresh(rules, request("a", prompt=35, max_tokens=30)))
-    assert row(schedule(state)).num_pages == 40
-
-
 def test_a_prompt_goes_on_while_its_last_chunk_is_in_flight():
     state = fresh(policy(prefill=(2,), length=12, pages=9), request("a", prompt=5, max_tokens=3))
     chunks = []
@@ -297,50 +146,6 @@ def test_nobody_waits_for_a_stream_that_ends():
     state = launch(state, schedule(state), 0.0)
     assert state.prefill_steps == state.policy.prefill_burst
     assert schedule(state).groups[0].admitted == ("b",)
-
-
-def test_nothing_is_preempted_while_anything_is_in_flight():
-    state = fresh(policy(pages=6, decode=(4,)), *(request(n, prompt=3, max_tokens=5) for n in "ab"))
-    for _ in range(4):
-        state, _, _ = run_step(state)
-    idle = schedule(state)
-    assert idle.groups[0].preempted == ("b",)
-    # The same state, with a step of "a" alone in flight.
-    step = ScheduledStep(idle.bucket, (GroupStep(idle.groups[0].rows[:1]),))
-    flying = launch(state, step, 0.0)
-    assert schedule(flying) is None
-    landed, _ = commit(flying, step, sampled(step, 1), 0.0)
-    assert schedule(landed).groups[0].preempted == ("b",)
-
-
-def test_a_request_waits_for_the_pages_of_an_older_one_that_ends():
-    """A preemption would hit the request that lacks pages."""
-    rules = policy(pages=6)
-    decoding = {"output_token_ids": (1, 1), "num_computed_tokens": 4, "decoding": True}
-    ends = RequestState(request("a", max_tokens=3), 0, 0.0, steps_in_flight=1, num_pages=3, **decoding)
-    lacks = RequestState(request("b", max_tokens=9), 1, 0.0, num_pages=2, **decoding)
-    flying = state_with(fresh(rules), [GroupState(running=(ends, lacks))], steps_in_flight=1)
-    assert flying.groups[0].decodable(rules.limits) == (lacks,)
-    assert schedule(flying) is None
-    step = schedule(state_with(flying, [GroupState(running=(lacks,))]))
-    assert (ids(step), step.groups[0].preempted) == (["b"], ())
-
-
-def test_the_last_served_wait_even_while_their_step_is_in_flight():
-    state = fresh(policy(decode=(2,), pages=80, length=40), *(request(n, prompt=1, max_tokens=39) for n in "abc"))
-    while state.groups[0].waiting or not all(live.decoding for live in state.groups[0].running):
-        state, _, _ = run_step(state)
-    flights, scheduled = [], []
-    for _ in range(9):
-        step = schedule(state)
-        state = launch(state, step, 0.0)
-        flights.append(step)
-        scheduled += ids(step)
-        if len(flights) > 1:
-            oldest = flights.pop(0)
-            state, _ = commit(state, oldest, sampled(oldest, 1), 0.0)
-    assert [scheduled.count(n) for n in "abc"] == [6, 6, 6]
-    assert all(len(set(scheduled[i : i + 3])) == 3 for i in range(0, 18, 3))
 
 
 # Any history.
@@ -570,84 +375,6 @@ def test_any_history_keeps_the_promises_and_ends(rules, groups, ahead, data):
         world.go_on()
     assert schedule(world.state) is None
     assert sorted(event.request_id for event in world.events if isinstance(event, FinishEvent)) == sorted(world.names)
-
-
-# Several groups.
-
-
-def sizes(step):
-    """The bucket, and for each group the tokens of its only row."""
-    return step.bucket.name, [part.rows[0].num_tokens if part.rows else None for part in step.groups]
-
-
-def test_a_group_that_may_prefill_makes_all_prefill_or_rest():
-    rules = policy(prefill=(2, 4), pages=40, length=40)
-    state = grouped(rules, [request("a", prompt=1, max_tokens=9)], [request("b", prompt=2)], [])
-    state, step, events = run_step(state)
-    assert sizes(step) == ("prefill-b1-q2", [1, 2, None])
-    assert [event.request_id for event in events] == ["a", "b"]
-    state = add(state, request("c", prompt=7))
-    # All decode in between, because the burst is one; then the others idle while "c" prefills.
-    state, step, _ = run_step(state)
-    assert sizes(step) == ("decode-b1-q1", [1, 1, None])
-    state, step, _ = run_step(state)
-    assert sizes(step) == ("prefill-b1-q4", [None, None, 4])
-    state, step, _ = run_step(state)
-    assert sizes(step) == ("decode-b1-q1", [1, 1, None])
-
-
-def test_all_prefill_in_the_largest_size_that_one_of_them_wants():
-    rules = policy(prefill=(2, 4, 8), pages=40, length=40)
-    _, step, _ = run_step(grouped(rules, *([request(name, prompt=size)] for name, size in (("a", 1), ("b", 7), ("c", 3)))))
-    assert sizes(step) == ("prefill-b1-q8", [1, 7, 3])
-    assert all(part.rows[0].samples for part in step.groups)
-
-
-def test_groups_share_a_step_where_the_longest_of_them_does():
-    rules = policy(prefill=(4, (4, 4), 16), pages=90, length=40)
-    a, b = ([request(f"{name}{i}", prompt=4) for i in range(count)] for name, count in (("a", 3), ("b", 1)))
-    _, step, _ = run_step(grouped(rules, a, b, []))
-    assert (step.bucket.name, [len(part.rows) for part in step.groups]) == ("prefill-b4-q4", [3, 1, 0])
-    # One group's long prompt decides for all: nobody shares, though the bucket of all four would hold those of the others.
-    _, step, _ = run_step(grouped(rules, a, [request("long", prompt=9)]))
-    assert sizes(step) == ("prefill-b1-q16", [4, 9])
-
-
-def test_all_decode_in_the_smallest_bucket_that_holds_every_groups_rows():
-    rules = policy(decode=(1, 2, 4), pages=40, length=40)
-    a, *b = (request(name, prompt=1, max_tokens=9) for name in ("a", "b0", "b1", "b2"))
-    state = grouped(rules, [a], b)
-    while any(group.waiting for group in state.groups) or (step := schedule(state)).bucket.kind == "prefill":
-        state, _, _ = run_step(state)
-    assert (step.bucket.name, [len(part.rows) for part in step.groups]) == ("decode-b4-q1", [1, 3])
-    padding = state.groups[0].running[0].record.padded_rows
-    state, _, _ = run_step(state)
-    assert state.groups[0].running[0].record.padded_rows == padding + 3
-
-
-def test_long_prompts_of_one_group_do_not_starve_the_streams_of_another():
-    rules = policy(prefill=(2,), pages=60, length=60, decode=(4,))
-    state, _, _ = run_step(grouped(rules, [request("stream", prompt=1, max_tokens=40)], []))
-    state = add(state, request("long", prompt=40), request("longer", prompt=41), group=1)
-    kinds = ""
-    for _ in range(12):
-        state, step, _ = run_step(state)
-        kinds += step.bucket.kind[0]
-    assert kinds == "dpdpdpdpdpdp"
-
-
-def test_a_group_that_lacks_pages_makes_all_wait_for_what_is_in_flight():
-    rules = policy(pages=6, decode=(4,))
-    state = grouped(rules, [request(n, prompt=3, max_tokens=5) for n in "ab"], [request("c", prompt=1, max_tokens=7)])
-    while not (step := schedule(state)).groups[0].preempted:
-        state, _, _ = run_step(state)
-    # "c" could continue, but all groups step together.
-    resting = ScheduledStep(step.bucket, (GroupStep(), step.groups[1]))
-    flying = launch(state, resting, 0.0)
-    assert flying.groups[1].decodable(rules.limits)
-    assert schedule(flying) is None
-    landed, _ = commit(flying, resting, sampled(resting, 1), 0.0)
-    assert schedule(landed).groups[0].preempted == ("b",)
 
 
 def test_the_bucket_that_a_step_would_take_if_it_could_run():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scheduling import add, arrivals, fresh, ids, policy, request, run_step
+from support.scheduling import add, arrivals, fresh, policy, request, run_step
 
 from npucompile.graphs.errors import SpecError
 from npucompile.runtime.request import FinishEvent
@@ -29,31 +29,6 @@ def roomy(**sizes):
     return policy(pages=200, length=40, **{"requests": 1, "prefill": (40,), "decode": (1,), **sizes})
 
 
-def test_lower_priorities_are_first_and_ties_go_by_arrival():
-    state = add(fresh(roomy()), *(request(f"{priority}{place}", priority=priority) for place, priority in enumerate([3, 0, 3, -2, 0])))
-    assert order_of_admission(state) == ["-23", "01", "04", "30", "32"]
-
-
-def test_a_client_with_many_requests_does_not_hold_another_one_back():
-    state = add(fresh(roomy()), *(request(f"a{i}", tenant="a") for i in range(6)))
-    state, _, _ = run_step(state)
-    state = add(state, request("b0", tenant="b"), request("b1", tenant="b"))
-    assert order_of_admission(state) == ["b0", "a1", "b1", "a2", "a3", "a4", "a5"]
-
-
-def test_turns_are_by_tokens_and_not_by_requests():
-    state = add(fresh(roomy()), *(request(f"a{i}", prompt=12, max_tokens=1, tenant="a") for i in range(2)))
-    state = add(state, *(request(f"b{i}", prompt=2, max_tokens=1, tenant="b") for i in range(6)))
-    # A prompt of 12 tokens counts as much as three prompts of 2, with a token each that counts OUTPUT_WEIGHT.
-    assert order_of_admission(state) == ["a0", "b0", "b1", "b2", "b3", "a1", "b4", "b5"]
-
-
-def test_one_step_takes_turns_too():
-    state = fresh(roomy(prefill=((4, 8),), requests=4))
-    state = add(state, *(request(name, tenant=name[0]) for name in ("a0", "a1", "a2", "a3", "b0", "b1")))
-    assert ids(schedule(state)) == ["a0", "b0", "a1", "b1"]
-
-
 def test_a_tenant_that_comes_late_is_owed_nothing():
     state = add(fresh(roomy()), *(request(f"{name}{i}", tenant=name) for i in range(8) for name in "ab"))
     for _ in range(30):
@@ -62,19 +37,6 @@ def test_a_tenant_that_comes_late_is_owed_nothing():
     rest = order_of_admission(state)
     first = Counter(name[0] for name in rest[:6])
     assert max(first.values()) <= 1 + min(first[name] for name in "abc")
-
-
-def test_the_least_urgent_is_preempted_and_among_equals_the_youngest():
-    # Of eight pages each takes one at first, and six in the end.
-    state = fresh(policy(pages=9, length=12, decode=(4,)), request("c", prompt=1, priority=1, max_tokens=11))
-    state, _, _ = run_step(state)
-    state = add(state, request("b", prompt=1, priority=1, max_tokens=11), request("a", prompt=1, max_tokens=11))
-    preempted = []
-    while (step := schedule(state)) is not None:
-        preempted += step.groups[0].preempted
-        state, _, _ = run_step(state)
-    assert preempted[0] == "b"
-    assert "a" not in preempted
 
 
 def test_what_was_preempted_goes_on_before_what_has_not_begun():
@@ -243,10 +205,3 @@ def test_an_endless_stream_of_urgent_requests_does_not_starve_one(slots, prompt,
         if any(isinstance(event, FinishEvent) and event.request_id == "patient" for event in events):
             return
     raise AssertionError("it starves")
-
-
-@settings(max_examples=100)
-@given(crowds(), st.integers(1, 20))
-def test_the_order_has_everyone_once(crowd, ageing):
-    waiting = add(fresh(policy()), *(item for _, item in crowd)).groups[0].waiting
-    assert sorted(r.arrival for r in in_turn(Turns(), waiting, ageing)) == [r.arrival for r in waiting]
