@@ -13,7 +13,7 @@ from ..progress import Progress
 from . import plan as planning
 from .driver import build
 from .instance import phases
-from .prompts_size import fit_prompts
+from .rank_memory import fit_prompts
 
 
 def build_all(model: str, options: Mapping[str, Any], out: Path | None, artifacts: Path, cache: Path, jobs: int, nice: int) -> list[Path]:

@@ -13,14 +13,13 @@ Decided = tuple[tuple[str, str], ...]
 """Pairs of a setting and who decided it, in the order of `explain`."""
 
 
-def decided(options: Any, plan: Any, *, quantised: bool) -> Decided:
-    """Who decided the settings of a plan.
+def decided(plan: Any, *, quantised: bool) -> Decided:
+    """Who decided the settings of a `planned.Plan`.
 
     Args:
-        options: a `plan.Options`.
-        plan: a `plan.Plan`.
         quantised: whether the checkpoint's own description says how its matrices are stored.
     """
+    options = plan.options
     repeated = read_decided(options.decided_by) if options.decided_by else {}
     flags = {name for name, setting in EXPLAINED.items() if getattr(options, setting.name) not in (None, "auto", ())}
     return tuple(

@@ -12,7 +12,7 @@ from ...lowering.toolchain import toolchain
 from ...models import step
 from ...server.text.tokenizer import TextTokenizer
 from ..progress import Progress
-from .plan import Plan
+from .planned import Plan
 from .weights import bind_weights, store_weights
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ...models import registry
 from .deployments import MAX_CHUNK, POOL_TOKENS, Deployment, Phase, group_chunk, limits_for, prefill_chunk, prefill_sizes
-from .draft_choice import choose_draft_model
+from .drafts import choose_draft_model
 from .targets import target
 
 
@@ -23,7 +23,7 @@ def source_of(row: Deployment) -> registry.ModelSource:
     Raises:
         UnknownModel: it has no preset.
     """
-    return choose_draft_model(None, registry.find(row.model), row, None)[0]
+    return choose_draft_model(None, registry.find(row.model), row, None)
 
 
 def deviations(row: Deployment, phase: Phase, source: registry.ModelSource) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from ..progress import Progress
 from .cache import UnfinishedBuild
 from .describe import describe
 from .environment import environment
-from .plan import Plan
+from .planned import Plan
 from .pool import THREADS, CompileJob, CompileResult, StagedRecord, record_of, run_all
 from .rank_memory import check_before_lowering, communicator_bytes, rank_memory
 from .stages import stage

@@ -1,4 +1,4 @@
-"""Decides the instance a build is for: target, mesh, quantization and drafts, from options or a published deployment."""
+"""Decides where a build runs: target, mesh, backend and CANN, from options or a published deployment."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Limits, Mesh
-from ..notation import PrefillSize
+from ...lowering.platform import Platform
 from . import deployments
-from .choices import MAX_DRAFTS, NPU_BACKENDS
+from .planned import Options, Plan
+from .settings.place import NPU_BACKENDS
 from .targets import Target, check_mesh, target
 
 DEFAULT_DRAFTS = 3
@@ -23,7 +24,7 @@ class Instance:
         drafts: k, also of an instance that only prefills.
         deployment: id of a published deployment, or "".
         phase: "mixed", "prefill" or "decode".
-        limits, buckets, prefill: the deployment's; None without one.
+        limits, buckets: the deployment's; None without one.
         expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
     """
 
@@ -35,60 +36,43 @@ class Instance:
     phase: str = "mixed"
     limits: Limits | None = None
     buckets: tuple[int, ...] | None = None
-    prefill: tuple[PrefillSize, ...] | None = None
     expert_parallel: bool = True
 
 
-def resolve(
-    model: str,
-    *,
-    backend: str | None,
-    deployment: str | None,
-    phase: str | None,
-    target_name: str | None,
-    mesh: str | None,
-    quantization: str | None,
-    drafts: int | None,
-    has_draft_head: bool,
-) -> Instance:
+def resolve(options: Options, model: str, has_draft_head: bool) -> Instance:
     """The instance that options name; by default a preset's default deployment, and this machine for a checkpoint directory.
 
     Args:
-        model: name of the model.
-        backend: a backend for this machine overrides a preset's default deployment.
-        deployment, phase: a row of the table, and one of its phases.
-        target_name, mesh, quantization, drafts: override the row.
+        model: its name in deployments.
 
     Raises:
         SpecError: naming the option and what is legal.
     """
-    if drafts is not None and not 0 <= drafts <= MAX_DRAFTS:
-        raise SpecError(f"speculative tokens is {drafts}; legal are 0 to {MAX_DRAFTS}")
+    drafts = options.num_speculative_tokens
     if drafts and not has_draft_head:
         raise SpecError(f"--speculative-tokens {drafts}: {model} has no draft head; legal is 0")
     drafts = drafts if has_draft_head else 0
-    row = row_of(model, backend=backend, deployment=deployment, target_name=target_name, mesh=mesh)
-    if row is None and phase:
-        raise SpecError(f"--phase {phase} is one side of a deployment that splits them; name it, as in --deployment ID")
+    row = row_of(model, options)
     if row is None:
+        if options.phase:
+            raise SpecError(f"--phase {options.phase} is one side of a deployment that splits them; name it, as in --deployment ID")
         k = DEFAULT_DRAFTS if drafts is None else drafts
-        return _checked(Instance(target(target_name or "cpu"), Mesh.parse(mesh or ""), quantization or "none", k))
-    if row.model != model:
-        raise SpecError(f"deployment {row.id} is of {row.model}, the model is {model}; `npucompile deployments` lists those of each")
-    return _checked(_of_row(row, phase, target_name, mesh, quantization, drafts))
+        instance = Instance(target(options.target or "cpu"), Mesh.parse(options.mesh or ""), options.quantization or "none", k)
+    else:
+        instance = _of_row(row, model, options, drafts)
+    check_mesh(instance.target, instance.mesh)
+    return instance
 
 
-def row_of(
-    model: str, *, backend: str | None, deployment: str | None, target_name: str | None, mesh: str | None
-) -> deployments.Deployment | None:
-    """The published deployment that these options name, as in `resolve`, or the preset's default one; None where they name another place.
+def row_of(model: str, options: Options) -> deployments.Deployment | None:
+    """The published deployment that options name, or the preset's default one; None where they name another place.
 
     Raises:
         SpecError: there is no deployment of that id.
     """
-    if deployment:
-        return deployments.deployment(deployment)
-    elsewhere = target_name is not None or mesh is not None or backend not in (None, *NPU_BACKENDS)
+    if options.deployment:
+        return deployments.deployment(options.deployment)
+    elsewhere = options.target is not None or options.mesh is not None or options.backend not in (None, *NPU_BACKENDS)
     return None if elsewhere else deployments.default_for(model)
 
 
@@ -98,37 +82,61 @@ def phases(deployment: str | None, model: str) -> tuple[str, ...]:
     return tuple(row.phases) if row else ("mixed",)
 
 
-def _of_row(
-    row: deployments.Deployment,
-    phase: str | None,
-    target_name: str | None,
-    mesh: str | None,
-    quantization: str | None,
-    drafts: int | None,
-) -> Instance:
-    if phase is not None and phase not in row.phases:
-        raise SpecError(f"deployment {row.id} has no phase {phase!r}; legal are {', '.join(row.phases)}")
-    part = row.phase(phase)
-    device = target(target_name or row.target)
+def _of_row(row: deployments.Deployment, model: str, options: Options, drafts: int | None) -> Instance:
+    if row.model != model:
+        raise SpecError(f"deployment {row.id} is of {row.model}, the model is {model}; `npucompile deployments` lists those of each")
+    if options.phase is not None and options.phase not in row.phases:
+        raise SpecError(f"deployment {row.id} has no phase {options.phase!r}; legal are {', '.join(row.phases)}")
+    part = row.phase(options.phase)
+    device = target(options.target or row.target)
     if device.local:
         raise SpecError(f"deployment {row.id} is for {row.target}, the target is {device.name}; legal are targets that are NPUs")
     if drafts is not None:
         part = replace(part, num_speculative_tokens=drafts)
-    scheme = quantization or ("none" if row.quantization == "bf16" else row.quantization)
     return Instance(
         device,
-        part.mesh if mesh is None else Mesh.parse(mesh),
-        scheme,
+        part.mesh if options.mesh is None else Mesh.parse(options.mesh),
+        options.quantization or ("none" if row.quantization == "bf16" else row.quantization),
         part.num_speculative_tokens,
         row.id,
         part.name,
         deployments.limits_for(row, part, device.page_size),
         part.buckets,
-        () if part.name == "decode" else deployments.prefill_sizes(row),
         part.ep > 1,
     )
 
 
-def _checked(instance: Instance) -> Instance:
-    check_mesh(instance.target, instance.mesh)
-    return instance
+def choose_backend(plan: Plan) -> Plan:
+    """The plan with its backend: by default the target's; several ranks on this machine run uncompiled.
+
+    Raises:
+        SpecError: it makes nothing that the target runs, or not of this model on this mesh.
+    """
+    source, target, mesh, requested = plan.source, plan.target, plan.mesh, plan.options.backend
+    chosen = requested or (target.backend if not target.local or mesh.size == 1 else "eager")
+    if chosen not in target.backends:
+        if chosen in NPU_BACKENDS:
+            raise SpecError(f"--backend {chosen} is for NPUs; name a --deployment, or a --target and a --mesh")
+        raise SpecError(f"--backend {chosen} makes nothing that {target.name} runs; legal are {', '.join(target.backends)}")
+    if target.local and source.checkpoint_dir is None and chosen != "null":
+        raise SpecError(
+            f"{source.name} is a set of sizes without weights, and --backend {requested or target.backend} runs them; "
+            "legal here is --backend null (graphs, costs and memory only), a path to a checkpoint directory, or a build for NPUs "
+            "(--target ascend-a3 --mesh tp=2, or a --deployment)"
+        )
+    if mesh.size > 1 and chosen == "inductor":
+        raise SpecError(f"--backend inductor with mesh {mesh}: ranks on this machine run uncompiled; legal are eager and null")
+    return replace(plan, backend=chosen)
+
+
+def choose_platform(plan: Plan) -> Plan:
+    """The plan with the release of CANN and the operator packages that graphs are lowered for.
+
+    Raises:
+        SpecError: a release or operator packages for a target without CANN, or unknown ones.
+    """
+    target, options = plan.target, plan.options
+    if not target.cann and (options.cann or options.operator_packages):
+        raise SpecError(f"--cann and --operator-packages are for NPUs, the target is {target.name}; legal are targets that are NPUs")
+    platform = Platform(target.chip, options.cann or target.cann, tuple(sorted(set(options.operator_packages))))
+    return replace(plan, platform=platform)

@@ -29,7 +29,7 @@ from ...lowering.backend import Backend, Compiled, Part, Parts, backend
 from ...lowering.lower import Lowered
 from ...lowering.toolchain import toolchain
 from ...models.family_file import FamilyFile
-from .plan import Plan
+from .planned import Plan
 from .stages import Staged, pack_texts, stage
 
 THREADS = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ...graphs.ir.trace import signature_of
 from ...graphs.ops import fused_experts
@@ -13,7 +14,8 @@ from ...models import step
 from ...models.variant import Variant
 from ..artifact_model import share
 from . import memory
-from .plan import Plan
+from .decisions import changed
+from .planned import Plan
 from .stages import partition_bucket
 
 
@@ -129,3 +131,36 @@ def _rank_tokens(plan: Plan, fused: bool) -> Iterator[int]:
 
 def _bytes(leaves: tuple[Leaf, ...]) -> int:
     return sum(leaf.aval.nbytes for leaf in leaves)
+
+
+def fit_prompts(plan: Plan) -> Plan:
+    """The plan with the most prompts in a step that fit, at most those of its row; fewer are among its notes.
+
+    The largest prefill is partitioned to know its activations. A plan whose weights and pools alone do not fit is left to
+    `check_before_lowering`, which says what does.
+    """
+    together = max((bucket for bucket in plan.buckets if bucket.kind == "prefill"), default=None)
+    if not plan.deployment or together is None or together.batch == 1:
+        return plan
+    signature = signature_of(step.program(plan.model, together, plan.limits, plan.dtype))
+    if not rank_memory(plan, signature, ()).fits:
+        return plan
+    needed = _memory_with(plan, signature, together)
+    prompts = together.batch
+    while prompts > 1 and not _memory_with(plan, signature, replace(together, batch=prompts)).fits:
+        prompts -= 1
+    if prompts == together.batch:
+        return plan
+    note = (
+        f"differs from the deployment: a prefill step takes at most {prompts} of {together.batch} prompts: with all of them a rank would "
+        f"need {needed.total_bytes / memory.GIB:.1f} of {needed.limit_bytes / memory.GIB:.0f} GiB"
+    )
+    others = tuple(bucket for bucket in plan.buckets if bucket != together)
+    smaller = replace(together, batch=prompts)
+    buckets = others if smaller in others else tuple(sorted((*others, smaller), key=lambda bucket: (bucket.kind == "decode", bucket)))
+    return replace(plan, buckets=buckets, decided_by=changed(plan.decided_by, "prefill")).noted(note)
+
+
+def _memory_with(plan: Plan, signature: Signature, bucket: Bucket) -> memory.MemoryPlan:
+    """The memory plan of a rank as far as this bucket decides it."""
+    return rank_memory(plan, signature, [partitioned_entry(plan, bucket)])

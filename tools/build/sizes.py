@@ -1,19 +1,17 @@
-"""Decode batch sizes, prefill sizes and limits of a plan."""
+"""Decides decode batch sizes, prefill sizes and the limits of a dp group."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Limits
 from ...models import registry
 from ..notation import PrefillSize
-from .choices import DEFAULT_BUCKETS
+from .deployments import deployment, prefill_sizes
 from .instance import Instance
-
-if TYPE_CHECKING:
-    from .plan import Options
+from .planned import Options, Plan
+from .settings.sizes import DEFAULT_BUCKETS
 
 
 def decode_sizes(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:
@@ -47,6 +45,78 @@ def decode_sizes(options: Options, source: registry.ModelSource, instance: Insta
     return batches, _capped(limits, options.max_total_tokens), False
 
 
+def choose_prefill(plan: Plan) -> Plan:
+    """The plan with its prefill buckets before its decode buckets, smallest first; sizes that exceed the context are left out.
+
+    Raises:
+        SpecError: no prompt fits the context, or a step has more prompts than there are requests in flight.
+    """
+    requests, length = plan.limits.num_request_slots - 1, plan.limits.max_model_len
+    sizes = _default_prefill(plan) if plan.options.prefill is None else plan.options.prefill
+    if plan.options.prefill is None and not sizes:
+        return plan
+    sizes = tuple(sorted(set(sizes)))
+    fitting = [size for size in sizes if size.tokens <= length]
+    if not fitting:
+        named = ",".join(map(str, sizes))
+        raise SpecError(f"no prefill of {named} tokens fits max_model_len {length}; legal are sizes from 1 to {length}")
+    most = max(fitting, key=lambda size: size.prompts)
+    if most.prompts > requests:
+        raise SpecError(
+            f"--prefill {most} takes {most.prompts} prompts a step, and {requests} requests are in flight; legal are up to that"
+        )
+    buckets = sorted(Bucket("prefill", size.prompts, size.tokens) for size in fitting)
+    longer = ", ".join(str(size) for size in sizes if size not in fitting)
+    note = f"no prefill of {longer} tokens: longer than the context of {length}" if longer else None
+    return replace(plan, buckets=(*buckets, *plan.buckets)).noted(note)
+
+
+def _default_prefill(plan: Plan) -> tuple[PrefillSize, ...]:
+    """Sizes of the deployment or the target, as far as limits have room for them; none for an instance that only decodes."""
+    if plan.phase == "decode":
+        return ()
+    sizes = prefill_sizes(deployment(plan.deployment)) if plan.deployment else plan.target.prefill
+    requests, length = plan.limits.num_request_slots - 1, plan.limits.max_model_len
+    return tuple(PrefillSize(min(size.tokens, length), min(size.prompts, requests)) for size in sizes)
+
+
+def choose_checkpoint_slots(plan: Plan) -> Plan:
+    """The plan with state slots for the states after prefixes that a server keeps (runtime/scheduler/checkpoints.py).
+
+    By default there is one for each request in flight, on this machine; a deployment has those that its shared prefix needs, and memory
+    of NPUs is otherwise planned by whoever builds for them. Slots of requests that are not in flight serve too.
+
+    Raises:
+        SpecError: slots for a model without recurrent states.
+    """
+    limits, asked = plan.limits, plan.options.checkpoint_slots
+    needed, plain = limits.checkpoint_slots, replace(limits, num_slots=limits.num_slots - limits.checkpoint_slots, checkpoint_slots=0)
+    if not plan.has_states:
+        if asked:
+            name = plan.source.name
+            raise SpecError(f"--checkpoint-slots {asked}: {name} has no recurrent states, whose prefixes need pages only; legal is 0")
+        return replace(plan, limits=plain)
+    default = needed if plan.published else limits.num_request_slots - 1 if plan.target.local else 0
+    count = default if asked is None else asked
+    return replace(plan, limits=replace(plain, num_slots=plain.num_slots + count, checkpoint_slots=count))
+
+
+def choose_adjusted(plan: Plan) -> Plan:
+    """The plan with how many requests of a step may follow a grammar, and have biases and penalties."""
+    options, target, vocab_size = plan.options, plan.target, plan.source.model.config.vocab_size
+    structured = target.structured_outputs if options.structured_outputs is None else options.structured_outputs
+    adjustments = target.logit_adjustments if options.logit_adjustments is None else options.logit_adjustments
+    return replace(plan, limits=plan.limits.with_bitmasks(structured, vocab_size).with_adjustments(adjustments, vocab_size))
+
+
+def say_length(plan: Plan) -> Plan:
+    """The plan, which says so where requests are shorter than the model can take."""
+    length, longest = plan.limits.max_model_len, plan.source.max_position_embeddings
+    if plan.options.max_model_len is not None or plan.deployment or length >= longest:
+        return plan
+    return plan.noted(f"context {length} of {longest} tokens (state has room for all of it; --max-model-len to change)")
+
+
 def _capped(limits: Limits, tokens: int | None) -> Limits:
     """Limits with pages for at most so many cached tokens.
 
@@ -73,27 +143,3 @@ def _batches(sizes: tuple[int, ...], most: int | None) -> tuple[list[int], int]:
     if sequences < batches[-1]:
         raise SpecError(f"max_num_seqs is {sequences} and the largest bucket has {batches[-1]} rows; legal is at least that many")
     return batches, sequences
-
-
-def prefill_buckets(options: Options, instance: Instance, limits: Limits) -> tuple[tuple[Bucket, ...], list[PrefillSize]]:
-    """Prefill buckets, smallest first, and the requested sizes whose prompts exceed the context.
-
-    Raises:
-        SpecError: no prompt fits the context, or a step has more prompts than there are requests in flight.
-    """
-    default, length = instance.target.prefill if instance.prefill is None else instance.prefill, limits.max_model_len
-    requests = limits.num_request_slots - 1
-    if options.prefill is None and not default:
-        return (), []
-    cut = tuple(PrefillSize(min(size.tokens, length), min(size.prompts, requests)) for size in default)
-    sizes = sorted(set(cut if options.prefill is None else options.prefill))
-    fitting = [size for size in sizes if size.tokens <= length]
-    if not fitting:
-        named = ",".join(map(str, sizes))
-        raise SpecError(f"no prefill of {named} tokens fits max_model_len {length}; legal are sizes from 1 to {length}")
-    most = max(fitting, key=lambda size: size.prompts)
-    if most.prompts > requests:
-        raise SpecError(
-            f"--prefill {most} takes {most.prompts} prompts a step, and {requests} requests are in flight; legal are up to that"
-        )
-    return tuple(sorted(Bucket("prefill", size.prompts, size.tokens) for size in fitting)), [size for size in sizes if size not in fitting]

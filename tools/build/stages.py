@@ -14,7 +14,7 @@ from ...graphs.types import Bucket
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
 from ...models import step
-from .plan import Plan
+from .planned import Plan
 
 STAGES = ("traced", "partitioned", "lowered")
 

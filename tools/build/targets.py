@@ -12,7 +12,8 @@ from ...graphs.errors import SpecError
 from ...graphs.types import MESH_AXES, Mesh
 from ...lowering.machines import NPUS, Npu
 from ..notation import PrefillSize
-from .choices import DEFAULT_PREFILL, MAX_LOGPROBS
+from .settings.model import MAX_LOGPROBS
+from .settings.sizes import DEFAULT_PREFILL
 
 
 @dataclass(frozen=True)

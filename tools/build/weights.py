@@ -15,7 +15,7 @@ from ...models import safetensors_files
 from ...models.checkpoint import ParamReader
 from ...models.draft_source import open_both
 from ..progress import Progress
-from .plan import Plan
+from .planned import Plan
 
 
 def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:

@@ -22,7 +22,7 @@ from ...server.text.tokenizer import TextTokenizer
 from ..bench import acceptance
 from ..build import driver as building
 from ..build import plan as planning
-from ..build.dtype_choice import DTYPES
+from ..build.precision import DTYPES
 from ..cli import Home
 from ..locate import artifact_path, check_family
 from ..progress import Progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..build.choices import MAX_DRAFTS
+from ..build.settings.model import MAX_DRAFTS
 from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule
 

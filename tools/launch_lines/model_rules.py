@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..build.choices import KV_CACHE_DTYPES
+from ..build.settings.model import KV_CACHE_DTYPES
 from ..build.targets import target
 from .facts import named_scheme
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule

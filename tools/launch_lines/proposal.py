@@ -13,12 +13,12 @@ from ...graphs.types import Limits
 from ...models import registry
 from ...models.presets import DRAFT_PRESETS
 from ..build import plan as planning
-from ..build.checkpoint_slots import has_recurrent_states
-from ..build.choices import MAX_DRAFTS
 from ..build.deployments import Deployment, Phase, limits_for, prefill_sizes
+from ..build.fit import fitting_pages
 from ..build.memory import MemoryPlan
-from ..build.pool_size import fitting_pages
+from ..build.planned import has_recurrent_states
 from ..build.rank_memory import planned_memory
+from ..build.settings.model import MAX_DRAFTS
 from ..build.settings.table import SETTINGS
 from ..build.targets import Target, target
 from ..notation import format_buckets, format_prefill

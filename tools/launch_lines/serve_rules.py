@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..build.checkpoint_slots import has_recurrent_states
-from ..build.choices import MAX_LOGPROBS
+from ..build.settings.model import MAX_LOGPROBS
 from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, topic
 
@@ -140,7 +139,7 @@ def prefix_caching(value: Any, context: Context) -> Verdict:
 def _kept_states(context: Context) -> Verdict | None:
     """What is kept of prefixes of a model with recurrent states; None for others, whose prefixes need pages alone."""
     plan = context.proposal.plan
-    if plan is None or not has_recurrent_states(plan.model, plan.limits):
+    if plan is None or not plan.has_states:
         return None
     slots = plan.limits.checkpoint_slots
     if "checkpoint-slots" in context.proposal.arguments:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ...graphs.errors import NpucompileError
 from ...models.presets import DRAFT_PRESETS
 from ...models.registry import find
-from ..build.dispatch_size import FREE_SHARE
+from ..build.fit import FREE_SHARE
 from ..build.memory import GIB
 from ..build.plan import Options, plan
 from ..notation import PrefillSize, format_buckets, format_prefill

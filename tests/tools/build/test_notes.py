@@ -5,7 +5,6 @@ from __future__ import annotations
 from support import tiny
 
 from npucompile.tools.build import plan as planning
-from npucompile.tools.build.dtype_choice import dtype_name
 from npucompile.tools.build.plan import Options
 from npucompile.tools.notation import PrefillSize
 
@@ -19,7 +18,7 @@ def test_choices_of_the_plan_are_explained(tmp_path):
     assert "context 1024 of 4096 tokens" in notes
     assert "--max-model-len" in notes
     assert "no prefill of 2048 tokens" in notes
-    assert f"dtype {dtype_name(plan.dtype)}: " in notes
+    assert f"dtype {str(plan.dtype).removeprefix('torch.')}: " in notes
 
 
 def test_an_end_of_text_that_can_never_be_generated_ends_nothing_and_is_mentioned(tmp_path):

@@ -10,10 +10,12 @@ import pytest
 from support import tiny
 
 from npucompile.graphs.errors import SpecError
-from npucompile.graphs.types import Mesh
+from npucompile.graphs.types import Bucket, Mesh
+from npucompile.lowering.artifact.manifest import GraphEntry
 from npucompile.tools.build import deployments, driver, pool, rank_memory
 from npucompile.tools.build import plan as planning
 from npucompile.tools.build.describe import describe
+from npucompile.tools.build.plan import Options, Plan
 
 BIG = "qwen3.5-397b"
 
@@ -158,3 +160,47 @@ def test_fused_experts_have_a_small_window_and_leave_a_small_one_to_dispatch():
     (workspace,) = [part for part in held(fused).parts if part.name == "workspace"]
     assert workspace.nbytes > 2**30
     assert "fused experts" in workspace.why
+
+
+ROW = "qwen3-32b-a3x4-mix-6k-1.5k-18ms"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def published() -> Plan:
+    return planning.plan(Options("qwen3-32b", deployment=ROW))
+
+
+def prefills(plan: Plan) -> list[str]:
+    return [bucket.name for bucket in plan.buckets if bucket.kind == "prefill"]
+
+
+def test_all_prompts_of_the_row_fit(published: Plan) -> None:
+    assert rank_memory.fit_prompts(published) == published
+    assert prefills(published) == ["prefill-b1-q6016", "prefill-b5-q6016"]
+
+
+@pytest.mark.parametrize("prompts", [4, 2, 1])
+def test_fewer_prompts_are_said(published: Plan, prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(plan: Plan, bucket: Bucket) -> GraphEntry:
+        # Activations of as much memory as weights and pools leave, for that many prompts.
+        peak = {"peak_bytes": bucket.batch * int(38 * GIB / prompts)}
+        return GraphEntry(bucket, (), (), None, "", "", None, {}, peak, (), {})
+
+    monkeypatch.setattr(rank_memory, "partitioned_entry", entry)
+    fitted = rank_memory.fit_prompts(published)
+    assert prefills(fitted) == ["prefill-b1-q6016", *([f"prefill-b{prompts}-q6016"] if prompts > 1 else [])]
+    assert fitted.buckets[-4:] == published.buckets[-4:]
+    (note,) = set(fitted.notes) - set(published.notes)
+    assert note.startswith(f"differs from the deployment: a prefill step takes at most {prompts} of 5 prompts: with all of them a rank")
+    assert note.endswith("of 64 GiB")
+
+
+def test_others_are_left_alone(published: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_memory, "partitioned_entry", None)
+    for other in (
+        replace(published, deployment=""),
+        replace(published, buckets=published.buckets[:1]),
+        replace(published, buckets=published.buckets[2:]),
+    ):
+        assert rank_memory.fit_prompts(other) == other

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..choices import DTYPES, KV_CACHE_DTYPES, MAX_DRAFTS, MAX_LOGPROBS, SCHEMES, WEIGHTS
 from .record import CHECKPOINT, DEFAULT, PLAN, ROW, Setting, by_plan
 
 if TYPE_CHECKING:
     from .recorded import Recorded
+
+SCHEMES = ("none", "w8a8", "w8a8-all", "w4a8", "w4a16")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
+MAX_LOGPROBS = 20
+"""The most that OpenAI's API allows."""
+MAX_DRAFTS = 7
+"""The NPU's recurrent kernel verifies at most 8 tokens of a request at once."""
 
 
 def _scheme_by(plan: Any, quantised: bool) -> str:
@@ -53,7 +59,7 @@ DTYPE = Setting(
     "dtype",
     "Computing type.",
     lambda plan: str(plan.dtype).removeprefix("torch."),
-    legal=("auto", *DTYPES),
+    legal=("auto", "float32", "bfloat16"),
     extra={"default": "auto", "show_default": True},
     by=lambda plan, quantised: PLAN if len(plan.target.dtypes) > 1 else DEFAULT,
     recorded=lambda recorded: recorded.dtype,
@@ -75,7 +81,7 @@ QUANTIZATION = Setting(
 KV_CACHE_DTYPE = Setting(
     "kv-cache-dtype",
     "Type of cached keys and values: auto is what the checkpoint has scales for, else the computing type; int8 halves pages.",
-    lambda plan: "" if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype,
+    lambda plan: "" if plan.options.kv_cache_dtype == "auto" else plan.options.kv_cache_dtype,
     legal=KV_CACHE_DTYPES,
     extra={"default": "auto", "show_default": True},
     by=_cache_by,
@@ -165,7 +171,7 @@ WHERE_WEIGHTS = Setting(
     "For NPUs: stored copies the weights into the artifact, bound reads the checkpoint when serving; auto copies up to 8 GiB.  "
     "[default: auto]",
     lambda plan: "" if plan.target.local or plan.weights == "none" else plan.weights,
-    legal=WEIGHTS,
+    legal=("auto", "stored", "bound"),
     by=by_plan,
     recorded=lambda recorded: "bound" if recorded.manifest.checkpoint else "stored" if recorded.manifest.weights else None,
     what=lambda value, recorded: f"Weights are {value}.",

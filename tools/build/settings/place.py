@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..choices import BACKENDS, CANN_RELEASES, OPERATOR_PACKAGES, TARGETS
+from ....lowering.platform import CANN_RELEASES, OPERATOR_PACKAGES
 from .record import Setting, by_row
+
+TARGETS = ("cpu", "ascend-a3", "ascend-a2")
+NPU_BACKENDS = ("ge", "aclgraph")
 
 
 def _for_devices(plan: Any, value: object) -> object:
@@ -66,7 +69,7 @@ BACKEND = Setting(
     "inductor compiles for this CPU; eager serves uncompiled; ge and aclgraph lower for NPUs, to graphs that GE compiles or that are "
     "captured when they are loaded; null reports cost and memory only.  [default: the target's]",
     lambda plan: plan.backend,
-    legal=BACKENDS,
+    legal=("inductor", "eager", "null", *NPU_BACKENDS),
     recorded=lambda recorded: recorded.manifest.backend,
     what=lambda value, recorded: f"Graphs are compiled by {value}.",
     change="the same partitioned graphs are compiled otherwise",

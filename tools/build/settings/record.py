@@ -42,13 +42,13 @@ def by_row(plan: Any, quantised: bool) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a build. `plan` is a `tools.build.plan.Plan`, which is made from these records.
+    """A setting of a build. `plan` is a `tools.build.planned.Plan`, which is made from these records.
 
     Attributes:
         option: what the command line calls it, without dashes.
         help: of the option.
         argument: the value that makes a repeated build decide the same; "" or None leaves the option out.
-        field: of `plan.Options`; by default the option's name.
+        field: of `planned.Options`; by default the option's name.
         legal: names, or the smallest and the largest number, None for no bound; () for any text.
         read: turns the text of the option into the value of the field.
         extra: further arguments of `click.option`.
@@ -82,8 +82,25 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Field of `plan.Options` that holds it."""
+        """Field of `planned.Options` that holds it."""
         return self.field or self.option.replace("-", "_")
+
+    def check(self, value: object) -> None:
+        """Refuses a value that is not legal, whoever gives it.
+
+        Raises:
+            SpecError: naming it and what is legal.
+        """
+        if value is None or not self.legal:
+            return
+        if isinstance(self.legal[0], str):
+            fits, legal = value in self.legal, ", ".join(self.legal)
+        else:
+            least, most = self.legal
+            fits = isinstance(value, int) and least <= value and (most is None or value <= most)
+            legal = f"{least} to {most}" if most is not None else f"whole numbers from {least}"
+        if not fits:
+            raise SpecError(f"{self.name} is {value!r}; legal are {legal}")
 
     def as_decorator(self) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Adds the option to a command."""

@@ -6,8 +6,10 @@ from typing import Any
 
 from ...byte_sizes import parse_bytes
 from ...notation import PrefillSize, format_buckets, format_prefill, parse_buckets, parse_prefill
-from ..choices import DEFAULT_BUCKETS, DEFAULT_PREFILL
 from .record import DEFAULT, PLAN, ROW, Setting, by_row
+
+DEFAULT_BUCKETS = (1, 2, 4, 8, 16)
+DEFAULT_PREFILL = (PrefillSize(32), PrefillSize(128))
 
 _OR_ROW = "or the deployment's]"
 _FEWER_PAGES = "with fewer pages requests wait, or are preempted, sooner"
@@ -92,7 +94,7 @@ MAX_NUM_SEQS = Setting(
 MAX_TOTAL_TOKENS = Setting(
     "max-total-tokens",
     f"Most tokens cached at once per dp group.  [default: every request at full length, {_OR_ROW}",
-    lambda plan: plan.max_total_tokens,
+    lambda plan: plan.options.max_total_tokens,
     legal=(1, None),
     read=int,
     by=lambda plan, quantised: _limit(plan, PLAN),
@@ -105,7 +107,7 @@ MAX_TOTAL_TOKENS = Setting(
 KV_CACHE_MEMORY = Setting(
     "kv-cache-memory",
     "The same in memory of one rank: its KV pages take at most this, e.g. 2GiB.  [default: as --max-total-tokens]",
-    lambda plan: plan.kv_cache_memory,
+    lambda plan: plan.options.kv_cache_memory,
     read=parse_bytes,
     extra={"metavar": "SIZE"},
     recorded=lambda recorded: recorded.argument("kv-cache-memory"),

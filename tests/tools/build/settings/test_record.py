@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 import pytest
 from click.testing import CliRunner
 
 from npucompile.graphs.errors import SpecError
-from npucompile.tools.build.settings import sizes
+from npucompile.tools.build import plan as planning
+from npucompile.tools.build.settings import model, sizes
 from npucompile.tools.build.settings.record import Setting
 
 
@@ -31,6 +34,20 @@ def test_an_option_reads_what_its_setting_takes():
     assert parsed(sizes.BUCKETS, "--buckets", "auto:file") == "auto:file"
     with pytest.raises(SpecError, match="--buckets: buckets 'x'"):
         parsed(sizes.BUCKETS, "--buckets", "x")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "legal"),
+    [
+        (model.DTYPE, "float64", "dtype is 'float64'; legal are auto, float32, bfloat16"),
+        (model.SPECULATIVE_TOKENS, 8, "num_speculative_tokens is 8; legal are 0 to 7"),
+        (model.LOGPROBS, -1, "max_logprobs is -1; legal are 0 to 20"),
+        (sizes.MAX_MODEL_LEN, 0, "max_model_len is 0; legal are whole numbers from 1"),
+    ],
+)
+def test_what_is_not_legal_is_refused_whoever_gives_it(setting, value, legal):
+    with pytest.raises(SpecError, match=re.escape(legal)):
+        planning.plan(planning.Options("qwen3.5-tiny", **{setting.name: value}))
 
 
 def test_help_is_the_record():

@@ -7,7 +7,10 @@ import re
 from pathlib import Path
 
 import npucompile
+from npucompile.models.quant import recipes
+from npucompile.tools.build import precision, targets
 from npucompile.tools.build.plan import Options
+from npucompile.tools.build.settings import model, place
 from npucompile.tools.build.settings.table import EXPLAINED, SETTINGS
 from npucompile.tools.commands.build import command
 
@@ -36,6 +39,12 @@ def test_options_of_a_build_are_those_of_the_records():
     assert {setting.name for setting in SETTINGS} == fields
     assert len({setting.option for setting in SETTINGS}) == len(SETTINGS)
     assert fields <= {parameter.name for parameter in command.params}
+
+
+def test_what_is_legal_is_what_other_folders_name():
+    assert place.TARGETS == targets.TARGETS
+    assert tuple(recipes.SCHEMES) == model.SCHEMES
+    assert ("auto", *precision.DTYPES) == model.DTYPE.legal
 
 
 def test_what_is_explained_is_said_in_sentences():

@@ -1,20 +1,18 @@
-"""Decides which draft model a build has: the one that the user names, or for a deployment that drafts the preset for its model."""
+"""Decides what drafts: a draft model that the user or a deployment asks for, or the model's own head."""
 
 from __future__ import annotations
 
 from ...graphs.errors import SpecError
-from ...graphs.types import Mesh
 from ...models import draft_vocabulary
 from ...models.draft_source import with_draft_model
 from ...models.presets import DRAFT_PRESETS
 from ...models.registry import ModelSource
-from .deployments import Deployment
+from .deployments import Deployment, deployment
+from .planned import Plan
 
 
-def choose_draft_model(
-    requested: str | None, source: ModelSource, row: Deployment | None, drafts: int | None
-) -> tuple[ModelSource, str | None]:
-    """The model with its draft model if it has one, and the reason if that was chosen.
+def choose_draft_model(requested: str | None, source: ModelSource, row: Deployment | None, drafts: int | None) -> ModelSource:
+    """The model with its draft model, if it has one.
 
     Published deployments of models without a draft head of their own draft with a second checkpoint that they do not name.
 
@@ -27,15 +25,25 @@ def choose_draft_model(
         UnknownModel, ConfigError, CheckpointError: the draft model cannot be used with the model.
     """
     if requested is not None:
-        return with_draft_model(source, requested), None
-    published = row.num_speculative_tokens if row else 0
-    if not published or drafts == 0 or source.model.has_draft_head:
-        return source, None
-    said = f"the deployment drafts {published} tokens with a second checkpoint, which it does not name"
+        return with_draft_model(source, requested)
     preset = next((name for name, preset in DRAFT_PRESETS.items() if preset["target"] == source.name), None)
-    if preset is None or source.checkpoint_dir is not None:
-        return source, f"no drafts: {said} (--draft-model to name one)"
-    return with_draft_model(source, preset), f"draft model {preset}: {said} (--draft-model to change)"
+    wanted = row is not None and row.num_speculative_tokens and drafts != 0 and not source.model.has_draft_head
+    return with_draft_model(source, preset) if wanted and preset and source.checkpoint_dir is None else source
+
+
+def say_drafts(plan: Plan) -> Plan:
+    """The plan with notes of what drafts where nobody said so, and why nothing does where something could."""
+    published = deployment(plan.deployment).num_speculative_tokens if plan.deployment else 0
+    requested, k, draft, own = plan.options.num_speculative_tokens, plan.limits.drafts, plan.source.draft, plan.source.model.has_draft_head
+    note = None
+    if published and plan.options.draft_model is None and requested != 0 and (draft or not own):
+        said = f"the deployment drafts {published} tokens with a second checkpoint, which it does not name"
+        note = f"draft model {draft.name}: {said} (--draft-model to change)" if draft else f"no drafts: {said} (--draft-model to name one)"
+    if not k and own and not plan.source.has_draft_head:
+        return plan.noted(note, "no drafts: the checkpoint has no tensor of the draft head that its configuration declares")
+    if requested is not None or plan.deployment or not k:
+        return plan.noted(note)
+    return plan.noted(note, f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)")
 
 
 def check_drafts(requested: int | None, source: ModelSource) -> None:
@@ -56,14 +64,7 @@ def check_drafts(requested: int | None, source: ModelSource) -> None:
         )
 
 
-def draft_name(source: ModelSource) -> str:
-    """The name or absolute path by which `with_draft_model` finds this draft model; "" without one."""
-    if source.draft is None:
-        return ""
-    return str(source.draft.directory.resolve()) if source.draft.directory else source.draft.name
-
-
-def draft_vocab(requested: int | None, source: ModelSource, drafts: int, mesh: Mesh) -> int:
+def draft_vocab(requested: int | None, plan: Plan) -> int:
     """How many tokens may be drafted, the first ones of the vocabulary; 0 for all.
 
     Raises:
@@ -71,8 +72,9 @@ def draft_vocab(requested: int | None, source: ModelSource, drafts: int, mesh: M
     """
     if requested is None:
         return 0
-    asked, vocab, ranks = f"--draft-vocab-size {requested}", source.model.config.vocab_size, mesh.axis("tp")
-    if not drafts:
+    source = plan.source
+    asked, vocab, ranks = f"--draft-vocab-size {requested}", source.model.config.vocab_size, plan.mesh.axis("tp")
+    if not plan.limits.drafts:
         raise SpecError(f"{asked}: a step of this build drafts nothing; legal is a build with --speculative-tokens of at least 1")
     if source.draft is not None:
         raise SpecError(f"{asked}: the draft model {source.draft.name} has a vocabulary of its own; legal is the model's own draft head")

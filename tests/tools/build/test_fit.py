@@ -1,4 +1,4 @@
-"""tools/build/pool_size.py: a pool of no published size is as large as a rank's memory allows, and the plan says so."""
+"""tools/build/fit.py: pages and parts of prefill are what a rank's memory allows, and the plan says where they are smaller."""
 
 from __future__ import annotations
 
@@ -9,9 +9,57 @@ from support import tiny
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import SpecError
+from npucompile.models.variant import MOST_DISPATCHED
+from npucompile.tools.build import fit
 from npucompile.tools.build import plan as planning
-from npucompile.tools.build.dispatch_size import FREE_SHARE
-from npucompile.tools.build.pool_size import fit_pool
+from npucompile.tools.build.fit import FEWER_DISPATCHED, FREE_SHARE, fit_dispatch, fit_pool
+
+BIG = "qwen3.5-397b"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planning.plan(planning.Options(BIG))
+
+
+def most_dispatched(plan):
+    return plan.model.config.variant.most_dispatched
+
+
+def with_less_memory(plan):
+    target, less = plan.target, 10 * 2**30
+    npu = replace(target.npu, hbm_bytes=target.npu.hbm_bytes - less, usable_hbm_bytes=target.npu.usable_hbm_bytes - less)
+    return replace(plan, target=replace(target, npu=npu))
+
+
+def test_the_default_deployment_has_windows_for_the_largest_parts(plan):
+    assert most_dispatched(plan) == MOST_DISPATCHED
+    assert max(bucket.tokens for bucket in plan.buckets) // plan.mesh.axis("tp") > MOST_DISPATCHED
+    assert not [note for note in plan.notes if "at once" in note]
+
+
+def test_less_memory_takes_smaller_parts_and_says_so(plan):
+    smaller = fit_dispatch(with_less_memory(plan))
+    assert most_dispatched(smaller) == FEWER_DISPATCHED
+    assert [note for note in smaller.notes if note.startswith(f"experts get at most {FEWER_DISPATCHED} tokens of a rank at once")]
+
+
+def test_windows_depend_on_the_tokens_that_there_are(plan):
+    decode = tuple(bucket for bucket in plan.buckets if bucket.kind == "decode")
+    tight = replace(with_less_memory(plan), buckets=decode)
+    assert fit_dispatch(tight) == tight
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_loaded(monkeypatch, tiny_checkpoint):
+    plan = tiny.planned(tiny_checkpoint)
+    needed = plan.params_bytes + plan.state_bytes
+    monkeypatch.setattr(fit, "MACHINE_BYTES", needed)
+    assert tiny.planned(tiny_checkpoint) == plan
+    monkeypatch.setattr(fit, "MACHINE_BYTES", needed - 1)
+    with pytest.raises(SpecError, match=r"tiny needs .* GB for weights and .* GB for state, this machine has .* GB"):
+        tiny.planned(tiny_checkpoint)
+    assert tiny.planned(tiny_checkpoint, backend="null").buckets == plan.buckets
+
 
 TIGHT = "qwen3-30b-a3x1-mix-3.5k-1.5k-50ms"
 """192 requests of 5,000 tokens beside the weights of all experts, split over two ranks."""

@@ -1,8 +1,8 @@
-"""tools/build/draft_choice.py: a deployment that drafts has a draft model, or the build says that it has none."""
+"""tools/build/drafts.py: a deployment that drafts has a draft model, or the build says that it has none."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 
 import pytest
 from support import headless, quantised
@@ -10,8 +10,9 @@ from support import headless, quantised
 from npucompile.graphs.errors import SpecError
 from npucompile.models import registry
 from npucompile.models.checkpoint import ParamReader, open_checkpoint
+from npucompile.models.presets import PRESETS
 from npucompile.tools.build import deployments
-from npucompile.tools.build.draft_choice import choose_draft_model
+from npucompile.tools.build.drafts import choose_draft_model
 from npucompile.tools.build.plan import Options, plan
 
 DRAFTING = [row.id for row in deployments.deployments().values() if row.num_speculative_tokens and row.model in registry.presets()]
@@ -20,9 +21,7 @@ DRAFTING = [row.id for row in deployments.deployments().values() if row.num_spec
 @pytest.mark.parametrize("name", DRAFTING)
 def test_every_published_deployment_that_drafts_can_draft(name):
     row = deployments.deployment(name)
-    source, note = choose_draft_model(None, registry.find(row.model), row, None)
-    assert source.model.has_draft_head
-    assert (note is not None) == (source.draft is not None)
+    assert choose_draft_model(None, registry.find(row.model), row, None).model.has_draft_head
 
 
 def test_the_choice_is_said_and_may_be_refused():
@@ -36,11 +35,11 @@ def test_the_choice_is_said_and_may_be_refused():
     assert (none.source.draft, none.limits.drafts) == (None, 0)
 
 
-def test_a_checkpoint_without_a_draft_model_is_said():
-    row, here = deployments.deployment("qwen3-32b-a3x2-mix-2k-2k-50ms"), registry.find("qwen3.5-tiny").checkpoint_dir
-    kept, note = choose_draft_model(None, replace(registry.find("qwen3-32b"), checkpoint_dir=here), row, None)
-    assert kept.draft is None
-    assert note == "no drafts: the deployment drafts 3 tokens with a second checkpoint, which it does not name (--draft-model to name one)"
+def test_a_checkpoint_without_a_draft_model_is_said(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(PRESETS["qwen3-32b"])))
+    planned = plan(Options(str(tmp_path), deployment="qwen3-32b-a3x2-mix-2k-2k-50ms", backend="null"))
+    said = "no drafts: the deployment drafts 3 tokens with a second checkpoint, which it does not name (--draft-model to name one)"
+    assert (planned.source.draft, said in planned.notes) == (None, True)
 
 
 @pytest.mark.parametrize("name", headless.MODELS)

@@ -1,0 +1,181 @@
+"""Decides in which numbers a build computes, stores and caches, and where its weights are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ...graphs import tree
+from ...graphs.errors import PartitionError, SpecError
+from ...models import registry, sharding_rules
+from ...models.deployed import deployed, heads_for
+from ...models.draft_model import PREFIX
+from ...models.draft_source import open_both
+from ...models.quant.description import formats_in
+from ...models.quant.formats import FLOAT, INT8, INT8_STATIC, Formats
+from ...models.quant.recipes import formats_of_scheme
+from ...models.safetensors_files import NAMES, has_weights
+from .drafts import draft_vocab
+from .planned import Plan
+from .settings.model import KV_CACHE_DTYPES, MAX_LOGPROBS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED_BYTES = 8 * 2**30
+"""Checkpoints up to this size are copied into an artifact by default."""
+
+_, BFLOAT16, INTEGERS = KV_CACHE_DTYPES
+_LAYERS = "?*"
+"""Every attention layer that has a name: those of a draft head have none, and cache floats."""
+
+
+def choose_dtype(plan: Plan) -> Plan:
+    """The plan with the dtype to compute in; `auto` takes the only one of a target, or what this CPU multiplies in hardware."""
+    requested, legal = plan.options.dtype, plan.target.dtypes
+    if requested != "auto" and requested not in legal:
+        names = " and ".join(("auto", *legal))
+        raise SpecError(f"--dtype {requested} for {plan.target.name}: its fused operators take {', '.join(legal)}; legal are {names}")
+    if requested != "auto" or len(legal) == 1:
+        return replace(plan, dtype=DTYPES[legal[0] if requested == "auto" else requested])
+    if torch.cpu._is_avx512_bf16_supported():
+        return replace(plan, dtype=torch.bfloat16).noted("dtype bfloat16: this CPU multiplies it in hardware (--dtype to change)")
+    return replace(plan, dtype=torch.float32).noted("dtype float32: this CPU has no bfloat16 arithmetic (--dtype to change)")
+
+
+def choose_formats(plan: Plan) -> Plan:
+    """The plan with its model in the variant of the instance: with its formats, its cache, and heads that a tp group can share.
+
+    Where a tp group has more ranks than key-value heads, the heads are replicated.
+
+    Raises:
+        SpecError: the formats are not legal for the model, or the ranks of a group cannot share its heads.
+        CheckpointError: the checkpoint's description cannot be read.
+    """
+    config, mesh, target = plan.source.model.config, plan.mesh, plan.target
+    formats = choose_kv_cache(plan.options.kv_cache_dtype, _formats_of(plan), plan.dtype)
+    group = mesh.axis("tp")
+    try:
+        heads_for(config, group)
+    except PartitionError as error:
+        raise SpecError(f"mesh {mesh}: {error}") from None
+    variant = deployed(
+        config,
+        formats,
+        mesh,
+        sharding_rules.rules(mesh, experts=getattr(config, "num_experts", 0), expert_parallel=plan.expert_parallel, tokens=group),
+        # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
+        recurrent=torch.float32 if "vllm-ascend" in plan.platform.packages else target.state_dtype,
+        dispatches=target.dispatches,
+        local=target.local,
+        backend=plan.backend,
+        platform=plan.platform,
+        draft_vocab=draft_vocab(plan.options.draft_vocab_size, plan),
+    )
+    return replace(plan, model=replace(plan.source.model, config=replace(config, variant=variant), drafting=plan.limits.drafts > 0))
+
+
+def _formats_of(plan: Plan) -> Formats:
+    """The formats of a checkpoint that is quantised, else those of the scheme; a draft model of its own stays float.
+
+    Raises:
+        SpecError: a scheme for a checkpoint that is quantised already.
+        CheckpointError: the checkpoint's description cannot be read.
+    """
+    source, scheme = plan.source, plan.quantization
+    formats = formats_in(source.checkpoint_dir, decodes_only=plan.phase == "decode") if source.checkpoint_dir else None
+    if formats is None:
+        formats = formats_of_scheme(scheme, registry.published_name(source))
+    elif scheme != "none" and not plan.deployment:
+        raise SpecError(f"--quantization {scheme}: {source.checkpoint_dir} is quantised already; legal is none")
+    return formats.floats_first(f"{PREFIX}*") if source.draft and formats.quantises else formats
+
+
+def choose_kv_cache(requested: str, formats: Formats, dtype: torch.dtype) -> Formats:
+    """The formats with that of the cache: "auto" is what the checkpoint has, else floats; "int8" takes its scales where it has them.
+
+    Args:
+        formats: of the checkpoint, or of a scheme.
+        dtype: that the model computes in.
+
+    Raises:
+        SpecError: floats of another dtype than the model's are asked for.
+    """
+    if requested == BFLOAT16:
+        if dtype != torch.bfloat16:
+            raise SpecError(f"--kv-cache-dtype {requested}: the model computes in {dtype} and caches no others; legal are auto and int8")
+        return replace(formats, kv_cache=())
+    if requested == INTEGERS:
+        static = tuple(rule for rule in formats.kv_cache if rule[1] == INT8_STATIC)
+        return replace(formats, kv_cache=(*static, (_LAYERS, INT8)))
+    return formats
+
+
+def check_kv_cache(plan: Plan) -> Plan:
+    """The plan, which says what its cache is where that is not floats.
+
+    Raises:
+        SpecError: int8 for a model of which no layer caches keys and values of heads.
+    """
+    forms = {form for _, form in plan.model.config.variant.formats.kv_cache} - {FLOAT}
+    if not forms:
+        return plan
+    if not any(aval.dtype == torch.int8 for _, aval in tree.flatten(plan.model.state(plan.limits, plan.dtype))):
+        raise SpecError(
+            f"--kv-cache-dtype {INTEGERS}: {plan.model.name} caches no keys and values of heads but latents, of which fused attention "
+            "takes no int8 in row-major pages (Ascend/op-plugin@517f2e7, npu_fused_infer_attention_score: none beside query_rope); legal "
+            "are auto, bfloat16"
+        )
+    scales = "scales of the checkpoint, one a head's channel" if INT8_STATIC in forms else "one scale a token and head, beside the pages"
+    return plan.noted(f"keys and values are cached as int8, {scales}")
+
+
+def choose_weights(plan: Plan) -> Plan:
+    """The plan with where its weights are: "stored" in the artifact, "bound" to it by reference, or "none".
+
+    Bound weights stay in the checkpoint, are quantised and laid out when they are loaded, and need the checkpoint when serving.
+
+    Raises:
+        SpecError: the target or the model leaves no such choice.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    weights, note = _weights(plan.options.weights or "auto", plan)
+    return replace(plan, weights=weights).noted(note)
+
+
+def _weights(requested: str, plan: Plan) -> tuple[str, str | None]:
+    source, target = plan.source, plan.target
+    if target.local and requested == "bound":
+        raise SpecError(f"--weights bound for {target.name}: what runs here is proved with the weights of its artifact; legal is stored")
+    directory = source.checkpoint_dir
+    if directory is None:
+        if requested != "auto":
+            raise SpecError(f"--weights {requested}: {source.name} has no weights; legal is a path to a checkpoint directory")
+        return "none", None
+    if not target.local and (requested, plan.backend) == ("auto", "null"):
+        return "none", None
+    if source.draft and source.draft.directory is None:
+        raise SpecError(f"--draft-model {source.draft.name} has no weights, {source.name} has; legal is a path to a checkpoint directory")
+    if target.local:
+        return "stored", None
+    if requested != "auto":
+        return requested, None
+    if not has_weights(directory):
+        legal = ", ".join(name for names in NAMES for name in names)
+        return "none", f"no weights: {directory} holds none of {legal}; serving needs --checkpoint DIR"
+    size = open_both(directory, source.draft).nbytes
+    if size <= STORED_BYTES:
+        return "stored", f"weights: {size / 1e9:,.1f} GB are copied into the artifact (--weights bound to read {directory} when serving)"
+    return "bound", f"weights: {size / 1e9:,.1f} GB stay in {directory}, which serving reads (--weights stored to copy them)"
+
+
+def choose_logprobs(plan: Plan) -> Plan:
+    """The plan with the number of most likely tokens whose log probabilities a step returns.
+
+    Raises:
+        SpecError: the vocabulary has fewer tokens.
+    """
+    most = min(MAX_LOGPROBS, plan.source.model.config.vocab_size)
+    count = min(plan.target.max_logprobs, most) if plan.options.max_logprobs is None else plan.options.max_logprobs
+    if count > most:
+        raise SpecError(f"max_logprobs is {count}; legal for {plan.source.name} are 0 to {most}")
+    return replace(plan, max_logprobs=int(count))
