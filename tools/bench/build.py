@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from ...graphs.errors import NpucompileError
 from ..build import driver as building
 from ..build import plan as planning
-from ..commands.build import command as build_command
+from ..build.settings.table import SETTINGS
 from ..progress import Progress
 from .report import Column, Table, Value
 from .stats import spread
@@ -40,8 +42,15 @@ def options(arguments: Sequence[str]) -> planning.Options:
     Raises:
         click.UsageError: the arguments are not legal.
     """
-    params: dict[str, Any] = build_command.make_context("build", list(arguments)).params
-    return planning.Options(**{name: params[name] for name in planning.Options.__dataclass_fields__})
+
+    def read(**given: Any) -> Any:
+        return planning.Options(**given)
+
+    for setting in SETTINGS:
+        read = setting.as_decorator()(read)
+    command = click.command()(click.argument("model")(click.option("--decided-by")(read)))
+    read_options: planning.Options = command.main(list(arguments), standalone_mode=False)
+    return read_options
 
 
 def one(out: Path, cache_dir: Path, jobs: int, arguments: Sequence[str]) -> dict[str, Any]:

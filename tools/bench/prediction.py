@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ...graphs.errors import SpecError
-from ...lowering.artifact.artifact import Artifact, GraphEntry
+from ...lowering.artifact.artifact import MANIFEST, Artifact, GraphEntry
 from ...lowering.ascend.cost.estimate import StepCost
-from ..build.deployments import Deployment, deployment
+from ..build.deployments import Deployment, deployment, deployments
+from ..inspection.cost import step_cost
 from .report import Column, Table, Value
 
 ACCEPTED = 2.8
@@ -108,3 +110,21 @@ def table(rows: Sequence[dict[str, Value]], accepted: float) -> Table:
     unmeasured = [row for row in rows if row["published_ms"] is None]
     missing = f"{len(unmeasured)} of {len(rows)} rows publish a target and no measurement: beside those nothing is validated"
     return Table("prediction", "Estimated decode steps of published deployments", _COLUMNS, tuple(rows), (*_NOTES, assumed, missing))
+
+
+def predictions(directory: Path, accepted: float) -> Table:
+    """The estimated decode step of each artifact in a directory, in the order of the published table.
+
+    Raises:
+        SpecError: there is no artifact, or one was built for no deployment, or has no bucket or GE graph of the published requests.
+    """
+    opened = [Artifact.open(manifest.parent) for manifest in sorted(directory.glob(f"*/{MANIFEST}"))]
+    if not opened:
+        raise SpecError(f"{directory} has no artifacts; build them with `npucompile build MODEL --deployment ID --out {directory}/ID`")
+    order = list(deployments())
+    rows = []
+    for artifact in sorted(opened, key=lambda artifact: order.index(named_row(artifact).id)):
+        row = named_row(artifact)
+        entry = bucket_of(row, artifact)
+        rows.append(row_of(row, entry, step_cost(artifact, entry, context_of(row)), accepted))
+    return table(rows, accepted)

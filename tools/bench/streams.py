@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -30,6 +26,8 @@ from ..progress import Progress
 from ..serve import serving as services
 from . import acceptance
 from .report import Column, Table, Value
+from .serve.apart import ApartClient
+from .serve.outcome import Arrival, Outcome
 from .stats import Clock, interleave, ratio, spread
 
 COLUMNS = (
@@ -83,39 +81,34 @@ class Run:
     """The result of serving one load.
 
     Attributes:
-        seconds: from the first submission to the last token.
-        token_ids: generated tokens of each stream.
-        arrivals: of each stream, pairs of seconds since its submission and number of tokens that arrived then.
+        outcomes: of each stream, with its tokens.
         steps: (whole step, executable alone) seconds of every decode step but a last one; empty through the websocket.
         records: execution record of each stream; empty through the websocket.
     """
 
-    seconds: float
-    token_ids: tuple[tuple[int, ...], ...]
-    arrivals: tuple[tuple[tuple[float, int], ...], ...]
+    outcomes: tuple[Outcome, ...]
     steps: tuple[tuple[float, float], ...] = ()
     records: tuple[ExecutionRecord, ...] = ()
 
     @property
+    def token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Generated tokens of each stream."""
+        return tuple(outcome.token_ids for outcome in self.outcomes)
+
+    @property
     def tokens_per_s(self) -> float:
         """Generated tokens of all streams over the whole time, prefill included."""
-        return sum(map(len, self.token_ids)) / self.seconds
+        return sum(map(len, self.token_ids)) / max(outcome.ended_s for outcome in self.outcomes)
 
     @property
     def first_ms(self) -> float:
         """Median over streams of the time to the first token."""
-        return 1e3 * statistics.median(stream[0][0] for stream in self.arrivals)
+        return 1e3 * statistics.median(outcome.ttft_s or 0.0 for outcome in self.outcomes)
 
     @property
     def between_ms(self) -> float | None:
-        """Median time between two tokens of a stream; tokens that arrive together share the time since the last arrival.
-
-        None if all tokens of every stream arrived at once.
-        """
-        gaps = []
-        for stream in self.arrivals:
-            for (before, _), (now, count) in itertools.pairwise(stream):
-                gaps += [(now - before) / count] * count
+        """Median time between two tokens of a stream; None if all tokens of every stream arrived at once."""
+        gaps = [gap for outcome in self.outcomes for gap in outcome.itl_s]
         return 1e3 * statistics.median(gaps) if gaps else None
 
 
@@ -207,17 +200,16 @@ def through_running(engine: Engine, calls: Sequence[Call], load: Load, clock: Cl
 
 def _serve(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock, finish: Callable[[Sequence[_Sink]], None]) -> Run:
     """Submits a load and returns what arrived once `finish` returns."""
-    sinks = [_Sink(clock) for _ in range(load.streams)]
     before, began = len(calls), clock()
+    sinks = [_Sink(lambda: clock() - began) for _ in range(load.streams)]
     for i, (prompt, sink) in enumerate(zip(load.prompts(engine.executor.vocab_size), sinks, strict=True)):
-        sink.submitted_s = clock()
+        sink.sent_s = clock() - began
         engine.submit(Request(str(i), tuple(prompt), load.tokens), sink)
     finish(sinks)
-    seconds = clock() - began
     # A step lasts until the next begins; the last one has no next.
     steps = [(after.began_s - call.began_s, call.seconds) for call, after in itertools.pairwise(calls[before:]) if call.kind == "decode"]
     records = tuple(sink.end.record for sink in sinks if sink.end)
-    return Run(seconds, tuple(sink.result() for sink in sinks), tuple(tuple(sink.arrivals) for sink in sinks), tuple(steps), records)
+    return Run(tuple(sink.outcome(i, load.prompt_tokens) for i, sink in enumerate(sinks)), tuple(steps), records)
 
 
 class _Sink:
@@ -226,57 +218,33 @@ class _Sink:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._tokens: list[int] = []
-        self.submitted_s = 0.0
-        self.arrivals: list[tuple[float, int]] = []
+        self._arrivals: list[Arrival] = []
+        self._ended_s = self.sent_s = 0.0
         self.end: FinishEvent | None = None
         self.ended = threading.Event()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, TokenEvent):
-            self.arrivals.append((self._clock() - self.submitted_s, len(event.token_ids)))
+            self._arrivals.append(Arrival(self._clock(), len(event.token_ids)))
             self._tokens += event.token_ids
         else:
-            self.end = event
+            self._ended_s, self.end = self._clock(), event
             self.ended.set()
 
-    def result(self) -> tuple[int, ...]:
+    def outcome(self, index: int, prompt_tokens: int) -> Outcome:
         if self.end is None or self.end.reason != "length":
             raise NpucompileError(f"a stream ended with {self.end!r}; a benchmark's end with reason length")
-        return tuple(self._tokens)
+        arrivals, token_ids = tuple(self._arrivals), tuple(self._tokens)
+        return Outcome(index, self.sent_s, self.sent_s, self._ended_s, prompt_tokens, arrivals, token_ids=token_ids)
 
 
-class SocketClient:
-    """A client in a process of its own; all streams of a load are multiplexed on one websocket. See `socket_client`."""
+def through_websocket(client: ApartClient, load: Load, vocab: int) -> Run:
+    """Serves a load through a server.
 
-    def __init__(self, url: str) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("socket_client.py")), url]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> SocketClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def serve(self, load: Load, vocab: int) -> Run:
-        """Serves a load.
-
-        Raises:
-            NpucompileError: the server refused or failed a request, or the client ended.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps({"prompts": load.prompts(vocab), "tokens": load.tokens}), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise NpucompileError(f"the client of the benchmark ended with status {self._process.wait()}; it said why above")
-        result = json.loads(answer)
-        if "refused" in result:
-            raise NpucompileError(f"the server refused a request of the benchmark: {result['refused']}")
-        if any(len(ids) != load.tokens for ids in result["ids"]):
-            raise NpucompileError(f"streams brought {[len(ids) for ids in result['ids']]} tokens; each was asked for {load.tokens}")
-        arrivals = tuple(tuple((at_s, count) for at_s, count in stream) for stream in result["arrivals"])
-        return Run(result["seconds"], tuple(map(tuple, result["ids"])), arrivals)
+    Raises:
+        NpucompileError: the server refused or failed a request, or the client ended.
+    """
+    return Run(client.serve(load.prompts(vocab), load.tokens))
 
 
 def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
@@ -326,11 +294,11 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
     calls = executors[0].calls
     settle()
     try:
-        with progress.bar("streams", rounds + 1) as bar, serving(running.service) as url, SocketClient(url) as client:
+        with progress.bar("streams", rounds + 1) as bar, serving(running.service) as url, ApartClient(url) as client:
             serve: dict[tuple[Load, str], Callable[[], Run]] = {}
             for load in loads:
                 serve[load, "engine"] = partial(through_running, running.engine, calls, load)
-                serve[load, "websocket"] = partial(client.serve, load, executors[0].vocab_size)
+                serve[load, "websocket"] = partial(through_websocket, client, load, executors[0].vocab_size)
             runs = interleave(serve, rounds, after=lambda i: bar.step(f"round {i}" if i else "uncounted round"))
         rows = [cells for load in loads for cells in rows_of(load, runs[load, "engine"], runs[load, "websocket"])]
     finally:
@@ -339,8 +307,8 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
         f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; greedy, end of text ignored; tok/s over "
         f"the whole time, prefill included; medians (smallest..largest) of {rounds} rounds",
         "all loads, by the engine alone and through the websocket, take turns with the same engine; of the engine's: ratios within rounds",
-        "websocket: all streams on one connection, whose client is another process on the same cores and looks into frames when all have "
-        "come; a token that completes no character arrives with the next that does",
+        "websocket: by the load generator of `bench serve` in a process of its own on the same cores; a token that completes no character "
+        "arrives with the next that does",
         "host: what surrounds the executable in a decode step: scheduling, packing inputs, book-keeping, events",
         "tokens a step: that verifies drafts, of each request in it: the drafts it accepts and the token after them",
     )

@@ -3,71 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ...graphs.errors import ModelError, NpucompileError, SpecError
-from ...graphs.paths import file_named
-from ...lowering.artifact.artifact import Artifact
-from ...models import registry
-from ..bench.serve import elsewhere, report, workload
-from ..bench.serve.arrivals import arrival_times
-from ..bench.serve.drive import drive
-from ..bench.serve.outcome import Outcome
+from ..bench.serve import elsewhere, report, session
 from ..bench.serve.summary import read_objectives, summarise
-from ..bench.serve.websocket import Target, Websocket
-from ..bench.serve.workload import Prompt, Vocabulary
 from ..cli import Home
-from ..locate import artifact_path
 from ..progress import Progress
 from .server_options import API_KEY_VARIABLE
-
-OURS = "npucompile-ws"
-TOKENIZER = "tokenizer.json"
-DATASETS = ("random", "prompts")
-WARMUP_TOKENS = 32
-"""Most tokens that a warm-up request generates."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """A load that has been made.
-
-    Attributes:
-        arrivals: seconds since its start at which each request is due.
-    """
-
-    prompts: tuple[Prompt, ...]
-    arrivals: tuple[float, ...]
 
 
 def _gone(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options that are refused with the command that has them."""
-    names = {**{f"--gsp-{name}": "gsp" for name in elsewhere.SHARED_PREFIX}, "--timeline": "timeline"}
-    for name in names:
-        command = click.option(name, hidden=True, help="Gone.")(command)
+    for name in elsewhere.OPTIONS:
+        command = click.option(f"--{name}", hidden=True, help="Gone.")(command)
     return command
 
 
 @click.command("bench serve")
-@click.option("--backend", default=OURS, show_default=True, help="API that is spoken; others speak HTTP.")
+@click.option("--backend", default=elsewhere.OURS, show_default=True, help="API that is spoken; others speak HTTP.")
 @click.option("--base-url", help="URL of the server.  [default: http://HOST:PORT]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Host of the server.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the server.")
 @click.option("--api-key", help=f"Key of the server.  [default: ${API_KEY_VARIABLE}]")
 @click.option("--model", help="Name of the model in requests.  [default: the first that the server lists]")
 @click.option("--tokenizer", help="tokenizer.json, a directory with one, an artifact or a model.  [default: of the served model's name]")
-@click.option("--dataset", type=click.Choice([*DATASETS, *elsewhere.DATASETS]), default="random", show_default=True, help="What is sent.")
+@click.option(
+    "--dataset", type=click.Choice([*session.DATASETS, *elsewhere.DATASETS]), default="random", show_default=True, help="What is sent."
+)
 @click.option("--dataset-path", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="File of the dataset prompts.")
 @click.option("--num-prompts", type=click.IntRange(1), help="Requests.  [default: random 100; prompts: all lines]")
 @click.option("--random-input-len", type=click.IntRange(1), default=1024, show_default=True, help="random: tokens of a prompt.")
@@ -99,17 +67,18 @@ def command(home: Home, /, **given: Any) -> None:
     Examples: npucompile bench serve --random-input-len 64 --random-output-len 64 --ignore-eos --max-concurrency 16
               npucompile bench serve --dataset prompts --dataset-path prompts.txt --request-rate 4
     """
-    gone = {name: given.pop(name) for name in list(given) if name.startswith(("gsp_", "timeline"))}
-    options = Options(**given)
-    refuse_what_others_do(options, gone)
+    gone = {name: given.pop(name.replace("-", "_")) for name in elsewhere.OPTIONS}
+    options = session.Options(**given)
+    asked = [name for name, value in gone.items() if value is not None]
+    elsewhere.refuse_what_others_do(options.backend, options.dataset, asked, options.url)
     objectives = read_objectives(options.goodput) if options.goodput else None
-    progress = Progress()
-    target, vocabulary, max_model_len = find_target(home, options)
-    load = make_load(options, vocabulary)
-    check_lengths(load, max_model_len)
-    outcomes = asyncio.run(run(options, target, vocabulary, load, progress))
+    key = options.api_key or home.environment.get(API_KEY_VARIABLE)
+    target, vocabulary, max_model_len = session.find_target(home, options, key)
+    load = session.make_load(options, vocabulary)
+    session.check_lengths(load, max_model_len)
+    outcomes = asyncio.run(session.run(options, target, vocabulary, load, Progress()))
     summary = summarise(outcomes, objectives)
-    settings = describe(options, target, load)
+    settings = session.describe(options, target, load)
     if options.json_to:
         text = json.dumps(report.as_data(summary, settings, outcomes), indent=1)
         if options.json_to == "-":
@@ -121,218 +90,3 @@ def command(home: Home, /, **given: Any) -> None:
         click.echo("\n".join(lines))
     if summary.failed:
         sys.exit(1)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command's options, by the names of its parameters."""
-
-    backend: str
-    base_url: str | None
-    host: str
-    port: int
-    api_key: str | None
-    model: str | None
-    tokenizer: str | None
-    dataset: str
-    dataset_path: Path | None
-    num_prompts: int | None
-    random_input_len: int
-    random_output_len: int
-    random_range_ratio: float
-    request_rate: float
-    burstiness: float
-    max_concurrency: int | None
-    warmup_requests: int
-    seed: int
-    ignore_eos: bool
-    extra_body: str
-    goodput: str | None
-    json_to: str | None
-
-    @property
-    def url(self) -> str:
-        """Of the server, without a slash or /v1 at its end."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        url = self.base_url or f"http://{host}:{self.port}"
-        if not url.startswith(("http://", "https://")):
-            raise SpecError(f"--base-url is {url!r}; legal is http://HOST:PORT or https://HOST:PORT")
-        return url.rstrip("/").removesuffix("/v1")
-
-
-def refuse_what_others_do(options: Options, gone: Mapping[str, str | None]) -> None:
-    """Refuses loads over HTTP and the datasets and pages of other load generators.
-
-    Args:
-        gone: values of the options that this command had.
-
-    Raises:
-        SpecError: with the command line of another project that does it.
-    """
-    place: dict[str, object] = {
-        "model": options.model,
-        "tokenizer": options.tokenizer,
-        "num-prompts": options.num_prompts,
-        "seed": options.seed,
-    }
-    lengths: dict[str, object] = {"random-input-len": options.random_input_len, "random-output-len": options.random_output_len}
-    shared: dict[str, object] = {name.replace("_", "-"): value for name, value in gone.items() if name.startswith("gsp_")}
-    if options.backend != OURS:
-        if options.backend not in elsewhere.BACKENDS:
-            raise SpecError(f"--backend is {options.backend!r}; legal is {OURS}; {elsewhere.VLLM} and others load servers over HTTP")
-        elsewhere.refuse(f"--backend {options.backend}", elsewhere.BACKENDS[options.backend], options.url, place | lengths)
-    if options.dataset == "generated-shared-prefix" or any(value is not None for value in shared.values()):
-        name = "generated-shared-prefix"
-        elsewhere.refuse(f"--dataset {name}", elsewhere.DATASETS[name], options.url, place | shared)
-    if options.dataset == "trace":
-        elsewhere.refuse("--dataset trace", elsewhere.DATASETS["trace"], options.url, place | {"dataset-path": options.dataset_path})
-    if gone["timeline"] is not None:
-        elsewhere.refuse("--timeline", elsewhere.TIMELINE, options.url, place | lengths)
-
-
-def find_target(home: Home, options: Options) -> tuple[Target, Vocabulary, int | None]:
-    """The server with its model's name, the tokenizer that prompts are made with, and the model's context if the server tells it.
-
-    Raises:
-        NpucompileError: the server does not answer or lists no model, or there is no tokenizer.
-    """
-    try:
-        extra = json.loads(options.extra_body)
-    except ValueError as error:
-        raise SpecError(f"--extra-body is not JSON: {error}; legal is an object") from None
-    if not isinstance(extra, dict):
-        raise SpecError(f"--extra-body is {options.extra_body!r}; legal is a JSON object")
-    key = options.api_key or home.environment.get(API_KEY_VARIABLE)
-    target = Target(options.url, options.model or "", options.ignore_eos, key, extra)
-    model, max_model_len = (options.model, None) if options.model else served_model(target)
-    vocabulary = Vocabulary.load(tokenizer_file(home, options.tokenizer, model))
-    return replace(target, model=model), vocabulary, max_model_len
-
-
-def served_model(target: Target) -> tuple[str, int | None]:
-    """The first model that the server lists, and its context in tokens where it tells it (as vLLM, SGLang and we do).
-
-    Raises:
-        NpucompileError: it does not answer, or lists none.
-    """
-    url = f"{target.base_url}/v1/models"
-    try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(urllib.request.Request(url, headers=target.headers), timeout=30) as response:
-            first = json.load(response)["data"][0]
-        return str(first["id"]), first.get("max_model_len")
-    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
-        hint = "`npucompile serve` starts a server" if isinstance(getattr(error, "reason", None), OSError) else "--model names the model"
-        raise NpucompileError(f"{url} lists no model: {error!r}; {hint}") from None
-
-
-def tokenizer_file(home: Home, name: str | None, model: str) -> Path:
-    """The tokenizer.json that an option names, or of a model of the served name on this machine.
-
-    Raises:
-        SpecError: there is none.
-    """
-    wanted = name or model
-    for file in (Path(wanted), Path(wanted) / TOKENIZER):
-        if file_named(file):
-            return file
-    try:
-        artifact = Artifact.open(artifact_path(home.artifacts, wanted))
-        if artifact.manifest.tokenizer:
-            return artifact.path / artifact.manifest.tokenizer
-    except NpucompileError:
-        pass
-    try:
-        directory = registry.find(wanted).checkpoint_dir
-        if directory and (directory / TOKENIZER).is_file():
-            return directory / TOKENIZER
-    except ModelError:
-        pass
-    given = "--tokenizer is" if name else "the served model is"
-    raise SpecError(f"{given} {wanted!r}, and nothing of that name here has a tokenizer; legal is --tokenizer with a {TOKENIZER}, a "
-                    "directory with one, an artifact or a model")  # fmt: skip
-
-
-def make_load(options: Options, vocabulary: Vocabulary) -> Load:
-    """The requests and their times.
-
-    Raises:
-        SpecError: options that do not fit together, or a file that cannot be read.
-    """
-    if (options.dataset == "prompts") != (options.dataset_path is not None):
-        needs = "needs" if options.dataset == "prompts" else "takes no"
-        raise SpecError(f"--dataset {options.dataset} {needs} --dataset-path; legal is one with prompts only")
-    prompts = make_prompts(options, vocabulary)
-    return Load(prompts, arrival_times(len(prompts), options.request_rate, options.burstiness, options.seed))
-
-
-def check_lengths(load: Load, max_model_len: int | None) -> None:
-    """Refuses a load of which the server would refuse requests.
-
-    Raises:
-        SpecError: naming the longest request and the context.
-    """
-    longest = max(load.prompts, key=lambda prompt: len(prompt.token_ids) + prompt.output_tokens)
-    prompt, output = len(longest.token_ids), longest.output_tokens
-    if max_model_len is not None and prompt + output > max_model_len:
-        raise SpecError(
-            f"the longest request has {prompt} prompt tokens and {output} to generate; legal is together at most the {max_model_len} "
-            "of the model's context"
-        )
-
-
-def make_prompts(options: Options, vocabulary: Vocabulary) -> tuple[Prompt, ...]:
-    """The prompts of a dataset."""
-    if options.dataset == "random":
-        sizes = (options.num_prompts or 100, options.random_input_len, options.random_output_len, options.random_range_ratio)
-        return workload.drawn(vocabulary, *sizes, options.seed)
-    assert options.dataset_path is not None
-    return workload.read(vocabulary, options.dataset_path, options.num_prompts, options.random_output_len)
-
-
-async def run(options: Options, target: Target, vocabulary: Vocabulary, load: Load, progress: Progress) -> tuple[Outcome, ...]:
-    """Warms up, and sends the load.
-
-    Raises:
-        NpucompileError: a warm-up request failed.
-    """
-    async with Websocket(target) as sender:
-        first = load.prompts[0]
-        # Prompts of their own, so that no prefix of the load is in a cache before it begins.
-        sizes = (options.warmup_requests, len(first.token_ids), min(first.output_tokens, WARMUP_TOKENS), 0.0)
-        warmup = workload.drawn(vocabulary, *sizes, options.seed + 1)
-        for outcome in await drive(sender, warmup, (0.0,) * len(warmup), max_concurrency=options.max_concurrency):
-            if outcome.error is not None:
-                raise NpucompileError(f"a warm-up request failed: {outcome.error}")
-        with progress.bar("requests", len(load.prompts)) as bar:
-            step = max(1, len(load.prompts) // 20)
-            ended = 0
-
-            def end(outcome: Outcome) -> None:
-                nonlocal ended
-                ended += 1
-                if ended % step == 0 or ended == len(load.prompts):
-                    bar.step("", ended - bar.done)
-                if outcome.error is not None:
-                    progress.say(f"request {outcome.index} failed: {outcome.error}")
-
-            return await drive(sender, load.prompts, load.arrivals, max_concurrency=options.max_concurrency, on_end=end)
-
-
-def describe(options: Options, target: Target, load: Load) -> Mapping[str, Any]:
-    """The settings as they stand in JSON."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "backend": options.backend,
-        "model_id": target.model,
-        "dataset": options.dataset,
-        "num_prompts": len(load.prompts),
-        "request_rate": options.request_rate,
-        "burstiness": options.burstiness,
-        "max_concurrency": options.max_concurrency,
-        "seed": options.seed,
-        "ignore_eos": options.ignore_eos,
-        "goodput": options.goodput,
-    }

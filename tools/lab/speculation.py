@@ -15,8 +15,9 @@ from ...server.run import serving
 from ...server.text.tokenizer import TextTokenizer
 from ..bench import acceptance
 from ..bench.report import Column, Table, Value
+from ..bench.serve.apart import ApartClient
 from ..bench.stats import interleave, ratio, spread
-from ..bench.streams import Load, Run, SocketClient, TimedExecutor, through_engine
+from ..bench.streams import Load, Run, TimedExecutor, through_engine, through_websocket
 from ..progress import Progress
 from ..serve import serving as services
 
@@ -135,11 +136,11 @@ def _served(artifact: Artifact, load: TextLoad) -> Run:
     """A round through a server of its own; two servers at once would have more worker threads than cores."""
     running = services.start_service(artifact, lambda: CpuExecutor(artifact))
     try:
-        with serving(running.service) as url, SocketClient(url) as client:
+        with serving(running.service) as url, ApartClient(url) as client:
             vocab = int(artifact.manifest.model["vocab_size"])
             # A short warm-up request.
-            client.serve(replace(load, tokens=8), vocab)
-            return client.serve(load, vocab)
+            through_websocket(client, replace(load, tokens=8), vocab)
+            return through_websocket(client, load, vocab)
     finally:
         running.engine.stop(drain=False)
 

@@ -13,7 +13,6 @@ from npucompile.lowering.ascend.link import link
 from npucompile.tools.bench import prediction
 from npucompile.tools.bench.report import as_markdown
 from npucompile.tools.build.deployments import deployment
-from npucompile.tools.commands.deployments import predictions
 from npucompile.tools.inspection.cost import step_cost
 
 ROW = "qwen35-397b-a3x8-in64k-out1k-20ms"  # eight requests in flight, two groups
@@ -37,7 +36,7 @@ def longer(artifact, ge_file):
 
 def test_a_directory_of_artifacts_becomes_a_table(artifact, ge_file):
     longer(artifact, ge_file)
-    shown = predictions(artifact.path.parent, 2.5)
+    shown = prediction.predictions(artifact.path.parent, 2.5)
     ((line),) = shown.rows
     cost = step_cost(longer(artifact, ge_file), ge_artifacts.entry(artifact), 65536 + 512)
     assert (line["deployment"], line["batch"], line["context"], line["target_ms"]) == (ROW, 4, 65536 + 512, 20)
@@ -65,4 +64,4 @@ def test_what_does_not_follow_is_refused(artifact, tmp_path):
     with pytest.raises(SpecError, match="publishes no input and output lengths"):
         prediction.context_of(replace(row, input_len=None))
     with pytest.raises(SpecError, match="has no artifacts; build them with"):
-        predictions(tmp_path / "empty", 2.5)
+        prediction.predictions(tmp_path / "empty", 2.5)

@@ -16,12 +16,19 @@ from npucompile.runtime.executor import FinishedStep, Inputs
 from npucompile.runtime.request import Sampling
 from npucompile.tools.bench import streams as bench_streams
 from npucompile.tools.bench.report import as_text
+from npucompile.tools.bench.serve.outcome import Arrival, Outcome
 from npucompile.tools.bench.stats import Spread
 from npucompile.tools.bench.streams import Call, Load, Run, TimedExecutor, row, rows_of, streams, through_engine, through_running
 from npucompile.tools.progress import Progress
 from npucompile.tools.ranks.offline import complete
 
 QUIET = Progress(quiet=True)
+
+
+def outcome(*arrivals: tuple[float, int], ended_s: float = 0.0) -> Outcome:
+    """A stream of equal tokens that came at these times."""
+    count = sum(tokens for _, tokens in arrivals)
+    return Outcome(0, 0.0, 0.0, ended_s, 1, tuple(Arrival(*arrival) for arrival in arrivals), token_ids=(1,) * count)
 
 
 class Steps:
@@ -63,8 +70,7 @@ def test_a_stream_through_the_engine_is_timed_token_by_token() -> None:
     steps = Steps()
     run = through_engine(steps, steps.calls, Load(1, 10, 4), steps.clock)
     assert run.token_ids == ((1, 2, 3, 4),)
-    assert run.arrivals == (((8.0, 1), (16.0, 1), (24.0, 1), (32.0, 1)),)
-    assert run.seconds == 32.0
+    assert run.outcomes[0].arrivals == ((8.0, 1), (16.0, 1), (24.0, 1), (32.0, 1))
     assert run.tokens_per_s == 4 / 32
     assert (run.first_ms, run.between_ms) == (8e3, 8e3)
     # The prefill is no decode step; the other three are, of which the last is not followed by another. 3 s are not the executable's.
@@ -76,7 +82,7 @@ def test_a_stream_with_drafts_gets_several_tokens_at_once() -> None:
     run = through_engine(steps, steps.calls, Load(1, 10, 6), steps.clock)
     assert run.token_ids == ((1, 2, 2, 2, 3, 3),)
     # The step that ends the output gives one more than is wanted of it.
-    assert run.arrivals == (((8.0, 1), (16.0, 3), (24.0, 2)),)
+    assert run.outcomes[0].arrivals == ((8.0, 1), (16.0, 3), (24.0, 2))
     (record,) = run.records
     assert (record.verify_steps, record.accepted_per_position) == (2, (2, 2))
     assert row(Load(1, 10, 6), "engine", [run])["acceptance_length"] == 3.0
@@ -86,9 +92,9 @@ def test_all_streams_start_together_and_share_steps() -> None:
     steps = Steps()
     run = through_engine(steps, steps.calls, Load(3, 10, 5), steps.clock)
     assert [len(ids) for ids in run.token_ids] == [5, 5, 5]
-    assert sorted(stream[0][0] for stream in run.arrivals)[0] == 8.0
+    assert min(outcome.arrivals[0].s for outcome in run.outcomes) == 8.0
     assert len(steps.calls) < 3 * 5
-    assert run.seconds == 8.0 * len(steps.calls)
+    assert run.tokens_per_s == 15 / (8.0 * len(steps.calls))
 
 
 def test_a_second_run_counts_its_own_steps_only() -> None:
@@ -116,7 +122,7 @@ def test_an_engine_that_runs_by_itself_serves_the_same_in_the_same_steps() -> No
 
 def test_the_websockets_share_of_the_engines_rate_is_that_within_a_round() -> None:
     def run(seconds: float) -> Run:
-        return Run(seconds, ((1, 1),), (((seconds, 2),),))
+        return Run((outcome((seconds, 2), ended_s=seconds),))
 
     rows = rows_of(Load(1, 1, 2), [run(1.0), run(10.0), run(4.0)], [run(2.0), run(10.0), run(5.0)])
     assert "of_engine" not in rows[0]
@@ -131,11 +137,11 @@ def test_a_stream_that_fails_is_no_figure() -> None:
 
 
 def test_tokens_that_arrive_together_share_the_time() -> None:
-    run = Run(10.0, ((1,) * 6, (1,) * 2), (((1.0, 1), (4.0, 3), (6.0, 2)), ((3.0, 1), (4.0, 1))))
+    run = Run((outcome((1.0, 1), (4.0, 3), (6.0, 2), ended_s=10.0), outcome((3.0, 1), (4.0, 1))))
     assert run.tokens_per_s == pytest.approx(0.8)
     assert run.first_ms == 2e3
     assert run.between_ms == 1e3
-    at_once = Run(1.0, ((1, 1),), (((1.0, 2),),))
+    at_once = Run((outcome((1.0, 2), ended_s=1.0),))
     assert at_once.between_ms is None
     assert "between_tokens_ms" not in row(Load(1, 1, 2), "websocket", [at_once])
     assert "step_ms" not in row(Load(1, 1, 2), "websocket", [run])

@@ -14,6 +14,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.request import ExecutionRecord
 from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.bench.report import as_text
+from npucompile.tools.bench.serve.outcome import Outcome
 from npucompile.tools.bench.streams import Load, Run
 from npucompile.tools.lab import speculation as module
 from npucompile.tools.lab.speculation import WITH, WITHOUT, Rounds, TextLoad, check, read_prompts, row, speculation
@@ -44,6 +45,10 @@ def record(steps: int, *accepted: int) -> ExecutionRecord:
     return ExecutionRecord(1.0, 2.0, 3.0, (), (), 0, 0, verify_steps=steps, drafted_tokens=drafted, accepted_per_position=accepted)
 
 
+def run(seconds: float, token_ids: tuple[int, ...], *records: ExecutionRecord) -> Run:
+    return Run((Outcome(0, 0.0, 0.0, seconds, 4, token_ids=token_ids),), records=records)
+
+
 # --- the text ---
 
 
@@ -60,7 +65,7 @@ def test_rounds_are_counted_by_each_side() -> None:
 
     def serve(load: TextLoad) -> Run:
         rounds.append(load.round)
-        return Run(1.0, (), ())
+        return Run(())
 
     first, second = (Rounds(TextLoad(1, 4, 8, TEXTS), serve) for _ in range(2))
     for side in (first, first, second, first, second):
@@ -94,10 +99,10 @@ def test_artifacts_that_differ_in_more_than_drafts_are_refused(drafting: Artifac
 
 
 def test_a_row_is_taken_round_by_round() -> None:
-    same, other = ((1, 2, 3, 4),), ((1, 2, 3, 5),)
+    same, other = (1, 2, 3, 4), (1, 2, 3, 5)
     runs = {
-        WITH: [Run(1.0, same, (), records=(record(4, 3, 1),)), Run(2.0, same, (), records=(record(4, 1, 1),))],
-        WITHOUT: [Run(2.0, same, ()), Run(6.0, other, ())],
+        WITH: [run(1.0, same, record(4, 3, 1)), run(2.0, same, record(4, 1, 1))],
+        WITHOUT: [run(2.0, same), run(6.0, other)],
     }
     cells = row(Load(1, 4, 4), "engine", runs)
     assert (cells["streams"], cells["path"], cells["equal"]) == (1, "engine", "1 of 2")
@@ -106,7 +111,7 @@ def test_a_row_is_taken_round_by_round() -> None:
     assert [getattr(cells["gain"], name) for name in ("low", "high")] == [2.0, 3.0]
     assert cells["acceptance_length"] == 1 + 6 / 8
     assert cells["acceptance_rates"] == "0.50, 0.25"
-    unseen = row(Load(1, 4, 4), "websocket", {name: [Run(1.0, same, ())] for name in (WITH, WITHOUT)})
+    unseen = row(Load(1, 4, 4), "websocket", {name: [run(1.0, same)] for name in (WITH, WITHOUT)})
     assert not {"acceptance_length", "acceptance_rates"} & set(unseen)
 
 

@@ -50,13 +50,19 @@ async def drive(
 
     async def serve(index: int, prompt: Prompt, due_s: float) -> Outcome:
         async with gate:
-            sent_s, arrived = clock() - began, list[Arrival]()
+            sent_s, arrived, token_ids = clock() - began, list[Arrival](), list[int]()
+
+            def arrive(tokens: Sequence[int]) -> None:
+                arrived.append(Arrival(clock() - began, len(tokens)))
+                token_ids.extend(tokens)
+
             reported, error = Told(), None
             try:
-                reported = await sender.send(prompt, lambda tokens: arrived.append(Arrival(clock() - began, tokens)))
+                reported = await sender.send(prompt, arrive)
             except FAILURES as failure:
                 error = str(failure) or type(failure).__name__
-            outcome = Outcome(index, due_s, sent_s, clock() - began, len(prompt.token_ids), tuple(arrived), reported, error)
+            ended_s, planned = clock() - began, len(prompt.token_ids)
+            outcome = Outcome(index, due_s, sent_s, ended_s, planned, tuple(arrived), reported, error, tuple(token_ids))
         on_end(outcome)
         return outcome
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from ....graphs.errors import SpecError
 
+OURS = "npucompile-ws"
 VLLM = "vllm bench serve"
 SGLANG = "python -m sglang.bench_serving"
 
@@ -19,23 +19,34 @@ DATASETS = {
     "generated-shared-prefix": f"{SGLANG} --backend sglang --dataset-name generated-shared-prefix",
     "trace": f"{SGLANG} --backend sglang --dataset-name mooncake --use-trace-timestamps",
 }
-TIMELINE = f"{VLLM} --backend openai --endpoint /v1/completions --dataset-name random --save-result --save-detailed"
-SHARED_PREFIX = ("num-groups", "prompts-per-group", "system-prompt-len", "question-len", "output-len")
-"""Of the options `--gsp-...`, which are those of SGLang."""
+OPTIONS = {
+    "timeline": f"{VLLM} --backend openai --endpoint /v1/completions --dataset-name random --save-result --save-detailed",
+    **{
+        f"gsp-{name}": DATASETS["generated-shared-prefix"]
+        for name in ("num-groups", "prompts-per-group", "system-prompt-len", "question-len", "output-len")
+    },
+}
+"""Options that this command had."""
 
 
-def refuse(option: str, command: str, url: str, given: Mapping[str, object]) -> None:
-    """Refuses what an option asks for, with the command line that does it.
+def refuse_what_others_do(backend: str, dataset: str, options: Collection[str], url: str) -> None:
+    """Refuses loads over HTTP and the datasets and pages of other load generators.
 
     Args:
-        command: its first words, of BACKENDS, DATASETS or TIMELINE.
-        given: further options of that command, by name; None leaves one out.
+        options: those of `OPTIONS` that were given.
+        url: of the server.
 
     Raises:
-        SpecError: always.
+        SpecError: with the command line of another project that does it.
     """
-    words = [f"--{name} {shlex.quote(str(value))}" for name, value in given.items() if value is not None]
-    raise SpecError(
-        f"{option} is gone: this command loads the websocket of `npucompile serve` alone, and `vllm bench serve`, `sglang.bench_serving` "
-        f"and guidellm load servers over HTTP, ours too; legal is: {' '.join([command, f'--base-url {url}', *words])}"
-    )
+    if backend != OURS and backend not in BACKENDS:
+        raise SpecError(f"--backend is {backend!r}; legal is {OURS}; {VLLM} and others load servers over HTTP")
+    named = [(f"--{option}", OPTIONS[option]) for option in options]
+    named += [(f"--dataset {dataset}", DATASETS[dataset])] if dataset in DATASETS else []
+    named += [(f"--backend {backend}", BACKENDS[backend])] if backend in BACKENDS else []
+    if named:
+        option, command = named[0]
+        raise SpecError(
+            f"{option} is gone: this command loads the websocket of `npucompile serve` alone, and `vllm bench serve`, "
+            f"`sglang.bench_serving` and guidellm load servers over HTTP, ours too; legal is: {command} --base-url {url}"
+        )

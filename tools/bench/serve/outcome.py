@@ -46,6 +46,7 @@ class Outcome:
         planned_tokens: of the prompt, as it was made.
         arrivals: of its tokens, in order.
         error: why it failed.
+        token_ids: that were generated.
     """
 
     index: int
@@ -56,6 +57,7 @@ class Outcome:
     arrivals: tuple[Arrival, ...] = ()
     told: Told = Told()
     error: str | None = None
+    token_ids: tuple[int, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:

@@ -82,7 +82,8 @@ def as_data(summary: Summary, settings: Mapping[str, Any], outcomes: Sequence[Ou
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
     counts = {"prompt_tokens": outcome.prompt_tokens, "output_tokens": outcome.output_tokens}
-    return asdict(outcome) | counts | {"arrivals": [list(arrival) for arrival in outcome.arrivals]}
+    fields = {name: value for name, value in asdict(outcome).items() if name != "token_ids"}
+    return fields | counts | {"arrivals": [list(arrival) for arrival in outcome.arrivals]}
 
 
 def _line(name: str, value: str | int | float) -> str:

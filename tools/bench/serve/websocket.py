@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -17,8 +17,8 @@ from ....server.requests.frames import JSON
 from .outcome import Told
 from .workload import Prompt
 
-Arrived = Callable[[int], None]
-"""Called with the number of tokens that have just arrived."""
+Arrived = Callable[[Sequence[int]], None]
+"""Called with the tokens that have just arrived."""
 
 STREAMS_PER_SOCKET = 32
 
@@ -76,7 +76,7 @@ class Websocket:
                 kind = raise_if_refused(event)["type"]
                 # The last delta may carry text without tokens, which the server held back until then.
                 if kind == "response.output_text.delta" and event["token_ids"]:
-                    arrived(len(event["token_ids"]))
+                    arrived(event["token_ids"])
                 elif kind == "response.cancelled":
                     raise RequestError("the server cancelled the response", code="cancelled")
                 elif "response" in event:

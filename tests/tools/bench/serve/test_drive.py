@@ -28,7 +28,7 @@ class Paced:
         try:
             for _ in range(prompt.output_tokens):
                 await asyncio.sleep(STEP_S)
-                arrived(1)
+                arrived([1])
                 if prompt.token_ids[0] == 0:
                     raise RequestError("it broke")
         finally:
