@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,9 +98,13 @@ def finished(process: subprocess.Popen[str], seconds: float = TIMEOUT_S) -> tupl
     return process.returncode, out, err
 
 
-def spawn(arguments: Sequence[object], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Starts a process with its output piped."""
-    return subprocess.Popen(list(map(str, arguments)), env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def spawn(arguments: Sequence[object], environment: Mapping[str, str], given: bytes = b"") -> subprocess.Popen[str]:
+    """Starts a process with its output piped, and `given` as its standard input."""
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(given)
+        stdin.seek(0)
+        pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(list(map(str, arguments)), env=dict(environment), text=True, **pipes)
 
 
 def children_of(pid: int) -> list[int]:

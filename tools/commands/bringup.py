@@ -15,7 +15,7 @@ from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
 from ..prove.bringup import report
-from ..prove.bringup.collectives import collectives_check
+from ..prove.bringup.collectives import CollectivesCheck
 from ..prove.bringup.rungs import RUNGS, Bringup
 from ..ranks.environment import applied
 from ..ranks.executors import choose_device
@@ -62,7 +62,7 @@ def command(
     config = launcher_config(home.environment, settings)
     home = applied(home, opened, settings, progress)
     if config and config.rank:
-        run_rank(opened, config, replace(settings, before_loading=collectives_check(opened)))
+        run_rank(opened, config, replace(settings, before_loading=CollectivesCheck()))
         return
     bringup = Bringup(opened, settings, home.environment, progress, config, wanted or RUNGS)
     findings = report.as_dict(opened, kind, bringup.run())

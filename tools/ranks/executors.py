@@ -138,7 +138,7 @@ def load_executor(
     device.load_packages(platform.packages)
     communicators = _communicators(artifact, device, settings, stack, place) if place else {}
     if settings.before_loading and place:
-        settings.before_loading(device, rank, communicators)
+        settings.before_loading(artifact, device, rank, communicators)
     if local_rank == 0 and not settings.random_weights:
         # Once a machine: it reads as much as the digest covers.
         check_checkpoint(artifact, settings.checkpoint)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,15 +33,14 @@ class RankProcesses:
 
     def start(self, path: Path, config: RendezvousConfig, settings: RankSettings, environment: Mapping[str, str]) -> None:
         """Starts every rank but 0 on this machine."""
+        description = pickle.dumps((config, replace(settings, threads=torch.get_num_threads())))
         for rank in range(1, config.world_size):
-            command = [sys.executable, "-m", settings.program, str(path)]
-            command += [f"--rank={rank}", f"--world-size={config.world_size}", f"--port={config.port}"]
-            command += settings.as_arguments(torch.get_num_threads())
+            command = [sys.executable, "-m", f"{__package__}.rank", str(path), str(rank)]
             process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
             self._processes[rank] = process
-            # Unlike a command line, nobody else can read it.
+            # Unlike a command line, nobody else can read it: the token is part of it.
             with contextlib.suppress(BrokenPipeError), process.stdin or io.BytesIO() as stdin:
-                stdin.write(f"{config.token}\n".encode())
+                stdin.write(description)
 
     def first_exit(self) -> str | None:
         """Which rank has ended, and how; None while all run."""

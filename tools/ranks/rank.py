@@ -3,63 +3,24 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-
-import click
 
 from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.device import KINDS
-from ...runtime.distributed.rendezvous import RendezvousConfig
-from .launch import LOCALHOST, run_rank
-from .rank_settings import BeforeLoading, RankSettings
+from .launch import run_rank
 
 
-@click.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.option("--rank", type=click.IntRange(1), required=True)
-@click.option("--world-size", type=click.IntRange(2), required=True)
-@click.option("--port", type=click.IntRange(1, 65535), required=True)
-@click.option("--threads", type=click.IntRange(1), required=True)
-@click.option("--join-timeout", type=float, required=True)
-@click.option("--step-timeout", type=float, required=True)
-@click.option("--device", type=click.Choice(KINDS), required=True)
-@click.option("--checkpoint", type=click.Path(path_type=Path))
-@click.option("--cache", type=click.Path(path_type=Path))
-@click.option("--random-weights", is_flag=True)
-@click.option("--ship-compiled", is_flag=True)
-@click.pass_obj
-def main(
-    rehearsal: Callable[[Artifact], BeforeLoading] | None,
-    path: Path,
-    rank: int,
-    world_size: int,
-    port: int,
-    threads: int,
-    join_timeout: float,
-    step_timeout: float,
-    device: str,
-    checkpoint: Path | None,
-    cache: Path | None,
-    random_weights: bool,
-    ship_compiled: bool,
-) -> None:
-    """Run one rank that rank 0 started on this machine; the token of the rendezvous is the first line of standard input.
-
-    The object of the command, if any, gives what a rank does before it loads an artifact (`RankSettings.before_loading`).
-    """
+def main(path: Path, rank: int) -> None:
+    """Runs a rank as rank 0 describes it on standard input, where nobody else reads the token of the rendezvous."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s %(message)s")
+    config, settings = pickle.load(sys.stdin.buffer)
     try:
         # Rank 0 has compared the files with the manifest; the rendezvous compares the manifests.
         artifact = Artifact.open(path, check=False)
-        config = RendezvousConfig(
-            rank, world_size, LOCALHOST, port, world_size, join_timeout, local_rank=rank, token=sys.stdin.readline().strip()
-        )
-        before = rehearsal(artifact) if rehearsal else None
-        settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, cache, random_weights, before, ship_compiled)
-        run_rank(artifact, config, settings)
+        run_rank(artifact, replace(config, rank=rank, local_rank=rank, hosts_store=False), settings)
     except NpucompileError as error:
         text = str(error)
         print(text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}", file=sys.stderr, flush=True)
@@ -67,4 +28,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), int(sys.argv[2]))

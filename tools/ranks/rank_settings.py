@@ -1,4 +1,4 @@
-"""How the processes of an artifact's ranks run, the same on all of them, and as options of their command line."""
+"""How the processes of an artifact's ranks run, the same on all of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import CPU, EMULATED, NPU, Device
 
 SILENCE_MARGIN_S = 10.0
 STEP_TIMEOUT_S = {CPU: 60.0, NPU: 60.0, EMULATED: 1800.0}
 """By device. An interpreted step of a model with many layers takes minutes where many ranks share few cores."""
-BeforeLoading = Callable[[Device, int, Mapping[str, str]], object]
-"""Called with a rank's device, its number and its communicators by symbol."""
+BeforeLoading = Callable[[Artifact, Device, int, Mapping[str, str]], object]
+"""Called with the artifact, a rank's device, its number and its communicators by symbol; ranks that are started get it pickled."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,6 @@ class RankSettings:
         random_weights: whether to draw weights in place of reading them, where the artifact has none.
         before_loading: called on each rank of several with its device, its place and its communicators, before anything is loaded.
         ship_compiled: whether compiled graphs are kept in the artifact, in place of `cache`.
-        program: module that runs the ranks that this process starts; another one than that of serving has a `before_loading` of its own.
     """
 
     threads: int | None = None
@@ -41,7 +41,6 @@ class RankSettings:
     random_weights: bool = False
     before_loading: BeforeLoading | None = None
     ship_compiled: bool = False
-    program: str = f"{__package__}.rank"
 
     @property
     def step_limit_s(self) -> float:
@@ -52,22 +51,3 @@ class RankSettings:
     def silence_s(self) -> float:
         """How long a rank may be silent. Compiled code holds the GIL while it waits in a collective, so no heartbeat is sent."""
         return self.step_limit_s + SILENCE_MARGIN_S
-
-    def as_arguments(self, threads: int) -> list[str]:
-        """Options of `program` that give these settings, with that many threads."""
-        options: dict[str, object] = {
-            "threads": threads,
-            "join-timeout": self.join_timeout_s,
-            "step-timeout": self.step_limit_s,
-            "device": self.device,
-            "checkpoint": self.checkpoint,
-            "cache": self.cache,
-        }
-        flags = {
-            "--random-weights": self.random_weights,
-            "--ship-compiled": self.ship_compiled,
-        }
-        return [
-            *(f"--{name}={value}" for name, value in options.items() if value is not None),
-            *(name for name, is_set in flags.items() if is_set),
-        ]

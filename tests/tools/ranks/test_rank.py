@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import sys
 import time
@@ -35,18 +36,11 @@ class Rank1:
         mesh = check_world_size(self.artifact, None)
         config = RendezvousConfig(0, 2, "127.0.0.1", 0, 2, ranks.TIMEOUT_S, hosts_store=True)
         self.store = open_store(config)
-        options = {
-            "rank": 1,
-            "world-size": 2,
-            "port": self.store.port,
-            "threads": 1,
-            "join-timeout": 60,
-            "step-timeout": step_timeout_s,
-            "device": "cpu",
-        }
-        words = [f"--{name}={value}" for name, value in options.items()]
-        self.process = ranks.spawn([sys.executable, "-m", "npucompile.tools.ranks.rank", path, *words], ranks.environment())
-        connections = accept_ranks(replace(config, port=self.store.port), self.store, rank_identity(self.artifact, RankSettings()))
+        config = replace(config, port=self.store.port)
+        settings = RankSettings(threads=1, step_timeout_s=step_timeout_s)
+        command = [sys.executable, "-m", "npucompile.tools.ranks.rank", path, 1]
+        self.process = ranks.spawn(command, ranks.environment(), pickle.dumps((config, settings)))
+        connections = accept_ranks(config, self.store, rank_identity(self.artifact, settings))
         self.control_plane = ControlPlane(mesh, connections)
         self.groups = ProcessGroups(mesh, 0, substore(self.store, config, GROUPS), "127.0.0.1", step_timeout_s)
         self.control_plane.gather([1], "ready", ranks.TIMEOUT_S)

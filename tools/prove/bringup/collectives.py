@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from ....lowering.ascend.operators.table import COMMUNICATING, types_of
 from ....lowering.ascend.subgraph import Subgraph
 from ....lowering.device import Device
 from ...agreement.compare import first_mismatch
-from ...ranks.rank_settings import BeforeLoading
 from .device_graph import DeviceGraph, Host
 from .recording import BucketGraph, bucket_graphs
 from .results import Failure
@@ -203,25 +202,32 @@ def in_order(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts) if parts else rows[:0]
 
 
-def collectives_check(artifact: Artifact, report: Callable[[int, float, list[str]], None] = lambda *_: None) -> BeforeLoading:
+@dataclass
+class CollectivesCheck:
     """What a rank does before it loads anything (`RankSettings.before_loading`): it runs all collectives with the other ranks.
 
-    It raises `CollectiveError`, naming the collective, the rank and both values.
-
-    Args:
-        report: called at the end with the number of collectives, the seconds, and what was left out.
+    Attributes:
+        count, seconds: collectives that this rank ran, and the time that they took.
+        left_out: others, and why.
     """
 
-    def check(device: Device, rank: int, communicators: Mapping[str, str]) -> None:
+    count: int = 0
+    seconds: float = 0.0
+    left_out: list[str] = field(default_factory=list)
+
+    def __call__(self, artifact: Artifact, device: Device, rank: int, communicators: Mapping[str, str]) -> None:
+        """Runs them.
+
+        Raises:
+            CollectiveError: naming the collective, the rank and both values.
+        """
         began, mesh = time.monotonic(), Mesh.parse(artifact.manifest.mesh)
-        cases, left_out = collective_cases(bucket_graphs(artifact), mesh)
+        cases, self.left_out = collective_cases(bucket_graphs(artifact), mesh)
         with tempfile.TemporaryDirectory(prefix="npucompile-") as scratch:
             failures = run_collectives(Host(device, Path(scratch)), cases, mesh, rank, communicators)
-        report(len(cases), time.monotonic() - began, left_out)
+        self.count, self.seconds = len(cases), time.monotonic() - began
         if failures:
             raise CollectiveError(f"{FOUND}[{failures[0].assumption}] {failures[0].what}: {failures[0].message}")
-
-    return check
 
 
 def failure_in(message: str) -> Failure | None:

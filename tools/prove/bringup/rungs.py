@@ -28,9 +28,9 @@ from ...progress import Progress
 from ...ranks.executors import params_of
 from ...ranks.launch import opened_ranks
 from ...ranks.rank_settings import RankSettings
-from . import buckets, layers, operators, rank, short_serve
+from . import buckets, layers, operators, short_serve
 from .captured import CallRecorder, OperatorCall, captured_buckets, run_calls
-from .collectives import collectives_check, failure_in
+from .collectives import CollectivesCheck, failure_in
 from .device_graph import Host
 from .environment import check_environment
 from .recording import BucketGraph, Recorder, bucket_graphs
@@ -198,15 +198,11 @@ class Bringup:
         return replace(timing, estimate_s=timing.moved_bytes / npu.hbm_bytes_per_s) if npu else timing
 
     def _on_all_ranks(self) -> None:
-        collectives = RungResult(COLLECTIVES, facts={"ranks": self._mesh.size})
-
-        def report(count: int, seconds: float, left_out: list[str]) -> None:
-            collectives.facts["collectives"], collectives.seconds, collectives.left_out = count, seconds, left_out
-
-        settings = replace(self.settings, before_loading=collectives_check(self.artifact, report), program=rank.__name__)
-        if COLLECTIVES not in self.wanted or self._captured:
-            settings = self.settings
-            collectives.left_out = ["collectives of captured graphs: they run within their buckets"]
+        check, settings = CollectivesCheck(), self.settings
+        if self._captured:
+            check.left_out = ["collectives of captured graphs: they run within their buckets"]
+        elif COLLECTIVES in self.wanted:
+            settings = replace(self.settings, before_loading=check)
         began = time.monotonic()
         with opened_ranks(self.artifact, self.config, settings, self.environment, self.progress) as load:
             try:
@@ -215,8 +211,9 @@ class Bringup:
                 self._fail(BUCKETS, error, began)
                 return
             if COLLECTIVES in self.wanted:
-                self.results.append(collectives)
-                self.progress.say(f"{COLLECTIVES}: passed in {collectives.seconds:.1f} s")
+                facts = {"ranks": self._mesh.size, "collectives": check.count}
+                self.results.append(RungResult(COLLECTIVES, check.seconds, facts=facts, left_out=check.left_out))
+                self.progress.say(f"{COLLECTIVES}: passed in {check.seconds:.1f} s")
             self._whole_steps(executor)
 
     def _whole_steps(self, executor: Executor) -> None:

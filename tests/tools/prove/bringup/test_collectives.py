@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from support import emulated, faulty
@@ -12,8 +14,8 @@ from npucompile.tools.prove.bringup.collectives import (
     FOUND,
     LOADS,
     CollectiveError,
+    CollectivesCheck,
     collective_cases,
-    collectives_check,
     expert_ids,
     failure_in,
     in_order,
@@ -33,14 +35,12 @@ def run(artifact, fault=None, of_rank=2):
     """What each rank raised, or how many collectives it ran; `fault` is that of one rank."""
 
     def work(device, rank, communicators):
-        counts = []
-        check = collectives_check(artifact, lambda count, seconds, left_out: counts.append((count, left_out)))
-        used = device
+        used, check = device, pickle.loads(pickle.dumps(CollectivesCheck()))
         if fault and rank == of_rank:
             used = FaultyDevice.__new__(FaultyDevice)
             used.real, used.on_run, used.on_compile, used.last = device, fault, lambda _: None, None
-        check(used, rank, communicators)
-        return counts[0]
+        check(artifact, used, rank, communicators)
+        return check.count, check.left_out
 
     return emulated.on_devices(MESH, work)
 
