@@ -87,6 +87,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("prove",),
     ("serve",),
     ("bench", "plan", "launch_lines"),
+    ("doctor",),
     ("commands",),
     ("lab",),
 )

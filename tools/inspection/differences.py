@@ -40,7 +40,7 @@ def differences(a: Artifact, b: Artifact, bucket: str | None = None) -> dict[str
     """
     entries = [{entry.bucket.name: entry for entry in artifact.manifest.graphs} for artifact in (a, b)]
     if bucket is not None:
-        entries = [{name: entry for name, entry in mine.items() if _is(entry, bucket)} for mine in entries]
+        entries = [{name: entry for name, entry in mine.items() if views.is_named(entry, bucket)} for mine in entries]
         if not any(entries):
             raise SpecError(f"neither artifact has bucket {bucket!r}; they have {', '.join(_names(a, b))}")
     sections = _sections(a.manifest, b.manifest)
@@ -51,10 +51,6 @@ def differences(a: Artifact, b: Artifact, bucket: str | None = None) -> dict[str
         elif changed := _graph(a, entries[0][name], b, entries[1][name], aside=bool(sections)):
             buckets[name] = changed
     return {"a": str(a.path), "b": str(b.path), "equal": not sections and not buckets, "fields": sections, "buckets": buckets}
-
-
-def _is(entry: GraphEntry, name: str) -> bool:
-    return name == entry.bucket.name or (entry.bucket.kind == "decode" and name == str(entry.bucket.batch))
 
 
 def _names(*artifacts: Artifact) -> list[str]:

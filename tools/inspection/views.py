@@ -43,6 +43,11 @@ class View:
     lines: tuple[str, ...]
 
 
+def is_named(entry: GraphEntry, name: str) -> bool:
+    """Whether a user names a bucket so: by its name, or by the batch size of a decode bucket."""
+    return name == entry.bucket.name or (entry.bucket.kind == "decode" and name == str(entry.bucket.batch))
+
+
 def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
     """The graph that an NPU compiles or captures, an operator per line.
 

@@ -16,7 +16,7 @@ from support import small_images as images
 from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.graphs.types import Limits
 from npucompile.lowering.artifact.artifact import Artifact, GraphEntry
-from npucompile.lowering.artifact.manifest import ExecutableRecord
+from npucompile.lowering.artifact.manifest import ExecutableRecord, Setting
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.tools.build.memory import GIB, MemoryPlan, Part
 from npucompile.tools.inspection import views
@@ -175,6 +175,14 @@ def test_memory_is_the_plan(own_artifact, tiny_artifact):
     assert view.data["checkpoint_read_bytes"] > 0
     with pytest.raises(SpecError, match="an artifact for cpu has no plan of a rank's memory"):
         views.memory(Artifact.open(tiny_artifact).manifest)
+
+
+def test_environment_is_a_table_and_plain_values(tiny_artifact):
+    sizes = {"dispatch": 901 * 2**20, "tp": 200 * 2**20}
+    about = {"environment": {"HCCL_BUFFSIZE": Setting("901", "the window")}, "communicator_bytes": sizes}
+    view = views.environment(replace(Artifact.open(tiny_artifact).manifest, **about))
+    assert view.lines == ("HCCL_BUFFSIZE=901  the window", "", "MiB of one buffer of each communicator: dispatch 901, tp 200")
+    assert view.data == {"environment": {"HCCL_BUFFSIZE": {"value": "901", "why": "the window"}}, "communicator_bytes": sizes}
 
 
 PARTS = st.lists(st.sampled_from(LAYER), max_size=5)
