@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from . import norms, quant, sequence_parallel
 from .batch import Batch
 from .params import Members, Param, Repeated, Source, norm_init
 from .quant.formats import FLOAT, INT8_STATIC
+from .rotary import Rotary
 from .variant import Variant
 
 
@@ -37,6 +39,31 @@ class AttentionSizes(Protocol):
     def attn_output_gate(self) -> bool: ...
     @property
     def variant(self) -> Variant: ...
+
+
+class PlainHeads:
+    """What configurations derive from their heads: the norms, gates and shares of most models. One that differs has its own."""
+
+    num_attention_heads: int
+    rotary: Rotary
+
+    @property
+    def norm_offset(self) -> float:
+        return 0.0
+
+    @property
+    def attn_output_gate(self) -> bool:
+        return False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head."""
+        return self.rotary.dim
+
+    @property
+    def split_heads(self) -> Mapping[str, int]:
+        """Numbers of heads that the ranks of a group share."""
+        return {"num_attention_heads": self.num_attention_heads}
 
 
 def uneven(cfg: AttentionSizes) -> list[tuple[int, str]]:

@@ -11,13 +11,13 @@ import torch
 
 from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
-from . import decoder, draft_vocabulary, feed_forward, latent_attention, mtp
+from . import attention, decoder, draft_vocabulary, feed_forward, latent_attention, mtp
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
 from .config_fields import refuse_unknown
 from .family import DraftHead, Family, Intermediates
-from .params import Param, Source, norm
+from .params import Param
 from .rotary import Rotary, read_rotary
 from .routing import SIGMOID, Routing
 from .variant import PLAIN, Variant
@@ -73,7 +73,7 @@ class Mixer(Protocol):
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(attention.PlainHeads):
     """Sizes of a DeepSeek V3 model; field names follow its config.json, but for `num_experts`, there `n_routed_experts`.
 
     `variant` is not in the file: it is how a deployment stores parameters and state.
@@ -116,18 +116,9 @@ class Config:
         return latent_attention
 
     @property
-    def norm_offset(self) -> float:
-        return 0.0
-
-    @property
     def num_key_value_heads(self) -> int:
         """Every query head has keys of its own; what is cached of them is shared."""
         return self.num_attention_heads
-
-    @property
-    def split_heads(self) -> Mapping[str, int]:
-        """Numbers of heads that the ranks of a group share."""
-        return {"num_attention_heads": self.num_attention_heads}
 
     @property
     def num_moe_layers(self) -> int:
@@ -228,15 +219,10 @@ def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str) -> di
 
 def _draft_params(cfg: Config, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
     """The draft head lies behind the layers, with copies of the embedding and of the head, which are the model's own."""
-    M = cfg.hidden_size
     copies = (prefix + "embed_tokens.weight", prefix + "shared_head.head.weight")
-    return {
-        "norm_embedding": norm(prefix + "enorm", M, dtype, 0.0),
-        "norm_hidden": norm(prefix + "hnorm", M, dtype, 0.0),
-        "fc": Param(Aval((M, 2 * M), dtype), Source((prefix + EH_PROJ,), ((M, 2 * M),), unread=copies)),
-        "layer": _layer_params(cfg, dtype, prefix, MOE if cfg.num_experts else DENSE),
-        "norm": norm(prefix + "shared_head.norm", M, dtype, 0.0),
-    }
+    norms = (prefix + "enorm", prefix + "hnorm", prefix + "shared_head.norm")
+    layer = _layer_params(cfg, dtype, prefix, MOE if cfg.num_experts else DENSE)
+    return mtp.params(cfg, dtype, norms, prefix + EH_PROJ, layer, unread=copies)
 
 
 def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
@@ -257,24 +243,11 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
     return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary))
 
 
-def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
-    return decoder.head(cfg, params, hidden)
-
-
 def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[Tree, Tree]:
     """Writes the latents of the draft head's layer, from the hidden state of token i and the id of token i+1.
 
-    Args:
-        params: tree of `abstract_params` with `embed` and `mtp`.
-        state: tree of `abstract_state` with `mtp`.
-        inputs: as for forward, `tokens` shifted left by one: entry (b, t) is the token after that of row (b, t) of `hidden`.
-        hidden: [T, M], laid out as the residual stream: from `forward`, or from `draft`.
-        first: whether it is from `forward`; this head treats both alike.
-
-    Returns:
-        what `draft` continues from, all of it on every device: the head's residual stream `stream` [T, M], and what its layer's attention
-        reads; and the new state.
+    Arguments are those of `family.ExtendDraftCache`; rows are the head's residual `stream` [T, M] and what its layer's attention reads,
+    whole on every device. `first` changes nothing: the head treats hidden states of the model and its own alike.
     """
     own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
     stream, x = mtp.merged(cfg, own, params["embed"], batch, hidden)
@@ -284,15 +257,9 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
 
 
 def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> torch.Tensor:
-    """Runs the draft head's layer over tokens that are in its cache already.
+    """Runs the head's layer over tokens that are in its cache: all of a row's, or some at its end.
 
-    Args:
-        params, state: as for `extend_draft_cache`.
-        inputs: of those tokens: all of a row's, or some at its end; of `tokens` only the shape is read.
-        rows: their rows of what `extend_draft_cache` returned.
-
-    Returns:
-        hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
+    Results and arguments are those of `DraftHead.draft`; of `inputs["tokens"]` only the shape is read.
     """
     own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
     mixed = cfg.mixer.attend(cfg, own["layer"]["mixer"], state[DRAFT], batch, rows)
@@ -305,13 +272,15 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     Weights of sigmoids are nearly equal, so that a choice which rounding turns exchanges whole experts. Few layers, and experts that add
     little to the stream, keep that small beside what a wrong graph does.
     """
-    experts = sizes.experts(cfg.num_experts, ranks)
-    groups = gcd(cfg.n_group, max(1, experts // 2))
-    kept = max(1, groups * cfg.topk_group // cfg.n_group)
+    small = sizes.feed_forwards(cfg, tp, ranks)
+    groups = gcd(cfg.n_group, max(1, small["num_experts"] // 2))
+    topk_group = max(1, groups * cfg.topk_group // cfg.n_group)
+    small["num_experts_per_tok"] = min(small["num_experts_per_tok"], topk_group * (small["num_experts"] // groups))
+    # The shared expert is as wide as this, and split over a group where experts are not spread.
+    small["moe_intermediate_size"] = sizes.ffn(tp) if cfg.moe_intermediate_size else 0
     return replace(
         cfg,
-        vocab_size=sizes.vocabulary(cfg.vocab_size, tp),
-        hidden_size=sizes.HIDDEN,
+        **small,
         num_attention_heads=sizes.split(cfg.num_attention_heads, tp),
         q_lora_rank=2 * sizes.HEAD if cfg.q_lora_rank else 0,
         kv_lora_rank=2 * sizes.HEAD,
@@ -320,13 +289,8 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
         v_head_dim=sizes.HEAD,
         rotary=replace(cfg.rotary, dim=sizes.HEAD // 2),
         layer_kinds=sizes.runs(cfg.layer_kinds),
-        intermediate_size=sizes.ffn(tp) if cfg.intermediate_size else 0,
-        num_experts=experts,
-        num_experts_per_tok=min(sizes.choices(cfg.num_experts_per_tok, experts), kept * (experts // groups)),
-        # The shared expert is as wide as this, and split over a group where experts are not spread.
-        moe_intermediate_size=sizes.ffn(tp) if cfg.moe_intermediate_size else 0,
         n_group=groups,
-        topk_group=kept,
+        topk_group=topk_group,
         routed_scaling_factor=1.0 if cfg.routed_scaling_factor == 1 else min(cfg.routed_scaling_factor, SMALL_SCALE),
     )
 
@@ -350,7 +314,7 @@ FAMILY = Family(
     abstract_params=abstract_params,
     abstract_state=abstract_state,
     forward=forward,
-    head=head,
+    head=decoder.head,
     shrink=shrink,
     widths=WIDTHS,
     draft_head=DRAFT_HEAD,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..graphs.errors import ConfigError
-from . import deepseek_v3, sparse_latent_attention
+from . import decoder, deepseek_v3, sparse_latent_attention
 from . import shrink as sizes
 from .config import Fields
 from .family import Family
@@ -79,7 +79,7 @@ FAMILY: Family[Any] = Family(
     abstract_params=deepseek_v3.abstract_params,
     abstract_state=deepseek_v3.abstract_state,
     forward=deepseek_v3.forward,
-    head=deepseek_v3.head,
+    head=decoder.head,
     shrink=shrink,
     widths={**deepseek_v3.WIDTHS, "index_n_heads": 16},
     draft_head=deepseek_v3.DRAFT_HEAD,

@@ -55,7 +55,7 @@ _WITHOUT_EFFECT = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(attention.PlainHeads):
     """Sizes of an EAGLE-3 head; field names follow its config.json. Its one layer rotates heads whole and does not normalise them.
 
     Attributes:
@@ -81,24 +81,6 @@ class Config:
     own_embedding: bool = False
     mapped: bool = True
     variant: Variant = PLAIN
-
-    @property
-    def norm_offset(self) -> float:
-        return 0.0
-
-    @property
-    def attn_output_gate(self) -> bool:
-        return False
-
-    @property
-    def rotary_dim(self) -> int:
-        """Rotated channels of a head."""
-        return self.rotary.dim
-
-    @property
-    def split_heads(self) -> Mapping[str, int]:
-        """Numbers of heads that the ranks of a group share."""
-        return {"num_attention_heads": self.num_attention_heads}
 
     def __post_init__(self) -> None:
         checks = [

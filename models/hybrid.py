@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from ..graphs.errors import ConfigError
-from ..graphs.types import Aval, Limits, Tree
+from ..graphs.types import Limits, Tree
 from . import attention, decoder, draft_vocabulary, feed_forward, gated_deltanet, mtp
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
 from .config_fields import refuse_unknown
 from .family import DraftHead, Intermediates
-from .params import Param, Source, norm
 from .rotary import Rotary, read_rotary
 from .routing import SOFTMAX, Routing
 from .variant import PLAIN, Variant
@@ -50,7 +49,7 @@ _SOMETIMES = frozenset({*_MOE_SIZES, "intermediate_size", "full_attention_interv
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(attention.PlainHeads):
     """Sizes of a hybrid model; field names follow config.json.
 
     With num_experts == 0 the model is dense and has an intermediate_size; otherwise it is MoE and has the moe_ and shared_ sizes.
@@ -96,11 +95,6 @@ class Config:
     @property
     def attn_output_gate(self) -> bool:
         return True
-
-    @property
-    def rotary_dim(self) -> int:
-        """Rotated channels of a head."""
-        return self.rotary.dim
 
     @property
     def split_heads(self) -> Mapping[str, int]:
@@ -179,17 +173,11 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
 
     Keys: those of `decoder.params`, and `mtp` (the draft head, where the model has one).
     """
-    M = cfg.hidden_size
     layers = [_layer_params(cfg, dtype, f"model.layers.{i}.", kind, i in cfg.dense_layers) for i, kind in enumerate(cfg.layer_types)]
     params = decoder.params(cfg, dtype, layers)
     if cfg.mtp_num_hidden_layers:
-        params[DRAFT] = {
-            "norm_embedding": norm("mtp.pre_fc_norm_embedding", M, dtype, cfg.norm_offset),
-            "norm_hidden": norm("mtp.pre_fc_norm_hidden", M, dtype, cfg.norm_offset),
-            "fc": Param(Aval((M, 2 * M), dtype), Source(("mtp.fc.weight",), ((M, 2 * M),))),
-            "layer": _layer_params(cfg, dtype, "mtp.layers.0.", FULL, joined=False),
-            "norm": norm("mtp.norm", M, dtype, cfg.norm_offset),
-        }
+        norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+        params[DRAFT] = mtp.params(cfg, dtype, norms, "mtp.fc.weight", _layer_params(cfg, dtype, "mtp.layers.0.", FULL, joined=False))
     return params
 
 
@@ -230,24 +218,11 @@ def _layers(cfg: Config) -> Sequence[tuple[str, decoder.Mixer]]:
     return list(zip(cfg.layer_kinds, mixers, strict=True))
 
 
-def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
-    return decoder.head(cfg, params, hidden)
-
-
 def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[Tree, Tree]:
     """Writes the multi-token-prediction head's keys and values, from the hidden state of token i and the id of token i+1.
 
-    Args:
-        params: tree of `abstract_params` with `embed` and `mtp`.
-        state: tree of `abstract_state` with `mtp`.
-        inputs: as for forward, `tokens` shifted left by one: entry (b, t) is the token after that of row (b, t) of `hidden`.
-        hidden: [T, M], laid out as the residual stream: from `forward`, or from `draft`.
-        first: whether it is from `forward`; this head treats both alike.
-
-    Returns:
-        what `draft` continues from, all of it on every device: the head's residual stream `stream` and its layer's normalised input
-        `normed`, each [T, M]; and the new state.
+    Arguments are those of `family.ExtendDraftCache`; rows are the head's residual `stream` and its layer's normalised input `normed`, each
+    [T, M], whole on every device. `first` changes nothing: the head treats hidden states of the model and its own alike.
     """
     own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
     stream, x = mtp.merged(cfg, own, params["embed"], batch, hidden)
@@ -256,15 +231,9 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
 
 
 def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> torch.Tensor:
-    """Runs the multi-token-prediction head's layer over tokens that are in its cache already.
+    """Runs the head's layer over tokens that are in its cache: all of a row's, or some at its end.
 
-    Args:
-        params, state: as for `extend_draft_cache`.
-        inputs: of those tokens: all of a row's, or some at its end; of `tokens` only the shape is read.
-        rows: their rows of what `extend_draft_cache` returned.
-
-    Returns:
-        hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
+    Results and arguments are those of `DraftHead.draft`; of `inputs["tokens"]` only the shape is read.
     """
     own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
     mixed = attention.attend(cfg, own["layer"]["mixer"], state[DRAFT], batch, rows["normed"])
@@ -274,13 +243,12 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     """A small configuration for `Family.shrink`."""
     queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
-    experts, layers = sizes.experts(cfg.num_experts, ranks), sizes.layers(cfg.layer_kinds)
+    layers = sizes.layers(cfg.layer_kinds)
     delta, values = sizes.split(cfg.linear_num_key_heads, tp), min(2, cfg.linear_num_value_heads // cfg.linear_num_key_heads)
     rotated = max(2, round(sizes.HEAD * cfg.rotary.dim / cfg.head_dim) // 2 * 2)
     return replace(
         cfg,
-        vocab_size=sizes.vocabulary(cfg.vocab_size, tp),
-        hidden_size=sizes.HIDDEN,
+        **sizes.feed_forwards(cfg, tp, ranks),
         num_attention_heads=queries,
         num_key_value_heads=keys,
         head_dim=sizes.HEAD,
@@ -291,10 +259,6 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
         linear_num_value_heads=delta * values,
         linear_key_head_dim=sizes.HEAD,
         linear_value_head_dim=sizes.HEAD,
-        intermediate_size=sizes.ffn(tp) if cfg.intermediate_size else 0,
-        num_experts=experts,
-        num_experts_per_tok=sizes.choices(cfg.num_experts_per_tok, experts),
-        moe_intermediate_size=sizes.EXPERT_FFN if cfg.moe_intermediate_size else 0,
         shared_expert_intermediate_size=sizes.ffn(tp) if cfg.shared_expert_intermediate_size else 0,
     )
 

@@ -5,9 +5,27 @@ from __future__ import annotations
 import torch
 
 from ..graphs import ops
-from ..graphs.types import Tree
+from ..graphs.types import Aval, Tree
 from . import decoder, norms, sequence_parallel
 from .batch import Batch
+from .params import Param, Source, norm
+
+
+def params(
+    cfg: decoder.DecoderSizes, dtype: torch.dtype, names: tuple[str, str, str], fc: str, layer: Tree, unread: tuple[str, ...] = ()
+) -> dict[str, Tree]:
+    """Parameters of a head.
+
+    Args:
+        names: in checkpoints, of its norms of embeddings, of hidden states and at its end.
+        fc: name of the tensor [M, 2M] that joins both.
+        layer: parameters of its layer.
+        unread: tensors of the head in checkpoints that no parameter reads.
+    """
+    M = cfg.hidden_size
+    embedding, hidden, final = (norm(name, M, dtype, cfg.norm_offset) for name in names)
+    joining = Param(Aval((M, 2 * M), dtype), Source((fc,), ((M, 2 * M),), unread=unread))
+    return {"norm_embedding": embedding, "norm_hidden": hidden, "fc": joining, "layer": layer, "norm": final}
 
 
 def merged(cfg: decoder.DecoderSizes, head: Tree, embed: Tree, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,7 +35,7 @@ _WINDOWS = frozenset({"sliding_window", "max_window_layers"})
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(attention.PlainHeads):
     """Sizes of a Qwen3 model; field names follow its config.json.
 
     With num_experts == 0 the model is dense. `variant` is not in the file: it is how a deployment stores parameters and state.
@@ -61,24 +61,6 @@ class Config:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
     variant: Variant = PLAIN
-
-    @property
-    def norm_offset(self) -> float:
-        return 0.0
-
-    @property
-    def attn_output_gate(self) -> bool:
-        return False
-
-    @property
-    def rotary_dim(self) -> int:
-        """Rotated channels of a head."""
-        return self.rotary.dim
-
-    @property
-    def split_heads(self) -> Mapping[str, int]:
-        """Numbers of heads that the ranks of a group share."""
-        return {"num_attention_heads": self.num_attention_heads}
 
     @property
     def num_moe_layers(self) -> int:
@@ -165,28 +147,17 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
     return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary))
 
 
-def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
-    return decoder.head(cfg, params, hidden)
-
-
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     """A small configuration for `Family.shrink`."""
     queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
-    experts = sizes.experts(cfg.num_experts, ranks)
     return replace(
         cfg,
-        vocab_size=sizes.vocabulary(cfg.vocab_size, tp),
-        hidden_size=sizes.HIDDEN,
+        **sizes.feed_forwards(cfg, tp, ranks),
         num_attention_heads=queries,
         num_key_value_heads=keys,
         head_dim=sizes.HEAD,
         rotary=replace(cfg.rotary, dim=sizes.HEAD),
         layer_kinds=cfg.layer_kinds[: sizes.layers(cfg.layer_kinds)],
-        intermediate_size=sizes.ffn(tp) if cfg.intermediate_size else 0,
-        num_experts=experts,
-        num_experts_per_tok=sizes.choices(cfg.num_experts_per_tok, experts),
-        moe_intermediate_size=sizes.EXPERT_FFN if cfg.moe_intermediate_size else 0,
     )
 
 
@@ -197,7 +168,7 @@ FAMILY = Family(
     abstract_params=abstract_params,
     abstract_state=abstract_state,
     forward=forward,
-    head=head,
+    head=decoder.head,
     shrink=shrink,
     widths=sizes.WIDTHS,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import hybrid
+from . import decoder, hybrid
 from .config import Fields
 from .family import Family
 
@@ -49,7 +49,7 @@ FAMILY = Family(
     abstract_params=hybrid.abstract_params,
     abstract_state=hybrid.abstract_state,
     forward=hybrid.forward,
-    head=hybrid.head,
+    head=decoder.head,
     shrink=hybrid.shrink,
     widths=hybrid.WIDTHS,
     draft_head=DRAFT_HEAD,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..graphs.ops.sample import part_length
 from ..graphs.step_inputs import MAX_RANKED
@@ -85,6 +86,19 @@ def experts(count: int, ranks: int) -> int:
 def choices(per_token: int, small_experts: int) -> int:
     """Experts per token (top-k) of the shrunken model: below its number of experts; 0 for a dense model."""
     return min(per_token, MAX_CHOICES, max(1, small_experts // 2)) if small_experts else 0
+
+
+def feed_forwards(cfg: Any, tp: int, ranks: int) -> dict[str, Any]:
+    """Fields of a small configuration that every family has: of its vocabulary, its width, its feed-forwards and its experts."""
+    count = experts(cfg.num_experts, ranks)
+    return {
+        "vocab_size": vocabulary(cfg.vocab_size, tp),
+        "hidden_size": HIDDEN,
+        "intermediate_size": ffn(tp) if cfg.intermediate_size else 0,
+        "num_experts": count,
+        "num_experts_per_tok": choices(cfg.num_experts_per_tok, count),
+        "moe_intermediate_size": EXPERT_FFN if cfg.moe_intermediate_size else 0,
+    }
 
 
 def layers(kinds: Sequence[str]) -> int:

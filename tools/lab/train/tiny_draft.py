@@ -8,7 +8,7 @@ import torch
 
 from ....graphs import tree
 from ....graphs.types import Tree
-from ....models import hybrid
+from ....models import decoder, hybrid
 from .tiny_model import fresh_step
 
 DEPTH = 3
@@ -38,7 +38,7 @@ def continue_texts(
         inputs["num_computed_tokens"] = torch.full_like(step.inputs["num_computed_tokens"], start)
         inputs["query_lens"] = torch.full_like(step.inputs["query_lens"], ids.shape[1])
         hidden, state, _ = hybrid.forward(cfg, params, state, inputs)
-        logits = hybrid.head(cfg, params, hidden.view(rows, ids.shape[1], -1)[:, -1])
+        logits = decoder.head(cfg, params, hidden.view(rows, ids.shape[1], -1)[:, -1])
         start += ids.shape[1]
         if temperature:
             ids = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
@@ -83,11 +83,11 @@ def unroll(
     ids = texts.to(torch.int32)
     with torch.no_grad():
         hidden, state, _ = hybrid.forward(cfg, params, step.state, {**step.inputs, "tokens": ids[:, :-1]})
-        target = hybrid.head(cfg, params, hidden).view(rows, length, -1)
+        target = decoder.head(cfg, params, hidden).view(rows, length, -1)
     inputs = {**step.inputs, "tokens": ids[:, 1:]}
     taken, state = hybrid.extend_draft_cache(cfg, params, state, inputs, hidden, first=True)
     ahead = hybrid.draft(cfg, params, state, inputs, taken)
-    first = hybrid.head(cfg, params, ahead).view(rows, length, -1)
+    first = decoder.head(cfg, params, ahead).view(rows, length, -1)
 
     flat = (torch.arange(rows)[:, None] * length + bases).flatten()
     ahead, logits = ahead[flat], first.flatten(0, 1)[flat]
@@ -102,7 +102,7 @@ def unroll(
         inputs |= {"tokens": fed.to(torch.int32)[:, None], "num_computed_tokens": (bases.flatten() + 1 + j).to(torch.int32)}
         taken, state = hybrid.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
         ahead = hybrid.draft(cfg, params, state, inputs, taken)
-        logits = hybrid.head(cfg, params, ahead)
+        logits = decoder.head(cfg, params, ahead)
         deeper.append(logits.view(rows, count, -1))
     return Recursion(target, first, tuple(deeper))
 

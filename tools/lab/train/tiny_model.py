@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from ....graphs import tree
 from ....graphs.step_inputs import LAYER_INPUTS, StepInputs
 from ....graphs.types import Bucket, Limits, Tree
-from ....models import hybrid
+from ....models import decoder, hybrid
 from ....models import params as parameters
 from .tiny_tokenizer import VOCAB_SIZE
 
@@ -141,11 +141,11 @@ def joint_losses(cfg: hybrid.Config, params: Tree, windows: torch.Tensor, with_d
     step = fresh_step(cfg, rows, length)
     ids = windows.to(torch.int32)
     hidden, state, intermediates = hybrid.forward(cfg, params, step.state, {**step.inputs, "tokens": ids[:, :-2]})
-    main = cross_entropy(hybrid.head(cfg, params, hidden), windows[:, 1:-1].flatten())
+    main = cross_entropy(decoder.head(cfg, params, hidden), windows[:, 1:-1].flatten())
     draft = torch.zeros(())
     if with_draft:
         shifted = {**step.inputs, "tokens": ids[:, 1:-1]}
         taken, state = hybrid.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
         ahead = hybrid.draft(cfg, params, state, shifted, taken)
-        draft = cross_entropy(hybrid.head(cfg, params, ahead), windows[:, 2:].flatten())
+        draft = cross_entropy(decoder.head(cfg, params, ahead), windows[:, 2:].flatten())
     return Losses(main, draft, balance_loss(intermediates.routers, cfg.num_experts_per_tok))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import tiny
 
-from npucompile.models import hybrid, qwen3_5
+from npucompile.models import decoder, hybrid, qwen3_5
 from npucompile.tools.lab.train import tiny_draft, tiny_model
 
 ROWS, LENGTH = 2, 24
@@ -31,7 +31,7 @@ def drafts_of_one_position(cfg, params, text, base, own_tokens):
     one_token = {**step.inputs, "query_lens": torch.ones(1, dtype=torch.int32)}
     last = {**one_token, "num_computed_tokens": torch.tensor([base], dtype=torch.int32), "tokens": ids[None, base + 1 : base + 2]}
     ahead = hybrid.draft(cfg, params, state, last, {name: rows[-1:] for name, rows in fused.items()})
-    logits = [hybrid.head(cfg, params, ahead)[0]]
+    logits = [decoder.head(cfg, params, ahead)[0]]
     for j in range(tiny_draft.DEPTH - 1):
         token = int(logits[-1].argmax()) if own_tokens else int(text[base + 2 + j])
         inputs = {
@@ -41,7 +41,7 @@ def drafts_of_one_position(cfg, params, text, base, own_tokens):
         }
         fused, state = hybrid.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
         ahead = hybrid.draft(cfg, params, state, inputs, fused)
-        logits.append(hybrid.head(cfg, params, ahead)[0])
+        logits.append(decoder.head(cfg, params, ahead)[0])
     return logits
 
 
@@ -63,7 +63,7 @@ def test_continuations_are_greedy_in_the_parallel_logits(model, texts):
     longer = tiny_draft.continue_texts(cfg, params, texts[:, :8], 8, 0.0, torch.Generator())
     step = tiny_model.fresh_step(cfg, ROWS, 15)
     hidden, _, _ = hybrid.forward(cfg, params, step.state, {**step.inputs, "tokens": longer[:, :-1].to(torch.int32)})
-    best = hybrid.head(cfg, params, hidden).view(ROWS, 15, -1).argmax(-1)
+    best = decoder.head(cfg, params, hidden).view(ROWS, 15, -1).argmax(-1)
     assert torch.equal(longer[:, :8], texts[:, :8])
     assert torch.equal(longer[:, 8:], best[:, 7:])
 

@@ -7,7 +7,7 @@ import torch
 from support import tiny
 
 from npucompile.graphs import tree
-from npucompile.models import hybrid, qwen3_5
+from npucompile.models import decoder, hybrid, qwen3_5
 from npucompile.tools.lab.train import tiny_model
 
 
@@ -52,11 +52,11 @@ def test_joint_losses_reach_every_parameter_and_equal_plain_cross_entropy(cfg: h
     step = tiny_model.fresh_step(cfg, 2, 16)
     with torch.no_grad():
         hidden, state, _ = hybrid.forward(cfg, params, step.state, {**step.inputs, "tokens": windows[:, :-2].int()})
-        main = torch.nn.functional.cross_entropy(hybrid.head(cfg, params, hidden), windows[:, 1:-1].flatten())
+        main = torch.nn.functional.cross_entropy(decoder.head(cfg, params, hidden), windows[:, 1:-1].flatten())
         shifted = {**step.inputs, "tokens": windows[:, 1:-1].int()}
         fused, state = hybrid.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
         drafted = hybrid.draft(cfg, params, state, shifted, fused)
-        draft = torch.nn.functional.cross_entropy(hybrid.head(cfg, params, drafted), windows[:, 2:].flatten())
+        draft = torch.nn.functional.cross_entropy(decoder.head(cfg, params, drafted), windows[:, 2:].flatten())
     assert losses.main.item() == pytest.approx(main.item(), abs=1e-5)
     assert losses.draft.item() == pytest.approx(draft.item(), abs=1e-5)
     grads = torch.autograd.grad(losses.main + losses.draft + losses.balance, leaves, allow_unused=True)
