@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from .operators.table import COMMUNICATING, VIEWS
 
 BORDER = ("Data", "Const", "NetOutput")
 """Operands, constants and the list of results: nothing runs for them."""
 
+T = TypeVar("T", bound=Any)
 _KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
 
 
-def launches(graph: Any) -> list[Any]:
+def launches(ops: Iterable[T]) -> list[T]:
     """Operators that are neither constants, nor views, nor computed from constants alone; in the order of the graph.
 
     GE computes what depends on constants alone when it compiles, and gives reshapes the memory of their input (`GeDeletedOp` in the
@@ -21,11 +23,11 @@ def launches(graph: Any) -> list[Any]:
     most of them (`IdentityPass`): it keeps those that separate a read from a write in place, and which ones is known to GE alone.
 
     Args:
-        graph: a `GraphDef` message, its operators in topological order.
+        ops: in topological order, as messages or as nodes.
     """
     constant: set[str] = set()
     started = []
-    for op in graph.op:
+    for op in ops:
         if op.type == "Const":
             constant.add(op.name)
         elif op.type not in BORDER:

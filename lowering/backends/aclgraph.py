@@ -67,13 +67,13 @@ class AclGraph(NpuBackend):
         from .. import collectives_check
         from ..ascend.acl_graph import inspect_acl
         from ..ascend.acl_graph.file import decode
-        from ..ascend.legality import check, check_acl
+        from ..ascend.legality import check as legality
 
         acl_file = decode(compiled.data)
         inspect_acl.check(acl_file, partitioned.signature)
         collectives_check.agree(partitioned.collectives, collectives_check.of_acl_file(acl_file))
         if platform.chip:
-            check_acl.prove(acl_file, platform, sizes=check.has_kernels(partitioned.signature.params))
+            legality.prove(acl_file, platform, sizes=legality.has_kernels(partitioned.signature.params))
 
 
 BACKEND = AclGraph()

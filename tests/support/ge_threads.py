@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,13 +12,13 @@ from npucompile.lowering.ascend.ge_file import GeFile, messages
 from npucompile.lowering.ascend.ge_operators import operators
 from npucompile.lowering.ascend.ge_types import graph_types
 from npucompile.lowering.ascend.legality.check import Checker
+from npucompile.lowering.ascend.legality.graph_rules import GRAPH_RULES
 from npucompile.lowering.ascend.legality.matching import types_of
-from npucompile.lowering.ascend.legality.node import key_of, node_of
-from npucompile.lowering.ascend.legality.rules import RULES
-from npucompile.lowering.ascend.legality.rules_attention import SINK
+from npucompile.lowering.ascend.legality.nodes import of_ge
 from npucompile.lowering.ascend.legality.table import FORM, RULE, table
-from npucompile.lowering.ascend.legality.thread_rules import GRAPH_RULES
 from npucompile.lowering.ascend.legality.threads import Thread
+from npucompile.lowering.ascend.operators.attention_rules import SINK
+from npucompile.lowering.ascend.operators.legality_rules import rule_of
 from npucompile.lowering.platform import CANN_RELEASES, Platform
 
 OPERATOR = "reported"
@@ -51,19 +50,17 @@ def graph_of(thread: Thread) -> tuple[Any, frozenset[str]]:
 def refused_by(thread: Thread) -> dict[str, str]:
     """Messages of what refuses the reported operator, by the name that `Thread.refused_by` uses."""
     graph, nz = graph_of(thread)
-    op, types = graph.op[-1], graph_types(graph, nz)
     platform = Platform(CHIP, next((release for release in CANN_RELEASES if (thread.cann or "").startswith(release)), CANN))
-    checker = Checker(table(), platform, OPTIONS)
-    checker.add(key_of(op, types, set()), functools.partial(node_of, op, types, set()))
+    nodes = of_ge(operators(graph.op), graph_types(graph, nz), range(len(graph.op)))
+    checker, node = Checker(table(), platform, OPTIONS), nodes[-1]
+    checker.add(node)
     told = {violation.message for violation in checker.checked.violations}
-    node, rows = node_of(op, types, set()), table().facts(op.type, platform.chip, platform.cann)
-    assert any(row.what == FORM for row in rows), f"the table knows nothing of {op.type}"
+    rows = table().facts(node.type, platform.chip, platform.cann)
+    assert any(row.what == FORM for row in rows), f"the table knows nothing of {node.type}"
     refused = [("types", message) for message, _ in types_of(node, rows)]
-    refused += [(row.rule, RULES[row.rule](node, OPTIONS, **row.parameters)) for row in rows if row.what == RULE]
-    refused += [
-        (name, message) for name, rule in GRAPH_RULES.items() for broken, message in rule(operators(graph.op)) if broken.name == OPERATOR
-    ]
-    return {name: message for name, message in refused if message in told or name in GRAPH_RULES}
+    refused += [(row.rule, rule_of(node, row.rule)(node, OPTIONS, **row.parameters)) for row in rows if row.what == RULE]
+    of_graph = [(rule.__name__, message) for rule in GRAPH_RULES for broken, message in rule(nodes) if broken.name == OPERATOR]
+    return {name: message for name, message in refused if message in told} | dict(of_graph)
 
 
 def file_of(thread: Thread) -> GeFile:

@@ -21,7 +21,7 @@ from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.ascend.ge_file import decode, parse
 from npucompile.lowering.ascend.inspect_ge import census
 from npucompile.lowering.ascend.launches import launches
-from npucompile.lowering.ascend.legality import check, check_acl
+from npucompile.lowering.ascend.legality import check
 from npucompile.lowering.ascend.legality.assumptions import assumptions
 from npucompile.lowering.backend import backend
 from npucompile.lowering.platform import CANN_RELEASES, OPERATOR_PACKAGES, Platform
@@ -144,14 +144,14 @@ def _analyses(of: Plan, data: bytes) -> dict[str, bytes]:
         ge_file = decode(data)
         cost = estimate(ge_file, speeds, of.mesh, CONTEXT)
         counts = census(ge_file.graph)
-        started = [op.name for op in launches(parse(ge_file.graph).graph[0])]
+        started = [op.name for op in launches(parse(ge_file.graph).graph[0].op)]
         legality = [_legality(check.examine(ge_file, platform), platform) for platform in platforms(of.platform)]
     else:
         acl_file = acl_decode(data)
         cost = estimate_captured(acl_file, speeds, of.mesh, CONTEXT, of.platform)
         counts = inspect_acl.census(acl_file)
         started = [name for names in inspect_acl.launches_by_body(acl_file).values() for name in names]
-        legality = [_legality(check_acl.examine(acl_file, platform), platform) for platform in platforms(of.platform)]
+        legality = [_legality(check.examine(acl_file, platform), platform) for platform in platforms(of.platform)]
     return {
         "cost": _json({"as dict": cost.as_dict(), "all": repr(cost)}),
         "census": _json({"operators": counts, "launches": started}),

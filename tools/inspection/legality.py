@@ -8,7 +8,7 @@ from typing import Any
 
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact, GraphEntry
-from ...lowering.ascend.legality import check, check_acl
+from ...lowering.ascend.legality import check
 from ...lowering.ascend.legality.assumptions import assumptions
 from ...lowering.ascend.legality.check import Checked
 from ...lowering.platform import Platform
@@ -26,10 +26,8 @@ def illegal(artifact: Artifact, entry: GraphEntry) -> dict[str, Any]:
 def _checked(artifact: Artifact, entry: GraphEntry) -> Checked | None:
     """What the check of a bucket's graph found; None where it has none for NPUs."""
     platform = Platform.of(artifact.manifest.platform)
-    if ge_file := views.ge_file_of(artifact, entry):
-        return check.examine(ge_file, platform)
-    acl_file = views.acl_file_of(artifact, entry)
-    return check_acl.examine(acl_file, platform) if acl_file else None
+    graph = views.ge_file_of(artifact, entry) or views.acl_file_of(artifact, entry)
+    return check.examine(graph, platform) if graph else None
 
 
 def assumed(artifact: Artifact, entries: Sequence[GraphEntry]) -> views.View:

@@ -215,7 +215,7 @@ def _kinds(shipped: ShippedFile, counted: bool) -> set[frozenset[tuple[str, int]
     else:
         # Constants are left out: two of equal sizes are one, as rows and tokens of a small bucket may be.
         counts: dict[str, Counter[str]] = {}
-        for op in launches(parse(shipped.graph).graph[0]):
+        for op in launches(parse(shipped.graph).graph[0].op):
             counts.setdefault(body_of(op.name), Counter())[op.type] += 1
         census = {body: dict(count) for body, count in counts.items()}
     return {frozenset((name, count if counted else 1) for name, count in body.items()) for prefix, body in census.items() if prefix}

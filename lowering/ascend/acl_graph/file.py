@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,11 @@ class AclFile:
     def operands(self) -> int:
         """Number of operands of the graph: those of the program, then the derived values."""
         return self.inputs + (self.folded.values if self.folded else 0)
+
+    @property
+    def bodies(self) -> Iterator[str]:
+        """The body of each node behind the operands."""
+        return itertools.chain.from_iterable([body] * nodes for body, nodes in self.calls)
 
 
 def encode(acl_file: AclFile) -> bytes:

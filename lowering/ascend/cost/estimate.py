@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ...platform import Platform
 from ..acl_graph.file import AclFile
-from ..ge_file import GeFile, parse
-from ..ge_types import tensor_types
+from ..ge_file import GeFile
 from ..launches import body_of, kind_of, launches
+from ..legality.nodes import OPERAND, STRUCTURE, Nodes, nodes_of
+from ..operators.node import Node
 from ..operators.table import IN_PLACE, VIEWS
-from ..operators.tensor_type import TensorType
 from ..operators.work import Facts, Rows
-from . import captured
 from .experts import routed_rows
 from .parameters import Parameters
 from .schedule import Task, schedule, total
 from .timing import CAUSES, Topology, duration
 from .work import works_of
 
-_STREAM = "_user_stream_label"
 _MS = 1e3
 _GROUPS = ("group_list", "group_index")
 """Inputs with the number of rows of each expert."""
@@ -132,14 +131,10 @@ def estimate(ge_file: GeFile, speeds: Parameters, mesh: Mesh, context: int) -> S
     Raises:
         LoweringError: the type of a tensor cannot be told, or an operator communicates over a group that the mesh does not have.
     """
-    topology = Topology.of(mesh, speeds.npus_per_node)
-    graph = parse(ge_file.graph).graph[0]
-    types = tensor_types(ge_file)
-    facts = _facts(graph, ge_file, types, speeds, topology, context)
-    started = launches(graph)
-    waits = _waits(graph, {op.name: i for i, op in enumerate(started)})
-    streams = [op.attr[_STREAM].s.decode() if _STREAM in op.attr else "" for op in started]
-    return _step(started, facts, speeds, topology, [waits[op.name] for op in started], streams)
+    read = nodes_of(ge_file, Platform())
+    topology, started = Topology.of(mesh, speeds.npus_per_node), launches(read.nodes)
+    waits = _waits(read.nodes, {node.name: i for i, node in enumerate(started)})
+    return _step(started, _facts(read, speeds, topology, context), speeds, topology, [waits[node.name] for node in started])
 
 
 def estimate_captured(acl_file: AclFile, speeds: Parameters, mesh: Mesh, context: int, platform: Platform) -> StepCost:
@@ -155,25 +150,15 @@ def estimate_captured(acl_file: AclFile, speeds: Parameters, mesh: Mesh, context
     Raises:
         LoweringError: an operator is not known, or communicates over a group that the mesh does not have.
     """
-    topology = Topology.of(mesh, speeds.npus_per_node)
-    graph = captured.read(acl_file, platform)
-    rows = _routed(graph.operators, graph.types, topology)
-    facts = Facts(
-        graph.types, graph.resident, graph.pools, context, topology.groups, speeds.cache_bytes, speeds.expert_skew,
-        speeds.expert_imbalance, rows,
-    )  # fmt: skip
-    return _step(graph.operators, facts, speeds, topology, [()] * len(graph.operators), [""] * len(graph.operators))
+    read, topology = nodes_of(acl_file, platform), Topology.of(mesh, speeds.npus_per_node)
+    started = [node for node in read.nodes if node.type not in STRUCTURE]
+    if unknown := next((node for node in started if not node.called), None):
+        raise LoweringError(f"{unknown.name} ({unknown.type}): nothing is known of this operator; legal are those of the table of legality")
+    return _step(started, _facts(read, speeds, topology, context), speeds, topology, [()] * len(started))
 
 
-def _step(
-    started: Sequence[Any],
-    facts: Facts,
-    speeds: Parameters,
-    topology: Topology,
-    waits: Sequence[tuple[int, ...]],
-    streams: Sequence[str],
-) -> StepCost:
-    """The cost of launches, each with the positions of those that it waits for and the label of its stream."""
+def _step(started: Sequence[Node], facts: Facts, speeds: Parameters, topology: Topology, waits: Sequence[tuple[int, ...]]) -> StepCost:
+    """The cost of launches, each with the positions of those that it waits for."""
     works = [works_of(op, facts) for op in started]
     firsts = list(itertools.accumulate((len(each) for each in works), initial=0))
     tasks = []
@@ -182,7 +167,7 @@ def _step(
         after = tuple(firsts[i + 1] - 1 for i in waits[number])
         for stage, work in enumerate(each):
             follows = (firsts[number] + stage - 1,) if stage else after
-            tasks.append(Task(duration(work, speeds, topology), follows, streams[number]))
+            tasks.append(Task(duration(work, speeds, topology), follows, started[number].stream))
     timeline = schedule(tasks)
     exposed = tuple(_summed(timeline.exposed[begin:end]) for begin, end in itertools.pairwise(firsts))
     moved = [sum(work.hbm_bytes + work.streamed_bytes for work in each) for each in works]
@@ -211,60 +196,53 @@ def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return sums
 
 
-def _facts(graph: Any, ge_file: GeFile, types: Mapping[str, TensorType], speeds: Parameters, topology: Topology, context: int) -> Facts:
-    written = {*ge_file.bound, *(operand for _, operand in ge_file.donations)}
-    data = ge_file.data
-    resident, pools = set(), set()
-    for op in graph.op:
-        if op.type == "Data":
-            resident.add(f"{op.name}:0")
-            if data[op.attr["index"].i] in written:
-                pools.add(f"{op.name}:0")
-        elif op.type in VIEWS:
+def _facts(read: Nodes, speeds: Parameters, topology: Topology, context: int) -> Facts:
+    resident, pools = set[str](), set[str]()
+    for node in read.nodes:
+        if node.type == OPERAND:
+            resident.add(f"{node.name}:0")
+            pools.update([f"{node.name}:0"] if node.operand in read.written else ())
+        elif node.type == "" or node.type in VIEWS:
             for group in (resident, pools):
-                if op.input[0] in group:
-                    group.add(f"{op.name}:0")
-        for port, position in IN_PLACE.get(op.type, {}).items():
-            if position < len(op.input) and op.input[position] in pools:
-                resident.add(f"{op.name}:{port}")
-                pools.add(f"{op.name}:{port}")
-    rows = _routed(graph.op, types, topology)
+                group.update(f"{node.name}:{port}" for port in range(node.results) if node.input and node.input[0] in group)
+        for port, position in IN_PLACE.get(node.type, {}).items():
+            if position < len(node.input) and node.input[position] in pools:
+                resident.add(f"{node.name}:{port}")
+                pools.add(f"{node.name}:{port}")
+    rows = _routed(read, topology)
     return Facts(
-        types, frozenset(resident), frozenset(pools), context, topology.groups, speeds.cache_bytes, speeds.expert_skew,
+        read.types, frozenset(resident), frozenset(pools), context, topology.groups, speeds.cache_bytes, speeds.expert_skew,
         speeds.expert_imbalance, rows,
     )  # fmt: skip
 
 
-def _routed(operators: Iterable[Any], types: Mapping[str, TensorType], topology: Topology) -> dict[str, Rows]:
+def _routed(read: Nodes, topology: Topology) -> dict[str, Rows]:
     """The rows behind each list of group sizes that an operator reads."""
-    ops, rows = {op.name: op for op in operators}, dict[str, Rows]()
-    for op in ops.values():
-        for tensor, desc in zip(op.input, op.input_desc, strict=False):
-            if desc.name in _GROUPS and tensor and tensor not in rows:
-                found = routed_rows(ops, types, tensor, topology.groups.get("world", 1))
-                if found is not None:
-                    rows[tensor] = found
+    ops, rows = {node.name: node for node in read.nodes}, dict[str, Rows]()
+    for tensor in (tensor for node in read.nodes for slot in _GROUPS if (tensor := node.find(slot))):
+        if tensor not in rows and (routed := routed_rows(ops, read.types, tensor, topology.groups.get("world", 1))) is not None:
+            rows[tensor] = routed
     return rows
 
 
-def _waits(graph: Any, number: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def _waits(nodes: Sequence[Node], number: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """For each launch the launches that it reads or is told to wait for, through views and what is computed at compile time."""
     sources: dict[str, tuple[int, ...]] = {}
     waits: dict[str, tuple[int, ...]] = {}
-    for op in graph.op:
+    for node in nodes:
         before: set[int] = set()
-        for tensor in op.input:
-            before.update(sources.get(tensor.rpartition(":")[0], ()))
-        if op.name in number:
-            waits[op.name] = tuple(before)
-            sources[op.name] = (number[op.name],)
+        for producer in node.producers:
+            before.update(sources.get(producer, ()))
+        if node.name in number:
+            waits[node.name] = tuple(before)
+            sources[node.name] = (number[node.name],)
         elif before:
-            sources[op.name] = tuple(before)
+            sources[node.name] = tuple(before)
     return waits
 
 
 def _grouped(
-    started: Sequence[Any], moved: Sequence[float], sent: Sequence[float], exposed: tuple[dict[str, float], ...]
+    started: Sequence[Node], moved: Sequence[float], sent: Sequence[float], exposed: tuple[dict[str, float], ...]
 ) -> tuple[OperatorCost, ...]:
     groups: dict[tuple[str, str], list[int]] = {}
     for i, op in enumerate(started):
@@ -282,7 +260,7 @@ def _grouped(
     )
 
 
-def _bodies(started: Sequence[Any]) -> dict[str, int]:
+def _bodies(started: Sequence[Node]) -> dict[str, int]:
     bodies: dict[str, None] = dict.fromkeys(body_of(op.name) for op in started)
     counts: dict[str, int] = {}
     for body in bodies:

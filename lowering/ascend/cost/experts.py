@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from ..operators.node import Node
 from ..operators.table import BY_TYPE
 from ..operators.tensor_type import TensorType
 from ..operators.work import Rows
@@ -13,7 +13,7 @@ _DEPTH = 24
 """Operators between a list of group sizes and the routing that it comes from."""
 
 
-def routed_rows(ops: Mapping[str, Any], types: Mapping[str, TensorType], group_list: str, ranks: int) -> Rows | None:
+def routed_rows(ops: Mapping[str, Node], types: Mapping[str, TensorType], group_list: str, ranks: int) -> Rows | None:
     """Rows behind a list of group sizes, from the dispatch or routing that it comes from; None where there is none.
 
     Args:
@@ -33,7 +33,7 @@ def routed_rows(ops: Mapping[str, Any], types: Mapping[str, TensorType], group_l
             operator = BY_TYPE.get(op.type)
             if found is None and operator is not None and operator.routed is not None:
                 found = operator.routed(op, types, ranks)
-            following += [t for t in op.input if t and not t.endswith(":-1")]
+            following += op.reads
         if found:
             return found
         queue = following

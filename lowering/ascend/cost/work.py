@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....graphs.errors import LoweringError
+from ..operators.node import Node
 from ..operators.table import BY_TYPE, COMMUNICATING
 from ..operators.work import Facts, Work, generic
 
@@ -12,7 +11,7 @@ _HCCL = "Hcom"
 """Beginning of the names of HCCL's collectives."""
 
 
-def works_of(op: Any, facts: Facts) -> tuple[Work, ...]:
+def works_of(op: Node, facts: Facts) -> tuple[Work, ...]:
     """The work of one launch, in the stages that it runs one after the other: one, but of operators that compute and communicate.
 
     Raises:
@@ -22,7 +21,7 @@ def works_of(op: Any, facts: Facts) -> tuple[Work, ...]:
     return operator.stages(op, facts) if operator is not None and operator.stages is not None else (work_of(op, facts),)
 
 
-def work_of(op: Any, facts: Facts) -> Work:
+def work_of(op: Node, facts: Facts) -> Work:
     """The work of one launch.
 
     Raises:

@@ -35,7 +35,7 @@ def assumptions(checked: Iterable[Checked], platform: Platform = DEFAULT) -> lis
     """Assumptions that graphs rely on, those with the most operators first.
 
     Args:
-        checked: what `check.examine` and `check_acl.examine` found of the graphs.
+        checked: what `check.examine` found of the graphs.
     """
     platform = platform if platform.chip else DEFAULT
     relied, assumed = Counter[tuple[str, int]](), Counter[tuple[str, str]]()

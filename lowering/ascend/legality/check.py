@@ -1,29 +1,26 @@
-"""Checks every operator of a GE graph against the table: what CANN would refuse when it compiles the graph, the build refuses."""
+"""Checks every operator of a graph against the table: what CANN would refuse when it compiles, captures or runs it, the build refuses."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ....graphs.errors import LoweringError
 from ....graphs.types import Leaf
 from ...platform import CANN_RELEASES, Platform
+from ..acl_graph.file import AclFile
 from ..ge_file import GeFile
-from ..ge_operators import Operator, by_kind, read
-from ..ge_types import tensor_types
-from ..operators.tensor_type import TensorType
+from ..operators.legality_rules import rule_of
+from ..operators.node import Node
+from .graph_rules import GRAPH_RULES, group_list_kind
 from .matching import attributes_of, fitting, form_of, types_of
-from .node import Key, Node, node_of, own_key, tensors_of
+from .nodes import STRUCTURE, Nodes, nodes_of
 from .options import check_options
-from .rules import RULES
 from .table import FORM, PLACE, RULE, Fact, Table, table
-from .thread_rules import GRAPH_RULES
 from .threads import answered
+from .torch_operators import torch_operators
 
-STRUCTURE = frozenset({"Data", "Const", "NetOutput"})
-"""Operators that are the graph's inputs, constants and results; they run nothing."""
 DEFAULT = Platform("ascend910_93", CANN_RELEASES[-1])
 """What a graph is checked for where the caller names no platform."""
 STATIC = "Ascend/torchair@fced884 docs/zh/ascend_ir/features/advanced/tiling_schedule_optimize.md: graphs on the device are static"
@@ -78,7 +75,7 @@ class Checked:
         return zip(self.violations, self.copies, strict=True)
 
 
-def check(ge_file: GeFile, platform: Platform = DEFAULT, facts: Table | None = None) -> list[Violation]:
+def check(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table | None = None) -> list[Violation]:
     """What CANN would refuse of a graph on a platform; empty where every operator and option is legal.
 
     Args:
@@ -86,12 +83,12 @@ def check(ge_file: GeFile, platform: Platform = DEFAULT, facts: Table | None = N
         facts: the table; by default the one of this package.
 
     Raises:
-        LoweringError: the graph is no GE model, or types of its tensors do not follow from it.
+        LoweringError: as `nodes_of`.
     """
-    return examine(ge_file, platform, facts).violations
+    return examine(graph, platform, facts).violations
 
 
-def prove(ge_file: GeFile, platform: Platform = DEFAULT, *, sizes: bool = True) -> None:
+def prove(graph: GeFile | AclFile, platform: Platform = DEFAULT, *, sizes: bool = True) -> None:
     """Refuses a graph that CANN would refuse.
 
     Args:
@@ -100,7 +97,7 @@ def prove(ge_file: GeFile, platform: Platform = DEFAULT, *, sizes: bool = True) 
     Raises:
         LoweringError: naming operators, what was given, what is legal and the source.
     """
-    refuse(examine(ge_file, platform), platform, sizes=sizes)
+    refuse(examine(graph, platform), platform, sizes=sizes)
 
 
 def refuse(checked: Checked, platform: Platform, *, sizes: bool = True) -> None:
@@ -128,36 +125,26 @@ def has_kernels(params: Iterable[Leaf]) -> bool:
     return max((leaf.aval.shape[0] for leaf in params if len(leaf.aval.shape) == 1), default=0) >= SMALLEST_MODEL
 
 
-def examine(ge_file: GeFile, platform: Platform = DEFAULT, facts: Table | None = None) -> Checked:
+def examine(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table | None = None) -> Checked:
     """`check`, with how many operators each violation has, and which rows of the table the graph relies on."""
     platform = platform if platform.chip else DEFAULT
-    types = tensor_types(ge_file)
-    checker = Checker(facts or table(), platform, ge_file.options)
-    ops, key_of = read(ge_file.graph), keys()
-    checker.refuse(_dynamic(ops, types))
-    for op, constants in _computed(ops):
-        if "comm_alg" in op.attr:
-            used = checker.checked.algorithms.setdefault(op.attr["group_ep"].s.decode(), Counter())
-            used[op.attr["comm_alg"].s.decode()] += 1
-        if op.type not in STRUCTURE:
-            checker.add(key_of(op, types, constants), functools.partial(node_of, op, types, constants))
-    for name, rule in GRAPH_RULES.items():
-        checker.refuse(Violation(op.name, op.type, message, f"rule {name}" + answered(name, op.type)) for op, message in rule(ops))
-    for option, message, source in check_options(ge_file.options, ge_file.engine):
-        checker.refuse([Violation("", option, message, source)])
+    read = nodes_of(graph, platform, facts)
+    checker = Checker(facts or table(), platform, {} if isinstance(graph, AclFile) else graph.options)
+    if isinstance(graph, GeFile):
+        checker.refuse(_dynamic(read))
+    for node in read.nodes:
+        if "comm_alg" in node.attributes:
+            checker.checked.algorithms.setdefault(node.group, Counter())[node.attributes["comm_alg"]] += 1
+        if node.type not in STRUCTURE:
+            checker.add(node)
+    for rule in (group_list_kind,) if isinstance(graph, AclFile) else GRAPH_RULES:
+        for node, message in rule(read.nodes):
+            source = f"rule {rule.__name__}" + answered(rule.__name__, node.type)
+            checker.refuse([Violation(node.name, node.label, message, source)])
+    if isinstance(graph, GeFile):
+        for option, message, source in check_options(graph.options, graph.engine):
+            checker.refuse([Violation("", option, message, source)])
     return checker.checked
-
-
-def keys() -> Callable[[Operator, Mapping[str, TensorType], set[str]], Key]:
-    """As `node.key_of`, for the operators of one graph: what is equal for all operators of a kind is computed once."""
-    numbers: dict[Key, int] = {}
-    own = by_kind(lambda op: (numbers.setdefault(own_key(op), len(numbers)), len(op.input_desc), len(op.output_desc)))
-
-    def key(op: Operator, types: Mapping[str, TensorType], constants: set[str]) -> Key:
-        number, inputs, outputs = own(op)
-        return number, *tensors_of(op, inputs, outputs, types, constants)
-
-    return key
 
 
 class Checker:
@@ -166,17 +153,12 @@ class Checker:
     def __init__(self, facts: Table, platform: Platform, options: Mapping[str, str]) -> None:
         self.checked = Checked()
         self._facts, self._platform, self._options = facts, platform, options
-        self._known: dict[Key, tuple[list[int], tuple[tuple[str, int], ...]]] = {}
+        self._known: dict[Hashable, tuple[list[int], tuple[tuple[str, int], ...]]] = {}
 
-    def add(self, key: Key, view: Callable[[], Node]) -> None:
-        """Checks one operator.
-
-        Args:
-            key: equal for operators of which the same is legal.
-            view: the operator; called where its key is new.
-        """
+    def add(self, node: Node) -> None:
+        """Checks one operator."""
+        key = node.key
         if key not in self._known:
-            node = view()
             rows = self._facts.facts(node.type, self._platform.chip, self._platform.cann, self._platform.packages)
             places = self.refuse(self._node(node, rows))
             fit = fitting(node, rows)
@@ -186,6 +168,8 @@ class Checker:
             for place in self._known[key][0]:
                 self.checked.copies[place] += 1
         self.checked.relied.update(self._known[key][1])
+        if (row := torch_operators().get(node.called)) and row.assumed:
+            self.checked.assumed[node.type, row.assumed] += 1
 
     def refuse(self, violations: Iterable[Violation]) -> list[int]:
         """Notes violations; returns their places."""
@@ -204,32 +188,22 @@ class Checker:
             yield Violation(node.name, node.label, message, source + answered("types", node.type))
         for row in rows:
             if row.what == RULE and _applies(row, node):
-                wrong = RULES[row.rule](node, self._options, **row.parameters)
+                wrong = rule_of(node, row.rule)(node, self._options, **row.parameters)
                 if wrong:
                     source = row.source or f"assumed: {row.assumed}"
                     yield Violation(node.name, node.label, wrong, source + answered(row.rule, node.type), row.sizes)
-
-
-def _computed(ops: Iterable[Operator]) -> Iterator[tuple[Operator, set[str]]]:
-    """Operators in order, each with the names of those before it that are computed from constants alone."""
-    constants: set[str] = set()
-    for op in ops:
-        yield op, constants
-        if op.type == "Const" or (op.producers and op.type not in STRUCTURE and constants.issuperset(op.producers)):
-            constants.add(op.name)
 
 
 def _applies(row: Fact, node: Node) -> bool:
     return all(node.attributes.get(name) in values for name, values in row.when.items())
 
 
-def _dynamic(ops: Iterable[Operator], types: Mapping[str, TensorType]) -> Iterator[Violation]:
-    dynamic = {name: tensor for name, tensor in types.items() if min(tensor.shape, default=0) < 0}
-    for op in ops if dynamic else ():
-        for tensor in (f"{op.name}:{port}" for port in range(len(op.output_desc))):
-            if tensor in dynamic:
-                message = f"{tensor} is {dynamic[tensor]}; legal are sizes that are known when the graph is compiled"
-                yield Violation(op.name, op.type, message, STATIC)
+def _dynamic(read: Nodes) -> Iterator[Violation]:
+    for tensor, kind in read.types.items():
+        if min(kind.shape, default=0) < 0:
+            node = next(node for node in read.nodes if node.name == tensor.rpartition(":")[0])
+            message = f"{tensor} is {kind}; legal are sizes that are known when the graph is compiled"
+            yield Violation(node.name, node.type, message, STATIC)
 
 
 def _unknown(operator: str, facts: Table, platform: Platform) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..operators.node import Node
 from ..operators.tensor_type import NZ, TensorType
-from .node import PRIVATE, Node
+from .nodes import PRIVATE
 from .table import DTYPES, FOLDED, FORM, PLACE, TYPES, Column, Fact
 
 _KINDS = {"Int": (int,), "Float": (float, int), "Bool": (bool, int), "String": (str,), "Type": (int,)}

@@ -13,7 +13,7 @@ from ....graphs.errors import LoweringError
 from ...platform import CANN_RELEASES, Platform
 from ..acl_graph.file import AclFile
 from ..ge_file import GeFile
-from . import check, check_acl
+from . import check
 from .table import release
 
 _CHIPS = {"ascend910_93": r"Ascend910_93\w*", "ascend910b": r"Ascend910B\w*"}
@@ -45,8 +45,4 @@ def check_running(version: str, platform: Platform, graphs: Iterable[Callable[[]
     if release(known[-1]) > release(platform.cann):
         newer = Platform(platform.chip, known[-1], platform.packages)
         for read in graphs:
-            graph = read()
-            if isinstance(graph, AclFile):
-                check_acl.prove(graph, newer, sizes=False)
-            else:
-                check.prove(graph, newer, sizes=False)
+            check.prove(read(), newer, sizes=False)

@@ -14,9 +14,11 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....graphs.errors import LoweringError
+from . import attention_rules as rules
 from . import trials, work
 from .call import form
 from .checks import FLOATS, refuse_options, require, require_shape, undefined
+from .node import Node
 from .record import NpuOperator, TorchForm
 
 MASK_SIZE = 2048
@@ -274,12 +276,13 @@ def _tensor(lengths: Lengths) -> torch.Tensor | None:
     return torch.tensor(lengths, dtype=torch.int64) if isinstance(lengths, list | tuple) else lengths  # type: ignore[return-value]
 
 
-def _attention_work(op: Any, facts: work.Facts) -> work.Work:
+def _attention_work(op: Node, facts: work.Facts) -> work.Work:
     """Paged attention reads the cached keys and values of each request once; of latent keys the values are a part."""
-    query, key = facts.types[work.slot(op, "query")], facts.types[work.slot(op, "key0")]
-    heads, kv_heads = int(op.attr["num_heads"].i), int(op.attr["num_key_value_heads"].i) or int(op.attr["num_heads"].i)
-    table = next((facts.types[t] for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == "block_table" and t), None)
-    block = int(op.attr["block_size"].i) or 128
+    query, key = facts.types[op.tensor("query")], facts.types[op.tensor("key0")]
+    heads = op.attributes.get("num_heads", 0)
+    kv_heads = op.attributes.get("num_key_value_heads", 0) or heads
+    table = facts.types.get(op.find("block_table"))
+    block = op.attributes.get("block_size", 0) or 128
     if table is None:
         batch, most = key.shape[0], key.elements // max(key.shape[0], 1)
         width = key.shape[-1] if len(key.shape) == 4 else key.shape[-1] // kv_heads
@@ -289,16 +292,14 @@ def _attention_work(op: Any, facts: work.Facts) -> work.Work:
     tokens = query.elements // (heads * width)
     new = tokens / max(batch, 1)
     keys = min(max(facts.context, new), most)
-    rotary = next((facts.types[t] for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == "key_rope" and t), None)
+    rotary = facts.types.get(op.find("key_rope"))
     entry = 2 * kv_heads * width if rotary is None else width + rotary.shape[-1]
-    scales = next(
-        (facts.types[t] for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == "key_antiquant_scale" and t), None
-    )
+    scales = facts.types.get(op.find("key_antiquant_scale"))
     # Scales in pages are of a token and head; those of channels are read once.
     beside = 2 * kv_heads * 4 if scales is not None and len(scales.shape) == 3 else 0
     streamed = 1.0 * batch * keys * (entry * key.nbytes / max(key.elements, 1) + beside)
     ops = 2.0 * tokens * heads * (2 * width + (rotary.shape[-1] if rotary else 0)) * max(keys - new / 2, 1.0)
-    moved = work.bytes_moved(facts, work.whole_tensors(facts, [work.slot(op, "query"), *work.results_of(op, facts)]))
+    moved = work.bytes_moved(facts, work.whole_tensors(facts, [op.tensor("query"), *work.results_of(op, facts)]))
     # Long queries are split into blocks of rows as well.
     tasks = int(batch * kv_heads * max(1, new * heads / kv_heads // 128))
     return replace(moved, streamed_bytes=streamed, attention_ops=ops, tasks=tasks)
@@ -342,5 +343,9 @@ OPERATORS = (
         # Constants there would be the lengths of the trace, in every step.
         lengths=(5, 6),
         trial=trials.Trial(0, "lengths", "attention", layer="lengths", corners=trials.padded_rows),
+        rules=(
+            *(rules.widths_of_packed_tokens, rules.lengths_on_the_device, rules.paged_cache, rules.mask, rules.head_groups),
+            *(rules.latent_keys, rules.int8_pages, rules.int8_widths, rules.no_mask_over_pages, rules.mask_or_pages),
+        ),
     ),
 )

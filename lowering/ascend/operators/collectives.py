@@ -19,6 +19,7 @@ from ....graphs.errors import LoweringError
 from . import type_rules, work
 from .call import Call, Results
 from .checks import FLOATS, refuse_options, require, require_shape
+from .node import Node
 from .record import Arguments, NpuOperator, TorchForm
 from .trials import Trial
 
@@ -178,24 +179,22 @@ def _broadcast(calls: list[Call], wanted: Sequence[int] | None = None) -> list[R
     return [*broadcast([((call.tensor("x0"), call.attr("root_rank"), ""), {}) for call in _unfused(calls)], wanted)]
 
 
-def _collective_work(op: Any, facts: work.Facts, received: Callable[[float, float, int], float], steps: int = 1) -> work.Work:
-    group = op.attr["group"].s.decode()
+def _collective_work(op: Node, facts: work.Facts, received: Callable[[float, float, int], float], steps: int = 1) -> work.Work:
+    group = op.group
     if group not in facts.groups:
         raise LoweringError(f"{op.name} ({op.type}) communicates over {group!r}; the mesh has {', '.join(sorted(facts.groups))}")
     given, result = facts.types[op.input[0]].nbytes, facts.types[f"{op.name}:0"].nbytes
     return work.Work(sent_bytes=received(given, result, facts.groups[group]), group=group, steps=steps)
 
 
-def _product_and_sum_work(op: Any, facts: work.Facts) -> tuple[work.Work, work.Work]:
+def _product_and_sum_work(op: Node, facts: work.Facts) -> tuple[work.Work, work.Work]:
     """A product, whose result each rank of the group gets its rows of the sum of."""
-    ranks = facts.groups[op.attr["group"].s.decode()]
+    ranks = facts.groups[op.group]
     left, out = facts.types[op.input[0]], facts.types[f"{op.name}:0"]
     whole = float(out.nbytes * ranks)
     ops = 2.0 * work.padded_rows(left.shape[0]) * out.shape[-1] * left.shape[-1]
-    product = replace(
-        work.bytes_moved(facts, work.whole_tensors(facts, work.inputs_of(op))), bf16_ops=ops * (2 if left.dtype == "f32" else 1)
-    )
-    return product, work.Work(sent_bytes=whole * (ranks - 1) / ranks, group=op.attr["group"].s.decode())
+    product = replace(work.bytes_moved(facts, work.whole_tensors(facts, op.reads)), bf16_ops=ops * (2 if left.dtype == "f32" else 1))
+    return product, work.Work(sent_bytes=whole * (ranks - 1) / ranks, group=op.group)
 
 
 def _collective(

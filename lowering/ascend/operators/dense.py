@@ -28,6 +28,7 @@ from .checks import (
     to_int8,
     undefined,
 )
+from .product_rules import int4_groups, transposed_product
 from .record import NpuOperator, TorchForm
 from .trials import Trial
 
@@ -403,6 +404,7 @@ OPERATORS = (
         run=_weight_quant_matmul,
         widens=True,
         work=work.product,
+        rules=(int4_groups,),
     ),
     NpuOperator(
         ("MatMul", "MatMulV2", "MatMulV3"),
@@ -422,4 +424,6 @@ OPERATORS = (
         trial=Trial(layer="delta-rule-prefill"),
     ),
     NpuOperator(acl=("aclnnBatchMatMul",), work=work.product),
+    # No lowering emits it; a report of a device is about it.
+    NpuOperator(("TransposeBatchMatMul",), rules=(transposed_product,)),
 )

@@ -248,7 +248,7 @@ OPERATORS = (
     _like_first("LogicalNot", _logical_not),
     _like_first("Muls", _muls),
     NpuOperator(("Addcmul",), run=_addcmul),
-    NpuOperator(("Cast",), run=_cast, types=type_rules.cast, copies=1, trial=ANY_INTEGERS),
+    NpuOperator(("Cast",), acl=("aclnnCast",), run=_cast, types=type_rules.cast, copies=1, trial=ANY_INTEGERS),
     _like_first("ClipByValueV2", _clip),
     NpuOperator(("SelectV2",), run=_select, types=type_rules.select, trial=ANY_INTEGERS),
     _like_first("MaskedFill", _masked_fill),

@@ -18,7 +18,8 @@ from . import work
 from .call import Call, Results, group_of
 from .checks import FLOATS, refuse_options, require, require_shape, to_int8, undefined
 from .collectives import Members, check_size, wanted_members
-from .record import Arguments, NpuOperator, TorchForm
+from .node import Node
+from .record import COUNTS, Arguments, NpuOperator, TokenList, TorchForm
 from .trials import Trial
 
 # Integers in a row of assist_info; the real operator does not document their layout.
@@ -224,19 +225,30 @@ def _combine(calls: list[Call], wanted: Sequence[int] | None = None) -> list[Res
     return [*npu_moe_distribute_combine_v2(members, wanted)]
 
 
-def _exchange_work(op: Any, facts: work.Facts, kind: str) -> work.Work:
+def _exchange_work(op: Node, facts: work.Facts, kind: str) -> work.Work:
     """A row a token and chosen expert; the busiest rank decides."""
-    ids = facts.types[work.slot(op, "expert_ids")]
-    rows = facts.types[work.slot(op, "x") if kind == "dispatch" else work.slot(op, "expand_x")]
+    ids = facts.types[op.tensor("expert_ids")]
+    rows = facts.types[op.tensor("x") if kind == "dispatch" else op.tensor("expand_x")]
     sent = facts.types[f"{op.name}:0"] if kind == "dispatch" else rows
-    ranks = int(op.attr["ep_world_size"].i)
+    ranks = op.attributes["ep_world_size"]
     nbytes = ids.elements * sent.nbytes / max(sent.shape[0], 1) * (ranks - 1) / ranks
-    return work.Work(sent_bytes=nbytes * facts.expert_imbalance, group=op.attr["group_ep"].s.decode(), exchange=kind)
+    return work.Work(sent_bytes=nbytes * facts.expert_imbalance, group=op.group, exchange=kind)
 
 
-def _dispatched_rows(op: Any, types: Mapping[str, Any], ranks: int) -> work.Rows:
-    choices, ep, experts = types[op.input[1]].elements, int(op.attr["ep_world_size"].i), int(op.attr["moe_expert_num"].i)
+def _dispatched_rows(op: Node, types: Mapping[str, Any], ranks: int) -> work.Rows:
+    choices, ep, experts = types[op.input[1]].elements, op.attributes["ep_world_size"], op.attributes["moe_expert_num"]
     return work.Rows(choices, choices * ep, experts // ep, experts)
+
+
+def experts_of_a_rank(node: Node, options: Mapping[str, str], most: int) -> str | None:
+    """Experts divide among the ranks that have some, and experts of a rank times ranks are at most `most`."""
+    ranks, experts = node.attributes.get("ep_world_size", 0), node.attributes.get("moe_expert_num", 0)
+    ranks -= node.attributes.get("shared_expert_rank_num", 0)
+    if ranks <= 0 or experts % ranks:
+        return f"divides {experts} experts among {ranks} ranks; legal is a multiple of the ranks"
+    if (slots := experts // ranks * node.attributes["ep_world_size"]) > most:
+        return f"has {experts // ranks} experts on each of {ranks} ranks, {slots} in all; legal are up to {most}"
+    return None
 
 
 _EXPERTS = "expert dispatch and combine"
@@ -257,9 +269,11 @@ OPERATORS = (
         work=functools.partial(_exchange_work, kind="dispatch"),
         routed=_dispatched_rows,
         trial=_TRIAL,
+        gives_tokens=TokenList(3, "expert_token_nums_type", COUNTS),
         collective="moe_dispatch",
         own_group=DISPATCH,
         exchange=_EXPERTS,
+        rules=(experts_of_a_rank,),
     ),
     NpuOperator(
         ("MoeDistributeCombine", "MoeDistributeCombineV2", "MoeDistributeCombineV3"),
@@ -278,6 +292,7 @@ OPERATORS = (
         collective="moe_combine",
         own_group=DISPATCH,
         exchange=_EXPERTS,
+        rules=(experts_of_a_rank,),
     ),
     NpuOperator(
         ("MoeDistributeCombineAddRmsNorm",),
@@ -285,5 +300,6 @@ OPERATORS = (
         collective="moe_combine",
         own_group=DISPATCH,
         exchange=_EXPERTS,
+        rules=(experts_of_a_rank,),
     ),
 )

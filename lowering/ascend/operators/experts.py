@@ -28,7 +28,9 @@ from .checks import (
     undefined,
     unpack_int4,
 )
-from .record import NpuOperator, TorchForm
+from .node import Node
+from .product_rules import as_many_tensors, groups_of_weights, int4_beside_floats, one_number_an_expert
+from .record import COUNTS, SUMS, NpuOperator, TokenList, TorchForm
 from .trials import Trial, group_corners, groups
 
 
@@ -330,15 +332,15 @@ def _dequant_swiglu_quant(call: Call) -> Results:
     )
 
 
-def _grouped_work(op: Any, facts: work.Facts) -> work.Work:
+def _grouped_work(op: Node, facts: work.Facts) -> work.Work:
     """Products of the rows that are there, by the experts that have any; the busiest rank decides."""
-    x, stored = facts.types[op.input[0]], facts.types[work.slot(op, "weight0")]
-    groups = work.slot(op, "group_list")
+    x, stored = facts.types[op.input[0]], facts.types[op.tensor("weight0")]
+    groups = op.tensor("group_list")
     told, rows = work.busiest_rows(groups, x.shape[0], stored.shape[0], facts)
     read = work.experts_read(told, facts.expert_skew)
     columns = stored.elements * (8 if stored.dtype == "i32" else 1) / stored.shape[0] / x.shape[-1]
-    sizes = work.whole_tensors(facts, work.inputs_of(op)) | work.whole_tensors(facts, work.results_of(op, facts))
-    per_expert = {tensor for tensor in work.inputs_of(op)[1:] if facts.types[tensor].shape[:1] == stored.shape[:1] and tensor != groups}
+    sizes = work.whole_tensors(facts, op.reads) | work.whole_tensors(facts, work.results_of(op, facts))
+    per_expert = {tensor for tensor in op.reads[1:] if facts.types[tensor].shape[:1] == stored.shape[:1] and tensor != groups}
     share = rows / max(x.shape[0], 1)
     for tensor in sizes:
         if tensor in per_expert:
@@ -351,10 +353,10 @@ def _grouped_work(op: Any, facts: work.Facts) -> work.Work:
     return replace(moved, int8_ops=ops) if x.dtype in ("i8", "i4") else replace(moved, bf16_ops=ops)
 
 
-def _activation_work(op: Any, facts: work.Facts) -> work.Work:
+def _activation_work(op: Node, facts: work.Facts) -> work.Work:
     """An activation that is told its groups does the rows that are there."""
     whole, padded = work.generic(op, facts, passes=6.0), facts.types[op.input[0]].shape[0]
-    groups = next((t for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == "group_index" and t), "")
+    groups = op.find("group_index")
     if not groups:
         return whole
     share = work.busiest_rows(groups, padded, facts.types[groups].shape[0], facts)[1] / max(padded, 1)
@@ -376,6 +378,8 @@ def _always(op: Any) -> bool:
 
 
 _TRIAL = Trial(wrong="grouped-products", refused="grouped-products", indices={"group_list": groups}, corners=group_corners)
+_GROUP_LIST = TokenList("group_list", "group_list_type", SUMS)
+
 OPERATORS = (
     NpuOperator(
         ("GroupedMatmul",),
@@ -386,6 +390,8 @@ OPERATORS = (
         weight="weight",
         only_nz=_scaled_in_float32,
         trial=replace(_TRIAL, order=4),
+        takes_tokens=_GROUP_LIST,
+        rules=(groups_of_weights, int4_beside_floats, as_many_tensors, one_number_an_expert),
     ),
     NpuOperator(
         # Weights in NZ alone: documentation of aclnnGroupedMatmulSwigluQuantV2 in Ascend/op-plugin.
@@ -404,6 +410,8 @@ OPERATORS = (
         weight="weight",
         only_nz=_always,
         trial=replace(_TRIAL, order=5),
+        takes_tokens=_GROUP_LIST,
+        rules=(groups_of_weights, as_many_tensors, one_number_an_expert),
     ),
     NpuOperator(
         ("DequantSwigluQuant",),
@@ -412,5 +420,6 @@ OPERATORS = (
         widens=True,
         work=_activation_work,
         trial=Trial(6, "int8"),
+        takes_tokens=TokenList("group_index", "", COUNTS),
     ),
 )

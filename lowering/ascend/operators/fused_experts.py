@@ -16,6 +16,7 @@ from ....graphs.types import FUSED_EXPERTS
 from ..packages import NAMESPACE
 from . import work
 from .checks import FLOATS, float_scale, quantise_rows, require, require_shape, unpack_int4
+from .node import Node
 from .record import Arguments, NpuOperator, TorchForm
 
 OP = "dispatch_ffn_combine_w4a8"
@@ -105,16 +106,16 @@ def _summed(args: tuple[Any, ...], returned: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _fused_work(op: Any, facts: work.Facts) -> tuple[work.Work, ...]:
+def _fused_work(op: Node, facts: work.Facts) -> tuple[work.Work, ...]:
     """A row a token and chosen expert goes to its expert as int8 and comes back as it was; between them the experts' two products."""
-    group, ranks = op.attr["group"].s.decode(), int(op.attr["ranks"].i)
-    x, ids, first, second = (facts.types[work.slot(op, name)] for name in ("x", "expert_idx", "weight1", "weight2"))
+    group, ranks = op.group, op.attributes["ranks"]
+    x, ids, first, second = (facts.types[op.tensor(name)] for name in ("x", "expert_idx", "weight1", "weight2"))
     there = ids.elements * x.shape[-1] * (ranks - 1) / ranks * facts.expert_imbalance
     back = there * x.nbytes / max(x.elements, 1)
     local = first.shape[0]
     read = work.experts_read(work.Rows(ids.elements, ids.elements * ranks, local, local * ranks), facts.expert_skew)
     rows = ids.elements * facts.expert_imbalance
-    weights = sum(facts.types[work.slot(op, name)].nbytes for name in ("weight1", "weight2", "scale1", "scale2", "bias1", "bias2"))
+    weights = sum(facts.types[op.tensor(name)].nbytes for name in ("weight1", "weight2", "scale1", "scale2", "bias1", "bias2"))
     # int32 hold eight int4.
     per_expert = sum(weight.elements * (8 if weight.dtype == "i32" else 1) for weight in (first, second)) / local
     ops = 2.0 * max(rows, read * work.MATRIX_ROWS / 2) * per_expert

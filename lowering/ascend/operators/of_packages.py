@@ -7,7 +7,9 @@ import torch
 from ....graphs.errors import LoweringError
 from ..packages import NAMESPACE
 from .checks import FLOATS, INDICES, require, require_shape
-from .record import NpuOperator, TorchForm
+from .node import LegalityRule
+from .record import Kernel, NpuOperator, TorchForm
+from .state_rules import convolution_states
 
 CHANNELS, TAPS = 16, 4
 """Multiples of channels, and taps with accepted tokens, that the convolution takes."""
@@ -197,7 +199,11 @@ def _require_powers(op: str, **sizes: int) -> None:
         raise LoweringError(f"{op}: sizes are {odd}; legal are powers of two")
 
 
-OPERATORS = tuple(
-    NpuOperator(torch=(TorchForm(f"{NAMESPACE}.{kernel.__name__}.default", kernel),))
-    for kernel in (causal_conv1d_update, fused_gdn_gating, rms_norm_gated, split_qkv_rmsnorm_rope, split_qkvzba, split_qk_norm)
+def _of_package(kernel: Kernel, *rules: LegalityRule) -> NpuOperator:
+    return NpuOperator(torch=(TorchForm(f"{NAMESPACE}.{kernel.__name__}.default", kernel),), rules=rules)
+
+
+OPERATORS = (
+    _of_package(causal_conv1d_update, convolution_states),
+    *(_of_package(kernel) for kernel in (fused_gdn_gating, rms_norm_gated, split_qkv_rmsnorm_rope, split_qkvzba, split_qk_norm)),
 )

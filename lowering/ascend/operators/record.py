@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .call import Function, GroupFunction
+from .node import LegalityRule
 from .trials import PLAIN, Trial
 from .type_rules import Rule
 from .work import Rows, Stages, WorkRule
@@ -59,6 +60,25 @@ class TorchForm:
     one_result: bool = False
 
 
+SUMS, COUNTS = 0, 1
+"""Kinds of a list of tokens of each expert: running sums, or one count each."""
+
+
+@dataclass(frozen=True)
+class TokenList:
+    """A list of tokens of each expert.
+
+    Attributes:
+        operand: number of the result, or name of the input.
+        attribute: says which of `SUMS` and `COUNTS` it has; "" where nothing does.
+        default: kind where the attribute is absent.
+    """
+
+    operand: int | str
+    attribute: str
+    default: int
+
+
 @dataclass(frozen=True)
 class NpuOperator:
     """One operator.
@@ -85,6 +105,8 @@ class NpuOperator:
         own_group: the group that it has for itself on NPUs; "" where it shares one with other collectives.
         exchange: what it exchanges in `own_group`, for messages.
         trial: how a bring-up runs it alone.
+        gives_tokens, takes_tokens: the result and the input that list tokens of each expert.
+        rules: checks of it alone, which facts name.
     """
 
     ge: tuple[str, ...] = ()
@@ -108,3 +130,6 @@ class NpuOperator:
     own_group: str = ""
     exchange: str = ""
     trial: Trial = PLAIN
+    gives_tokens: TokenList | None = None
+    takes_tokens: TokenList | None = None
+    rules: tuple[LegalityRule, ...] = ()

@@ -14,7 +14,8 @@ from ....graphs.errors import LoweringError
 from . import trials, work
 from .call import Call, Results, form
 from .checks import FLOATS, quantise_rows, refuse_options, require, require_shape, undefined
-from .record import NpuOperator, TorchForm
+from .node import Node
+from .record import SUMS, NpuOperator, TokenList, TorchForm
 
 
 def npu_moe_gating_top_k_softmax_v2(
@@ -213,9 +214,9 @@ def npu_moe_finalize_routing(
     return out.to(rows.dtype)
 
 
-def _routed_rows(op: Any, types: Mapping[str, Any], ranks: int) -> work.Rows:
-    choices, experts = types[op.input[1]].elements, int(op.attr["expert_num"].i)
-    first, last = [*op.attr["active_expert_range"].list.i, 0, experts][:2] if op.attr["active_expert_range"].list.i else (0, experts)
+def _routed_rows(op: Node, types: Mapping[str, Any], ranks: int) -> work.Rows:
+    choices, experts = types[op.input[1]].elements, op.attributes["expert_num"]
+    first, last = op.attributes.get("active_expert_range") or (0, experts)
     if last - first == experts and ranks > 1:
         return work.Rows(choices, choices * ranks, experts // ranks, experts)
     return work.Rows(choices * (last - first) / experts, choices, last - first, experts)
@@ -290,6 +291,7 @@ OPERATORS = (
         widens=True,
         routed=_routed_rows,
         trial=trials.Trial(8, "expert-exchange", indices={"expert_idx": trials.experts}, corners=trials.expert_corners),
+        gives_tokens=TokenList(2, "expert_tokens_num_type", SUMS),
     ),
     NpuOperator(
         ("MoeFinalizeRoutingV2",),

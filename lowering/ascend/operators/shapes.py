@@ -190,7 +190,15 @@ def _assign(call: Call) -> Results:
 
 
 OPERATORS = (
-    NpuOperator(("Identity",), run=unary(_itself), types=type_rules.same, keeps_format=True, copies=1, trial=ANY_INTEGERS),
+    NpuOperator(
+        ("Identity",),
+        acl=("aclnnInplaceCopy",),
+        run=unary(_itself),
+        types=type_rules.same,
+        keeps_format=True,
+        copies=1,
+        trial=ANY_INTEGERS,
+    ),
     NpuOperator(("TensorMove",), run=unary(_itself), types=type_rules.same, copies=1, trial=ANY_INTEGERS),
     NpuOperator(("TransData",), types=type_rules.same, keeps_format=True, copies=1),
     NpuOperator(("ZerosLike",), run=unary(torch.zeros_like), types=type_rules.same, trial=ANY_INTEGERS),

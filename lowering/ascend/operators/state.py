@@ -15,7 +15,9 @@ from ....graphs.errors import LoweringError
 from . import trials, type_rules, work
 from .call import Call, Results, form
 from .checks import FLOATS, INDICES, refuse_options, require, require_shape, undefined
+from .node import Node
 from .record import NpuOperator, TorchForm
+from .state_rules import chunked_delta_rule_sizes, delta_rule_sizes
 
 MAX_TOKENS, MAX_TOKENS_VLLM = 8, 16
 """Of a sequence, in the recurrent operators of CANN and of vllm-ascend."""
@@ -289,26 +291,23 @@ def _recurrent_gated_delta_rule(call: Call) -> Results:
     return vllm_recurrent_gated_delta_rule(query, key, value, pool, **options), pool
 
 
-def _delta_rule_work(op: Any, facts: work.Facts) -> work.Work:
+def _delta_rule_work(op: Node, facts: work.Facts) -> work.Work:
     """Reads a state a request and writes a state a token."""
-    value, state = facts.types[work.slot(op, "value")], facts.types[work.slot(op, "state")]
-    batch, tokens = facts.types[work.slot(op, "actual_seq_lengths")].shape[0], value.shape[0]
+    value, state = facts.types[op.tensor("value")], facts.types[op.tensor("state")]
+    batch, tokens = facts.types[op.tensor("actual_seq_lengths")].shape[0], value.shape[0]
     one = state.nbytes / state.shape[0]
-    plain = [tensor for tensor in (*work.inputs_of(op), f"{op.name}:0") if tensor != work.slot(op, "state")]
+    plain = [tensor for tensor in (*op.reads, f"{op.name}:0") if tensor != op.tensor("state")]
     moved = work.bytes_moved(facts, work.whole_tensors(facts, plain))
     return replace(moved, streamed_bytes=one * (batch + tokens), vector_ops=6.0 * tokens * state.elements / state.shape[0])
 
 
-def _chunked_rule_work(op: Any, facts: work.Facts) -> work.Work:
+def _chunked_rule_work(op: Node, facts: work.Facts) -> work.Work:
     """Products within chunks of 64 tokens, the inverse of a chunk's triangle not counted, and of states with them (arXiv:2412.06464)."""
-    value, key = facts.types[work.slot(op, "value")], facts.types[work.slot(op, "key")]
+    value, key = facts.types[op.tensor("value")], facts.types[op.tensor("key")]
     (tokens, heads, Dv), Dk = value.shape, key.shape[-1]
     ops = 2.0 * tokens * heads * (2 * _CHUNK * (Dk + Dv) + 3 * Dk * Dv)
     return replace(work.generic(op, facts), bf16_ops=ops)
 
-
-_CHUNK = 64
-"""Tokens of a chunk of the chunked rule: assumed."""
 
 _CHUNK = 64
 """Tokens of a chunk of the chunked rule: assumed."""
@@ -362,6 +361,7 @@ OPERATORS = (
         run=_recurrent_gated_delta_rule,
         widens=True,
         work=_delta_rule_work,
+        rules=(delta_rule_sizes,),
         writes={1: 4},
         trial=trials.Trial(1, "delta-rule", "delta-rule", layer="delta-rule", floats=trials.delta_rule_floats, corners=trials.first_tokens),
     ),
@@ -369,6 +369,7 @@ OPERATORS = (
         acl=("aclnnChunkGatedDeltaRule",),
         torch=(TorchForm("npu.npu_chunk_gated_delta_rule.default", npu_chunk_gated_delta_rule),),
         work=_chunked_rule_work,
+        rules=(chunked_delta_rule_sizes,),
     ),
     # No lowering emits these; torchair's passes know them as operators that write in place, and so must all who read graphs.
     NpuOperator(("Scatter",), writes={0: 0}),

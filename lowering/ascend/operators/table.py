@@ -8,6 +8,7 @@ from typing import Any
 from ....graphs.errors import LoweringError
 from . import attention, collectives, dense, elementwise, exchange, experts, fused_experts, of_packages, routing, shapes, sparse, state
 from .call import Function, GroupFunction
+from .node import Node
 from .record import GroupKernel, Kernel, NpuOperator, TorchForm
 
 _GROUPS = (attention, collectives, dense, elementwise, exchange, experts, fused_experts, of_packages, routing, shapes, sparse, state)
@@ -44,6 +45,11 @@ IN_PLACE: Mapping[str, Mapping[int, int]] = {kind: writes for kind, writes in WR
 """The same, of those that write a part and copy no whole operand."""
 VIEWS = frozenset(kind for kind, operator in BY_TYPE.items() if operator.view)
 """Types of operators whose result may share the memory of their first input."""
+
+
+def record_of(node: Node) -> NpuOperator | None:
+    """The record of an operator of a graph; None where there is none."""
+    return BY_TARGET.get(node.called) or BY_TYPE.get(node.type)
 
 
 def types_of(collective: str) -> tuple[str, ...]:

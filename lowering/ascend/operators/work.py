@@ -6,9 +6,8 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from ....graphs.errors import LoweringError
+from .node import Node
 from .tensor_type import TensorType
 
 MATRIX_ROWS = 16
@@ -94,32 +93,15 @@ class Facts:
     rows: Mapping[str, Rows] = field(default_factory=dict)
 
 
-WorkRule = Callable[[Any, Facts], Work]
+WorkRule = Callable[[Node, Facts], Work]
 """Operator and facts of its graph -> its work in one launch."""
-Stages = Callable[[Any, Facts], tuple[Work, ...]]
+Stages = Callable[[Node, Facts], tuple[Work, ...]]
 """The same for the stages that an operator runs one after the other."""
 
 
-def slot(op: Any, name: str) -> str:
-    """The tensor that an operator takes as the named input.
-
-    Raises:
-        LoweringError: it takes none.
-    """
-    for tensor, desc in zip(op.input, op.input_desc, strict=False):
-        if desc.name == name and tensor:
-            return str(tensor)
-    raise LoweringError(f"{op.name} ({op.type}) has no input {name}; it has {', '.join(desc.name for desc in op.input_desc)}")
-
-
-def inputs_of(op: Any) -> list[str]:
-    """Tensors that an operator reads, without absent ones and control edges."""
-    return [tensor for tensor in op.input if tensor and not tensor.endswith(":-1")]
-
-
-def results_of(op: Any, facts: Facts) -> list[str]:
+def results_of(op: Node, facts: Facts) -> list[str]:
     """Results that nobody reads have no type and are not counted."""
-    return [tensor for port in range(len(op.output_desc)) if (tensor := f"{op.name}:{port}") in facts.types]
+    return [tensor for port in range(op.results) if (tensor := f"{op.name}:{port}") in facts.types]
 
 
 def bytes_moved(facts: Facts, sizes: Mapping[str, float]) -> Work:
@@ -133,14 +115,14 @@ def whole_tensors(facts: Facts, tensors: list[str]) -> dict[str, float]:
     return {tensor: float(facts.types[tensor].nbytes) for tensor in tensors}
 
 
-def generic(op: Any, facts: Facts, passes: float = 1.0, written: Iterable[int] = ()) -> Work:
+def generic(op: Node, facts: Facts, passes: float = 1.0, written: Iterable[int] = ()) -> Work:
     """Reads its operands and writes its results; of a pool only as much as its other operands have.
 
     Args:
         passes: operations of the vector unit for each element.
         written: results that overwrite an input.
     """
-    reads, writes = whole_tensors(facts, inputs_of(op)), whole_tensors(facts, results_of(op, facts))
+    reads, writes = whole_tensors(facts, op.reads), whole_tensors(facts, results_of(op, facts))
     pools = {tensor for tensor in reads if tensor in facts.pools}
     in_place = {f"{op.name}:{port}" for port in written}
     others = sum(size for tensor, size in reads.items() if tensor not in pools)
@@ -152,29 +134,29 @@ def generic(op: Any, facts: Facts, passes: float = 1.0, written: Iterable[int] =
     return replace(bytes_moved(facts, reads | writes), vector_ops=passes * elements)
 
 
-def indexed(op: Any, facts: Facts) -> Work:
+def indexed(op: Node, facts: Facts) -> Work:
     """A gather or a slice reads what it gives."""
     sizes = {f"{op.name}:0": facts.types[f"{op.name}:0"].nbytes}
     source, result = op.input[0], facts.types[f"{op.name}:0"]
-    moved = bytes_moved(facts, {source: result.nbytes} | whole_tensors(facts, inputs_of(op)[1:2]))
+    moved = bytes_moved(facts, {source: result.nbytes} | whole_tensors(facts, op.reads[1:2]))
     written = bytes_moved(facts, sizes)
     return Work(moved.hbm_bytes + written.hbm_bytes, moved.cache_bytes + written.cache_bytes, vector_ops=result.elements)
 
 
-def sorting(op: Any, facts: Facts) -> Work:
+def sorting(op: Node, facts: Facts) -> Work:
     """A sort passes over its values a number of times that grows with the logarithm of their number."""
     width = facts.types[op.input[0]].shape[-1]
     return generic(op, facts, passes=4.0 * max(1, width.bit_length()))
 
 
-def product(op: Any, facts: Facts, transposed: str = "transpose_x1") -> Work:
+def product(op: Node, facts: Facts, transposed: str = "transpose_x1") -> Work:
     """A matrix product; attribute `transposed` says whether the first matrix is."""
     left, out = facts.types[op.input[0]], facts.types[f"{op.name}:0"]
-    inner = left.shape[-2] if transposed in op.attr and op.attr[transposed].b else left.shape[-1]
+    inner = left.shape[-2] if op.attributes.get(transposed) else left.shape[-1]
     rows, columns = (out.shape[-2], out.shape[-1]) if len(out.shape) > 1 else (1, out.shape[-1])
     batch = out.elements / max(rows * columns, 1)
     ops = 2.0 * batch * padded_rows(rows) * columns * inner
-    moved = bytes_moved(facts, whole_tensors(facts, inputs_of(op)) | whole_tensors(facts, results_of(op, facts)))
+    moved = bytes_moved(facts, whole_tensors(facts, op.reads) | whole_tensors(facts, results_of(op, facts)))
     return replace(moved, int8_ops=ops) if left.dtype in ("i8", "i4") else replace(moved, bf16_ops=ops * (2 if left.dtype == "f32" else 1))
 
 

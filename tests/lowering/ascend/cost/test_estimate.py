@@ -6,35 +6,45 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch
+from support import acl_graphs as ag
 from support import fleets
 from support import ge_bodies as gb
 
 from npucompile.graphs.types import Bucket, Mesh
-from npucompile.lowering.ascend.cost.estimate import StepCost, estimate
+from npucompile.lowering.ascend.acl_graph import inspect_acl
+from npucompile.lowering.ascend.acl_graph.file import AclFile, graph_of
+from npucompile.lowering.ascend.acl_graph.make import acl_file
+from npucompile.lowering.ascend.cost.estimate import StepCost, estimate, estimate_captured
 from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.ascend.cost.timing import CAUSES
 from npucompile.lowering.ascend.ge_file import GeFile, parse
 from npucompile.lowering.ascend.launches import launches
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
+from npucompile.lowering.platform import CPU, Platform
 from npucompile.models import sharding_rules
 from npucompile.models.variant import Variant
 
 A3, A2 = parameters("ascend910_93"), parameters("ascend910b")
 MESH = Mesh.parse("dp=2,tp=2")
+STOCK, PACKAGES = Platform("ascend910_93", "9.1"), Platform("ascend910_93", "9.1", ("vllm-ascend",))
+F32, I32, I64, BF16 = torch.float32, torch.int32, torch.int64, torch.bfloat16
 
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
-    """GE file of a small model's decode step, by batch size."""
+    """File of a small model's decode step, by batch size, for GE or captured."""
     ta = gb.loaded(tmp_path_factory.mktemp("stubs"))
     model = fleets.model(Variant(grouped=True), drafts=1)
 
     @functools.cache
-    def decode(batch: int) -> GeFile:
+    def decode(batch: int, backend: str = "ge", platform: Platform = CPU) -> GeFile | AclFile:
         rules = sharding_rules.rules(MESH, experts=model.config.num_experts, expert_parallel=True, tokens=2 * batch)
         partitioned = fleets.partitioned(model, MESH, rules, Bucket("decode", batch, 2), fleets.limits(1), False, 0)
-        lowered = lower(partitioned)
+        lowered = lower(partitioned, platform, backend)
+        if backend == "aclgraph":
+            return acl_file(lowered.graph, lowered.signature, captured=True)
         return link(lowered.graph, lowered.signature, ta)
 
     return decode
@@ -57,7 +67,7 @@ def test_parts_add_up(graph):
     assert list(step.parts_ms) == list(CAUSES)
     assert sum(step.parts_ms.values()) == pytest.approx(step.step_ms)
     assert sum(operator.total_ms for operator in step.operators) + step.parts_ms["waiting"] == pytest.approx(step.step_ms)
-    assert step.launches == sum(operator.launches for operator in step.operators) == len(launches(parse(graph(2).graph).graph[0]))
+    assert step.launches == sum(operator.launches for operator in step.operators) == len(launches(parse(graph(2).graph).graph[0].op))
     assert step.bodies["linear_attention"] == 3 * step.bodies["full_attention"]
     assert min(step.parts_ms["launch"], step.parts_ms["collectives"], step.floor_ms) > 0
     assert step.floor_ms < step.step_ms
@@ -75,7 +85,7 @@ def test_a_larger_batch_and_a_longer_context_take_longer(graph):
 
 def fuse(graph) -> None:
     """Replaces the first elementwise operator whose only reader is another one by one operator with the operands of both."""
-    started = {op.name: op for op in launches(graph) if op.type in ("Add", "Mul", "Sub", "Sigmoid", "Neg", "Exp")}
+    started = {op.name: op for op in launches(graph.op) if op.type in ("Add", "Mul", "Sub", "Sigmoid", "Neg", "Exp")}
     readers: dict[str, list] = {}
     for op in graph.op:
         for tensor in op.input:
@@ -134,3 +144,40 @@ def test_a_stream_beside_the_experts_exchange_hides_it(graph):
     assert hidden >= 4 * 2 * A3.matrix_launch_s * 1e3, "two products in each of four layers"
     assert after.parts_ms["collectives"] == pytest.approx(before.parts_ms["collectives"] - hidden)
     assert after.parts_ms["launch"] == pytest.approx(before.parts_ms["launch"])
+
+
+def test_a_captured_graph_moves_and_sends_the_same(graph):
+    """It has one stream, so that its exchanges hide behind nothing; layers and operators are otherwise the same."""
+    ge, file = cost(graph(2, "ge", STOCK)), graph(2, "aclgraph", STOCK)
+    captured = estimate_captured(file, A3, MESH, 16, STOCK)
+    assert captured.launches == len(inspect_acl.launches(graph_of(file).graph.nodes))
+    assert captured.hbm_bytes == pytest.approx(ge.hbm_bytes, rel=0.05)
+    assert captured.sent_bytes == pytest.approx(ge.sent_bytes, rel=0.01)
+    assert {kind: count for kind, count in captured.bodies.items() if "attention" in kind} == {
+        kind: count for kind, count in ge.bodies.items() if "attention" in kind
+    }
+    assert captured.step_ms == pytest.approx(ge.step_ms, rel=0.25)
+    assert sum(captured.parts_ms.values()) == pytest.approx(captured.step_ms)
+
+
+def fused(x, w1, w2, ids, s1, s2, b1, b2, probs, group="fused_experts", ranks=4):
+    return (torch.ops.npucompile_packages.dispatch_ffn_combine_w4a8(x, w1, w2, ids, s1, s2, b1, b2, probs, group, ranks, 64),)
+
+
+def test_an_operator_that_computes_and_communicates_has_stages_of_both(tmp_path):
+    gb.loaded(tmp_path)
+    shapes = {
+        "inputs_x": ((32, 64), BF16), "params_w1": ((4, 64, 8), I32), "params_w2": ((4, 32, 8), I32), "inputs_ids": ((32, 2), I32),
+        "params_s1": ((4, 64), I64), "params_s2": ((4, 64), I64), "params_b1": ((4, 64), F32), "params_b2": ((4, 64), F32),
+        "inputs_probs": ((32, 2), F32),
+    }  # fmt: skip
+    order = sorted(shapes, key=lambda name: ("params", "state", "inputs").index(name.partition("_")[0]))
+    names = [name.partition("_")[2] for name in order]
+    file, _ = ag.of_body(lambda *operands: fused(**dict(zip(names, operands, strict=True))), **{name: shapes[name] for name in order})
+    cost = estimate_captured(file, A3, MESH, 16, PACKAGES)
+    (operator,) = cost.operators
+    assert (operator.type, operator.launches) == ("dispatch_ffn_combine", 1)
+    assert operator.parts_ms["collectives"] > 0
+    assert operator.parts_ms["memory"] + operator.parts_ms.get("matrix", 0) > 0
+    # Rows there as int8 and back in bfloat16, three of four of them from or to other ranks.
+    assert cost.sent_bytes == pytest.approx(32 * 2 * 64 * (1 + 2) * 3 / 4 * A3.expert_imbalance)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from support import ge_calls as gc
 
 from npucompile.lowering.ascend.cost.experts import routed_rows
+from npucompile.lowering.ascend.ge_operators import operators
 from npucompile.lowering.ascend.ge_types import declared_type
+from npucompile.lowering.ascend.legality.nodes import of_ge
 from npucompile.lowering.ascend.operators.work import Rows
 
 
@@ -14,9 +16,10 @@ def routed(kind: str, **attrs):
     ids = {"x": hand.data(0, "bf16[4,64]"), "expert_ids": hand.data(1, "i32[4,3]")}
     hand.op(kind, ids, "route", ["bf16[12,64]"] * 4, **attrs)
     hand.op("Cast", {"x": "route:2"}, "counts", ["i64[2]"])
-    ops = {op.name: op for op in hand.model.graph[0].op}
-    types = {"x0:0": declared_type(b"bf16[4,64]"), "x1:0": declared_type(b"i32[4,3]")}
-    return routed_rows(ops, types, "counts:0", 4), routed_rows(ops, types, "x0:0", 4)
+    ops = operators(hand.model.graph[0].op)
+    types = {f"{op.name}:{port}": declared_type(desc.attr["_meta"].s) for op in ops for port, desc in enumerate(op.output_desc)}
+    nodes = {node.name: node for node in of_ge(ops, types, range(2))}
+    return routed_rows(nodes, types, "counts:0", 4), routed_rows(nodes, types, "x0:0", 4)
 
 
 def test_rows_are_those_of_the_routing():

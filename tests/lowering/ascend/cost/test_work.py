@@ -9,7 +9,9 @@ from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.cost.work import work_of
+from npucompile.lowering.ascend.ge_operators import operators
 from npucompile.lowering.ascend.ge_types import declared_type
+from npucompile.lowering.ascend.legality.nodes import of_ge
 from npucompile.lowering.ascend.operators.work import Facts, Rows, Work
 
 
@@ -26,7 +28,8 @@ def work(
     types |= {f"op:{port}": declared_type(meta.encode()) for port, meta in enumerate(results)}
     in_place = frozenset(f"x{names.index(name)}:0" for name in pools)
     groups = {"tp": 4, "dispatch": 4}
-    return work_of(hand.model.graph[0].op[-1], Facts(types, resident, in_place, context, groups, 1e8, 0.6, 2.0, rows or {}))
+    nodes = of_ge(operators(hand.model.graph[0].op), types, range(len(inputs)))
+    return work_of(nodes[-1], Facts(types, resident, in_place, context, groups, 1e8, 0.6, 2.0, rows or {}))
 
 
 def test_products():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from npucompile.lowering.ascend.legality.matching import attributes_of, fitting, form_of, types_of
-from npucompile.lowering.ascend.legality.node import Node
 from npucompile.lowering.ascend.legality.table import read
+from npucompile.lowering.ascend.operators.node import Node
 from npucompile.lowering.ascend.operators.tensor_type import TensorType
 
 FORM = {"inputs": {"x": "required", "weight": "dynamic", "bias": "optional"}, "outputs": {"y": "required"}, "attributes": {"k": "Int"}}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.operators import collectives
 from npucompile.lowering.ascend.operators import exchange as group
+from npucompile.lowering.ascend.operators.node import Node
 
 FLOATS = [torch.float32, torch.bfloat16]
 
@@ -264,3 +265,17 @@ def test_combine_refuses_rows_of_another_dispatch() -> None:
     exchange.weights[0] = exchange.weights[0].bfloat16()
     with pytest.raises(LoweringError, match="expert_scales is"):
         exchange.combine([s[0] for s in sent], sent)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shared", "most", "message"),
+    [
+        (16, 0, 2048, "None"),
+        (17, 1, 2048, "None"),
+        (15, 0, 2048, "divides 512 experts among 15 ranks"),
+        (16, 0, 256, "512 in all; legal are up to 256"),
+    ],
+)
+def test_experts_of_a_rank(ranks: int, shared: int, most: int, message: str) -> None:
+    attributes = {"ep_world_size": ranks, "moe_expert_num": 512, "shared_expert_rank_num": shared}
+    assert message in str(group.experts_of_a_rank(Node("n", "MoeDistributeDispatchV2", attributes=attributes), {}, most=most))

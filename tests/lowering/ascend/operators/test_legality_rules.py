@@ -1,4 +1,4 @@
-"""lowering/ascend/legality/rules.py: each rule passes what is at its limit and names what is beyond."""
+"""lowering/ascend/operators/legality_rules.py: each rule passes what is at its limit and names what is beyond."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from npucompile.lowering.ascend.legality.node import Node
-from npucompile.lowering.ascend.legality.rules import RULES, listed
+from npucompile.lowering.ascend.operators.legality_rules import RULES, listed
+from npucompile.lowering.ascend.operators.node import Node
 from npucompile.lowering.ascend.operators.tensor_type import TensorType
 
 
@@ -61,8 +61,16 @@ def test_inputs_that_are_absent_or_shorter_are_passed_over():
     assert [name for name, _ in listed(node(weight0=X, weight12=X, weights=X), ["weight"])] == ["weight0", "weight12"]
 
 
-@pytest.mark.parametrize(("size", "legal"), [(0, True), (32, True), (96, True), (16, False), (40, False), (128, False), (256, False)])
-def test_groups_of_int4(size: int, legal: bool) -> None:
-    node = Node("n", "WeightQuantBatchMatmulV2", {"x": TensorType("bf16", (4, 128))}, frozenset(), {}, {"antiquant_group_size": size})
-    told = RULES["int4_groups"](node, {}, least=32, multiple=32)
-    assert (told is None) == legal, told
+@pytest.mark.parametrize(
+    ("kind", "group", "message"),
+    [
+        ("MoeDistributeDispatchV2", "dispatch", None),
+        ("HcomAllReduce", "tp", None),
+        ("MoeDistributeCombineV2", "world", "shares the communicator 'world'"),
+        ("HcomAllReduce", "dispatch", "is for expert dispatch and combine alone"),
+        ("HcomAllReduce", "group_name_7", "legal are the symbols tp, dp, world, dispatch"),
+    ],
+)
+def test_communicators(kind: str, group: str, message: str | None) -> None:
+    told = RULES["communicator"](Node("n", kind, attributes={"group": group}), {}, attribute="group")
+    assert (message in str(told)) if message else told is None

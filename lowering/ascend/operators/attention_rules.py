@@ -1,11 +1,11 @@
-"""Rules of attention and of the recurrent delta rule, from the host's tiling code and the interface documentation that the table names."""
+"""Checks of attention, from the host's tiling code and the interface documentation that the facts name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..operators.tensor_type import TensorType
 from .node import Node
+from .tensor_type import TensorType
 
 SINK = "ge.tiling_schedule_optimize"
 """GE's option that lets the device compute an operator's tiling: "1" where it does."""
@@ -157,69 +157,20 @@ def int8_widths(node: Node, options: Mapping[str, str], multiple: int) -> str | 
     return f"heads are {_width(node, 'key0')} wide and their keys {node.inputs['key0']}; legal for int8 is a multiple of {multiple}"
 
 
-def delta_rule_sizes(node: Node, options: Mapping[str, str], heads: int, width: int, tokens: int) -> str | None:
-    """Sizes of the recurrent delta rule.
-
-    Args:
-        heads: most key heads, and most value heads.
-        width: widest head.
-        tokens: most tokens of one sequence in a step.
-    """
-    shapes = {name: tensor.shape for name, tensor in node.inputs.items()}
-    if any(len(shapes[name]) != 3 for name in ("query", "key", "value")) or len(shapes["state"]) != 4:
-        return f"takes {node.describe()}; legal are query, key and value of three dimensions, and a state of four"
-    (total, key_heads, key_width), (_, value_heads, value_width) = shapes["key"], shapes["value"]
-    if max(key_heads, value_heads) > heads or max(key_width, value_width) > width or value_heads % key_heads:
-        return (
-            f"has {key_heads} key and {value_heads} value heads of widths {key_width} and {value_width}; legal are up to {heads} heads, a"
-            f" multiple of the key heads as value heads, and widths up to {width}"
-        )
-    if shapes["state"][1:] != (value_heads, value_width, key_width):
-        state, sizes = node.inputs["state"], f"{value_heads},{value_width},{key_width}"
-        return f"state is {state}; legal is [slots,{sizes}]: value heads, value width, key width"
-    sequences = shapes["actual_seq_lengths"][0]
-    if total > tokens * sequences:
-        return f"takes {total} tokens of {sequences} sequences; legal are up to {tokens} tokens a sequence"
-    return None
+def no_mask_over_pages(node: Node, options: Mapping[str, str]) -> str | None:
+    """A mask that is not the compressed causal one is ignored beyond 512 keys of a paged cache; lengths do the same."""
+    mask = node.inputs.get("atten_mask")
+    if mask is None or "block_table" not in node.inputs:
+        return None
+    mode = node.attributes.get("sparse_mode", 0)
+    return f"sparse_mode is {mode}, with the mask {mask} over pages; legal are lengths without a mask, or modes 2, 3 and 4"
 
 
-def chunked_delta_rule_sizes(node: Node, options: Mapping[str, str], heads: int, width: int) -> str | None:
-    """Sizes of the chunked delta rule.
-
-    Args:
-        heads: most key heads, and most value heads.
-        width: widest head.
-    """
-    shapes = {name: tensor.shape for name, tensor in node.inputs.items()}
-    if any(len(shapes[name]) != 3 for name in ("query", "key", "value")):
-        return f"takes {node.describe()}; legal are query, key and value of three dimensions"
-    (_, key_heads, key_width), (_, value_heads, value_width) = shapes["key"], shapes["value"]
-    if max(key_heads, value_heads) > heads or max(key_width, value_width) > width or value_heads % key_heads:
-        return (
-            f"has {key_heads} key and {value_heads} value heads of widths {key_width} and {value_width}; legal are up to {heads} heads, a"
-            f" multiple of the key heads as value heads, and widths up to {width}"
-        )
-    sequences = shapes["actual_seq_lengths"][0]
-    if shapes["initial_state"] != (sequences, value_heads, value_width, key_width):
-        sizes = f"{sequences},{value_heads},{value_width},{key_width}"
-        return f"initial_state is {node.inputs['initial_state']}; legal is [{sizes}]: sequences, value heads, value width, key width"
-    return None
-
-
-def convolution_states(node: Node, options: Mapping[str, str]) -> str | None:
-    """A convolution that continues after accepted tokens: a state of a slot holds the inputs before its tokens, and one for each but
-    the first."""
-    x, weight, state = (node.inputs[name] for name in ("x", "weight", "conv_state"))
-    if (len(x.shape), len(weight.shape), len(state.shape)) != (3, 2, 3) or not x.shape[-1] == weight.shape[-1] == state.shape[-1]:
-        return f"takes {node.describe()}; legal are x [sequences,tokens,channels], weight [width,channels], states [slots,inputs,channels]"
-    sequences, tokens, _ = x.shape
-    least = weight.shape[0] - 1 + tokens - 1
-    if state.shape[1] < least:
-        return f"conv_state is {state} for {tokens} tokens of a sequence; legal are at least {least} inputs a slot"
-    for name in ("cache_indices", "num_accepted_tokens"):
-        if node.inputs[name].shape != (sequences,):
-            return f"{name} is {node.inputs[name]} for {sequences} sequences; legal is one number for each"
-    return None
+def mask_or_pages(node: Node, options: Mapping[str, str]) -> str | None:
+    """Attention over packed tokens with neither averages all values."""
+    if "atten_mask" in node.inputs or "block_table" in node.inputs:
+        return None
+    return f"has neither a mask nor pages in layout {node.attributes.get('input_layout')}; legal is a mask with sparse_mode 3, or pages"
 
 
 def _width(node: Node, name: str) -> int:

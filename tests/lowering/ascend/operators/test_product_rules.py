@@ -1,4 +1,4 @@
-"""lowering/ascend/legality/rules_experts.py: how experts divide, whom the exchange may meet, and sizes of grouped products."""
+"""lowering/ascend/operators/product_rules.py: sizes of grouped products, and what int4 weights need beside them."""
 
 from __future__ import annotations
 
@@ -6,35 +6,13 @@ from typing import Any
 
 import pytest
 
-from npucompile.lowering.ascend.legality import rules_experts as rules
-from npucompile.lowering.ascend.legality.node import Node
+from npucompile.lowering.ascend.operators import product_rules as rules
+from npucompile.lowering.ascend.operators.node import Node
 from npucompile.lowering.ascend.operators.tensor_type import TensorType
 
 
 def node(*, inputs: dict[str, TensorType] | None = None, **attributes: Any) -> Node:
     return Node("n", "Op", inputs or {}, frozenset(), {}, attributes)
-
-
-def test_experts_of_a_rank():
-    assert rules.experts_of_a_rank(node(ep_world_size=16, moe_expert_num=512), {}, most=2048) is None
-    assert rules.experts_of_a_rank(node(ep_world_size=17, moe_expert_num=512, shared_expert_rank_num=1), {}, most=2048) is None
-    assert "divides 512 experts among 15 ranks" in str(rules.experts_of_a_rank(node(ep_world_size=15, moe_expert_num=512), {}, most=2048))
-    assert "512 in all; legal are up to 256" in str(rules.experts_of_a_rank(node(ep_world_size=16, moe_expert_num=512), {}, most=256))
-
-
-@pytest.mark.parametrize(
-    ("group", "exchange", "message"),
-    [
-        ("dispatch", True, None),
-        ("tp", False, None),
-        ("world", True, "shares the communicator 'world'"),
-        ("dispatch", False, "is for expert dispatch and combine alone"),
-        ("group_name_7", False, "legal are the symbols tp, dp, world, dispatch"),
-    ],
-)
-def test_communicators(group, exchange, message):
-    told = rules.communicator(node(group=group), {}, attribute="group", exchange=exchange)
-    assert (message in told) if message else told is None
 
 
 def test_sizes_of_grouped_products():
@@ -62,3 +40,10 @@ def test_int4_beside_floats():
     assert "antiquant_offset is f16[0] beside weights" in str(rules.int4_beside_floats(product((4, 2, 48), None), {}))
     assert "legal is one shape" in str(rules.int4_beside_floats(product((4, 2, 48), (4, 48)), {}))
     assert "of 47 columns; legal is an even" in str(rules.int4_beside_floats(product((4, 47), (4, 47), columns=47), {}))
+
+
+@pytest.mark.parametrize(("size", "legal"), [(0, True), (32, True), (96, True), (16, False), (40, False), (128, False), (256, False)])
+def test_groups_of_int4(size: int, legal: bool) -> None:
+    node = Node("n", "WeightQuantBatchMatmulV2", {"x": TensorType("bf16", (4, 128))}, frozenset(), {}, {"antiquant_group_size": size})
+    told = rules.int4_groups(node, {}, least=32, multiple=32)
+    assert (told is None) == legal, told

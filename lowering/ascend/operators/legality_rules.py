@@ -1,16 +1,16 @@
-"""The checks of single operators that are more than a list of dtypes; rows of the table name them and give their limits."""
+"""Checks that operators of many kinds have in common; facts name them and give their limits. Others stand beside the operator's record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ..operators.tensor_type import NZ, TensorType
-from . import rules_attention, rules_experts, thread_rules
-from .node import Node
+from ..ge_file import GROUPS
+from .node import LegalityRule, Node
+from .table import COMMUNICATING, record_of
+from .tensor_type import NZ, TensorType
 
-Rule = Callable[..., str | None]
-"""rule(node, options, **parameters of the row): what is wrong and what is legal, or None. `options` are those of the graph."""
+_OWN_GROUPS = frozenset(record.own_group for record in COMMUNICATING.values() if record.own_group)
 
 
 def attribute_values(node: Node, options: Mapping[str, str], attribute: str, legal: list[Any], default: Any = None) -> str | None:
@@ -59,14 +59,6 @@ def power_of_two(node: Node, options: Mapping[str, str], inputs: list[str], axis
     return None
 
 
-def int4_groups(node: Node, options: Mapping[str, str], least: int, multiple: int) -> str | None:
-    """int4 weights of an output channel that share a scale: all of them (0), or groups of fewer."""
-    size, inner = node.attributes.get("antiquant_group_size", 0), node.inputs["x"].shape[-1]
-    if size == 0 or (least <= size < inner and size % multiple == 0):
-        return None
-    return f"antiquant_group_size is {size} for a contraction of {inner}; legal are 0 and {_range(least, inner - 1, multiple)}"
-
-
 def rank(node: Node, options: Mapping[str, str], inputs: list[str], legal: list[int]) -> str | None:
     """Inputs have one of some numbers of dimensions."""
     for name, tensor in listed(node, inputs):
@@ -100,6 +92,32 @@ def side_by_side(node: Node, options: Mapping[str, str], inputs: list[str]) -> s
     return f"{' and '.join(strided)} of {node.describe()} do not lie side by side; legal is a contiguous tensor" if strided else None
 
 
+def no_empty_input(node: Node, options: Mapping[str, str]) -> str | None:
+    """GE refuses these operators when an input has an unknown or empty dimension."""
+    for name, tensor in node.inputs.items():
+        if any(size <= 0 for size in tensor.shape):
+            return f"{name} is {tensor}; legal are dimensions above zero"
+    return None
+
+
+def communicator(node: Node, options: Mapping[str, str], attribute: str) -> str | None:
+    """Operators with a group of their own share its communicator with no other operator of any graph.
+
+    A graph names communicators by the symbols `GROUPS`. As every graph keeps some of them for these, no two graphs can disagree.
+
+    Args:
+        attribute: which names the communicator.
+    """
+    group, own = node.attributes.get(attribute), COMMUNICATING[node.type].own_group
+    if group not in GROUPS:
+        return f"communicates over {group!r}; legal are the symbols {', '.join(GROUPS)}"
+    if own and group != own:
+        return f"shares the communicator {group!r} with other collectives; legal is {own!r}, which is for dispatch and combine alone"
+    if not own and group in _OWN_GROUPS:
+        return f"uses the communicator {group!r}, which is for expert dispatch and combine alone; legal are tp, dp and world"
+    return None
+
+
 def listed(node: Node, names: list[str]) -> list[tuple[str, TensorType]]:
     """Inputs of some names, those of lists with all their elements ("weight" means weight0, weight1, ...)."""
     return [(name, tensor) for name, tensor in node.inputs.items() if name in names or name.rstrip("0123456789") in names]
@@ -109,41 +127,18 @@ def _range(least: int, most: int, multiple: int) -> str:
     return f"{least} to {most}" + (f", a multiple of {multiple}" if multiple > 1 else "")
 
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, LegalityRule] = {
     rule.__name__: rule
     for rule in (
-        attribute_values,
-        attribute_range,
-        no_attribute,
-        no_inputs,
-        dimension,
-        power_of_two,
-        rank,
-        known_at_build,
-        filled_tiles,
-        side_by_side,
-        rules_attention.widths_of_packed_tokens,
-        rules_attention.lengths_on_the_device,
-        rules_attention.paged_cache,
-        rules_attention.mask,
-        rules_attention.head_groups,
-        rules_attention.latent_keys,
-        rules_attention.int8_pages,
-        rules_attention.int8_widths,
-        int4_groups,
-        rules_attention.delta_rule_sizes,
-        rules_attention.chunked_delta_rule_sizes,
-        rules_attention.convolution_states,
-        rules_experts.experts_of_a_rank,
-        rules_experts.communicator,
-        rules_experts.groups_of_weights,
-        rules_experts.int4_beside_floats,
-        thread_rules.no_mask_over_pages,
-        thread_rules.mask_or_pages,
-        thread_rules.as_many_tensors,
-        thread_rules.one_number_an_expert,
-        thread_rules.no_empty_input,
-        thread_rules.transposed_product,
+        *(attribute_values, attribute_range, no_attribute, no_inputs, dimension, power_of_two, rank, known_at_build, filled_tiles),
+        *(side_by_side, no_empty_input, communicator),
     )
 }
-"""Rules by the names that the table gives them."""
+"""Rules by the names that facts give them."""
+
+
+def rule_of(node: Node, name: str) -> LegalityRule:
+    """The rule that a fact names: of the operator's own record, or one of `RULES`."""
+    record = record_of(node)
+    own = record.rules if record is not None else ()
+    return next((rule for rule in own if rule.__name__ == name), None) or RULES[name]

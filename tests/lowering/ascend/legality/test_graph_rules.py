@@ -1,15 +1,13 @@
-"""legality/thread_rules.py, and the rows of the table for reports: what was refused is accepted once what was wrong is mended."""
+"""legality/graph_rules.py, and the rows of the table for reports: what was refused is accepted once what was wrong is mended."""
 
 from __future__ import annotations
 
 import pytest
-from support import ge_calls as gc
 from support.ge_threads import mended, refused_by
 
-from npucompile.lowering.ascend.ge_operators import operators
-from npucompile.lowering.ascend.legality.rules import RULES
-from npucompile.lowering.ascend.legality.thread_rules import ordered_exchange
+from npucompile.lowering.ascend.legality.graph_rules import GRAPH_RULES, ordered_exchange
 from npucompile.lowering.ascend.legality.threads import Source, threads
+from npucompile.lowering.ascend.operators.node import Node
 
 BY_ID = {thread.id: thread for thread in threads()}
 NARROW = {"query": "bf16[8,16,128]", "key0": "bf16[64,128,128]", "value0": "bf16[64,128,128]"}
@@ -62,21 +60,17 @@ def test_lists_of_tokens_are_read_as_they_are_written(producer, mode, reader):
 
 def test_a_collective_is_ordered_against_dispatch_by_data_alone():
     """One before it, one after it, and one that shares only its input."""
-    ops = [
-        gc.message("Data", {}, ["bf16[4,8]"], (), {"index": 0}),
-        gc.message("HcomAllGather", {"x": True}, ["bf16[8,8]"], (), {}),
-        gc.message("MoeDistributeDispatchV2", {"x": True}, ["bf16[8,8]"], (), {}),
-        gc.message("HcomReduceScatter", {"x": True}, ["bf16[4,8]"], (), {}),
-        gc.message("HcomAllReduce", {"x": True}, ["bf16[4,8]"], (), {}),
-    ]
-    for op, name, source in zip(ops, "abcde", ["", "a", "b", "c", "a"], strict=True):
-        op.name = name
-        if source:
-            op.input[0] = f"{source}:0"
-    assert [(op.name, "against c and 0 more" in told) for op, told in ordered_exchange(operators(ops))] == [("e", True)]
-    ops[-1].input[0] = "d:0"
-    assert list(ordered_exchange(operators(ops))) == []
+    kinds = ("Data", "HcomAllGather", "MoeDistributeDispatchV2", "HcomReduceScatter", "HcomAllReduce")
+
+    def unordered(last: str) -> list[tuple[str, str]]:
+        sources = ("", "a:0", "b:0", "c:0", last)
+        nodes = [Node(name, kind, input=(source,)) for name, kind, source in zip("abcde", kinds, sources, strict=True)]
+        return [(node.name, message) for node, message in ordered_exchange(nodes)]
+
+    assert [(name, "against c and 0 more" in message) for name, message in unordered("a:0")] == [("e", True)]
+    assert unordered("d:0") == []
 
 
 def test_every_refused_report_of_one_operator_has_a_mended_one():
-    assert {thread.id for thread in threads() if thread.refused_by in RULES.keys() | {"types"}} == {name for name, _, _ in MENDED}
+    of_graphs = {None, *(rule.__name__ for rule in GRAPH_RULES)}
+    assert {thread.id for thread in threads() if thread.refused_by not in of_graphs} == {name for name, _, _ in MENDED}
