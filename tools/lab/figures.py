@@ -45,10 +45,9 @@ def figures(
 
 
 def peers(artifact: Artifact, cache: Path, environment: Mapping[str, str], settings: Settings, progress: Progress) -> list[Table]:
-    """An artifact, with and without its drafts, beside other engines."""
+    """An artifact beside other engines."""
     return bench_peers.peers(
         artifact,
-        without_drafts(artifact, cache, environment, settings, progress) if artifact.manifest.limits.drafts else None,
         chosen(settings),
         settings.loads,
         settings.rounds,
@@ -75,15 +74,8 @@ def speculation(artifact: Artifact, cache: Path, environment: Mapping[str, str],
     if manifest.tokenizer is None:
         raise SpecError(f"{artifact.path} has no tokenizer; drafting is measured on text")
     texts = bench_speculation.read_prompts(path, TextTokenizer.load(artifact.path / manifest.tokenizer))
-    plain = without_drafts(artifact, cache, environment, settings, progress)
-    return bench_speculation.speculation(artifact, plain, texts, settings.loads, settings.rounds, progress)
-
-
-def without_drafts(artifact: Artifact, cache: Path, environment: Mapping[str, str], settings: Settings, progress: Progress) -> Artifact:
-    """The same artifact without drafts, which is built beside it."""
+    # The same artifact without drafts, which is built beside it; the last of repeated options counts.
     path = artifact.path.with_name(f"{artifact.path.name}-k0")
     progress.say(f"{path}: the same artifact without drafts, brought up to date")
-    # The last of repeated options counts.
-    arguments = (*artifact.manifest.build_arguments, "--speculative-tokens", "0")
-    build.apart(path, cache, settings.jobs, arguments, environment)
-    return Artifact.open(path)
+    build.apart(path, cache, settings.jobs, (*manifest.build_arguments, "--speculative-tokens", "0"), environment)
+    return bench_speculation.speculation(artifact, Artifact.open(path), texts, settings.loads, settings.rounds, progress)

@@ -81,9 +81,7 @@ def test_the_bundled_models_prompts_lie_beside_it() -> None:
     assert len(lines) == len(set(lines)) >= 16
 
 
-def test_a_named_peer_is_measured_beside_the_artifact_with_and_without_drafts(
-    own_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_peer_is_measured_beside_the_artifact(own_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def pretend(*args: Any, **named: Any) -> list[Table]:
@@ -94,17 +92,14 @@ def test_a_named_peer_is_measured_beside_the_artifact_with_and_without_drafts(
     python = f"llama.cpp={sys.executable}"
     result = tiny.cli(tmp_path, "bench", "tiny", "--peer", "vllm", "--peer", "llama.cpp", "--peer-python", python, "--threads", 1, *LITTLE)
     assert result.exit_code == 0, result.output
-    artifact, plain, chosen, loads, rounds, named = calls[0]
-    assert (artifact.path, plain.path) == (own_artifact, own_artifact.with_name("tiny-k0"))
-    assert (artifact.manifest.limits.drafts, plain.manifest.limits.drafts) == (3, 0)
+    artifact, chosen, loads, rounds, named = calls[0]
+    assert artifact.path == own_artifact
     assert chosen == peers.choice(("vllm", "llama.cpp"), (python,), None)
     assert (loads, rounds) == ((Load(1, 6, 4), Load(2, 6, 4)), 1)
     assert (named["threads"], named["cache"]) == (1, tmp_path / "cache" / "peers")
     assert [word for word in result.stdout.split("\n\n") if "Beside others" in word]
-    # An artifact without drafts is measured once.
-    tiny.published(own_artifact, lambda manifest, _: replace(manifest, limits=replace(manifest.limits, drafts=0, slots_per_request=1)))
     tiny.cli(tmp_path, "bench", "tiny", "--only", "peers", *LITTLE)
-    assert calls[1][1:3] == (None, peers.Choice())
+    assert calls[1][1] == peers.Choice()
 
 
 def test_the_help_names_the_engines() -> None:

@@ -1,26 +1,18 @@
-"""Measures an artifact beside other engines on the same checkpoint: prefill, decode, start and memory."""
+"""Measures an artifact beside other engines on the same checkpoint: start, prefill and decode, in turns."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from ...bench.machine import Reader
 from ...bench.report import Column, Table, Value
-from ...bench.stats import Clock, Spread, interleave, ratio, seconds_per_call, spread
+from ...bench.stats import Clock, Spread, interleave, ratio, spread
 from ...bench.streams import Load
+from ...progress import Progress
 from .process import PeerError, PeerProcess
-
-MEMORY = "memory"
-"""Name of the read of memory among those measured in a round."""
-
-STARTS = 3
-"""Most counted starts of a side; an engine that compiles at each start takes a quarter of a minute for one."""
-
-SLOW_START_S = 30
-"""A first start that takes longer is repeated once and not `STARTS` times."""
 
 THROUGHPUT_COLUMNS = (
     Column("streams", "streams", 0),
@@ -29,16 +21,9 @@ THROUGHPUT_COLUMNS = (
     Column("prefill_ratio", "prefill, first / this"),
     Column("decode_tokens_per_s", "decode tok/s", 1),
     Column("decode_ratio", "decode, first / this"),
-    Column("bandwidth_share", "share of bandwidth"),
     Column("first_tokens", "equal first tokens"),
 )
-START_COLUMNS = (
-    Column("side", "engine"),
-    Column("process_s", "start to first token s"),
-    Column("load_s", "load to first token s"),
-    Column("resident_mb", "RSS MB", 0),
-    Column("remark", "how, or why not"),
-)
+START_COLUMNS = (Column("side", "engine"), Column("load_s", "load to first token s"), Column("remark", "how, or why not"))
 
 
 @dataclass(frozen=True)
@@ -66,62 +51,12 @@ class Served:
         prefill_s: until every stream had its first token.
         decode_s: from then to the last token.
         decoded: tokens of that time.
-        steps: decode steps, where the engine counts them.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     prefill_s: float
     decode_s: float
     decoded: int
-    steps: int | None
-
-    def prefill_rate(self, load: Load) -> float:
-        """Prompt tokens a second."""
-        return load.streams * load.prompt_tokens / self.prefill_s
-
-    @property
-    def decode_rate(self) -> float:
-        """Generated tokens a second after the first of every stream."""
-        return self.decoded / self.decode_s
-
-
-@dataclass(frozen=True)
-class Started:
-    """A running side.
-
-    Attributes:
-        process_s: from starting the process to the first token.
-        load_s: from the request to load to the first token.
-        loaded: how it serves, in its own words.
-    """
-
-    process: PeerProcess
-    process_s: float
-    load_s: float
-    loaded: str
-
-
-def start(side: Side, dtype: str, threads: int, room: Load, prompt: Sequence[int], clock: Clock = time.monotonic) -> Started:
-    """Starts a side and waits for its first token.
-
-    Args:
-        room: the largest load that it will serve.
-        prompt: token ids of the first request.
-
-    Raises:
-        PeerError: it cannot be measured.
-    """
-    process = side.open()
-    try:
-        began = clock()
-        max_model_len = room.prompt_tokens + room.tokens
-        reply = process.ask("load", model=side.model, dtype=dtype, threads=threads, max_model_len=max_model_len, max_num_seqs=room.streams)
-        process.ask("generate", prompts=[list(prompt)], tokens=1)
-        now = clock()
-    except BaseException:
-        process.close()
-        raise
-    return Started(process, now - process.started_s, now - began, str(reply["loaded"]))
 
 
 def serve(process: PeerProcess, load: Load, vocab: int) -> Served | PeerError:
@@ -130,109 +65,137 @@ def serve(process: PeerProcess, load: Load, vocab: int) -> Served | PeerError:
         reply = process.ask("generate", prompts=load.prompts(vocab), tokens=load.tokens)
     except PeerError as error:
         return error
-    token_ids = tuple(tuple(stream) for stream in reply["token_ids"])
-    return Served(token_ids, reply["prefill_s"], reply["decode_s"], reply["decoded"], reply["steps"])
+    return Served(tuple(map(tuple, reply["token_ids"])), reply["prefill_s"], reply["decode_s"], reply["decoded"])
 
 
-def equal_first(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> str:
-    """How many streams begin with the same token."""
-    return f"{sum(a[0] == b[0] for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
-
-
-def rows(
-    load: Load,
-    results: Mapping[str, Sequence[Served]],
-    bytes_per_s: Sequence[float],
-    step_bytes: Mapping[str, int],
-) -> list[dict[str, Value]]:
+def rows(load: Load, results: Mapping[str, Sequence[Served]]) -> Iterator[dict[str, Value]]:
     """The table rows of one load.
 
     Args:
         results: of each side, the first of them ours, one a round.
-        bytes_per_s: bandwidth of memory, one a round.
-        step_bytes: bytes that a decode step of a side must read; sides without have no share.
     """
-    lines = []
-    first = next(iter(results.values()))
+    rates = {
+        name: (
+            [load.streams * load.prompt_tokens / each.prefill_s for each in served],
+            [each.decoded / each.decode_s for each in served],
+        )
+        for name, served in results.items()
+    }
+    first = next(iter(results))
+    ours = results[first][0].token_ids
     for name, served in results.items():
-        prefill, decode = [each.prefill_rate(load) for each in served], [each.decode_rate for each in served]
-        line: dict[str, Value] = {
-            "streams": load.streams,
-            "side": name,
-            "prefill_tokens_per_s": spread(prefill),
-            "decode_tokens_per_s": spread(decode),
-            "first_tokens": equal_first(first[0].token_ids, served[0].token_ids),
-        }
-        if served is not first:
-            line["prefill_ratio"] = ratio([each.prefill_rate(load) for each in first], prefill)
-            line["decode_ratio"] = ratio([each.decode_rate for each in first], decode)
-        if load.streams == 1 and name in step_bytes:
-            # An engine that does not count its steps drafts nothing: one token a step.
-            steps = [each.decoded if each.steps is None else each.steps for each in served]
-            rates = [step_bytes[name] * n / each.decode_s for n, each in zip(steps, served, strict=True)]
-            line["bandwidth_share"] = ratio(rates, bytes_per_s)
-        lines.append(line)
-    return lines
+        equal = sum(a[0] == b[0] for a, b in zip(ours, served[0].token_ids, strict=True))
+        line: dict[str, Value] = {"streams": load.streams, "side": name, "first_tokens": f"{equal} of {load.streams}"}
+        for what, own, mine in zip(("prefill", "decode"), rates[first], rates[name], strict=True):
+            line[f"{what}_tokens_per_s"] = spread(mine)
+            line[f"{what}_ratio"] = ratio(own, mine) if name != first else None
+        yield line
 
 
-def short(lines: Sequence[Mapping[str, Value]]) -> str:
-    """The medians of one load in a line, for who watches."""
-    medians = [(str(line["side"]), line["prefill_tokens_per_s"], line["decode_tokens_per_s"]) for line in lines]
-    said = [f"{name} {p.median:.0f} and {d.median:.1f}" for name, p, d in medians if isinstance(p, Spread) and isinstance(d, Spread)]
-    return f"prefill and decode tok/s {', '.join(said)}"
-
-
-def throughput(
-    load: Load,
-    processes: Mapping[str, PeerProcess],
-    memory: Reader,
-    rounds: int,
-    vocab: int,
-    step_bytes: Mapping[str, int],
-    clock: Clock = time.perf_counter,
-) -> tuple[list[dict[str, Value]], list[str], list[float]]:
-    """Serves a load on all sides in turns, with a read of memory in each round.
+def throughput(load: Load, processes: Mapping[str, PeerProcess], rounds: int, vocab: int) -> tuple[list[dict[str, Value]], list[str]]:
+    """Serves a load on all sides in turns.
 
     Returns:
-        rows, a sentence for each side that failed, and the bandwidth of each round in bytes a second.
+        rows, and a sentence for each side that failed.
     """
-    turns: dict[str, Callable[[], Served | PeerError | float]] = {
-        name: partial(serve, process, load, vocab) for name, process in processes.items()
-    }
-    turns[MEMORY] = lambda: memory.nbytes / seconds_per_call(memory.read, clock, calls=3)
-    results = interleave(turns, rounds)
-    bytes_per_s = [float(each) for each in results.pop(MEMORY) if isinstance(each, float)]
-    failed = []
+    results = interleave({name: partial(serve, process, load, vocab) for name, process in processes.items()}, rounds)
     served: dict[str, list[Served]] = {}
+    failed = []
     for name, outcomes in results.items():
-        errors = [each for each in outcomes if isinstance(each, PeerError)]
-        if errors:
+        if errors := [each for each in outcomes if isinstance(each, PeerError)]:
             failed.append(f"{name} failed at {load.streams} streams: {errors[0]}")
         else:
             served[name] = [each for each in outcomes if isinstance(each, Served)]
-    return rows(load, served, bytes_per_s, step_bytes) if served else [], failed, bytes_per_s
+    return list(rows(load, served)) if served else [], failed
 
 
-def start_row(side: Side, starts: Sequence[Started], resident_bytes: int) -> dict[str, Value]:
-    """The row of one side in the table of starts."""
-    last = starts[-1]
-    return {
-        "side": side.name,
-        "process_s": spread(each.process_s for each in starts),
-        "load_s": spread(each.load_s for each in starts),
-        "resident_mb": resident_bytes / 1e6,
-        "remark": ", ".join(filter(None, (last.process.version, last.loaded, side.remark))),
-    }
+def start(
+    side: Side, dtype: str, threads: int, loads: Sequence[Load], prompt: Sequence[int], clock: Clock = time.monotonic
+) -> tuple[PeerProcess, dict[str, Value]]:
+    """Starts a side that has room for all loads, and waits for its first token.
+
+    Returns:
+        its process, and its row in the table of starts.
+
+    Raises:
+        PeerError: it cannot be measured.
+    """
+    process = side.open()
+    try:
+        began = clock()
+        max_model_len = max(load.prompt_tokens + load.tokens for load in loads)
+        most = max(load.streams for load in loads)
+        reply = process.ask("load", model=side.model, dtype=dtype, threads=threads, max_model_len=max_model_len, max_num_seqs=most)
+        process.ask("generate", prompts=[list(prompt)], tokens=1)
+        taken = clock() - began
+    except BaseException:
+        process.close()
+        raise
+    remark = ", ".join(filter(None, (process.version, str(reply["loaded"]), side.remark)))
+    return process, {"side": side.name, "load_s": taken, "remark": remark}
 
 
-def tables(
-    throughput_rows: Sequence[Mapping[str, Value]],
-    start_rows: Sequence[Mapping[str, Value]],
-    notes: Sequence[str],
-    start_notes: Sequence[str],
+def compare(
+    sides: Sequence[Side],
+    refused: Mapping[str, str],
+    dtype: str,
+    threads: int,
+    loads: Sequence[Load],
+    vocab: int,
+    rounds: int,
+    progress: Progress,
 ) -> list[Table]:
-    """The two tables of the figure."""
+    """The tables of throughput and of starts.
+
+    Args:
+        sides: ours first.
+        refused: why others are not among them, by name.
+
+    Raises:
+        PeerError: ours does not start.
+    """
+    prompt = loads[0].prompts(vocab)[0]
+    reasons = dict(refused)
+    processes: dict[str, PeerProcess] = {}
+    starts, lines, notes = list[dict[str, Value]](), list[dict[str, Value]](), list[str]()
+    with ExitStack() as stack:
+        for side in sides:
+            try:
+                # The first start fills the page cache.
+                start(side, dtype, threads, loads, prompt)[0].close()
+                processes[side.name], line = start(side, dtype, threads, loads, prompt)
+            except PeerError as error:
+                if side is sides[0]:
+                    raise
+                reasons[side.name] = str(error)
+                continue
+            stack.callback(processes[side.name].close)
+            processes[side.name].ask("settle")
+            starts.append(line)
+            progress.say(f"{side.name}: {line['load_s']:.1f} s to the first token")
+        for load in loads:
+            measured, failed = throughput(load, processes, rounds, vocab)
+            lines += measured
+            notes += failed
+            progress.say(short(load, measured))
+    starts += [{"side": name, "remark": why} for name, why in reasons.items()]
+    how = (
+        f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; the same token ids for all, greedy, end of "
+        f"text ignored; {dtype}, {threads} threads; medians (smallest..largest) of {rounds} rounds, in turns, each in a process that is "
+        "stopped while another is measured",
+        "prefill: prompt tokens over the time until every stream has its first token; decode: tokens after that over the rest of the time",
+        "first / this: the first engine of the table over that of the row; equal first tokens: with the first engine; bfloat16 does not "
+        "round equally everywhere",
+    )
+    second = ("the second start of each, from the request to load, imports excluded; the files are in the page cache",)
     return [
-        Table("peers", "Throughput beside other engines", THROUGHPUT_COLUMNS, tuple(throughput_rows), tuple(notes)),
-        Table("peers", "Start beside other engines", START_COLUMNS, tuple(start_rows), tuple(start_notes)),
+        Table("peers", "Throughput beside other engines", THROUGHPUT_COLUMNS, tuple(lines), (*how, *notes)),
+        Table("peers", "Start beside other engines", START_COLUMNS, tuple(starts), second),
     ]
+
+
+def short(load: Load, lines: Sequence[Mapping[str, Value]]) -> str:
+    """The medians of one load in a line, for who watches."""
+    rates = [(line["side"], line["prefill_tokens_per_s"], line["decode_tokens_per_s"]) for line in lines]
+    medians = [f"{name} {p.median:.0f} and {d.median:.1f}" for name, p, d in rates if isinstance(p, Spread) and isinstance(d, Spread)]
+    return f"{load.streams} streams: prefill and decode tok/s {', '.join(medians)}"

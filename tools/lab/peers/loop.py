@@ -42,8 +42,8 @@ class Engine(Protocol):
     def load(self, model: str, dtype: str, threads: int, max_model_len: int, max_num_seqs: int) -> str:
         """Gets ready to serve; returns how, in a few words (precision, way of batching)."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, emit: Emit) -> int | None:
-        """Continues all prompts greedily past the end of text; returns the number of decode steps if it is known."""
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, emit: Emit) -> None:
+        """Continues all prompts greedily past the end of text."""
 
 
 class Watch:
@@ -65,12 +65,12 @@ class Watch:
         self._tokens[stream] += token_ids
         self._times[stream] += [self._clock() - self._began] * len(token_ids)
 
-    def report(self, tokens: int, steps: int | None) -> dict[str, Any]:
+    def report(self, tokens: int) -> dict[str, Any]:
         """The answer to a request.
 
         Returns:
             `token_ids` of each stream; `prefill_s` until every stream had its first token; `decode_s` from then to the last token;
-            `decoded`, the number of tokens that arrived in that time; `steps` as given.
+            `decoded`, the number of tokens that arrived in that time.
 
         Raises:
             ValueError: a stream has another number of tokens.
@@ -81,7 +81,7 @@ class Watch:
         prefill_s = max(times[0] for times in self._times)
         last_s = max(times[-1] for times in self._times)
         decoded = sum(at > prefill_s for times in self._times for at in times)
-        return {"token_ids": self._tokens, "prefill_s": prefill_s, "decode_s": last_s - prefill_s, "decoded": decoded, "steps": steps}
+        return {"token_ids": self._tokens, "prefill_s": prefill_s, "decode_s": last_s - prefill_s, "decoded": decoded}
 
 
 def answer(engine: Engine, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,8 +98,8 @@ def answer(engine: Engine, request: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if request["do"] == "generate":
         watch = Watch(len(arguments["prompts"]))
-        steps = engine.generate(arguments["prompts"], arguments["tokens"], watch)
-        return watch.report(arguments["tokens"], steps)
+        engine.generate(arguments["prompts"], arguments["tokens"], watch)
+        return watch.report(arguments["tokens"])
     raise ValueError(f"the request is to {request['do']!r}; legal are load, settle and generate")
 
 

@@ -40,7 +40,7 @@ class Npucompile:
         """Waits until the memory of weights is as it stays."""
         settle()
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, emit: Callable[[int, Sequence[int]], None]) -> int:
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, emit: Callable[[int, Sequence[int]], None]) -> None:
         """Single requests, submitted together.
 
         Raises:
@@ -58,7 +58,6 @@ class Npucompile:
             engine.step()
         if failed := [end for end in ends if end.reason != "length"]:
             raise NpucompileError(f"a stream ended with {failed[0]!r}; a benchmark's end with reason length")
-        return max(sum(steps for _, steps in end.record.decode_steps) for end in ends)
 
 
 def main() -> None:

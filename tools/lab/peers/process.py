@@ -8,10 +8,8 @@ import select
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,8 +19,6 @@ PATIENCE_S = 900.0
 """How long an answer may take; compiling a model at its first load takes minutes."""
 
 TAIL_CHARACTERS = 600
-
-PROC = Path("/proc")
 
 
 class PeerError(NpucompileError):
@@ -38,7 +34,6 @@ class PeerProcess:
 
     Attributes:
         version: of the engine.
-        started_s: when it was launched, on the monotonic clock.
 
     Args:
         command: starts it.
@@ -53,7 +48,6 @@ class PeerProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], patience_s: float = PATIENCE_S) -> None:
         self._command, self._patience_s = command, patience_s
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self.started_s = time.monotonic()
         try:
             self._process = subprocess.Popen(
                 command,
@@ -100,17 +94,6 @@ class PeerProcess:
         if "error" in reply:
             raise PeerError(" ".join(str(reply["error"]).split())[-TAIL_CHARACTERS:])
         return reply
-
-    def resident_bytes(self) -> int:
-        """Resident memory of its processes, mapped files included."""
-        pages = 0
-        for stat in PROC.glob("[0-9]*/stat"):
-            with suppress(OSError):
-                # Fields after the command, which may hold spaces: state, parent, group, ...
-                fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
-                if int(fields[2]) == self._process.pid:
-                    pages += int(fields[21])
-        return pages * os.sysconf("SC_PAGE_SIZE")
 
     def close(self) -> None:
         """Ends it."""

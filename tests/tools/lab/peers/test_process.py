@@ -45,7 +45,6 @@ def test_a_process_runs_only_while_it_owes_an_answer() -> None:
         time.sleep(0.2)
         assert processor_s(pid) == before
         assert peer.ask("again") == {"echo": {"do": "again"}}
-        assert peer.resident_bytes() > 2**20
     assert not Path(f"/proc/{pid}").exists()
 
 

@@ -46,7 +46,7 @@ class LlamaCpp:
         lib.llama_model_desc(self._model, described, len(described))
         return described.value.decode()
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, emit: Callable[[int, Sequence[int]], None]) -> int:
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, emit: Callable[[int, Sequence[int]], None]) -> None:
         """Prompts first, as many in a call as it takes; then all sequences, one token a step."""
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
         latest = [0] * len(prompts)
@@ -55,7 +55,6 @@ class LlamaCpp:
             self._step(rows[begin : begin + N_BATCH], latest, emit)
         for step in range(1, tokens):
             self._step([(latest[i], len(prompt) + step - 1, i, True) for i, prompt in enumerate(prompts)], latest, emit)
-        return tokens - 1
 
     def _step(self, rows: Sequence[tuple[int, int, int, bool]], latest: list[int], emit: Callable[[int, Sequence[int]], None]) -> None:
         """Decodes rows of (token, position, sequence, whether its logits are wanted)."""

@@ -33,7 +33,7 @@ class Transformers:
         self._model.generation_config.eos_token_id = None
         return str(self._model.config._attn_implementation)
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, emit: Callable[[int, Sequence[int]], None]) -> int:
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, emit: Callable[[int, Sequence[int]], None]) -> None:
         """One batch; every step's tokens are read where `generate` asks whether to stop."""
         torch = self._torch
 
@@ -53,7 +53,6 @@ class Transformers:
                 pad_token_id=0,
                 stopping_criteria=[see],
             )
-        return tokens - 1
 
 
 def open_engine() -> Transformers:

@@ -54,4 +54,4 @@ def test_requests_are_stepped_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(2):
         watch = Watch(3)
         engine.generate([[1, 10], [1, 20], [1, 30]], 3, watch)
-        assert watch.report(3, None)["token_ids"] == [[11, 12, 13], [21, 22, 23], [31, 32, 33]]
+        assert watch.report(3)["token_ids"] == [[11, 12, 13], [21, 22, 23], [31, 32, 33]]

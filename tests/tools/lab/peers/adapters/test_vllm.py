@@ -67,4 +67,4 @@ def test_outputs_reach_the_stream_that_asked(tmp_path: Path, monkeypatch: pytest
     for _ in range(2):
         watch = Watch(3)
         engine.generate([[10], [20], [30]], 3, watch)
-        assert watch.report(3, None)["token_ids"] == [[11, 12, 13], [21, 22, 23], [31, 32, 33]]
+        assert watch.report(3)["token_ids"] == [[11, 12, 13], [21, 22, 23], [31, 32, 33]]
