@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...runtime.request import Event, Request, Sampling, TokenEvent
+from ..requests.generation_fields import GenerationFields
 from ..requests.structured_output import OutputFormat
 from ..text.tokenizer import TextTokenizer
 from .output_stream import CompletionEnd, OutputStream, TextDelta
@@ -61,6 +62,23 @@ class GenerationOptions:
     min_tokens_field: str = "min_tokens"
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
+
+    @classmethod
+    def of(cls, fields: GenerationFields, max_tokens: int | None, max_tokens_field: str) -> GenerationOptions:
+        """What all bodies say in the same words."""
+        return cls(
+            max_tokens=max_tokens,
+            max_tokens_field=max_tokens_field,
+            stop=fields.stops,
+            ignore_eos=fields.ignore_eos,
+            n=fields.n,
+            speculative_tokens=fields.speculative_tokens,
+            priority=fields.priority,
+            timeout_ms=fields.timeout_ms,
+            bad_words=tuple(fields.bad_words),
+            cache_salt=fields.cache_salt,
+            skip_reading_prefix_cache=fields.skip_reading_prefix_cache,
+        )
 
 
 class Generation:

@@ -93,10 +93,6 @@ class Admission:
 
     def _check_places(self, client: str, count: int) -> None:
         held = self._held[client]
-        most = min(self._per_client, self._places)
-        if count > most:
-            message = f"{count} completions at once, and of one client {most} may wait or run; legal are that many, n of each prompt"
-            raise RequestError(message, code="too_many_completions")
         if held + count > self._per_client:
             raise RequestError(
                 f"{count} requests more beside {held} that wait or run; one client may have {self._per_client}", code="too_many_requests"

@@ -5,29 +5,24 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
 from ...graphs.errors import RequestError
-from ...runtime.request import Request, Sampling
+from ...runtime.request import Request
 from ..engine.generation import Generation, GenerationOptions, Output
 from ..engine.lifecycle import Lifecycle
 from ..engine.service import Service
 from ..guard.door import CLIENT
 from ..requests.create_body import INLINE_PROMPT_CHARS
-from ..requests.fields import logit_bias
-from ..requests.structured_output import OutputFormat, of_chat, of_extension
+from ..requests.structured_output import OutputFormat
 from ..response.run import ResponseRun
-from .bodies import MAX_BODY_BYTES
 from .live import MAX_WAITING, Core, Live, Out
 from .request_models import ChatRequest, CompletionRequest, SamplingFields
 
-DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 1.0
-"""OpenAI's, where the checkpoint has none of its own."""
-
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Fields of `Sampling` for which a checkpoint may have defaults."""
+MAX_BODY_BYTES = 4 * 2**20
 
 T = TypeVar("T")
 
@@ -101,28 +96,9 @@ def takes_long(prompt_chars: int, options: GenerationOptions | None = None) -> b
     return prompt_chars > INLINE_PROMPT_CHARS or (options is not None and options.format is not None)
 
 
-def sampling_of(body: SamplingFields, service: Service) -> Sampling:
-    """How tokens are picked: as the request says, else as the checkpoint does, else OpenAI's way.
-
-    Raises:
-        RequestError: a value is not legal.
-    """
-    allowed = id_set(body.allowed_token_ids)
-    return Sampling(**chosen_by(body, service), seed=body.seed, min_tokens=body.min_tokens, allowed_token_ids=allowed)
-
-
-def chosen_by(body: Any, service: Service) -> dict[str, Any]:
-    """The fields of `Sampling` that every body has under these names."""
-    chosen: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, **service.model.defaults}
-    chosen |= {name: value for name in DEFAULTED if (value := getattr(body, name)) is not None}
-    if chosen.get("top_k") == -1:  # vLLM's and SGLang's "all"
-        chosen["top_k"] = 0
-    return chosen | {"logit_bias": logit_bias(body.logit_bias, "logit_bias")}
-
-
-def id_set(token_ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Token ids in ascending order, each once."""
-    return None if token_ids is None else tuple(sorted(set(token_ids)))
+def defaults(service: Service) -> dict[str, float]:
+    """How tokens are picked where a request does not say so: as the checkpoint does, else OpenAI's way."""
+    return {"temperature": 1.0, "top_p": 1.0, **service.model.defaults}
 
 
 def length_of(body: CompletionRequest | ChatRequest) -> tuple[int | None, str]:
@@ -150,25 +126,15 @@ def options_of(
     Raises:
         RequestError: a value is not legal.
     """
-    return GenerationOptions(
-        max_tokens=max_tokens,
-        max_tokens_field=field,
-        sampling=sampling_of(body, service),
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+    return replace(
+        GenerationOptions.of(body, max_tokens, field),
+        sampling=body.sampling(defaults(service)),
         stop_token_ids=frozenset(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         logprobs_field=logprobs_field,
         prompt_logprobs=_prompt_logprobs(body),
-        n=body.n,
-        speculative_tokens=body.speculative_tokens,
         skip_special_tokens=body.skip_special_tokens,
         format=_format(body),
-        priority=body.priority,
-        timeout_ms=body.timeout_ms,
-        bad_words=tuple(body.bad_words),
-        cache_salt=body.cache_salt,
-        skip_reading_prefix_cache=body.skip_reading_prefix_cache,
     )
 
 
@@ -181,12 +147,10 @@ def _prompt_logprobs(body: SamplingFields) -> int | None:
 
 
 def _format(body: SamplingFields) -> OutputFormat | None:
-    standard = None if body.response_format is None else of_chat(body.response_format)
-    extended = None if body.structured_outputs is None else of_extension(body.structured_outputs)
-    if standard and extended:
+    if body.response_format and body.structured_outputs:
         message = "response_format and structured_outputs are given; legal is one of them"
         raise RequestError(message, param="structured_outputs")
-    return standard or extended
+    return body.response_format or body.structured_outputs
 
 
 def includes_usage(body: SamplingFields) -> bool:

@@ -13,12 +13,12 @@ from ..chat.reply_grammar import check_choice
 from ..chat.template import Chat
 from ..engine.service import Service
 from ..parsers.message import MessageParser
-from ..requests.tool_fields import AUTO, REQUIRED, ToolUse
+from ..requests.tool_fields import NamedChoice, ToolUse
 from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
 from .chat_choice import ChatChoice
 from .choices import ChunkFrames, Header, whole_answer
 from .messages import messages_of
-from .request_models import ChatRequest, NamedChoice
+from .request_models import ChatRequest
 from .sse import EventStream, whole
 
 
@@ -91,8 +91,7 @@ def _parser(body: ChatRequest, service: Service, prompt: str, so_far: str) -> Me
 def tool_use(body: ChatRequest) -> ToolUse:
     """The tools of a request, and what is to become of them."""
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else None
-    choice = body.tool_choice if isinstance(body.tool_choice, str) else AUTO if named is None else REQUIRED
-    return ToolUse(tuple(tool.model_dump(exclude_unset=True) for tool in body.tools), choice, named, body.parallel_tool_calls)
+    return ToolUse.of([tool.model_dump(exclude_unset=True) for tool in body.tools], body.tool_choice, named, body.parallel_tool_calls)
 
 
 def _logprobs(body: ChatRequest) -> int | None:

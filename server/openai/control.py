@@ -12,8 +12,8 @@ from ... import __version__
 from ...graphs.errors import RequestError
 from ..engine.generation import GenerationOptions
 from ..engine.output_stream import CompletionEnd
+from ..requests.bodies import Body
 from .api import Api, client_of, new_id
-from .bodies import Body
 from .sse import whole
 
 PROBE_TIMEOUT_S = 20.0

@@ -16,15 +16,16 @@ from ...runtime.request import Sampling
 from ..engine.generation import GenerationOptions, Output
 from ..engine.output_stream import CompletionEnd, TextDelta
 from ..engine.service import Service
+from ..requests.bodies import Body, FailFast, Ignored, Neutral, validate
 from ..requests.bounds import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..requests.error_objects import failure_of
+from ..requests.generation_fields import LogitBias, Priority, StopString, TokenId, chosen, stop_strings
 from ..requests.structured_output import OutputFormat
 from ..text.tokenizer import TextTokenizer
-from .api import Api, chosen_by, client_of, new_id, off_loop, takes_long
-from .bodies import Body, FailFast, Ignored, Neutral, validate
+from .api import Api, client_of, defaults, new_id, off_loop, takes_long
 from .choices import check_in_time, pieces
 from .errors import failure
-from .request_models import MAX_STOP_TOKENS, Priority, Prompt, StopString, TokenId, prompts
+from .request_models import MAX_STOP_TOKENS, Prompt, prompts
 from .sse import DONE, EventStream, failure_frames, fault_frames, frame, whole
 
 DEFAULT_NEW_TOKENS = 128
@@ -51,7 +52,7 @@ class SamplingParams(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logit_bias: LogitBias = ()
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -153,8 +154,8 @@ def _options(params: SamplingParams, service: Service, body: GenerateRequest) ->
     return GenerationOptions(
         max_tokens=params.max_new_tokens,
         max_tokens_field="max_new_tokens",
-        sampling=Sampling(**chosen_by(params, service), seed=params.sampling_seed, min_tokens=params.min_new_tokens),
-        stop=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
+        sampling=Sampling(**chosen(params, defaults(service)), seed=params.sampling_seed, min_tokens=params.min_new_tokens),
+        stop=stop_strings(params.stop),
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=body.top_logprobs_num if body.return_logprob else None,

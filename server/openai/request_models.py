@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PlainValidator
 
-from ..requests.bounds import (
-    MAX_BAD_WORDS,
-    MAX_COMPLETIONS,
-    MAX_PRIORITY,
-    MAX_SALT_CHARS,
-    MAX_SEED,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_TOP_LOGPROBS,
-)
-from .bodies import Body, FailFast, Ignored, Neutral
+from ..requests.bodies import Body, FailFast, Ignored, Neutral
+from ..requests.bounds import MAX_TOP_LOGPROBS
+from ..requests.generation_fields import GenerationFields, TokenId
+from ..requests.structured_output import OutputFormat, of_chat
+from ..requests.tool_fields import Choice, Effort, NamedChoice, Tool
 
 MAX_PROMPTS = 1024
 MAX_TOKENS = 16
 """Of a completion that does not say how many; OpenAI's."""
 MAX_STOP_TOKENS = 256
 FOR_THE_PROVIDER = "concerns the provider's bookkeeping"
-
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenId = Annotated[int, Field(ge=0)]
-Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 
 class StreamOptions(Body):
@@ -37,38 +27,16 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(GenerationFields):
     """What both endpoints share."""
 
-    model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), FailFast()] = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FailFast()] = Field(default_factory=list)
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    ignore_eos: bool = False
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1), FailFast()] | None = None
-    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS), FailFast()] = Field(default_factory=list)
     skip_special_tokens: bool = True
-    speculative_tokens: Annotated[int, Field(ge=0)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
-    skip_reading_prefix_cache: bool = False
     return_token_ids: bool = False
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    priority: Priority = 0
-    timeout_ms: Annotated[int, Field(ge=1)] | None = None
+    response_format: Annotated[OutputFormat | None, PlainValidator(of_chat)] = None
     user: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     metadata: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     store: Annotated[Any, Neutral((False,), "completions are not kept")] = None
@@ -149,35 +117,6 @@ class Message(Body):
     function_call: None = None
 
 
-class Function(Body):
-    """What a tool is."""
-
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Body):
-    """The function of a `NamedChoice`."""
-
-    name: Annotated[str, Field(min_length=1)]
-
-
-class NamedChoice(Body):
-    """A `tool_choice` that names a function."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 class ChatRequest(SamplingFields):
     """`/v1/chat/completions`."""
 
@@ -187,10 +126,10 @@ class ChatRequest(SamplingFields):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Choice | NamedChoice | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     separate_reasoning: bool = True

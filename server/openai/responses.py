@@ -14,17 +14,15 @@ from starlette.responses import JSONResponse, Response
 from ..engine.service import Service
 from ..guard.door import OWNER
 from ..requests.create_body import ResponseCreate, read_create
-from ..requests.fields import FieldError, boolean
+from ..requests.fields import FieldError
 from ..response.events import ServerEvent, error_event
 from ..response.prepare import Owners, continued, keeping, new_response_id, prepare
 from ..response.run import ResponseRun
-from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, client_of, off_loop
+from .api import Api, client_of, defaults, off_loop
 from .errors import EngineTimeout
 from .event_reader import EventReader
 from .live import MAX_WAITING
 from .sse import EventStream, frame, whole
-
-OVER_HTTP = ("stream", "stream_options")
 
 
 async def responses(api: Api, body: dict[str, Any], request: Request) -> Response:
@@ -36,9 +34,9 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     """
     service = api.service()
     fields = {name: value for name, value in body.items() if value is not None}
-    streams = boolean(fields.get("stream", False), "stream")
-    _check_stream_options(fields.get("stream_options", {}), streams)
     create = _create(fields, service)
+    streams = bool(create.fields.stream)
+    _check_stream_options(fields.get("stream_options", {}), streams)
     owners = Owners(str(request.scope.get(OWNER, "")))
     kept = keeping(service, create, owners)
     whole_body, response_id = continued(service, create, owners), new_response_id()
@@ -46,7 +44,7 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     run = ResponseRun(service, prepared, kept, on_end=lambda: api.live.pop(response_id, None))
     reader = EventReader(service, MAX_WAITING if streams else None)
     reader.follow(run)
-    waits = streams or not create.background
+    waits = streams or not create.fields.background
     run.start(reader if waits else None, client_of(request))
     if not run.ended.is_set():
         api.live[response_id] = run
@@ -80,11 +78,10 @@ class EventFrames:
 
 
 def _create(fields: dict[str, Any], service: Service) -> ResponseCreate:
-    own = {name: value for name, value in fields.items() if name not in OVER_HTTP}
+    own = {name: value for name, value in fields.items() if name != "stream_options"}
     if "stream_id" in own:
         raise FieldError("stream_id is for websockets; over HTTP a connection has one stream", param="stream_id", code="unknown_field")
-    defaults = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, **service.model.defaults}
-    create = read_create(defaults | own)
+    create = read_create(defaults(service) | own)
     if isinstance(create.prompt, str):
         return create.after(())
     return create

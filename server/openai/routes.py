@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +12,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ...graphs.errors import ProtocolError, RequestError
 from ..engine.lifecycle import Lifecycle
+from ..requests.bodies import Body, validate
+from ..requests.fields import show
+from ..requests.frames import decode_json
 from .api import Api
-from .bodies import Body, read_json, validate
 from .chat import chat_completions
 from .completions import completions
 from .control import AbortRequest, abort_request, flush_cache, health_generate, model_info, ping, server_info, version
@@ -93,6 +97,30 @@ def routes(lifecycle: Lifecycle) -> list[Route]:
         Route("/v1/models", _guarded(models)),
         Route("/v1/models/{name:path}", _guarded(model)),
     ]
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The body of a request, a JSON object.
+
+    Raises:
+        RequestError: it is compressed, too large, or none (codes unsupported_encoding, body_too_large, invalid_utf8, invalid_json,
+            not_an_object).
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise RequestError(f"the body has Content-Encoding {show(encoding)}; legal is a body as it is", code="unsupported_encoding")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            raise RequestError(f"the body has more than {max_bytes} bytes; legal are at most that many", code="body_too_large")
+    try:
+        body = decode_json(data.removeprefix(codecs.BOM_UTF8), "the body")
+    except ProtocolError as error:
+        raise RequestError(str(error), code=error.code) from None
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is {show(body)}; legal is a JSON object", code="not_an_object")
+    return body
 
 
 def _posted(api: Api, post: Post) -> Callable[[Request], Awaitable[Response]]:

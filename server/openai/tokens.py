@@ -11,10 +11,12 @@ from starlette.responses import JSONResponse, Response
 from ...graphs.errors import RequestError
 from ..chat.template import Chat
 from ..engine.service import Service
+from ..requests.bodies import Body, FailFast
+from ..requests.generation_fields import TokenId
+from ..requests.tool_fields import Tool
 from .api import Api, off_loop, takes_long
-from .bodies import Body, FailFast
 from .messages import messages_of
-from .request_models import Message, TokenId, Tool
+from .request_models import Message
 
 
 class TokenizeRequest(Body):

@@ -5,7 +5,7 @@ Log probabilities are requested as in OpenAI's API: "message.output_text.logprob
 sampling is greedy; the response object has the values that were used. A field that is null counts as absent.
 
 A message list goes through the model's chat template, with `instructions` as the system's message before it; a text does not: it is
-continued as it is. Fields that change nothing are accepted at the values that change nothing (`neutral`).
+continued as it is. Fields that change nothing are accepted at the values that change nothing.
 
 Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `presence_penalty`,
 `frequency_penalty`, `repetition_penalty`, `logit_bias`, `min_tokens`, `allowed_token_ids`, `bad_words`, `n` (completions, each an output
@@ -17,37 +17,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator
 
 from ...graphs.errors import RequestError
 from ...runtime.request import Sampling
+from .bodies import FailFast, Ignored, Neutral, validate
 from .bounds import (
-    MAX_BAD_WORDS,
-    MAX_COMPLETIONS,
     MAX_METADATA,
     MAX_METADATA_CHARS,
     MAX_MODEL_CHARS,
-    MAX_PRIORITY,
     MAX_RESPONSE_ID_CHARS,
-    MAX_SALT_CHARS,
-    MAX_SEED,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
     MAX_STREAM_ID_CHARS,
     MAX_TOP_LOGPROBS,
 )
-from .fields import FieldError, boolean, choices, integer, logit_bias, number, optional, refuse_unknown, show, string, strings, token_ids
+from .fields import FieldError
+from .generation_fields import GenerationFields
 from .items import ChatMessage, Item, read_items, template_messages, text_of
-from .neutral import IGNORED, NEUTRAL, without_neutral
-from .structured_output import OutputFormat, of_extension, of_responses
-from .tool_fields import ToolUse, read_effort, read_tools, read_variables
+from .structured_output import OutputFormat, of_responses
+from .tool_fields import MAX_TOOLS, Choice, FunctionTool, NamedFunction, Reasoning, ToolUse
 
 INLINE_PROMPT_CHARS = 4096
 """Longer prompts are tokenized on a thread."""
 
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
-"""Changes nothing: reasoning is told as it is."""
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+"""The second changes nothing: reasoning is told as it is."""
 
 
 @dataclass(frozen=True)
@@ -69,66 +65,92 @@ class Conversation:
 
 Prompt = str | tuple[int, ...] | Conversation
 
+FOR_THE_PROVIDER = "the provider's bookkeeping"
+StreamId = Annotated[str, Field(min_length=1, max_length=MAX_STREAM_ID_CHARS)]
+
+
+def _input(value: Any) -> str | tuple[Item, ...]:
+    return value if isinstance(value, str) else read_items(value)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise ValueError("a list of integers")
+    return tuple(value)
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    legal = isinstance(value, dict) and len(value) <= MAX_METADATA and all(isinstance(entry, str) for entry in value.values())
+    if not legal or any(len(entry) > MAX_METADATA_CHARS for item in value.items() for entry in item):
+        raise ValueError(f"an object of at most {MAX_METADATA} strings of up to {MAX_METADATA_CHARS} characters")
+    return dict(value)
+
+
+class CreateFields(GenerationFields):
+    """The fields of `response.create`; see docs/api.md."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None
+    input: Annotated[str | tuple[Item, ...] | None, PlainValidator(_input)] = None
+    input_token_ids: Annotated[tuple[int, ...] | None, PlainValidator(_token_ids)] = None
+    stream_id: StreamId | None = None
+    instructions: Annotated[str, Field(min_length=1)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    include: Annotated[list[Included], FailFast()] = Field(default_factory=list)
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    metadata: Annotated[dict[str, str], PlainValidator(_metadata)] = Field(default_factory=dict)
+    text: Annotated[OutputFormat | None, PlainValidator(of_responses)] = None
+    stream: bool | None = None
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=MAX_RESPONSE_ID_CHARS)] | None = None
+    store: bool | None = None
+    generate: bool = True
+    background: bool = False
+    resumable: bool = False
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
+    tool_choice: Choice | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    truncation: Annotated[Any, Neutral(("disabled",), "prompts are not cut")] = None
+    prompt: Annotated[Any, Neutral((), "prompts are not kept")] = None
+    conversation: Annotated[Any, Neutral((), "conversations are not kept")] = None
+    context_management: Annotated[Any, Neutral(([],), "prompts are not cut")] = None
+    user: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
+    safety_identifier: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
+    prompt_cache_key: Annotated[Any, Ignored("a hint for caches")] = None
+    prompt_cache_retention: Annotated[Any, Ignored("a hint for caches")] = None
+    service_tier: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
+    max_tool_calls: Annotated[Any, Ignored("concerns tools of the provider")] = None
+
 
 @dataclass(frozen=True)
 class ResponseCreate:
     """`response.create`: generate one response.
 
     Attributes:
+        fields: as they were sent.
         prompt: text, token ids, or a conversation.
-        model: name of the model; None takes the served one.
-        stream_id: the lane of the socket; None is the lane of all that name none.
-        max_output_tokens: None means as many as fit into the context.
-        stop: strings that end the output and are not part of it.
-        ignore_eos: generate past end-of-sequence tokens.
-        logprobs: None for no log probabilities; else those of the output tokens and of this many most likely tokens at each position.
-        n: completions of the prompt.
-        speculative_tokens: draft tokens to verify per step, 0 for none; None means as many as the artifact was built for.
-        instructions: what the system says before the input; part of `prompt` too.
-        metadata: the client's, repeated in the response.
-        format: what the output must be; None leaves it free.
-        priority: lower is served first.
-        timeout_ms: how long it may wait and run; None is the server's own timeout.
-        bad_words: texts that the output must not hold.
-        cache_salt, skip_reading_prefix_cache: as in `runtime.request.Request`.
-        previous_response_id: the response whose conversation this one continues.
-        store: whether the response is kept for later requests; None leaves it to the server.
-        generate: whether there is to be an output; without one the prompt is only prepared.
+        sampling: how tokens are picked.
         use: tools, and what is to become of them.
         echoed: `tools`, `tool_choice` and `text` as they were sent, repeated in the response.
-        effort: of reasoning; None leaves it to the chat template.
-        variables: of the chat template.
-        background: whether it goes on to its end without a connection.
-        resumable: whether it goes on for a while when its connection is lost, so that another can follow it.
     """
 
+    fields: CreateFields
     prompt: Prompt
-    model: str | None = None
-    stream_id: str | None = None
-    max_output_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    n: int = 1
-    speculative_tokens: int | None = None
-    instructions: str | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    format: OutputFormat | None = None
-    priority: int = 0
-    timeout_ms: int | None = None
-    bad_words: tuple[str, ...] = ()
-    cache_salt: str = ""
-    skip_reading_prefix_cache: bool = False
-    previous_response_id: str | None = None
-    store: bool | None = None
-    generate: bool = True
-    background: bool = False
-    resumable: bool = False
-    use: ToolUse = field(default_factory=ToolUse)
+    sampling: Sampling
+    use: ToolUse
     echoed: Mapping[str, Any] = field(default_factory=dict)
-    effort: str | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def logprobs(self) -> int | None:
+        """None for no log probabilities; else those of the output tokens and of this many most likely tokens at each position."""
+        included = LOGPROBS in self.fields.include
+        return 0 if included and self.fields.top_logprobs is None else self.fields.top_logprobs
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """What the output must be; None leaves it free."""
+        return self.fields.text or self.fields.structured_outputs
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -139,7 +161,7 @@ class ResponseCreate:
 
     def after(self, previous: tuple[Item, ...]) -> ResponseCreate:
         """The same behind the items of a conversation so far."""
-        return replace(self, prompt=Conversation((*previous, *self.items), self.instructions))
+        return replace(self, prompt=Conversation((*previous, *self.items), self.fields.instructions))
 
     @property
     def prompt_chars(self) -> int:
@@ -155,159 +177,42 @@ class ResponseCreate:
 
 
 def read_create(body: dict[str, Any]) -> ResponseCreate:
-    """The body of a `response.create`, without `stream`, which depends on the transport.
+    """The body of a `response.create`; what `stream` may be depends on the transport.
 
     Raises:
         FieldError: a field is missing, unknown, or has an illegal value.
     """
-    refuse_unknown(body, (*CREATE_FIELDS, *NEUTRAL, *IGNORED), "response.create")
-    body = without_neutral({name: value for name, value in body.items() if value is not None})
-    return ResponseCreate(
-        prompt=_prompt(body, optional(body, "instructions", string())),
-        model=optional(body, "model", string(MAX_MODEL_CHARS)),
-        stream_id=optional(body, "stream_id", string(MAX_STREAM_ID_CHARS)),
-        max_output_tokens=optional(body, "max_output_tokens", integer(1)),
-        sampling=_sampling(body),
-        stop=optional(body, "stop", strings(MAX_STOP_STRINGS, MAX_STOP_CHARS, alone=True)) or (),
-        ignore_eos=optional(body, "ignore_eos", boolean) or False,
-        logprobs=_logprobs(body),
-        n=optional(body, "n", integer(1, MAX_COMPLETIONS)) or 1,
-        speculative_tokens=optional(body, "speculative_tokens", integer(0)),
-        instructions=body.get("instructions"),
-        metadata=optional(body, "metadata", _metadata) or {},
-        format=_format(body),
-        priority=optional(body, "priority", integer(-MAX_PRIORITY, MAX_PRIORITY)) or 0,
-        timeout_ms=optional(body, "timeout_ms", integer(1)),
-        bad_words=optional(body, "bad_words", strings(MAX_BAD_WORDS, MAX_STOP_CHARS)) or (),
-        cache_salt=optional(body, "cache_salt", string(MAX_SALT_CHARS)) or "",
-        skip_reading_prefix_cache=optional(body, "skip_reading_prefix_cache", boolean) or False,
-        previous_response_id=optional(body, "previous_response_id", string(MAX_RESPONSE_ID_CHARS)),
-        store=optional(body, "store", boolean),
-        generate=_generates(body),
-        background=optional(body, "background", boolean) or False,
-        resumable=optional(body, "resumable", boolean) or False,
-        use=_tools(body),
-        echoed={name: body[name] for name in ("tools", "tool_choice", "text") if name in body},
-        effort=read_effort(body),
-        variables=optional(body, "chat_template_kwargs", read_variables) or {},
-    )
-
-
-CREATE_FIELDS = (
-    "input",
-    "input_token_ids",
-    "model",
-    "stream_id",
-    "max_output_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "min_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "include",
-    "top_logprobs",
-    "n",
-    "speculative_tokens",
-    "cache_salt",
-    "skip_reading_prefix_cache",
-    "instructions",
-    "metadata",
-    "text",
-    "structured_outputs",
-    "priority",
-    "timeout_ms",
-    "stream",
-    "previous_response_id",
-    "store",
-    "generate",
-    "background",
-    "resumable",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "reasoning",
-    "chat_template_kwargs",
-)
-
-
-def _prompt(body: Mapping[str, Any], instructions: str | None) -> Prompt:
-    names = [name for name in ("input", "input_token_ids") if name in body]
-    prepares = body.get("generate") is False or "previous_response_id" in body
-    if len(names) != 1 and (names or not prepares):
-        raise FieldError(f"{' and '.join(names) or 'no input'} given; legal is exactly one of input, input_token_ids", param="input")
-    if names == ["input_token_ids"]:
-        return _token_ids(body)
-    value = body.get("input", [])
-    if isinstance(value, str):
-        said = Conversation((ChatMessage("user", value),), instructions)
-        return value if instructions is None and not body.get("tools") else said
-    return Conversation(read_items(value), instructions)
-
-
-def _token_ids(body: Mapping[str, Any]) -> tuple[int, ...]:
-    value = body["input_token_ids"]
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise FieldError(f"input_token_ids is {show(value)}; legal is a list of integers", param="input_token_ids")
-    for name in ("instructions", "previous_response_id", "tools"):
-        if body.get(name):
-            raise FieldError(f"{name} and input_token_ids are given; legal is {name} with input", param=name)
-    return tuple(value)
-
-
-def _tools(body: Mapping[str, Any]) -> ToolUse:
-    use = read_tools(body)
-    if use.tools and body.get("n") not in (None, 1):
-        raise FieldError(f"n is {body['n']} and there are tools; legal is 1 or absent", param="n")
-    return use
-
-
-def _generates(body: Mapping[str, Any]) -> bool:
-    generates = optional(body, "generate", boolean)
-    if generates is False and body.get("n") not in (None, 1):
-        raise FieldError(f"n is {body['n']} and generate is false; legal is 1 or absent", param="n")
-    return generates is not False
-
-
-def _format(body: Mapping[str, Any]) -> OutputFormat | None:
-    standard, extended = optional(body, "text", of_responses), optional(body, "structured_outputs", of_extension)
-    if standard and extended:
+    fields = validate(CreateFields, body, "response.create")
+    if fields.n > 1 and (fields.tools or not fields.generate):
+        why = "there are tools" if fields.tools else "generate is false"
+        raise FieldError(f"n is {fields.n} and {why}; legal is 1 or absent", param="n")
+    if fields.text and fields.structured_outputs:
         raise FieldError("text.format and structured_outputs are given; legal is one of them", param="structured_outputs")
-    return standard or extended
-
-
-def _metadata(value: Any, name: str) -> dict[str, str]:
-    legal = isinstance(value, dict) and len(value) <= MAX_METADATA and all(isinstance(entry, str) for entry in value.values())
-    if not legal or any(len(entry) > MAX_METADATA_CHARS for item in value.items() for entry in item):
-        shown = f"an object of at most {MAX_METADATA} strings of up to {MAX_METADATA_CHARS} characters"
-        raise FieldError(f"{name} is {show(value)}; legal is {shown}", param=name)
-    return dict(value)
-
-
-def _sampling(body: Mapping[str, Any]) -> Sampling:
-    fields = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed") if name in body}
-    for name, most in (("top_k", 2**31 - 1), ("seed", MAX_SEED)):
-        optional(fields, name, integer(0, most))
-    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        fields |= {name: number(body[name], name)} if name in body else {}
-    fields["logit_bias"] = optional(body, "logit_bias", logit_bias) or ()
-    fields["min_tokens"] = optional(body, "min_tokens", integer(0)) or 0
-    fields["allowed_token_ids"] = optional(body, "allowed_token_ids", token_ids)
     try:
-        return Sampling(**fields)
+        sampling = fields.sampling({})
     except RequestError as error:
         raise FieldError(str(error), param=error.param or "temperature") from None
+    echoed = {name: body[name] for name in ("tools", "tool_choice", "text") if body.get(name) is not None}
+    return ResponseCreate(fields, _prompt(fields), sampling, _use(fields), echoed)
 
 
-def _logprobs(body: Mapping[str, Any]) -> int | None:
-    included = LOGPROBS in (optional(body, "include", choices((LOGPROBS, ENCRYPTED))) or ())
-    most_likely = optional(body, "top_logprobs", integer(0, MAX_TOP_LOGPROBS))
-    return 0 if included and most_likely is None else most_likely
+def _prompt(fields: CreateFields) -> Prompt:
+    names = [name for name in ("input", "input_token_ids") if getattr(fields, name) is not None]
+    prepares = not fields.generate or fields.previous_response_id is not None
+    if len(names) != 1 and (names or not prepares):
+        raise FieldError(f"{' and '.join(names) or 'no input'} given; legal is exactly one of input, input_token_ids", param="input")
+    if fields.input_token_ids is not None:
+        for name in ("instructions", "previous_response_id", "tools"):
+            if getattr(fields, name):
+                raise FieldError(f"{name} and input_token_ids are given; legal is {name} with input", param=name)
+        return fields.input_token_ids
+    if isinstance(fields.input, str):
+        message = ChatMessage("user", fields.input)
+        alone = fields.instructions is None and not fields.tools
+        return fields.input if alone else Conversation((message,), fields.instructions)
+    return Conversation(fields.input or (), fields.instructions)
+
+
+def _use(fields: CreateFields) -> ToolUse:
+    named = fields.tool_choice.name if isinstance(fields.tool_choice, NamedFunction) else None
+    return ToolUse.of([tool.for_chats() for tool in fields.tools], fields.tool_choice, named, fields.parallel_tool_calls)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import FieldError, optional, refuse_unknown, show, string
+from .fields import FieldError, refuse_unknown, show
 
 MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 256
@@ -192,10 +192,10 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Item]] = {
 
 
 def _required(item: Mapping[str, Any], name: str, where: str) -> str:
-    param = f"{where}.{name}"
-    value = optional({param: item[name]} if name in item else {}, param, string(MAX_NAME_CHARS))
-    if value is None:
-        raise FieldError(f"{param} is missing; legal is a string that is not empty", param=param)
+    value = item.get(name)
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME_CHARS:
+        param = f"{where}.{name}"
+        raise FieldError(f"{param} is {show(value)}; legal is a string of 1 to {MAX_NAME_CHARS} characters", param=param)
     return value
 
 

@@ -32,12 +32,13 @@ class OutputFormat:
     param: str
 
 
-def of_responses(text: Any, param: str = "text") -> OutputFormat | None:
+def of_responses(text: Any) -> OutputFormat | None:
     """`text` of OpenAI's Responses: `{"format": {"type": "json_schema", "name": ..., "schema": ...}}`; None for plain text.
 
     Raises:
         FieldError: it has another form.
     """
+    param = "text"
     body = _object(text, param)
     refuse_unknown(body, ("format", "verbosity"), param)
     if body.get("verbosity") not in (None, "medium"):
@@ -50,12 +51,13 @@ def of_responses(text: Any, param: str = "text") -> OutputFormat | None:
     return _typed(form, form, f"{param}.format")
 
 
-def of_chat(response_format: Any, param: str = "response_format") -> OutputFormat | None:
+def of_chat(response_format: Any) -> OutputFormat | None:
     """`response_format` of OpenAI's chat completions: `{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}`.
 
     Raises:
         FieldError: it has another form.
     """
+    param = "response_format"
     form = _object(response_format, param)
     refuse_unknown(form, ("type", "json_schema") if form.get("type") == "json_schema" else ("type",), param)
     inner: Mapping[str, Any] = {}
@@ -65,12 +67,13 @@ def of_chat(response_format: Any, param: str = "response_format") -> OutputForma
     return _typed(form, inner, param)
 
 
-def of_extension(structured_outputs: Any, param: str = "structured_outputs") -> OutputFormat:
+def of_extension(structured_outputs: Any) -> OutputFormat:
     """vLLM's `structured_outputs`: exactly one of its fields, and beside JSON which blanks that has.
 
     Raises:
         FieldError: it has another form.
     """
+    param = "structured_outputs"
     given = {name: value for name, value in _object(structured_outputs, param).items() if value is not None}
     refuse_unknown(given, (*EXTENDED, PATTERN, COMPACT), param)
     body = {name: value for name, value in given.items() if name in EXTENDED}

@@ -47,9 +47,9 @@ def continued(service: Service, body: ResponseCreate, owners: Owners) -> Respons
     Raises:
         RequestError: that conversation is not known.
     """
-    if body.previous_response_id is None:
+    if body.fields.previous_response_id is None:
         return body
-    return body.after(service.store.conversation(body.previous_response_id, owners.all))
+    return body.after(service.store.conversation(body.fields.previous_response_id, owners.all))
 
 
 def keeping(service: Service, body: ResponseCreate, owners: Owners) -> Keeping:
@@ -59,19 +59,19 @@ def keeping(service: Service, body: ResponseCreate, owners: Owners) -> Keeping:
         RequestError: it asks for more than this server keeps.
     """
     keeps = service.store.keeps
-    if body.store and not keeps:
+    if body.fields.store and not keeps:
         raise RequestError("store is true, and this server keeps no responses; legal is false", param="store", code="unsupported_value")
-    if not keeps and (body.background or body.resumable):
-        name = "background" if body.background else "resumable"
+    if not keeps and (body.fields.background or body.fields.resumable):
+        name = "background" if body.fields.background else "resumable"
         message = f"{name} is true, and this server keeps no events of responses; legal is false"
         raise RequestError(message, param=name, code="unsupported_value")
     if not keeps:
         return Keeping()
-    whole = body.store is not False
-    if body.background and not whole:
+    whole = body.fields.store is not False
+    if body.fields.background and not whole:
         raise RequestError("background is true and store is false; legal is background with store", param="background")
-    owner = owners.key if whole or body.resumable else owners.socket
-    return Keeping(owner, whole, body.resumable, body.background)
+    owner = owners.key if whole or body.fields.resumable else owners.socket
+    return Keeping(owner, whole, body.fields.resumable, body.fields.background)
 
 
 def new_response_id() -> str:
@@ -88,17 +88,17 @@ def prepare(service: Service, body: ResponseCreate, response_id: str, stream_id:
     Raises:
         RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation without a chat template.
     """
-    service.check_model(body.model)
+    service.check_model(body.fields.model)
     check_choice(body.use, service.chat.tool_calls)
-    prompt = _prompt(service, body) if body.generate else _prefix(service, body)
+    prompt = _prompt(service, body) if body.fields.generate else _prefix(service, body)
     requests = () if prompt is None else service.requests(response_id, prompt.token_ids, _options(body, prompt), "input")
     marks = service.chat.marks(tools=bool(body.use.offered)) if prompt is not None and prompt.parser is not None else ()
     return PreparedResponse(
         info=_info(service, body, response_id, stream_id, requests),
         requests=requests,
-        stop=body.stop,
+        stop=body.fields.stops,
         items=None if isinstance(body.prompt, tuple) else body.items,
-        generates=body.generate,
+        generates=body.fields.generate,
         parser=None if prompt is None else prompt.parser,
         # Text without special tokens would be text without marks.
         skip_special=not any(map(service.tokenizer.is_special, marks)),
@@ -116,13 +116,13 @@ def _info(service: Service, body: ResponseCreate, response_id: str, stream_id: s
         temperature=body.sampling.temperature,
         top_p=body.sampling.top_p,
         top_logprobs=body.logprobs or 0,
-        instructions=body.instructions,
-        metadata=body.metadata,
-        previous_response_id=body.previous_response_id,
-        store=body.store is not False and service.store.keeps,
-        background=body.background,
+        instructions=body.fields.instructions,
+        metadata=body.fields.metadata,
+        previous_response_id=body.fields.previous_response_id,
+        store=body.fields.store is not False and service.store.keeps,
+        background=body.fields.background,
         parallel_tool_calls=body.use.parallel,
-        effort=body.effort,
+        effort=body.fields.reasoning.effort,
         **echoed,
     )
 
@@ -142,30 +142,10 @@ class _Prompt:
 
 
 def _options(body: ResponseCreate, prompt: _Prompt) -> GenerationOptions:
-    if not body.generate:
-        return GenerationOptions(
-            max_tokens=1,
-            max_tokens_field="max_output_tokens",
-            priority=body.priority,
-            timeout_ms=body.timeout_ms,
-            cache_salt=body.cache_salt,
-            skip_reading_prefix_cache=body.skip_reading_prefix_cache,
-        )
-    return GenerationOptions(
-        max_tokens=body.max_output_tokens,
-        max_tokens_field="max_output_tokens",
-        sampling=body.sampling,
-        ignore_eos=body.ignore_eos,
-        logprobs=body.logprobs,
-        n=body.n,
-        speculative_tokens=body.speculative_tokens,
-        format=prompt.format,
-        priority=body.priority,
-        timeout_ms=body.timeout_ms,
-        bad_words=body.bad_words,
-        cache_salt=body.cache_salt,
-        skip_reading_prefix_cache=body.skip_reading_prefix_cache,
-    )
+    if not body.fields.generate:
+        return GenerationOptions.of(body.fields, 1, "max_output_tokens")
+    options = GenerationOptions.of(body.fields, body.fields.max_output_tokens, "max_output_tokens")
+    return replace(options, sampling=body.sampling, logprobs=body.logprobs, format=prompt.format)
 
 
 def _prefix(service: Service, body: ResponseCreate) -> _Prompt | None:
@@ -190,13 +170,13 @@ def _prompt(service: Service, body: ResponseCreate) -> _Prompt:
             Chat(
                 prompt.messages(),
                 tools=body.use.offered or None,
-                add_generation_prompt=body.generate,
-                variables=form.variables(body.variables, body.effort, "reasoning.effort"),
+                add_generation_prompt=body.fields.generate,
+                variables=form.variables(body.fields.chat_template_kwargs, body.fields.reasoning.effort, "reasoning.effort"),
             )
         )
     except RequestError as error:
         error.param = "input" if error.param == "messages" else error.param
         raise
-    parses = body.n == 1 and (form.reasoning is not None or bool(body.use.offered and form.tool_calls))
+    parses = body.fields.n == 1 and (form.reasoning is not None or bool(body.use.offered and form.tool_calls))
     parser = partial(form.parser, text, body.use.offered) if parses else None
     return _Prompt(service.encode(text, "input", add_special=False), parser, form.reply(text, body.use, body.format))

@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..guard.limits import MAX_FRAME_BYTES
+from ..guard.limits import MAX_FRAME_BYTES, SocketLimits
 from ..requests.create_body import ResponseCreate
 from ..requests.fields import FieldError, show
 from ..requests.frames import JSON, Frame, decode, encode, encode_bytes
 from ..response.prepare import new_response_id
 from .messages import ClientEvent, ResponseCancel, ResponseResume, ResponseSteer, parse
-
-MAX_STREAMS = 256
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Connection:
         subprotocol: str = JSON,
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        max_streams: int = MAX_STREAMS,
+        max_streams: int = SocketLimits.max_streams,
         new_id: Callable[[], str] = new_response_id,
     ) -> None:
         self.subprotocol = subprotocol
@@ -125,7 +123,7 @@ class Connection:
             case ResponseResume():
                 return self._resume(event)
             case ResponseSteer():
-                return SteerCommand(event.response_id, event.input)
+                return SteerCommand(event.previous_response_id, event.input)
             case ResponseCancel():
                 return self._cancel(event.response_id, event.stream_id)
 
@@ -153,8 +151,8 @@ class Connection:
         return encode_bytes(event, self.subprotocol)
 
     def _create(self, body: ResponseCreate) -> CreateCommand | None:
-        lane = body.stream_id or ""
-        self._check_room(body.stream_id)
+        lane = body.fields.stream_id or ""
+        self._check_room(body.fields.stream_id)
         command = CreateCommand(self._new_id(), lane, body)
         return command if self._enter(lane, command) else None
 

@@ -7,25 +7,25 @@ does no I/O: `frames` turns bytes into messages, `connection` holds the state of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ...graphs.errors import ProtocolError
+from ..requests.bodies import Body, validate
 from ..requests.bounds import MAX_STREAM_ID_CHARS
-from ..requests.create_body import ResponseCreate, read_create
-from ..requests.fields import FieldError, integer, optional, refuse_unknown, show, string
+from ..requests.create_body import ResponseCreate, StreamId, read_create
+from ..requests.fields import FieldError, refuse_unknown, show
 
 
-@dataclass(frozen=True)
-class ResponseCancel:
+class ResponseCancel(Body):
     """`response.cancel`: end a live response, named by `response_id`, `stream_id` or both."""
 
-    response_id: str | None = None
-    stream_id: str | None = None
+    response_id: StreamId | None = None
+    stream_id: StreamId | None = None
 
 
-@dataclass(frozen=True)
-class ResponseResume:
+class ResponseResume(Body):
     """`response.resume`: follow a response that another connection started, from an event on.
 
     Attributes:
@@ -33,17 +33,16 @@ class ResponseResume:
         starting_after: sequence number of the last event that the client has; -1 for none.
     """
 
-    response_id: str
-    stream_id: str | None = None
-    starting_after: int = -1
+    response_id: StreamId = ""
+    stream_id: StreamId | None = None
+    starting_after: Annotated[int, Field(ge=-1)] = -1
 
 
-@dataclass(frozen=True)
-class ResponseSteer:
+class ResponseSteer(Body):
     """`response.steer`: input for a response that runs."""
 
-    response_id: str
-    input: Any
+    previous_response_id: StreamId = ""
+    input: Any = None
 
 
 ClientEvent = ResponseCreate | ResponseCancel | ResponseResume | ResponseSteer
@@ -78,13 +77,13 @@ def _readable_stream_id(message: Mapping[str, Any]) -> str | None:
 
 def _parse_create(fields: dict[str, Any]) -> ResponseCreate:
     body = _flatten(fields)
-    if body.get("stream") not in (None, True) or type(body.get("stream")) is int:
+    if body.get("stream") not in (None, True):
         raise FieldError(f"stream is {show(body['stream'])}; a websocket always streams, legal is true or absent", param="stream")
     if body.get("background") is True:
         raise FieldError(
             "background is true; on a websocket legal is false, and resumable: true for what is to outlive it", param="background"
         )
-    return read_create({name: value for name, value in body.items() if name != "stream"})
+    return read_create(body)
 
 
 def _flatten(fields: dict[str, Any]) -> dict[str, Any]:
@@ -103,36 +102,26 @@ def _flatten(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_cancel(fields: dict[str, Any]) -> ResponseCancel:
-    refuse_unknown(fields, _CANCEL_FIELDS, "response.cancel")
-    fields = {name: value for name, value in fields.items() if value is not None}
-    if not fields:
-        raise FieldError(f"response.cancel names no response; legal is one of {list(_CANCEL_FIELDS)}", param="response_id")
-    response_id = optional(fields, "response_id", string(MAX_STREAM_ID_CHARS))
-    return ResponseCancel(response_id, optional(fields, "stream_id", string(MAX_STREAM_ID_CHARS)))
+    cancel = validate(ResponseCancel, fields, "response.cancel")
+    if cancel.response_id is None and cancel.stream_id is None:
+        raise FieldError(f"response.cancel names no response; legal is one of {list(ResponseCancel.model_fields)}", param="response_id")
+    return cancel
 
 
 def _parse_resume(fields: dict[str, Any]) -> ResponseResume:
-    refuse_unknown(fields, _RESUME_FIELDS, "response.resume")
-    fields = {name: value for name, value in fields.items() if value is not None}
-    response_id = optional(fields, "response_id", string(MAX_STREAM_ID_CHARS))
-    if response_id is None:
+    resume = validate(ResponseResume, fields, "response.resume")
+    if not resume.response_id:
         raise FieldError("response.resume names no response; legal is the response_id of one that runs or is kept", param="response_id")
-    starting_after = optional(fields, "starting_after", integer(-1))
-    stream_id = optional(fields, "stream_id", string(MAX_STREAM_ID_CHARS))
-    return ResponseResume(response_id, stream_id, -1 if starting_after is None else starting_after)
+    return resume
 
 
 def _parse_steer(fields: dict[str, Any]) -> ResponseSteer:
-    refuse_unknown(fields, _STEER_FIELDS, "response.steer")
-    response_id = optional(fields, "previous_response_id", string(MAX_STREAM_ID_CHARS))
-    if response_id is None:
+    steer = validate(ResponseSteer, fields, "response.steer")
+    if not steer.previous_response_id:
         raise FieldError("response.steer names no response; legal is the id of one that runs", param="previous_response_id")
-    return ResponseSteer(response_id, fields.get("input"))
+    return steer
 
 
-_CANCEL_FIELDS = ("response_id", "stream_id")
-_RESUME_FIELDS = ("response_id", "stream_id", "starting_after")
-_STEER_FIELDS = ("previous_response_id", "input")
 _PARSERS: Mapping[str, Callable[[dict[str, Any]], ClientEvent]] = {
     "response.create": _parse_create,
     "response.cancel": _parse_cancel,

@@ -195,13 +195,13 @@ class _Socket:
             await self._start(create)
         except Exception as error:
             try:
-                await self._refuse(_refusal(error, create.body.stream_id))
+                await self._refuse(_refusal(error, create.body.fields.stream_id))
             finally:
                 self._end(create.response_id)
 
     async def _start(self, create: CreateCommand) -> None:
         service = self._lifecycle.admitting()
-        if create.body.previous_response_id is not None:
+        if create.body.fields.previous_response_id is not None:
             create = replace(create, body=continued(service, create.body, self._owners))
         keeping = keeping_of(service, create.body, self._owners)
         if create.body.takes_long:

@@ -17,11 +17,12 @@ from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.engine.generation import completion_seed
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.requests.bounds import MAX_SEED
-from npucompile.server.requests.create_body import ChatMessage, Conversation, ResponseCreate
+from npucompile.server.requests.create_body import ChatMessage, read_create
 from npucompile.server.response.events import ResponseInfo
 from npucompile.server.response.prepare import prepare as prepare_response
 from npucompile.server.response.progress import PreparedResponse, Response
 
+SAMPLED = {"temperature": 0.5, "top_p": 0.9, "seed": 3}
 MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
 
 
@@ -47,12 +48,12 @@ def service(engine=None, **options):
 
 
 def prepare(**fields):
-    return prepare_response(service(), ResponseCreate(**fields), "resp_1", "s")
+    return prepare_response(service(), read_create(fields), "resp_1", "s")
 
 
 def test_a_text_becomes_a_request():
-    sampling = Sampling(temperature=0.5, top_p=0.9, seed=3)
-    prepared = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",), logprobs=2, speculative_tokens=0)
+    sampling = Sampling(**SAMPLED)
+    prepared = prepare(input="abc", max_output_tokens=4, **SAMPLED, stop=["x"], top_logprobs=2, speculative_tokens=0)
     request = Request("resp_1", byte_codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
     info = ResponseInfo("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2, store=True)
     assert prepared == PreparedResponse(info, (request,), ("x",), (ChatMessage("user", "abc"),))
@@ -60,8 +61,8 @@ def test_a_text_becomes_a_request():
 
 def test_a_conversation_goes_through_the_chat_template():
     form = ChatFormat(ChatTemplate("{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"))
-    conversation = Conversation((ChatMessage("system", "b"), ChatMessage("user", "c")))
-    prepared = prepare_response(service(chat=form), ResponseCreate(conversation), "resp_1", "s")
+    conversation = [{"role": "system", "content": "b"}, {"role": "user", "content": "c"}]
+    prepared = prepare_response(service(chat=form), read_create({"input": conversation}), "resp_1", "s")
     assert prepared.requests[0].prompt == byte_codec().encode("sbucTrue")
 
 
@@ -74,15 +75,15 @@ def test_a_model_has_further_names():
 
 @pytest.mark.parametrize(("logprobs", "top_logprobs"), [(None, 0), (0, 0), (20, 20)])
 def test_what_is_not_asked_for_stays_unasked(logprobs, top_logprobs):
-    prepared = prepare(prompt="abc", logprobs=logprobs)
+    prepared = prepare(input="abc", top_logprobs=logprobs)
     assert prepared.info.top_logprobs == top_logprobs
     assert (prepared.requests[0].logprobs, prepared.requests[0].speculative_tokens) == (logprobs, None)
 
 
 def test_completions_are_requests_that_differ_in_id_and_seed():
-    sampling = Sampling(temperature=0.5, seed=3)
-    single = prepare(prompt="abc", sampling=sampling, logprobs=1)
-    prepared = prepare(prompt="abc", sampling=sampling, logprobs=1, n=3)
+    sampling = Sampling(**SAMPLED)
+    single = prepare(input="abc", **SAMPLED, top_logprobs=1)
+    prepared = prepare(input="abc", **SAMPLED, top_logprobs=1, n=3)
     assert (prepared.info, prepared.stop) == (single.info, single.stop)
     first, *others = prepared.requests
     assert (first,) == single.requests
@@ -91,7 +92,7 @@ def test_completions_are_requests_that_differ_in_id_and_seed():
 
 
 def test_without_a_seed_the_engine_draws_one_for_each():
-    prepared = prepare(prompt="abc", sampling=Sampling(temperature=1.0), n=8)
+    prepared = prepare(input="abc", temperature=1.0, n=8)
     assert [request.sampling.seed for request in prepared.requests] == [None] * 8
     assert len({request.id for request in prepared.requests}) == 8
 
@@ -106,28 +107,28 @@ def test_seeds_of_completions_can_be_computed_separately_and_do_not_meet():
 
 
 def test_token_ids_are_taken_as_they_are_and_eos_may_be_ignored():
-    request = prepare(prompt=(5, 0, 299), model="tiny", ignore_eos=True).requests[0]
+    request = prepare(input_token_ids=[5, 0, 299], model="tiny", ignore_eos=True).requests[0]
     assert (request.prompt, request.stop_token_ids) == ((5, 0, 299), frozenset())
 
 
 def test_the_default_length_is_what_the_context_holds():
-    assert prepare(prompt=(1,) * 10).requests[0].max_tokens == 6
-    assert prepare(prompt=(1,) * 10, max_output_tokens=6).requests[0].max_tokens == 6
-    assert prepare(prompt=(1,) * 15).info.max_output_tokens == 1
+    assert prepare(input_token_ids=[1] * 10).requests[0].max_tokens == 6
+    assert prepare(input_token_ids=[1] * 10, max_output_tokens=6).requests[0].max_tokens == 6
+    assert prepare(input_token_ids=[1] * 15).info.max_output_tokens == 1
 
 
 @pytest.mark.parametrize(
     ("fields", "code", "param", "names"),
     [
-        ({"prompt": "a", "model": "huge"}, "model_not_found", "model", ["'huge'", "'tiny'"]),
-        ({"prompt": ""}, "empty_prompt", "input", ["at least 1"]),
-        ({"prompt": ()}, "empty_prompt", "input_token_ids", ["at least 1"]),
-        ({"prompt": (1, 300)}, "token_out_of_range", "input_token_ids", ["300", "0 to 299"]),
-        ({"prompt": (-1,)}, "token_out_of_range", "input_token_ids", ["-1", "0 to 299"]),
-        ({"prompt": "a" * 16}, "context_length_exceeded", "input", ["16 tokens", "'tiny'"]),
-        ({"prompt": "a" * 17}, "context_length_exceeded", "input", ["17 tokens", "is 16 tokens"]),
-        ({"prompt": "a" * 10, "max_output_tokens": 7}, "context_length_exceeded", "max_output_tokens", ["10", "7", "16"]),
-        ({"prompt": Conversation((ChatMessage("user", "a"),))}, "chat_template_missing", "input", ["1 messages", "--chat-template"]),
+        ({"input": "a", "model": "huge"}, "model_not_found", "model", ["'huge'", "'tiny'"]),
+        ({"input": ""}, "empty_prompt", "input", ["at least 1"]),
+        ({"input_token_ids": []}, "empty_prompt", "input_token_ids", ["at least 1"]),
+        ({"input_token_ids": [1, 300]}, "token_out_of_range", "input_token_ids", ["300", "0 to 299"]),
+        ({"input_token_ids": [-1]}, "token_out_of_range", "input_token_ids", ["-1", "0 to 299"]),
+        ({"input": "a" * 16}, "context_length_exceeded", "input", ["16 tokens", "'tiny'"]),
+        ({"input": "a" * 17}, "context_length_exceeded", "input", ["17 tokens", "is 16 tokens"]),
+        ({"input": "a" * 10, "max_output_tokens": 7}, "context_length_exceeded", "max_output_tokens", ["10", "7", "16"]),
+        ({"input": [{"role": "user", "content": "a"}]}, "chat_template_missing", "input", ["1 messages", "--chat-template"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(fields, code, param, names):
@@ -146,7 +147,7 @@ def test_the_rest_is_passed_on():
     assert facade.stats() == {"num_requests_running": 1}
     assert facade.readiness() == {"status": "starting"}
     assert service().readiness() == {"status": "ok"}
-    assert Response(prepare(prompt="abc"), facade.tokenizer).begin()[0]["type"] == "response.created"
+    assert Response(prepare(input="abc"), facade.tokenizer).begin()[0]["type"] == "response.created"
 
 
 def test_events_come_to_the_loop_in_order_from_any_thread():

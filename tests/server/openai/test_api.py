@@ -10,7 +10,8 @@ from support.scripted import MODEL
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import Sampling
 from npucompile.server.engine.service import Service
-from npucompile.server.openai.api import fingerprint, includes_usage, new_id, options_of, sampling_of
+from npucompile.server.openai.api import defaults as checkpoint_defaults
+from npucompile.server.openai.api import fingerprint, includes_usage, new_id, options_of
 from npucompile.server.openai.request_models import CompletionRequest
 
 
@@ -37,7 +38,7 @@ def body(**fields):
     ],
 )
 def test_the_request_comes_before_the_checkpoint_and_that_before_openai(defaults, fields, expected):
-    assert sampling_of(body(**fields), service(**defaults)) == expected
+    assert body(**fields).sampling(checkpoint_defaults(service(**defaults))) == expected
 
 
 def test_one_stop_string_or_several():

@@ -160,7 +160,7 @@ def test_token_ids_come_when_asked_for(client):
         ({"prompt": "a", "best_of": 2}, "best_of", "unsupported_value", "legal is 1, absent"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "unsupported_value", "forwards"),
         ({"prompt": "a", "logprobs": 6}, "logprobs", "invalid_request_error", "0 to 5"),
-        ({"prompt": "a", "max_tokens": -1}, "max_tokens", "invalid_field", "greater than or equal to 0"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens", "invalid_field", "at least 0"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "invalid_request_error", "stream: true"),
     ],
 )

@@ -25,7 +25,9 @@ def client():
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("body", "code"), [(b"{", "invalid_json"), (b"[]", "not_an_object"), (b" " * (2**22 + 1), "body_too_large")])
+@pytest.mark.parametrize(
+    ("body", "code"), [(b"{", "invalid_json"), (b"\xff", "invalid_utf8"), (b"[]", "not_an_object"), (b" " * (2**22 + 1), "body_too_large")]
+)
 def test_what_is_no_body_is_refused(client, path, body, code):
     answer = client.post(path, content=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413 if code == "body_too_large" else 400, code)

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from npucompile.graphs.errors import ProtocolError
 from npucompile.runtime.request import Sampling
 from npucompile.server.requests.bounds import MAX_COMPLETIONS, MAX_SEED, MAX_TOP_LOGPROBS
-from npucompile.server.requests.create_body import LOGPROBS, ChatMessage, Conversation, ResponseCreate
+from npucompile.server.requests.create_body import LOGPROBS, ChatMessage, Conversation
 from npucompile.server.requests.fields import FieldError
+from npucompile.server.requests.tool_fields import ToolUse
 from npucompile.server.socket.messages import parse
 
 
@@ -22,35 +22,19 @@ def create(**fields):
 
 
 def test_the_least_message_takes_the_defaults():
-    assert create(input="hello") == ResponseCreate("hello", None, None, None, Sampling(), (), False, None, 1, None)
+    body = create(input="hello")
+    assert (body.prompt, body.sampling, body.logprobs, body.format, body.use) == ("hello", Sampling(), None, None, ToolUse())
 
 
 def test_every_field_arrives():
-    event = create(
-        input="hello",
-        model="tiny",
-        stream_id="a",
-        max_output_tokens=7,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.05,
-        seed=MAX_SEED,
-        stop=["x", "yz"],
-        ignore_eos=True,
-        include=[LOGPROBS],
-        top_logprobs=MAX_TOP_LOGPROBS,
-        n=MAX_COMPLETIONS,
-        speculative_tokens=3,
-        cache_salt="ours",
-        skip_reading_prefix_cache=True,
-        stream=True,
-        background=False,
-        store=False,
-    )
-    sampling = Sampling(temperature=0.5, top_k=40, top_p=0.9, min_p=0.05, seed=MAX_SEED)
-    salted = {"cache_salt": "ours", "skip_reading_prefix_cache": True}
-    assert event == ResponseCreate("hello", "tiny", "a", 7, sampling, ("x", "yz"), True, 20, 8, 3, store=False, **salted)
+    sampled = {"temperature": 0.5, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "seed": MAX_SEED}
+    others = {
+        "model": "tiny", "stream_id": "a", "max_output_tokens": 7, "stop": ["x", "yz"], "ignore_eos": True, "n": MAX_COMPLETIONS,
+        "speculative_tokens": 3, "cache_salt": "ours", "skip_reading_prefix_cache": True, "stream": True, "store": False,
+    }  # fmt: skip
+    body = create(input="hello", include=[LOGPROBS], top_logprobs=MAX_TOP_LOGPROBS, **sampled, **others)
+    assert (body.sampling, body.logprobs) == (Sampling(**sampled), MAX_TOP_LOGPROBS)
+    assert {name: getattr(body.fields, name) for name in others} == others
 
 
 @pytest.mark.parametrize(
@@ -70,16 +54,10 @@ def test_log_probabilities_are_asked_for_in_two_ways(fields, logprobs):
     assert create(input="x", **fields).logprobs == logprobs
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 1000])
-def test_zero_drafts_is_not_the_same_as_none_said(count):
-    assert create(input="x", speculative_tokens=count).speculative_tokens == count
-    assert create(input="x").speculative_tokens is None
-
-
 def test_null_is_absent():
     nulls = dict.fromkeys(["model", "stream_id", "max_output_tokens", "temperature", "seed", "stop", "previous_response_id", "background"])
     nulls |= dict.fromkeys(["n", "include", "top_logprobs", "speculative_tokens"])
-    assert create(input="hi", **nulls) == create(input="hi")
+    assert create(input="hi", **nulls).fields == create(input="hi").fields
 
 
 def test_three_kinds_of_prompt():
@@ -101,14 +79,14 @@ def test_a_conversation_goes_on_behind_what_is_kept_of_it():
 
 
 def test_one_stop_string_need_not_be_a_list():
-    assert create(input="a", stop="end").stop == create(input="a", stop=["end"]).stop == ("end",)
+    assert create(input="a", stop="end").fields.stops == create(input="a", stop=["end"]).fields.stops == ("end",)
 
 
 def test_instructions_come_before_the_input():
     conversation = Conversation((ChatMessage("user", "ab"),), "be brief")
     assert [message["role"] for message in conversation.messages()] == ["system", "user"]
     made = create(input="ab", instructions="be brief", metadata={"k": "v"})
-    assert (made.prompt, made.instructions, made.metadata) == (conversation, "be brief", {"k": "v"})
+    assert (made.prompt, made.fields.metadata) == (conversation, {"k": "v"})
     assert create(input=[{"role": "user", "content": "ab"}], instructions="be brief").prompt == conversation
 
 
@@ -126,89 +104,89 @@ def test_the_length_of_a_prompt_is_known_before_it_is_tokenized(body, chars):
     assert create(**body).prompt_chars == chars
 
 
-# --- refused: (message, code, param, what the text must name) ---
+TOOL = {"type": "function", "name": "f", "description": "does", "parameters": {"type": "object"}, "strict": True}
+CHAT_TOOL = {"type": "function", "function": {name: value for name, value in TOOL.items() if name != "type"}}
 
-CREATE = {"type": "response.create", "input": "x"}
+
+@pytest.mark.parametrize(
+    ("fields", "use"),
+    [
+        ({"tools": [TOOL]}, ToolUse((CHAT_TOOL,))),
+        ({"tools": [{**TOOL, "strict": None, "description": None, "parameters": None}]}, ToolUse((
+            {"type": "function", "function": {"name": "f"}},))),
+        ({"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}, ToolUse((CHAT_TOOL,), "required", None, False)),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, ToolUse((CHAT_TOOL,), "required", "f")),
+        ({"tools": [TOOL], "tool_choice": "none"}, ToolUse((CHAT_TOOL,), "none")),
+    ],
+)  # fmt: skip
+def test_tools_get_the_form_that_templates_know(fields, use):
+    assert create(input="a", **fields).use == use
+
+
+def test_what_says_nothing_is_accepted():
+    nothing = {"user": "me", "service_tier": "auto", "max_tool_calls": 3, "truncation": "disabled", "context_management": [], "new": None}
+    assert create(input="a", **nothing).prompt == "a"
+    assert create(input="a", reasoning={"effort": None, "summary": "auto"}).fields.reasoning.effort is None
+    assert create(input="a", reasoning={"effort": "low"}).fields.reasoning.effort == "low"
+
+
+# --- refused: fields, code, param, and what the text must name where no other test pins it ---
+
+IDS = {"input": None, "input_token_ids": [1]}
 REFUSED = [
-    (CREATE | {"temprature": 1}, "unknown_field", "temprature", ["'temprature'", "'temperature'"]),
-    ({"type": "response.create"}, "invalid_field", "input", ["no input", "input_token_ids"]),
-    (CREATE | {"input_token_ids": [1]}, "invalid_field", "input", ["input and input_token_ids", "exactly one"]),
-    (CREATE | {"input": 5}, "invalid_field", "input", ["5", "string"]),
-    (CREATE | {"input": [1, 2]}, "invalid_field", "input[0]", ["1", "input_token_ids"]),
-    (CREATE | {"input": [{"role": "robot", "content": "x"}]}, "invalid_field", "input[0].role", ["'robot'", "'user'"]),
-    (CREATE | {"input": [{"role": ["user"], "content": "x"}]}, "invalid_field", "input[0].role", ["['user']"]),
-    (CREATE | {"input": [{"role": "user", "content": 1}]}, "invalid_field", "input[0].content", ["1"]),
-    (CREATE | {"input": [{"role": "user"}]}, "invalid_field", "input[0].content", ["None"]),
-    (CREATE | {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "invalid_field", "input[0].content[0]", ["input_image"]),
-    (CREATE | {"input": [{"role": "user", "content": "x", "name": 1}]}, "unknown_field", "name", ["input[0]", "'role'"]),
-    (CREATE | {"input": [{"type": "web_search_call"}]}, "invalid_field", "input[0].type", ["'reasoning'", "'message'"]),
-    ({"type": "response.create", "input_token_ids": "12"}, "invalid_field", "input_token_ids", ["'12'", "integers"]),
-    ({"type": "response.create", "input_token_ids": [1, True]}, "invalid_field", "input_token_ids", ["True"]),
-    ({"type": "response.create", "input_token_ids": [1.0]}, "invalid_field", "input_token_ids", ["1.0"]),
-    (CREATE | {"stream": False}, "invalid_field", "stream", ["False", "true"]),
-    (CREATE | {"stream": 1}, "invalid_field", "stream", ["1", "true"]),
-    (CREATE | {"instructions": ""}, "invalid_field", "instructions", ["not empty"]),
-    ({"type": "response.create", "input_token_ids": [1], "instructions": "a"}, "invalid_field", "instructions", ["input_token_ids"]),
-    (CREATE | {"metadata": {"a": 1}}, "invalid_field", "metadata", ["16 strings"]),
-    (CREATE | {"metadata": {"a": "x" * 513}}, "invalid_field", "metadata", ["512"]),
-    (CREATE | {"background": True}, "invalid_field", "background", ["websocket", "resumable"]),
-    (CREATE | {"store": 1}, "invalid_field", "store", ["1", "true or false"]),
-    (CREATE | {"previous_response_id": ""}, "invalid_field", "previous_response_id", ["not empty"]),
-    (CREATE | {"generate": False, "n": 2}, "invalid_field", "n", ["generate is false"]),
-    (
-        {"type": "response.create", "input_token_ids": [1], "previous_response_id": "r"},
-        "invalid_field",
-        "previous_response_id",
-        ["with input"],
+    ({"temprature": 1}, "unknown_field", "temprature", "temperature"),
+    ({"input": None}, "invalid_field", "input", "no input"),
+    ({"input_token_ids": [1]}, "invalid_field", "input", "exactly one"),
+    ({"input": 5}, "invalid_field", "input", "string"),
+    ({"input": [1, 2]}, "invalid_field", "input[0]", "input_token_ids"),
+    ({"input": [{"role": ["user"], "content": "x"}]}, "invalid_field", "input[0].role", "['user']"),
+    ({"input": [{"role": "user", "content": 1}]}, "invalid_field", "input[0].content", "1"),
+    ({"input": [{"role": "user"}]}, "invalid_field", "input[0].content", "None"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "invalid_field", "input[0].content[0]", "input_image"),
+    ({"input": [{"role": "user", "content": "x", "name": 1}]}, "unknown_field", "name", "input[0]"),
+    ({"input": [{"type": "web_search_call"}]}, "invalid_field", "input[0].type", "'reasoning'"),
+    *(({"input": None, "input_token_ids": ids}, "invalid_field", "input_token_ids", "integers") for ids in ("12", [1, True], [1.0])),
+    ({"stream": False}, "invalid_field", "stream", "websocket"),
+    ({"background": True}, "invalid_field", "background", "resumable"),
+    ({"generate": False, "n": 2}, "invalid_field", "n", "generate is false"),
+    ({"tools": [TOOL], "n": 2}, "invalid_field", "n", "there are tools"),
+    ({**IDS, "instructions": "a"}, "invalid_field", "instructions", "input_token_ids"),
+    ({**IDS, "previous_response_id": "r"}, "invalid_field", "previous_response_id", "with input"),
+    *(({"metadata": value}, "invalid_field", "metadata", "16 strings of up to 512") for value in ({"a": 1}, {"a": "x" * 513}, [])),
+    ({"truncation": "auto"}, "unsupported_value", "truncation", 'legal is "disabled", absent'),
+    ({"conversation": "conv_1"}, "unsupported_value", "conversation", "legal is absent"),
+    ({"include": ["file_search_call.results"]}, "invalid_field", "include[0]", LOGPROBS),
+    ({"tools": [{"type": "mcp", "name": "f"}]}, "invalid_field", "tools[0].type", "'function'"),
+    ({"tools": [{"type": "function"}]}, "missing_field", "tools[0].name", ""),
+    ({"tools": [{**TOOL, "x": 1}]}, "unknown_field", "tools[0].x", ""),
+    ({"tool_choice": "any"}, "invalid_field", "tool_choice", "required"),
+    ({"tool_choice": {"type": "function", "name": "f", "x": 1}}, "unknown_field", "tool_choice.x", ""),
+    ({"reasoning": {"effort": 1}}, "invalid_field", "reasoning.effort", "xhigh"),
+    ({"reasoning": {"mode": "pro"}}, "unknown_field", "reasoning.mode", ""),
+    ({"temperature": float("nan")}, "invalid_field", "temperature", "nan"),
+    ({"top_k": -1}, "invalid_field", "top_k", "at least 0"),
+    ({"seed": MAX_SEED + 1}, "invalid_field", "seed", str(MAX_SEED)),
+    ({"n": 9}, "invalid_field", "n", "at most 8"),
+    ({"logprobs": True}, "unknown_field", "logprobs", "top_logprobs"),
+    *(
+        ({"logit_bias": value}, "invalid_field", "logit_bias", "token ids")
+        for value in ({"a": 1}, {"1" * 11: 1}, {"\u00b2": 1}, {"1": True}, [1])
     ),
-    (CREATE | {"stream_id": ""}, "invalid_field", "stream_id", ["''"]),
-    (CREATE | {"stream_id": 1}, "invalid_field", "stream_id", ["1"]),
-    (CREATE | {"stream_id": "s" * 129}, "invalid_field", "stream_id", ["129", "128"]),
-    (CREATE | {"model": 1}, "invalid_field", "model", ["1"]),
-    (CREATE | {"max_output_tokens": 0}, "invalid_field", "max_output_tokens", ["0", "at least 1"]),
-    (CREATE | {"max_output_tokens": 2.0}, "invalid_field", "max_output_tokens", ["2.0"]),
-    (CREATE | {"max_output_tokens": True}, "invalid_field", "max_output_tokens", ["True"]),
-    (CREATE | {"temperature": -1}, "invalid_field", "temperature", ["-1"]),
-    (CREATE | {"temperature": "hot"}, "invalid_field", "temperature", ["'hot'"]),
-    (CREATE | {"temperature": float("nan")}, "invalid_field", "temperature", ["nan"]),
-    (CREATE | {"temperature": float("inf")}, "invalid_field", "temperature", ["inf"]),
-    (CREATE | {"top_p": 0}, "invalid_field", "top_p", ["0"]),
-    (CREATE | {"top_p": 1.5}, "invalid_field", "top_p", ["1.5"]),
-    (CREATE | {"min_p": 2}, "invalid_field", "min_p", ["2"]),
-    (CREATE | {"top_k": 1.5}, "invalid_field", "top_k", ["1.5", "integer"]),
-    (CREATE | {"top_k": -1}, "invalid_field", "top_k", ["-1"]),
-    (CREATE | {"seed": -1}, "invalid_field", "seed", ["-1", str(MAX_SEED)]),
-    (CREATE | {"seed": MAX_SEED + 1}, "invalid_field", "seed", [str(MAX_SEED)]),
-    (CREATE | {"stop": ""}, "invalid_field", "stop", ["''"]),
-    (CREATE | {"stop": ["a", 1]}, "invalid_field", "stop", ["1"]),
-    (CREATE | {"stop": ["a"] * 17}, "invalid_field", "stop", ["16"]),
-    (CREATE | {"stop": "a" * 1025}, "invalid_field", "stop", ["1024"]),
-    (CREATE | {"stop": {"a": 1}}, "invalid_field", "stop", ["{'a': 1}"]),
-    (CREATE | {"ignore_eos": 1}, "invalid_field", "ignore_eos", ["1", "true or false"]),
-    (CREATE | {"include": LOGPROBS}, "invalid_field", "include", ["list", LOGPROBS]),
-    (CREATE | {"include": ["file_search_call.results"]}, "invalid_field", "include", ["'file_search_call.results'", LOGPROBS]),
-    (CREATE | {"top_logprobs": 21}, "invalid_field", "top_logprobs", ["21", "from 0 to 20"]),
-    (CREATE | {"top_logprobs": -1}, "invalid_field", "top_logprobs", ["-1", "from 0 to 20"]),
-    (CREATE | {"top_logprobs": True}, "invalid_field", "top_logprobs", ["True", "integer"]),
-    (CREATE | {"logprobs": True}, "unknown_field", "logprobs", ["'logprobs'", "'top_logprobs'"]),
-    (CREATE | {"n": 0}, "invalid_field", "n", ["0", "from 1 to 8"]),
-    (CREATE | {"n": 9}, "invalid_field", "n", ["9", "from 1 to 8"]),
-    (CREATE | {"n": 2.0}, "invalid_field", "n", ["2.0", "integer"]),
-    (CREATE | {"n": False}, "invalid_field", "n", ["False", "integer"]),
-    (CREATE | {"cache_salt": ""}, "invalid_field", "cache_salt", ["''", "not empty"]),
-    (CREATE | {"cache_salt": "x" * 257}, "invalid_field", "cache_salt", ["257 characters", "at most 256"]),
-    (CREATE | {"skip_reading_prefix_cache": 1}, "invalid_field", "skip_reading_prefix_cache", ["1", "true or false"]),
-    (CREATE | {"speculative_tokens": -1}, "invalid_field", "speculative_tokens", ["-1", "of at least 0"]),
-    (CREATE | {"speculative_tokens": 1.5}, "invalid_field", "speculative_tokens", ["1.5", "integer"]),
-    (CREATE | {"speculative_tokens": False}, "invalid_field", "speculative_tokens", ["False", "integer"]),
 ]
+WRONG = {
+    "stream_id": ("", 1, "s" * 129), "model": (1, ""), "instructions": ("",), "previous_response_id": ("",), "store": (1,),
+    "max_output_tokens": (0, 2.0, True), "temperature": (-1, "hot", float("inf")), "top_p": (0, 1.5), "min_p": (2,), "top_k": (1.5,),
+    "seed": (-1,), "stop": ("", ["a"] * 17, "a" * 1025, {"a": 1}), "ignore_eos": (1,), "include": (LOGPROBS,), "stream": (1,),
+    "top_logprobs": (21, -1, True), "n": (0, 2.0, False), "cache_salt": ("", "x" * 257), "skip_reading_prefix_cache": (1,),
+    "speculative_tokens": (-1, 1.5, False), "tools": ({},), "parallel_tool_calls": (1,), "reasoning": ([],), "chat_template_kwargs": ([],),
+    "logit_bias": ({"-1": 1},), "allowed_token_ids": ([],),
+}  # fmt: skip
+REFUSED += [({name: value}, "invalid_field", name, "legal is") for name, values in WRONG.items() for value in values]
 
 
-@pytest.mark.parametrize(("message", "code", "param", "names"), REFUSED, ids=[json.dumps(case[0])[:70] for case in REFUSED])
-def test_a_refusal_names_the_thing_and_the_legal_values(message, code, param, names):
-    with pytest.raises(ProtocolError) as caught:
-        parse(message)
-    assert caught.value.code == code
-    assert (caught.value.param if isinstance(caught.value, FieldError) else None) == param
-    for name in names:
-        assert name in str(caught.value)
+@pytest.mark.parametrize(("fields", "code", "param", "words"), REFUSED, ids=lambda value: json.dumps(value)[:60])
+def test_a_refusal_names_the_field_and_the_legal_values(fields, code, param, words):
+    with pytest.raises(FieldError) as caught:
+        create(**{"input": "x", **fields})
+    assert (caught.value.code, caught.value.param) == (code, param)
+    assert words in str(caught.value)

@@ -10,7 +10,7 @@ from npucompile.server.chat.format import ChatFormat
 from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.guard.limits import SocketLimits
-from npucompile.server.requests.create_body import Conversation, ResponseCreate
+from npucompile.server.requests.create_body import Conversation, read_create
 from npucompile.server.requests.items import ChatMessage
 from npucompile.server.response.prepare import Owners, continued, keeping, prepare
 from npucompile.server.response.run import Keeping
@@ -37,7 +37,7 @@ def service(room=10**6):
     ],
 )
 def test_what_is_kept_depends_on_who_may_ask_for_it(fields, over_http, on_a_socket):
-    body = ResponseCreate("a", **fields)
+    body = read_create({"input": "a", **fields})
     assert (keeping(service(), body, HTTP), keeping(service(), body, SOCKET)) == (over_http, on_a_socket)
 
 
@@ -52,31 +52,31 @@ def test_what_is_kept_depends_on_who_may_ask_for_it(fields, over_http, on_a_sock
 )
 def test_what_cannot_be_kept_is_refused(fields, room, param):
     with pytest.raises(RequestError) as caught:
-        keeping(service(room), ResponseCreate("a", **fields), HTTP)
+        keeping(service(room), read_create({"input": "a", **fields}), HTTP)
     assert caught.value.param == param
-    assert keeping(service(0), ResponseCreate("a"), HTTP) == Keeping()
+    assert keeping(service(0), read_create({"input": "a"}), HTTP) == Keeping()
 
 
 def test_a_conversation_that_is_kept_comes_first():
     facade = service()
     facade.store.put(StoredResponse("resp_1", "socket", (ChatMessage("user", "a"), ChatMessage("assistant", "b"))))
-    body = ResponseCreate("c", previous_response_id="resp_1")
+    body = read_create({"input": "c", "previous_response_id": "resp_1"})
     items = (ChatMessage("user", "a"), ChatMessage("assistant", "b"), ChatMessage("user", "c"))
     assert continued(facade, body, SOCKET).prompt == Conversation(items)
     with pytest.raises(RequestError, match="'resp_1' not found"):
         continued(facade, body, HTTP)
-    assert continued(facade, ResponseCreate("c"), HTTP).prompt == "c"
+    assert continued(facade, read_create({"input": "c"}), HTTP).prompt == "c"
 
 
 def test_what_is_only_computed_ends_where_the_next_turn_goes_on():
     def prompts(body):
-        return [byte_codec().decode(request.prompt) for request in prepare(service(), body, "r").requests]
+        return [byte_codec().decode(request.prompt) for request in prepare(service(), read_create(body), "r").requests]
 
-    said = Conversation((ChatMessage("user", "a"),))
-    assert prompts(ResponseCreate(said)) == ["a>"]
-    assert prompts(ResponseCreate(said, generate=False)) == ["a"]
-    assert prompts(ResponseCreate(Conversation(()), generate=False)) == []
-    prepared = prepare(service(), ResponseCreate(said, generate=False, max_output_tokens=60), "r")
+    turn = [{"role": "user", "content": "a"}]
+    assert prompts({"input": turn}) == ["a>"]
+    assert prompts({"input": turn, "generate": False}) == ["a"]
+    assert prompts({"input": [], "generate": False}) == []
+    prepared = prepare(service(), read_create({"input": turn, "generate": False, "max_output_tokens": 60}), "r")
     assert [request.max_tokens for request in prepared.requests] == [1]
     with pytest.raises(RequestError, match="nobody speaks"):
-        prompts(ResponseCreate(Conversation(())))
+        prompts({"input": []})

@@ -13,7 +13,7 @@ from support.texts import RECORD, byte_codec
 from npucompile.runtime.request import FinishEvent, TokenEvent
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.guard.limits import SocketLimits
-from npucompile.server.requests.create_body import ResponseCreate
+from npucompile.server.requests.create_body import read_create
 from npucompile.server.response import run as response_run
 from npucompile.server.response.prepare import Owners, keeping, prepare
 from npucompile.server.response.run import ResponseRun
@@ -68,7 +68,7 @@ def started(reader, **fields):
     engine = Engine()
     limits = SocketLimits(resume_grace_s=GRACE_S, max_stored_bytes=fields.pop("room", 10**6), max_replay_bytes=fields.pop("replay", 10**5))
     service = Service(engine, byte_codec(), MODEL, limits=limits)
-    body = ResponseCreate("ab", **fields)
+    body = read_create({"input": "ab", **fields})
     run = ResponseRun(service, prepare(service, body, "resp_1"), keeping(service, body, Owners("me", "socket")))
     run.start(reader)
     return run, engine, service

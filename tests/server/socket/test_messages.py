@@ -21,8 +21,10 @@ LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=20)
 
 
 def test_resume_starts_behind_an_event_or_before_the_first():
-    assert parse({"type": "response.resume", "response_id": "r"}) == ResponseResume("r", None, -1)
-    assert parse({"type": "response.resume", "response_id": "r", "stream_id": "s", "starting_after": 7}) == ResponseResume("r", "s", 7)
+    assert parse({"type": "response.resume", "response_id": "r"}) == ResponseResume(response_id="r")
+    assert parse({"type": "response.resume", "response_id": "r", "stream_id": "s", "starting_after": 7}) == ResponseResume(
+        response_id="r", stream_id="s", starting_after=7
+    )
 
 
 def create(**fields):
@@ -41,8 +43,8 @@ def test_flat_and_nested_bodies_are_the_same(fields):
 
 
 def test_cancel_names_a_response_or_a_stream():
-    assert parse({"type": "response.cancel", "response_id": "r"}) == ResponseCancel("r", None)
-    assert parse({"type": "response.cancel", "stream_id": "s", "response_id": None}) == ResponseCancel(None, "s")
+    assert parse({"type": "response.cancel", "response_id": "r"}) == ResponseCancel(response_id="r")
+    assert parse({"type": "response.cancel", "stream_id": "s", "response_id": None}) == ResponseCancel(stream_id="s")
 
 
 # --- refused: (message, code, param, what the text must name) ---
@@ -56,24 +58,22 @@ REFUSED = [
     ({"type": "response.steer"}, "invalid_field", "previous_response_id", ["response.steer names no response"]),
     ({"type": "response.resume"}, "invalid_field", "response_id", ["response.resume names no response"]),
     ({"type": "response.resume", "response_id": "r", "starting_after": -2}, "invalid_field", "starting_after", ["-2", "at least -1"]),
-    ({"type": "response.create", "response": {"input": "x", "best_of": 2}}, "unknown_field", "best_of", ["'best_of'", "'n'"]),
+    ({"type": "response.create", "response": {"input": "x", "best_of": 2}}, "unknown_field", "best_of", ["'best_of'", "stop"]),
     ({"type": "response.create", "response": {"input": "x"}, "top_k": 2}, "unknown_field", "top_k", ["'top_k'", "'stream_id'"]),
     ({"type": "response.create", "response": "x"}, "invalid_field", "response", ["'x'", "object"]),
     ({"type": "response.create", "response": BODY, "stream_id": "t"}, "invalid_field", "stream_id", ["'t'", "'s'"]),
     ({"type": "response.cancel"}, "invalid_field", "response_id", ["stream_id"]),
     ({"type": "response.cancel", "response_id": 4}, "invalid_field", "response_id", ["4"]),
-    ({"type": "response.cancel", "id": "r"}, "unknown_field", "id", ["'id'", "'response_id'"]),
+    ({"type": "response.cancel", "id": "r"}, "unknown_field", "id", ["'id'", "response_id"]),
 ]
 
 
 @pytest.mark.parametrize(("message", "code", "param", "names"), REFUSED, ids=[json.dumps(case[0])[:70] for case in REFUSED])
 def test_a_refusal_names_the_thing_and_the_legal_values(message, code, param, names):
-    with pytest.raises(ProtocolError) as caught:
+    with pytest.raises((ProtocolError, FieldError)) as caught:
         parse(message)
-    assert caught.value.code == code
-    assert (caught.value.param if isinstance(caught.value, FieldError) else None) == param
-    for name in names:
-        assert name in str(caught.value)
+    assert (caught.value.code, getattr(caught.value, "param", None)) == (code, param)
+    assert all(name in str(caught.value) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def read(frame, subprotocol):
     """The event, or the answer to what is none; both must be fit to be used and sent."""
     try:
         return parse(decode(frame, subprotocol, LIMIT))
-    except ProtocolError as error:
+    except (ProtocolError, FieldError) as error:
         return json.loads(encode(error_event(error), JSON).encode())
 
 

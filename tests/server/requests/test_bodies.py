@@ -1,8 +1,7 @@
-"""server/openai/bodies.py: any body is a request or an error that is short and names its field."""
+"""server/requests/bodies.py: any body is a request or an error that is short and names its field."""
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import json
 import re
@@ -12,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
-from starlette.requests import Request
 
 from npucompile.graphs.errors import RequestError
-from npucompile.server.openai.bodies import Body, FailFast, Ignored, Neutral, mark_of, read_json, validate
 from npucompile.server.openai.generate import GenerateRequest, SamplingParams
 from npucompile.server.openai.request_models import ChatRequest, CompletionRequest
 from npucompile.server.openai.tokens import TokenizeRequest
+from npucompile.server.requests.bodies import Body, FailFast, Ignored, Neutral, marks, validate
+from npucompile.server.requests.create_body import CreateFields
 from npucompile.server.requests.error_objects import error_reply
 
 
@@ -43,7 +42,7 @@ def refusal(model, body):
 def test_null_is_absent_and_marks_say_what_may_come():
     body = validate(Example, {"size": 2, "parts": [{"text": "a"}], "nothing": 0.0, "never": None, "user": [1]}, "/path")
     assert (body.size, body.parts) == (2, [Inner(text="a")])
-    assert [type(mark_of(Example, name)) for name in Example.model_fields] == [type(None), type(None), Neutral, Neutral, Ignored]
+    assert list(map(type, marks(Example).values())) == [type(None), type(None), Neutral, Neutral, Ignored]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_null_is_absent_and_marks_say_what_may_come():
         ({"sise": 1}, ("unknown_field", "sise", "/path has no field 'sise'; it has size, parts, nothing, never, user")),
         ({"size": "1"}, ("invalid_field", "size", "size is '1'; legal is an integer")),
         ({"size": True}, ("invalid_field", "size", "size is True; legal is an integer")),
-        ({"size": 0}, ("invalid_field", "size", "size is 0; legal is greater than or equal to 1")),
+        ({"size": 0}, ("invalid_field", "size", "size is 0; legal is a number of at least 1")),
         ({"parts": [{}]}, ("missing_field", "parts[0].text", "parts[0].text is missing in the body for /path")),
         ({"parts": [{"text": "a", "x": 1}]}, ("unknown_field", "parts[0].x", "parts[0].x is not a field that /path has")),
         (
@@ -82,7 +81,7 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, GenerateRequest, SamplingParams, TokenizeRequest])
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, GenerateRequest, SamplingParams, TokenizeRequest, CreateFields])
 @given(data=st.data())
 def test_any_body_is_a_request_or_an_error(model, data):
     names = st.sampled_from(["extra", *model.model_fields])
@@ -95,39 +94,14 @@ def test_any_body_is_a_request_or_an_error(model, data):
         assert len(json.dumps(reply.as_object())) < 4000
 
 
-def read(chunks, limit=100):
-    messages = iter([*({"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks), {"type": "http.request"}])
-
-    async def receive():
-        return next(messages)
-
-    coroutine = read_json(Request({"type": "http", "method": "POST", "headers": []}, receive), limit)
-    with pytest.raises(StopIteration) as stopped:
-        coroutine.send(None)
-    return stopped.value.value
-
-
-def test_a_body_is_an_object_of_bounded_size():
-    assert read([b'{"a":', b" 1}"]) == read([codecs.BOM_UTF8, b'{"a": 1}']) == {"a": 1}
-    for chunks, code in (
-        ([b"{"], "invalid_json"),
-        ([b"\xff"], "invalid_utf8"),
-        ([b"[" * 100], "invalid_json"),
-        ([b"[1]"], "not_an_object"),
-        ([b" " * 60] * 2, "body_too_large"),
-    ):
-        with pytest.raises(RequestError) as caught:
-            read(chunks)
-        assert caught.value.code == code
-
-
 BODIES = {
     ChatRequest: {"messages": [{"role": "user", "content": "a"}]},
     CompletionRequest: {"prompt": "a"},
     GenerateRequest: {"text": "a"},
     SamplingParams: {},
+    CreateFields: {},
 }
-PYTHONS = {"valid", "dictionary", "instance", "tuple", "items", "validation", "boolean", "bool", "str", "int"}
+PYTHONS = {"valid", "dictionary", "instance", "tuple", "validation", "boolean", "bool", "str", "int"}
 WRONG = ("a", 3, -7, 2.5, True, {}, [], [3], {"x": 1}, "a" * 5000, ["a"] * 5000)
 
 

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests: read, decoded, and validated by pydantic models whose fields say what becomes of them.
+"""Bodies of requests and messages, validated by pydantic models whose fields say what becomes of them.
 
 A field of a model is supported unless it is marked: `Ignored` changes nothing here whatever its value, `Neutral` is legal only at values
 that change nothing. A field that no model has is refused: what a client asks for and does not get must not go unnoticed. A field that is
@@ -7,7 +7,7 @@ null counts as absent.
 
 from __future__ import annotations
 
-import codecs
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,8 @@ from typing import Any, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, ValidationError
-from starlette.requests import Request
 
-from ...graphs.errors import ProtocolError, RequestError
-from ..requests.fields import MAX_PARAM_CHARS, show
-from ..requests.frames import decode_json
-
-MAX_BODY_BYTES = 4 * 2**20
+from .fields import MAX_PARAM_CHARS, FieldError, show
 
 
 class Body(BaseModel):
@@ -64,80 +59,65 @@ class FailFast(pydantic.FailFast):
 B = TypeVar("B", bound=Body)
 
 
-def mark_of(model: type[Body], name: str) -> Neutral | Ignored | None:
-    """The mark of a field; None where it is supported."""
-    return next((mark for mark in model.model_fields[name].metadata if isinstance(mark, (Neutral, Ignored))), None)
-
-
-async def read_json(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
-    """The body of a request, a JSON object.
-
-    Raises:
-        RequestError: it is compressed, too large, or none (codes unsupported_encoding, body_too_large, invalid_utf8, invalid_json,
-            not_an_object).
-    """
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("", "identity"):
-        raise RequestError(f"the body has Content-Encoding {show(encoding)}; legal is a body as it is", code="unsupported_encoding")
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > max_bytes:
-            raise RequestError(f"the body has more than {max_bytes} bytes; legal are at most that many", code="body_too_large")
-    try:
-        body = decode_json(data.removeprefix(codecs.BOM_UTF8), "the body")
-    except ProtocolError as error:
-        raise RequestError(str(error), code=error.code) from None
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is {show(body)}; legal is a JSON object", code="not_an_object")
-    return body
+@functools.cache
+def marks(model: type[Body]) -> Mapping[str, Neutral | Ignored | None]:
+    """Fields of a model with their marks; None for those that are supported."""
+    return {
+        name: next((mark for mark in field.metadata if isinstance(mark, (Neutral, Ignored))), None)
+        for name, field in model.model_fields.items()
+    }
 
 
 def validate(model: type[B], body: dict[str, Any], where: str) -> B:
     """A body as a model.
 
     Args:
-        where: the path that it was sent to, for errors.
+        where: the path that it was sent to, or the type of its message, for errors.
 
     Raises:
-        RequestError: naming the field, what it is, and what is legal.
+        FieldError: naming the field, what it is, and what is legal.
     """
     fields = {name: value for name, value in body.items() if value is not None}
+    known = marks(model)
     for name, value in fields.items():
-        if name not in model.model_fields:
-            legal = ", ".join(model.model_fields)
-            raise RequestError(f"{where} has no field {show(name)}; it has {legal}", param=name[:MAX_PARAM_CHARS], code="unknown_field")
-        mark = mark_of(model, name)
+        if name not in known:
+            legal = ", ".join(known)
+            raise FieldError(f"{where} has no field {show(name)}; it has {legal}", param=name[:MAX_PARAM_CHARS], code="unknown_field")
+        mark = known[name]
         if isinstance(mark, Neutral) and not any(_same(value, neutral) for neutral in mark.values):
             legal = ", ".join([*(json.dumps(neutral) for neutral in mark.values), "absent"])
             message = f"{name} is {show(value)}, which is not supported ({mark.why}); legal is {legal}"
-            raise RequestError(message, param=name, code="unsupported_value")
+            raise FieldError(message, param=name, code="unsupported_value")
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         raise _first_error(error, where) from None
     except RecursionError:
-        raise RequestError(f"the body for {where} is nested too deep", code="invalid_field") from None
+        raise FieldError(f"the body for {where} is nested too deep", param="body") from None
 
 
 def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _first_error(error: ValidationError, where: str) -> RequestError:
+def _first_error(error: ValidationError, where: str) -> FieldError:
     """The first of pydantic's errors as a short message; of a union, the alternative that got furthest."""
     errors = error.errors(include_url=False)
     depth = max(len(entry["loc"]) for entry in errors if entry["loc"][:1] == errors[0]["loc"][:1])
     first = next(entry for entry in errors if len(entry["loc"]) == depth)
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, FieldError):
+        # Of a reader of our own, which knows best where in the value it is.
+        return cause
     name = _path(first["loc"])[:MAX_PARAM_CHARS]
     if first["type"] == "missing":
-        return RequestError(f"{name} is missing in the body for {where}", param=name, code="missing_field")
+        return FieldError(f"{name} is missing in the body for {where}", param=name, code="missing_field")
     if first["type"] == "extra_forbidden":
-        return RequestError(f"{name} is not a field that {where} has", param=name, code="unknown_field")
+        return FieldError(f"{name} is not a field that {where} has", param=name, code="unknown_field")
     # Where several types are legal there is an error for each.
     peers = [entry for entry in errors if len(entry["loc"]) == depth and _path(entry["loc"])[:MAX_PARAM_CHARS] == name]
     legal = " or ".join(dict.fromkeys(map(_legal, peers)))
-    return RequestError(f"{name} is {show(first['input'])}; legal is {legal[:300]}", param=name, code="invalid_field")
+    return FieldError(f"{name} is {show(first['input'])}; legal is {legal[:300]}", param=name)
 
 
 def _legal(error: Mapping[str, Any]) -> str:
@@ -158,7 +138,11 @@ _LEGAL: Mapping[str, str] = {
     "dict_type": _OBJECT,
     "model_type": _OBJECT,
     "model_attributes_type": _OBJECT,
-    "string_too_short": "a string of at least {min_length} characters",
+    "greater_than_equal": "a number of at least {ge}",
+    "greater_than": "a number above {gt}",
+    "less_than_equal": "a number of at most {le}",
+    "less_than": "a number below {lt}",
+    "string_too_short": "a string that is not empty",
     "string_too_long": "a string of at most {max_length} characters",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
