@@ -15,7 +15,7 @@ from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.step_inputs import MAX_RANKED
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 from npucompile.lowering.ascend import lowered
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.models import request_slots
 from npucompile.models.sampling import ADJUSTING, best, sample_tokens
 
@@ -333,7 +333,7 @@ def on_all_devices(fn, avals, values, mesh, lower=lambda partitioned: partitione
     shards = values["logits"].chunk(tp, -1)
     coords = [[torch.tensor([0, rank], dtype=I32)] if tp > 1 else [] for rank in range(tp)]
     operands = [[shards[rank], *(values[name] for name in avals), *coords[rank]] for rank in range(tp)]
-    return RankEmulator(lower(partitioned), partitioned.mesh)(operands)
+    return Interpreter(lower(partitioned), partitioned.mesh)(operands)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])

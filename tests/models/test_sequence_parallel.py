@@ -11,7 +11,7 @@ import torch
 from npucompile.graphs import ops
 from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.models import sequence_parallel
 
 F32, I32 = torch.float32, torch.int32
@@ -40,7 +40,7 @@ def run(step: Step, ids: torch.Tensor, mesh: str, rules: Rules) -> list[torch.Te
     p = drawn()
     shards = zip(p["table"].chunk(tp), p["down"].chunk(tp, 1), p["up"].chunk(tp), strict=True)
     operands = [[*own, ids, torch.tensor([0, rank], dtype=I32)] for rank, own in enumerate(shards)]
-    return [y for (y,) in RankEmulator(program.graph, program.mesh)(operands)]
+    return [y for (y,) in Interpreter(program.graph, program.mesh)(operands)]
 
 
 def stream(p: Tree, ids: torch.Tensor) -> torch.Tensor:
@@ -109,5 +109,5 @@ def test_a_table_that_is_not_split_is_read_whole() -> None:
     assert [kind for kind, *_ in program.collectives] == ["all_gather_into_tensor"]
     p = drawn()
     operands = [[p["table"], p["down"], p["up"], IDS[:5], torch.tensor([0, rank], dtype=I32)] for rank in range(2)]
-    for (rows,) in RankEmulator(program.graph, program.mesh)(operands):
+    for (rows,) in Interpreter(program.graph, program.mesh)(operands):
         assert torch.equal(rows, p["table"][IDS[:5].long()])

@@ -18,7 +18,7 @@ from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.shards import load_shard
 from npucompile.lowering.ascend.emulator.device import open_device
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.runtime.device_executor import DeviceExecutor, compile_order
@@ -66,7 +66,7 @@ class Interpreted:
         manifest, params = artifact.manifest, load_shard(artifact)
         self.entries = {entry.bucket: entry for entry in manifest.graphs}
         files = {bucket: artifact.path / entry.compiled.file for bucket, entry in self.entries.items()}
-        self.graphs = {bucket: GeInterpreter(decode(file.read_bytes()), Mesh.parse("")) for bucket, file in files.items()}
+        self.graphs = {bucket: Interpreter(decode(file.read_bytes()), Mesh.parse("")) for bucket, file in files.items()}
         self.params = [params[leaf.name] for leaf in manifest.params]
         self.state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in manifest.state]
 

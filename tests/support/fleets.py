@@ -15,7 +15,7 @@ from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.models import (
     deepseek_v3,
     deepseek_v32,
@@ -267,7 +267,7 @@ class Fleet:
 
     Attributes:
         form: turns a partitioned graph into the form to run; a form that returns no new state writes it in place.
-        machine: runs that form: RankEmulator for a graph, GeInterpreter for a GE file.
+        machine: runs that form: an `Interpreter`, or devices.
         drafts: k.
         state: by rank, pools in the order of the signature.
     """
@@ -276,7 +276,7 @@ class Fleet:
     mesh: Mesh
     expert_parallel: bool = True
     form: Form = functional
-    machine: Machine = RankEmulator
+    machine: Machine = Interpreter
     emit_logits: bool = True
     drafts: int = 0
     max_logprobs: int = 0

@@ -11,7 +11,7 @@ import torch
 from support import emulated, small_images
 
 from npucompile.lowering.ascend.acl_graph.file import decode as acl_decode
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.backend import backend
 from npucompile.lowering.platform import CPU
@@ -36,7 +36,7 @@ def runs(backend_name: str, quantization: str, home: Path) -> Iterator[tuple[str
             assert isinstance(data, bytes)
             built[case] = BuiltCase(partitioned, lowered, decode(data) if backend_name == "ge" else acl_decode(data))
         ranks = Ranks.of(small, image.trace, image.checkpoint, torch.bfloat16)
-    emulators: dict = {case: (RankEmulator(each.lowered.graph, small.mesh), each.signature) for case, each in built.items()}
+    emulators: dict = {case: (Interpreter(each.lowered.graph, small.mesh), each.signature) for case, each in built.items()}
     yield "lowered", _tensors(ranks, emulators)
     yield "shipped", _tensors(ranks, interpreters(small, built, order="reversed-ready"))
     # Devices want quantised weights in NZ, which only a loader of an artifact lays out.

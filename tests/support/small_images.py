@@ -19,7 +19,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.lower import lower_eager
 from npucompile.models import registry, step
 from npucompile.models.quant.recipes import formats_of_scheme
@@ -95,7 +95,7 @@ def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True, drafts: i
     graphs, small = {}, image(mesh, kinds, drafts=drafts).small
     for case in small.cases:
         lowered = lower_eager(partitioned(small, case, emit_logits=emit_logits))
-        graphs[case] = RankEmulator(lowered.graph, small.mesh), lowered.signature
+        graphs[case] = Interpreter(lowered.graph, small.mesh), lowered.signature
     return graphs
 
 

@@ -15,7 +15,7 @@ from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.graph_io import decode
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.artifact.shards import load_shard
-from ...lowering.ascend.emulator.emulator import RankEmulator
+from ...lowering.ascend.emulator.interpreter import Interpreter
 from ...lowering.backends.eager import EagerExecutable
 from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
@@ -62,7 +62,7 @@ def _verify_entry(
 ) -> Differences:
     manifest, mesh = artifact.manifest, Mesh.parse(artifact.manifest.mesh)
     reference, signature = unsharded(manifest, entry)
-    sharded = RankEmulator(decode((artifact.path / entry.reference).read_bytes()), mesh)
+    sharded = Interpreter(decode((artifact.path / entry.reference).read_bytes()), mesh)
     vocab, dp = int(manifest.model["vocab_size"]), mesh.axis("dp")
     tolerance = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size)
     measured = Differences()
@@ -93,7 +93,7 @@ def _compare(
     cases: Sequence[PoisonedStep],
     shards: Sequence[Mapping[str, torch.Tensor]],
     reference: Executable,
-    sharded: RankEmulator,
+    sharded: Interpreter,
     tolerance: Tolerance,
 ) -> Differences:
     """Runs each group's case on one device, and all on their ranks together."""

@@ -23,9 +23,7 @@ from ...graphs.types import DTYPES, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.ascend.acl_graph.file import AclFile
 from ...lowering.ascend.acl_graph.file import decode as acl_decode
-from ...lowering.ascend.emulator.acl_interpreter import AclInterpreter
-from ...lowering.ascend.emulator.emulator import RankEmulator
-from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from ...lowering.ascend.emulator.interpreter import Interpreter
 from ...lowering.ascend.ge_file import GeFile, decode
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
@@ -212,9 +210,9 @@ def _fullness(trace_step: TraceStep) -> tuple[bool, int]:
     return cached, sum(sum(expected.valid) for _, expected in live)
 
 
-def emulators(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase]) -> dict[BucketCase, tuple[RankEmulator, Signature]]:
+def emulators(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase]) -> dict[BucketCase, tuple[Interpreter, Signature]]:
     """Runners of each case's lowered graph on all ranks."""
-    return {case: (RankEmulator(built.lowered.graph, small.mesh), built.signature) for case, built in graphs.items()}
+    return {case: (Interpreter(built.lowered.graph, small.mesh), built.signature) for case, built in graphs.items()}
 
 
 def interpreters(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase], order: str = "file") -> dict[BucketCase, tuple[Run, Signature]]:
@@ -222,9 +220,9 @@ def interpreters(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase], orde
     runners: dict[BucketCase, tuple[Run, Signature]] = {}
     for case, built in graphs.items():
         if isinstance(built.shipped, AclFile):
-            runners[case] = AclInterpreter(built.shipped, small.mesh), built.signature
+            runners[case] = Interpreter(built.shipped, small.mesh), built.signature
         elif built.shipped is not None:
-            runners[case] = GeInterpreter(built.shipped, small.mesh, order=order), built.signature
+            runners[case] = Interpreter(built.shipped, small.mesh, order=order), built.signature
     return runners
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx.node import map_aggregate
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from ..acl_graph.program import AclProgram, Segment, run
-from ..convert import shape_of
-from ..operators.table import GROUP_ARGUMENTS, GROUP_KERNELS, KERNELS
-from .acl_checks import check_communication, check_formats, check_segment
-from .emulated_graph import DeviceState
+from ..acl_graph.program import AclProgram, Call, Segment
+from .checks import captured_communicator, check_captured_communication, check_captured_formats, check_segment
+from .device_state import DeviceState
 from .memory import DeviceTensor, allocate
+from .program import Program
+from .torch_program import TorchStep, kernel_of
 
 POLL_S = 0.05
-_WAIT = "_c10d_functional.wait_tensor.default"
 
 
 class EmulatedAclEngine:
@@ -39,9 +36,9 @@ class EmulatedAclEngine:
         self.name, self.updates, self._state, self._groups = state.name, state.updates, state, groups
         self._fingerprint = hashlib.blake2b(graph, digest_size=16).digest()
         self._graph_name, self._held = name, list[Any]()
-        self._current: str | None = None
+        self._running, self._steps = Program(), dict[int, TorchStep]()
         self._pinned: dict[int, torch.Tensor] = {}
-        self._steps = 0
+        self._count = 0
 
     def find(self, name: str) -> Callable[..., Any]:
         """The CPU kernel of an operator.
@@ -49,15 +46,7 @@ class EmulatedAclEngine:
         Raises:
             LoweringError: it has none.
         """
-        if name in GROUP_KERNELS:
-            return functools.partial(self._exchange, name)
-        if name in KERNELS:
-            return KERNELS[name]
-        if name == _WAIT:
-            return lambda value: value
-        if name.startswith(("aten.", "operator.")):
-            return graph_io.find_target(name)
-        raise LoweringError(f"{name} has no CPU kernel; besides aten there are {', '.join(sorted([*KERNELS, *GROUP_KERNELS]))}")
+        return kernel_of(graph_io.NamedOperator(name))
 
     def place(self, tensor: torch.Tensor) -> str:
         """The device whose memory a tensor lies in."""
@@ -65,8 +54,8 @@ class EmulatedAclEngine:
 
     def check(self, program: AclProgram, operands: Sequence[torch.Tensor | None]) -> None:
         """Refuses formats and communicators that the device does not take."""
-        check_formats(program, operands)
-        check_communication(program, self._state, self._groups, self._graph_name)
+        check_captured_formats(program, operands)
+        check_captured_communication(program, self._state, self._groups, self._graph_name)
 
     def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> EmulatedSegment:
         """Captures a segment: its results lie at the same addresses in every replay."""
@@ -102,8 +91,8 @@ class EmulatedAclEngine:
             lists: waits, on the stream, for the lists that operators of the segment take.
         """
         if first := segment is program.segments[0]:
-            self._steps += 1
-        what = f"step {self._steps} of {self._graph_name}"
+            self._count += 1
+        what = f"step {self._count} of {self._graph_name}"
         self._state.stream.launch(what, lambda: self._run(program, segment, values, lists, first))
 
     def _allocate(self, program: AclProgram, segment: Segment, values: list[Any]) -> None:
@@ -116,49 +105,31 @@ class EmulatedAclEngine:
         self, program: AclProgram, segment: Segment, values: list[Any], lists: Callable[[], Mapping[int, list[int]]], first: bool
     ) -> None:
         """Runs a segment, on the stream. Values between segments are kept here; the host knows only those that it reads."""
-        self._state.stream.describe(self._progress)
         if first:
             self._held = [self._operand(program, i, values[i]) for i in range(program.file.operands)]
             self._held += [None] * (len(program.nodes) - len(self._held))
-        given = False
-        with torch.no_grad():
+        exchange, waits = self._state.exchange(self._fingerprint), True
+        with torch.no_grad(), self._state.running(self._running):
             for call in segment.calls:
-                self._current = f"{program.nodes[call.number].name} ({call.name})"
-                if call.takes_lists and not given:
+                step = self._step(program, call)
+                if call.takes_lists and waits:
+                    self._running.current, waits = step.label, False
                     for number, integers in lists().items():
                         self._held[number] = integers
-                    given = True
-                try:
-                    run((call,), self._held)
-                # An index out of range ends a device's step as well; which operator it was is known here alone.
-                except Exception as error:
-                    kind = "" if isinstance(error, LoweringError) else f"{type(error).__name__}: "
-                    raise LoweringError(f"operator {self._current}: {kind}{error}") from error
-                if isinstance(values[call.number], DeviceTensor):
-                    _write(values[call.number], self._held[call.number], self._current)
+                self._running.run_step(step, [self._held], exchange)
+                if isinstance(memory := values[call.number], DeviceTensor):
+                    memory.write(self._held[call.number], step.label)
+
+    def _step(self, program: AclProgram, call: Call) -> TorchStep:
+        if call.number not in self._steps:
+            group = captured_communicator(call, self._groups)
+            step = TorchStep(program.nodes[call.number], call.number, call.target, (call.args, call.kwargs), group)
+            step.dead = call.frees
+            self._steps[call.number] = step
+        return self._steps[call.number]
 
     def _operand(self, program: AclProgram, number: int, tensor: DeviceTensor | None) -> torch.Tensor | None:
-        if tensor is None or number not in program.reads:
-            return None
-        if (gap := tensor.unwritten()) is not None:
-            name = program.leaves[number] or f"number {number}"
-            raise LoweringError(f"operand {name}: nothing was written to its bytes {gap[0]} to {gap[1] - 1}; legal is all of them")
-        return tensor.held
-
-    def _exchange(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        position, argument = GROUP_ARGUMENTS[name]
-        group = args[position] if len(args) > position else kwargs[argument]
-        communicator = self._state.communicators[self._groups.get(group, group)]
-        inputs: list[torch.Tensor] = []
-        map_aggregate((args, kwargs), lambda value: inputs.append(value) if isinstance(value, torch.Tensor) else None)
-        received = communicator.exchange(self._current or name, inputs, self._fingerprint)
-        members = [_with_tensors(args, kwargs, theirs) for theirs in received]
-        rule: Any = GROUP_KERNELS[name]
-        return rule(members, [communicator.index])[0]
-
-    def _progress(self) -> str:
-        waiting = [state for communicator in self._state.communicators.values() if (state := communicator.waiting()) is not None]
-        return "; ".join([f"operator {self._current}", *waiting])
+        return None if tensor is None or number not in program.reads else tensor.read(program.leaves[number] or f"number {number}")
 
 
 class EmulatedSegment:
@@ -207,20 +178,3 @@ class EmulatedSegment:
 
     def _end(self) -> None:
         self._finished += 1
-
-
-def _write(memory: DeviceTensor, value: torch.Tensor, where: str) -> None:
-    if (value.dtype, value.shape) != (memory.dtype, memory.shape):
-        raise LoweringError(f"{where} gives {shape_of(value)}; the graph says {shape_of(memory)}")
-    memory.held.copy_(value)
-    memory.mark_written()
-
-
-def _with_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A member's arguments: these with its tensors in place of this member's, in order."""
-    theirs = iter(tensors)
-
-    def value(mine: Any) -> Any:
-        return next(theirs) if isinstance(mine, torch.Tensor) else mine
-
-    return tuple(map_aggregate(args, value)), dict(map_aggregate(kwargs, value))

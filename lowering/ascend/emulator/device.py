@@ -19,9 +19,10 @@ from ..acl_graph.executable import AclExecutable
 from ..device import GeEngine, GeExecutable
 from ..ge_file import decode, messages, patched
 from .acl_engine import EmulatedAclEngine
+from .checks import declared_model
 from .communicator import Communicator
-from .emulated_graph import DeviceState, EmulatedGraph
-from .ge_interpreter import check_declared
+from .device_state import DeviceState
+from .emulated_graph import EmulatedGraph
 from .memory import DeviceTensor, PinnedMemory, allocate, to_nz
 from .stream import Stream, StreamEvent
 
@@ -93,7 +94,7 @@ class EmulatedDevice:
             acl_engine = EmulatedAclEngine(self._state, communicators, acl_file.graph, f"npucompile_{self._opened}")
             return AclExecutable(acl_file, acl_engine, rank, communicators)
         ge_file = patched(decode(path.read_bytes()), rank, communicators)
-        check_declared(ge_file)
+        declared_model(ge_file)
         return GeExecutable(ge_file, engine(self._state), self.version)
 
     def close(self) -> None:

@@ -4,56 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ....graphs.errors import LoweringError
-from ..acl_graph.updates import Updates
 from ..convert import shape_of
 from ..ge_file import parse
 from ..inspect_ge import follow_memory
-from ..operators.call import Call, GeOp, Int4, Results, group_of
-from ..operators.table import GROUP_FUNCTIONS
-from .communicator import Communicator
+from .checks import check_communication, check_formats, data_formats
 from .compile_cache import CompileCache
+from .device_state import DeviceState
 from .ge_program import GeProgram, parsed_shape
-from .graph_checks import check_communication, check_formats, claim, data_formats
-from .memory import FORMAT_NAMES, DeviceTensor, PinnedMemory, allocate
-from .stream import Stream
+from .memory import FORMAT_NAMES, DeviceTensor, allocate
 
 DONATIONS = "ge.exec.outputReuseInputMemIndexes"
 """GE's option for outputs that lie in an input's memory: `input,output|input,output`, by number of the `Data` operator."""
 FROZEN = "frozenInput"
 """torchair's option: 1 for each input whose memory never moves."""
-
-
-@dataclass
-class DeviceState:
-    """What the graphs of one device share.
-
-    Attributes:
-        rank: number of the process among all, which communicators bring.
-        owners: see `graph_checks.claim`.
-        options: of the engine, once it is started.
-        streams: how many captured graphs take.
-        updates: the thread that gives captured graphs the lengths of a step.
-    """
-
-    name: str
-    stream: Stream
-    pinned: PinnedMemory
-    version: str
-    rank: int = 0
-    communicators: dict[str, Communicator] = field(default_factory=dict)
-    owners: dict[str, tuple[str, str]] = field(default_factory=dict)
-    options: dict[str, str] | None = None
-    streams: int = 0
-    updates: Updates = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.updates = Updates(self.name)
 
 
 @dataclass(frozen=True)
@@ -129,8 +98,7 @@ class EmulatedGraph:
         self._donations = _pairs(self._options.get(DONATIONS, ""))
         self._program = GeProgram(self._model)
         check_formats(graph)
-        check_communication(graph, state.communicators, state.rank)
-        claim(state.owners, graph)
+        check_communication(graph, state)
         self._outputs = _declared_outputs(self._program, graph)
         self._operands = self._described(graph, self._program)
         self._fingerprint = _fingerprint(graph)
@@ -221,49 +189,17 @@ class EmulatedGraph:
 
     def _step(self, program: GeProgram, fed: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> None:
         """Runs one step, on the stream."""
-        self._state.stream.describe(self._progress)
-        for operand, tensor in zip(self._operands, fed, strict=True):
-            if (gap := tensor.unwritten()) is not None:
-                raise LoweringError(
-                    f"operand {operand.name}: nothing was written to its bytes {gap[0]} to {gap[1] - 1}; legal is all of them"
-                )
+        tensors = [tensor.read(operand.name) for operand, tensor in zip(self._operands, fed, strict=True)]
         order = [int(op.attrs["index"]) for op in program.data]
-        try:
-            values = program.run([[fed[i].held for i in order]], self._exchange)[0]
-        # An index out of range or a shape that does not fit ends a device's step as well; which operator it was is known here alone.
-        except Exception as error:
-            kind = "" if isinstance(error, LoweringError) else f"{type(error).__name__}: "
-            raise LoweringError(f"operator {program.current}: {kind}{error}") from error
+        with self._state.running(program):
+            values = program.run([[tensors[i] for i in order]], self._state.exchange(self._fingerprint))[0]
         # Clone before writing: an output may be a view of another's operand.
         donated = [(i, values[i].clone()) for i in self._donations if values[i] is not fed[self._donations[i]].held]
         for i, (value, output) in enumerate(zip(values, outputs, strict=True)):
             if i not in self._donations:
-                if (value.dtype, value.shape) != (output.dtype, output.shape):
-                    raise LoweringError(f"output {i} is {shape_of(value)}; the graph says {shape_of(output)}")
-                output.held.copy_(value)
-                output.mark_written()
+                output.write(value, f"output {i}")
         for i, value in donated:
             outputs[i].held.copy_(value)
-
-    def _exchange(self, op: GeOp, calls: list[Call]) -> Sequence[Results]:
-        (call,) = calls
-        communicator = self._state.communicators[group_of(call)]
-        inputs = []
-        for value in call.values:
-            if isinstance(value, Int4):
-                raise LoweringError(f"{op} sends int4; legal are tensors of torch's types")
-            if value is not None:
-                inputs.append(value)
-        members = []
-        for i, received in enumerate(communicator.exchange(op, inputs, self._fingerprint)):
-            values = iter(received)
-            members.append(call if i == communicator.index else Call(op, [None if v is None else next(values) for v in call.values]))
-        return GROUP_FUNCTIONS[op.type](members, [communicator.index])
-
-    def _progress(self) -> str:
-        op = self._program.current if self._program is not None else None
-        states = [state for communicator in self._state.communicators.values() if (state := communicator.waiting()) is not None]
-        return "; ".join([f"operator {op}", *states])
 
 
 def _pairs(option: str) -> dict[int, int]:

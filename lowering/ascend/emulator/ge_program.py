@@ -1,4 +1,4 @@
-"""Runs the operators of a parsed GE graph on CPU tensors, for one rank or for several that share the process."""
+"""GE graphs as programs: memory as GE lays it out, and what depends on constants alone computed once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import hashlib
 import heapq
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ....graphs.errors import LoweringError
-from ....graphs.types import DTYPE_NAMES
+from ....graphs.types import DTYPES, Mesh
 from ..convert import shape_of
 from ..inspect_ge import shape
-from ..operators.call import Call, Function, GeOp, Results, Value, read
+from ..operators.call import Call, GeOp, Results, Value, group_of, read
 from ..operators.table import BY_TYPE, FUNCTIONS, GROUP_FUNCTIONS, VIEWS, WRITES
+from .program import Exchange, MeshExchange, Program, Step, Values, set_last_uses
 
 ORDERS = ("file", "reversed-ready")
 BORDER = ("Data", "Const", "NetOutput")
@@ -30,40 +30,84 @@ _SHARED_BYTES = 64 << 10
 _shared: weakref.WeakValueDictionary[tuple[torch.dtype, torch.Size, bytes], torch.Tensor] = weakref.WeakValueDictionary()
 # Lists of sizes, axes and positions are short.
 _LISTED = 64
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-Exchange = Callable[[GeOp, list[Call]], Sequence[Results]]
-"""Runs a communication operator: the calls of the ranks of this process -> the results of each of them."""
-Values = list[Value | None]
-"""Values of one rank by the number of the tensor; None where it is not computed yet or no longer needed."""
+_GROUP_ATTRIBUTES = ("group", "group_ep")
 
 
-@dataclass(slots=True)
-class Step:
-    """One operator of the order, with everything that is the same in each run.
+class GeStep(Step):
+    """An operator of GE, whose result is in the memory that GE gives it."""
 
-    Attributes:
-        function: None where the operator communicates.
-        inputs: number of each input's tensor, -1 for one that is absent.
-        declared: dtype and sizes of each output, None where the graph does not declare them.
-        writes: output -> input whose memory it overwrites.
-        view: its output may lie in the memory of its first input.
-        dead: tensors that nobody reads afterwards.
-        finished: its inputs and attributes were found to be known.
-    """
+    def __init__(self, op: GeOp, numbers: Mapping[str, int]) -> None:
+        self.label = self.op = op
+        self._function, self._finished = FUNCTIONS.get(op.type), False
+        self.group = "" if self._function is not None else group_of(Call(op, []))
+        self.inputs = tuple(numbers[tensor] if tensor else -1 for tensor in op.inputs)
+        self.outputs = tuple(numbers[tensor] for tensor in _outputs(op))
+        self._declared = tuple(parsed_shape(text) for text in op.results)
+        self.writes: Mapping[int, int] = WRITES.get(op.type, {})
+        self.view = op.type in VIEWS
 
-    op: GeOp
-    function: Function | None
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    declared: tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]
-    writes: Mapping[int, int]
-    view: bool
-    dead: tuple[int, ...] = ()
-    finished: bool = False
+    def call(self, values: Values) -> Call:
+        """Its inputs."""
+        inputs = [values[i] if i >= 0 else None for i in self.inputs]
+        return Call(self.op, inputs, {*_GROUP_ATTRIBUTES}) if self.group else Call(self.op, inputs)
+
+    def run(self, call: Call) -> Results:
+        """Calls the function of its type."""
+        assert self._function is not None
+        return self._function(call)
+
+    def run_group(self, calls: list[Call], wanted: Sequence[int] | None = None) -> Sequence[Results]:
+        """Calls the function of its type for all members."""
+        return GROUP_FUNCTIONS[self.op.type](calls, wanted)
+
+    def tensors(self, call: Call) -> list[torch.Tensor]:
+        """Its inputs.
+
+        Raises:
+            LoweringError: one is int4.
+        """
+        return [_tensor(f"an input of {self.op}", value) for value in call.values if value is not None]
+
+    def of_member(self, call: Call, tensors: Sequence[torch.Tensor]) -> Call:
+        """The same operator with the inputs of a member."""
+        theirs = iter(tensors)
+        return Call(self.op, [None if value is None else next(theirs) for value in call.values])
+
+    def store(self, call: Call, results: Results, values: Values) -> None:
+        """Puts its results in their memory.
+
+        Raises:
+            LoweringError: it has an input or attribute that its function does not read, or a result is not what the graph declares.
+        """
+        if not self._finished:
+            call.finish()
+            self._finished = True
+        results = results if isinstance(results, tuple) else (results,)
+        if len(results) != len(self.outputs):
+            raise LoweringError(f"{self.op} gives {len(results)} values, the graph says {len(self.outputs)}")
+        for port, value in enumerate(results):
+            values[self.outputs[port]] = self._in_memory(call, port, value)
+
+    def _in_memory(self, call: Call, port: int, value: Value) -> Value:
+        """A result in the memory that GE gives it: that of the input which it overwrites or views, or its own."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        declared = self._declared[port]
+        if declared is None or value.shape != declared[1] or value.dtype != declared[0]:
+            _check_result(self.op, port, value)
+        written = self.writes.get(port)
+        if written is not None:
+            return _tensor(self.op.inputs[written], call.values[written]).copy_(value)
+        if self.view:
+            return value.contiguous()
+        memory = value.untyped_storage().data_ptr()
+        for operand in call.values:
+            if operand is not None and _memory(operand) == memory:
+                return value.clone(memory_format=torch.contiguous_format)
+        return value.contiguous()
 
 
-class GeProgram:
+class GeProgram(Program):
     """The operators of a graph in an order in which they may run.
 
     Memory behaves as in GE: operators that write in place write their input, views share memory with their input, everything else gets
@@ -72,11 +116,10 @@ class GeProgram:
     Attributes:
         data: `Data` operators, in the order of the file.
         results: tensors of the results with the dtype and sizes that the graph declares for each.
-        current: the operator that runs now, for messages about a program that does not end.
 
     Args:
         model: a `ModelDef` message.
-        order: one of `ORDERS`, see `GeInterpreter`.
+        order: one of `ORDERS`, see `Interpreter`.
 
     Raises:
         LoweringError: the graph has an unknown operator or an input without a producer.
@@ -87,12 +130,12 @@ class GeProgram:
             raise LoweringError(f"order is {order!r}; legal are {', '.join(ORDERS)}")
         if len(model.graph) != 1:
             raise LoweringError(f"the model has {len(model.graph)} graphs; legal is one, without calls")
+        super().__init__()
         ops = [read(op) for op in model.graph[0].op]
         _check_known(ops)
         waits = _waits(ops)
         self.data = [op for op in ops if op.type == "Data"]
-        self.results = _results(model.graph[0].op)
-        self.current: GeOp | None = None
+        self.operands, self.results = len(self.data), _results(model.graph[0].op)
         self._numbers = {name: i for i, name in enumerate(tensor for op in ops for tensor in _outputs(op))}
         self._start: Values = [None] * len(self._numbers)
         for op in ops:
@@ -100,15 +143,10 @@ class GeProgram:
                 self._start[self._numbers[f"{op.name}:0"]] = _constant(op)
         inner = [op for op in ops if op.type not in BORDER]
         ordered = inner if order == "file" else _latest_first(inner, waits)
-        steps = [_planned(op, self._numbers) for op in ordered]
-        self._steps = self._folded(steps)
+        steps = self._unfolded([GeStep(op, self._numbers) for op in ordered])
         constants = {number for number, value in enumerate(self._start) if value is not None}
-        _set_last_uses(self._steps, {*constants, *(self._numbers[tensor] for tensor in self.results)})
-
-    @property
-    def operators(self) -> list[GeOp]:
-        """Operators that run in each step, in their order."""
-        return [step.op for step in self._steps]
+        set_last_uses(steps, {*constants, *(self._numbers[tensor] for tensor in self.results)})
+        self.steps = [*steps]
 
     def run(self, fed: Sequence[Sequence[torch.Tensor]], exchange: Exchange) -> list[list[torch.Tensor]]:
         """Runs one step.
@@ -124,34 +162,14 @@ class GeProgram:
             LoweringError: an operator has an input, an attribute or a value that is not implemented here, or a result differs from
                 what the graph declares.
         """
-        with torch.no_grad():
-            ranks = []
-            for operands in fed:
-                values = list(self._start)
-                for op, operand in zip(self.data, operands, strict=True):
-                    values[self._numbers[f"{op.name}:0"]] = operand
-                ranks.append(values)
-            for step in self._steps:
-                self._run_step(step, ranks, exchange)
-            self.current = None
-            return [self._outputs(values) for values in ranks]
-
-    def _run_step(self, step: Step, ranks: list[Values], exchange: Exchange) -> None:
-        self.current = step.op
-        calls = [Call(step.op, [values[i] if i >= 0 else None for i in step.inputs]) for values in ranks]
-        function = step.function
-        outcomes = exchange(step.op, calls) if function is None else [function(call) for call in calls]
-        for call, outcome, values in zip(calls, outcomes, ranks, strict=True):
-            if not step.finished:
-                call.finish()
-            results = outcome if isinstance(outcome, tuple) else (outcome,)
-            if len(results) != len(step.outputs):
-                raise LoweringError(f"{step.op} gives {len(results)} values, the graph says {len(step.outputs)}")
-            for port, value in enumerate(results):
-                values[step.outputs[port]] = _in_memory(step, call, port, value)
-            for unused in step.dead:
-                values[unused] = None
-        step.finished = True
+        ranks = []
+        for operands in fed:
+            values = list(self._start)
+            for op, operand in zip(self.data, operands, strict=True):
+                values[self._numbers[f"{op.name}:0"]] = operand
+            ranks.append(values)
+        self.run_steps(ranks, exchange)
+        return [self._outputs(values) for values in ranks]
 
     def _outputs(self, values: Values) -> list[torch.Tensor]:
         outputs = [_tensor(tensor, values[self._numbers[tensor]]) for tensor in self.results]
@@ -160,16 +178,16 @@ class GeProgram:
                 raise LoweringError(f"NetOutput takes {tensor}, {shape_of(value)}; the graph says {declared}")
         return outputs
 
-    def _folded(self, steps: list[Step]) -> list[Step]:
+    def _unfolded(self, steps: list[GeStep]) -> list[GeStep]:
         """Computes what depends on constants alone, and returns the other steps."""
-        written, rest = _written(steps), []
+        written, rest, nobody = _written(steps), [], MeshExchange(Mesh())
         with torch.no_grad():
             for step in steps:
                 known = all(i < 0 or self._start[i] is not None for i in step.inputs)
-                if not known or step.function is None or step.writes or step.op.after or not written.isdisjoint(step.outputs):
+                if not known or step.group or step.writes or step.op.after or not written.isdisjoint(step.outputs):
                     rest.append(step)
                     continue
-                self._run_step(step, [self._start], _nobody)
+                self.run_step(step, [self._start], nobody)
                 values = [self._start[i] for i in step.outputs]
                 if any(isinstance(value, torch.Tensor) and value.nbytes > _FOLDED_BYTES for value in values):
                     for i in step.outputs:
@@ -178,7 +196,7 @@ class GeProgram:
         self._keep_read(rest)
         return rest
 
-    def _keep_read(self, steps: list[Step]) -> None:
+    def _keep_read(self, steps: list[GeStep]) -> None:
         """Drops known values that no step reads, and keeps the integers of the others, which steps ask for as lists."""
         read = {i for step in steps for i in step.inputs} | {self._numbers[tensor] for tensor in self.results}
         self._start = [shared(value) if i in read else None for i, value in enumerate(self._start)]
@@ -198,35 +216,19 @@ def shared(value: Value | None) -> Value | None:
     return _shared.setdefault((value.dtype, value.shape, hashlib.blake2b(data, digest_size=16).digest()), value)
 
 
-def _nobody(op: GeOp, calls: list[Call]) -> Sequence[Results]:
-    raise LoweringError(f"{op} communicates over constants")
-
-
 def _outputs(op: GeOp) -> list[str]:
     return [f"{op.name}:{port}" for port in range(len(op.results))]
-
-
-def _planned(op: GeOp, numbers: Mapping[str, int]) -> Step:
-    return Step(
-        op=op,
-        function=FUNCTIONS.get(op.type),
-        inputs=tuple(numbers[tensor] if tensor else -1 for tensor in op.inputs),
-        outputs=tuple(numbers[tensor] for tensor in _outputs(op)),
-        declared=tuple(parsed_shape(text) for text in op.results),
-        writes=WRITES.get(op.type, {}),
-        view=op.type in VIEWS,
-    )
 
 
 def parsed_shape(text: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
     """Dtype and sizes written as `bf16[16,2]`; None where the text says less."""
     match = re.fullmatch(r"(\w+)\[((\d+(,\d+)*)?)\]", text)
-    if match is None or match[1] not in _DTYPES:
+    if match is None or match[1] not in DTYPES:
         return None
-    return _DTYPES[match[1]], tuple(int(size) for size in match[2].split(",") if size)
+    return DTYPES[match[1]], tuple(int(size) for size in match[2].split(",") if size)
 
 
-def _written(steps: list[Step]) -> set[int]:
+def _written(steps: list[GeStep]) -> set[int]:
     """Tensors in whose memory an operator writes."""
     written: set[int] = set()
     for step in reversed(steps):
@@ -234,17 +236,6 @@ def _written(steps: list[Step]) -> set[int]:
         if step.view and not written.isdisjoint(step.outputs):
             written.add(step.inputs[0])
     return written
-
-
-def _set_last_uses(steps: list[Step], live: set[int]) -> None:
-    """Notes the tensors that nobody reads after each operator; those in `live` are never among them."""
-    last = {number: i for i, step in enumerate(steps) for number in (*step.outputs, *step.inputs)}
-    dead: dict[int, list[int]] = {}
-    for number, i in last.items():
-        if number >= 0 and number not in live:
-            dead.setdefault(i, []).append(number)
-    for i, step in enumerate(steps):
-        step.dead = tuple(dead.get(i, ()))
 
 
 def _check_known(ops: list[GeOp]) -> None:
@@ -309,25 +300,6 @@ def _latest_first(ops: list[GeOp], waits: Mapping[str, set[str]]) -> list[GeOp]:
             if not missing[name]:
                 heapq.heappush(ready, -position[name])
     return order
-
-
-def _in_memory(step: Step, call: Call, port: int, value: Value) -> Value:
-    """A result in the memory that GE gives it: that of the input which it overwrites or views, or its own."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    declared = step.declared[port]
-    if declared is None or value.shape != declared[1] or value.dtype != declared[0]:
-        _check_result(step.op, port, value)
-    written = step.writes.get(port)
-    if written is not None:
-        return _tensor(step.op.inputs[written], call.values[written]).copy_(value)
-    if step.view:
-        return value.contiguous()
-    memory = value.untyped_storage().data_ptr()
-    for operand in call.values:
-        if operand is not None and _memory(operand) == memory:
-            return value.clone(memory_format=torch.contiguous_format)
-    return value.contiguous()
 
 
 def _check_result(op: GeOp, port: int, value: torch.Tensor) -> None:

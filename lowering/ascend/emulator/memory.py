@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from ....graphs.errors import LoweringError
+from ..convert import shape_of
 from .stream import Stream
 
 ND, NZ = 2, 29
@@ -157,6 +158,27 @@ class DeviceTensor(torch.Tensor):
         if not self.allocation.written.full:
             for start, stop in self.byte_runs():
                 self.allocation.written.add(start, stop)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Its contents as an operand of a graph; for the stream.
+
+        Raises:
+            LoweringError: a part of it was never written.
+        """
+        if (gap := self.unwritten()) is not None:
+            raise LoweringError(f"operand {name}: nothing was written to its bytes {gap[0]} to {gap[1] - 1}; legal is all of them")
+        return self.held
+
+    def write(self, value: torch.Tensor, what: str) -> None:
+        """Takes a result of a graph; for the stream.
+
+        Raises:
+            LoweringError: it is of another shape or dtype than the graph says.
+        """
+        if (value.dtype, value.shape) != (self.dtype, self.shape):
+            raise LoweringError(f"{what} is {shape_of(value)}; the graph says {shape_of(self)}")
+        self.held.copy_(value)
+        self.mark_written()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the function that turns it off

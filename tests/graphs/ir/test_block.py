@@ -24,7 +24,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.spmd.region import Sum, axis_index, shard_map
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 
 F32 = torch.float32
 X = torch.arange(24.0).view(4, 6) / 7
@@ -293,7 +293,7 @@ def test_results_keep_their_layouts() -> None:
     met.clear()
     want = step({"w": w}, X)
     for graph in (stage.graph, optimise(stage).graph):
-        for (got,) in RankEmulator(graph, stage.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
+        for (got,) in Interpreter(graph, stage.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
             torch.testing.assert_close(got, want)
 
 
@@ -330,7 +330,7 @@ def test_an_addend_is_no_whole_value() -> None:
     assert [kind for kind, *_ in stage.collectives] == ["all_reduce"]
     w = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
     want = step({"w": w}, X)
-    for got in RankEmulator(stage.graph, stage.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
+    for got in Interpreter(stage.graph, stage.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
         torch.testing.assert_close(got, want)
 
 
@@ -354,7 +354,7 @@ def test_a_body_reads_the_position_as_an_operand() -> None:
     assert coords.meta["leaf"] == "inputs.coords"
     assert all(coords in n.args for n in stage.graph.graph.nodes if n.op == "call_module")
     w = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    for (got,) in RankEmulator(stage.graph, stage.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
+    for (got,) in Interpreter(stage.graph, stage.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
         torch.testing.assert_close(got, 2 * (w[:, :4].sum() + 2 * w[:, 4:].sum())[None])
 
 

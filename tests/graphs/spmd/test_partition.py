@@ -21,7 +21,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.spmd.region import all_gather, shard_map
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Program, Rules, Tree
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 
 T, M, F, V = 4, 6, 10, 8
 F32 = torch.float32
@@ -182,7 +182,7 @@ def test_a_layer_is_split_once_and_communicates_at_every_call() -> None:
     whole = split(two_blocks, "")
     up, down, *_, x = operands(whole)
     want, *_ = whole.graph(*operands(whole))
-    runs = RankEmulator(two.graph, two.mesh)([[up.chunk(2)[r], down.chunk(2, 1)[r], *operands(two)[2:-2], x, at(0, r)] for r in range(2)])
+    runs = Interpreter(two.graph, two.mesh)([[up.chunk(2)[r], down.chunk(2, 1)[r], *operands(two)[2:-2], x, at(0, r)] for r in range(2)])
     for got, *_ in runs:
         torch.testing.assert_close(got, want)
 
@@ -221,7 +221,7 @@ def test_experts_may_lie_on_all_devices() -> None:
     assert partitions.collectives == (("all_gather_into_tensor", "world", "f32[8]"),)
     weights = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0))
     rest = operands(partitions)[1:-1]
-    runs = RankEmulator(partitions.graph, partitions.mesh)([[weights[2 * r : 2 * r + 2], *rest, at(r // 2, r % 2)] for r in range(4)])
+    runs = Interpreter(partitions.graph, partitions.mesh)([[weights[2 * r : 2 * r + 2], *rest, at(r // 2, r % 2)] for r in range(4)])
     for y, *_ in runs:
         torch.testing.assert_close(y, weights.sum((1, 2)))
     with pytest.raises(PartitionError, match=r"params\.w: axis 'experts' of size 6 does not divide by 4 .* of mesh dp=2,tp=2"):
@@ -236,7 +236,7 @@ def test_a_share_is_taken_at_the_device_s_own_position() -> None:
 
     partitions = split(forward, rules=Rules.of({"rows": "tp"}))
     x = operands(partitions)[-2]
-    runs = RankEmulator(partitions.graph, partitions.mesh)([[*operands(partitions)[:-1], at(0, r)] for r in range(2)])
+    runs = Interpreter(partitions.graph, partitions.mesh)([[*operands(partitions)[:-1], at(0, r)] for r in range(2)])
     for y, *_ in runs:
         assert torch.equal(y, x * 2)
 

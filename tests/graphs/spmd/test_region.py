@@ -12,7 +12,7 @@ from npucompile.graphs.spmd.layout import constrain, num_shards
 from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.spmd.region import Sum, all_gather, all_to_all, axis_index, group_of, reduce_scatter, shard_map
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 
 F32 = torch.float32
 RULES = Rules.of({"experts": ("dp", "tp"), "ffn": "tp", "rows": "tp"})
@@ -38,7 +38,7 @@ def run(step: Step, mesh: str, rules: Rules = RULES) -> list[torch.Tensor]:
     program = partitioned(step, mesh, rules)
     tp, size = program.mesh.axis("tp"), program.mesh.size
     operands = [[W.chunk(size)[r], X + r // tp, torch.tensor([r // tp, r % tp], dtype=torch.int32)] for r in range(size)]
-    return [y for (y,) in RankEmulator(program.graph, program.mesh)(operands)]
+    return [y for (y,) in Interpreter(program.graph, program.mesh)(operands)]
 
 
 # --- one device ---

@@ -14,7 +14,7 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.text import target_name
 from npucompile.graphs.types import Mesh, Signature
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.fold import FOLDED
 from npucompile.lowering.ascend.hoist import hoist
 from npucompile.lowering.ascend.inspect_weights import LARGE_BYTES
@@ -34,7 +34,7 @@ def agree(graph: GraphModule, signature: Signature) -> GraphModule:
     """The hoisted graph; both graphs give the same bits."""
     hoisted, generator = hoist(graph, signature), torch.Generator().manual_seed(0)
     operands = [torch.randn(leaf.aval.shape, generator=generator).to(leaf.aval.dtype) for leaf in signature.operands]
-    ours, theirs = (RankEmulator(each, Mesh())([operands])[0] for each in (hoisted, graph))
+    ours, theirs = (Interpreter(each, Mesh())([operands])[0] for each in (hoisted, graph))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     return hoisted
 

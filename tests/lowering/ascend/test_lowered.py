@@ -21,7 +21,7 @@ from npucompile.graphs.primitive import NAMESPACE
 from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.fold import FOLDED
 from npucompile.lowering.ascend.lowered import lower
 from npucompile.lowering.ascend.toolchain import harness
@@ -296,7 +296,7 @@ def run(found: Partitioned) -> None:
     """Compares two steps of the lowered graph with the functional one."""
     operands = torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(0)).unbind()
     state, own, x = list(operands[:3]), [t.clone() for t in operands[:3]], operands[3]
-    step, outputs = RankEmulator(lowered(found), Mesh()), len(found.signature.outputs)
+    step, outputs = Interpreter(lowered(found), Mesh()), len(found.signature.outputs)
     for _ in range(2):
         results = found.graph(*state, x)
         (got,) = step([[*own, x]])

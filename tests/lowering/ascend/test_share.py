@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.text import target_name
 from npucompile.graphs.types import Mesh, Signature
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.share import LARGE_CONSTANT_BYTES, share
 
 F32, I32 = gb.F32, torch.int32
@@ -23,9 +23,9 @@ def agree(graph: GraphModule, signature: Signature, runs: tuple[str, ...] = ()) 
     """The shared graph; both graphs give the same bits, results and pools."""
     operands = [(torch.arange(leaf.aval.nbytes // 4) / 9).reshape(leaf.aval.shape).to(leaf.aval.dtype) for leaf in signature.operands]
     theirs_operands, ours_operands = ([t.clone() for t in operands] for _ in range(2))
-    theirs = RankEmulator(graph, Mesh())([theirs_operands])[0]
+    theirs = Interpreter(graph, Mesh())([theirs_operands])[0]
     shared = share(graph, signature, runs)
-    ours = RankEmulator(shared, Mesh())([ours_operands])[0]
+    ours = Interpreter(shared, Mesh())([ours_operands])[0]
     assert all(torch.equal(a, b) for a, b in zip([*ours, *ours_operands], [*theirs, *theirs_operands], strict=True))
     return shared
 

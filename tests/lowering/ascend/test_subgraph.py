@@ -8,7 +8,7 @@ from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.subgraph import WholeGraph
 
 POOL, ROWS, AT = torch.zeros(4, 2), torch.ones(1, 2), torch.tensor([[1]], dtype=torch.int32)
@@ -30,7 +30,7 @@ VALUES = {"x0:0": POOL, "x1:0": ROWS, "x2:0": AT, "a/add:0": 2 * ROWS, "a/write:
 
 def run(part, *operands):
     own = [operand.clone() for operand in operands]
-    (results,) = GeInterpreter(part.ge_file, Mesh())([own])
+    (results,) = Interpreter(part.ge_file, Mesh())([own])
     return results, own
 
 

@@ -14,7 +14,7 @@ from npucompile.graphs.errors import LoweringError, VerifyError
 from npucompile.graphs.primitive import TABLE
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Bucket, Rules
-from npucompile.lowering.ascend.ge_file import decode, operators, parse
+from npucompile.lowering.ascend.ge_file import GeFile, decode, operators, parse
 from npucompile.lowering.ascend.inspect_ge import shape
 from npucompile.lowering.backends import ge
 from npucompile.models import feed_forward, sampling
@@ -190,10 +190,12 @@ def test_a_difference_that_only_the_artifacts_own_type_has_is_found(prove, monke
 
 
 def test_an_operator_that_a_kernel_refuses_fails_its_check(prove, monkeypatch):
-    def refusing(*args):
-        raise LoweringError("no such thing")
+    class Refusing(npu.Interpreter):
+        def __call__(self, *args):
+            raise LoweringError("no such thing")
 
-    monkeypatch.setattr(npu.GeInterpreter, "__call__", refusing)
+    right = npu.Interpreter
+    monkeypatch.setattr(npu, "Interpreter", lambda graph, *a, **k: (Refusing if isinstance(graph, GeFile) else right)(graph, *a, **k))
     with pytest.raises(VerifyError, match="GE f32: no such thing"):
         prove()
 

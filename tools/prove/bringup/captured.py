@@ -19,7 +19,10 @@ from ....lowering.artifact.manifest import GraphEntry
 from ....lowering.artifact.shards import local_signature
 from ....lowering.ascend.acl_graph.file import AclFile, decode
 from ....lowering.ascend.acl_graph.inspect_acl import launches
-from ....lowering.ascend.emulator.acl_interpreter import AclInterpreter
+from ....lowering.ascend.emulator.interpreter import Interpreter
+from ....lowering.ascend.emulator.program import Step
+from ....lowering.ascend.emulator.torch_program import TorchStep
+from ....lowering.ascend.operators.record import Arguments
 from ....lowering.ascend.operators.table import GROUP_ARGUMENTS
 from ....runtime.device_params import LoadParams
 from ...agreement.compare import first_mismatch
@@ -42,9 +45,9 @@ class CapturedBucket:
     def bucket(self) -> Bucket:
         return self.entry.bucket
 
-    def interpreter(self, mesh: Mesh) -> AclInterpreter:
+    def interpreter(self, mesh: Mesh) -> Interpreter:
         """Runs the graph on all ranks of a mesh on the CPU."""
-        return AclInterpreter(self.file, mesh)
+        return Interpreter(self.file, mesh)
 
 
 def captured_buckets(artifact: Artifact) -> list[CapturedBucket]:
@@ -142,7 +145,9 @@ class CallRecorder:
         run = functools.partial(self._graph.interpreter(self._mesh), observe=self._keep)
         run_step(run, self._mesh, self._graph.signature, self._params, self._state, step.tensors)
 
-    def _keep(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _keep(self, step: Step, call: Arguments) -> None:
+        assert isinstance(step, TorchStep)
+        (args, kwargs), node = call, step.node
         target = str(node.target)
         if target in GROUP_ARGUMENTS or not launches([node]):
             return
@@ -181,7 +186,7 @@ def run_calls(host: Host, calls: Sequence[OperatorCall], bar: Bar) -> tuple[list
 def _run_call(host: Host, call: OperatorCall) -> tuple[Failure | None, Timing | None]:
     file, operands = call.file(), call.tensors
     after = [operand.clone() for operand in operands]
-    expected = AclInterpreter(file, Mesh())([after])[0]
+    expected = Interpreter(file, Mesh())([after])[0]
     try:
         graph = DeviceGraph(host, file, operands)
         actual, seconds = graph.run()

@@ -14,8 +14,8 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Bucket, Mesh
 from ....lowering.artifact.artifact import Artifact
-from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ....lowering.ascend.emulator.ge_program import parsed_shape
+from ....lowering.ascend.emulator.interpreter import Interpreter
 from ....lowering.ascend.operators.call import GeOp, read
 from ....lowering.ascend.operators.table import COMMUNICATING, types_of
 from ....lowering.ascend.subgraph import Subgraph
@@ -161,7 +161,7 @@ def run_collectives(host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, ran
     """Runs all collectives on this rank; all ranks call it at once, and none stops early, so that none waits for one that did."""
     failures: list[Failure] = []
     for case in cases:
-        oracle, graph = GeInterpreter(case.part.ge_file, mesh), None
+        oracle, graph = Interpreter(case.part.ge_file, mesh), None
         of_case: list[Failure] = []
         for load in case.loads:
             of_all = [case.operands(other, load) for other in range(mesh.size)]

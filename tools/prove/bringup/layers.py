@@ -9,7 +9,7 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
-from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from ....lowering.ascend.emulator.interpreter import Interpreter
 from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
 from ....lowering.ascend.subgraph import Subgraph
 from ...agreement.compare import Deviations
@@ -35,7 +35,7 @@ class LayerRun:
     types: frozenset[str]
     graph: DeviceGraph
     operands: list[torch.Tensor]
-    oracle: GeInterpreter
+    oracle: Interpreter
     deviations: Deviations = field(default_factory=Deviations)
     seconds: list[float] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ def _open(host: Host, graph: BucketGraph, values: Values, layers: list[LayerRun]
         except LoweringError as error:
             failures.append(Failure("compiles", name, str(error)))
             continue
-        layers.append(LayerRun(name, part, types, on_device, operands, GeInterpreter(part.ge_file, Mesh())))
+        layers.append(LayerRun(name, part, types, on_device, operands, Interpreter(part.ge_file, Mesh())))
     return communicating
 
 

@@ -10,8 +10,8 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ....graphs.types import Bucket, Mesh
-from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ....lowering.ascend.emulator.ge_program import BORDER
+from ....lowering.ascend.emulator.interpreter import Interpreter
 from ....lowering.ascend.operators.call import GeOp, read
 from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
 from ....lowering.ascend.operators.trials import Trial
@@ -129,7 +129,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
     constants = _constants(case)
     recorded = {**constants, **{slot: case.operands[tensor] for slot, tensor in by_slot.items()}}
     written = frozenset(slot for slot, tensor in by_slot.items() if case.subgraph.operands.index(tensor) in case.subgraph.written)
-    oracle, graph, timing = GeInterpreter(case.subgraph.ge_file, Mesh()), None, None
+    oracle, graph, timing = Interpreter(case.subgraph.ge_file, Mesh()), None, None
     for name, drawn in variants(case.op, recorded, written):
         operands = [drawn[slot].contiguous() for slot in by_slot]
         expected_operands = [operand.clone() for operand in operands]

@@ -14,13 +14,13 @@ from ....graphs.types import COORDS, Aval, Bucket, Leaf, Mesh, Signature, leaf_n
 from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.manifest import GraphEntry
 from ....lowering.artifact.shards import local_signature
-from ....lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ....lowering.ascend.emulator.ge_program import BORDER, GeProgram, parsed_shape
+from ....lowering.ascend.emulator.interpreter import Interpreter
+from ....lowering.ascend.emulator.program import MeshExchange
 from ....lowering.ascend.fold import evaluate, sources
 from ....lowering.ascend.ge_file import decode, messages
 from ....lowering.ascend.ge_types import tensor_types
-from ....lowering.ascend.operators.call import INT4, Call, GeOp, Results, group_of, read
-from ....lowering.ascend.operators.table import COMMUNICATING, GROUP_FUNCTIONS
+from ....lowering.ascend.operators.call import INT4, read
 from ....lowering.ascend.operators.tensor_type import TensorType
 from ....lowering.ascend.subgraph import WholeGraph
 from ....runtime.device_params import LoadParams
@@ -47,9 +47,9 @@ class BucketGraph:
     def bucket(self) -> Bucket:
         return self.entry.bucket
 
-    def interpreter(self, mesh: Mesh) -> GeInterpreter:
+    def interpreter(self, mesh: Mesh) -> Interpreter:
         """Runs the graph on all ranks of a mesh on the CPU."""
-        return GeInterpreter(self.whole.ge_file, mesh)
+        return Interpreter(self.whole.ge_file, mesh)
 
     @property
     def operand(self) -> Mapping[str, Leaf]:
@@ -154,7 +154,7 @@ class Recorder:
         self._program = GeProgram(self._model(absent))
         self._fed = [f"{op.name}:0" for op in self._program.data]
         self._leaves = {tensor: leaf for tensor, leaf in graph.operand.items() if tensor in self._fed}
-        communicates = any(op.type in COMMUNICATING for op in self._program.operators)
+        communicates = any(step.group for step in self._program.steps)
         pools = {leaf.name: pool for leaf, pool in zip(graph.signature.state, state, strict=True)}
         self._ranks = [
             {**self._params(load_params(rank)), **{name: pool.clone() for name, pool in pools.items()}}
@@ -171,7 +171,7 @@ class Recorder:
             inputs = {**step.tensors[self._mesh.coordinates(rank)["dp"]], COORDS: self._mesh.coords(rank)}
             own = {t: inputs[leaf.path] if leaf.part == "inputs" else memory[leaf.name] for t, leaf in self._leaves.items()}
             fed.append([{**own, **drawn}[tensor] for tensor in self._fed])
-        results = self._program.run(fed, self._exchange)
+        results = self._program.run(fed, MeshExchange(self._mesh))
         for memory, of_rank in zip(self._ranks, results, strict=True):
             self._donate(memory, dict(zip(self._program.results, of_rank, strict=True)))
         first = {self._drawn.get(tensor, tensor): value for tensor, value in zip(self._fed, fed[0], strict=True)}
@@ -222,10 +222,3 @@ class Recorder:
         for i in range(len(output.input)):
             output.input_desc.add(name=f"input{i}")
         return model
-
-    def _exchange(self, op: GeOp, calls: list[Call]) -> Sequence[Results]:
-        (symbol,) = {group_of(call) for call in calls}
-        results: dict[int, Results] = {}
-        for members in self._mesh.groups()["world" if symbol == "dispatch" else symbol]:
-            results.update(zip(members, GROUP_FUNCTIONS[op.type]([calls[rank] for rank in members]), strict=True))
-        return [results[rank] for rank in range(self._mesh.size)]

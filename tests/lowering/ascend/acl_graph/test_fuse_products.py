@@ -11,7 +11,7 @@ from support import ge_bodies as gb
 
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.acl_graph.inspect_acl import collectives, launches_by_body
-from npucompile.lowering.ascend.emulator.acl_interpreter import AclInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.collectives_check import of_acl_file
 
 FUSED = "npu.npu_mm_reduce_scatter_base.default"
@@ -36,7 +36,7 @@ def test_two_ranks_get_the_sums_that_the_two_operators_gave(dtype: torch.dtype) 
     assert launches_by_body(file) == {"body": [FUSED, "aten.mul.Tensor"]}
     operands = [[torch.randn(6, 8).to(dtype), torch.randn(4, 8).to(dtype)] for _ in range(2)]
     total = torch.stack([torch.nn.functional.linear(x, w) for w, x in operands]).float().sum(0).to(dtype) * 2
-    for (result,), part in zip(AclInterpreter(file, Mesh.parse("tp=2"))(operands), total.chunk(2), strict=True):
+    for (result,), part in zip(Interpreter(file, Mesh.parse("tp=2"))(operands), total.chunk(2), strict=True):
         torch.testing.assert_close(result, part)
 
 

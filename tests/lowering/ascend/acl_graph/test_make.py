@@ -13,8 +13,7 @@ from support import ge_bodies as gb
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.acl_graph.inspect_acl import check
 from npucompile.lowering.ascend.acl_graph.make import acl_file
-from npucompile.lowering.ascend.emulator.acl_interpreter import AclInterpreter
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.hoist import hoist
 
 
@@ -45,7 +44,7 @@ def test_equal_values_are_computed_once_and_constants_when_weights_are_loaded() 
     check(made, signature)
     operands = [torch.randn(2), torch.randn(4, 2), torch.randn(2, 2), torch.tensor([3, 1], dtype=ag.I32)]
     copies = [operand.clone() for operand in operands]
-    (ours,), (theirs,) = AclInterpreter(made, Mesh())([operands])[0], RankEmulator(graph, Mesh())([copies])[0]
+    (ours,), (theirs,) = Interpreter(made, Mesh())([operands])[0], Interpreter(graph, Mesh())([copies])[0]
     assert torch.equal(ours, theirs)
     assert torch.equal(operands[1], copies[1])
 

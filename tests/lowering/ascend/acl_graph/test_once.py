@@ -10,7 +10,7 @@ from support import acl_graphs as ag
 from support import ge_bodies as gb
 
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator.acl_interpreter import AclInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 
 X = ((3,), ag.F32)
 
@@ -35,7 +35,7 @@ def test_memory_that_is_written_is_neither_shared_nor_constant() -> None:
     assert made.folded is not None
     assert made.folded.values == 1
     x = torch.tensor([1.0, 2.0, 3.0])
-    assert AclInterpreter(made, Mesh())([[x]])[0][0].tolist() == [3.0, 5.0, 7.0]
+    assert Interpreter(made, Mesh())([[x]])[0][0].tolist() == [3.0, 5.0, 7.0]
 
 
 def test_equal_numbers_of_other_types_are_not_equal_values() -> None:

@@ -12,7 +12,7 @@ from support import ge_bodies as gb
 
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.acl_graph.formats import weight_operands
-from npucompile.lowering.ascend.emulator.acl_interpreter import AclInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.operators.dense import npu_linear
 
 
@@ -31,6 +31,6 @@ def test_products_without_bias_are_mm_of_a_transposed_view(tmp_path: Path) -> No
     assert weight_operands(made) == (), "a product with a bias reads it as well, in ND"
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape).to(ag.BF16) for shape in ((4, 16), (32, 16), (32,)))
-    product, biased = AclInterpreter(made, Mesh.parse("tp=1"))([[x, weight, bias]])[0]
+    product, biased = Interpreter(made, Mesh.parse("tp=1"))([[x, weight, bias]])[0]
     assert torch.equal(product, npu_linear(x, weight))
     assert torch.equal(biased, npu_linear(x, weight, bias))

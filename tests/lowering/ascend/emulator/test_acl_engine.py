@@ -19,9 +19,9 @@ from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.ascend.acl_graph.file import AclFile
 from npucompile.lowering.ascend.acl_graph.make import acl_file
-from npucompile.lowering.ascend.emulator import acl_checks
+from npucompile.lowering.ascend.emulator import checks
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import GeFile
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
@@ -74,7 +74,7 @@ def test_a_model_captured_on_devices_is_the_model_that_ge_runs(torchair: Any, tm
         return machines[-1]
 
     model = fleets.model(Variant(grouped=True) if experts else Variant(), experts=experts)
-    interpreted = fleets.Fleet(model, where, form=once(linked), machine=GeInterpreter, drafts=2)
+    interpreted = fleets.Fleet(model, where, form=once(linked), machine=Interpreter, drafts=2)
     captured = fleets.Fleet(model, where, form=once(made), machine=machine, drafts=2)
     live = (2,) * where.axis("dp")
     serving, truths = fleets.Serving(2, 2, live), fleets.answers(model, 2, live, 9)
@@ -235,7 +235,7 @@ def test_operators_whose_results_depend_on_values_are_not_captured(device: Emula
 
 
 def test_more_captured_graphs_than_streams_are_refused(device: EmulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acl_checks, "MAX_STREAMS", 2)
+    monkeypatch.setattr(checks, "MAX_STREAMS", 2)
     made, _ = ag.of_body(lambda x: (x + x,), inputs_x=((4,), ag.F32))
     operands = [on_device(device, torch.ones(4))]
     for _ in range(2):

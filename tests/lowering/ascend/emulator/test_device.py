@@ -20,7 +20,7 @@ from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering import device as protocol
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, engine, open_device
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
@@ -54,7 +54,7 @@ def test_a_model_on_devices_is_the_model_of_the_interpreter(tmp_path: Path, mesh
         return machines[-1]
 
     model = fleets.model(Variant(grouped=True) if experts else Variant(), experts=experts)
-    interpreted = fleets.Fleet(model, where, form=linked, machine=GeInterpreter, drafts=2)
+    interpreted = fleets.Fleet(model, where, form=linked, machine=Interpreter, drafts=2)
     emulated = fleets.Fleet(model, where, form=linked, machine=machine, drafts=2)
     live = (2,) * where.axis("dp")
     serving, truths = fleets.Serving(2, 2, live), fleets.answers(model, 2, live, 9)

@@ -9,30 +9,12 @@ import torch
 from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.emulator import ge_program
 from npucompile.lowering.ascend.emulator.ge_program import GeProgram, parsed_shape
-from npucompile.lowering.ascend.operators.call import Call, group_of
+from npucompile.lowering.ascend.emulator.program import MeshExchange
 
-
-def alone(op: Any, calls: Any) -> Any:
-    raise AssertionError(f"{op} communicates")
-
-
-def test_values_are_gone_after_their_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    hand, num_alive = gc.Hand(), []
-    last = hand.data(0)
-    for i in range(4):
-        last = hand.op("Neg", {"x": last}, f"neg{i}")
-    program = GeProgram(hand.model_with(last))
-    plain = program._run_step
-
-    def counted(step: Any, ranks: Any, exchange: Any) -> None:
-        num_alive.append(sum(value is not None for value in ranks[0]))
-        plain(step, ranks, exchange)
-
-    monkeypatch.setattr(program, "_run_step", counted)
-    program.run([[torch.ones(1)]], alone)
-    assert num_alive == [1] * 4
+ALONE = MeshExchange(Mesh())
 
 
 def test_what_depends_on_constants_alone_is_computed_once_unless_it_is_written() -> None:
@@ -42,9 +24,9 @@ def test_what_depends_on_constants_alone_is_computed_once_unless_it_is_written()
     rows = hand.op("Const", {}, "rows", value=gc.i32([1]))
     written = hand.op("ScatterNdUpdate", {"var": filled[1], "indices": rows, "updates": hand.data(0)}, "write")
     program = GeProgram(hand.model_with(hand.op("Add", {"x1": written, "x2": filled[0]}, "sum")))
-    assert [op.name for op in program.operators] == ["buffer", "write", "sum"]
+    assert [str(step.label) for step in program.steps] == ["buffer (Fill)", "write (ScatterNdUpdate)", "sum (Add)"]
     for value in (5.0, 7.0):
-        assert program.run([[torch.tensor([value])]], alone)[0][0].tolist() == [2.0, value + 1]
+        assert program.run([[torch.tensor([value])]], ALONE)[0][0].tolist() == [2.0, value + 1]
 
 
 def test_large_constants_are_not_kept() -> None:
@@ -52,8 +34,8 @@ def test_large_constants_are_not_kept() -> None:
     dims, one = hand.op("Const", {}, "dims", value=gc.i64(1 << 22)), hand.op("Const", {}, "one", value=torch.ones(()))
     filled = hand.op("Fill", {"dims": dims, "value": one}, "filled")
     program = GeProgram(hand.model_with(filled))
-    assert [op.name for op in program.operators] == ["filled"]
-    assert program.run([[]], alone)[0][0].sum() == 1 << 22
+    assert [str(step.label) for step in program.steps] == ["filled (Fill)"]
+    assert program.run([[]], ALONE)[0][0].sum() == 1 << 22
 
 
 def test_equal_masks_of_many_graphs_are_kept_once() -> None:
@@ -61,27 +43,12 @@ def test_equal_masks_of_many_graphs_are_kept_once() -> None:
         hand = gc.Hand()
         dims, number = hand.op("Const", {}, "dims", value=gc.i64(1 << 16)), hand.op("Const", {}, "number", value=torch.tensor(value))
         program = GeProgram(hand.model_with(hand.op("Fill", {"dims": dims, "value": number}, "filled")))
-        assert program.operators == []
-        return keep.append(program) or program.run([[]], alone)[0][0]
+        assert program.steps == []
+        return keep.append(program) or program.run([[]], ALONE)[0][0]
 
     keep: list[Any] = []
     assert filled(1.0) is filled(1.0)
     assert filled(2.0).tolist()[:2] == [2.0, 2.0]
-
-
-def test_a_program_that_does_not_end_says_where_it_is() -> None:
-    hand = gc.Hand()
-    program = GeProgram(hand.model_with(hand.op("HcomAllGather", {"x": hand.data(0)}, "op", rank_size=2, group="tp")))
-    seen = []
-
-    def exchange(op: Any, calls: Any) -> Any:
-        seen.append(program.current)
-        group_of(calls[0])
-        return ge_program.GROUP_FUNCTIONS[op.type]([calls[0], Call(op, calls[0].values)])[:1]
-
-    program.run([[torch.zeros(2)]], exchange)
-    assert list(map(str, seen)) == ["op (HcomAllGather)"]
-    assert program.current is None
 
 
 @pytest.mark.parametrize("text", ["bf16[16,2]", "f32[]", "i64[3]"])

@@ -11,8 +11,7 @@ from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.inspect_ge import census
 from npucompile.lowering.ascend.operators.call import group_of
 from npucompile.lowering.ascend.operators.table import GROUP_FUNCTIONS
@@ -52,7 +51,7 @@ def test_what_torchair_makes_of_a_collective_is_the_collective(ta: Any, kind: st
     ranks = [[gc.draw(*shape, seed=rank)] for rank in range(where.size)]
     graph, ge_file = gc.shipped(ta, lambda x: (fn(x),), ranks[0])
     assert kind in census(ge_file.graph)
-    got, want = GeInterpreter(ge_file, where)(ranks), RankEmulator(graph, where)(ranks)
+    got, want = Interpreter(ge_file, where)(ranks), Interpreter(graph, where)(ranks)
     for (mine,), (theirs,) in zip(got, want, strict=True):
         assert torch.equal(mine, theirs)
     assert not all(torch.equal(value[0], ranks[i][0]) for i, value in enumerate(got))
@@ -72,7 +71,7 @@ def test_experts_are_visited_and_left(ta: Any) -> None:
          gc.draw(4, 3, seed=r).sigmoid(), gc.draw(4, 16, seed=r + 9, dtype=BF16)] for r in range(4)
     ]  # fmt: skip
     graph, ge_file = gc.shipped(ta, experts, ranks[0])
-    got, want = GeInterpreter(ge_file, mesh)(ranks), RankEmulator(graph, mesh)(ranks)
+    got, want = Interpreter(ge_file, mesh)(ranks), Interpreter(graph, mesh)(ranks)
     for rank, (x, _, weights, shared) in enumerate(ranks):
         assert torch.equal(got[rank][0], want[rank][0])
         plain = (x * 2 + 1).float() * weights.sum(-1, keepdim=True) + shared.float()
@@ -90,7 +89,7 @@ def test_dispatched_rows_are_quantised_and_masked(ta: Any) -> None:
     ids = gc.i32([0, 2], [3, 1], [0, 7], [4, 5])
     ranks = [[gc.draw(4, 16, seed=r, dtype=BF16), ids, torch.tensor([True, True, r == 0, False]), gc.draw(4, 2)] for r in range(2)]
     graph, ge_file = gc.shipped(ta, lambda *xs: tuple(x for x in quantised(*xs) if x.numel()), ranks[0])
-    got, want = GeInterpreter(ge_file, mesh)(ranks), RankEmulator(graph, mesh)(ranks)
+    got, want = Interpreter(ge_file, mesh)(ranks), Interpreter(graph, mesh)(ranks)
     for mine, theirs in zip(got, want, strict=True):
         assert mine[0].dtype is torch.int8
         assert all(torch.equal(a.nan_to_num(-5), b.nan_to_num(-5)) for a, b in zip(mine, theirs, strict=True))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.inspect_ge import census
 from npucompile.lowering.ascend.operators import dense, elementwise
 
@@ -115,7 +115,7 @@ def test_what_torchair_makes_of_a_function_is_the_function(ta: Any, kind: str, f
 
     _, ge_file = gc.shipped(ta, body, operands)
     assert kind in census(ge_file.graph)
-    ((*results,),) = GeInterpreter(ge_file, Mesh())([operands])
+    ((*results,),) = Interpreter(ge_file, Mesh())([operands])
     plain = (lambda x, w: functional.linear(x, w)) if operands[0].dtype is BF16 and kind == "MatMul" else fn
     wanted = plain(*operands)
     for got, want in zip(results, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):

@@ -13,7 +13,7 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.quantise import pack_w4, quantise_rows, quantise_w4, quantise_w8
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend import packages
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.inspect_ge import census
 from npucompile.lowering.ascend.operators.attention import causal_mask
 from npucompile.lowering.ascend.operators.call import Int4
@@ -185,7 +185,7 @@ def test_what_torchair_makes_of_an_operator_is_its_kernel(ta: Any, kind: str, na
 
     _, ge_file = gc.shipped(ta, lambda *xs: tuple(x for x in body(*xs) if x.numel()), operands)
     assert kind in census(ge_file.graph)
-    ((*results,),) = GeInterpreter(ge_file, Mesh())([[x.clone() for x in operands]])
+    ((*results,),) = Interpreter(ge_file, Mesh())([[x.clone() for x in operands]])
     # Cloned, because int4 kernels overwrite their rows.
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, case)
     wanted = [want for want in told(KERNELS[f"{name}.default"](*args, **kwargs)) if want.numel()]
@@ -258,7 +258,7 @@ def test_the_delta_rule_of_a_package_writes_its_float32_pool(ta: Any) -> None:
     _, ge_file = gc.shipped(ta, body, operands, states=1)
     assert ge_file.bound == (0,)
     written, wanted = operands[0].clone(), operands[0].clone()
-    (((out,)),) = GeInterpreter(ge_file, Mesh())([[written, *operands[1:]]])
+    (((out,)),) = Interpreter(ge_file, Mesh())([[written, *operands[1:]]])
     want = KERNELS["_C_ascend.npu_recurrent_gated_delta_rule.default"](q, k, v, wanted, scale=0.5, **tensors)
     assert torch.equal(out, want)
     assert torch.equal(written, wanted)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.inspect_ge import census
 from npucompile.lowering.ascend.operators import shapes
 from npucompile.lowering.ascend.operators.call import INT4, Int4
@@ -75,7 +75,7 @@ def test_what_torchair_makes_of_a_function_is_the_function(ta: Any, kind: str, f
 
     _, ge_file = gc.shipped(ta, body, operands)
     assert kind in census(ge_file.graph)
-    ((*results,),) = GeInterpreter(ge_file, Mesh())([operands])
+    ((*results,),) = Interpreter(ge_file, Mesh())([operands])
     with torch.device("cpu"):
         wanted = body(*operands) if kind not in ("Fill", "Range") else (_on_cpu(kind, operands[0]),)
     for got, want in zip(results, wanted, strict=True):

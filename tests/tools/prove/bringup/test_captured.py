@@ -10,7 +10,7 @@ from support import ranks, tiny
 from support import small_images as images
 
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator import acl_checks
+from npucompile.lowering.ascend.emulator import checks
 from npucompile.lowering.ascend.emulator.acl_engine import EmulatedAclEngine
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.tools.prove.bringup import captured
@@ -84,7 +84,7 @@ def test_a_pool_that_is_written_elsewhere_is_a_failure(host, calls, monkeypatch)
 
 
 def test_what_cannot_be_captured_refutes_that_it_can(host, calls, monkeypatch):
-    monkeypatch.setattr(acl_checks, "MAX_STREAMS", 0)
+    monkeypatch.setattr(checks, "MAX_STREAMS", 0)
     call = next(call for call in calls if call.captured)
     failures, timings = run(host, [call])
     assert ([failure.assumption for failure in failures], timings) == (["capture"], [])

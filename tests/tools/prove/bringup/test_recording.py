@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npucompile.graphs.types import COORDS, Mesh
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.tools.prove.bringup import recording
 from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, distinct_bodies
 from npucompile.tools.prove.bringup.steps import StepPlanner
@@ -27,7 +27,7 @@ def test_without_skipping_a_recording_is_the_interpreters_run(setup, monkeypatch
     recorder = Recorder(graph, Mesh(), load, state)
     params = dict(load(0)([leaf.name for leaf in graph.signature.params]))
     own = [pool.clone() for pool in state]
-    interpreter = GeInterpreter(graph.whole.ge_file, Mesh())
+    interpreter = Interpreter(graph.whole.ge_file, Mesh())
     for step in planner.of_one_bucket(graph.bucket, 3):
         inputs = {**step.tensors[0], COORDS: Mesh().coords(0)}
         operands = [*(params[leaf.name] for leaf in graph.signature.params), *own, *(inputs[leaf.path] for leaf in graph.signature.inputs)]

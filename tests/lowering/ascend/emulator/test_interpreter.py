@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_interpreter.py: the shipped GE file computes what the graph before torchair computes, on every rank."""
+"""lowering/ascend/emulator/interpreter.py: a shipped GE file computes what the graph before torchair computes, on every rank."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from support import acl_graphs as ag
 from support import fleets
 from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Mesh
-from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from npucompile.lowering.ascend.emulator.ge_program import ORDERS
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.fold import evaluate
 from npucompile.lowering.ascend.ge_file import GeFile, messages, parse
 from npucompile.lowering.ascend.hoist import hoist
@@ -55,9 +55,9 @@ def agree(graph: Any, ge_file: GeFile, mesh: str, ranks: Operands, steps: int = 
     where = Mesh.parse(mesh)
     before, results = copied(ranks), []
     for _ in range(steps):
-        want = RankEmulator(graph, where)(before)
+        want = Interpreter(graph, where)(before)
     for order in ORDERS:
-        mine, interpreter = copied(ranks), GeInterpreter(ge_file, where, order=order)
+        mine, interpreter = copied(ranks), Interpreter(ge_file, where, order=order)
         for _ in range(steps):
             results = interpreter(mine)
         for got, expected in zip([*results, *mine], [*want, *before], strict=True):
@@ -135,9 +135,9 @@ def test_derived_values_are_computed_here_or_given(ta: Any) -> None:
     results = agree(hoisted, ge_file, "", [operands])
     assert equal(agree(graph, ge_file, "", [operands]), results)
     loaded = [torch.full((3,), torch.nan), operands[1], *evaluate(ge_file, operands)]
-    assert equal(GeInterpreter(ge_file, Mesh())([loaded]), results)
+    assert equal(Interpreter(ge_file, Mesh())([loaded]), results)
     with pytest.raises(LoweringError, match="rank 0 has 1 operands, the graph takes 2"):
-        GeInterpreter(ge_file, Mesh())([operands[:1]])
+        Interpreter(ge_file, Mesh())([operands[:1]])
 
 
 def scatter(pool: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -165,7 +165,7 @@ def test_groups_are_those_of_the_mesh(ta: Any) -> None:
     graph, ge_file = gc.shipped(ta, across, ranks[0])
     agree(graph, ge_file, "dp=2,tp=2", ranks)
     with pytest.raises(LoweringError, match="all_gather_into_tensor: the node says 2 members, the group of this mesh has 1"):
-        GeInterpreter(ge_file, Mesh())(ranks[:1])
+        Interpreter(ge_file, Mesh())(ranks[:1])
 
 
 # --- a graph by hand ---
@@ -186,7 +186,7 @@ def racing(after: Sequence[str] = ()) -> GeFile:
 
 def raced(ge_file: GeFile) -> list[torch.Tensor]:
     operands = [torch.zeros(3, 2), gc.i32([1]), torch.ones(1, 2)]
-    return [GeInterpreter(ge_file, Mesh(), order=order)(copied([operands]))[0][0] for order in ORDERS]
+    return [Interpreter(ge_file, Mesh(), order=order)(copied([operands]))[0][0] for order in ORDERS]
 
 
 def test_an_order_that_only_the_file_keeps_is_found_by_the_other_order() -> None:
@@ -207,7 +207,7 @@ def test_views_share_memory_and_all_else_has_its_own() -> None:
     late = hand.op("Neg", {"x": view}, "late", after=["write"])
     ge_file = hand.done(late, moved, copy, written, inputs=3, bound=[0])
     operands = [torch.arange(4.0), gc.i32([1]), torch.tensor([9.0])]
-    late, moved, copy, written = GeInterpreter(ge_file, Mesh())([operands])[0]
+    late, moved, copy, written = Interpreter(ge_file, Mesh())([operands])[0]
     assert late.tolist() == [[0, -9], [-2, -3]]
     assert moved.tolist() == [[0, 2], [1, 3]]
     assert copy.tolist() == [0, 1, 2, 3]
@@ -224,14 +224,14 @@ def test_donations_may_exchange_two_operands() -> None:
     views = [hand.op("Reshape", {"x": x, "shape": shape}, f"view{i}") for i, x in enumerate((second, first))]
     ge_file = hand.done(*views, inputs=2, donations=[(0, 0), (1, 1)])
     operands = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
-    assert GeInterpreter(ge_file, Mesh())([operands]) == [[]]
+    assert Interpreter(ge_file, Mesh())([operands]) == [[]]
     assert [x.tolist() for x in operands] == [[3, 4], [1, 2]]
 
 
 def test_operands_that_nobody_reads_are_not_fed() -> None:
     hand = Hand()
     ge_file = hand.done(hand.op("Neg", {"x": hand.data(0)}, "neg"), inputs=3, feeds=(2,))
-    ((result,),) = GeInterpreter(ge_file, Mesh())([[torch.zeros(1), torch.zeros(1), torch.tensor([5.0])]])
+    ((result,),) = Interpreter(ge_file, Mesh())([[torch.zeros(1), torch.zeros(1), torch.tensor([5.0])]])
     assert result.tolist() == [-5]
 
 
@@ -240,16 +240,16 @@ def test_assign_writes_what_it_is_given() -> None:
     pool, new = hand.data(0), hand.data(1)
     ge_file = hand.done(hand.op("Assign", {"ref": pool, "value": new}, "assign"), inputs=2, bound=[0])
     operands = [torch.zeros(2), torch.ones(2)]
-    GeInterpreter(ge_file, Mesh())([operands])
+    Interpreter(ge_file, Mesh())([operands])
     assert operands[0].tolist() == [1, 1]
 
 
 def test_float32_is_kept_where_a_fused_operator_says_bfloat16() -> None:
-    def norm(kind: str, meta: str) -> GeInterpreter:
+    def norm(kind: str, meta: str) -> Interpreter:
         hand = Hand()
         gamma = {"gamma": hand.data(1)} if kind == "RmsNorm" else {}
         hand.op(kind, {"x": hand.data(0)} | gamma, "op", [meta, ""] if gamma else [meta])
-        return GeInterpreter(hand.done("op:0", inputs=2 if gamma else 1), Mesh())
+        return Interpreter(hand.done("op:0", inputs=2 if gamma else 1), Mesh())
 
     operands = [torch.ones(2, 4), torch.ones(4)]
     assert norm("RmsNorm", "bf16[2,4]")([operands])[0][0].dtype is torch.float32
@@ -311,17 +311,19 @@ CONTRADICTIONS: list[tuple[Callable[[Hand], GeFile], str]] = [
 @pytest.mark.parametrize(("make", "message"), CONTRADICTIONS, ids=range(len(CONTRADICTIONS)))
 def test_a_graph_that_contradicts_itself_is_refused(make: Callable[[Hand], GeFile], message: str) -> None:
     with pytest.raises(LoweringError, match=message):
-        GeInterpreter(make(Hand()), Mesh())
+        Interpreter(make(Hand()), Mesh())
 
 
 def test_other_orders_are_refused() -> None:
     with pytest.raises(LoweringError, match="order is 'random'; legal are file, reversed-ready"):
-        GeInterpreter(Hand().done(), Mesh(), order="random")
+        Interpreter(Hand().done(), Mesh(), order="random")
+    with pytest.raises(LoweringError, match="order is 'reversed-ready'; legal for operators of torch is file"):
+        Interpreter(torch.fx.GraphModule({}, torch.fx.Graph()), Mesh(), order="reversed-ready")
 
 
 def test_other_operands_are_refused() -> None:
     hand = Hand()
-    interpreter = GeInterpreter(hand.done(hand.op("Neg", {"x": hand.data(0, "f32[2,3]")}, "op")), Mesh.parse("tp=2"))
+    interpreter = Interpreter(hand.done(hand.op("Neg", {"x": hand.data(0, "f32[2,3]")}, "op")), Mesh.parse("tp=2"))
     with pytest.raises(LoweringError, match="operands of 1 ranks, the mesh has 2"):
         interpreter([[torch.zeros(2, 3)]])
     with pytest.raises(LoweringError, match="rank 1 has 2 operands, the graph takes 1"):
@@ -330,29 +332,15 @@ def test_other_operands_are_refused() -> None:
         interpreter([[torch.zeros(2, 3)], [torch.zeros(3, 2)]])
 
 
-def test_members_that_disagree_are_refused() -> None:
-    hand = Hand()
-    gathered = hand.op("HcomAllGather", {"x": hand.data(0)}, "op", rank_size=2, group="tp")
-    interpreter = GeInterpreter(hand.done(gathered), Mesh.parse("tp=2"))
-    with pytest.raises(LoweringError, match=r"op \(HcomAllGather\): rank 0 brings \['f32\[2\]'\], rank 1 \['f32\[3\]'\]"):
-        interpreter([[torch.zeros(2)], [torch.zeros(3)]])
-    hand = Hand()
-    gathered = hand.op("HcomAllGather", {"x": hand.data(0)}, "op", rank_size=2, group="hccl_0")
-    with pytest.raises(
-        LoweringError, match=r"communicates over group 'hccl_0'; this mesh has \['dispatch', 'dp', 'fused_experts', 'tp', 'world'\]"
-    ):
-        GeInterpreter(hand.done(gathered), Mesh.parse("tp=2"))([[torch.zeros(2)]] * 2)
-
-
 def test_results_of_another_number_or_kind_are_refused() -> None:
     hand = Hand()
     hand.op("RmsNorm", {"x": hand.data(0), "gamma": hand.data(1)}, "op")
     with pytest.raises(LoweringError, match=r"op \(RmsNorm\) gives 2 values, the graph says 1"):
-        GeInterpreter(hand.done("op:0", inputs=2), Mesh())([[torch.ones(1, 2), torch.ones(2)]])
+        Interpreter(hand.done("op:0", inputs=2), Mesh())([[torch.ones(1, 2), torch.ones(2)]])
     hand = Hand()
     packed = hand.op("Bitcast", {"x": hand.data(0)}, "op", type=29, keep_dim=True)
     with pytest.raises(LoweringError, match="op:0 is Int4; legal is a tensor"):
-        GeInterpreter(hand.done(packed), Mesh())([[gc.i32(1)]])
+        Interpreter(hand.done(packed), Mesh())([[gc.i32(1)]])
     hand = Hand()
     ge_file = hand.done(hand.op("Neg", {"x": hand.data(0)}, "op"))
     model = parse(ge_file.graph)
@@ -360,14 +348,27 @@ def test_results_of_another_number_or_kind_are_refused() -> None:
     desc.dtype, desc.shape.dim[:] = messages().DataType.Value("DT_INT32"), [2]
     ge_file = replace(ge_file, graph=model.SerializeToString())
     with pytest.raises(LoweringError, match=r"NetOutput takes op:0, f32\[2\]; the graph says i32\[2\]"):
-        GeInterpreter(ge_file, Mesh())([[torch.ones(2)]])
+        Interpreter(ge_file, Mesh())([[torch.ones(2)]])
 
 
 def test_attributes_that_mean_nothing_here_are_refused() -> None:
     hand = Hand()
     ge_file = hand.done(hand.op("Neg", {"x": hand.data(0)}, "op", rounding="up"))
     with pytest.raises(LoweringError, match=r"op \(Neg\) has rounding, which the interpreter does not know; it knows x"):
-        GeInterpreter(ge_file, Mesh())([[torch.ones(2)]])
+        Interpreter(ge_file, Mesh())([[torch.ones(2)]])
+
+
+@pytest.mark.usefixtures("ta")
+def test_ranks_of_a_captured_graph_exchange_and_derive_values_of_their_own() -> None:
+    def body(gamma: Any, pool: Any, x: Any) -> tuple[Any, ...]:
+        pool.add_(1)
+        return (torch.ops._c10d_functional.all_reduce(x * (1 + gamma), "sum", "tp"),)
+
+    made, _ = ag.of_body(body, params_g=((2,), ag.F32), state_pool=((2,), ag.F32), inputs_x=((2,), ag.F32))
+    assert made.folded is not None
+    operands = [[torch.full((2,), float(rank)), torch.zeros(2), torch.ones(2)] for rank in range(2)]
+    assert [results[0].tolist() for results in Interpreter(made, Mesh.parse("tp=2"))(operands)] == [[3.0, 3.0]] * 2
+    assert all(own[1].tolist() == [1.0, 1.0] for own in operands)
 
 
 # --- a whole model ---
@@ -430,7 +431,7 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
     options = {"drafts": case.drafts, "emit_logits": not case.logprobs, "max_logprobs": case.logprobs}
     plain = fleets.Fleet(model, mesh, **options)
     before = fleets.Fleet(model, mesh, form=lambda partitioned: both(partitioned)[0], **options)
-    orders = [functools.partial(GeInterpreter, order=order) for order in ORDERS]
+    orders = [functools.partial(Interpreter, order=order) for order in ORDERS]
     after = [fleets.Fleet(model, mesh, form=lambda partitioned: both(partitioned)[1], machine=machine, **options) for machine in orders]
     live = (2,) * mesh.axis("dp")
     serving, answers = fleets.Serving(2, case.drafts, live), fleets.answers(model, 2, live, 4 * (case.drafts + 1))

@@ -1,0 +1,77 @@
+"""What the graphs of one emulated device share, and how they run on its stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....graphs.errors import LoweringError
+from ..acl_graph.updates import Updates
+from .communicator import Communicator
+from .memory import PinnedMemory
+from .program import Exchange, Program, Step
+from .stream import Stream
+
+
+@dataclass
+class DeviceState:
+    """What the graphs of one device share.
+
+    Attributes:
+        rank: number of the process among all, which communicators bring.
+        owners: communicator -> what has it for itself ("" for collectives) and an operator that uses it, of all graphs before.
+        options: of the engine, once it is started.
+        streams: how many captured graphs take.
+        updates: the thread that gives captured graphs the lengths of a step.
+    """
+
+    name: str
+    stream: Stream
+    pinned: PinnedMemory
+    version: str
+    rank: int = 0
+    communicators: dict[str, Communicator] = field(default_factory=dict)
+    owners: dict[str, tuple[str, str]] = field(default_factory=dict)
+    options: dict[str, str] | None = None
+    streams: int = 0
+    updates: Updates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.updates = Updates(self.name)
+
+    def exchange(self, fingerprint: bytes) -> Exchange:
+        """Runs operators that communicate, with the ranks of other processes.
+
+        Args:
+            fingerprint: of the graph, which the members of a communicator compare.
+        """
+
+        def run(step: Step, calls: list[Any]) -> Sequence[Any]:
+            (call,) = calls
+            communicator = self.communicators[step.group]
+            received = communicator.exchange(step.label, step.tensors(call), fingerprint)
+            members = [call if i == communicator.index else step.of_member(call, theirs) for i, theirs in enumerate(received)]
+            return step.run_group(members, [communicator.index])
+
+        return run
+
+    @contextlib.contextmanager
+    def running(self, program: Program) -> Iterator[None]:
+        """Says, while a program runs on the stream, how far it is, and names the operator that fails.
+
+        Raises:
+            LoweringError: an operator fails: an index out of range or a shape that does not fit ends a device's step as well.
+        """
+
+        def progress() -> str:
+            waiting = [state for communicator in self.communicators.values() if (state := communicator.waiting()) is not None]
+            return "; ".join([f"operator {program.current}", *waiting])
+
+        self.stream.describe(progress)
+        try:
+            yield
+        except Exception as error:
+            kind = "" if isinstance(error, LoweringError) else f"{type(error).__name__}: "
+            raise LoweringError(f"operator {program.current}: {kind}{error}") from error
