@@ -70,7 +70,7 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
     # Imported late, so that a build that is up to date does not load torch.
     build_all = importlib.import_module("..build.build_all", __package__).build_all
     for path in build_all(model, options, out, home.artifacts, home.cache, jobs, nice):
-        importlib.import_module("..serve.precompile", __package__).precompile(home, path, precompile, Progress())
+        importlib.import_module("..ranks.precompile", __package__).precompile(home, path, precompile, Progress())
         # The device's compiler may touch the files it keeps whenever it reads them.
         files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
         stamp.write(path, fingerprint, [file.as_posix() for file in files if file.parts[0] != SHIPPED])
