@@ -15,7 +15,7 @@ from ..bench.serve import elsewhere, report, session
 from ..bench.serve.summary import read_objectives, summarise
 from ..cli import Home
 from ..progress import Progress
-from .server_options import API_KEY_VARIABLE
+from ..serve.options import API_KEY_VARIABLE
 
 
 def _gone(command: Callable[..., None]) -> Callable[..., None]:

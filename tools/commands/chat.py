@@ -13,7 +13,7 @@ from ...graphs.errors import ProtocolError, SpecError
 from ...server.app import WEBSOCKET_PATH
 from ...server.client import stream_text
 from ..cli import Home
-from .server_options import API_KEY_VARIABLE
+from ..serve.options import API_KEY_VARIABLE
 
 
 @click.command("chat")

@@ -13,28 +13,15 @@ import click
 from ...graphs.errors import SpecError
 from ..build.settings.table import SETTINGS
 from ..launch_lines.tables import engine, topics
+from ..serve.options import OPTIONS
 
 MODEL = ""
 """Stands for the first argument of a command."""
 
+_MODEL = {"--model-path": MODEL, "--model": MODEL}
 SAME: Mapping[str, Mapping[str, str]] = {
-    "build": {
-        "--model-path": MODEL,
-        "--model": MODEL,
-        **{name: f"--{setting.option}" for setting in SETTINGS for name in setting.same},
-    },
-    "serve": {
-        "--model-path": MODEL,
-        "--model": MODEL,
-        "--max-queued-requests": "--max-queue",
-        "--max-num-queued-reqs": "--max-queue",
-        "--ssl-certfile": "--tls-cert",
-        "--ssl-keyfile": "--tls-key",
-        "--watchdog-timeout": "--step-timeout",
-        "--dist-timeout": "--join-timeout",
-        "--distributed-timeout-seconds": "--join-timeout",
-        "--shutdown-timeout": "--drain-timeout",
-    },
+    "build": _MODEL | {name: f"--{setting.option}" for setting in SETTINGS for name in setting.same},
+    "serve": _MODEL | {name: f"--{option.option}" for option in OPTIONS for name in option.same},
 }
 """Their name to ours where both mean the same, by command."""
 
@@ -47,12 +34,7 @@ _BUILT = _REFUSED | {
     name: f"legal is an option of `npucompile build`: --{ours}" for name, ours in (_OURS | dict.fromkeys(_RANKS, "mesh")).items()
 }
 OTHERWISE: Mapping[str, Mapping[str, str]] = {
-    "build": {
-        **_REFUSED,
-        "--host": "legal is an option of serve",
-        "--port": "legal is an option of serve",
-        "--served-model-name": "legal is an option of serve",
-    },
+    "build": _REFUSED | {f"--{option.option}": "legal is an option of serve" for option in OPTIONS},
     "serve": {name: f"the build decides it; {legal}" for name, legal in _BUILT.items()},
 }
 """Their name to what says the same here, by command."""

@@ -24,6 +24,7 @@ from ...server.run import Stop, allow_open_files, running, websocket_url
 from ...server.telemetry.access_log import AccessLog
 from ...server.telemetry.tracing import Tracing
 from ..build import plan as planning
+from ..build.settings.model import FAMILY
 from ..cli import Home
 from ..locate import artifact_path, check_family, newest_runnable
 from ..progress import Progress
@@ -32,65 +33,31 @@ from ..ranks.executors import settled
 from ..ranks.launch import ABORT_S, exit_after, open_named_artifact, opened_ranks, run_rank
 from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..ranks.torchrun import launcher_config
-from ..serve.api_settings import ApiSettings
+from ..serve.options import HOST, PORT, SECTIONS
 from ..serve.serving import BackgroundBuild, RunningService, incomplete, said_of_ends, start_service
-from .api_options import api_options
-from .device_options import device_options
 from .family_option import family_option
 from .option_groups import grouped
 from .other_names import KnowsOtherNames
 from .replay import facts_of
-from .server_options import prefix_cache_settings, server_options, serving_settings
+from .server_options import api_settings, prefix_cache_settings, server_options, serving_settings
 
 log = logging.getLogger(__name__)
 
-HOST, PORT = "127.0.0.1", 8000
 WITHOUT_BUILD = (
     "--no-build builds nothing: legal is `serve` without it, which serves a model uncompiled within seconds and compiles it meanwhile, or "
     f"`npucompile build MODEL` before, which compiles for minutes; `npucompile build {BUNDLED[0]} --backend eager` takes seconds"
 )
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-GROUPS = {
-    "What most servers say": ("--host", "--port", "--api-key", "--served-model-name", "--device"),
-    "Who may come in": ("--allowed-origin", "--allowed-host", "--tls-cert", "--tls-key"),
-    "How the model presents itself": ("--chat-template", "--reasoning-parser", "--tool-call-parser", "--default-sampling"),
-    "How much a client may take": (
-        "--max-queue", "--max-client-requests", "--max-queued-tokens", "--max-client-tokens", "--min-priority", "--request-timeout",
-        "--first-token-timeout", "--max-connections", "--max-client-connections", "--max-frame-bytes",
-        "--handshake-timeout", "--max-client-refusals", "--slow-reader-timeout", "--drain-timeout",
-    ),
-    "What is kept of prompts": ("--no-prefix-cache", "--prefix-cache-tokens"),
-    "What is kept of responses": ("--max-stored-bytes", "--stored-timeout", "--resume-timeout"),
-    "What is written down": ("--access-log", "--otlp-traces-endpoint", "--record", "--verbose"),
-    "How steps run": ("--threads", "--itl-target", "--step-timeout", "--join-timeout"),
-    "What is built and read first": ("--no-build", "--family", "--checkpoint"),
-}  # fmt: skip
-"""Sections of the help; the rest comes last."""
+GROUPS = {title: tuple(f"--{option.option}" for option in options) for title, options in SECTIONS.items() if title}
+GROUPS["What is built and read first"] += (f"--{FAMILY.option}",)
+"""Sections of the help."""
 
 
 @click.command("serve", cls=grouped(GROUPS, KnowsOtherNames))
 @click.argument("artifact_or_model", required=False)
-@click.option("--host", default=HOST, show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="Port; 0 takes a free one.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of a step on each rank.  [default: all cores, divided among ranks]")
-@click.option("--join-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that ranks wait for each other.")
-@click.option("--step-timeout", type=click.FloatRange(1), help="Most seconds of a step.  [default: 60; emulated: 1800]")
-@click.option("--itl-target", type=click.FloatRange(0, min_open=True), metavar="MS",
-              help="Most milliseconds between two tokens of a stream that prefill should leave.  [default: none]")  # fmt: skip
-@device_options
-@family_option
-@api_options
 @server_options
-@click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
-@click.option(
-    "--access-log", is_flag=False, flag_value="-", metavar="[FILE]", help="Log requests with ids as JSON lines, to FILE or standard output."
-)
-@click.option("--otlp-traces-endpoint", metavar="URL", help="Send a span a request by OTLP over HTTP; needs npucompile[otel].")
-@click.option("--record", type=click.Path(path_type=Path, dir_okay=False), help="Record every input and step, for `npucompile replay`.")
-@click.option("--verbose", is_flag=True, help="Log requests and swapped executables.")
+@family_option
 @click.pass_obj
 def command(
     home: Home,
@@ -110,7 +77,6 @@ def command(
     otlp_traces_endpoint: str | None,
     record: Path | None,
     verbose: bool,
-    api: ApiSettings,
     **options: Any,
 ) -> None:
     """Serve an artifact, or build and serve a model.
@@ -136,7 +102,7 @@ def command(
         applied(home, artifact, settings, Progress())
         run_rank(artifact, config, settings)
         return
-    serving = serving_settings(home.environment, options)
+    serving, api = serving_settings(home.environment, options), api_settings(options)
     warn_if_open(host, serving.access)
     allow_open_files()
     tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint else None

@@ -1,18 +1,23 @@
 """The flags and variables of SGLang, vLLM and vllm-ascend by name, and what becomes of each; the tables are the JSON files beside this one.
 
 A row has `names`, for flags a `kind` of values, and says what becomes of it in one of three ways: `topic` (an entry of topics.json, the
-same words for all its flags), `carry` (an option of ours with the same meaning: "build --x", "serve --x", or "env" for a variable that is
-set as it is), or `rule` (a function of rules.py that reads the value).
+same words for all its flags), `carry` (an option of serve with the same meaning, "serve --x", or "env" for a variable that is set as it
+is), or `rule` (a function of rules.py that reads the value). A row without any is that of an option of serve which has its name.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+
+from ..serve.options import OPTIONS
+
+_SERVED = {name: option.option for option in OPTIONS for name in (f"--{option.option}", *option.same)}
+"""Options of serve by every name of theirs."""
 
 KINDS = {"flag": (0, 0), "switch": (0, 0), "1": (1, 1), "": (1, 1), "?": (0, 1), "*": (0, None), "+": (1, None)}
 """Fewest and most values of a flag, by the last character of its kind where that is no letter; None is no limit."""
@@ -122,7 +127,9 @@ def _rows(file: str) -> tuple[Row, ...]:
     rows = []
     for fields in _read(file)["rows"]:
         lists = {name: tuple(fields[name]) for name in ("names", "neutral") if name in fields}
-        rows.append(Row(**(fields | lists)))
+        row = Row(**(fields | lists))
+        served = next((_SERVED[name] for name in row.names if name in _SERVED), "") if not (row.topic or row.rule or row.carry) else ""
+        rows.append(replace(row, carry=f"serve --{served}") if served else row)
     return tuple(rows)
 
 

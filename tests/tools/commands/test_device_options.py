@@ -12,8 +12,9 @@ from support import tiny
 from npucompile.lowering.device import KINDS
 from npucompile.tools.cli import main
 from npucompile.tools.commands import generate, serve
-from npucompile.tools.commands.device_options import DEVICES, device_options
+from npucompile.tools.commands.device_options import device_options
 from npucompile.tools.ranks.executors import AUTO
+from npucompile.tools.serve.options import DEVICES
 
 
 @click.command()

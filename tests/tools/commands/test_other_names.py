@@ -10,6 +10,7 @@ from npucompile.tools.build.settings.table import SETTINGS
 from npucompile.tools.commands import build, serve
 from npucompile.tools.commands.other_names import MODEL, OTHERWISE, SAME
 from npucompile.tools.launch_lines.tables import engine
+from npucompile.tools.serve.options import OPTIONS
 
 COMMANDS = {"build": build.command, "serve": serve.command}
 
@@ -25,7 +26,7 @@ def test_names_are_those_of_the_engines_and_options_are_ours():
         assert set(names) <= theirs
         assert set(names.values()) - {MODEL} <= ours
         assert not {*names, *OTHERWISE[command]} & ours - {"--max-num-seqs"}
-        assert set(OTHERWISE[command]) <= theirs | {f"--{setting.option}" for setting in SETTINGS}
+        assert set(OTHERWISE[command]) <= theirs | {f"--{record.option}" for record in (*SETTINGS, *OPTIONS)}
 
 
 def test_the_same_is_built_by_either_name():

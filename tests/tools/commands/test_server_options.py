@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from npucompile.graphs.errors import SpecError
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.server.guard.access import digest
 from npucompile.server.run import Serving
-from npucompile.tools.commands.server_options import prefix_cache_settings, read_keys, server_options, serving_settings
+from npucompile.tools.commands.server_options import api_settings, prefix_cache_settings, read_keys, server_options, serving_settings
+from npucompile.tools.serve.api_settings import OPENAI, ApiSettings
+
+
+def parsed(*arguments):
+    return server_options(click.command()(lambda **options: None)).make_context("serve", [str(argument) for argument in arguments]).params
 
 
 def settings(*arguments, **environment):
-    made = []
-
-    @click.command()
-    @server_options
-    def command(**options):
-        made.append(serving_settings(environment, options))
-
-    result = CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False, standalone_mode=False)
-    assert result.exception is None
-    return made[0]
+    return serving_settings(environment, parsed(*arguments))
 
 
 def test_the_defaults_are_those_of_the_server():
@@ -80,9 +75,17 @@ def test_a_key_needs_its_certificate():
 
 
 def test_prefixes_are_kept_unless_told_otherwise():
-    said = {"no_prefix_cache": False, "prefix_cache_tokens": None}
-    assert prefix_cache_settings(said) == PrefixCacheSettings()
-    assert prefix_cache_settings({**said, "prefix_cache_tokens": 64}) == PrefixCacheSettings(64)
-    assert prefix_cache_settings({**said, "no_prefix_cache": True}) is None
+    assert prefix_cache_settings(parsed()) == PrefixCacheSettings()
+    assert prefix_cache_settings(parsed("--prefix-cache-tokens", 64)) == PrefixCacheSettings(64)
+    assert prefix_cache_settings(parsed("--no-prefix-cache")) is None
     with pytest.raises(SpecError, match="--prefix-cache-tokens 64 with --no-prefix-cache; legal is one of them"):
-        prefix_cache_settings({"no_prefix_cache": True, "prefix_cache_tokens": 64})
+        prefix_cache_settings(parsed("--no-prefix-cache", "--prefix-cache-tokens", 64))
+
+
+def test_the_model_presents_itself_as_the_options_say(tmp_path):
+    file = tmp_path / "t.jinja"
+    file.write_text("")
+    assert api_settings(parsed()) == ApiSettings()
+    arguments = ["--served-model-name", "a", "--served-model-name", "b", "--chat-template", file]
+    arguments += ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes", "--default-sampling", "openai"]
+    assert api_settings(parsed(*arguments)) == ApiSettings(("a", "b"), file, "qwen3", "hermes", OPENAI)

@@ -1,0 +1,171 @@
+"""The options of `npucompile serve`, a record each: from them come the command's options and their sections, the limits of the server, and
+the names that other engines have for them.
+
+Nothing here loads torch: `npucompile build` reads these records to refuse what is an option of serve.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...graphs.errors import SpecError
+from ...server.guard.limits import LEAST_CONNECTIONS, SocketLimits
+from ...server.requests.bounds import MAX_PRIORITY
+
+HOST, PORT = "127.0.0.1", 8000
+API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"
+DEVICES = ("auto", "cpu", "npu", "emulated")
+_DEFAULTS = SocketLimits()
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_COUNT, _AMOUNT, _SECONDS = click.IntRange(1), click.IntRange(0), click.FloatRange(0, min_open=True)
+_PARSED = "; auto looks at the chat template."
+
+
+@dataclass(frozen=True)
+class ServeOption:
+    """An option of serve.
+
+    Attributes:
+        option: without dashes.
+        help: what it says; the default that it has is added.
+        kind: what it takes, as click has it; None for text.
+        default: None where there is none, or the help says it.
+        limit: the field of `SocketLimits` that it sets, whose default is its own.
+        api: the field of `ApiSettings` that it sets.
+        same: options of SGLang and vLLM that mean the same.
+        extra: further arguments of `click.option`.
+    """
+
+    option: str
+    help: str
+    kind: Any = None
+    default: Any = None
+    limit: str = ""
+    api: str = ""
+    same: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What the command calls it."""
+        return self.api or self.option.replace("-", "_")
+
+    def as_decorator(self) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Adds the option to a command."""
+        default = getattr(_DEFAULTS, self.limit) if self.limit else self.default
+        shown = {} if default is None else {"default": default, "show_default": True}
+        return click.option(f"--{self.option}", self.name, type=self.kind, help=self.help, **{**shown, **self.extra})
+
+
+def _refuse_interval(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise SpecError("--stream-interval-ms is gone: tokens of each step are sent at once, as with 0 before; legal is to leave it out")
+
+
+DEVICE = ServeOption(
+    "device", "Where an artifact runs: auto is what it was built for; emulated interprets the graphs of an artifact for NPUs on this CPU.",
+    click.Choice(DEVICES), "auto",
+)  # fmt: skip
+CHECKPOINT = ServeOption(
+    "checkpoint", "Read the weights of an artifact for NPUs from this directory.  [default: where the build found them]",
+    click.Path(exists=True, file_okay=False, path_type=Path),
+)  # fmt: skip
+
+SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
+    "What most servers say": (
+        ServeOption("host", "Address to listen on.", None, HOST),
+        ServeOption("port", "Port; 0 takes a free one.", click.IntRange(0, 65535), PORT),
+        ServeOption("api-key", f"File of the keys that clients may use, one a line.  [default: ${API_KEY_VARIABLE}, or none needed]", _FILE,
+                    extra={"metavar": "FILE"}),
+        ServeOption("served-model-name", "Name of the model in requests; repeat it for several.  [default: the artifact's]", api="names",
+                    extra={"multiple": True}),
+        DEVICE,
+    ),
+    "Who may come in": (
+        ServeOption("allowed-origin", "Origin of pages that may use the server; may be repeated.",
+                    extra={"multiple": True, "metavar": "ORIGIN"}),
+        ServeOption("allowed-host", "Name that the server is reached by; may be repeated.", extra={"multiple": True, "metavar": "NAME"}),
+        ServeOption("tls-cert", "PEM file of a certificate: speak TLS alone.", _FILE, same=("--ssl-certfile",)),
+        ServeOption("tls-key", "PEM file of its key.  [default: in the same file]", _FILE, same=("--ssl-keyfile",)),
+    ),
+    "How the model presents itself": (
+        ServeOption("chat-template", "Jinja file that takes the place of the checkpoint's chat template.",
+                    click.Path(exists=True, dir_okay=False, path_type=Path), api="chat_template"),
+        ServeOption("reasoning-parser", "What tells reasoning from the answer: qwen3, deepseek_r1, deepseek_v3 or none" + _PARSED, None,
+                    "auto", api="reasoning_parser"),
+        ServeOption("tool-call-parser", "How tool calls are written: hermes, qwen3_coder, deepseek_v3, deepseek_v31, deepseek_v32 or none"
+                    + _PARSED, None, "auto", api="tool_call_parser"),
+        ServeOption("default-sampling", "Sampling where an HTTP request sets none: the checkpoint's generation_config.json, then OpenAI's; "
+                    "or OpenAI's alone.", click.Choice(("checkpoint", "openai")), "checkpoint", api="sampling"),
+    ),
+    "How much a client may take": (
+        ServeOption("max-queue", "Requests that may wait beside those that run.", _AMOUNT, limit="max_queue",
+                    same=("--max-queued-requests", "--max-num-queued-reqs")),
+        ServeOption("max-client-requests", "Requests of one client, by key or address, that may wait or run.", _COUNT,
+                    limit="max_requests_per_client"),
+        ServeOption("max-queued-tokens", "Tokens of the prompts of requests that wait or run.", _COUNT, limit="max_queued_tokens"),
+        ServeOption("max-client-tokens", "Those of one client.  [default: as many]", _COUNT, limit="max_tokens_per_client"),
+        ServeOption("min-priority", "Most urgent priority that requests may have; 0 is that of requests without one.",
+                    click.IntRange(-MAX_PRIORITY, MAX_PRIORITY), limit="min_priority"),
+        ServeOption("request-timeout", "Seconds that a request may wait and run; its own timeout_ms may be shorter.  [default: no limit]",
+                    _SECONDS, limit="request_timeout_s"),
+        ServeOption("first-token-timeout", "Seconds that a request may wait for its first token.  [default: no limit]", _SECONDS,
+                    limit="first_token_timeout_s"),
+        ServeOption("max-connections", f"Connections open at once.  [default: 8 a request that can run, at least {4 * LEAST_CONNECTIONS}]",
+                    _COUNT, limit="max_connections"),
+        ServeOption("max-client-connections", "Connections of one address open at once.  [default: 2 a request that can run, at least "
+                    f"{LEAST_CONNECTIONS}]", _COUNT, limit="max_connections_per_client"),
+        ServeOption("max-frame-bytes", "Largest message of a client.  [default: by the longest context]", _COUNT, limit="max_frame_bytes"),
+        ServeOption("handshake-timeout", "Seconds in which a connection has to bring a whole request.", _SECONDS, limit="handshake_s"),
+        ServeOption("max-client-refusals", "Refusals a second of one client, by key or address; more wait for their turns, and 0 lets none "
+                    "wait.", click.FloatRange(0), limit="refusals_per_s"),
+        ServeOption("slow-reader-timeout", "Seconds that a client may be behind in reading.", _SECONDS, limit="slow_reader_s"),
+        ServeOption("drain-timeout", "Seconds that streams may go on after SIGTERM.", click.FloatRange(0), 30.0,
+                    same=("--shutdown-timeout",)),
+    ),
+    "What is kept of prompts": (
+        ServeOption("no-prefix-cache", "Keep nothing of prompts and outputs for later prompts that begin with them.",
+                    extra={"is_flag": True}),
+        ServeOption("prefix-cache-tokens", "Most tokens kept beside running requests, per dp group.  [default: all that they leave room "
+                    "for]", _AMOUNT),
+    ),
+    "What is kept of responses": (
+        ServeOption("max-stored-bytes", "Of responses that can be continued, read again or resumed; 0 keeps none.", _AMOUNT,
+                    limit="max_stored_bytes"),
+        ServeOption("stored-timeout", "Seconds that a response is kept after it was last named.", _SECONDS, limit="stored_s"),
+        ServeOption("resume-timeout", "Seconds that a resumable response goes on without a connection.", click.FloatRange(0),
+                    limit="resume_grace_s"),
+    ),
+    "What is written down": (
+        ServeOption("access-log", "Log requests with ids as JSON lines, to FILE or standard output.",
+                    extra={"is_flag": False, "flag_value": "-", "metavar": "[FILE]"}),
+        ServeOption("otlp-traces-endpoint", "Send a span a request by OTLP over HTTP; needs npucompile[otel].", extra={"metavar": "URL"}),
+        ServeOption("record", "Record every input and step, for `npucompile replay`.", _FILE),
+        ServeOption("verbose", "Log requests and swapped executables.", extra={"is_flag": True}),
+    ),
+    "How steps run": (
+        ServeOption("threads", "CPU threads of a step on each rank.  [default: all cores, divided among ranks]", _COUNT),
+        ServeOption("itl-target", "Most milliseconds between two tokens of a stream that prefill should leave.  [default: none]", _SECONDS,
+                    extra={"metavar": "MS"}),
+        ServeOption("step-timeout", "Most seconds of a step.  [default: 60; emulated: 1800]", click.FloatRange(1),
+                    same=("--watchdog-timeout",)),
+        ServeOption("join-timeout", "Seconds that ranks wait for each other.", click.FloatRange(1), 60.0,
+                    same=("--dist-timeout", "--distributed-timeout-seconds")),
+    ),
+    "What is built and read first": (
+        ServeOption("no-build", "Serve only what is built; compile nothing in the background.", extra={"is_flag": True}),
+        CHECKPOINT,
+    ),
+    "": (
+        ServeOption("stream-interval-ms", "It is gone.", extra={"hidden": True, "expose_value": False, "callback": _refuse_interval}),
+    ),
+}  # fmt: skip
+"""By section of the help; "" has what is hidden."""
+
+OPTIONS: tuple[ServeOption, ...] = tuple(option for options in SECTIONS.values() for option in options)
