@@ -143,7 +143,7 @@ BUDGETS: dict[str, int] = {
     "tools/prove": 4160,
     "tools/quantize": 1260,
     "tools/ranks": 1160,
-    "tools/serve": 320,
+    "tools/serve": 500,
 }
 
 
