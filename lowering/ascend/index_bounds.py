@@ -2,16 +2,15 @@
 
 An index out of range is undefined on a device: a hang, or another request's memory.
 
-Ranges of values are followed through the operators (ranges.py). An index that comes of what the host gives and of constants alone is not
-looked at.
+Ranges of values are followed through the operators (operators/value_rules.py, and `TorchForm.values` of records). An index
+that comes of what the host gives and of constants alone is not looked at.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,51 +18,8 @@ from torch.fx import GraphModule, Node
 
 from ...graphs.errors import LoweringError
 from ...graphs.ir.flatten import bodies
-from .ranges import ANYTHING, GIVEN, Range, arguments_of, name_of, result, val_of
-
-
-@dataclass(frozen=True)
-class _Index:
-    """An operand of an operator that names places of a table.
-
-    Attributes:
-        index: its name in the operator's schema.
-        size: places that the table has, of the arguments by name.
-        least: the smallest legal number; -1 where the operator takes it for "none".
-    """
-
-    index: str
-    size: Callable[[Mapping[str, Any]], int]
-    least: int = 0
-
-
-def _along(table: str = "self") -> Callable[[Mapping[str, Any]], int]:
-    return lambda a: int(val_of(a[table]).shape[a["dim"]])
-
-
-def _rows(table: str, dims: int = 1) -> Callable[[Mapping[str, Any]], int]:
-    return lambda a: math.prod(val_of(a[table]).shape[:dims])
-
-
-INDICES: Mapping[str, _Index] = {
-    **dict.fromkeys(("aten.gather", "aten.index_select", "aten.scatter", "aten.scatter_", "aten.scatter_add"), _Index("index", _along())),
-    **dict.fromkeys(("aten.index_add", "aten.index_copy", "aten.index_fill", "aten.scatter_reduce"), _Index("index", _along())),
-    "aten.embedding": _Index("indices", _rows("weight")),
-    "npu.npu_scatter_nd_update": _Index("indices", lambda a: max(val_of(a["input"]).shape[: val_of(a["indices"]).shape[-1]])),
-    "npu.npu_scatter_nd_update_": _Index("indices", lambda a: max(val_of(a["input"]).shape[: val_of(a["indices"]).shape[-1]])),
-    "npu.npu_scatter_pa_kv_cache": _Index("slot_mapping", _rows("key_cache", 2)),
-    "npu.npu_scatter_pa_kv_cache_functional": _Index("slot_mapping", _rows("key_cache", 2)),
-    "npu.npu_recurrent_gated_delta_rule": _Index("ssm_state_indices", _rows("state")),
-    "npu.npu_recurrent_gated_delta_rule_functional": _Index("ssm_state_indices", _rows("state")),
-    "npu.npu_moe_init_routing_v2": _Index("expert_idx", lambda a: a["expert_num"]),
-    "npu.npu_moe_distribute_dispatch_v2": _Index("expert_ids", lambda a: a["moe_expert_num"]),
-    "npu.npu_moe_distribute_combine_v2": _Index("expert_ids", lambda a: a["moe_expert_num"]),
-    "npu.npu_sparse_flash_attention": _Index(
-        "sparse_indices", lambda a: val_of(a["block_table"]).shape[1] * val_of(a["key"]).shape[1], least=-1
-    ),
-    "npu.npu_moe_finalize_routing": _Index("expanded_src_to_dst_row", lambda a: math.prod(val_of(a["scales"]).shape), least=-1),
-}
-"""Operators that read or write places which an operand names. `aten.index` and `aten.index_put` take a list and are in `_listed`."""
+from .operators.table import FORMS
+from .operators.value_rules import ANYTHING, GIVEN, INDICES, RULES, Range, arguments_of, opname_of, val_of
 
 
 def check(graph: GraphModule, where: str) -> None:
@@ -120,17 +76,16 @@ class _Bounds:
 
 def _unbounded(node: Node, ranges: Mapping[Node, Range]) -> Iterator[str]:
     """The indices of an operator that may leave its table."""
-    name = name_of(node)
-    if name.removesuffix("_") in ("aten.index", "aten.index_put", "aten._unsafe_index"):
-        table, indices = val_of(node.args[0]), node.args[1]
-        found = [(f"index {i}", index, table.shape[i], 0) for i, index in enumerate(indices) if isinstance(index, Node)]  # type: ignore
-    elif rule := INDICES.get(name):
+    form, name = FORMS.get(str(node.target)), opname_of(node)
+    if name in ("index", "index_put", "_unsafe_index"):
+        table, listed = val_of(node.args[0]), enumerate(node.args[1])  # type: ignore[arg-type]
+        places = [(f"index {i}", index, table.shape[i], 0) for i, index in listed if isinstance(index, Node)]
+    elif rule := (form.index if form is not None else None) or INDICES.get(name):
         given = arguments_of(node)
-        index = given[rule.index]
-        found = [(rule.index, index, rule.size(given), rule.least)] if isinstance(index, Node) else []
+        places = [(rule.index, given[rule.index], rule.size(given), rule.least)] if isinstance(given[rule.index], Node) else []
     else:
         return
-    for what, index, size, least in found:
+    for what, index, size, least in places:
         known = ranges[index]
         if not known.computed or val_of(index).dtype == torch.bool:
             continue
@@ -139,3 +94,33 @@ def _unbounded(node: Node, ranges: Mapping[Node, Range]) -> Iterator[str]:
                 f"{what}, {index.name}, depends on floats and is in {known.low} to {known.high}; legal is {least} to {size - 1} whatever "
                 "the floats are: clamp it, or take it from argmax, topk or a sum of comparisons"
             )
+
+
+def result(node: Node, ranges: Mapping[Node, Range]) -> Any:
+    """Ranges of what an operator gives."""
+    computed = any(isinstance(ranges[source], Range) and ranges[source].computed for source in node.all_input_nodes)
+    form, vals = FORMS.get(str(node.target)), node.meta["val"]
+    rule = (form.values if form is not None else None) or RULES.get(opname_of(node))
+    known = rule(node, lambda argument: _read(argument, ranges)) if rule is not None else None
+    if isinstance(vals, tuple | list):
+        listed = known if isinstance(known, list) else [known] * len(vals)
+        return [_checked(each, val, computed) for each, val in zip(listed, vals, strict=True)]
+    return _checked(known, vals, computed)
+
+
+def _checked(known: Range | None, val: torch.Tensor, computed: bool) -> Range:
+    """The range, or what is known of a value of that dtype anyway."""
+    if known is not None and (known.bounded or not val.is_floating_point()):
+        return known
+    if val.is_floating_point():
+        return ANYTHING if known is None else replace(ANYTHING, columns=known.columns)
+    if val.dtype == torch.bool:
+        return Range(0, 1, computed)
+    return Range(computed=True) if computed else GIVEN
+
+
+def _read(argument: Any, ranges: Mapping[Node, Range]) -> Range:
+    """The range of an operand, which may be a number."""
+    if isinstance(argument, Node):
+        return ranges[argument]
+    return Range(float(argument), float(argument))

@@ -21,6 +21,7 @@ from .collectives import Members, check_size, wanted_members
 from .node import Node
 from .record import COUNTS, Arguments, NpuOperator, TokenList, TorchForm
 from .trials import Trial
+from .value_rules import Index
 
 # Integers in a row of assist_info; the real operator does not document their layout.
 ASSIST = 128
@@ -252,6 +253,7 @@ def experts_of_a_rank(node: Node, options: Mapping[str, str], most: int) -> str 
 
 
 _EXPERTS = "expert dispatch and combine"
+_EXPERT_IDS = Index("expert_ids", lambda arguments: arguments["moe_expert_num"])
 _TRIAL = Trial(wrong="expert-exchange")
 OPERATORS = (
     NpuOperator(
@@ -259,6 +261,7 @@ OPERATORS = (
         torch=(
             TorchForm(
                 "npu.npu_moe_distribute_dispatch_v2.default",
+                index=_EXPERT_IDS,
                 group_kernel=npu_moe_distribute_dispatch_v2,
                 group=(2, "group_ep"),
                 size=3,
@@ -280,6 +283,7 @@ OPERATORS = (
         torch=(
             TorchForm(
                 "npu.npu_moe_distribute_combine_v2.default",
+                index=_EXPERT_IDS,
                 group_kernel=npu_moe_distribute_combine_v2,
                 group=(5, "group_ep"),
                 size=6,

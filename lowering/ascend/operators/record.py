@@ -16,6 +16,7 @@ from .call import Function, GroupFunction
 from .node import LegalityRule
 from .trials import PLAIN, Trial
 from .type_rules import Rule
+from .value_rules import Index, ValueRule
 from .work import Rows, Stages, WorkRule
 
 Kernel = Callable[..., Any]
@@ -44,6 +45,8 @@ class TorchForm:
         in_place: overload that takes the same arguments and writes new pools into the old ones; "" where there is none.
         pools: result -> position of the argument that it replaces, of a form that has `in_place`.
         one_result: whether `in_place` returns one tensor, where this form returns several.
+        values: ranges of its results; None where nothing is known but what their dtypes say.
+        index: the operand that names places of a table.
     """
 
     name: str
@@ -58,6 +61,8 @@ class TorchForm:
     in_place: str = ""
     pools: Mapping[int, int] = field(default_factory=dict)
     one_result: bool = False
+    values: ValueRule | None = None
+    index: Index | None = None
 
 
 SUMS, COUNTS = 0, 1

@@ -12,6 +12,7 @@ import torch
 
 from ....graphs.errors import LoweringError
 from . import trials, work
+from . import value_rules as values
 from .call import Call, Results, form
 from .checks import FLOATS, quantise_rows, refuse_options, require, require_shape, undefined
 from .node import Node
@@ -239,7 +240,7 @@ def _finalize_routing(call: Call) -> Results:
 OPERATORS = (
     NpuOperator(
         ("MoeGatingTopK",),
-        torch=(TorchForm("npu.npu_moe_gating_top_k.default", npu_moe_gating_top_k),),
+        torch=(TorchForm("npu.npu_moe_gating_top_k.default", npu_moe_gating_top_k, values=values.experts),),
         run=form(
             npu_moe_gating_top_k,
             "x",
@@ -260,7 +261,7 @@ OPERATORS = (
     ),
     NpuOperator(
         ("MoeGatingTopKSoftmaxV2",),
-        torch=(TorchForm("npu.npu_moe_gating_top_k_softmax_v2.default", npu_moe_gating_top_k_softmax_v2),),
+        torch=(TorchForm("npu.npu_moe_gating_top_k_softmax_v2.default", npu_moe_gating_top_k_softmax_v2, values=values.experts),),
         run=form(
             npu_moe_gating_top_k_softmax_v2,
             "x",
@@ -272,7 +273,14 @@ OPERATORS = (
     ),
     NpuOperator(
         ("MoeInitRoutingV3",),
-        torch=(TorchForm("npu.npu_moe_init_routing_v2.default", npu_moe_init_routing_v2),),
+        torch=(
+            TorchForm(
+                "npu.npu_moe_init_routing_v2.default",
+                npu_moe_init_routing_v2,
+                values=values.routed,
+                index=values.Index("expert_idx", lambda arguments: arguments["expert_num"]),
+            ),
+        ),
         run=form(
             npu_moe_init_routing_v2,
             "x expert_idx",
@@ -295,7 +303,13 @@ OPERATORS = (
     ),
     NpuOperator(
         ("MoeFinalizeRoutingV2",),
-        torch=(TorchForm("npu.npu_moe_finalize_routing.default", npu_moe_finalize_routing),),
+        torch=(
+            TorchForm(
+                "npu.npu_moe_finalize_routing.default",
+                npu_moe_finalize_routing,
+                index=values.Index("expanded_src_to_dst_row", values.rows("scales", None), least=-1),
+            ),
+        ),
         run=_finalize_routing,
         widens=True,
         trial=trials.Trial(9, "expert-exchange", indices={"expanded_row_idx": trials.routed_rows}),

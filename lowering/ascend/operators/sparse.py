@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
+from . import value_rules as values
 from .call import form
 from .checks import FLOATS, refuse_options, require, require_shape, undefined
 from .record import NpuOperator, TorchForm
@@ -153,7 +154,7 @@ def _rows(
 OPERATORS = (
     NpuOperator(
         ("LightningIndexer",),
-        torch=(TorchForm("npu.npu_lightning_indexer.default", npu_lightning_indexer),),
+        torch=(TorchForm("npu.npu_lightning_indexer.default", npu_lightning_indexer, values=values.indexed_keys),),
         run=form(
             npu_lightning_indexer,
             "query key weights",
@@ -165,7 +166,13 @@ OPERATORS = (
     ),
     NpuOperator(
         ("SparseFlashAttention",),
-        torch=(TorchForm("npu.npu_sparse_flash_attention.default", npu_sparse_flash_attention),),
+        torch=(
+            TorchForm(
+                "npu.npu_sparse_flash_attention.default",
+                npu_sparse_flash_attention,
+                index=values.Index("sparse_indices", values.keys_of_pages, least=-1),
+            ),
+        ),
         run=form(
             npu_sparse_flash_attention,
             "query key value sparse_indices",

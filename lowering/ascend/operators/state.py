@@ -18,6 +18,8 @@ from .checks import FLOATS, INDICES, refuse_options, require, require_shape, und
 from .node import Node
 from .record import NpuOperator, TorchForm
 from .state_rules import chunked_delta_rule_sizes, delta_rule_sizes
+from .value_rules import Index, val_of
+from .value_rules import rows as rows_of
 
 MAX_TOKENS, MAX_TOKENS_VLLM = 8, 16
 """Of a sequence, in the recurrent operators of CANN and of vllm-ascend."""
@@ -312,6 +314,10 @@ def _chunked_rule_work(op: Node, facts: work.Facts) -> work.Work:
 _CHUNK = 64
 """Tokens of a chunk of the chunked rule: assumed."""
 
+_SLOTS = Index("slot_mapping", rows_of("key_cache", 2))
+_STATES = Index("ssm_state_indices", rows_of("state"))
+_PLACES = Index("indices", lambda given: max(val_of(given["input"]).shape[: val_of(given["indices"]).shape[-1]]))
+
 OPERATORS = (
     NpuOperator(
         ("ScatterPaKvCache",),
@@ -319,10 +325,11 @@ OPERATORS = (
             TorchForm(
                 "npu.npu_scatter_pa_kv_cache_functional.default",
                 npu_scatter_pa_kv_cache_functional,
+                index=_SLOTS,
                 in_place="npu.npu_scatter_pa_kv_cache.default",
                 pools={0: 2, 1: 3},
             ),
-            TorchForm("npu.npu_scatter_pa_kv_cache.default", npu_scatter_pa_kv_cache),
+            TorchForm("npu.npu_scatter_pa_kv_cache.default", npu_scatter_pa_kv_cache, index=_SLOTS),
         ),
         run=form(
             npu_scatter_pa_kv_cache_functional,
@@ -337,8 +344,8 @@ OPERATORS = (
     NpuOperator(
         ("ScatterNdUpdate",),
         torch=(
-            TorchForm("npu.npu_scatter_nd_update.default", npu_scatter_nd_update),
-            TorchForm("npu.npu_scatter_nd_update_.default", npu_scatter_nd_update_),
+            TorchForm("npu.npu_scatter_nd_update.default", npu_scatter_nd_update, index=_PLACES),
+            TorchForm("npu.npu_scatter_nd_update_.default", npu_scatter_nd_update_, index=_PLACES),
         ),
         run=_scatter_nd_update,
         types=type_rules.same,
@@ -351,12 +358,13 @@ OPERATORS = (
             TorchForm(
                 "npu.npu_recurrent_gated_delta_rule_functional.default",
                 npu_recurrent_gated_delta_rule_functional,
+                index=_STATES,
                 in_place="npu.npu_recurrent_gated_delta_rule.default",
                 pools={1: 3},
                 one_result=True,
             ),
-            TorchForm("npu.npu_recurrent_gated_delta_rule.default", npu_recurrent_gated_delta_rule),
-            TorchForm("_C_ascend.npu_recurrent_gated_delta_rule.default", vllm_recurrent_gated_delta_rule),
+            TorchForm("npu.npu_recurrent_gated_delta_rule.default", npu_recurrent_gated_delta_rule, index=_STATES),
+            TorchForm("_C_ascend.npu_recurrent_gated_delta_rule.default", vllm_recurrent_gated_delta_rule, index=_STATES),
         ),
         run=_recurrent_gated_delta_rule,
         widens=True,

@@ -1,4 +1,4 @@
-"""lowering/ascend/ranges.py: every value that a graph computes of any floats at all lies within the range that is claimed for it."""
+"""lowering/ascend/operators/value_rules.py: what a graph computes of any floats at all lies within the range that is claimed for it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.fx import Interpreter, Node
 from npucompile.graphs.ir.record import record
 from npucompile.graphs.ops.sample import sample
 from npucompile.graphs.ops.token_logprobs import token_logprobs
-from npucompile.lowering.ascend.index_bounds import check
-from npucompile.lowering.ascend.ranges import ANYTHING, GIVEN, Range, result
+from npucompile.lowering.ascend.index_bounds import check, result
+from npucompile.lowering.ascend.operators.value_rules import ANYTHING, GIVEN, Range
 
 ANY_FLOAT = st.sampled_from([0.0, -0.0, 1.0, -3.5, math.nan, math.inf, -math.inf, 1e-40, 1e-45, 3e38, -3e38])
 KNOB = st.sampled_from([0.0, 1.0, 0.5, 1e-40, math.nan])

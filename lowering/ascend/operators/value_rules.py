@@ -1,4 +1,4 @@
-"""Ranges of the values of a lowered graph: intervals of numbers, followed through its operators.
+"""Ranges of the values that operators give, from those of their operands, and the operands that name places of a table.
 
 Floats that a step computes can be NaN, so that nothing is known of them, of a number that one was cast to, or of how often a comparison
 holds but that it holds for as many elements as there are. What the host gives (inputs, integer pools) is legal by contract: only what is
@@ -44,18 +44,30 @@ GIVEN = Range(0, 0, given=True)
 ANYTHING = Range(computed=True)
 
 
-PASSED = frozenset({
-    "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "slice", "select", "clone",
-    "contiguous", "alias", "detach", "repeat", "flip", "split", "split_with_sizes", "unbind", "chunk", "as_strided", "narrow",
-    "lift_fresh_copy", "wait_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast", "constant_pad_nd", "amax", "amin", "copy",
-    "roll", "npu_format_cast",
-})  # fmt: skip
-"""Operators whose results have elements of their first operand alone, or zeros beside them."""
-COMPARED = frozenset({
-    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "isfinite", "isnan", "isinf", "any",
-    "all",
-})  # fmt: skip
-"""Operators that give whether something holds."""
+Read = Callable[[Any], Range]
+"""The range of an operand."""
+ValueRule = Callable[[Node, Read], Any]
+"""Ranges of the results; None where nothing is known but what their dtypes say."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """An operand that names places of a table.
+
+    Attributes:
+        index: its name in the operator's schema.
+        size: places that the table has, of the arguments by name.
+        least: the smallest legal number; -1 where the operator takes it for "none".
+    """
+
+    index: str
+    size: Callable[[Mapping[str, Any]], int]
+    least: int = 0
+
+
+def rows(table: str, dims: int | None = 1) -> Callable[[Mapping[str, Any]], int]:
+    """The places of the first dimensions of an argument; of all where `dims` is None."""
+    return lambda arguments: math.prod(val_of(arguments[table]).shape[:dims])
 
 
 def val_of(node: Any) -> torch.Tensor:
@@ -64,10 +76,11 @@ def val_of(node: Any) -> torch.Tensor:
     return value
 
 
-def name_of(node: Node) -> str:
-    """Namespace and name of an operator without its overload, as `aten.gather`."""
+def opname_of(node: Node) -> str:
+    """Name of an operator without namespace, overload and the underscore of a form that writes in place."""
     target: Any = node.target
-    return f"{target.namespace}.{target._opname}"
+    name: str = target._opname
+    return name.removesuffix("_")
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
@@ -77,47 +90,9 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return values | dict(zip((argument.name for argument in declared), node.args, strict=False)) | dict(node.kwargs)
 
 
-def result(node: Node, ranges: Mapping[Node, Range]) -> Any:
-    """Ranges of what an operator gives."""
-    sources = [ranges[source] for source in node.all_input_nodes]
-    computed = any(isinstance(source, Range) and source.computed for source in sources)
-    name, vals = name_of(node).partition(".")[2], node.meta["val"]
-    rule = _RULES.get(name.removesuffix("_"))
-    if name.removesuffix("_") in PASSED:
-        source = _read(node.args[0], ranges)
-        found: Any = _passed(node, name, source)
-    elif name.removesuffix("_") in COMPARED:
-        found = Range(0, 1, computed)
-    elif rule is not None:
-        found = rule(node, lambda argument: _read(argument, ranges))
-    else:
-        found = None
-    if isinstance(vals, tuple | list):
-        listed = found if isinstance(found, list) else [found] * len(vals)
-        return [_checked(known, val, computed) for known, val in zip(listed, vals, strict=True)]
-    return _checked(found, vals, computed)
-
-
-def _checked(known: Range | None, val: torch.Tensor, computed: bool) -> Range:
-    """The range, or what is known of a value of that dtype anyway."""
-    if known is not None and (known.bounded or not val.is_floating_point()):
-        return known
-    if val.is_floating_point():
-        return ANYTHING if known is None else replace(ANYTHING, columns=known.columns)
-    if val.dtype == torch.bool:
-        return Range(0, 1, computed)
-    return Range(computed=True) if computed else GIVEN
-
-
-def _read(argument: Any, ranges: Mapping[Node, Range]) -> Range:
-    """The range of an operand, which may be a number."""
-    if isinstance(argument, Node):
-        return ranges[argument]
-    return Range(float(argument), float(argument))
-
-
-def _passed(node: Node, name: str, source: Range) -> Any:
-    """What moves elements: parts of the last dimension keep their own ranges where it is whole."""
+def passed(node: Node, read: Read) -> Any:
+    """What moves elements of its first operand: parts of the last dimension keep their own ranges where it is whole."""
+    name, source = opname_of(node), read(node.args[0])
     if name == "constant_pad_nd":
         return _union([source, Range(0, 0)])
     if name in ("split_with_sizes", "slice", "split") and source.columns:
@@ -161,11 +136,7 @@ def _union(ranges: Sequence[Range]) -> Range:
     )
 
 
-Read = Callable[[Any], Range]
-Rule = Callable[[Node, Read], Any]
-
-
-def _arithmetic(of_ends: Callable[[float, float], float]) -> Rule:
+def _arithmetic(of_ends: Callable[[float, float], float]) -> ValueRule:
     """Of two operands; the ends of the result are among those of the operands' ends."""
 
     def rule(node: Node, read: Read) -> Range:
@@ -206,7 +177,7 @@ def _extreme(node: Node, read: Read) -> Range:
     either = _union([left, right])
     if val_of(node).is_floating_point() and not either.bounded:
         return either
-    if "minimum" in name_of(node):
+    if opname_of(node) == "minimum":
         high = min(left.high, right.high) if not either.given else either.high
         return replace(either, high=high)
     return replace(either, low=max(left.low, right.low) if not either.given else either.low)
@@ -238,7 +209,7 @@ def _ordered(node: Node, read: Read) -> list[Range]:
 
 def _constant(node: Node, read: Read) -> Range:
     given = arguments_of(node)
-    value = given.get("fill_value", given.get("s", {"ones": 1, "ones_like": 1, "new_ones": 1}.get(name_of(node).partition(".")[2], 0)))
+    value = given.get("fill_value", given.get("s", {"ones": 1, "ones_like": 1, "new_ones": 1}.get(opname_of(node), 0)))
     return read(value)
 
 
@@ -279,7 +250,7 @@ def _filled(node: Node, read: Read) -> Range:
 def _joined(node: Node, read: Read) -> Range:
     parts: Any = node.args[0]
     whole, dim = _union([read(part) for part in parts]), arguments_of(node).get("dim", 0)
-    if name_of(node) == "aten.cat" and dim in (-1, val_of(node).dim() - 1):
+    if opname_of(node) == "cat" and dim in (-1, val_of(node).dim() - 1):
         return replace(whole, columns=tuple((val_of(part).shape[-1], read(part)) for part in parts))
     return whole
 
@@ -305,25 +276,39 @@ def _replaced(node: Node, read: Read) -> Range:
     return _union([read(node.args[0]), read(value)])
 
 
-def _experts(node: Node, read: Read) -> list[Range | None]:
+def experts(node: Node, read: Read) -> list[Range | None]:
     """Gates: weights, ids of experts, and more. The kernels order the numbers of experts, whatever their scores are: assumed."""
     known = Range(0, val_of(node.args[0]).shape[-1] - 1, True)
     return [known if i == 1 else None for i in range(len(node.meta["val"]))]
 
 
-def _routed(node: Node, read: Read) -> list[Range | None]:
+def routed(node: Node, read: Read) -> list[Range | None]:
     """Routing: the row of each choice, -1 where it has none."""
     choices = val_of(arguments_of(node)["expert_idx"]).numel()
     return [None, Range(-1, choices - 1, True), Range(0, choices, True), None]
 
 
-def _indexed_keys(node: Node, read: Read) -> list[Range | None]:
+def keys_of_pages(arguments: Mapping[str, Any]) -> int:
+    """Positions of keys that a page table has room for."""
+    return int(val_of(arguments["block_table"]).shape[1] * val_of(arguments["key"]).shape[1])
+
+
+def indexed_keys(node: Node, read: Read) -> list[Range | None]:
     """The lightning indexer: positions of keys, -1 behind them."""
-    given = arguments_of(node)
-    return [Range(-1, val_of(given["block_table"]).shape[1] * val_of(given["key"]).shape[1] - 1, True), None]
+    return [Range(-1, keys_of_pages(arguments_of(node)) - 1, True), None]
 
 
-_RULES: Mapping[str, Rule] = {
+_PASSED = """
+    view _unsafe_view reshape expand permute transpose t unsqueeze squeeze slice select clone contiguous alias detach repeat flip
+    split split_with_sizes unbind chunk as_strided narrow lift_fresh_copy wait_tensor all_gather_into_tensor all_to_all_single
+    broadcast constant_pad_nd amax amin copy roll
+"""
+_COMPARED = """
+    eq ne lt le gt ge logical_and logical_or logical_not logical_xor isfinite isnan isinf any all
+"""
+RULES: Mapping[str, ValueRule] = {
+    **dict.fromkeys(_PASSED.split(), passed),
+    **dict.fromkeys(_COMPARED.split(), lambda node, read: Range(0, 1, any(read(source).computed for source in node.all_input_nodes))),
     "add": _arithmetic(operator.add),
     "sub": _arithmetic(operator.sub),
     "rsub": _arithmetic(lambda a, b: b - a),
@@ -346,8 +331,17 @@ _RULES: Mapping[str, Rule] = {
     "_to_copy": _cast,
     **dict.fromkeys(("gather", "index_select", "index", "embedding"), _looked_up),
     **dict.fromkeys(("scatter", "index_put", "index_add", "index_copy"), _replaced),
-    "npu_moe_gating_top_k": _experts,
-    "npu_moe_gating_top_k_softmax_v2": _experts,
-    "npu_moe_init_routing_v2": _routed,
-    "npu_lightning_indexer": _indexed_keys,
 }
+"""Rules of torch's own operators, by `opname_of`; those of NPU operators stand in their records."""
+
+
+def _along(arguments: Mapping[str, Any]) -> int:
+    return int(val_of(arguments["self"]).shape[arguments["dim"]])
+
+
+INDICES: Mapping[str, Index] = {
+    **dict.fromkeys(("gather", "index_select", "scatter", "scatter_add", "scatter_reduce"), Index("index", _along)),
+    **dict.fromkeys(("index_add", "index_copy", "index_fill"), Index("index", _along)),
+    "embedding": Index("indices", rows("weight")),
+}
+"""Operands of torch's own operators, by `opname_of`. `index` and `index_put` take a list of them."""
