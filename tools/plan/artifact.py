@@ -121,4 +121,4 @@ def serve(
     pool = float((limits.num_pages - 1) * limits.page_size)
     sizes = tuple(sorted(entry.bucket for entry in (*prefill.values(), *decode)))
     dp = Mesh.parse(manifest.mesh).axis("dp")
-    return Latencies.of(workload, simulate(workload, serving, rates, dp, pool, table, prefill_s, False, sizes))
+    return Latencies.of(workload, simulate(workload, serving, rates, dp, pool, table, prefill_s, sizes))

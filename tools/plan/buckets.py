@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...graphs.errors import SpecError
-from .decode import decode_parts, kernels
+from .decode import decode_seconds, kernels
 from .parameters import Parameters, fitted
 from .predict import Prediction
 from .products import Array
@@ -110,14 +110,7 @@ def shortest(lists: Sequence[BucketList]) -> BucketList:
 
 def step_seconds(case: Case, context: float, parameters: Parameters | None = None) -> Callable[[Array], Array]:
     """Seconds of a decode step of a case by rows of a group."""
-    p = parameters or fitted()
-
-    def seconds(rows: Array) -> Array:
-        parts = decode_parts(case.decode, p, rows, context)
-        total: Array = np.sum(np.stack(list(parts.values())), axis=0)
-        return total
-
-    return seconds
+    return lambda rows: decode_seconds(case.decode, parameters or fitted(), rows, context)
 
 
 def of_prediction(prediction: Prediction, case: Case, most: int, always: Collection[int] = ()) -> list[BucketList]:

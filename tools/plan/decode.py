@@ -55,6 +55,12 @@ def decode_parts(system: System, parameters: Parameters, batch: Any, context: An
     return {cause: parts[cause] for cause in CAUSES}
 
 
+def decode_seconds(system: System, parameters: Parameters, batch: Any, context: Any) -> Array:
+    """Seconds of a decode step; arguments as of `decode_parts`."""
+    total: Array = np.sum(np.stack(list(decode_parts(system, parameters, batch, context).values())), axis=0)
+    return total
+
+
 def _layers(system: System, speeds: Speeds, batch: Array, q: int, context: Array) -> dict[str, Array]:
     shape, layout, scheme = system.shape, system.layout, system.scheme
     tokens, zero = batch * q, np.zeros_like(batch)

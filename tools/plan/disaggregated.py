@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .groups import Groups
 from .prefill import PrefillTime
-from .run import Span, Trace
+from .run import Trace
 from .simulate import Clients
 from .system import Serving, Workload
 from .table import StepTable
@@ -66,7 +66,6 @@ def simulate_disaggregated(
     instances: int,
     transfer_bytes: float,
     decode_instances: int = 1,
-    record: bool = False,
 ) -> Trace:
     """Runs a workload.
 
@@ -76,7 +75,7 @@ def simulate_disaggregated(
         transfer_bytes: of one token's caches.
     """
     n, dp = workload.requests, dp * decode_instances
-    trace, clients = Trace([0.0] * n, [0.0] * n, [0.0] * n, record), Clients(workload)
+    trace, clients = Trace([0.0] * n, [0.0] * n, [0.0] * n), Clients(workload)
     groups = Groups(workload, accepted, dp, pool_tokens, trace)
     servers = [_Prefiller(prefill_groups, prefill_serving, prefill, workload) for _ in range(instances)]
     # Requests whose prompts are done: those on their way with the times at which they come, and those that wait for a place.
@@ -139,13 +138,8 @@ def simulate_disaggregated(
             count = min(count, max(1, math.ceil((upcoming - now) / seconds)))
         if count > 1:
             seconds = table.seconds(rows, context + groups.growth() * (count - 1) / 2)
-        trace.steps[rows] += count
-        trace.decode_s[rows] += count * seconds
-        trace.context_s[rows] += count * seconds * context
-        trace.running_s += count * seconds * groups.running
+        trace.decode(now, count, seconds, rows, groups.running, context)
         trace.gaps.append((seconds, groups.running * count))
-        if record:
-            trace.spans.append(Span(now, now + count * seconds, "decode", rows, groups.running))
         now += count * seconds
         groups.step(count, ())
         for _ in groups.finish(now):

@@ -11,7 +11,7 @@ import numpy as np
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket
 from .acceptance import per_request
-from .decode import CAUSES, decode_parts
+from .decode import CAUSES, decode_parts, decode_seconds
 from .disaggregated import simulate_disaggregated
 from .memory import fixed_bytes, pool_tokens, request_bytes, token_bytes
 from .parameters import Parameters, fitted
@@ -68,20 +68,18 @@ class Prediction(Latencies):
         }
 
 
-def predict(case: Case, parameters: Parameters | None = None, record: bool = False) -> Prediction:
+def predict(case: Case, parameters: Parameters | None = None) -> Prediction:
     """Predicts a case.
 
     Args:
         parameters: by default those of `parameters.json`.
-        record: keeps the timeline.
 
     Raises:
         SpecError: weights and states alone, or one request, exceed the memory.
     """
     p = parameters or fitted()
     table, pool = _decode_table(case, p)
-    trace = _run(case, p, table, pool, record)
-    return _summary(case, p, table, pool, trace)
+    return _summary(case, p, table, pool, _run(case, p, table, pool))
 
 
 def _decode_table(case: Case, p: Parameters) -> tuple[StepTable, float]:
@@ -101,13 +99,13 @@ def _decode_table(case: Case, p: Parameters) -> tuple[StepTable, float]:
     return step_table(case.decode, p, most, float(min(work.inputs)), float(longest)), pool
 
 
-def _run(case: Case, p: Parameters, table: StepTable, pool: float, record: bool) -> Trace:
+def _run(case: Case, p: Parameters, table: StepTable, pool: float) -> Trace:
     work, layout = case.workload, case.decode.layout
     accepted: list[float] = per_request(case.accepted, case.spread, case.decode.drafts, work.requests).tolist()
     if case.prefill is None or case.prefill_serving is None:
         sizes = _sizes(case) if case.serving.policy == "npucompile" else ()
         groups = layout.dp * layout.instances
-        return simulate(work, case.serving, accepted, groups, pool, table, prefill_time(case.decode, p), record, sizes)
+        return simulate(work, case.serving, accepted, groups, pool, table, prefill_time(case.decode, p), sizes)
     return simulate_disaggregated(
         work,
         case.serving,
@@ -121,7 +119,6 @@ def _run(case: Case, p: Parameters, table: StepTable, pool: float, record: bool)
         case.prefill.layout.instances,
         token_bytes(case.decode),
         layout.instances,
-        record,
     )
 
 
@@ -169,8 +166,7 @@ def _parts(case: Case, p: Parameters, table: StepTable, trace: Trace, tpot_ms: f
     contexts = np.asarray([trace.context_s[b] for b in batches]) / np.maximum(seconds, 1e-12)
     buckets = np.asarray([table.bucket(int(b)) for b in batches])
     every = decode_parts(case.decode, p, buckets, contexts)
-    whole = sum(every.values(), np.zeros(len(batches)))
-    exact = sum(decode_parts(case.decode, p, batches, contexts).values(), np.zeros(len(batches)))
+    whole, exact = (decode_seconds(case.decode, p, rows, contexts) for rows in (buckets, batches))
     share = {cause: float((part / whole * seconds).sum() / seconds.sum()) for cause, part in every.items()}
     steps = sum(trace.steps.values())
     step_ms = 1e3 * float(seconds.sum()) / max(steps, 1)

@@ -34,7 +34,7 @@ class Trace:
         context_s: sum of context times seconds of them.
         stalled_s: request-seconds in prefill steps of requests that could have decoded.
         gaps: seconds between two deliveries, each with how many there were.
-        spans: of the timeline; only where it is recorded.
+        spans: of the timeline.
         prefill_busy_s: seconds of prefill steps, of all prefill instances.
         retracted: requests that lost their cache.
         running_s: request-seconds in decode steps.
@@ -44,7 +44,6 @@ class Trace:
     sent: list[float]
     first: list[float]
     end: list[float]
-    record: bool = False
     steps: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     decode_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     context_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -55,6 +54,15 @@ class Trace:
     prefill_busy_s: float = 0.0
     retracted: int = 0
     waiting: int = 0
+
+    def decode(self, start_s: float, count: int, seconds: float, rows: int, running: int, context: float) -> None:
+        """So many equal decode steps, each of so many seconds."""
+        taken = count * seconds
+        self.steps[rows] += count
+        self.decode_s[rows] += taken
+        self.context_s[rows] += taken * context
+        self.running_s += taken * running
+        self.spans.append(Span(start_s, start_s + taken, "decode", rows, running))
 
     @property
     def makespan_s(self) -> float:

@@ -59,7 +59,6 @@ def simulate(
     pool_tokens: float,
     table: StepTable,
     prefill: PrefillTime,
-    record: bool = False,
     sizes: tuple[Bucket, ...] = (),
 ) -> Trace:
     """Runs a workload.
@@ -70,7 +69,7 @@ def simulate(
         pool_tokens: that a group's caches hold.
         sizes: prefill and decode buckets, of "npucompile".
     """
-    return _Mixed(workload, serving, accepted, dp, pool_tokens, table, prefill, record, sizes).run()
+    return _Mixed(workload, serving, accepted, dp, pool_tokens, table, prefill, sizes).run()
 
 
 @lru_cache(maxsize=4096)
@@ -90,14 +89,13 @@ class _Mixed:
         pool_tokens: float,
         table: StepTable,
         prefill: PrefillTime,
-        record: bool,
         sizes: tuple[Bucket, ...],
     ) -> None:
         n = workload.requests
         self.work, self.serving, self.table, self.prefill, self.sizes = workload, serving, table, prefill, sizes
         self.fixed_tokens = (serving.fixed_tokens or default_fixed_tokens(sizes)) if sizes else 0.0
         self.clients = Clients(workload)
-        self.trace = Trace([0.0] * n, [0.0] * n, [0.0] * n, record)
+        self.trace = Trace([0.0] * n, [0.0] * n, [0.0] * n)
         self.groups = Groups(workload, accepted, dp, pool_tokens, self.trace)
         self.queues: list[Waiting] = [waiting(workload) for _ in range(dp)]
         self.remaining = [float(tokens) for tokens in workload.inputs]
@@ -280,8 +278,7 @@ class _Mixed:
         self.stall += seconds
         done = self._advance(parts)
         start, self.now = self.now, self.now + seconds
-        if self.trace.record:
-            self.trace.spans.append(Span(start, self.now, "prefill", max(map(len, parts.values())), groups.running))
+        self.trace.spans.append(Span(start, self.now, "prefill", max(map(len, parts.values())), groups.running))
         self._deliver_firsts(self.now)
         for group, index in done:
             groups.start(group, index, self.remaining)
@@ -373,19 +370,14 @@ class _Mixed:
         if count > 1:
             seconds = self.table.seconds(rows, context + groups.growth() * (count - 1) / 2)
         self._deliver_firsts(self.now + seconds)
-        start, running = self.now, groups.running
+        running = groups.running
+        trace.decode(self.now, count, seconds, rows, running, context)
         self.now += count * seconds
         groups.step(count, ())
-        trace.steps[rows] += count
-        trace.decode_s[rows] += count * seconds
-        trace.context_s[rows] += count * seconds * context
-        trace.running_s += count * seconds * running
         trace.gaps.append((seconds + self.stall, max(running - len(self.late), 0)))
         trace.gaps += [(seconds + self.stall - stall, 1) for stall in self.late]
         if count > 1:
             trace.gaps.append((seconds, running * (count - 1)))
-        if trace.record:
-            trace.spans.append(Span(start, self.now, "decode", rows, running))
         self.stall, self.bursts, self.prefill_ms = 0.0, 0, 0.0
         self.late.clear()
         self.waits = self.waits + count if prompts_wait else 0

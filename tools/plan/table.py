@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from .decode import decode_parts
+from .decode import decode_seconds
 from .parameters import Parameters
 from .products import Array
 from .system import System
@@ -67,9 +68,4 @@ def step_table(system: System, parameters: Parameters, most: int, shortest: floa
     above = next((bucket for bucket in system.buckets if bucket >= most), most)
     every = [*buckets, above] if system.buckets else list(range(1, most + 1))
 
-    def seconds(batch: Array, context: Array) -> Array:
-        parts = decode_parts(system, parameters, batch, context)
-        total: Array = np.sum(np.stack(list(parts.values())), axis=0)
-        return total
-
-    return StepTable(every, shortest, longest, seconds)
+    return StepTable(every, shortest, longest, partial(decode_seconds, system, parameters))

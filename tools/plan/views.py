@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ...lowering.artifact.artifact import MANIFEST
 from ...models.registry import find
 from ..build.deployments import deployments
 from ..build.targets import target
-from . import buckets, pictures, recipe
+from . import buckets, recipe
 from .candidates import Question, schemes_of, stored_scheme
 from .measurements import measured
 from .parameters import FILE, Parameters, fitted
@@ -35,7 +35,7 @@ NPUS_A_CARD = {"ascend-a3": 2, "ascend-a2": 1}
 
 @dataclass(frozen=True)
 class View:
-    """A result: as JSON, as text, as a picture.
+    """A result: as JSON, as text.
 
     Attributes:
         buckets: that were chosen.
@@ -45,7 +45,6 @@ class View:
     data: Mapping[str, Any]
     lines: Sequence[str]
     buckets: Sequence[int]
-    draw: Callable[[Path], None] | None = None
     refused: str = ""
 
 
@@ -59,7 +58,7 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
         raise SpecError("--itl-target with --deployment, whose engine has no such target; legal is --itl-target with a MODEL or --artifact")
     parameters = _parameters(options)
     case = case_of(name, options["accepted"])
-    prediction = predict(case, parameters, record=options.get("record", True))
+    prediction = predict(case, parameters)
     lists, published = _lists(prediction, case, options)
     own, row = measured().get(name), deployments()[name]
     work = case.workload
@@ -82,7 +81,7 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
             f"measured   TPOT {own.tpot_ms:.1f} ms, {own.output_tok_s:,.0f} tok/s, TTFT {own.ttft_ms:,.0f} ms, E2E {own.e2e_ms:,.0f} ms"
         )
     lines += ["", *buckets.curve_lines(lists, case, published)] if lists else []
-    return View(data, lines, chosen, lambda path: pictures.write(path, name, [(name, case, prediction)], parameters))
+    return View(data, lines, chosen)
 
 
 def search_view(model: str, options: Mapping[str, Any]) -> View:
@@ -125,9 +124,7 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
         "published": published_rows(question),
         "refused": refused,
     }
-    drawn = [(found.candidate.label, found.candidate.case, found.prediction) for found in answer.best]
-    chosen = buckets.shortest(lists).buckets
-    return View(data, lines, chosen, lambda path: _draw(path, question, drawn, parameters), refused)
+    return View(data, lines, buckets.shortest(lists).buckets, refused)
 
 
 def question_of(model: str, options: Mapping[str, Any]) -> Question:
@@ -333,9 +330,3 @@ def _read(place: str) -> str:
 
 def _parameters(options: Mapping[str, Any]) -> Parameters:
     return fitted(options["file"] or FILE)
-
-
-def _draw(path: Path, question: Question, drawn: Sequence[tuple[str, Case, Prediction]], parameters: Parameters) -> None:
-    label, case, _ = drawn[0]
-    first = (label, case, predict(case, parameters, record=True))
-    pictures.write(path, f"{question.model} on {question.npus} NPUs of {question.target}", [first, *drawn[1:]], parameters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ...runtime.scheduler.policy import Policy
@@ -38,28 +38,17 @@ class InOrder(deque[int]):
         return 0
 
 
-class _Queue(NamedTuple):
-    """Requests of one level that have not run yet, or that lost their caches, oldest first.
-
-    Attributes:
-        key: order in which queues are served: by level, those that lost their caches first.
-    """
-
-    key: tuple[int, bool]
-    requests: deque[int]
-
-
 class _Next(NamedTuple):
     """A request that is next after those before it.
 
     Attributes:
-        queue: from which it was taken.
+        key: of the queue that it is in.
         level: at which it is admitted, which is its queue's unless it came by age.
         overtaken_tokens: `Turns.overtaken_tokens` once it is admitted.
     """
 
     request: int
-    queue: _Queue
+    key: tuple[int, bool]
     level: int
     overtaken_tokens: int
 
@@ -72,51 +61,31 @@ class ByPriority:
         # Of each request that ever came: at what level it is, and the how manyth it was.
         self._levels: dict[int, int] = {}
         self._arrivals: dict[int, int] = {}
-        self._queues: list[_Queue] = []
-        # Who is next, as far as that was asked for; these are not in their queues.
-        self._next: deque[_Next] = deque()
+        # Requests of each level, oldest first; those that lost their caches (False) before those that have not run yet (True).
+        self._queues: dict[tuple[int, bool], deque[int]] = {}
         self._overtaken_tokens = 0
-        self._count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(len, self._queues.values()))
 
     def append(self, request: int) -> None:
         """A request comes."""
-        level = self._come(request)
-        self._queue((level, True)).requests.append(request)
-        self._count += 1
-        # Before those of lower priority; ahead of these it changes nothing, as it is the last to come.
-        for place, other in enumerate(self._next):
-            if level < other.level:
-                self._forget(place)
-                break
+        self._queues.setdefault((self._come(request), True), deque()).append(request)
 
     def appendleft(self, request: int) -> None:
         """A request lost its caches."""
-        self._forget(0)
-        requests = self._queue((self._come(request), False)).requests
-        ordered = sorted((*requests, request), key=self._arrivals.__getitem__)
-        requests.clear()
-        requests.extend(ordered)
-        self._count += 1
+        key = self._come(request), False
+        self._queues[key] = deque(sorted((*self._queues.get(key, ()), request), key=self._arrivals.__getitem__))
 
     def first(self, most: int) -> Iterable[int]:
         """Up to so many requests, the next one first."""
-        most = min(most, self._count)
-        if most <= 0:
-            return ()
-        while len(self._next) < most:
-            self._next.append(self._one_more())
-        return [each.request for each in itertools.islice(self._next, most)]
+        return (entry.request for entry in itertools.islice(self._order(), max(most, 0)))
 
     def admit(self, requests: Sequence[int]) -> None:
         """Takes out these, which are the first ones."""
-        self.first(len(requests))
-        for request in requests:
-            entry = self._next.popleft()
-            self._levels[request], self._overtaken_tokens = entry.level, entry.overtaken_tokens
-        self._count -= len(requests)
+        for entry in list(itertools.islice(self._order(), len(requests))):
+            self._queues[entry.key].popleft()
+            self._levels[entry.request], self._overtaken_tokens = entry.level, entry.overtaken_tokens
 
     def urgent_first(self, running: list[int]) -> list[int]:
         """Requests that were admitted, most urgent first."""
@@ -131,33 +100,24 @@ class ByPriority:
         self._arrivals.setdefault(request, len(self._arrivals))
         return self._levels.setdefault(request, self._priorities[request])
 
-    def _queue(self, key: tuple[int, bool]) -> _Queue:
-        for queue in self._queues:
-            if queue.key == key:
-                return queue
-        self._queues.append(_Queue(key, deque()))
-        self._queues.sort(key=lambda queue: queue.key)
-        return self._queue(key)
-
-    def _one_more(self) -> _Next:
-        """Takes who comes after those that are next from its queue: the oldest where it is due (`turns.due`), else the most urgent."""
-        queues = [queue for queue in self._queues if queue.requests]
-        chosen = oldest = queues[0]
-        if len(queues) > 1:
-            oldest = min(queues, key=lambda queue: self._arrivals[queue.requests[0]])
-        overtaken = self._next[-1].overtaken_tokens if self._next else self._overtaken_tokens
-        aged = overtaken >= Policy.ageing * self._inputs[oldest.requests[0]]
-        if aged:
-            chosen = oldest
-        request = chosen.requests.popleft()
-        overtaken = 0 if chosen is oldest else overtaken + self._inputs[request]
-        return _Next(request, chosen, AGED if aged else chosen.key[0], overtaken)
-
-    def _forget(self, place: int) -> None:
-        """Those that are next from a place on are in their queues again."""
-        while len(self._next) > place:
-            entry = self._next.pop()
-            entry.queue.requests.appendleft(entry.request)
+    def _order(self) -> Iterator[_Next]:
+        """All that wait: the oldest where it is due (`turns.due`), else the most urgent."""
+        rest = {key: iter(self._queues[key]) for key in sorted(self._queues)}
+        heads = {key: request for key, queue in rest.items() if (request := next(queue, None)) is not None}
+        overtaken = self._overtaken_tokens
+        while heads:
+            key = next(iter(heads))
+            oldest = key if len(heads) == 1 else min(heads, key=lambda other: self._arrivals[heads[other]])
+            aged = overtaken >= Policy.ageing * self._inputs[heads[oldest]]
+            key = oldest if aged else key
+            request = heads[key]
+            overtaken = 0 if key == oldest else overtaken + self._inputs[request]
+            yield _Next(request, key, AGED if aged else key[0], overtaken)
+            following = next(rest[key], None)
+            if following is None:
+                del heads[key]
+            else:
+                heads[key] = following
 
 
 Waiting = InOrder | ByPriority

@@ -75,7 +75,7 @@ def test_it_is_the_scheduler_that_serves(work: Workload, running: int, tokens: i
     serving = Serving("npucompile", running, chunk * most, chunk, most, prefill_burst=burst, itl_target_ms=target, fixed_tokens=fixed)
     trace = simulate(
         work, serving, [float(tokens)] * work.requests, 1, 1e9, table,
-        lambda largest, _, new, cached: seconds[Bucket("prefill", largest, new)], record=True, sizes=policy.buckets,
+        lambda largest, _, new, cached: seconds[Bucket("prefill", largest, new)], sizes=policy.buckets,
     )  # fmt: skip
     assert (trace.sent, trace.first, trace.end) == (expected.sent, expected.first, expected.end)
     assert merged((span.kind, span.rows, span.start_s, span.end_s) for span in trace.spans) == merged(expected.steps)
