@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
-from . import collectives, converters, moe_converters, streams
+from . import converters, streams
 from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
 from .inspect_ge import follow_memory
 from .operators.table import COMMUNICATING, IN_PLACE
@@ -82,9 +82,7 @@ def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
     returned: Any = gm.graph.output_node().args[0]
     if not isinstance(returned, tuple | list) or not all(isinstance(node, fx.Node) for node in returned):
         raise LoweringError(f"{name} returns {returned}; legal is a tuple of nodes")
-    collectives.register(ta)
     converters.register(ta)
-    moe_converters.register(ta)
     runner = _run(name, gm, vals, ta)
     if missing := [i for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
         # torchair does not count a tensor that shares memory with an operand as a result of the graph.

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from support import ge_bodies as gb
 
+from npucompile.graphs.types import Mesh
+from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import GE_DTYPES, GeFile, messages
+from npucompile.lowering.ascend.inspect_ge import census
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.operators.call import Call, GeOp, Value, read
 from npucompile.lowering.ascend.operators.table import FUNCTIONS
@@ -91,6 +94,35 @@ def shipped(ta: Torchair, fn: Callable[..., Any], tensors: Sequence[torch.Tensor
         inputs = [results[0], *inputs[1:]] if c < calls - 1 else inputs
     graph, signature = main.done(*results)
     return graph, link(graph, signature, ta)
+
+
+def flat(results: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def computed(ta: Torchair, kind: str, fn: Callable[..., Any], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results of a function by the GE graph that torchair makes of it, which has an operator of that type."""
+    _, ge_file = shipped(ta, lambda *xs: tuple(x for x in flat(fn(*xs)) if x.numel()), operands)
+    assert kind in census(ge_file.graph)
+    (results,) = Interpreter(ge_file, Mesh())([[x.clone() for x in operands]])
+    return list(results)
+
+
+def assert_equal(results: Sequence[torch.Tensor], wanted: Any, tolerance: float = 0.0) -> None:
+    for got, want in zip(results, flat(wanted), strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Within one rounding of the dtype."""
+    step = 2.0**-7 if got.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=step, atol=step * 0.2, equal_nan=True)
+
+
+def ids(rows: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Names of a table's cases: what they begin with, and their numbers."""
+    return [f"{row[0]}-{i}" for i, row in enumerate(rows)]
 
 
 class Hand:

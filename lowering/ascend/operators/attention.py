@@ -47,7 +47,6 @@ def npu_fused_infer_attention_score(
     num_key_value_heads: int = 0,
     sparse_mode: int = 0,
     block_size: int = 0,
-    softmax_lse_flag: bool = False,
     key_antiquant_scale: torch.Tensor | None = None,
     value_antiquant_scale: torch.Tensor | None = None,
     key_antiquant_mode: int = 0,
@@ -70,8 +69,7 @@ def npu_fused_infer_attention_score(
             each of G*D channels (mode 0), or f32 [pages, G, P] (mode 5).
 
     Returns:
-        o like query, and f32 log of the softmax sum [T, H, 1] or [B, H, Q, 1], or [0] without softmax_lse_flag. Rows beyond a sequence and
-        rows that see nothing are undefined.
+        o like query, and nothing, for sums of softmax. Rows beyond a sequence and rows that see nothing are undefined.
     """
     op = "npu_fused_infer_attention_score"
     refuse_options(op, options, pre_tokens=2**31 - 1, next_tokens=2**31 - 1, inner_precise=1)
@@ -93,15 +91,14 @@ def npu_fused_infer_attention_score(
         _check_latent(op, query, num_heads, G, input_layout)
         flat, keys = torch.cat([flat, queries], -1), torch.cat([keys, rotated], -1)
     out = undefined(*flat.shape[:2], values.shape[-1], dtype=query.dtype)
-    lse = undefined(*flat.shape[:2], dtype=torch.float32)
     spans = _spans(op, query, actual_seq_lengths, actual_seq_lengths_kv, input_layout, tables.shape[0])
     for (low, high, length), table in zip(spans, tables, strict=True):
         if length > table.numel() * keys.shape[1]:
             raise LoweringError(f"{op}: {length} keys in a block_table row of {table.numel()} pages of {keys.shape[1]}")
         pages = table[: -(-length // keys.shape[1])].long()
         k, v = (pool[pages].flatten(0, 1)[:length].transpose(0, 1).float() for pool in (keys, values))
-        _attend(flat[low:high], k, v, scale, sparse_mode == 3, out[low:high], lse[low:high])
-    return out.reshape(*query.shape[:-1], -1), _lse_shape(lse, query, input_layout) if softmax_lse_flag else torch.empty(0)
+        _attend(flat[low:high], k, v, scale, sparse_mode == 3, out[low:high])
+    return out.reshape(*query.shape[:-1], -1), torch.empty(0)
 
 
 # Limits of the host tiling of ops-transformer@c29bc10, for a page table and no rotary part beside the query: widths of TND in
@@ -205,8 +202,8 @@ def _spans(
     return ((low, high, length) for (low, high), length in zip(rows, lengths, strict=True))
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """One sequence: q [Lq, H, D], k [G, Lkv, D] f32, v [G, Lkv, Dv] f32; fills the rows of out and lse that see a key."""
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, out: torch.Tensor) -> None:
+    """One sequence: q [Lq, H, D], k [G, Lkv, D] f32, v [G, Lkv, Dv] f32; fills the rows of out that see a key."""
     Lq, Lkv, per = q.shape[0], k.shape[1], q.shape[1] // k.shape[0]
     k, v = k.repeat_interleave(per, 0), v.repeat_interleave(per, 0)
     visible = torch.ones(Lq, Lkv, dtype=torch.bool)
@@ -217,7 +214,6 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cau
     mean = score.softmax(-1) @ torch.where(v.isfinite(), v, 0.0)
     poisoned = visible[live].float() @ (~v.isfinite()).float() > 0
     out[live] = mean.masked_fill(poisoned, float("nan")).transpose(0, 1).to(out.dtype)
-    lse[live] = score.logsumexp(-1).t()
 
 
 # Masks that were found to be causal, with their version: comparing four million values takes longer than a small model's attention.
@@ -242,10 +238,6 @@ def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
             f"{op}: sparse_mode {sparse_mode}, atten_mask {tuple(actual.shape)}; legal is 0 and none, or 3 and the compressed one: "
             f"[{MASK_SIZE}, {MASK_SIZE}], true above the diagonal"
         )
-
-
-def _lse_shape(lse: torch.Tensor, query: torch.Tensor, layout: str) -> torch.Tensor:
-    return lse[..., None] if layout == "TND" else lse.unflatten(0, query.shape[:2]).transpose(1, 2)[..., None]
 
 
 Lengths = Sequence[int] | torch.Tensor | None

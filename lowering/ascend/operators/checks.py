@@ -108,7 +108,7 @@ def group_bounds(op: str, group_list: torch.Tensor | None, kind: int, groups: in
     """First and last+1 row of each group.
 
     Args:
-        group_list: int64 [E]: counts (kind 1) or their running sums (kind 0).
+        group_list: int64 [E]: counts, which are kind 1.
         groups: E of the weights.
         rows: M of the activations; rows beyond the last group are undefined.
 
@@ -117,9 +117,9 @@ def group_bounds(op: str, group_list: torch.Tensor | None, kind: int, groups: in
     """
     sizes = require(op, "group_list", group_list, (torch.int64,), (1,))
     require_shape(op, "group_list", sizes, (groups,))
-    if kind not in (0, 1):
-        raise LoweringError(f"{op}: group_list_type is {kind}; legal is 0 (running sums) or 1 (counts)")
-    ends = [0, *(sizes if kind == 0 else sizes.cumsum(0)).tolist()]
+    if kind != 1:
+        raise LoweringError(f"{op}: group_list_type is {kind}; legal is 1 (counts)")
+    ends = [0, *sizes.cumsum(0).tolist()]
     bounds = list(itertools.pairwise(ends))
     if ends[-1] > rows or any(low > high for low, high in bounds):
         raise LoweringError(f"{op}: groups {bounds} do not fit {rows} rows in rising order")

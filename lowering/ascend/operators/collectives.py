@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
+from ..ge_file import GROUPS
 from . import type_rules, work
 from .call import Call, Results
 from .checks import FLOATS, refuse_options, require, require_shape
 from .node import Node
-from .record import Arguments, NpuOperator, TorchForm
+from .record import Arguments, Converter, GroupKernel, NpuOperator, TorchForm
 from .trials import Trial
 
 Members = list[Arguments]
@@ -179,6 +180,53 @@ def _broadcast(calls: list[Call], wanted: Sequence[int] | None = None) -> list[R
     return [*broadcast([((call.tensor("x0"), call.attr("root_rank"), ""), {}) for call in _unfused(calls)], wanted)]
 
 
+# 1 would allow GE to merge neighbouring reductions of a group; torchair does not ask for it either.
+_UNFUSED = 0
+_DT_INT64 = 9
+
+
+def _over_groups(emit: Callable[..., Any]) -> Converter:
+    """Converts a collective over one of `GROUPS`, without a process group; others keep torchair's own converter.
+
+    The `group` attribute holds the symbolic name until a rank loads the graph and puts its communicator's name there.
+    """
+
+    def converter(ta: Any, earlier: Any) -> Any:
+        def convert(x: Any, *args: Any, meta_outputs: Any = None) -> Any:
+            *rest, group = args
+            if group in GROUPS:
+                return emit(ta.ge, x, *rest, group=group)
+            if earlier is None:
+                raise LoweringError(f"a collective is over group {group!r}; legal are {', '.join(GROUPS)}")
+            return earlier(x, *args)
+
+        return convert
+
+    return converter
+
+
+def _emit_all_to_all(ge: Any, x: Any, received: list[int], sent: list[int], group: str) -> Any:
+    if len({*received, *sent}) == 1:
+        return ge.HcomAllToAll(x, group=group)
+    row = math.prod(x.symsize[1:])
+    counts = []
+    for rows in (sent, received):
+        elements = [row * count for count in rows]
+        counts += [elements, [0, *itertools.accumulate(elements)][:-1]]
+    return ge.HcomAllToAllV(x, *(ge.Const(values, dtype=_DT_INT64) for values in counts), group=group)
+
+
+def _ge_reduction(how: str) -> str:
+    if how not in REDUCTIONS:
+        raise LoweringError(f"a collective reduces by {how!r}, GE by {', '.join(sorted(REDUCTIONS))}")
+    return REDUCTIONS[how]
+
+
+def _convert_wait(ta: Any, earlier: Any) -> Any:
+    """GE runs a reader after its inputs anyway; the Identity that torchair emits would be one more kernel."""
+    return lambda x, *, meta_outputs=None: x
+
+
 def _collective_work(op: Node, facts: work.Facts, received: Callable[[float, float, int], float], steps: int = 1) -> work.Work:
     group = op.group
     if group not in facts.groups:
@@ -198,19 +246,45 @@ def _product_and_sum_work(op: Node, facts: work.Facts) -> tuple[work.Work, work.
 
 
 def _collective(
-    name: str, kinds: str, form: TorchForm, run: Any, received: Callable[[float, float, int], float], steps: int = 1, **more: Any
+    name: str,
+    kinds: str,
+    form: tuple[GroupKernel, int, int | None],
+    emit: Callable[..., Any],
+    run: Any,
+    received: Callable[[float, float, int], float],
+    steps: int = 1,
+    **more: Any,
 ) -> NpuOperator:
-    """A collective; `received` gives the bytes that a rank gets of what it gives, of its result, and of the number of ranks."""
+    """A collective of torch.
+
+    Args:
+        form: its kernel, and the positions of its group and of the number of members, None where it does not name it.
+        emit: writes its GE operator.
+        received: bytes that a rank gets, of what it gives, of its result, and of the number of ranks.
+    """
+    kernel, group, size = form
     rule = functools.partial(_collective_work, received=received, steps=steps)
-    return NpuOperator(tuple(kinds.split()), torch=(form,), run_group=run, work=rule, collective=name, trial=_TRIAL, **more)
+    overload = f"_c10d_functional.{name}.default"
+    return NpuOperator(
+        tuple(kinds.split()),
+        torch=(TorchForm(overload, group_kernel=kernel, group=(group, "group_name"), size=size),),
+        converters={overload: _over_groups(emit)},
+        run_group=run,
+        work=rule,
+        collective=name,
+        trial=_TRIAL,
+        **more,
+    )
 
 
 _TRIAL = Trial(wrong="communicators")
 OPERATORS = (
+    NpuOperator(converters={"_c10d_functional.wait_tensor.default": _convert_wait}),
     _collective(
         "all_reduce",
         "HcomAllReduce",
-        TorchForm("_c10d_functional.all_reduce.default", group_kernel=all_reduce, group=(2, "group_name")),
+        (all_reduce, 2, None),
+        lambda ge, x, how, group: ge.HcomAllReduce(x, reduction=_ge_reduction(how), group=group, fusion=_UNFUSED),
         _all_reduce,
         lambda given, result, n: 2 * given * (n - 1) / n,
         steps=2,
@@ -219,14 +293,16 @@ OPERATORS = (
     _collective(
         "all_gather_into_tensor",
         "HcomAllGather",
-        TorchForm("_c10d_functional.all_gather_into_tensor.default", group_kernel=all_gather_into_tensor, group=(2, "group_name"), size=1),
+        (all_gather_into_tensor, 2, 1),
+        lambda ge, x, size, group: ge.HcomAllGather(x, rank_size=size, group=group),
         _all_gather,
         lambda given, result, n: result * (n - 1) / n,
     ),
     _collective(
         "reduce_scatter_tensor",
         "HcomReduceScatter",
-        TorchForm("_c10d_functional.reduce_scatter_tensor.default", group_kernel=reduce_scatter_tensor, group=(3, "group_name"), size=2),
+        (reduce_scatter_tensor, 3, 2),
+        lambda ge, x, how, size, group: ge.HcomReduceScatter(x, reduction=_ge_reduction(how), group=group, rank_size=size),
         _reduce_scatter,
         lambda given, result, n: given * (n - 1) / n,
     ),
@@ -239,7 +315,8 @@ OPERATORS = (
     _collective(
         "all_to_all_single",
         "HcomAllToAll",
-        TorchForm("_c10d_functional.all_to_all_single.default", group_kernel=all_to_all_single, group=(3, "group_name")),
+        (all_to_all_single, 3, None),
+        _emit_all_to_all,
         _all_to_all,
         lambda given, result, n: given * (n - 1) / n,
     ),
@@ -254,7 +331,8 @@ OPERATORS = (
     _collective(
         "broadcast",
         "HcomBroadcast",
-        TorchForm("_c10d_functional.broadcast.default", group_kernel=broadcast, group=(2, "group_name")),
+        (broadcast, 2, None),
+        lambda ge, x, source, group: ge.HcomBroadcast([x], root_rank=source, group=group, fusion=_UNFUSED)[0],
         _broadcast,
         lambda given, result, n: result * (n - 1) / n,
         types=type_rules.same,

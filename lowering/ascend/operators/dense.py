@@ -62,32 +62,6 @@ def _sum(op: str, x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
     return x1 + x2
 
 
-def npu_add_rms_norm_dynamic_quant(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    gamma: torch.Tensor,
-    *,
-    smooth_scale1: torch.Tensor | None = None,
-    smooth_scale2: torch.Tensor | None = None,
-    epsilon: float = 1e-6,
-    output_mask: list[bool] | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x1, x2 [..., M] -> int8 q1 [..., M], q2, the sum, f32 scales s1 [...], s2; a pair that is switched off is empty.
-
-    The norm is quantised from float32: it is never rounded to the activations' dtype in between.
-    """
-    op = "npu_add_rms_norm_dynamic_quant"
-    refuse_options(op, options, y_dtype=1)
-    total = _sum(op, x1, x2)
-    wide, _ = _normed(total, gamma, epsilon)
-    both = smooth_scale1 is not None and smooth_scale2 is not None
-    wanted = (True, both) if output_mask is None else tuple(output_mask)
-    q1, s1 = _smoothed(wide, smooth_scale1, wanted[0])
-    q2, s2 = _smoothed(wide, smooth_scale2, wanted[1])
-    return q1, q2, total, s1, s2
-
-
 def npu_add_rms_norm_quant(
     x1: torch.Tensor,
     x2: torch.Tensor,
@@ -124,12 +98,6 @@ def npu_add_rms_norm_quant(
         return to_int8(scaled if zero_points is None else scaled + zero_points.float())
 
     return quantised(scales1, zero_points1), quantised(scales2, zero_points2), total
-
-
-def _smoothed(wide: torch.Tensor, smooth: torch.Tensor | None, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if not wanted:
-        return torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.float32)
-    return quantise_rows(wide if smooth is None else wide * smooth.float())
 
 
 def npu_swiglu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -170,15 +138,10 @@ def npu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-def npu_dynamic_quant(x: torch.Tensor, *, smooth_scales: torch.Tensor | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_dynamic_quant(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K] -> int8 [..., K] and f32 [...]: t = max|x| / 127 a row, round to nearest even; a zero row has t = 0."""
-    op = "npu_dynamic_quant"
-    refuse_options(op, options, dst_type=1, quant_mode="pertoken")
-    wide = require(op, "input", x, FLOATS).float()
-    if smooth_scales is not None:
-        require_shape(op, "smooth_scales", smooth_scales, x.shape[-1:])
-        wide = wide * smooth_scales.float()
-    return quantise_rows(wide)
+    refuse_options("npu_dynamic_quant", options, dst_type=1, quant_mode="pertoken")
+    return quantise_rows(require("npu_dynamic_quant", "input", x, FLOATS).float())
 
 
 def npu_quantize(
@@ -241,9 +204,7 @@ def npu_quant_matmul(
     output_dtype: int | torch.dtype | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """int8 [M, K] by int8 [K, N], scale [N] or [1], pertoken_scale f32 [M] -> [M, N] of output_dtype.
-
-    An int32 bias is added to the integer sum, another one after the scales.
+    """int8 [M, K] by int8 [K, N] plus int32 bias [N], scale [N] or [1], pertoken_scale f32 [M] -> [M, N] of output_dtype.
 
     Raises:
         LoweringError: also without output_dtype: the operator would then give int8.
@@ -256,14 +217,12 @@ def npu_quant_matmul(
     if scale.shape != (1,):
         require_shape(op, "scale", scale, x2.shape[1:])
     total = int_matmul(x1, x2)
-    if bias is not None and bias.dtype == torch.int32:
-        total = total + bias.double()
+    if bias is not None:
+        total = total + require(op, "bias", bias, (torch.int32,), (1,)).double()
     y = total * float_scale(scale).double()
     if pertoken_scale is not None:
         require_shape(op, "pertoken_scale", require(op, "pertoken_scale", pertoken_scale, (torch.float32,)), x1.shape[:1])
         y = y * pertoken_scale.double()[:, None]
-    if bias is not None and bias.dtype != torch.int32:
-        y = y + bias.double()
     return y.to(dtype_of(op, output_dtype))
 
 
@@ -290,19 +249,33 @@ def _mat_mul(first: str, second: str, dims: int | None) -> Function:
     return run
 
 
-def _add_rms_norm_dynamic_quant(call: Call) -> Results:
-    # The default is written 1 in torchair, and is DT_INT8 in GE's own table.
-    if (kind := call.attr("dst_type", _INT8)) not in (1, _INT8):
-        raise LoweringError(f"{call.op}: attribute dst_type is {kind}; legal is {_INT8} (int8)")
-    return npu_add_rms_norm_dynamic_quant(
-        call.tensor("x1"),
-        call.tensor("x2"),
-        call.tensor("gamma"),
-        smooth_scale1=call.optional("smooth_scale1"),
-        smooth_scale2=call.optional("smooth_scale2"),
-        epsilon=call.attr("epsilon", 1e-6),
-        output_mask=call.attr("output_mask") or None,
-    )
+def _convert_bmm(ta: Any, earlier: Any) -> Any:
+    """A product reads a transposed operand as it is, by an attribute; torchair transposes it first.
+
+    The Transpose that nobody reads then is left out of the body (convert.py).
+    """
+    graph, promote = ta.torchair.ge._ge_graph, ta.torchair._ge_concrete_graph.utils.dtype_promote
+
+    def convert(x: Any, other: Any, meta_outputs: Any = None) -> Any:
+        ops = graph.get_default_ge_graph().op
+        first, second = (_transposed(operand, ops) for operand in (x, other))
+        x, other = promote(x, other, target_dtype=meta_outputs.dtype)
+        product = ta.ge.BatchMatMul(x, other, adj_x1=first is not None, adj_x2=second is not None)
+        for position, source in enumerate((first, second)):
+            if source is not None:
+                product.node.input[position] = source
+        return product
+
+    return convert
+
+
+def _transposed(x: Any, ops: Any) -> str | None:
+    """The tensor whose last two of three dimensions x is with swapped; None where x is no such thing."""
+    if x.node.type != "Transpose":
+        return None
+    order = next(op for op in reversed(ops) if op.name == x.node.input[1].rpartition(":")[0])
+    values = order.attr["_readable_value"].s.decode().strip("[]").split(",")
+    return x.node.input[0] if order.type == "Const" and [int(value) for value in values] == [0, 2, 1] else None
 
 
 def _static_quant(call: Call) -> Results:
@@ -346,13 +319,6 @@ OPERATORS = (
         widens=True,
         work=functools.partial(work.generic, passes=6.0),
     ),
-    NpuOperator(
-        ("AddRmsNormDynamicQuant",),
-        torch=(TorchForm("npu.npu_add_rms_norm_dynamic_quant.default", npu_add_rms_norm_dynamic_quant),),
-        run=_add_rms_norm_dynamic_quant,
-        widens=True,
-        trial=Trial(12, "int8"),
-    ),
     # torchair has no converter for it: captured graphs alone may have it.
     NpuOperator(
         acl=("AddRmsNormQuant",),
@@ -377,7 +343,7 @@ OPERATORS = (
     NpuOperator(
         ("DynamicQuant",),
         torch=(TorchForm("npu.npu_dynamic_quant.default", npu_dynamic_quant),),
-        run=form(npu_dynamic_quant, "x", "smooth_scales", legal={"dst_type": _INT8}),
+        run=form(npu_dynamic_quant, "x", legal={"dst_type": _INT8}),
         widens=True,
         work=functools.partial(work.generic, passes=6.0),
         trial=Trial(11, "int8"),
@@ -418,6 +384,7 @@ OPERATORS = (
     NpuOperator(
         ("BatchMatMul", "BatchMatMulV2"),
         torch=(TorchForm("aten.bmm.default", bmm),),
+        converters={"aten.bmm.default": _convert_bmm},
         run=_mat_mul("adj_x1", "adj_x2", None),
         types=functools.partial(type_rules.product, first="adj_x1", second="adj_x2"),
         work=functools.partial(work.product, transposed="adj_x1"),

@@ -11,10 +11,11 @@ import torch
 from ....graphs.errors import LoweringError
 from . import type_rules, work
 from .call import Call, Function, Results, binary, same_dtype, unary
-from .record import NpuOperator
+from .record import Converter, NpuOperator
 from .trials import ANY_INTEGERS, DISTINCT, LARGE, POSITIVE, Trial
 
-Reduction = Callable[[torch.Tensor, list[int], bool], torch.Tensor]
+Reduction = Callable[..., torch.Tensor]
+"""Takes a tensor and its axes, and `keepdim`."""
 
 
 def _floats(function: Callable[[torch.Tensor], torch.Tensor], **legal: Any) -> Function:
@@ -112,33 +113,9 @@ def _reduce(function: Reduction) -> Function:
         call.ignore("noop_with_empty_axes")
         if not axes:
             raise LoweringError(f"{call.op} has no axes; legal is one or more")
-        return function(x, axes, keep).to(x.dtype)
+        return function(x, axes, keepdim=keep).to(x.dtype)
 
     return run
-
-
-def _sum(x: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
-    return x.sum(axes, keepdim=keep)
-
-
-def _mean(x: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
-    return x.mean(axes, keepdim=keep)
-
-
-def _max(x: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
-    return x.amax(axes, keepdim=keep)
-
-
-def _min(x: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
-    return x.amin(axes, keepdim=keep)
-
-
-def _any(x: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
-    return x.bool().any(axes, keepdim=keep)
-
-
-def _all(x: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
-    return x.bool().all(axes, keepdim=keep)
 
 
 def _cumsum(call: Call) -> Results:
@@ -186,21 +163,73 @@ def _softmax(call: Call) -> Results:
     return x.float().softmax(axes[0]).to(x.dtype)
 
 
+_DT_BOOL, _DT_INT64 = 12, 9
+_REDUCED = (0, 1, 2, 4, 27)
+"""Numbers of the dtypes that maxima and minima are taken in."""
+_HALVES = (1, 27)
+"""Numbers of float16 and bfloat16 in GE."""
+
+
+def _convert_mul(ta: Any, earlier: Any) -> Any:
+    """torchair casts every product to the dtype that it has already, because its operator Mul states none."""
+    promote = ta.torchair._ge_concrete_graph.utils.dtype_promote
+
+    def convert(x: Any, other: Any, meta_outputs: Any = None) -> Any:
+        if meta_outputs.dtype == _DT_BOOL:
+            raise LoweringError("aten.mul of bools has no converter; legal are numbers, and `&` of bools")
+        if isinstance(other, int | float) and x.dtype in _HALVES:
+            # Muls takes the factor in float32, as torch does; a constant operand would round it to the dtype of x.
+            return ta.ge.Muls(x, value=other)
+        return ta.ge.Mul(*promote(x, other, target_dtype=meta_outputs.dtype))
+
+    return convert
+
+
+def _convert_softplus(ta: Any, earlier: Any) -> Any:
+    """torchair has the operator and no converter."""
+
+    def convert(x: Any, beta: float = 1, threshold: float = 20, meta_outputs: Any = None) -> Any:
+        return ta.ge.SoftplusV2(x, beta=float(beta), threshold=float(threshold))
+
+    return convert
+
+
+def _convert_extreme(kind: str) -> Converter:
+    """torchair has the operators, and converts neither `amax` nor `amin`.
+
+    ReduceMax and ReduceMin take float16, bfloat16, float32, int8 and uint8 (their definitions in the reduce_ops.h of CANN's operator
+    prototypes); integers of other sizes are refused here, since GE would compute them on the host's CPU cores of the device.
+    """
+
+    def converter(ta: Any, earlier: Any) -> Any:
+        def convert(x: Any, dim: Any = (), keepdim: bool = False, meta_outputs: Any = None) -> Any:
+            if x.dtype not in _REDUCED:
+                raise LoweringError(
+                    f"{kind} takes GE's dtype number {x.dtype}; legal are {_REDUCED}: float32, float16, int8, uint8, bfloat16"
+                )
+            dims = [dim] if isinstance(dim, int) else list(dim) or list(range(x.rank))
+            return getattr(ta.ge, kind)(x, ta.ge.Const(dims, dtype=_DT_INT64), keep_dims=keepdim)
+
+        return convert
+
+    return converter
+
+
 def _like_first(kind: str, run: Function | None, passes: float = 0.0, trial: Trial = ANY_INTEGERS) -> NpuOperator:
     rule = functools.partial(work.generic, passes=passes) if passes else None
     return NpuOperator((kind,), run=run, types=type_rules.same, work=rule, trial=trial)
 
 
-def _broadcast(kinds: str, run: Function, trial: Trial = ANY_INTEGERS) -> NpuOperator:
-    return NpuOperator(tuple(kinds.split()), run=run, types=type_rules.elementwise, trial=trial)
+def _broadcast(kinds: str, run: Function, trial: Trial = ANY_INTEGERS, **more: Any) -> NpuOperator:
+    return NpuOperator(tuple(kinds.split()), run=run, types=type_rules.elementwise, trial=trial, **more)
 
 
 def _comparison(kind: str, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> NpuOperator:
     return NpuOperator((kind,), run=binary(function), types=type_rules.comparison, trial=ANY_INTEGERS)
 
 
-def _reduction(kind: str, function: Reduction) -> NpuOperator:
-    return NpuOperator((kind,), run=_reduce(function), types=type_rules.reduce, trial=ANY_INTEGERS)
+def _reduction(kind: str, function: Reduction, **more: Any) -> NpuOperator:
+    return NpuOperator((kind,), run=_reduce(function), types=type_rules.reduce, trial=ANY_INTEGERS, **more)
 
 
 _DIVISION = Trial(positive=("x2",), any_integers=True)
@@ -221,7 +250,7 @@ OPERATORS = (
     _like_first("Sigmoid", _floats(torch.sigmoid)),
     _like_first("Swish", _floats(torch.nn.functional.silu, scale=1.0)),
     _like_first("Softplus", _floats(torch.nn.functional.softplus)),
-    NpuOperator(("SoftplusV2",), run=_softplus),
+    NpuOperator(("SoftplusV2",), run=_softplus, converters={"aten.softplus.default": _convert_softplus}),
     _like_first("Tanh", _floats(torch.tanh)),
     _like_first("Relu", unary(torch.relu)),
     _like_first("Floor", unary(torch.floor)),
@@ -229,7 +258,7 @@ OPERATORS = (
     _like_first("Sign", unary(torch.sign)),
     _broadcast("Add AddV2", binary(torch.add)),
     _broadcast("Sub", binary(torch.sub)),
-    _broadcast("Mul", binary(torch.mul)),
+    _broadcast("Mul", binary(torch.mul), converters={"aten.mul.Tensor": _convert_mul}),
     _broadcast("RealDiv", _real_div, Trial(positive=("x2",))),
     _broadcast("FloorDiv", binary(functools.partial(torch.div, rounding_mode="floor")), _DIVISION),
     _broadcast("FloorMod", binary(torch.remainder), _DIVISION),
@@ -252,12 +281,12 @@ OPERATORS = (
     _like_first("ClipByValueV2", _clip),
     NpuOperator(("SelectV2",), run=_select, types=type_rules.select, trial=ANY_INTEGERS),
     _like_first("MaskedFill", _masked_fill),
-    _reduction("ReduceSum", _sum),
-    _reduction("ReduceMean", _mean),
-    _reduction("ReduceMax", _max),
-    _reduction("ReduceMin", _min),
-    _reduction("ReduceAny", _any),
-    _reduction("ReduceAll", _all),
+    _reduction("ReduceSum", torch.sum),
+    _reduction("ReduceMean", torch.mean),
+    _reduction("ReduceMax", torch.amax, converters={"aten.amax.default": _convert_extreme("ReduceMax")}),
+    _reduction("ReduceMin", torch.amin, converters={"aten.amin.default": _convert_extreme("ReduceMin")}),
+    _reduction("ReduceAny", torch.any),
+    _reduction("ReduceAll", torch.all),
     _like_first("Cumsum", _cumsum),
     NpuOperator(("ArgMaxV2",), run=_arg_max, trial=DISTINCT),
     NpuOperator(("ArgMaxWithValue",), run=_arg_max_with_value, types=type_rules.arg_max_with_value, trial=DISTINCT),

@@ -6,12 +6,15 @@ documentation of Ascend/op-plugin.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ....graphs import ordering
 from ....graphs.errors import LoweringError
 from ....graphs.types import DISPATCH
 from . import work
@@ -25,17 +28,28 @@ from .value_rules import Index
 
 # Integers in a row of assist_info; the real operator does not document their layout.
 ASSIST = 128
+# What both take besides what the kernels read, where it changes no result.
+_LEGAL = {"tp_world_size": 1, "shared_expert_num": 1}
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What one member sends: rows, their scales, where they come from and the expert that they go to, one per (token, choice)."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor
+    origin: torch.Tensor
+    expert: torch.Tensor
 
 
 def npu_moe_distribute_dispatch_v2(calls: list[Arguments], members: Sequence[int] | None = None) -> list[tuple[torch.Tensor, ...]]:
     """Sends every token to the members that own its experts; the member index is its rank, whatever ep_rank_id says.
 
-    Each call: (x [T, M], expert_ids int32 [T, X], group, size, rank, experts) and options scales f32 [E, M], x_active_mask bool [T]
-    (or [T, X]), expert_scales f32 [T, X], quant_mode 0 or 2, global_bs, expert_token_nums_type 0 or 1.
+    Each call: (x [T, M], expert_ids int32 [T, X], group, size, rank, experts) and options quant_mode 0 or 2, expert_token_nums_type 1.
 
     Returns:
         for each of `members`, or of all, rows [A, M] by local expert, then by source; f32 scales [A]; int32 assist_info [A*128];
-        int64 tokens of each local expert; int32 running sums of rows [experts]; int32 [tp_world_size]; f32 expert scales [A] or [0].
+        int64 tokens of each local expert; int32 running sums of rows [experts]; int32 [tp_world_size]; and nothing, for scales of experts.
         Rows beyond the received ones are undefined, so are scales without quantisation.
     """
     op = "npu_moe_distribute_dispatch_v2"
@@ -44,50 +58,25 @@ def npu_moe_distribute_dispatch_v2(calls: list[Arguments], members: Sequence[int
     if experts % size:
         raise LoweringError(f"{op}: {experts} experts do not divide by {size} members")
     sent = [_sent(op, args, kwargs, rank) for rank, (args, kwargs) in enumerate(calls)]
-    return [_received(op, calls[rank], sent, rank, experts // size) for rank in wanted_members(calls, members)]
-
-
-class _Sent:
-    """What one member sends: rows, their scales and where they come from, one per (token, choice)."""
-
-    def __init__(self, rows: torch.Tensor, scales: torch.Tensor, origin: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> None:
-        self.rows, self.scales, self.origin, self.expert, self.weight = rows, scales, origin, expert, weight
+    return [_received(calls[rank], sent, rank, experts // size) for rank in wanted_members(calls, members)]
 
 
 def _sent(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rank: int) -> _Sent:
     x, ids, experts = args[0], args[1], args[5]
-    read = ("scales", "x_active_mask", "expert_scales", "quant_mode", "global_bs", "expert_token_nums_type", "group_tp", "comm_alg")
-    refuse_options(op, {k: v for k, v in kwargs.items() if k not in read}, tp_world_size=1, shared_expert_num=1)
+    read = ("quant_mode", "expert_token_nums_type", "group_tp", "comm_alg")
+    refuse_options(op, {name: value for name, value in kwargs.items() if name not in read}, **_LEGAL)
+    if (kind := kwargs.get("expert_token_nums_type", 1)) != 1:
+        raise LoweringError(f"{op}: expert_token_nums_type is {kind}; legal is 1, counts")
     require(op, "x", x, FLOATS, (2,))
-    require(op, "expert_ids", ids, (torch.int32,), (2,))
-    token, choice = active_choices(op, ids, kwargs.get("x_active_mask")).nonzero(as_tuple=True)
-    expert = ids[token, choice].long()
-    _check_ids(op, ids[token.unique()], experts, rank)
-    rows, mode, smooth = x[token], kwargs.get("quant_mode", 0), kwargs.get("scales")
+    _check_ids(op, require(op, "expert_ids", ids, (torch.int32,), (2,)), experts, rank)
+    token, choice = torch.ones_like(ids).nonzero(as_tuple=True)
+    rows, mode = x[token], kwargs.get("quant_mode", 0)
     scales = undefined(len(rows), dtype=torch.float32)
     if mode == 2:
-        rows, scales = _reciprocal_int8(rows.float() if smooth is None else rows.float() * smooth[expert].float())
-    elif mode != 0 or smooth is not None:
-        raise LoweringError(f"{op}: quant_mode {mode} with scales {smooth is not None}; legal is 0 without scales, or 2")
-    origin = torch.stack((torch.full_like(token, rank), token, choice), 1).int()
-    weight = kwargs.get("expert_scales")
-    weight = undefined(len(rows), dtype=torch.float32) if weight is None else weight[token, choice].float()
-    return _Sent(rows, scales, origin, expert, weight)
-
-
-def active_choices(op: str, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """bool [T, X]: the choices that are dispatched.
-
-    Raises:
-        LoweringError: when a mask over tokens is not all true first, then all false.
-    """
-    if mask is None:
-        return torch.ones_like(ids, dtype=torch.bool)
-    active = require(op, "x_active_mask", mask, (torch.bool,), (1, 2))
-    require_shape(op, "x_active_mask", active, ids.shape[: active.dim()])
-    if active.dim() == 1 and not torch.equal(active, torch.arange(len(active)) < active.sum()):
-        raise LoweringError(f"{op}: x_active_mask is {active.tolist()}; legal is true for the first tokens, then false")
-    return active if active.dim() == 2 else active[:, None].expand(ids.shape)
+        rows, scales = _reciprocal_int8(rows.float())
+    elif mode != 0:
+        raise LoweringError(f"{op}: quant_mode {mode}; legal is 0 or 2")
+    return _Sent(rows, scales, torch.stack((torch.full_like(token, rank), token, choice), 1).int(), ids.flatten().long())
 
 
 def _check_ids(op: str, ids: torch.Tensor, experts: int, rank: int) -> None:
@@ -103,11 +92,9 @@ def _reciprocal_int8(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return to_int8(wide * factor[:, None]), torch.where(largest == 0, 0.0, 1.0 / factor)
 
 
-def _received(op: str, call: Arguments, sent: list[_Sent], rank: int, local: int) -> tuple[torch.Tensor, ...]:
+def _received(call: Arguments, sent: list[_Sent], rank: int, local: int) -> tuple[torch.Tensor, ...]:
     (_, ids, *_), kwargs = call
-    X, size = ids.shape[1], len(sent)
-    tokens = kwargs.get("global_bs", 0) or ids.shape[0] * size
-    capacity = tokens * min(local, X)
+    capacity = ids.shape[0] * len(sent) * min(local, ids.shape[1])
     picks = [[(s.expert == rank * local + e).nonzero()[:, 0] for s in sent] for e in range(local)]
     counts = torch.tensor([[len(pick) for pick in row] for row in picks])
 
@@ -116,33 +103,26 @@ def _received(op: str, call: Arguments, sent: list[_Sent], rank: int, local: int
 
     def padded(values: list[torch.Tensor]) -> torch.Tensor:
         rows = gathered(values)
-        if len(rows) > capacity:
-            raise LoweringError(f"{op}: member {rank} receives {len(rows)} rows; {tokens} tokens make room for {capacity}")
         whole = undefined(capacity, *rows.shape[1:], dtype=rows.dtype)
         whole[: len(rows)] = rows
         return whole
 
-    rows = padded([s.rows for s in sent])
     assist = undefined(max(ids.numel(), capacity * ASSIST), dtype=torch.int32)
     origin = gathered([s.origin for s in sent])
     assist[: capacity * ASSIST].view(capacity, ASSIST)[: len(origin), :3] = origin
-    nums = counts.sum(1) if kwargs.get("expert_token_nums_type", 1) == 1 else counts.sum(1).cumsum(0)
-    ends = counts.flatten().cumsum(0).int()
-    weights = torch.empty(0)
-    if kwargs.get("expert_scales") is not None:
-        extra = undefined(tokens * 2 * X * (size // 8), dtype=torch.int32)
-        ends, weights = torch.cat((ends, extra)), padded([s.weight for s in sent])
-    return rows, padded([s.scales for s in sent]), assist, nums, ends, undefined(kwargs.get("tp_world_size", 0), dtype=torch.int32), weights
+    ends, others = counts.flatten().cumsum(0).int(), undefined(kwargs.get("tp_world_size", 0), dtype=torch.int32)
+    rows, scales = padded([s.rows for s in sent]), padded([s.scales for s in sent])
+    return rows, scales, assist, counts.sum(1), ends, others, torch.empty(0)
 
 
 def npu_moe_distribute_combine_v2(calls: list[Arguments], members: Sequence[int] | None = None) -> list[torch.Tensor]:
     """Sends every row back to its token: out[t] = sum over x of expert_scales[t, x] * row(t, x) + shared_expert_x, in float32.
 
     Each call: (rows [A, M], expert_ids int32 [T, X], assist_info, ep_send_counts, expert_scales f32 [T, X], group, size, rank,
-    experts) with the third and fourth as dispatch gave them, and options x_active_mask and shared_expert_x [T, M].
+    experts) with the third and fourth as dispatch gave them, and option shared_expert_x [T, M].
 
     Returns:
-        [T, M] like the rows for each of `members`, or of all; inactive tokens are undefined.
+        [T, M] like the rows for each of `members`, or of all.
 
     Raises:
         LoweringError: also when a token's row does not come back exactly once.
@@ -166,10 +146,9 @@ def _combined(
     op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: list[tuple[torch.Tensor, torch.Tensor]], rank: int
 ) -> torch.Tensor:
     ids, weights = args[1], require(op, "expert_scales", args[4], (torch.float32,), (2,))
-    read = ("x_active_mask", "shared_expert_x", "tp_send_counts", "expand_scales", "global_bs", "group_tp", "comm_alg")
-    refuse_options(op, {k: v for k, v in kwargs.items() if k not in read}, tp_world_size=1, shared_expert_num=1)
+    read = ("shared_expert_x", "tp_send_counts", "expand_scales", "group_tp", "comm_alg")
+    refuse_options(op, {name: value for name, value in kwargs.items() if name not in read}, **_LEGAL)
     require_shape(op, "expert_scales", weights, ids.shape)
-    active = active_choices(op, ids, kwargs.get("x_active_mask"))
     returns = torch.zeros_like(ids)
     out = torch.zeros(ids.shape[0], args[0].shape[1])
     for rows, origin in returned:
@@ -177,11 +156,10 @@ def _combined(
         token, choice = origin[mine, 1], origin[mine, 2]
         returns.index_put_((token, choice), torch.ones_like(token, dtype=ids.dtype), accumulate=True)
         out.index_add_(0, token, rows[mine].float() * weights[token, choice, None])
-    if not torch.equal(returns, active.to(returns.dtype)):
-        raise LoweringError(f"{op}: rows back at member {rank}: {returns.tolist()}; legal is one for each active choice, {active.tolist()}")
+    if not (returns == 1).all():
+        raise LoweringError(f"{op}: rows back at member {rank}: {returns.tolist()}; legal is one for each choice")
     if (shared := kwargs.get("shared_expert_x")) is not None:
         out = out + shared.reshape(out.shape).float()
-    out[~active.any(1)] = float("nan")
     return out.to(args[0].dtype)
 
 
@@ -226,6 +204,33 @@ def _combine(calls: list[Call], wanted: Sequence[int] | None = None) -> list[Res
     return [*npu_moe_distribute_combine_v2(members, wanted)]
 
 
+_AFTER = "_npucompile_after"
+"""Attribute of a tensor: the control edge that the operator which communicates it gets."""
+
+
+def _convert_after(ta: Any, earlier: Any) -> Any:
+    """No operator: the tensor, which remembers what must come first."""
+
+    def convert(x: Any, first: Any, meta_outputs: Any = None) -> Any:
+        ordered = copy.copy(x)
+        setattr(ordered, _AFTER, first.controller)
+        return ordered
+
+    return convert
+
+
+def _convert_dispatch(ta: Any, earlier: Any) -> Any:
+    """GE orders operators by data alone, so what the tensor remembers becomes an edge."""
+
+    def convert(x: Any, *args: Any, **kwargs: Any) -> Any:
+        results = earlier(x, *args, **kwargs)
+        if (edge := getattr(x, _AFTER, None)) is not None:
+            results[0].node.input.append(edge)
+        return results
+
+    return convert
+
+
 def _exchange_work(op: Node, facts: work.Facts, kind: str) -> work.Work:
     """A row a token and chosen expert; the busiest rank decides."""
     ids = facts.types[op.tensor("expert_ids")]
@@ -252,58 +257,61 @@ def experts_of_a_rank(node: Node, options: Mapping[str, str], most: int) -> str 
     return None
 
 
-_EXPERTS = "expert dispatch and combine"
 _EXPERT_IDS = Index("expert_ids", lambda arguments: arguments["moe_expert_num"])
-_TRIAL = Trial(wrong="expert-exchange")
+
+
+def _exchange(kinds: str, collective: str, form: TorchForm, **more: Any) -> NpuOperator:
+    """An operator of the experts' own group: tokens go to their experts, or come back."""
+    return NpuOperator(
+        tuple(kinds.split()),
+        torch=(form,),
+        trial=Trial(wrong="expert-exchange"),
+        collective=collective,
+        own_group=DISPATCH,
+        exchange="expert dispatch and combine",
+        rules=(experts_of_a_rank,),
+        **more,
+    )
+
+
 OPERATORS = (
-    NpuOperator(
-        ("MoeDistributeDispatch", "MoeDistributeDispatchV2", "MoeDistributeDispatchV3"),
-        torch=(
-            TorchForm(
-                "npu.npu_moe_distribute_dispatch_v2.default",
-                index=_EXPERT_IDS,
-                group_kernel=npu_moe_distribute_dispatch_v2,
-                group=(2, "group_ep"),
-                size=3,
-                rank=4,
-            ),
+    _exchange(
+        "MoeDistributeDispatch MoeDistributeDispatchV2 MoeDistributeDispatchV3",
+        "moe_dispatch",
+        TorchForm(
+            "npu.npu_moe_distribute_dispatch_v2.default",
+            index=_EXPERT_IDS,
+            group_kernel=npu_moe_distribute_dispatch_v2,
+            group=(2, "group_ep"),
+            size=3,
+            rank=4,
         ),
+        converters={
+            "npu.npu_moe_distribute_dispatch_v2.default": _convert_dispatch,
+            f"{ordering.NAMESPACE}.after.default": _convert_after,
+        },
         run_group=_dispatch,
         work=functools.partial(_exchange_work, kind="dispatch"),
         routed=_dispatched_rows,
-        trial=_TRIAL,
         gives_tokens=TokenList(3, "expert_token_nums_type", COUNTS),
-        collective="moe_dispatch",
-        own_group=DISPATCH,
-        exchange=_EXPERTS,
-        rules=(experts_of_a_rank,),
     ),
-    NpuOperator(
-        ("MoeDistributeCombine", "MoeDistributeCombineV2", "MoeDistributeCombineV3"),
-        torch=(
-            TorchForm(
-                "npu.npu_moe_distribute_combine_v2.default",
-                index=_EXPERT_IDS,
-                group_kernel=npu_moe_distribute_combine_v2,
-                group=(5, "group_ep"),
-                size=6,
-                rank=7,
-            ),
+    _exchange(
+        "MoeDistributeCombine MoeDistributeCombineV2 MoeDistributeCombineV3",
+        "moe_combine",
+        TorchForm(
+            "npu.npu_moe_distribute_combine_v2.default",
+            index=_EXPERT_IDS,
+            group_kernel=npu_moe_distribute_combine_v2,
+            group=(5, "group_ep"),
+            size=6,
+            rank=7,
         ),
         run_group=_combine,
         work=functools.partial(_exchange_work, kind="combine"),
-        trial=_TRIAL,
-        collective="moe_combine",
-        own_group=DISPATCH,
-        exchange=_EXPERTS,
-        rules=(experts_of_a_rank,),
     ),
-    NpuOperator(
-        ("MoeDistributeCombineAddRmsNorm",),
-        torch=(TorchForm("npu.npu_moe_distribute_combine_add_rms_norm.default", group=(7, "group_ep"), size=8, rank=9),),
-        collective="moe_combine",
-        own_group=DISPATCH,
-        exchange=_EXPERTS,
-        rules=(experts_of_a_rank,),
+    _exchange(
+        "MoeDistributeCombineAddRmsNorm",
+        "moe_combine",
+        TorchForm("npu.npu_moe_distribute_combine_add_rms_norm.default", group=(7, "group_ep"), size=8, rank=9),
     ),
 )

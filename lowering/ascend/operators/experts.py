@@ -5,7 +5,7 @@ Semantics: the operator documentation and tests of Ascend/op-plugin (docs/zh/cus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,10 +52,10 @@ def npu_grouped_matmul(
 ) -> list[torch.Tensor]:
     """One product per expert over its rows: x [M, K] by weight [E, K, N] -> [M, N]; rows beyond the groups are undefined.
 
-    bf16 (x and weight of one dtype, bias [E, N]); w8a8 (int8 both, scale [E, N], per_token_scale f32 [M], int32 bias; or neither scale
-    and int32 results); w4a8 (weight int32 [E, K, N/8], scale int64 or uint64 [E, N] or [E, groups, N], bias f32 [E, N], which is
-    8 * sum over K of weight * scale). The last form destroys its x, as the device does: x is undefined afterwards. w4a16 (weight as for
-    w4a8; antiquant_scale and antiquant_offset of x's dtype, [E, N] or [E, groups, N]): `(weight + offset) * scale` is rounded to x's dtype.
+    bf16 (x and weight of one dtype); w8a8 (int8 both, scale [E, N], per_token_scale f32 [M]; or neither and int32 results); w4a8 (weight
+    int32 [E, K, N/8], scale int64 or uint64 [E, N] or [E, groups, N], bias f32 [E, N], which is 8 * sum over K of weight * scale), which
+    destroys its x, as the device does: x is undefined afterwards; w4a16 (weight as for w4a8; antiquant_scale and antiquant_offset of x's
+    dtype, [E, N] or [E, groups, N]): `(weight + offset) * scale` is rounded to x's dtype.
     """
     op = "npu_grouped_matmul"
     refuse_options(op, options)
@@ -79,10 +79,10 @@ def npu_grouped_matmul(
             rows.fill_(-128)
         return [y.to(dtype_of(op, output_dtype))]
     require(op, "weight", w, (rows.dtype,))
-    refuse_options(op, {"scale": scale, "per_token_scale": per_token_scale})
+    refuse_options(op, {"bias": bias, "scale": scale, "per_token_scale": per_token_scale})
     y = undefined(rows.shape[0], w.shape[2], dtype=torch.float32)
     for e, (low, high) in enumerate(bounds):
-        y[low:high] = rows[low:high].float() @ w[e].float() + (0.0 if operands[2] is None else operands[2][e].float())
+        y[low:high] = rows[low:high].float() @ w[e].float()
     return [y.to(rows.dtype if output_dtype is None else dtype_of(op, output_dtype))]
 
 
@@ -146,22 +146,20 @@ def _quantised_groups(
     require_shape(op, "scale", wide, (E, wide.shape[1], N))
     rows = require(op, "per_token_scale", per_token, (torch.float32,), (1,)).double()
     require_shape(op, "per_token_scale", rows, x.shape[:1])
-    if packed or bias is not None:
-        require_shape(op, "bias", require(op, "bias", bias, (torch.float32 if packed else torch.int32,)), (E, N))
+    assist = require(op, "bias", bias, (torch.float32,)).double() if packed else None
+    if assist is None:
+        refuse_options(op, {"bias": bias})
+    else:
+        require_shape(op, "bias", assist, (E, N))
     y = undefined(x.shape[0], N, dtype=torch.float64)
     for e, (low, high) in enumerate(bounds):
-        added = None if bias is None else bias[e].double()
-        part = _packed_product(x[low:high], w[e], wide[e], added) if packed else _product(x[low:high], w[e], wide[e, 0], added)
+        few = x[low:high]
+        part = int_matmul(few, w[e]) * wide[e, 0] if assist is None else _packed_product(few, w[e], wide[e], assist[e])
         y[low:high] = part * rows[low:high, None]
     return y
 
 
-def _product(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    total = int_matmul(x, w)
-    return (total if bias is None else total + bias) * scale
-
-
-def _packed_product(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, assist: torch.Tensor | None) -> torch.Tensor:
+def _packed_product(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, assist: torch.Tensor) -> torch.Tensor:
     """x [M, K] = 16 * high + low + 8 with both in -8..7, so x @ w is two int4 products and 8 * sum(w), which the assist holds.
 
     scale is [groups, N], each of K / groups inputs.
@@ -172,7 +170,7 @@ def _packed_product(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, assis
     for i, weight in enumerate(split):
         at = slice(i * weight.shape[0], (i + 1) * weight.shape[0])
         parts = parts + (16 * (high[:, at] @ weight) + low[:, at] @ weight) * scale[i]
-    return parts if assist is None else parts + assist
+    return parts + assist
 
 
 def npu_grouped_matmul_swiglu_quant_v2(
@@ -183,22 +181,18 @@ def npu_grouped_matmul_swiglu_quant_v2(
     group_list: torch.Tensor,
     *,
     weight_assist_matrix: list[torch.Tensor] | None = None,
-    dequant_mode: int | None = 0,
     group_list_type: int | None = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Grouped product, swiglu and int8 rows in one, with no rounding in between: int8 [M, F] and f32 [M].
 
-    x int8 [M, K]; weight int8 [E, K, 2F] or packed int4 int32 [E, K, 2F/8] with its assist f32 [E, 2F]; weight_scale [E, 2F]
-    (packed: also [E, groups, 2F]); x_scale f32 [M]. silu is on the first half. Rows beyond the groups are undefined; so is
-    all of x after a packed product.
+    x int8 [M, K]; weight int8 [E, K, 2F] or packed int4 int32 [E, K, 2F/8] with its assist f32 [E, 2F]; weight_scale [E, 2F];
+    x_scale f32 [M]. silu is on the first half. Rows beyond the groups are undefined; so is all of x after a packed product.
     """
     op = "npu_grouped_matmul_swiglu_quant_v2"
     refuse_options(op, options, dequant_dtype=6, quant_dtype=1)
     scales = (torch.float32, torch.int64, torch.uint64)
-    w, scale = _single(op, weight), require(op, "weight_scale", _single(op, weight_scale), scales, (2, 3))
-    if dequant_mode != int(scale.dim() == 3 and scale.shape[1] > 1):
-        raise LoweringError(f"{op}: dequant_mode {dequant_mode}, weight_scale {tuple(scale.shape)}; legal is 1 for input groups, else 0")
+    w, scale = _single(op, weight), require(op, "weight_scale", _single(op, weight_scale), scales, (2,))
     assist = None if weight_assist_matrix is None else _single(op, weight_assist_matrix)
     require(op, "x", x, (torch.int8,), (2,))
     stacked = require(op, "weight", w, (torch.int8, torch.int32), (3,))
@@ -302,7 +296,7 @@ def _grouped_matmul(call: Call) -> Results:
 
 
 def _grouped_matmul_swiglu_quant(call: Call) -> Results:
-    call.expect(quant_mode=0, quant_dtype=_INT8, transpose_weight=False)
+    call.expect(quant_mode=0, quant_dtype=_INT8, transpose_weight=False, dequant_mode=0)
     # The CPU kernel rounds once, at the end, whatever type the device has for the product before that.
     call.ignore("dequant_dtype", "tuning_config")
     assist = call.single("weight_assist_matrix")
@@ -313,7 +307,6 @@ def _grouped_matmul_swiglu_quant(call: Call) -> Results:
         call.tensor("x_scale"),
         call.tensor("group_list"),
         weight_assist_matrix=None if assist is None else [assist],
-        dequant_mode=call.attr("dequant_mode", 0),
         group_list_type=call.attr("group_list_type", 0),
     )
 
@@ -330,6 +323,32 @@ def _dequant_swiglu_quant(call: Call) -> Results:
         activate_left=call.attr("activate_left", False),
         quant_mode=1,
     )
+
+
+def _convert_swiglu_quant(ta: Any, earlier: Any) -> Any:
+    """torchair's own one gives the operator int32 words; its definition has int4, and GroupedMatmul's converter writes it so."""
+    types = ta.torchair.ge._ge_graph.DataType
+
+    def as_int4(weight: Any) -> Any:
+        return ta.ge.Bitcast(weight, type=types.DT_INT4, keep_dim=True) if weight.dtype == types.DT_INT32 else weight
+
+    def convert(x: Any, weight: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        return earlier(x, [as_int4(each) for each in weight], *args, **kwargs)
+
+    return convert
+
+
+def _convert_grouped_matmul(ta: Any, earlier: Any) -> Any:
+    """torchair writes an absent bias as empty int32 for all int8 weights; beside f32 scales and a bfloat16 result the definition has
+    bfloat16 (the last column of grouped_matmul_def.cpp of hicann/ops-transformer, 8.5.0.alpha001)."""
+    types = ta.torchair.ge._ge_graph.DataType
+
+    def convert(x: Any, weight: Any, *, bias: Any = None, scale: Any = None, output_dtype: Any = None, **kwargs: Any) -> Any:
+        if not bias and scale and weight[0].dtype == types.DT_INT8 and scale[0].dtype == types.DT_FLOAT:
+            bias = [ta.ge.Fill([0], ta.ge.Cast(0.0, dst_type=types.DT_BF16))]
+        return earlier(x, weight, bias=bias, scale=scale, output_dtype=output_dtype, **kwargs)
+
+    return convert
 
 
 def _grouped_work(op: Node, facts: work.Facts) -> work.Work:
@@ -384,6 +403,7 @@ OPERATORS = (
     NpuOperator(
         ("GroupedMatmul",),
         torch=(TorchForm("npu.npu_grouped_matmul.default", npu_grouped_matmul, weights=((1, "weight"),)),),
+        converters={"npu.npu_grouped_matmul.default": _convert_grouped_matmul},
         run=_grouped_matmul,
         widens=True,
         work=_grouped_work,
@@ -404,6 +424,7 @@ OPERATORS = (
                 only_nz=torch.int8,
             ),
         ),
+        converters={"npu.npu_grouped_matmul_swiglu_quant_v2.default": _convert_swiglu_quant},
         run=_grouped_matmul_swiglu_quant,
         widens=True,
         work=_grouped_work,

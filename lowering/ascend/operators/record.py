@@ -23,6 +23,8 @@ Kernel = Callable[..., Any]
 """CPU kernel of a torch operator of one rank: called with the arguments of its node."""
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of one member's call."""
+Converter = Callable[[Any, Any], Callable[..., Any]]
+"""torchair (harness.Torchair), and its own converter of an overload or None -> the converter that takes its place."""
 GroupKernel = Callable[..., list[Any]]
 """CPU kernel of a collective: `Arguments` of all members in rank order, and perhaps the members wanted -> their results, or all."""
 
@@ -92,6 +94,7 @@ class NpuOperator:
         ge: its types in GE graphs; several where versions have the same meaning.
         acl: functions of CANN that run it outside GE, where they have names of their own.
         torch: its overloads.
+        converters: overload of torch -> its converter to GE, where torchair has none or writes what CANN's definitions do not ask for.
         run: computes a GE operator on one rank; those that write in place return what they write.
         run_group: computes a GE operator on all members of a group.
         widens: its kernel returns float32 for float32, where GE declares bfloat16.
@@ -117,6 +120,7 @@ class NpuOperator:
     ge: tuple[str, ...] = ()
     acl: tuple[str, ...] = ()
     torch: tuple[TorchForm, ...] = ()
+    converters: Mapping[str, Converter] = field(default_factory=dict)
     run: Function | None = None
     run_group: GroupFunction | None = None
     widens: bool = False

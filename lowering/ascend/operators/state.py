@@ -293,6 +293,20 @@ def _recurrent_gated_delta_rule(call: Call) -> Results:
     return vllm_recurrent_gated_delta_rule(query, key, value, pool, **options), pool
 
 
+def _convert_recurrent_gated_delta_rule(ta: Any, earlier: Any) -> Any:
+    """vllm-ascend's operator has the type of CANN's in GE, and stands in for it wherever the package is installed.
+
+    Source: vllm-project/vllm-ascend@182b75e csrc/attention/recurrent_gated_delta_rule/op_host/recurrent_gated_delta_rule_def.cpp.
+    """
+
+    def convert(query: Any, key: Any, value: Any, state: Any, *, beta: Any = None, scale: float | None = None, **rest: Any) -> Any:
+        rest.pop("meta_outputs", None)
+        lengths, slots = rest.pop("actual_seq_lengths"), rest.pop("ssm_state_indices")
+        return ta.ge.RecurrentGatedDeltaRule(query, key, value, beta, state, lengths, slots, scale=scale, **rest)[0]
+
+    return convert
+
+
 def _delta_rule_work(op: Node, facts: work.Facts) -> work.Work:
     """Reads a state a request and writes a state a token."""
     value, state = facts.types[op.tensor("value")], facts.types[op.tensor("state")]
@@ -366,6 +380,7 @@ OPERATORS = (
             TorchForm("npu.npu_recurrent_gated_delta_rule.default", npu_recurrent_gated_delta_rule, index=_STATES),
             TorchForm("_C_ascend.npu_recurrent_gated_delta_rule.default", vllm_recurrent_gated_delta_rule, index=_STATES),
         ),
+        converters={"_C_ascend.npu_recurrent_gated_delta_rule.default": _convert_recurrent_gated_delta_rule},
         run=_recurrent_gated_delta_rule,
         widens=True,
         work=_delta_rule_work,

@@ -9,7 +9,7 @@ from ....graphs.errors import LoweringError
 from . import attention, collectives, dense, elementwise, exchange, experts, fused_experts, of_packages, routing, shapes, sparse, state
 from .call import Function, GroupFunction
 from .node import Node
-from .record import GroupKernel, Kernel, NpuOperator, TorchForm
+from .record import Converter, GroupKernel, Kernel, NpuOperator, TorchForm
 
 _GROUPS = (attention, collectives, dense, elementwise, exchange, experts, fused_experts, of_packages, routing, shapes, sparse, state)
 OPERATORS: tuple[NpuOperator, ...] = tuple(operator for group in _GROUPS for operator in group.OPERATORS)
@@ -36,6 +36,8 @@ GROUP_FUNCTIONS: Mapping[str, GroupFunction] = {
     kind: operator.run_group for kind, operator in BY_TYPE.items() if operator.run_group is not None
 }
 """Functions of GE operators of all members of a group, by type."""
+CONVERTERS: Mapping[str, Converter] = {name: each for operator in OPERATORS for name, each in operator.converters.items()}
+"""Converters of overloads of torch, in place of torchair's."""
 KERNELS: Mapping[str, Kernel] = {name: form.kernel for name, form in FORMS.items() if form.kernel is not None}
 GROUP_KERNELS: Mapping[str, GroupKernel] = {name: form.group_kernel for name, form in FORMS.items() if form.group_kernel is not None}
 

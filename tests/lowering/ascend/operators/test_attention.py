@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import ge_calls as gc
 from torch.nn.functional import scaled_dot_product_attention
 
 from npucompile.graphs.errors import LoweringError
@@ -9,16 +10,6 @@ from npucompile.lowering.ascend.operators import attention as kernels
 
 FLOATS = [torch.float32, torch.bfloat16]
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    step = 2.0**-7 if got.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(got.double(), wanted.double(), rtol=step, atol=step * 0.2, equal_nan=True)
 
 
 class Paged:
@@ -48,7 +39,7 @@ class Paged:
             start += n
         return torch.cat(out)
 
-    def call(self, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(self, **changes: object) -> torch.Tensor:
         arguments = {
             "atten_mask": kernels.causal_mask(),
             "actual_seq_lengths": torch.tensor(self.counts).cumsum(0),
@@ -63,29 +54,21 @@ class Paged:
         }
         query = changes.pop("query", self.q)
         k, v = changes.pop("caches", [c.flatten(2) for c in self.caches])
-        return kernels.npu_fused_infer_attention_score(query, k, v, **(arguments | changes))
+        return kernels.npu_fused_infer_attention_score(query, k, v, **(arguments | changes))[0]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_attention_is_right_aligned_and_grouped(dtype: torch.dtype) -> None:
     paged = Paged(dtype)
-    out, lse = paged.call()
-    near(out, paged.expected())
-    assert (out.dtype, lse.shape, lse.dtype) == (dtype, (0,), torch.float32)
-
-
-def test_attention_reads_caches_by_head_too() -> None:
-    paged = Paged(torch.float32)
-    near(paged.call(caches=[c.transpose(1, 2) for c in paged.caches])[0], paged.expected())
+    out = paged.call()
+    gc.near(out, paged.expected())
+    assert out.dtype == dtype
+    gc.near(paged.call(caches=[cache.transpose(1, 2) for cache in paged.caches]), paged.expected())
 
 
 def test_attention_without_a_mask_sees_every_key() -> None:
     paged = Paged(torch.float32, (1, 1, 1))
-    out, lse = paged.call(sparse_mode=0, atten_mask=None, softmax_lse_flag=True)
-    near(out, paged.expected(causal=False))
-    k = paged.k[1].repeat_interleave(3, 1)
-    near(lse[1, :, 0], (paged.q[1] * k * 0.3).sum(-1).logsumexp(0))
-    assert lse.shape == (3, 6, 1)
+    gc.near(paged.call(sparse_mode=0, atten_mask=None), paged.expected(causal=False))
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BSH"])
@@ -97,31 +80,27 @@ def test_attention_takes_padded_sequences(layout: str) -> None:
         query[b, :n], wanted[b, :n] = paged.q[start : start + n], paged.expected()[start : start + n]
         start += n
     shaped = query if layout == "BSND" else query.flatten(2)
-    out, lse = paged.call(query=shaped, input_layout=layout, actual_seq_lengths=torch.tensor(paged.counts), softmax_lse_flag=True)
-    assert out.shape == shaped.shape
-    near(out, wanted.view(shaped.shape))
-    assert lse.shape == (3, 6, 4, 1)
-    assert lse[0, :, 3].isnan().all()
+    gc.near(paged.call(query=shaped, input_layout=layout, actual_seq_lengths=torch.tensor(paged.counts)), wanted.view(shaped.shape))
 
 
 def test_queries_beyond_the_sequences_and_blind_ones_are_undefined() -> None:
     paged = Paged(torch.float32)
-    out, _ = paged.call(query=torch.cat((paged.q, torch.zeros(2, 6, 64))))
-    near(out, torch.cat((paged.expected(), torch.full((2, 6, 64), NAN))))
-    short, _ = paged.call(actual_seq_lengths_kv=torch.tensor([13, 8, 2]))
+    out = paged.call(query=torch.cat((paged.q, torch.zeros(2, 6, 64))))
+    gc.near(out, torch.cat((paged.expected(), torch.full((2, 6, 64), NAN))))
+    short = paged.call(actual_seq_lengths_kv=torch.tensor([13, 8, 2]))
     assert short[4:6].isnan().all()
     assert not short[6:].isnan().any()
 
 
 def test_keys_a_query_does_not_see_have_no_part_in_it() -> None:
     paged = Paged(torch.float32)
-    wanted = paged.call()[0]
+    wanted = paged.call()
     for cache in paged.caches:
         cache[1, 4] = NAN  # key 12 of sequence 0, which its last query alone sees
-    out, _ = paged.call()
-    near(out[:2], wanted[:2])
+    out = paged.call()
+    gc.near(out[:2], wanted[:2])
     assert out[2].isnan().all()
-    near(out[3:], wanted[3:])
+    gc.near(out[3:], wanted[3:])
 
 
 @pytest.mark.parametrize(
@@ -140,6 +119,7 @@ def test_keys_a_query_does_not_see_have_no_part_in_it() -> None:
         ({"block_table": None}, "block_table is absent"),
         ({"query_rope": torch.zeros(1)}, "key_rope is absent"),
         ({"pse_shift": torch.zeros(1)}, "pse_shift=.* has no CPU kernel"),
+        ({"softmax_lse_flag": True}, "softmax_lse_flag=True has no CPU kernel"),
     ],
 )
 def test_attention_refuses_what_the_device_would_misread(changes: dict[str, object], message: str) -> None:
@@ -175,6 +155,19 @@ def test_attention_refuses_widths_that_the_tiling_refuses(layout: str, H: int, G
         )
 
 
+def test_lengths_are_lists_or_tensors() -> None:
+    paged = Paged(torch.float32)
+    keys = [cache.flatten(2) for cache in paged.caches]
+    options = {"block_table": paged.table, "num_heads": 6, "num_key_value_heads": 2, "input_layout": "BSND", "block_size": 8}
+    of_list, of_tensor, other = (
+        kernels.with_host_lengths(paged.q[:3, None], *keys, actual_seq_lengths_kv=lengths, **options)[0]
+        for lengths in ([13, 8, 4], torch.tensor([13, 8, 4]), [13, 8, 2])
+    )
+    assert torch.equal(of_list, of_tensor)
+    assert torch.equal(of_list[:2], other[:2])
+    assert not torch.equal(of_list[2], other[2])
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_rotary_part_beside_latents_is_further_channels_of_the_keys(queries: int) -> None:
     """Latent attention equals attention over keys of latent and rotary part, whose values are the latents."""
@@ -194,7 +187,7 @@ def test_a_rotary_part_beside_latents_is_further_channels_of_the_keys(queries: i
         wanted = scaled_dot_product_attention(
             torch.cat([q[b], q_rope[b]], -1).transpose(0, 1), keys[None], values[None], attn_mask=mask, scale=0.3
         )
-        near(out[b].view(queries, 4, 16), wanted.transpose(0, 1))
+        gc.near(out[b].view(queries, 4, 16), wanted.transpose(0, 1))
     wide, options = torch.randn(2, 17, 64), options | {"sparse_mode": 0, "atten_mask": None, "query_rope": torch.randn(2, 17, 16)}
     with pytest.raises(LoweringError, match="up to 16 queries a sequence"):
         kernels.npu_fused_infer_attention_score(wide, latents, latents, **options)

@@ -1,4 +1,4 @@
-"""lowering/ascend/operators/collectives.py: what torchair makes of a collective equals the collective, on every rank."""
+"""lowering/ascend/operators/collectives.py: kernels equal their definitions, and what torchair makes of a collective equals these."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.inspect_ge import census
+from npucompile.lowering.ascend.operators import collectives
 from npucompile.lowering.ascend.operators.call import group_of
+from npucompile.lowering.ascend.operators.record import Arguments
 from npucompile.lowering.ascend.operators.table import GROUP_FUNCTIONS
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
@@ -40,12 +44,7 @@ CASES: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], tuple[int, .
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ta(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return gc.gb.loaded(tmp_path_factory.mktemp("stubs"))
-
-
-@pytest.mark.parametrize(("kind", "mesh", "fn", "shape"), CASES, ids=[f"{kind}-{i}" for i, (kind, *_) in enumerate(CASES)])
+@pytest.mark.parametrize(("kind", "mesh", "fn", "shape"), CASES, ids=gc.ids(CASES))
 def test_what_torchair_makes_of_a_collective_is_the_collective(ta: Any, kind: str, mesh: str, fn: Any, shape: tuple[int, ...]) -> None:
     where = Mesh.parse(mesh)
     ranks = [[gc.draw(*shape, seed=rank)] for rank in range(where.size)]
@@ -78,21 +77,17 @@ def test_experts_are_visited_and_left(ta: Any) -> None:
         torch.testing.assert_close(got[rank][0].float(), plain, rtol=2e-2, atol=2e-2)
 
 
-def quantised(x: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(npu.npu_moe_distribute_dispatch_v2(
-        x, ids, "world", 2, 0, 8, quant_mode=2, x_active_mask=mask, expert_scales=weights, global_bs=16, expert_token_nums_type=0,
-    ))[:6]  # fmt: skip
+def test_dispatched_rows_are_quantised(ta: Any) -> None:
+    ranks = [[gc.draw(4, 16, seed=r, dtype=BF16), gc.i32([0, 2], [3, 1], [0, 7], [4, 5])] for r in range(2)]
 
+    def quantised(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(npu.npu_moe_distribute_dispatch_v2(x, ids, "world", 2, 0, 8, quant_mode=2, expert_token_nums_type=1))[:5]
 
-def test_dispatched_rows_are_quantised_and_masked(ta: Any) -> None:
     mesh = Mesh.parse("tp=2")
-    ids = gc.i32([0, 2], [3, 1], [0, 7], [4, 5])
-    ranks = [[gc.draw(4, 16, seed=r, dtype=BF16), ids, torch.tensor([True, True, r == 0, False]), gc.draw(4, 2)] for r in range(2)]
-    graph, ge_file = gc.shipped(ta, lambda *xs: tuple(x for x in quantised(*xs) if x.numel()), ranks[0])
-    got, want = Interpreter(ge_file, mesh)(ranks), Interpreter(graph, mesh)(ranks)
-    for mine, theirs in zip(got, want, strict=True):
+    graph, ge_file = gc.shipped(ta, quantised, ranks[0])
+    for mine, theirs in zip(Interpreter(ge_file, mesh)(ranks), Interpreter(graph, mesh)(ranks), strict=True):
         assert mine[0].dtype is torch.int8
-        assert all(torch.equal(a.nan_to_num(-5), b.nan_to_num(-5)) for a, b in zip(mine, theirs, strict=True))
+        gc.assert_equal(mine, theirs)
 
 
 def together(kind: str, inputs: list[dict[str, Any]], **attrs: Any) -> list[Any]:
@@ -146,7 +141,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "inputs", "attrs", "message"), REFUSED, ids=[f"{kind}-{i}" for i, (kind, *_) in enumerate(REFUSED)])
+@pytest.mark.parametrize(("kind", "inputs", "attrs", "message"), REFUSED, ids=gc.ids(REFUSED))
 def test_what_has_no_meaning_is_refused(kind: str, inputs: Any, attrs: Any, message: str) -> None:
     with pytest.raises(LoweringError, match=message):
         together(kind, [inputs] * 2, **attrs)
@@ -155,3 +150,69 @@ def test_what_has_no_meaning_is_refused(kind: str, inputs: Any, attrs: Any, mess
 def test_an_operator_without_a_group_is_refused() -> None:
     with pytest.raises(LoweringError, match=r"op \(HcomAllGather\) names no group; legal is one of tp, dp, world, dispatch"):
         group_of(gc.call("HcomAllGather", {"x": ROWS}, rank_size=2))
+
+
+def calls(xs: list[torch.Tensor], *rest: object) -> list[Arguments]:
+    return [((x, *rest), {}) for x in xs]
+
+
+def test_all_reduce() -> None:
+    xs = [torch.tensor([1.0, 5.0]), torch.tensor([2.0, -1.0]), torch.tensor([3.0, 3.0])]
+    got = collectives.all_reduce(calls(xs, "sum", "tp"))
+    assert [x.tolist() for x in got] == [[6.0, 7.0]] * 3
+    assert len({x.data_ptr() for x in got}) == 3
+    assert collectives.all_reduce(calls(xs, "max", "tp"))[0].tolist() == [3.0, 5.0]
+    assert collectives.all_reduce(calls(xs, "min", "tp"))[0].tolist() == [1.0, -1.0]
+    with pytest.raises(LoweringError, match="reduction 'avg'; legal is 'sum'"):
+        collectives.all_reduce(calls(xs, "avg", "tp"))
+
+
+def test_sums_of_bfloat16_are_rounded_once() -> None:
+    xs = [torch.full((1,), v, dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0)]
+    (got, *_) = collectives.all_reduce(calls(xs, "sum", "tp"))
+    assert (got.item(), got.dtype) == (258.0, torch.bfloat16)
+    ints = [torch.tensor([2**30], dtype=torch.int32)] * 2
+    assert collectives.all_reduce(calls(ints, "max", "tp"))[0].dtype == torch.int32
+
+
+def test_a_product_is_rounded_before_its_parts_are_added() -> None:
+    x, weights = torch.ones(2, 2, dtype=torch.bfloat16), [torch.tensor([[a], [1.0]], dtype=torch.bfloat16) for a in (256.0, 0.0)]
+    pairs = [((x, w, "tp", 2), {"comm_mode": "aiv", "reduce_op": "sum"}) for w in weights]
+    # 257 is no bfloat16.
+    assert [y.tolist() for y in collectives.npu_mm_reduce_scatter_base(pairs)] == [[[256.0]]] * 2
+    with pytest.raises(LoweringError, match="comm_mode is None; legal for inference is 'aiv'"):
+        collectives.npu_mm_reduce_scatter_base([(args, {}) for args, _ in pairs])
+    with pytest.raises(LoweringError, match=r"input \(2, 2\) has strides \(1, 2\), and the group 2 members; legal are rows"):
+        collectives.npu_mm_reduce_scatter_base([((torch.randn(2, 2).t(), w.float(), "tp", 2), kwargs) for (_, w, *_), kwargs in pairs])
+
+
+def test_gather_and_scatter_are_by_rank() -> None:
+    xs = [torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])]
+    assert [x.flatten().tolist() for x in collectives.all_gather_into_tensor(calls(xs, 2, "tp"))] == [[1, 2, 3, 4]] * 2
+    assert [x.tolist() for x in collectives.reduce_scatter_tensor(calls(xs, "sum", 2, "tp"))] == [[[4.0]], [[6.0]]]
+    assert [x.tolist() for x in collectives.reduce_scatter_tensor(calls(xs, "max", 2, "tp"))] == [[[3.0]], [[4.0]]]
+    assert [x.flatten().tolist() for x in collectives.broadcast(calls(xs, 1, "tp"))] == [[3, 4]] * 2
+    with pytest.raises(LoweringError, match="the node says 4 members, the group of this mesh has 2"):
+        collectives.all_gather_into_tensor(calls(xs, 4, "tp"))
+    with pytest.raises(LoweringError, match="the node says 1 members"):
+        collectives.reduce_scatter_tensor(calls(xs, "sum", 1, "tp"))
+    with pytest.raises(LoweringError, match="does not divide by the 2 members"):
+        collectives.reduce_scatter_tensor(calls([x[:1] for x in xs], "sum", 2, "tp"))
+    with pytest.raises(LoweringError, match="source 2; legal is 0 to 1"):
+        collectives.broadcast(calls(xs, 2, "tp"))
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=3, max_size=3))
+def test_all_to_all_transposes_the_parts(sizes: list[list[int]]) -> None:
+    xs = [torch.tensor([100 * i + 10 * j for j, n in enumerate(row) for _ in range(n)]) for i, row in enumerate(sizes)]
+    given_ = [((x, [row[i] for row in sizes], sizes[i], "tp"), {}) for i, x in enumerate(xs)]
+    for i, got in enumerate(collectives.all_to_all_single(given_)):
+        assert got.tolist() == [100 * j + 10 * i for j in range(3) for _ in range(sizes[j][i])]
+
+
+def test_all_to_all_refuses_splits_that_disagree() -> None:
+    x = torch.zeros(4)
+    with pytest.raises(LoweringError, match=r"member 1 takes \[1, 3\] rows, the members send it \[2, 2\]"):
+        collectives.all_to_all_single([((x, [2, 2], [2, 2], "tp"), {}), ((x, [1, 3], [2, 2], "tp"), {})])
+    with pytest.raises(LoweringError, match=r"member 0 of 2 sends \[2, 1\]"):
+        collectives.all_to_all_single(calls([x, x], [2, 2], [2, 1], "tp"))

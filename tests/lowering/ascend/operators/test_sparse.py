@@ -13,11 +13,6 @@ LENGTHS = torch.tensor([13, 6], dtype=torch.int32)
 PAGES = {"block_table": TABLE, "layout_query": "BSND", "sparse_mode": 3}
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def entry(cache: torch.Tensor, row: int, position: int) -> torch.Tensor:
     return cache[TABLE[row, position // 8], position % 8, 0].double()
 

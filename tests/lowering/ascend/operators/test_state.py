@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import ge_calls as gc
 from torch.nn.functional import normalize
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
@@ -10,31 +11,6 @@ from npucompile.lowering.ascend.operators import state
 
 FLOATS = [torch.float32, torch.bfloat16]
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    step = 2.0**-7 if got.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(got.double(), wanted.double(), rtol=step, atol=step * 0.2, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_scatter_pa_writes_pages_and_leaves_the_operands(dtype: torch.dtype) -> None:
-    k, v = torch.randn(4, 2, 3).to(dtype), torch.randn(4, 2, 3).to(dtype)
-    kc, vc = torch.randn(5, 8, 2, 3).to(dtype), torch.randn(5, 8, 2, 3).to(dtype)
-    before = kc.clone()
-    slots = torch.tensor([17, -1, 3, 39], dtype=torch.int32)
-    new_k, new_v = state.npu_scatter_pa_kv_cache_functional(k, v, kc, vc, slots, cache_mode="Norm")
-    want_k, want_v = kc.clone(), vc.clone()
-    for token, slot in ((0, 17), (2, 3), (3, 39)):
-        want_k[slot // 8, slot % 8], want_v[slot // 8, slot % 8] = k[token], v[token]
-    assert torch.equal(new_k, want_k)
-    assert torch.equal(new_v, want_v)
-    assert torch.equal(kc, before)
 
 
 def test_scatter_pa_leaves_twice_written_slots_undefined() -> None:
@@ -72,7 +48,7 @@ def test_scatter_nd_writes_the_named_places(depth: int) -> None:
 def test_scatter_nd_takes_indices_of_any_rank_and_marks_duplicates() -> None:
     pool, at = torch.zeros(4, 2), torch.tensor([[[1], [3]], [[0], [3]]])
     state.npu_scatter_nd_update_(pool, at, torch.ones(2, 2, 2))
-    near(pool, torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [NAN, NAN]]))
+    gc.near(pool, torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [NAN, NAN]]))
 
 
 def test_scatter_nd_refuses_places_outside() -> None:
@@ -130,9 +106,9 @@ def test_delta_rule_is_transformers_with_the_state_transposed(dtype: torch.dtype
         for length in range(1, count + 1):
             rows = slice(start, start + length)
             o, last = delta.oracle(first, rows)
-            near(out[rows], o)
+            gc.near(out[rows], o)
             want[delta.slots[start + length - 1]] = last.to(dtype)
-    near(pool, want)
+    gc.near(pool, want)
 
 
 def test_delta_rule_defaults() -> None:
@@ -186,7 +162,7 @@ def test_the_rule_of_vllm_ascend_is_the_same_with_its_lengths_and_a_float32_stat
     out = state.vllm_recurrent_gated_delta_rule(delta.q, delta.k, delta.v, pool, **(delta.options | {"actual_seq_lengths": lengths}))
     want, states = delta.call()
     assert torch.equal(out, want)
-    near(pool.bfloat16(), states)
+    gc.near(pool.bfloat16(), states)
     assert not torch.equal(pool, states.float())
 
 
@@ -209,8 +185,8 @@ def test_the_chunked_rule_is_the_recurrent_one_over_whole_sequences() -> None:
     options = {name: delta.options[name] for name in ("beta", "scale", "actual_seq_lengths", "g")}
     out, last = state.npu_chunk_gated_delta_rule(delta.q, delta.k, delta.v, initial_state=delta.pool[[2, 0]], **options)
     want, states = delta.call()
-    near(out, want)
-    near(last, states[[5, 8]])
+    gc.near(out, want)
+    gc.near(last, states[[5, 8]])
 
 
 @pytest.mark.parametrize(
