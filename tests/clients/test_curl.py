@@ -5,7 +5,6 @@ What is changed: the address, the model's name, and how many tokens are asked fo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -13,13 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import optional, tiny
-
-from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.server.run import serving
-from npucompile.tools.serve.api_settings import ApiSettings
-from npucompile.tools.serve.serving import start_service
+from support import bundled, optional
 
 LINES = json.loads(Path(__file__).with_name("curls.json").read_text(encoding="utf-8"))
 LENGTH = re.compile(r'"(max_tokens|max_completion_tokens|max_new_tokens)": *\d+')
@@ -29,12 +22,9 @@ LENGTH = re.compile(r'"(max_tokens|max_completion_tokens|max_new_tokens)": *\d+'
 def address(tmp_path_factory):
     optional.curl()
     out = tmp_path_factory.mktemp("curl") / "tiny"
-    tiny.built(tiny.planned("qwen3.5-tiny", buckets=(1,), prefill=(128,), max_model_len=2048, max_logprobs=0), out)
-    artifact = Artifact.open(out)
-    running = start_service(artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("tiny",), tool_call_parser="hermes"))
-    with contextlib.ExitStack() as stack:
-        stack.callback(running.engine.stop, drain=False)
-        yield stack.enter_context(serving(running.service)).removeprefix("ws://").removesuffix("/v1/responses")
+    sizes = {"buckets": (1,), "prefill": (128,), "max_model_len": 2048, "max_logprobs": 0}
+    with bundled.served(out, tool_call_parser="hermes", **sizes) as (url, _):
+        yield url.removeprefix("http://")
 
 
 def ours(command: str, address: str) -> str:

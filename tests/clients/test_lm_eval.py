@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -12,15 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import bundled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import registry
-from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.server.run import serving
-from npucompile.tools.serve.api_settings import ApiSettings
-from npucompile.tools.serve.serving import start_service
 
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-clients" / "bin" / "python"
 CHECKPOINT = registry.find("qwen3.5-tiny").checkpoint_dir
@@ -71,12 +65,8 @@ TASKS = {
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     out = tmp_path_factory.mktemp("clients") / "tiny"
-    tiny.built(tiny.planned("qwen3.5-tiny", buckets=(4,), prefill=(32,), max_model_len=CONTEXT, max_logprobs=1), out)
-    artifact = Artifact.open(out)
-    running = start_service(artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("qwen3.5-tiny",)))
-    with contextlib.ExitStack() as stack:
-        stack.callback(running.engine.stop, drain=False)
-        yield stack.enter_context(serving(running.service)).replace("ws://", "http://").removesuffix("/responses")
+    with bundled.served(out, buckets=(4,), prefill=(32,), max_model_len=CONTEXT, max_logprobs=1) as (url, _):
+        yield f"{url}/v1"
 
 
 @pytest.fixture(scope="module")

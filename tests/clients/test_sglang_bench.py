@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from support import tiny
+from support import bundled
 
-from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import registry
-from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.server.run import serving
-from npucompile.tools.serve.api_settings import ApiSettings
-from npucompile.tools.serve.serving import start_service
 
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-clients" / "bin" / "python"
 REQUESTS, TOKENS = 6, 12
@@ -30,12 +24,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     out = tmp_path_factory.mktemp("clients") / "tiny"
-    tiny.built(tiny.planned("qwen3.5-tiny", buckets=(4,), prefill=(32,), max_model_len=128, max_logprobs=0), out)
-    artifact = Artifact.open(out)
-    running = start_service(artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("qwen3.5-tiny",)))
-    with contextlib.ExitStack() as stack:
-        stack.callback(running.engine.stop, drain=False)
-        yield stack.enter_context(serving(running.service)).replace("ws://", "http://").removesuffix("/v1/responses")
+    with bundled.served(out, buckets=(4,), prefill=(32,), max_model_len=128, max_logprobs=0) as (url, _):
+        yield url
 
 
 @pytest.mark.parametrize("backend", ["sglang", "sglang-oai-chat", "vllm"])

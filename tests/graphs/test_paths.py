@@ -43,7 +43,7 @@ def test_files_and_directories_are_told_apart(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", ["acme/" + "m" * 600, "~nobody-of-that-name/m"])
 def test_a_launch_line_of_any_length_is_a_line(model):
-    line = f"vllm serve {model} --tensor-parallel-size 2 --speculative-config '{{\"method\": \"eagle3\", \"model\": \"{model}-head\"}}'"
+    line = f'vllm serve {model} --tensor-parallel-size 2 --speculative-config \'{{"method": "eagle3", "model": "{model}-head"}}\''
     result = CliRunner().invoke(import_line.command, [line], catch_exceptions=False)
     assert (result.exit_code, "--mesh dp=1,tp=2" in result.output) == (0, True)
     assert not import_text(line.replace(model, f"{model}\0")).roles[0].proposal.known

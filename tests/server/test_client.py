@@ -11,7 +11,7 @@ import pytest
 from websockets.asyncio.server import serve
 
 from npucompile.graphs.errors import ProtocolError, RequestError
-from npucompile.server.client import Client, CompletionOutput, raise_if_refused, stream_text
+from npucompile.server.client import Client, CompletionOutput, stream_text
 from npucompile.server.requests.frames import JSON, MSGPACK
 
 TIMEOUT_S = 60
@@ -363,8 +363,3 @@ def test_nobody_there_and_another_protocol_are_named():
         asyncio.run(Client.connect(f"ws://127.0.0.1:{port}/"))
     with pytest.raises(ProtocolError, match="cannot connect to http://x"):
         asyncio.run(Client.connect("http://x"))
-
-
-def test_events_that_refuse_nothing_pass():
-    event = {"type": "response.created"}
-    assert raise_if_refused(event) is event

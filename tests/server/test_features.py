@@ -18,15 +18,11 @@ from typing import Any
 import httpx
 import pytest
 from allpairspy import AllPairs
-from support import tiny
+from support import bundled
 
-from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.server.client import Client, raise_if_refused
-from npucompile.server.run import serving
-from npucompile.tools.serve.api_settings import ApiSettings
-from npucompile.tools.serve.serving import RunningService, start_service
+from npucompile.tools.serve.serving import RunningService
 
 TEXT = "In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness was upon the "
 SCHEMA = {
@@ -226,17 +222,7 @@ def _choice(parts: list[Any], chat: bool) -> Choice:
 def server(tmp_path_factory):
     sizes = {"buckets": (1, 4), "prefill": (32,), "max_model_len": 160, "max_logprobs": 2, "max_num_seqs": 6, "max_total_tokens": 384}
     out = tmp_path_factory.mktemp("features") / "tiny"
-    tiny.built(tiny.planned("qwen3.5-tiny", **sizes), out)
-    artifact = Artifact.open(out)
-    running = start_service(
-        artifact,
-        lambda: CpuExecutor(artifact),
-        api=ApiSettings(names=("tiny",), tool_call_parser="hermes"),
-        prefix_cache=PrefixCacheSettings(),
-    )
-    with contextlib.ExitStack() as stack:
-        stack.callback(running.engine.stop, drain=False)
-        url = stack.enter_context(serving(running.service)).replace("ws://", "http://").removesuffix("/v1/responses")
+    with bundled.served(out, tool_call_parser="hermes", prefix_cache=PrefixCacheSettings(), **sizes) as (url, running):
         yield Server(url, running, running.service.tokenizer)
 
 

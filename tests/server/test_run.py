@@ -15,28 +15,22 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from support.texts import RECORD, byte_codec
+from support.scripted import ManualEngine
+from support.texts import byte_codec
 from tokenizers import Tokenizer, models
 from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 from websockets.sync.client import connect
 
 from npucompile.graphs.errors import SpecError
-from npucompile.runtime.request import FinishEvent, TokenEvent
 from npucompile.server import run
 from npucompile.server.engine.service import ServedModel, Service
-from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.run import Serving, Stop, running, serve, serving, websocket_url
 from npucompile.server.text.tokenizer import TextTokenizer
 
 
-class Engine:
-    def stats(self):
-        return {}
-
-
 @pytest.fixture
 def service():
-    return Service(Engine(), TextTokenizer(Tokenizer(models.BPE())), ServedModel("tiny", 16, 16))
+    return Service(ManualEngine(), TextTokenizer(Tokenizer(models.BPE())), ServedModel("tiny", 16, 16))
 
 
 def threads():
@@ -67,32 +61,6 @@ def test_a_second_interrupt_does_not_wait_for_anyone(service):
         signal.raise_signal(signal.SIGINT)
 
     serve(service, port=0, on_ready=on_ready)
-
-
-def test_connections_are_served_when_it_is_ready(service):
-    answers = []
-
-    def on_ready(host, port):
-        def client():
-            with connect(websocket_url(host, port), proxy=None, compression=None) as websocket:
-                websocket.send("x" * 101)
-                answers.append(websocket.recv(timeout=60))
-                websocket.send("x" * 201)
-                try:
-                    websocket.recv(timeout=60)
-                except ConnectionClosed as closed:
-                    answers.append(closed.rcvd.code)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-
-        thread = threading.Thread(target=client)
-        thread.start()
-        clients.append(thread)
-
-    clients = []
-    serve(service, port=0, settings=Serving(SocketLimits(max_frame_bytes=100)), on_ready=on_ready)
-    clients[0].join()
-    assert '"frame_too_large"' in answers[0]
-    assert answers[1] == 1009
 
 
 def test_small_writes_do_not_wait_for_acknowledgements():
@@ -151,27 +119,6 @@ def test_the_kernel_drops_clients_that_never_read():
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == run.UNREAD_MS
 
 
-class Slow(Engine):
-    """Takes requests; `finish` ends them."""
-
-    def __init__(self):
-        self.sinks = {}
-        self.cancelled = []
-
-    hold = release = lambda self: None
-
-    def submit(self, request, sink):
-        self.sinks[request.id] = sink
-
-    def cancel(self, *request_ids):
-        self.cancelled += request_ids
-
-    def finish(self):
-        for name, sink in self.sinks.items():
-            sink(TokenEvent(name, byte_codec().encode("last words")))
-            sink(FinishEvent(name, "stop", 1, 10, RECORD))
-
-
 def ready(server):
     """Status of /ready."""
     place = urlsplit(server.url)
@@ -204,7 +151,7 @@ def until(condition):
 
 
 def test_a_stream_ends_before_the_server_does_and_nothing_new_begins():
-    engine = Slow()
+    engine = ManualEngine()
     service = Service(engine, byte_codec(), ServedModel("tiny", 16, 256))
     with Stop() as stop, running(service) as server, streaming(server) as websocket:
         waiting = threading.Thread(target=server.wait, args=(stop,))
@@ -215,7 +162,9 @@ def test_a_stream_ends_before_the_server_does_and_nothing_new_begins():
         answer = refused(server.url, InvalidStatus).response
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
         assert waiting.is_alive()
-        engine.finish()
+        (name,) = engine.requests
+        engine.emit(name, "last words")
+        engine.finish(name)
         waiting.join(60)
         frames = [websocket.recv(timeout=60)]
         while '"type":"response.completed"' not in frames[-1]:
@@ -226,7 +175,7 @@ def test_a_stream_ends_before_the_server_does_and_nothing_new_begins():
 
 @pytest.mark.parametrize("how", ["timeout", "second signal", "failure"])
 def test_a_stream_that_does_not_end_is_not_waited_for_for_ever(how):
-    engine = Slow()
+    engine = ManualEngine()
     service = Service(engine, byte_codec(), ServedModel("tiny", 16, 256))
     settings = Serving(drain_timeout_s=0.2 if how == "timeout" else 3600.0)
     with Stop() as stop, running(service, settings=settings) as server, streaming(server) as websocket:

@@ -12,7 +12,7 @@ from support.texts import byte_codec
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.histogram import Histogram
-from npucompile.runtime.request import ExecutionRecord, FinishEvent, Logprobs, Request, TokenEvent
+from npucompile.runtime.request import Event, ExecutionRecord, FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.run import serving
 from npucompile.server.text.tokenizer import TextTokenizer
@@ -23,7 +23,8 @@ TIMEOUT_S = 30
 
 
 class ScriptedEngine:
-    """Answers each prompt with `says(text of the prompt)`, a byte a token and a step, until that ends ("stop") or its limit is reached.
+    """Answers each prompt with `says(text of the prompt)`, until that ends ("stop") or its limit is reached. A byte is a token, and a step
+    has one, and as many more as a request asks for drafts.
 
     Output token i has log probability -i; token 0 (log probability -0.5) and the token itself are the most likely ones. A request whose
     answer ends in "…" waits there until it is cancelled; one that comes to `fails` fails.
@@ -80,6 +81,10 @@ class ScriptedEngine:
         with self._wake:
             return self._wake.wait_for(lambda: len(self.cancelled) >= count, TIMEOUT_S)
 
+    def wait_cancelled_by_id(self, *request_ids: str) -> bool:
+        with self._wake:
+            return self._wake.wait_for(lambda: self.cancelled >= set(request_ids), TIMEOUT_S)
+
     def wait_submitted(self, count: int = 1) -> bool:
         with self._wake:
             return self._wake.wait_for(lambda: len(self.requests) >= count, TIMEOUT_S)
@@ -117,7 +122,7 @@ class ScriptedEngine:
     def _events(self, live: Any) -> Iterator[TokenEvent | FinishEvent]:
         request, _, tokens, waits, done = live
         most = min(len(tokens), request.max_tokens)
-        new = tokens[done[0] : min(done[0] + self._step, most)]
+        new = tokens[done[0] : min(done[0] + self._step + (request.speculative_tokens or 0), most)]
         if self._fails and new[:1] == self._fails:
             yield FinishEvent(request.id, "error", len(request.prompt), done[0], RECORD, "the device is gone")
             return
@@ -134,6 +139,44 @@ class ScriptedEngine:
             yield FinishEvent(request.id, "stop", len(request.prompt), done[0], RECORD)
         elif done[0] == request.max_tokens:
             yield FinishEvent(request.id, "length", len(request.prompt), done[0], RECORD)
+
+
+class ManualEngine:
+    """Accepts requests; the test says what comes of them, by `emit` and `finish`.
+
+    Attributes:
+        sinks, requests: of all that were submitted, by id.
+        cancelled: ids in the order in which they were cancelled.
+        passes: number of calls of `cancel`.
+        refusal: what is raised instead of accepting a request; None accepts.
+    """
+
+    def __init__(self) -> None:
+        self.sinks: dict[str, Callable[[Event], None]] = {}
+        self.requests: dict[str, Request] = {}
+        self.cancelled: list[str] = []
+        self.passes = 0
+        self.refusal: Exception | None = None
+
+    hold = release = lambda self: None
+
+    def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests[request.id], self.sinks[request.id] = request, sink
+
+    def cancel(self, *request_ids: str) -> None:
+        self.cancelled += request_ids
+        self.passes += 1
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def emit(self, request_id: str, text: str) -> None:
+        self.sinks[request_id](TokenEvent(request_id, byte_codec().encode(text)))
+
+    def finish(self, request_id: str, reason: str = "stop", count: int = 0) -> None:
+        self.sinks[request_id](FinishEvent(request_id, reason, 1, count, RECORD))
 
 
 @contextlib.contextmanager

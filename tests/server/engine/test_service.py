@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import threading
 from dataclasses import replace
 
 import pytest
-from support.texts import RECORD, byte_codec
+from support.scripted import ManualEngine
+from support.texts import byte_codec
 
 from npucompile.graphs.errors import RequestError
-from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+from npucompile.runtime.request import Request, Sampling, TokenEvent
 from npucompile.server.chat.format import ChatFormat
 from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.engine.generation import completion_seed
@@ -26,25 +26,8 @@ SAMPLED = {"temperature": 0.5, "top_p": 0.9, "seed": 3}
 MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
 
 
-class Engine:
-    def __init__(self):
-        self.submitted = []
-        self.cancelled = []
-
-    hold = release = lambda self: None
-
-    def submit(self, request, sink):
-        self.submitted.append((request, sink))
-
-    def cancel(self, *request_ids):
-        self.cancelled += request_ids
-
-    def stats(self):
-        return {"num_requests_running": 1}
-
-
 def service(engine=None, **options):
-    return Service(engine or Engine(), byte_codec(), MODEL, clock=lambda: 1700000000.9, **options)
+    return Service(engine or ManualEngine(), byte_codec(), MODEL, clock=lambda: 1700000000.9, **options)
 
 
 def prepare(**fields):
@@ -67,7 +50,7 @@ def test_a_conversation_goes_through_the_chat_template():
 
 
 def test_a_model_has_further_names():
-    facade = Service(Engine(), byte_codec(), replace(MODEL, aliases=("other",)))
+    facade = Service(ManualEngine(), byte_codec(), replace(MODEL, aliases=("other",)))
     facade.check_model("other")
     with pytest.raises(RequestError, match="served here is 'tiny' or 'other'"):
         facade.check_model("third")
@@ -140,7 +123,8 @@ def test_what_cannot_be_served_is_refused_by_name(fields, code, param, names):
 
 
 def test_the_rest_is_passed_on():
-    engine = Engine()
+    engine = ManualEngine()
+    engine.stats = lambda: {"num_requests_running": 1}
     facade = service(engine, readiness=lambda: {"status": "starting"})
     facade.cancel("resp_1")
     assert engine.cancelled == ["resp_1"]
@@ -150,45 +134,16 @@ def test_the_rest_is_passed_on():
     assert Response(prepare(input="abc"), facade.tokenizer).begin()[0]["type"] == "response.created"
 
 
-def test_events_come_to_the_loop_in_order_from_any_thread():
-    engine = Engine()
-    events = [TokenEvent("r", (i,)) for i in range(500)] + [FinishEvent("r", "length", 1, 500, RECORD)]
-
-    async def run():
-        done = asyncio.Event()
-        delivered, threads = [], set()
-
-        def deliver(event):
-            delivered.append(event)
-            threads.add(threading.current_thread())
-            if isinstance(event, FinishEvent):
-                done.set()
-
-        service(engine).submit([Request("r", (1,), 500)], deliver)
-        ((_, sink),) = engine.submitted
-        thread = threading.Thread(target=lambda: [sink(event) for event in events])
-        thread.start()
-        await asyncio.wait_for(done.wait(), 30)
-        thread.join()
-        return delivered, threads
-
-    delivered, threads = asyncio.run(run())
-    assert delivered == events
-    assert threads == {threading.current_thread()}
-
-
 REQUESTS = tuple(Request(name, (1,), 1) for name in "abc")
 
 
-class Refusing(Engine):
+class Refusing(ManualEngine):
     """Accepts `capacity` requests and emits a token of each at once; refuses the next."""
 
     def __init__(self, capacity, error):
         super().__init__()
         self.capacity = capacity
         self.error = error
-
-    hold = release = lambda self: None
 
     def submit(self, request, sink):
         if not self.capacity:
@@ -199,9 +154,8 @@ class Refusing(Engine):
 
     def cancel(self, *request_ids):
         super().cancel(*request_ids)
-        for request, sink in self.submitted:
-            if request.id in request_ids:
-                sink(FinishEvent(request.id, "cancelled", 1, 1, RECORD))
+        for request_id in request_ids:
+            self.finish(request_id, "cancelled", 1)
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 2])
@@ -221,19 +175,6 @@ def test_one_request_refused_is_all_refused(capacity):
     assert delivered == []
 
 
-def test_events_of_all_requests_reach_one_callback():
-    delivered = []
-    engine = Refusing(3, None)
-
-    async def run():
-        service(engine).submit(REQUESTS, delivered.append)
-        await asyncio.sleep(0)
-
-    asyncio.run(run())
-    assert delivered == [TokenEvent(name, (1,)) for name in "abc"]
-    assert engine.cancelled == []
-
-
 @pytest.mark.parametrize(
     ("param", "field"),
     [("logprobs", "top_logprobs"), ("speculative_tokens", "speculative_tokens"), (None, None)],
@@ -248,7 +189,7 @@ def test_the_engines_refusals_name_the_field_as_clients_know_it(param, field):
 
 
 def test_clients_are_tenants_of_the_engine_that_nobody_can_name():
-    engine = Engine()
+    engine = ManualEngine()
 
     async def run():
         served = service(engine)
@@ -257,14 +198,14 @@ def test_clients_are_tenants_of_the_engine_that_nobody_can_name():
         served.submit([replace(REQUESTS[0], id="d")], lambda _: None)
 
     asyncio.run(run())
-    first, second, third, nobody = (request.tenant for request, _ in engine.submitted)
+    first, second, third, nobody = (request.tenant for request in engine.requests.values())
     assert first == second != third
     assert nobody == ""
     assert "1.2.3.4" not in first
 
 
 def test_requests_of_one_turn_of_the_loop_begin_together():
-    class Holding(Engine):
+    class Holding(ManualEngine):
         def __init__(self):
             super().__init__()
             self.log = []

@@ -13,44 +13,39 @@ import httpx
 import openai
 import pydantic
 import pytest
-from support import tiny
+from support import bundled
 from support.grammars import BUNDLED, TOKENIZER
 from tokenizers import Tokenizer
 
-from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.server.chat.format import ChatFormat
 from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.client import Client
 from npucompile.server.engine.service import Service
 from npucompile.server.run import serving
 from npucompile.server.text.tokenizer import TextTokenizer
-from npucompile.tools.serve.api_settings import ApiSettings
-from npucompile.tools.serve.serving import start_service
 
 README = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
 SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    """The engine and its service."""
+def served(tmp_path_factory):
     sizes = {"buckets": (1, 4), "prefill": (32,), "max_model_len": 128, "max_logprobs": 2}
     out = tmp_path_factory.mktemp("bundled") / "tiny"
-    tiny.built(tiny.planned("qwen3.5-tiny", **sizes), out)
-    artifact = Artifact.open(out)
-    running = start_service(
-        artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("qwen3.5-tiny", "tiny"), tool_call_parser="hermes")
-    )
-    yield running
-    running.engine.stop(drain=False)
+    with bundled.served(out, tool_call_parser="hermes", **sizes) as (url, service):
+        yield f"{url}/v1", service
 
 
 @pytest.fixture(scope="module")
-def url(running):
+def running(served):
+    """The engine and its service."""
+    return served[1]
+
+
+@pytest.fixture(scope="module")
+def url(served):
     """URL of the HTTP API."""
-    with serving(running.service) as address:
-        yield address.replace("ws://", "http://").removesuffix("/responses")
+    return served[0]
 
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")

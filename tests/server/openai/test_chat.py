@@ -135,30 +135,6 @@ def test_n_choices_are_told_apart(client, stream):
     assert contents == ["ab"] * 3
 
 
-def test_parts_and_calls_reach_the_template(client, served):
-    form = ChatFormat(ChatTemplate("{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}"))
-    messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
-        {"role": "tool", "tool_call_id": "1", "content": "rain"},
-        {"role": "assistant", "content": "", "reasoning_content": "hm"},
-    ]  # fmt: skip
-    with scripted(chat=form) as (url, _):
-        other = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        extra = {"chat_template_kwargs": {"enable_thinking": False}}
-        said = other.chat.completions.create(model="tiny", messages=messages, tools=[TOOL], extra_body=extra).choices[0].message.content
-    end = json.dumps([TOOL]) + "False"
-    assert said.endswith(end)
-    assert json.loads(said.removesuffix(end)) == [
-        {"role": "system", "content": "a\nb"},
-        {"role": "assistant", "content": "", "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]},
-        {"role": "tool", "content": "rain", "tool_call_id": "1"},
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "thinking": "hm"},
-    ]  # fmt: skip
-
-
 def test_the_last_message_is_continued():
     form = ChatFormat(ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}!{% endif %}"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

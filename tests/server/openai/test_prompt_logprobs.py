@@ -9,15 +9,10 @@ import httpx
 import openai
 import pytest
 import torch
-from support import tiny
+from support import bundled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import registry
-from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.server.run import serving
-from npucompile.tools.serve.api_settings import ApiSettings
-from npucompile.tools.serve.serving import start_service
 
 SHORT = "And God said"
 LONG = "In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness was upon " * 2
@@ -27,11 +22,7 @@ CHECKPOINT = registry.find("qwen3.5-tiny").checkpoint_dir
 
 def serve(stack: contextlib.ExitStack, out: Any, **options: Any) -> str:
     sizes = {"buckets": (4,), "prefill": (32,), "max_model_len": 192, "max_logprobs": 3}
-    tiny.built(tiny.planned("qwen3.5-tiny", **sizes, **options), out)
-    artifact = Artifact.open(out)
-    running = start_service(artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("tiny",)))
-    stack.callback(running.engine.stop, drain=False)
-    return stack.enter_context(serving(running.service)).replace("ws://", "http://").removesuffix("/v1/responses")
+    return stack.enter_context(bundled.served(out, **sizes, **options))[0]
 
 
 @pytest.fixture(scope="module")

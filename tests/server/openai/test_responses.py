@@ -153,19 +153,6 @@ def test_reasoning_and_calls_are_items_and_go_back_as_input(thinking):
     assert kinds.count("response.reasoning_text.delta") == len("hm")
 
 
-def test_an_async_client_sees_the_same(thinking):
-    async def play():
-        client = openai.AsyncOpenAI(base_url=thinking[0], api_key="none", max_retries=0)
-        stream = await client.responses.create(model="tiny", input=USER, tools=[TOOL], stream=True)
-        events = [event async for event in stream]
-        check(events[-1].response)
-        arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-        assert "".join(arguments) == '{"a": 1}'
-        await client.close()
-
-    asyncio.run(play())
-
-
 def test_tools_that_are_not_to_be_called_are_text(thinking):
     client = openai.OpenAI(base_url=thinking[0], api_key="none", max_retries=0)
     response = client.responses.create(model="tiny", input=USER, tools=[TOOL], tool_choice="none")

@@ -7,7 +7,6 @@ import socket
 from urllib.parse import urlsplit
 
 import httpx
-import openai
 import pytest
 from support.scripted import scripted
 
@@ -57,14 +56,6 @@ def test_a_client_that_does_not_read_loses_its_connection(monkeypatch):
         assert httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 3}).json()["choices"][0]["text"] == "aaa"
 
 
-def test_a_client_that_keeps_up_may_get_any_number(monkeypatch):
-    monkeypatch.setattr(module, "MAX_WAITING", 3000)
-    with scripted(lambda prompt: prompt * 1000) as (url, _):
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        chunks = list(client.completions.create(model="tiny", prompt="abcd", max_tokens=3000, stream=True))
-        assert "".join(chunk.choices[0].text for chunk in chunks) == "abcd" * 750
-
-
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/responses"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_of_the_engine_is_told(path, stream):
@@ -84,10 +75,3 @@ def test_a_failure_of_the_engine_is_told(path, stream):
         assert done == "[DONE]"
     else:
         assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the device is gone")
-
-
-def test_what_runs_is_forgotten_when_it_ends(served):
-    url, engine = served
-    assert httpx.post(f"{url}/completions", json={"prompt": "a"}).status_code == 200
-    assert httpx.post(f"{url.removesuffix('/v1')}/abort_request", json={"abort_all": True}).json() == {"aborted": 0}
-    assert engine.cancelled == set()

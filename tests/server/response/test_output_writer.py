@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +15,7 @@ from npucompile.server.parsers.reasoning import ReasoningParser
 from npucompile.server.parsers.tool_calls import ToolCallParser
 from npucompile.server.requests.items import CallItem, ChatMessage
 from npucompile.server.requests.items import ReasoningItem as ReasoningInput
-from npucompile.server.response.output_items import MessageItem
-from npucompile.server.response.output_writer import PartsWriter, TextWriter
+from npucompile.server.response.output_writer import PartsWriter
 
 EVENT, ITEM = TypeAdapter(ResponseStreamEvent), TypeAdapter(ResponseOutputItem)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
@@ -116,13 +113,3 @@ def test_an_empty_answer_is_a_message():
 def test_the_reasoning_is_counted():
     for pieces in (["hm", "</think>", "ab"], ["hm</think>ab"]):
         assert written(pieces)[0].reasoning_tokens == len("hm</think>")
-
-
-def test_text_that_is_not_parsed_is_one_message():
-    made = TextWriter(MessageItem("msg_1", 0), alone=True)
-    assert made.objects() == []
-    assert made.close("cancelled") == []
-    made.write(["<think>"], [1], [])
-    assert made.items() == (ChatMessage("assistant", "<think>"),)
-    assert json.loads(json.dumps(made.objects()))[0]["content"][0]["text"] == "<think>"
-    assert TextWriter(MessageItem("msg_1", 0), alone=False).close("cancelled")[-1]["type"] == "response.output_item.done"

@@ -77,14 +77,6 @@ def test_a_stop_string_found_at_the_very_end_needs_no_cancel():
     assert response.take_stopped() == ()
 
 
-def test_an_engine_error_is_a_failure_even_after_a_stop_string():
-    response = make_response("b")
-    response.feed(tokens("ab"))
-    last = response.feed(finish("error", 2, "decode-b2-q1: boom"))[-1]
-    assert last["type"] == "response.failed"
-    assert last["response"]["error"]["message"] == "decode-b2-q1: boom"
-
-
 @pytest.mark.parametrize("late", [tokens("a"), finish("stop", 1)])
 def test_nothing_follows_the_end(late):
     response = make_response()
@@ -101,76 +93,7 @@ def test_a_completion_cancelled_before_its_first_token_has_no_item():
     assert (last["type"], last["response"]["output"]) == ("response.cancelled", [])
 
 
-def test_log_probabilities_stay_with_their_tokens():
-    response = make_response("stop")
-    ids = byte_codec().encode("gü st")
-    logprobs = numbered(byte_codec().encode("gü stop it"))
-    events = response.feed(TokenEvent("resp_1", ids[:2], logprobs[:2]))
-    events += response.feed(TokenEvent("resp_1", ids[2:], logprobs[2 : len(ids)]))
-    events += response.feed(tokens("op it", logprobs[len(ids) :]))
-    events += response.feed(finish("cancelled", 11))
-    shown = [entry for delta in deltas(events) for entry in delta["logprobs"]]
-    for delta in deltas(events):
-        assert [entry["token_id"] for entry in delta["logprobs"]] == delta["token_ids"]
-    assert [entry["token_id"] for entry in shown] == list(byte_codec().encode("gü stop"))
-    assert [entry["logprob"] for entry in shown] == [-float(place) for place in range(8)]
-    assert [entry["token"] for entry in shown] == ["g", "�", "�", " ", "s", "t", "o", "p"]
-    assert shown[3]["top_logprobs"] == [
-        {"token": " ", "token_id": byte_codec().encode(" ")[0], "logprob": -0.5},
-        {"token": byte_codec().decode([0]), "token_id": 0, "logprob": -2.0},
-    ]
-    part = events[-1]["response"]["output"][0]["content"][0]
-    assert part["text"] == "gü "
-    assert bytes(value for entry in part["logprobs"] for value in entry["bytes"]).decode() == "gü stop"
-    assert [{name: entry[name] for name in ("token", "token_id", "logprob")} for entry in part["logprobs"]] == [
-        {name: entry[name] for name in ("token", "token_id", "logprob")} for entry in shown
-    ]
-    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
-    assert done["logprobs"] == shown
-
-
 # --- several completions ---
-
-
-def test_each_completion_has_its_item_and_the_response_one_end():
-    response = make_response(count=3)
-    events = response.begin()
-    events += response.feed(tokens("b", index=1))
-    events += response.feed(tokens("a", index=0))
-    events += response.feed(finish("length", 1, index=1))
-    assert response.live == ("resp_1", "resp_1_2")
-    events += response.feed(finish("stop", 0, index=2))
-    assert not response.done
-    events += response.feed(finish("stop", 2, index=0))
-    assert response.done
-    opening = ["output_item.added", "content_part.added"]
-    closing = ["output_text.done", "content_part.done", "output_item.done"]
-    delta = ["output_text.delta"]
-    ending = [*closing, *opening, *closing, *closing, "incomplete"]
-    assert kinds(events) == ["created", "in_progress", *opening, *delta, *opening, *delta, *ending]
-    assert [event.get("output_index") for event in events] == [None, None, *[1] * 3, *[0] * 3, *[1] * 3, *[2] * 5, *[0] * 3, None]
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    body = events[-1]["response"]
-    assert [item["id"] for item in body["output"]] == ["msg_1", "msg_1_1", "msg_1_2"]
-    assert [item["status"] for item in body["output"]] == ["completed", "incomplete", "completed"]
-    assert [item["content"][0]["text"] for item in body["output"]] == ["a", "b", ""]
-    usage = body["usage"]
-    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (7, 3, 10)
-    assert [record["output_tokens"] for record in usage["npucompile"]["completions"]] == [2, 1, 0]
-
-
-def test_a_stop_string_ends_one_completion_and_not_the_others():
-    response = make_response("x", count=2)
-    response.feed(tokens("ax", index=0))
-    response.feed(tokens("bx", index=1))
-    assert response.take_stopped() == ("resp_1", "resp_1_1")
-    response = make_response("x", count=2)
-    response.feed(tokens("ax", index=1))
-    assert response.take_stopped() == ("resp_1_1",)
-    response.feed(finish("cancelled", 3, index=1))
-    (delta,) = deltas(response.feed(tokens("more", index=0)))
-    assert delta["delta"] == "more"
-    assert response.feed(finish("stop", 4, index=0))[-1]["type"] == "response.completed"
 
 
 def test_one_that_fails_fails_the_response_when_all_have_ended_and_keeps_the_rest():

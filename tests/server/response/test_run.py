@@ -8,9 +8,9 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.texts import RECORD, byte_codec
+from support.scripted import ManualEngine
+from support.texts import byte_codec
 
-from npucompile.runtime.request import FinishEvent, TokenEvent
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.requests.create_body import read_create
@@ -22,27 +22,16 @@ MODEL = ServedModel("tiny", max_model_len=4096, vocab_size=300)
 GRACE_S = 0.05
 
 
-class Engine:
-    """Keeps its sink; the test says what comes."""
-
-    def __init__(self):
-        self.sinks, self.cancelled = {}, []
-
-    hold = release = lambda self: None
-
-    def submit(self, request, sink):
-        self.sinks[request.id] = sink
-
-    def cancel(self, *request_ids):
-        self.cancelled += request_ids
+class Engine(ManualEngine):
+    """What comes is for all requests."""
 
     def emit(self, text):
-        for name, sink in self.sinks.items():
-            sink(TokenEvent(name, byte_codec().encode(text)))
+        for name in self.sinks:
+            super().emit(name, text)
 
-    def finish(self, reason="stop", count=1):
-        for name, sink in self.sinks.items():
-            sink(FinishEvent(name, reason, 1, count, RECORD))
+    def finish(self, reason="stop"):
+        for name in self.sinks:
+            super().finish(name, reason, 1)
 
 
 class Log:

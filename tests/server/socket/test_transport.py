@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from support.scripted import ManualEngine
 from support.texts import byte_codec
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
@@ -24,14 +25,9 @@ from npucompile.server.socket.transport import SLICE_BYTES, SMALL_FRAMES_PER_S, 
 LIMITS = SocketLimits(max_connections=6, max_connections_per_client=4, handshake_s=0.5)
 
 
-class Engine:
-    def stats(self):
-        return {}
-
-
 @contextlib.contextmanager
 def serving(limits=LIMITS):
-    with running(Service(Engine(), byte_codec(), ServedModel("tiny", 4096, 256)), settings=Serving(limits)) as server:
+    with running(Service(ManualEngine(), byte_codec(), ServedModel("tiny", 4096, 256)), settings=Serving(limits)) as server:
         yield server
 
 
@@ -98,7 +94,7 @@ def test_idle_connections_of_one_address_shut_nobody_else_out(server):
 
 def test_a_server_that_runs_more_requests_takes_more_connections(monkeypatch):
     monkeypatch.setattr(limits_module, "LEAST_CONNECTIONS", 2)
-    served = Service(Engine(), byte_codec(), ServedModel("tiny", 4096, 256, max_running=3))
+    served = Service(ManualEngine(), byte_codec(), ServedModel("tiny", 4096, 256, max_running=3))
     with running(served, settings=Serving(SocketLimits())) as server, contextlib.ExitStack() as stack:
         for _ in range(6):
             stack.enter_context(upgraded(server))

@@ -9,57 +9,32 @@ import logging
 import threading
 import time
 
-import msgpack
 import pytest
-from support.texts import RECORD, TEXT, byte_codec, trained_tokenizer
+from support.scripted import ManualEngine
+from support.texts import TEXT, byte_codec, trained_tokenizer
 
 from npucompile.graphs.errors import RequestError
-from npucompile.runtime.request import FinishEvent, TokenEvent
+from npucompile.runtime.request import TokenEvent
 from npucompile.server.app import create_app
 from npucompile.server.engine.lifecycle import Lifecycle
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.requests.create_body import INLINE_PROMPT_CHARS
-from npucompile.server.requests.frames import MSGPACK
 from npucompile.server.response.progress import Response
 from npucompile.server.text.tokenizer import TextTokenizer
 
 MODEL = ServedModel("tiny", max_model_len=3 * INLINE_PROMPT_CHARS, vocab_size=256)
 
 
-class Engine:
-    """Accepts requests; `emit` and `finish` send their events."""
+class Engine(ManualEngine):
+    """Has room for a number of requests."""
 
-    def __init__(self):
-        self.sinks = {}
-        self.requests = {}
-        self.cancelled = []
-        self.passes = 0
-        self.refusal = None
-        self.room = 1000
-
-    hold = release = lambda self: None
+    room = 1000
 
     def submit(self, request, sink):
-        if self.refusal is not None:
-            raise self.refusal
         if len(self.requests) == self.room:
             raise RequestError(f"{self.room} requests are all there is room for", code="overloaded")
-        self.requests[request.id] = request
-        self.sinks[request.id] = sink
-
-    def cancel(self, *request_ids):
-        self.cancelled += request_ids
-        self.passes += 1
-
-    def stats(self):
-        return {}
-
-    def emit(self, request_id, text):
-        self.sinks[request_id](TokenEvent(request_id, byte_codec().encode(text)))
-
-    def finish(self, request_id, reason="stop", count=0):
-        self.sinks[request_id](FinishEvent(request_id, reason, 1, count, RECORD))
+        super().submit(request, sink)
 
 
 class Peer:
@@ -146,59 +121,6 @@ async def opened(peer, stream_id, **fields):
     return event["response"]["id"]
 
 
-def test_two_responses_share_the_socket():
-    async def play(peer, engine):
-        first = await opened(peer, "a")
-        second = await opened(peer, "b")
-        for text in "xyz":
-            engine.emit(first, text)
-            engine.emit(second, text.upper())
-        engine.finish(second, "length", 3)
-        engine.finish(first, "stop", 3)
-        received = {"a": [], "b": []}
-        for stream_id, last in (("b", "response.incomplete"), ("a", "response.completed")):
-            while not received[stream_id] or received[stream_id][-1]["type"] != last:
-                event = await peer.receive()
-                received[event["stream_id"]].append(event)
-        texts = {name: "".join(event.get("delta", "") for event in events) for name, events in received.items()}
-        assert texts == {"a": "xyz", "b": "XYZ"}
-        for events in received.values():
-            assert [event["sequence_number"] for event in events] == list(range(2, len(events) + 2))
-        assert engine.cancelled == []
-
-    scenario(play)
-
-
-def test_cancel_goes_to_the_engine_and_its_end_comes_back():
-    async def play(peer, engine):
-        response_id = await opened(peer, "a")
-        peer.send(type="response.cancel", response_id=response_id)
-        peer.send(type="response.cancel", stream_id="a")
-        peer.send(type="response.cancel", stream_id="z")
-        assert (await peer.receive())["error"]["code"] == "response_not_found"
-        assert engine.cancelled == [response_id, response_id]
-        engine.finish(response_id, "cancelled")
-        assert (await peer.receive())["type"] == "response.cancelled"
-        await opened(peer, "a")
-
-    scenario(play)
-
-
-def test_a_stop_string_cancels_in_the_engine_once_and_completes():
-    async def play(peer, engine):
-        response_id = await opened(peer, "a", stop="stop")
-        engine.emit(response_id, "go st")
-        engine.emit(response_id, "op it")
-        engine.emit(response_id, "more")
-        assert (await peer.receive("response.output_text.delta"))["delta"] == "go "
-        engine.finish(response_id, "cancelled", 14)
-        done = await peer.receive("response.completed")
-        assert done["response"]["output"][0]["content"][0]["text"] == "go "
-        assert engine.cancelled == [response_id]
-
-    scenario(play)
-
-
 def test_cancel_goes_to_every_completion_that_has_not_ended():
     async def play(peer, engine):
         response_id = await opened(peer, "a", n=3)
@@ -272,52 +194,6 @@ def test_one_completion_refused_is_the_response_refused_and_none_runs():
     assert len(engine.cancelled) == 2
 
 
-@pytest.mark.parametrize(
-    ("param", "field"),
-    [("logprobs", "top_logprobs"), ("speculative_tokens", "speculative_tokens")],
-)
-def test_more_than_was_built_is_an_error_event_that_names_the_limit(param, field):
-    async def play(peer, engine):
-        engine.refusal = RequestError(f"{param} is 9; legal is 0 to 3, as this artifact was built", param=param)
-        peer.send(type="response.create", input="x", stream_id="a", **{field: 9})
-        error = (await peer.receive())["error"]
-        assert (error["type"], error["param"]) == ("invalid_request_error", field)
-        assert "0 to 3" in error["message"]
-
-    scenario(play)
-
-
-def test_refusals_leave_the_socket_and_the_streams_alone():
-    async def play(peer, engine):
-        first = await opened(peer, "a")
-        peer.send_raw(text="{")
-        assert (await peer.receive())["error"]["code"] == "invalid_json"
-        peer.send_raw(bytes=b"\xff")
-        assert (await peer.receive())["error"]["code"] == "invalid_utf8"
-        peer.send_raw(text="x" * 5000)
-        assert (await peer.receive())["error"]["code"] == "frame_too_large"
-        peer.send(type="response.create", input="", stream_id="b")
-        refused = await peer.receive()
-        assert (refused["error"]["code"], refused["stream_id"]) == ("empty_prompt", "b")
-        await opened(peer, "b")
-        engine.emit(first, "x")
-        assert (await peer.receive("response.output_text.delta"))["stream_id"] == "a"
-
-    scenario(play, max_frame_bytes=4096)
-
-
-def test_an_engine_that_refuses_frees_the_stream():
-    async def play(peer, engine):
-        engine.refusal = RequestError("the engine is stopping", code="engine_stopped")
-        peer.send(type="response.create", input="x", stream_id="a")
-        refused = await peer.receive()
-        assert (refused["status"], refused["error"]["code"], refused["stream_id"]) == (503, "engine_stopped", "a")
-        engine.refusal = None
-        await opened(peer, "a")
-
-    scenario(play)
-
-
 def test_a_fault_of_the_server_is_logged_and_told_and_survived(caplog):
     async def play(peer, engine):
         engine.refusal = KeyError("a secret")
@@ -331,23 +207,6 @@ def test_a_fault_of_the_server_is_logged_and_told_and_survived(caplog):
         await opened(peer, "a")
 
     scenario(play)
-
-
-def test_leaving_cancels_what_is_live_and_nothing_else():
-    engine = Engine()
-    ids = []
-
-    async def play(peer, engine):
-        ids.extend([await opened(peer, name) for name in "abc"])
-        engine.finish(ids[1])
-        await peer.receive("response.completed")
-
-        ids.append(await opened(peer, "d", n=2))
-
-    scenario(play, engine=engine)
-    assert engine.cancelled == [ids[0], ids[2], ids[3], f"{ids[3]}_1"]
-    # A late event of a cancelled request must not fail.
-    engine.emit(ids[0], "x")
 
 
 def test_a_response_that_ended_is_freed():
@@ -541,22 +400,6 @@ def test_what_is_refused_is_not_echoed_whole(event):
     scenario(play, max_frame_bytes=10**6)
 
 
-def test_a_slow_client_within_the_bound_loses_nothing():
-    async def play(peer, engine):
-        response_id = await opened(peer, "a")
-        peer.readable.clear()
-        for _ in range(5):
-            engine.emit(response_id, "x")
-        engine.finish(response_id, "stop", 5)
-        await asyncio.sleep(0.2)
-        peer.readable.set()
-        done = await peer.receive("response.completed")
-        assert done["response"]["output"][0]["content"][0]["text"] == "xxxxx"
-        assert done["sequence_number"] == 12
-
-    scenario(play, slow_reader_s=30)
-
-
 def test_an_exception_in_one_response_ends_that_one_alone(caplog):
     async def play(peer, engine):
         first, second, third = [await opened(peer, name) for name in "abc"]
@@ -603,48 +446,6 @@ def test_what_is_said_while_the_server_ends():
         await peer.ended()
 
     asyncio.run(run())
-
-
-def test_a_client_that_asks_for_more_than_its_share_is_told_so():
-    async def run():
-        engine = Engine()
-        limits = SocketLimits(max_queue=7, max_requests_per_client=4)
-        app = create_app(Service(engine, byte_codec(), MODEL, limits=limits), limits)
-        peer = Peer(app)
-        await peer.message()
-        first = await opened(peer, "a", n=4)
-        peer.send(type="response.create", input="x", stream_id="b")
-        refused = await peer.receive()
-        assert (refused["status"], refused["error"]["type"], refused["error"]["code"]) == (429, "rate_limit_error", "too_many_requests")
-        for name in (first, *(f"{first}_{i}" for i in (1, 2, 3))):
-            engine.finish(name)
-        await peer.receive("response.completed")
-        await opened(peer, "b", n=4)
-        peer.leave()
-        await peer.ended()
-
-    asyncio.run(run())
-
-
-def test_foreign_subprotocols_are_refused_before_the_handshake():
-    async def run():
-        peer = Peer(create_app(Service(Engine(), byte_codec(), MODEL)), "graphql-ws")
-        start, body = await peer.message(), await peer.message()
-        assert (start["type"], start["status"]) == ("websocket.http.response.start", 400)
-        assert MSGPACK.encode() in body["body"]
-        await peer.ended()
-
-    asyncio.run(run())
-
-
-def test_msgpack_travels_in_binary_frames():
-    async def play(peer, engine):
-        peer.send_raw(bytes=msgpack.packb({"type": "response.create", "input_token_ids": [65]}))
-        message = await peer.message()
-        assert message.get("text") is None
-        assert msgpack.unpackb(message["bytes"])["type"] == "response.created"
-
-    scenario(play, MSGPACK)
 
 
 def test_a_long_prompt_does_not_stop_the_loop():
