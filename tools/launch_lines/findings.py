@@ -85,8 +85,10 @@ def _verdict(given: Given, context: Context) -> Verdict:
         # A flag that is JSON may come in pieces, and says what all of them together say.
         value = context.facts.values.get(row.rule, given.value) if row.type == "json" else given.value
         return RULES[row.rule](value, context)
+    if row.off and given.value is False:
+        return topic(row.off)
     if row.topic and _asks_for_nothing(given, row):
-        return topic(row.off) if row.off else Verdict(UNNECESSARY, _NEUTRAL)
+        return Verdict(UNNECESSARY, _NEUTRAL)
     return topic(row.topic)
 
 

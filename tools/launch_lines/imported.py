@@ -135,7 +135,7 @@ class _Read:
     @property
     def settings(self) -> tuple[Any, ...]:
         """What is equal on all machines of an instance."""
-        own = ("node_rank", "nodes", "rendezvous", "rendezvous_port", "dp_local", "headless")
+        own = ("node_rank", "nodes", "rendezvous", "rendezvous_port", "dp_local")
         values = {name: value for name, value in self.facts.values.items() if name not in own}
         return (self.launch.engine, self.facts.role, repr(sorted(values.items(), key=lambda item: item[0])))
 

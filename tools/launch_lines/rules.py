@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import draft_rules, layout_rules, model_rules, serve_rules, size_rules
+from . import layout_rules, model_rules, serve_rules
 from .verdicts import RULES
 
-__all__ = ["RULES", "draft_rules", "layout_rules", "model_rules", "serve_rules", "size_rules"]
+__all__ = ["RULES", "layout_rules", "model_rules", "serve_rules"]

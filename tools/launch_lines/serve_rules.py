@@ -113,14 +113,6 @@ def chat_template(value: Any, context: Context) -> Verdict:
 
 
 @rule
-def auto_tools(value: Any, context: Context) -> Verdict:
-    """Whether a model may call tools of its own accord."""
-    if value:
-        return Verdict(UNNECESSARY, "tool calls are always read where a request brings tools")
-    return Verdict(REFUSED, "a request turns tools off with tool_choice none; the server cannot for all")
-
-
-@rule
 def max_logprobs(value: Any, context: Context) -> Verdict:
     """Most log probabilities of a request."""
     if 0 <= value <= MAX_LOGPROBS:
@@ -163,12 +155,6 @@ def no_prefixes_kept(value: Any, context: Context) -> Verdict:
 
 
 @rule
-def grammar_config(value: Any, context: Context) -> Verdict:
-    """What compiles grammars."""
-    return topic("grammar")
-
-
-@rule
 def additional_config(value: Any, context: Context) -> Verdict:
     """vllm-ascend's own settings: the strictest of what becomes of its keys."""
     if not isinstance(value, dict):
@@ -180,12 +166,3 @@ def additional_config(value: Any, context: Context) -> Verdict:
     if refused:
         return Verdict(REFUSED, "; ".join(refused))
     return Verdict(UNNECESSARY, "; ".join(f"{key}: {verdict.why}" for key, verdict in verdicts.items()) or "it is empty")
-
-
-@rule
-def planned_variable(value: Any, context: Context) -> Verdict:
-    """A variable that the artifact sets for its ranks."""
-    why = (
-        "the artifact plans it for its ranks (`npucompile inspect ARTIFACT --environment`); what serve finds in its environment goes before"
-    )
-    return Verdict(UNNECESSARY, why)
