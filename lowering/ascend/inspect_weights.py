@@ -11,11 +11,10 @@ from ...graphs.errors import LoweringError
 from .ge_file import GE_DTYPES, GeFile, messages
 from .ge_operators import Operator, by_kind, read
 from .inspect_ge import shape
-from .operators.table import VIEWS
+from .operators.table import BY_TYPE, VIEWS
 
 LARGE_BYTES = 2**20
 """A value derived from parameters that is larger is not kept beside the parameters that it is derived from."""
-_CASTS = {"Cast": "dst_type", "Bitcast": "type"}
 
 
 def work_on_weights(ge_file: GeFile, params: int) -> dict[str, frozenset[int]]:
@@ -84,9 +83,10 @@ def _work_on_weights(ops: Sequence[Operator], ge_file: GeFile, params: int) -> d
 
 
 def _is_cast_to_no_operand(op: Any) -> bool:
-    if op.type not in _CASTS:
+    record = BY_TYPE.get(op.type)
+    if record is None or not record.casts:
         return False
-    attr = op.attr[_CASTS[op.type]]
+    attr = op.attr[record.casts]
     if attr.WhichOneof("value") == "dt":
         return attr.dt not in {messages().DataType.Value(name) for name, _ in GE_DTYPES.values()}
     return attr.i not in {number for _, number in GE_DTYPES.values()}

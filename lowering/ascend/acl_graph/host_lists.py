@@ -13,14 +13,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from ....graphs.errors import LoweringError
+from ...artifact.graph_io import find_target
 from ..operators.table import HOST_LISTS
 from .flat import is_fixed, written_memory
 from .once import constants_of, evaluated
 
-_GE_FORMS = {
-    "air.npu_fused_infer_attention_score.default": "npu_fused_infer_attention_score",
-    "air.npu_fused_infer_attention_score_v2.default": "npu_fused_infer_attention_score_v2",
-}
+_OF_GE = "air."
+"""Namespace of forms that GE alone has."""
 
 
 def take_lists(graph: GraphModule) -> None:
@@ -31,11 +30,11 @@ def take_lists(graph: GraphModule) -> None:
     """
     constant = constants_of(graph)
     for node in list(graph.graph.nodes):
-        name = str(node.target)
-        if node.op == "call_function" and name.startswith("air."):
-            if name not in _GE_FORMS:
-                raise LoweringError(f"{node.name} calls {name}, which GE alone has; others are known of {', '.join(sorted(_GE_FORMS))}")
-            node.target = getattr(torch.ops.npu, _GE_FORMS[name]).default
+        name, form = str(node.target), str(node.target).replace(_OF_GE, "npu.", 1)
+        if node.op == "call_function" and name.startswith(_OF_GE):
+            if form not in HOST_LISTS:
+                raise LoweringError(f"{node.name} calls {name}, which GE alone has; others are known of {', '.join(sorted(HOST_LISTS))}")
+            node.target = find_target(form)
         for argument in HOST_LISTS.get(str(node.target), ()):
             value = node.kwargs.get(argument)
             if isinstance(value, Node) and value in constant:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,13 +15,9 @@ from ....graphs.primitive import nbytes
 from ....graphs.types import DTYPE_NAMES, Signature
 from ...artifact import graph_io
 from ..inspect_weights import LARGE_BYTES
-from ..operators.table import FORMS, GROUP_ARGUMENTS, HOST_LISTS
+from ..operators.table import BY_TARGET, FORMS, GROUP_ARGUMENTS, HOST_LISTS, group_of
 from .file import AclFile, graph_of
 from .formats import TRANSPOSED
-
-_PRODUCTS = ("aten.mm.default", "npu.npu_mm_reduce_scatter_base.default")
-_COPIES = ("aten.clone.default", "aten._to_copy.default", "aten.copy_.default")
-_FUNCTIONAL = tuple(name for name, form in FORMS.items() if form.in_place)
 
 
 def launches(nodes: Iterable[Node]) -> list[Node]:
@@ -47,9 +43,10 @@ def copied_operands(launched: Iterable[Node]) -> int:
     """
     copied = 0
     for node in launched:
-        if str(node.target) not in _COPIES:
+        record, form = BY_TARGET.get(str(node.target)), FORMS.get(str(node.target))
+        if record is None or not record.copies:
             sources = [
-                source for source in node.all_input_nodes if not (str(source.target) == TRANSPOSED and str(node.target) in _PRODUCTS)
+                source for source in node.all_input_nodes if not (form and form.takes_transposed and str(source.target) == TRANSPOSED)
             ]
             copied += sum(isinstance(val, torch.Tensor) and not val.is_contiguous() for val in (source.meta["val"] for source in sources))
     return copied
@@ -63,38 +60,34 @@ def _moves_nothing(name: str) -> bool:
 
 def launches_by_body(acl_file: AclFile) -> dict[str, list[str]]:
     """Names of the operators that `launches` counts, of each body, in the order of the bodies' first operators."""
-    nodes = [node for node in graph_of(acl_file).graph.nodes if node.op == "call_function"]
-    started, by_body = set(launches(nodes)), dict[str, list[str]]()
-    for node, body in zip(nodes, _bodies(acl_file), strict=True):
-        by_body.setdefault(body, []).extend([str(node.target)] if node in started else [])
-    return by_body
-
-
-def _bodies(acl_file: AclFile) -> list[str]:
-    return [body for body, nodes in acl_file.calls for _ in range(nodes)]
+    return _by_body(acl_file, lambda node: not _moves_nothing(str(node.target)))
 
 
 def census(acl_file: AclFile) -> dict[str, int]:
     """Operators by name, views included."""
-    return dict(sorted(Counter(name for names in _names_by_body(acl_file).values() for name in names).items()))
+    return dict(sorted(Counter(name for names in _by_body(acl_file, _is_operator).values() for name in names).items()))
 
 
 def census_by_body(acl_file: AclFile) -> dict[str, dict[str, int]]:
     """Operators of each body by name, in the order of the bodies' first operators."""
-    return {body: dict(sorted(Counter(names).items())) for body, names in _names_by_body(acl_file).items()}
+    return {body: dict(sorted(Counter(names).items())) for body, names in _by_body(acl_file, _is_operator).items()}
 
 
-def _names_by_body(acl_file: AclFile) -> dict[str, list[str]]:
+def _is_operator(node: Node) -> bool:
+    return str(node.target) != "operator.getitem"
+
+
+def _by_body(acl_file: AclFile, counted: Callable[[Node], bool]) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     nodes = [node for node in graph_of(acl_file).graph.nodes if node.op == "call_function"]
-    for node, body in zip(nodes, _bodies(acl_file), strict=True):
-        names.setdefault(body, []).extend([str(node.target)] if str(node.target) != "operator.getitem" else [])
+    for node, body in zip(nodes, acl_file.bodies, strict=True):
+        names.setdefault(body, []).extend([str(node.target)] if counted(node) else [])
     return names
 
 
 def text(acl_file: AclFile) -> str:
     """The graph, an operator a line, with a line where it is cut."""
-    lines, bodies = [], iter(_bodies(acl_file))
+    lines, bodies = [], acl_file.bodies
     for number, node in enumerate(graph_of(acl_file).graph.nodes):
         if number in acl_file.cuts:
             lines.append("-- the host reads lengths, and updates the attention behind --")
@@ -131,7 +124,7 @@ def check(acl_file: AclFile, signature: Signature) -> None:
     operands: dict[Any, int] = {node: i for i, node in enumerate(graph_of(acl_file).graph.nodes) if node.op == "placeholder"}
     graph = next(iter(operands)).graph
     for node in graph.nodes:
-        if str(node.target) in _FUNCTIONAL:
+        if (form := FORMS.get(str(node.target))) is not None and form.in_place:
             raise LoweringError(f"{node.name} ({node.target}) copies a pool to change a part of it; legal is its form that writes in place")
         size = nbytes(node.args[0].meta["val"]) if str(node.target) == "aten.copy_.default" else 0
         if size > LARGE_BYTES and operands.get(node.args[0]) in state:
@@ -146,11 +139,9 @@ def check(acl_file: AclFile, signature: Signature) -> None:
 
 def collectives(acl_file: AclFile) -> list[tuple[str, str, torch.Tensor]]:
     """Operator, group and first result of each operator that communicates, in order: a stream runs them as they are."""
-    found = []
+    called = []
     for node in graph_of(acl_file).graph.nodes:
         if (name := str(node.target)) in GROUP_ARGUMENTS:
-            position, argument = GROUP_ARGUMENTS[name]
-            group = node.args[position] if len(node.args) > position else node.kwargs[argument]
             value = node.meta["val"]
-            found.append((name, str(group), value[0] if isinstance(value, list | tuple) else value))
-    return found
+            called.append((name, group_of(name, node.args, node.kwargs), value[0] if isinstance(value, list | tuple) else value))
+    return called

@@ -11,11 +11,10 @@ from ...artifact import graph_io
 from ..ge_file import Folded
 from .file import AclFile
 from .flat import BODY, Flat, flat, written_memory
-from .fuse_products import fuse_products
 from .host_lists import take_lists, with_cuts
 from .in_place import write_in_place
 from .once import drop_unread, fold_constants, merge_equal
-from .products import multiply_with_nz
+from .products import fuse_products, multiply_with_nz
 
 
 def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> AclFile:

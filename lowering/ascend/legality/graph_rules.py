@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ..operators.node import Node
 from ..operators.record import COUNTS, SUMS, TokenList
-from ..operators.table import BY_TYPE, COMMUNICATING
+from ..operators.table import COMMUNICATING, record_of
 
 _KINDS = {SUMS: "running sums", COUNTS: "counts"}
 
@@ -25,7 +25,7 @@ def group_list_kind(nodes: Sequence[Node]) -> Iterator[tuple[Node, str]]:
     """A list of tokens of each expert is read as its producer writes it; casts, copies and views between them change nothing."""
     producers = {node.name: node for node in nodes}
     for node in nodes:
-        record = BY_TYPE.get(node.type)
+        record = record_of(node)
         if record is None or record.takes_tokens is None or not (tensor := node.find(str(record.takes_tokens.operand))):
             continue
         if (source := _list_source(tensor, producers)) is None:
@@ -74,7 +74,7 @@ def _ordered(nodes: Sequence[Node], bits: Mapping[str, int]) -> dict[str, int]:
 def _list_source(tensor: str, producers: Mapping[str, Node]) -> tuple[Node, TokenList] | None:
     """The operator that lists tokens of each expert, and how; None where it is another one's."""
     while (node := producers.get(tensor.rpartition(":")[0])) is not None:
-        record = BY_TYPE.get(node.type)
+        record = record_of(node)
         if node.reads and (node.type == "" or (record is not None and (record.view or record.copies == 1))):
             tensor = node.reads[0]
             continue

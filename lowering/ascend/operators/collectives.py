@@ -308,7 +308,15 @@ OPERATORS = (
     ),
     NpuOperator(
         acl=("aclnnMatmulReduceScatterV2",),
-        torch=(TorchForm("npu.npu_mm_reduce_scatter_base.default", group_kernel=npu_mm_reduce_scatter_base, group=(2, "hcom"), size=3),),
+        torch=(
+            TorchForm(
+                "npu.npu_mm_reduce_scatter_base.default",
+                group_kernel=npu_mm_reduce_scatter_base,
+                group=(2, "hcom"),
+                size=3,
+                takes_transposed=True,
+            ),
+        ),
         stages=_product_and_sum_work,
         collective="reduce_scatter_tensor",
     ),

@@ -375,7 +375,10 @@ OPERATORS = (
     NpuOperator(
         ("MatMul", "MatMulV2", "MatMulV3"),
         acl=("aclnnMatmulWeightNz", "aclnnMm"),
-        torch=(TorchForm("aten.mm.default", mm, weights=((1, "mat2"),)), TorchForm("npu.npu_linear.default", npu_linear)),
+        torch=(
+            TorchForm("aten.mm.default", mm, weights=((1, "mat2"),), takes_transposed=True),
+            TorchForm("npu.npu_linear.default", npu_linear),
+        ),
         run=_mat_mul("transpose_x1", "transpose_x2", 2),
         types=type_rules.product,
         work=work.product,

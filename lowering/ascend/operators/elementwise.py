@@ -11,7 +11,7 @@ import torch
 from ....graphs.errors import LoweringError
 from . import type_rules, work
 from .call import Call, Function, Results, binary, same_dtype, unary
-from .record import Converter, NpuOperator
+from .record import Converter, NpuOperator, TorchForm
 from .trials import ANY_INTEGERS, DISTINCT, LARGE, POSITIVE, Trial
 
 Reduction = Callable[..., torch.Tensor]
@@ -277,7 +277,15 @@ OPERATORS = (
     _like_first("LogicalNot", _logical_not),
     _like_first("Muls", _muls),
     NpuOperator(("Addcmul",), run=_addcmul),
-    NpuOperator(("Cast",), acl=("aclnnCast",), run=_cast, types=type_rules.cast, copies=1, trial=ANY_INTEGERS),
+    NpuOperator(
+        ("Cast",),
+        torch=(TorchForm("aten._to_copy.default"),),
+        run=_cast,
+        types=type_rules.cast,
+        copies=1,
+        casts="dst_type",
+        trial=ANY_INTEGERS,
+    ),
     _like_first("ClipByValueV2", _clip),
     NpuOperator(("SelectV2",), run=_select, types=type_rules.select, trial=ANY_INTEGERS),
     _like_first("MaskedFill", _masked_fill),

@@ -43,6 +43,7 @@ class TorchForm:
         rank: position of the rank's number in its group, which is 0 in a file and each rank's own when it is opened; None as above.
         weights: position and name of the inputs that a captured graph may have in NZ.
         only_nz: dtype of weights that it takes in NZ alone.
+        takes_transposed: a transposed view of a matrix is read as it lies; others copy it first.
         host_lists: arguments that hold integers for the tiling, which the host computes: SymInt[] in torch_npu's schema.
         in_place: overload that takes the same arguments and writes new pools into the old ones; "" where there is none.
         pools: result -> position of the argument that it replaces, of a form that has `in_place`.
@@ -59,6 +60,7 @@ class TorchForm:
     rank: int | None = None
     weights: tuple[tuple[int, str], ...] = ()
     only_nz: torch.dtype | None = None
+    takes_transposed: bool = False
     host_lists: tuple[str, ...] = ()
     in_place: str = ""
     pools: Mapping[int, int] = field(default_factory=dict)
@@ -106,6 +108,7 @@ class NpuOperator:
         writes: result -> input whose memory it overwrites.
         view: its result may share the memory of its first input.
         copies: number of inputs that it reads whole and writes elsewhere; 0 where it is no copy.
+        casts: attribute with the dtype that it changes its input to; "" where it keeps it or computes.
         lengths: positions of inputs that are lengths of the step, and never constants.
         weight: name of the input that it takes in NZ; inputs of a list are numbered.
         only_nz: whether an operator message takes int8 weights in NZ alone.
@@ -132,6 +135,7 @@ class NpuOperator:
     writes: Mapping[int, int] = field(default_factory=dict)
     view: bool = False
     copies: int = 0
+    casts: str = ""
     lengths: tuple[int, ...] = ()
     weight: str = ""
     only_nz: Callable[[Any], bool] | None = None

@@ -9,7 +9,7 @@ import torch
 from ....graphs.errors import LoweringError
 from . import type_rules, work
 from .call import INT4, Call, Function, Int4, Results, Value, same_dtype, unary
-from .record import NpuOperator
+from .record import NpuOperator, TorchForm
 from .trials import ANY_INTEGERS, Trial, gather_index
 
 
@@ -192,7 +192,7 @@ def _assign(call: Call) -> Results:
 OPERATORS = (
     NpuOperator(
         ("Identity",),
-        acl=("aclnnInplaceCopy",),
+        torch=(TorchForm("aten.clone.default"), TorchForm("aten.copy_.default")),
         run=unary(_itself),
         types=type_rules.same,
         keeps_format=True,
@@ -209,7 +209,7 @@ OPERATORS = (
     NpuOperator(("Reshape",), run=_reshape, types=type_rules.reshape, view=True, trial=ANY_INTEGERS),
     NpuOperator(("Squeeze",), run=_squeeze, types=type_rules.squeeze, view=True, trial=ANY_INTEGERS),
     NpuOperator(("Unsqueeze",), run=_unsqueeze, types=type_rules.unsqueeze, view=True, trial=ANY_INTEGERS),
-    NpuOperator(("Bitcast",), run=_bitcast, types=type_rules.bitcast, keeps_format=True, view=True),
+    NpuOperator(("Bitcast",), run=_bitcast, types=type_rules.bitcast, keeps_format=True, view=True, casts="type"),
     NpuOperator(("Transpose",), run=_transpose, types=type_rules.transpose, copies=1, trial=ANY_INTEGERS),
     NpuOperator(("BroadcastTo",), run=_broadcast_to, types=type_rules.broadcast_to, trial=ANY_INTEGERS),
     NpuOperator(("Tile",), run=_tile, trial=ANY_INTEGERS),
