@@ -19,6 +19,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 import torch
 from support import examples, ranks, servers, tiny
 from support import kernels as native_kernels
+from support.once import made_once
 from transformers.utils import import_utils
 
 # Workers of pytest-xdist share the cores; alone, a process may take two.
@@ -88,38 +89,37 @@ def variant(request: pytest.FixtureRequest, kernels: ModuleType) -> Iterator[Mod
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint directory of two layers whose draft head is now and then right; not to be changed."""
-    return Path(tiny.write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", seed=7, agreeing=True))
+    folder = made_once(tmp_path_factory, "checkpoint", lambda to: tiny.write_checkpoint(to / "tiny", seed=7, agreeing=True))
+    return folder / "tiny"
 
 
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint built uncompiled in float32: decode batches 1, 2, 4, three drafts, prefill 4 and 16, context 64; not to be changed."""
-    out = tmp_path_factory.mktemp("artifact") / "tiny"
-    tiny.built(tiny.planned(tiny_checkpoint), out)
-    return out
+    return made_once(tmp_path_factory, "artifact", lambda to: tiny.built(tiny.planned(tiny_checkpoint), to / "tiny")) / "tiny"
 
 
 @pytest.fixture(scope="session")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Artifacts of one random checkpoint by mesh, "" being one device; built once, not to be changed."""
-    root = tmp_path_factory.mktemp("sharded")
-    checkpoint = tiny.write_checkpoint(root / "checkpoint", **ranks.SIZES)
-    artifacts: dict[str, Path] = {}
-
-    def find(mesh: str) -> Path:
-        if mesh not in artifacts:
-            artifacts[mesh] = ranks.build(checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh)
-        return artifacts[mesh]
-
-    return find
+    return _by_mesh(tmp_path_factory, "sharded", ranks.build, **ranks.SIZES)
 
 
 @pytest.fixture(scope="session")
 def npu_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Artifacts of one random mixture of experts for NPUs by mesh, "" being one device; built once, not to be changed."""
-    root = tmp_path_factory.mktemp("npu")
-    checkpoint = tiny.write_checkpoint(root / "checkpoint", seed=7, agreeing=True, **ranks.NPU_SIZES)
-    return functools.cache(lambda mesh: ranks.build_npu(checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh))
+    return _by_mesh(tmp_path_factory, "npu", ranks.build_npu, seed=7, agreeing=True, **ranks.NPU_SIZES)
+
+
+def _by_mesh(factory: pytest.TempPathFactory, name: str, build: Callable[[Path, Path, str], Path], **sizes: Any) -> Callable[[str], Path]:
+    """Artifacts of one random checkpoint of these sizes."""
+    checkpoint = made_once(factory, f"{name}-checkpoint", lambda to: tiny.write_checkpoint(to / "checkpoint", **sizes)) / "checkpoint"
+
+    def find(mesh: str) -> Path:
+        out = f"mesh-{mesh}"
+        return made_once(factory, f"{name}-{out}", lambda to: build(checkpoint, to / out, mesh)) / out
+
+    return functools.cache(find)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from npucompile.graphs import ops
 from npucompile.graphs.errors import PrimitiveError
-from npucompile.graphs.primitive import NAMESPACE, TABLE, Cost, Primitive, nbytes, of_inplace, of_target
+from npucompile.graphs.primitive import NAMESPACE, TABLE, Primitive, of_inplace, of_target
 
 Define = Callable[..., Primitive[Any]]
 
@@ -183,9 +183,3 @@ def test_of_target_finds_primitives_only() -> None:
     for other in (torch.ops.aten.add_.Tensor, ops.cache_write.op, len, None):
         assert of_inplace(other) is None
     assert ops.linear.op.namespace == NAMESPACE
-
-
-def test_costs_add_and_bytes_count() -> None:
-    assert Cost(1, 2, 3) + Cost(10, 20, 30) == Cost(11, 22, 33)
-    assert nbytes(torch.ones(2, 3), None, torch.ones(4, dtype=torch.int8)) == 28
-    assert nbytes() == 0

@@ -34,15 +34,6 @@ def test_rows_round_half_to_even_by_their_own_scale() -> None:
     assert scale.tolist() == [1.0, 2.0, 0.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_come_back_within_half_a_step(dtype: torch.dtype) -> None:
-    x = draw(7, 33).to(dtype)
-    rows, scale = quantise_rows(x)
-    assert scale.dtype == torch.float32
-    assert ((rows.float() * scale[:, None] - x.float()).abs() <= 0.5001 * scale[:, None]).all()
-    assert rows.abs().amax(-1).tolist() == [127] * 7
-
-
 def test_w8_has_one_scale_an_output_channel() -> None:
     weight = draw(3, 5, 4)
     values, scale = quantise_w8(weight)
@@ -81,13 +72,6 @@ def test_rows_of_bytes_are_unpacked(values: list[int]) -> None:
         packed = pack_rows(weight, axis)
         assert torch.equal(unpack_rows(packed, axis), weight)
     assert pack_rows(weight, 0)[0, 0].item() & 0xFF == (weight[0, 0].item() & 0xF) | (weight[1, 0].item() & 0xF) << 4
-
-
-def test_a_channel_of_zeros_stays_zeros() -> None:
-    for quantise in (quantise_w8, quantise_w4):
-        packed, scale, *_ = quantise(torch.zeros(3, 8))
-        assert not packed.any()
-        assert scale.all()
 
 
 @settings(max_examples=50, deadline=None)

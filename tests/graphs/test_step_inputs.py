@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from npucompile.graphs.step_inputs import LAYER_INPUTS, OPTIONAL_ROWS, StepInputs, write_width
+from npucompile.graphs.step_inputs import OPTIONAL_ROWS, StepInputs, write_width
 from npucompile.graphs.types import Bucket, Limits
 
 LIMITS = Limits(page_size=4, num_pages=9, num_slots=5, max_model_len=24)
@@ -98,14 +98,3 @@ def test_adjustments_come_after_bitmasks_and_are_no_more_than_rows_have(bucket, 
         "adjustments": (rows, write_width(bucket), 200),
     }
     assert list(avals)[-3:] == list(OPTIONAL_ROWS)
-
-
-def test_inputs_are_given_by_name_too():
-    """The inputs that a decode step's layers get from the request slots."""
-    padding = StepInputs(Bucket("decode", 2, 4), LIMITS).padding(LAYER_INPUTS)
-    assert set(padding) == set(LAYER_INPUTS)
-    assert (padding["tokens"].shape, padding["state_slots_out"].shape, padding["page_table"].shape) == ((2, 4), (2, 4), (2, 6))
-
-
-def test_as_many_slots_are_written_as_tokens_are_sampled():
-    assert (write_width(Bucket("decode", 8, 3)), write_width(Bucket("prefill", 1, 32))) == (3, 1)

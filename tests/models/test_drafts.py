@@ -124,20 +124,6 @@ def test_the_cut_of_a_prompt_changes_no_draft(name, chunks):
     expect_cache(server, model, request)
 
 
-@torch.no_grad()
-def test_prompts_of_different_lengths_share_prefill_steps():
-    """After the end of one prompt its row is padding while the others continue."""
-    model = oracle.drafting("moe")
-    server = speculators.Server(model.model, model.weights, 2)
-    requests = [speculators.Request(model.prompt(length, length), request_slot) for length, request_slot in ((3, 1), (30, 5), (17, 2))]
-    outputs = server.prefill(requests, [16, 8, 8])
-    for request, row in zip(requests, outputs["drafts"].tolist(), strict=True):
-        text = request.prompt + request.output
-        assert row == recursion(model.model, model.weights, text, [request.start - 1], 2)[0].tolist()
-        expect_cache(server, model, request)
-    server.expect_untouched([1, 2, 5])
-
-
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_a_preempted_request_drafts_the_same_after_its_second_prefill(name):
@@ -174,15 +160,3 @@ def test_no_draft_is_made_beyond_the_longest_context(drafts):
     server.decode([request])
     expect_cache(server, model, request)
     server.expect_untouched([2])
-
-
-@torch.no_grad()
-def test_rows_of_padding_draft_some_token():
-    """Whatever the null page and slot hold, drafts of padding are ids of the vocabulary."""
-    model = oracle.drafting("moe")
-    server = speculators.Server(model.model, model.weights, 3)
-    for bucket in (Bucket("decode", 4, 4), Bucket("prefill", 2, 8)):
-        drafts = server.step(bucket, server.blank(bucket))["drafts"]
-        assert ((drafts >= 0) & (drafts < 97)).all()
-        assert not server.request_slots[0].any()
-    server.expect_untouched([])

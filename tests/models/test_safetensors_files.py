@@ -70,13 +70,6 @@ def test_entries_say_what_and_where(single):
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in TENSORS.values())
 
 
-def test_shards_are_one_table(single, sharded):
-    path, _ = sharded
-    checkpoint, unsharded = safetensors_files.open_checkpoint(path), safetensors_files.open_checkpoint(single)
-    assert [file.name for file in checkpoint.files] == ["model-1.safetensors", "model-2.safetensors"]
-    assert {n: (e.dtype, e.shape) for n, e in checkpoint.tensors.items()} == {n: (e.dtype, e.shape) for n, e in unsharded.tensors.items()}
-
-
 def test_a_tensor_the_index_forgot_is_not_lost(sharded):
     path, index = sharded
     index(eight=None)

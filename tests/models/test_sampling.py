@@ -224,21 +224,6 @@ def test_sampled_outputs_are_the_same_alone_and_in_a_full_batch(sampled, name):
         assert {1, 2, 3} <= {count for request in together for count in request.counts}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sampled_outputs_are_the_same_whatever_other_rows_accept(sampled, name):
-    """With planted drafts, of which each row accepts another number in each step; finished requests leave the batch."""
-    cases, draw = sampled(name), random.Random(8)
-    server, requests = cases.server(3), cases.requests()
-    server.prefill(requests)
-    while live := [request for request in requests if len(request.output) < LONG]:
-        draw.shuffle(live)
-        for request in live:
-            server.plant_drafts(request, cases.truth[requests.index(request)], draw.randint(0, 3))
-        server.decode(live, 8)
-    cases.expect(requests)
-    assert {count for request in requests for count in request.counts} == {1, 2, 3, 4}
-
-
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_sampled_outputs_are_the_same_after_preemption_and_for_any_chunks(sampled, name, drafts):
@@ -299,17 +284,6 @@ def test_log_probabilities_are_those_of_the_models_logits(sampled, name):
             torch.testing.assert_close(values.double(), most, atol=1e-4, rtol=0)
             torch.testing.assert_close(row[ids.long()], most, atol=1e-4, rtol=0)
             assert len(set(ids.tolist())) == MOST
-
-
-def test_a_greedy_token_is_the_most_likely_one():
-    model = oracle.drafting("dense")
-    server = speculators.Server(model.model, model.weights, 3, logprobs=1)
-    request = speculators.Request(model.prompt(8), 1, speculators.Knobs(logprobs=True))
-    server.prefill([request])
-    for _ in range(5):
-        outputs = server.decode([request])
-        assert torch.equal(outputs["top_ids"][0, :, 0], outputs["tokens"][0])
-        assert torch.equal(outputs["top_logprobs"][0, :, 0], outputs["chosen_logprobs"][0])
 
 
 # --- over a split vocabulary ---

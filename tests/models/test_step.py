@@ -77,31 +77,6 @@ def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
     assert (following[0, 0] - theirs[-1]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["dense", "dense-tied", "moe", "moe-tied"])
-@torch.no_grad()
-def test_several_candidates_in_one_step_and_rollback(name):
-    """Three candidates in each row; then each row continues from the slot of its last accepted one."""
-    random = oracle.drafting(name)
-    runner = oracle.Runner(random.model, random.weights, drafts=2)
-    prompts, pages = [random.prompt(9, 1), random.prompt(14, 2)], [[3, 8, 5], [2, 9, 6]]
-    slots = [[1, 2, 3], [4, 5, 6]]
-    for ids, table, own in zip(prompts, pages, slots, strict=True):
-        runner.prefill(ids, table, own[0], [16])
-    drafts = [random.prompt(3, 3), random.prompt(3, 4)]
-    rows = [oracle.Row(drafts[b], len(prompts[b]), pages[b], slots[b][0], slots[b]) for b in range(2)]
-    logits = runner.step(decode(4, 3), rows)["logits"]
-    accepted = [1, 2]
-    for b in range(2):
-        theirs = random.logits([*prompts[b], *drafts[b]])[-3:]
-        assert (logits[b] - theirs).abs().max() < TOLERANCE
-    texts = [[*prompts[b], *drafts[b][: accepted[b]]] for b in range(2)]
-    following = [random.prompt(3, 5), random.prompt(3, 6)]
-    rows = [oracle.Row(following[b], len(texts[b]), pages[b], slots[b][accepted[b] - 1], slots[b]) for b in range(2)]
-    logits = runner.step(decode(2, 3), rows)["logits"]
-    for b in range(2):
-        assert (logits[b] - random.logits([*texts[b], *following[b]])[-3:]).abs().max() < TOLERANCE
-
-
 @pytest.mark.parametrize("name", ["dense", "moe-tied", "next", "plain", "plain-moe", "latent", "latent-all-dense", "sparse"])
 @torch.no_grad()
 def test_prompts_of_one_step_get_what_each_gets_alone(name):
@@ -169,14 +144,6 @@ def test_padding_writes_nowhere_but_to_the_null_page_and_slot(drafts):
     keys = runner.state["layers"][3]["k"][3]
     assert not keys[:5].isnan().any()
     assert keys[5:].isnan().all()
-
-
-@torch.no_grad()
-def test_a_recycled_slot_and_page_forget_their_former_owner():
-    random = oracle.case("moe")
-    runner, ids = oracle.Runner(random.model, random.weights), random.prompt(11, 2)
-    runner.prefill(random.prompt(16, 1), [3, 4], 2, [16])
-    assert (runner.prefill(ids, [4, 3], 2, [16]) - random.logits(ids)[-1]).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -277,24 +244,6 @@ def test_padding_counts_nothing_and_leaves_the_null_request_slot_as_it_was(draft
     assert outputs["counts"].tolist()[1:] == [0, 0, 0]
     assert not server.request_slots[0].any()
     assert torch.equal(server.request_slots[2:], slots[2:])
-
-
-@torch.no_grad()
-def test_drafts_that_a_row_does_not_verify_are_not_accepted():
-    """All drafts are right, and as many are accepted as the request verifies."""
-    random = oracle.drafting("dense")
-    truth = speculators.Request(random.prompt(9), 1)
-    speculators.Server(random.model, random.weights, 0).serve([truth], 24)
-    server = speculators.Server(random.model, random.weights, 3)
-    requests = [speculators.Request(truth.prompt, n + 1, speculators.Knobs(drafts=n)) for n in range(4)]
-    server.prefill(requests)
-    for _ in range(3):
-        for request in requests:
-            server.substitute(request, truth.output[len(request.output) :][:3])
-        server.decode(requests)
-    for n, request in enumerate(requests):
-        assert request.counts == [n + 1] * 3
-        assert request.output == truth.output[: 3 * n + 4]
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import tiny
 from support.constrained import BITMASKS
+from support.once import made_once
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
@@ -17,19 +18,21 @@ from npucompile.tools.notation import PrefillSize
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "model", seed=7, agreeing=True))
+    return made_once(tmp_path_factory, "model", lambda to: tiny.write_checkpoint(to / "model", seed=7, agreeing=True)) / "model"
 
 
 @pytest.fixture(scope="session")
 def executors(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[CpuExecutor]:
     """One of graphs that draft, one of graphs that do not, and one of graphs without bitmasks and adjustments."""
-    home, opened = tmp_path_factory.mktemp("built"), []
-    for name, drafts, most in (("drafts", 3, BITMASKS), ("plain", 0, BITMASKS), ("free", 0, 0)):
-        sizes = {"buckets": (1, 4), "prefill": (32, PrefillSize(32, 4)), "max_model_len": 128}
-        inputs = {"num_speculative_tokens": drafts, "structured_outputs": most, "logit_adjustments": most}
-        tiny.built(tiny.planned(model, **sizes, **inputs), home / name, fresh=True)
-        opened.append(CpuExecutor(Artifact.open(home / name)))
-    return opened
+
+    def build(home: Path) -> None:
+        for name, drafts, most in (("drafts", 3, BITMASKS), ("plain", 0, BITMASKS), ("free", 0, 0)):
+            sizes = {"buckets": (1, 4), "prefill": (32, PrefillSize(32, 4)), "max_model_len": 128}
+            inputs = {"num_speculative_tokens": drafts, "structured_outputs": most, "logit_adjustments": most}
+            tiny.built(tiny.planned(model, **sizes, **inputs), home / name, fresh=True)
+
+    home = made_once(tmp_path_factory, "executors", build)
+    return [CpuExecutor(Artifact.open(home / name)) for name in ("drafts", "plain", "free")]
 
 
 @pytest.fixture(scope="session")

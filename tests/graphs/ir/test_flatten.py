@@ -57,22 +57,11 @@ def test_every_call_is_a_copy_of_its_body() -> None:
     assert cost(flat) == cost(graph)
 
 
-def test_operands_keep_their_names() -> None:
-    program = traced(chain)
-    names = [[n.meta["leaf"] for n in graph.graph.nodes if n.op == "placeholder"] for graph in (program.graph, flatten(program.graph))]
-    assert names[0] == names[1] == ["inputs.0", "inputs.1"]
-
-
 def test_copies_share_no_metadata() -> None:
     flat = flatten(traced(chain).graph)
     sines = [n for n in flat.graph.nodes if n.target is torch.ops.aten.sin.default]
     sines[0].meta["mark"] = 1
     assert "mark" not in sines[1].meta
-
-
-def test_a_flat_graph_flattens_to_itself() -> None:
-    graph = flatten(traced(chain).graph)
-    assert as_text(flatten(graph), "") == as_text(graph, "")
 
 
 def nested() -> GraphModule:

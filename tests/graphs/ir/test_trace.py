@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from npucompile.graphs import ops
-from npucompile.graphs.errors import GraphError, PrimitiveError
+from npucompile.graphs.errors import GraphError
 from npucompile.graphs.ir.trace import Traced, trace
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Leaf, Program, Tree
@@ -52,22 +52,6 @@ def test_signature_names_leaves_in_tree_order() -> None:
     assert signature.params[0].aval.axes == ("ffn", None)
 
 
-def test_placeholders_know_their_leaves() -> None:
-    program = traced()
-    nodes = [n for n in program.graph.graph.nodes if n.op == "placeholder"]
-    assert [n.meta["leaf"] for n in nodes] == [leaf.name for leaf in program.signature.operands]
-
-
-def test_the_graph_is_the_program() -> None:
-    program, r = traced(), torch.Generator().manual_seed(0)
-    floats = [torch.randn(leaf.aval.shape, generator=r) for leaf in program.signature.operands[:-1]]
-    values = [*floats, torch.tensor([5, 2])]
-    w, norm, k, v, x, slots = values
-    outputs, state = remember({"layers": [{"w": w}], "norm": norm}, {"k": k, "v": v}, {"x": x, "slots": slots})
-    for got, want in zip(program.graph(*values), (outputs["y"], outputs["top"], state["k"], state["v"]), strict=True):
-        assert torch.equal(got, want)
-
-
 def test_nothing_is_allocated() -> None:
     huge = Aval((1 << 24, 1 << 12), torch.bfloat16)
 
@@ -105,8 +89,3 @@ STATES: list[tuple[str, Forward, str]] = [
 def test_refuses_what_does_not_return_outputs_and_the_same_state(forward: Forward, message: str) -> None:
     with pytest.raises(GraphError, match="^toy: " + re.escape(message)):
         traced(forward)
-
-
-def test_a_wrong_call_is_refused_while_tracing() -> None:
-    with pytest.raises(PrimitiveError, match=r"'linear' takes .* it was called with \(f32\[2,3\], f32\[3\]\)"):
-        traced(lambda p, s, i: ({"y": ops.linear(i["x"], p["norm"])}, s))

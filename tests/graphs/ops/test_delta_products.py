@@ -47,13 +47,6 @@ def test_it_is_the_recurrence(Q, chunk):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 128])
-def test_equal_keys_without_decay_keep_their_digits(chunk):
-    given = operands(1, 512, repeated=True)
-    out, _ = token_by_token(*(x.double() for x in given))
-    torch.testing.assert_close(in_chunks(*given, chunk)[0].double(), out, rtol=2e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize("C", [*range(1, 9), 16, 64, 128])
 def test_the_inverse_reads_only_what_is_below_the_diagonal(C):
     matrix = torch.rand(3, C, C, generator=torch.Generator().manual_seed(C)) * 2 - 1

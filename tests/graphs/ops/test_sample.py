@@ -96,23 +96,6 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     assert draws([1.0, 2.0, 2.0, 0.0], 0.0, 0, 1.0, 0.0, torch.tensor([0.99])).tolist() == [1]
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-44])
-def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
-    assert draws([-7.0, 5.0, 40.0, 39.0], temperature, 0, 1.0, 0.0, torch.tensor([0.0, 0.5, 0.999])).tolist() == [2, 2, 2]
-
-
-def test_rows_mix() -> None:
-    """Greedy and sampled requests share a step; each row has its own parameters and each token its own random number."""
-    logits = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
-    knobs = [(0.0, 0, 1.0, 0.0), (1.0, 2, 1.0, 0.0), (0.7, 0, 0.6, 0.05)]
-    uniform = torch.tensor([[0.3, 0.9], [0.2, 0.8], [0.1, 0.99]])
-    columns = [torch.tensor(column) for column in zip(*knobs, strict=True)]
-    together = ops.sample(logits, columns[0], columns[1].int(), columns[2], columns[3], uniform)
-    for b, knob in enumerate(knobs):
-        for t in range(2):
-            assert together[b, t] == draws(logits[b, t].tolist(), *knob, uniform[b, t : t + 1])[0]
-
-
 # --- the lowering for NPUs, which ranks a few of the tokens only and sums in f32 ---
 
 K = MAX_RANKED

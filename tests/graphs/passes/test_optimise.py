@@ -43,11 +43,6 @@ def test_smaller_and_equal(partitioned: Partitioned) -> None:
     assert smaller.signature is partitioned.signature
 
 
-def test_once_is_enough(partitioned: Partitioned) -> None:
-    once = optimise(partitioned)
-    assert as_text(optimise(once).graph, "") == as_text(once.graph, "")
-
-
 def breaks_the_dtype(graph: GraphModule) -> None:
     (*_, output) = graph.graph.nodes
     with graph.graph.inserting_before(output):

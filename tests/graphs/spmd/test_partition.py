@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from npucompile.graphs.spmd.layout import constrain
 from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.spmd.region import all_gather, shard_map
 from npucompile.graphs.text import as_text
-from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Program, Rules, Tree
+from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 
 T, M, F, V = 4, 6, 10, 8
@@ -71,29 +71,7 @@ def test_one_device_runs_the_traced_graph() -> None:
         assert torch.equal(got, want)
 
 
-def test_rules_mean_nothing_on_one_device() -> None:
-    assert as_text(split(mlp, "").graph, "") == as_text(split(mlp, "", Rules()).graph, "")
-    assert split(mlp, "tp=1").collectives == ()
-
-
 # --- two devices ---
-
-
-def test_a_column_and_a_row_parallel_product_reduce_once() -> None:
-    two = split(mlp)
-    assert two.collectives == (("all_reduce", "tp", "f32[4,6]"), ("all_gather_into_tensor", "tp", "f32[8,4]"))
-
-
-def test_signature_has_local_sizes() -> None:
-    two = split(mlp)
-    assert [leaf.aval.shape for leaf in two.signature.params] == [(F // 2, M), (M, F // 2), (V // 2, M), (M,)]
-    assert [leaf.aval.shape for leaf in two.signature.state] == [(2, 4, F // 2, M), (T,)]
-    assert two.signature.inputs[0] == Leaf("inputs.x", Aval((T, M), F32))
-    assert two.signature.inputs[1:] == (Leaf("inputs.coords", Aval((2,), torch.int32)),)
-    assert [leaf.aval.shape for leaf in two.signature.outputs] == [(T, V), (T, M)]
-    placeholders = [n for n in two.graph.graph.nodes if n.op == "placeholder"]
-    assert [tuple(n.meta["val"].shape) for n in placeholders] == [leaf.aval.shape for leaf in two.signature.operands]
-    assert [n.meta["leaf"] for n in placeholders] == [leaf.name for leaf in two.signature.operands]
 
 
 def test_the_text_of_two_devices(golden: Callable[[str, str], None]) -> None:
@@ -119,46 +97,8 @@ def test_every_rank_has_the_same_certificate(monkeypatch: pytest.MonkeyPatch) ->
     assert len({single.signature for single in partitions}) == 1
 
 
-def test_shards_together_are_the_whole() -> None:
-    """The graphs of both ranks, run with collectives written in the test, give the unsharded results."""
-    whole, two = split(mlp, ""), split(mlp)
-    values = operands(whole)
-    want = whole.graph(*values)
-    up, down, head, norm, pool, lens, x = values
-    shards = [[up.chunk(2)[r], down.chunk(2, 1)[r], head.chunk(2)[r], norm, pool.chunk(2, 2)[r], lens, x, at(0, r)] for r in range(2)]
-    runs = [step_by_step(two, shard) for shard in shards]
-    pairs = [next(run) for run in runs]
-    summed = pairs[0] + pairs[1]
-    pairs = [run.send(summed) for run in runs]
-    gathered = torch.cat(pairs)
-    results = [run.send(gathered) for run in runs]
-    for got in results:
-        torch.testing.assert_close(got[:2], want[:2], rtol=1e-5, atol=1e-5)
-        assert torch.equal(got[3], want[3])
-    torch.testing.assert_close(torch.cat([got[2] for got in results], 2), want[2])
-
-
 def at(*coords: int) -> torch.Tensor:
     return torch.tensor(coords, dtype=torch.int32)
-
-
-def step_by_step(partitioned: Partitioned, values: list[torch.Tensor]) -> Iterator[Any]:
-    """Runs a graph: yields the operand of each collective and is sent its result; at the end yields the graph's results."""
-    known: dict[Any, Any] = {}
-    rest = iter(values)
-    for node in partitioned.graph.graph.nodes:
-        if node.op == "placeholder":
-            known[node] = next(rest)
-            continue
-        args = torch.fx.node.map_arg(node.args, lambda n: known[n])
-        if node.op == "output":
-            yield list(args[0])
-        elif "wait" in str(node.target):
-            known[node] = args[0]
-        elif node.target.__class__.__name__ == "OpOverload" and node.target.namespace == "_c10d_functional":
-            known[node] = yield args[0]
-        else:
-            known[node] = node.target(*args, **node.kwargs)
 
 
 # --- bodies ---
@@ -199,12 +139,6 @@ def test_groups_do_not_communicate_without_a_region() -> None:
     assert alone.signature.inputs[-1].name == "inputs.coords"
 
 
-def test_inputs_are_those_of_one_group() -> None:
-    four = split(mlp, "dp=2,tp=2")
-    assert [leaf.aval.shape for leaf in four.signature.inputs] == [(T, M), (2,)]
-    assert [leaf.aval.shape for leaf in four.signature.outputs] == [(T, V), (T, M)]
-
-
 def test_experts_may_lie_on_all_devices() -> None:
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         def local(w: torch.Tensor) -> torch.Tensor:
@@ -226,19 +160,6 @@ def test_experts_may_lie_on_all_devices() -> None:
         torch.testing.assert_close(y, weights.sum((1, 2)))
     with pytest.raises(PartitionError, match=r"params\.w: axis 'experts' of size 6 does not divide by 4 .* of mesh dp=2,tp=2"):
         partition(toy(6), Mesh.parse("dp=2,tp=2"), rules)
-
-
-def test_a_share_is_taken_at_the_device_s_own_position() -> None:
-    """The graph is traced as rank 0; each rank takes its own rows by its coordinates."""
-
-    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-        return {"y": constrain(constrain(i["x"], "rows", None) * 2, None, None)}, s
-
-    partitions = split(forward, rules=Rules.of({"rows": "tp"}))
-    x = operands(partitions)[-2]
-    runs = Interpreter(partitions.graph, partitions.mesh)([[*operands(partitions)[:-1], at(0, r)] for r in range(2)])
-    for y, *_ in runs:
-        assert torch.equal(y, x * 2)
 
 
 # --- refusals ---
@@ -264,18 +185,6 @@ def test_a_name_that_no_group_has_is_refused() -> None:
 
     with pytest.raises(PartitionError, match=r"axis 'experts' is split over \('tp', 'dp'\); legal is one axis of mesh dp=2,tp=2"):
         split(forward, "dp=2,tp=2", Rules.of({"experts": ("tp", "dp")}))
-
-
-def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(PartitionError, match=r"params\.up: axis 'ffn' of size 9 does not divide by 2 .* of mesh tp=2"):
-        split(mlp, width=9)
-
-
-def test_axes_that_collide_are_refused() -> None:
-    toy = program(mlp)
-    clash = replace(toy, params={**toy.params, "up": Aval((F, M), F32, ("ffn", "vocab"))})
-    with pytest.raises(PartitionError, match=r"params\.up: axes 'ffn' and 'vocab' both map to mesh axis 'tp'"):
-        partition(trace(clash), Mesh.parse("tp=2"), RULES)
 
 
 @pytest.mark.parametrize(

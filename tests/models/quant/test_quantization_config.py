@@ -240,12 +240,6 @@ def test_packed_int4_is_what_the_library_makes_of_it(directory: Path, group: int
     assert compared == count
 
 
-def test_matrices_that_are_ignored_stay_float() -> None:
-    formats = formats_in(PACKED)
-    assert formats is not None
-    assert [formats.of([f"model.layers.{i}.mlp.down_proj.weight"]) for i in range(2)] == ["w4a16", "float"]
-
-
 @pytest.mark.parametrize("directory", [each[0] for each in WRITTEN.values()], ids=WRITTEN)
 @torch.no_grad()
 def test_packed_int4_computes_what_transformers_does_with_its_floats(tmp_path: Path, directory: Path) -> None:
