@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support import oracle
+from support.once import made_once
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -162,12 +163,14 @@ def compile_graph(graph: GraphModule, cache_dir: Path, threads: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Path:
-    out, graph = tmp_path_factory.mktemp("out") / "step.pt2", lowered()
-    before, text, counted = graph_io.encode(graph), as_text(graph, "step"), compile_count.count()
-    out.write_bytes(compile_graph(graph, cache_dir, 1))
-    assert (graph_io.encode(graph), as_text(graph, "step")) == (before, text), "compiling must not change the graph it is given"
-    assert compile_count.count() == counted + 1
-    return out
+    def make(folder: Path) -> None:
+        graph = lowered()
+        before, text, counted = graph_io.encode(graph), as_text(graph, "step"), compile_count.count()
+        (folder / "step.pt2").write_bytes(compile_graph(graph, cache_dir, 1))
+        assert (graph_io.encode(graph), as_text(graph, "step")) == (before, text), "compiling must not change the graph it is given"
+        assert compile_count.count() == counted + 1
+
+    return made_once(tmp_path_factory, "package", make) / "step.pt2"
 
 
 def test_a_package_computes_what_the_eager_graph_computes(package: Path) -> None:
@@ -276,9 +279,10 @@ def test_few_layers_are_one_body(layers: int, one: bool) -> None:
 
 @pytest.fixture(scope="module")
 def stitched(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Path:
-    out = tmp_path_factory.mktemp("out") / "stitched.pt2"
-    out.write_bytes(inductor.BACKEND.compile(called("lflf"), cache_dir=cache_dir, threads=1).data)
-    return out
+    def make(folder: Path) -> None:
+        (folder / "stitched.pt2").write_bytes(inductor.BACKEND.compile(called("lflf"), cache_dir=cache_dir, threads=1).data)
+
+    return made_once(tmp_path_factory, "stitched", make) / "stitched.pt2"
 
 
 @pytest.mark.long
