@@ -1,24 +1,23 @@
-"""How long refused input waits: a client that sends little else must not take the processor from the streams of others."""
+"""The rate limit of refusals: a client that sends little but illegal input must not take the processor from the streams of others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 BURST_S = 0.25
-"""What is refused at once takes this long at the rate; a whole second of it, with nothing held back, is a long pause for others."""
+"""Burst of the rate limit, in seconds of refusals: at 200/s, 50 are answered at once. A burst of a full second paused other streams."""
 
-KEPT = 1024
-"""Clients, above which those are forgotten whose refusals would not wait."""
+MAX_CLIENTS = 1024
+"""Number of clients above which those whose next refusal would not wait are forgotten."""
 
 
 class Refusals:
-    """The pace at which each client is refused; used on the event loop alone.
+    """Delays refusals to `per_s` a second for each client, with a burst of BURST_S; used on the event loop alone.
 
-    A client is refused `per_s` times a second, and after a while without any a quarter of that at once. What is beyond waits for its
-    turn, one after the other: the answer over HTTP, and what follows on a websocket. Nothing else that the client has asked for waits.
+    Over HTTP the refusal itself is delayed, on a websocket the next frame is read later. Nothing else of the client is delayed.
 
     Args:
-        per_s: refusals a second; None lets none wait.
+        per_s: refusals a second; None delays none.
         clock: monotonic seconds.
     """
 
@@ -26,16 +25,16 @@ class Refusals:
         self._gap_s = 0.0 if per_s is None else 1 / per_s
         self._burst_s = max(BURST_S, self._gap_s)
         self._clock = clock
-        self._free_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}
 
     def wait_s(self, client: str) -> float:
-        """Counts a refusal; returns for how many seconds it waits."""
+        """Counts a refusal; returns for how many seconds it is delayed."""
         if not self._gap_s:
             return 0.0
         now_s = self._clock()
-        if len(self._free_s) > KEPT:
-            self._free_s = {name: free_s for name, free_s in self._free_s.items() if free_s > now_s}
-        # The generic cell rate algorithm (ITU-T I.371): when all that was refused would be over, had each taken its part of a second.
-        free_s = max(self._free_s.get(client, now_s), now_s) + self._gap_s
-        self._free_s[client] = free_s
-        return max(0.0, free_s - now_s - self._burst_s)
+        if len(self._due_s) > MAX_CLIENTS:
+            self._due_s = {name: due_s for name, due_s in self._due_s.items() if due_s > now_s}
+        # The generic cell rate algorithm (ITU-T I.371): the time at which the refusals so far would have been due at the rate.
+        due_s = max(self._due_s.get(client, now_s), now_s) + self._gap_s
+        self._due_s[client] = due_s
+        return max(0.0, due_s - now_s - self._burst_s)

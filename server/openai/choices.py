@@ -1,4 +1,4 @@
-"""What `/v1/completions` and `/v1/chat/completions` have in common: pieces of choices, chunks, and the end of a stream."""
+"""What `/v1/completions` and `/v1/chat/completions` have in common: pieces of choices, chunks, usage, and the end of a stream."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ..engine.generation import Output
-from ..engine.output_stream import CompletionEnd, TextDelta
+from ..engine.output_stream import CompletionEnd, TextDelta, Usage
 from ..requests.error_objects import failure_of
 from .errors import EngineTimeout, failure
-from .sse import DONE, failure_frames, fault_frames, frame
-from .usage import usage_object
+from .sse import DONE, Frames, failure_frames, frame
 
 FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "timeout"}
 """OpenAI's names of the engine's finish reasons; vLLM's for a request that was aborted, and one of our own."""
@@ -77,7 +76,7 @@ class Header:
 
 
 @dataclass
-class ChunkFrames:
+class ChunkFrames(Frames[Output]):
     """The chunks of a stream.
 
     Attributes:
@@ -91,9 +90,6 @@ class ChunkFrames:
     usage: bool
     failed: bool = False
     _ends: dict[int, CompletionEnd] = field(default_factory=dict)
-
-    def begin(self) -> Sequence[bytes]:
-        return ()
 
     def feed(self, outputs: Sequence[Output]) -> list[bytes]:
         frames: list[bytes] = []
@@ -116,9 +112,6 @@ class ChunkFrames:
             return [DONE]
         usages = [self._ends[index].usage for index in range(len(self.choices))]
         return [self._chunk([], usage_object(usages, self.n)), DONE]
-
-    def fault(self, error: Exception) -> list[bytes]:
-        return fault_frames(error)
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
         body = {**self.header.of(self.header.chunk_object), "choices": choices}
@@ -148,3 +141,26 @@ def whole_answer(header: Header, choices: Sequence[Choice], n: int, outputs: Seq
     check_in_time(ends.values())
     usage = usage_object([ends[index].usage for index in range(len(choices))], n)
     return {**header.of(header.object), "choices": [choice.whole() for choice in choices], "usage": usage}
+
+
+def usage_object(completions: Sequence[Usage], n: int = 1) -> dict[str, Any]:
+    """The usage of a request.
+
+    Args:
+        completions: of each prompt `n`, one after another. A prompt counts once.
+    """
+    prompts = [completions[first : first + n] for first in range(0, len(completions), n)]
+    prompt_tokens = sum(several[0].input_tokens for several in prompts)
+    output_tokens = sum(usage.output_tokens for usage in completions)
+    # What a stop string or a limit cut off was accepted, and is not in the output.
+    accepted = sum(min(usage.output_tokens, sum(usage.record.accepted_per_position)) for usage in completions)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(min(usage.record.cached_tokens for usage in several) for several in prompts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(usage.record.drafted_tokens for usage in completions) - accepted,
+        },
+    }

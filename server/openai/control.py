@@ -1,4 +1,4 @@
-"""What operators and bench tools ask of a server beside completions."""
+"""What operators, bench tools and clients ask of a server beside completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ... import __version__
 from ...graphs.errors import RequestError
 from ..engine.generation import GenerationOptions
 from ..engine.output_stream import CompletionEnd
+from ..engine.service import ServedModel
 from ..requests.bodies import Body
+from ..requests.fields import show
 from .api import Api, client_of, new_id
 from .sse import whole
 
@@ -103,3 +105,32 @@ async def health_generate(api: Api, request: Request) -> Response:
     if end.reason not in ("stop", "length"):
         raise RequestError(f"the probe ended with reason {end.reason!r}: {end.message}", code="not_ready")
     return JSONResponse({"status": "ok"})
+
+
+def model_list(model: ServedModel) -> dict[str, Any]:
+    """`/v1/models`: what is served, under each of its names."""
+    return {"object": "list", "data": [model_object(model, name) for name in (model.name, *model.aliases)]}
+
+
+def one_model(model: ServedModel, name: str) -> dict[str, Any]:
+    """One of them.
+
+    Raises:
+        RequestError: there is none of that name (model_not_found).
+    """
+    if name not in (model.name, *model.aliases):
+        legal = ", ".join((model.name, *model.aliases))
+        raise RequestError(f"there is no model {show(name)}; served here is {legal}", param="model", code="model_not_found")
+    return model_object(model, name)
+
+
+def model_object(model: ServedModel, name: str) -> dict[str, Any]:
+    """An entry of OpenAI's model list, with the context length added."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "npucompile",
+        "max_model_len": model.max_model_len,
+        "artifact": model.artifact,
+    }

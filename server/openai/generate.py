@@ -26,7 +26,7 @@ from .api import Api, client_of, defaults, new_id, off_loop, takes_long
 from .choices import check_in_time, pieces
 from .errors import failure
 from .request_models import MAX_STOP_TOKENS, Prompt, prompts
-from .sse import DONE, EventStream, failure_frames, fault_frames, frame, whole
+from .sse import EventStream, Frames, failure_frames, frame, whole
 
 DEFAULT_NEW_TOKENS = 128
 """SGLang's."""
@@ -252,7 +252,7 @@ def _finish_reason(end: CompletionEnd) -> dict[str, Any]:
 
 
 @dataclass
-class AnswerFrames:
+class AnswerFrames(Frames[Output]):
     """A stream of answers, each time with all that is known.
 
     Attributes:
@@ -262,9 +262,6 @@ class AnswerFrames:
     answers: Sequence[Answer]
     several: bool
     failed: bool = False
-
-    def begin(self) -> list[bytes]:
-        return []
 
     def feed(self, outputs: Sequence[Output]) -> list[bytes]:
         frames: list[bytes] = []
@@ -276,9 +273,3 @@ class AnswerFrames:
             body = self.answers[index].as_object()
             frames.append(frame(body | {"index": index} if self.several else body))
         return frames
-
-    def end(self) -> list[bytes]:
-        return [DONE]
-
-    def fault(self, error: Exception) -> list[bytes]:
-        return fault_frames(error)

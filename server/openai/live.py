@@ -32,47 +32,21 @@ class TooSlow(Exception):
     """More waited for the client than may."""
 
 
-class Live(Generic[Out]):
-    """Completions from their submission to their ends; every method runs on the event loop.
-
-    Args:
-        requests: of the engine.
-        core: what turns their events into outputs.
-        on_end: called once, when all completions have ended.
-        max_waiting: see MAX_WAITING; None sets no bound, where the client gets all at the end.
+class Inbox(Generic[Out]):
+    """What has come for one HTTP request and was not taken yet; every method runs on the event loop.
 
     Attributes:
-        ended: set when all completions have ended.
-        overflow: set when too much waits; the completions have been cancelled then.
+        ended: set when no more comes.
+        overflow: set when too much waits; it gets no more then.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        requests: Sequence[Request],
-        core: Core[Out],
-        on_end: Callable[[], object],
-        max_waiting: int | None = MAX_WAITING,
-    ) -> None:
+    def __init__(self) -> None:
         self.ended = asyncio.Event()
         self.overflow = asyncio.Event()
-        self._service = service
-        self._requests = tuple(requests)
-        self._core = core
-        self._on_end = on_end
-        self._max_waiting = max_waiting
         self._waiting: list[Out] = []
         self._size = 0
         self._filled = asyncio.Event()
         self._error: Exception | None = None
-
-    def start(self, client: str = "") -> None:
-        """Submits the requests, which are this client's.
-
-        Raises:
-            RequestError: the engine refuses one; none runs then.
-        """
-        self._service.submit(self._requests, self._deliver, client)
 
     async def take(self) -> list[Out]:
         """What has come since the last call, at least something; nothing when all has been taken.
@@ -91,6 +65,56 @@ class Live(Generic[Out]):
         outputs, self._waiting, self._size = self._waiting, [], 0
         return outputs
 
+    def failed(self, error: Exception) -> None:
+        """No more comes; who takes what has come is told why."""
+        self._error = error
+        self.ended.set()
+        self._filled.set()
+
+    def _add(self, outputs: Sequence[Out], size: int, most: int | None) -> bool:
+        """Adds outputs that are counted for `size`, and drops all if more than `most` wait then; whether they were kept."""
+        self._waiting += outputs
+        self._size += size
+        if most is not None and self._size > most:
+            self._waiting = []
+            self.overflow.set()
+            return False
+        return True
+
+
+class Live(Inbox[Out]):
+    """Completions from their submission to their ends.
+
+    Args:
+        requests: of the engine.
+        core: what turns their events into outputs.
+        on_end: called once, when all completions have ended.
+        max_waiting: see MAX_WAITING; None sets no bound, where the client gets all at the end.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        requests: Sequence[Request],
+        core: Core[Out],
+        on_end: Callable[[], object],
+        max_waiting: int | None = MAX_WAITING,
+    ) -> None:
+        super().__init__()
+        self._service = service
+        self._requests = tuple(requests)
+        self._core = core
+        self._on_end = on_end
+        self._max_waiting = max_waiting
+
+    def start(self, client: str = "") -> None:
+        """Submits the requests, which are this client's.
+
+        Raises:
+            RequestError: the engine refuses one; none runs then.
+        """
+        self._service.submit(self._requests, self._deliver, client)
+
     def cancel(self) -> None:
         """Ends what still runs."""
         self._service.cancel(*self._core.live)
@@ -102,31 +126,21 @@ class Live(Generic[Out]):
             outputs = self._core.feed(event)
             self._service.cancel(*self._core.take_stopped())
         except Exception as error:
-            self._fail(error)
+            self.cancel()
+            self._on_end()
+            self.failed(error)
             return
         if self._core.done:
             self._on_end()
         if self.overflow.is_set():
             return
-        self._waiting += outputs
-        self._size += _size(event)
-        if self._max_waiting is not None and self._size > self._max_waiting:
-            self._waiting = []
-            self.overflow.set()
+        if not self._add(outputs, _size(event), self._max_waiting):
             self.cancel()
             return
         if self._core.done:
             self.ended.set()
         if outputs:
             self._filled.set()
-
-    def _fail(self, error: Exception) -> None:
-        """Ends it with an error; who takes what has come is told."""
-        self._error = error
-        self.cancel()
-        self._on_end()
-        self.ended.set()
-        self._filled.set()
 
 
 def _size(event: Event) -> int:

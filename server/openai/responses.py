@@ -22,7 +22,7 @@ from .api import Api, client_of, defaults, off_loop
 from .errors import EngineTimeout
 from .event_reader import EventReader
 from .live import MAX_WAITING
-from .sse import EventStream, frame, whole
+from .sse import EventStream, Frames, frame, whole
 
 
 async def responses(api: Api, body: dict[str, Any], request: Request) -> Response:
@@ -59,13 +59,8 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     return JSONResponse(response)
 
 
-class EventFrames:
+class EventFrames(Frames[ServerEvent]):
     """The events of a response as frames."""
-
-    failed = False
-
-    def begin(self) -> list[bytes]:
-        return []
 
     def feed(self, events: Sequence[ServerEvent]) -> list[bytes]:
         return [frame(event, event["type"]) for event in events]

@@ -20,10 +20,20 @@ from ..requests.frames import decode_json
 from .api import Api
 from .chat import chat_completions
 from .completions import completions
-from .control import AbortRequest, abort_request, flush_cache, health_generate, model_info, ping, server_info, version
+from .control import (
+    AbortRequest,
+    abort_request,
+    flush_cache,
+    health_generate,
+    model_info,
+    model_list,
+    one_model,
+    ping,
+    server_info,
+    version,
+)
 from .errors import error_response
 from .generate import GenerateRequest, generate
-from .model_list import model_list, one_model
 from .request_models import ChatRequest, CompletionRequest
 from .responses import responses
 from .sse import ClientGone

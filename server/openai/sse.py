@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,30 +21,36 @@ from .live import TooSlow
 
 log = logging.getLogger(__name__)
 
-In = TypeVar("In", contravariant=True)
+In = TypeVar("In")
 Given = TypeVar("Given")
 
 DONE = b"data: [DONE]\n\n"
 
 
-class Frames(Protocol[In]):
-    """Makes the frames of one stream."""
+class Frames(Generic[In]):
+    """Makes the frames of one stream.
+
+    Attributes:
+        failed: whether the stream has told an error, and is over: what follows is not asked for.
+    """
+
+    failed = False
 
     def begin(self) -> Sequence[bytes]:
         """Before anything has come."""
+        return ()
 
     def feed(self, outputs: Sequence[In]) -> Sequence[bytes]:
-        """For what has come; what follows an error is not asked for (`failed`)."""
+        """For what has come."""
+        raise NotImplementedError
 
     def end(self) -> Sequence[bytes]:
         """When all completions have ended."""
+        return [DONE]
 
     def fault(self, error: Exception) -> Sequence[bytes]:
         """The last frames where the server failed to make others."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the stream has told an error, and is over."""
+        return [frame({"error": error_reply(error).as_object()}), DONE]
 
 
 class Source(Protocol[Given]):
@@ -67,11 +73,6 @@ class ClientGone(Exception):
 def failure_frames(message: str | None, code: str | None = None) -> list[bytes]:
     """The last frames of a stream whose completion failed."""
     return [frame({"error": failure_object(failure_of(message), code)}), DONE]
-
-
-def fault_frames(error: Exception) -> list[bytes]:
-    """The last frames of a stream that the server failed to make."""
-    return [frame({"error": error_reply(error).as_object()}), DONE]
 
 
 def frame(data: Mapping[str, Any], event: str | None = None) -> bytes:

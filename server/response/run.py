@@ -22,7 +22,7 @@ from .progress import PreparedResponse, Response
 log = logging.getLogger(__name__)
 
 NAME_EVERY_S = 1.0
-"""How often the store hears of a response that runs and of which nothing grows there."""
+"""How often a running response without kept events is put into the store again, so that it does not expire as unused."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ResponseRun:
         self._readers: list[Reader] = []
         self._grace: asyncio.TimerHandle | None = None
         self._entry: StoredResponse | None = None
-        self._named_s = -math.inf
+        self._stored_s = -math.inf
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ class ResponseRun:
         self._service.cancel(*self.live)
 
     def unkept(self) -> None:
-        """It is not kept any more: without a reader nobody can ever see it."""
+        """The store has dropped it: without a reader it is cancelled, as nobody can see it any more."""
         self._entry = None
         if not self._readers:
             self.cancel()
@@ -138,13 +138,13 @@ class ResponseRun:
             self._pass_on(event)
 
     def _pass_on(self, event: Event | None) -> None:
-        """Tells what the engine's event means to the store and the readers; without an event, how the response begins."""
+        """Sends the server events of an engine event to the store and the readers; without one, those that open the response."""
         try:
             events = self._core.begin() if event is None else self._core.feed(event)
             if stopped := self._core.take_stopped():
                 self._service.cancel(*stopped)
             done = self._core.done
-            # A token that completes no character makes no events.
+            # A token may complete no character: there is nothing to keep or send then.
             if events or done:
                 self._record(events, done)
         except Exception as error:
@@ -154,31 +154,31 @@ class ResponseRun:
             self._close()
         if events or done:
             for reader in list(self._readers):
-                self._tell(reader, events, done)
+                self._send(reader, events, done)
 
-    def _tell(self, reader: Reader, events: Sequence[ServerEvent], done: bool) -> None:
-        """One that cannot be told loses the response, and the others do not."""
+    def _send(self, reader: Reader, events: Sequence[ServerEvent], done: bool) -> None:
+        """A reader that raises stops following the response; the others go on."""
         try:
             reader.read(events, done)
         except Exception as error:
             log.exception("a reader of response %s failed", self.response_id)
-            self._tell_failure(reader, error)
+            self._send_failure(reader, error)
             self._service.cancel(*self.leave(reader))
 
-    def _tell_failure(self, reader: Reader, error: Exception) -> None:
+    def _send_failure(self, reader: Reader, error: Exception) -> None:
         try:
             reader.failed(error)
         except Exception:
             log.exception("a reader of response %s cannot be told that it failed", self.response_id)
 
     def _fail(self, error: Exception) -> None:
-        """Ends it for all, whatever it was that could not be done."""
+        """Ends the response with an error, for the store and all readers."""
         log.error("response %s failed", self.response_id, exc_info=error)
         self.cancel()
         self._close()
         self._record_failure(error)
         for reader in list(self._readers):
-            self._tell_failure(reader, error)
+            self._send_failure(reader, error)
 
     def _close(self) -> None:
         self.ended.set()
@@ -201,7 +201,7 @@ class ResponseRun:
             asyncio.get_running_loop().call_later(self._service.limits.resume_grace_s, store.remove, self.response_id)
 
     def _record_failure(self, error: Exception) -> None:
-        """Who asks for it later is told that it failed, or where even that cannot be kept, that there is none."""
+        """Keeps the failure for later requests; where even that cannot be kept, the response is forgotten."""
         store, entry = self._service.store, self._entry
         try:
             failed = self._core.fail(error)
@@ -218,12 +218,12 @@ class ResponseRun:
             store.remove(self.response_id)
 
     def _is_due(self, entry: StoredResponse) -> bool:
-        """Whether the store counts it anew: events that are kept have grown, or it would be taken for one that nobody uses. Each time
-        costs as much as encoding an event."""
+        """Whether to put it into the store again: its kept events have grown, or it would expire as unused. Each time costs as much as
+        encoding an event."""
         now_s = time.monotonic()
-        if entry.replay is None and now_s - self._named_s < NAME_EVERY_S:
+        if entry.replay is None and now_s - self._stored_s < NAME_EVERY_S:
             return False
-        self._named_s = now_s
+        self._stored_s = now_s
         return True
 
     def _kept_at_end(self) -> StoredResponse | None:

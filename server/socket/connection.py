@@ -24,36 +24,7 @@ class CreateCommand:
     body: ResponseCreate
 
 
-@dataclass(frozen=True)
-class CancelCommand:
-    """End a response that is open on this socket."""
-
-    response_id: str
-    stream_id: str
-
-
-@dataclass(frozen=True)
-class ResumeCommand:
-    """Follow a response that was started on another connection.
-
-    Attributes:
-        starting_after: sequence number of the last event that the client has; -1 for none.
-    """
-
-    response_id: str
-    stream_id: str
-    starting_after: int
-
-
-@dataclass(frozen=True)
-class SteerCommand:
-    """Say something to a response while it runs."""
-
-    response_id: str
-    input: Any
-
-
-Command = CreateCommand | CancelCommand | ResumeCommand | SteerCommand
+Command = CreateCommand | ResponseCancel | ResponseResume | ResponseSteer
 
 
 class Connection:
@@ -81,7 +52,7 @@ class Connection:
         self._max_frame_bytes = max_frame_bytes
         self._max_streams = max_streams
         self._new_id = new_id
-        self._lanes: dict[str, deque[CreateCommand | ResumeCommand]] = {}
+        self._lanes: dict[str, deque[CreateCommand | ResponseResume]] = {}
         self._lane_of: dict[str, str] = {}
 
     @property
@@ -123,7 +94,7 @@ class Connection:
             case ResponseResume():
                 return self._resume(event)
             case ResponseSteer():
-                return SteerCommand(event.previous_response_id, event.input)
+                return event
             case ResponseCancel():
                 return self._cancel(event.response_id, event.stream_id)
 
@@ -156,7 +127,7 @@ class Connection:
         command = CreateCommand(self._new_id(), lane, body)
         return command if self._enter(lane, command) else None
 
-    def _resume(self, event: ResponseResume) -> ResumeCommand:
+    def _resume(self, event: ResponseResume) -> ResponseResume:
         lane = event.stream_id or ""
         self._check_room(event.stream_id)
         if event.response_id in self._lane_of:
@@ -165,11 +136,10 @@ class Connection:
         if lane in self._lanes:
             message = f"{_lane_name(event.stream_id)} has response {self._lanes[lane][0].response_id!r}; legal is a lane without one"
             raise FieldError(message, param="stream_id", code="stream_in_use", stream_id=event.stream_id)
-        command = ResumeCommand(event.response_id, lane, event.starting_after)
-        self._enter(lane, command)
-        return command
+        self._enter(lane, event)
+        return event
 
-    def _enter(self, lane: str, command: CreateCommand | ResumeCommand) -> bool:
+    def _enter(self, lane: str, command: CreateCommand | ResponseResume) -> bool:
         """Adds a command to a lane; whether it is the only one there."""
         commands = self._lanes.setdefault(lane, deque())
         commands.append(command)
@@ -183,10 +153,10 @@ class Connection:
             message = f"{self.count} responses run or wait on this socket; the limit is {self._max_streams}"
             raise FieldError(message, param="stream_id", code="too_many_streams", stream_id=stream_id)
 
-    def _cancel(self, response_id: str | None, stream_id: str | None) -> CancelCommand:
+    def _cancel(self, response_id: str | None, stream_id: str | None) -> ResponseCancel:
         lane = stream_id if response_id is None else self._lane_of.get(response_id)
         if lane in self._lanes and stream_id in (None, lane):
-            return CancelCommand(self._lanes[lane][0].response_id, lane)
+            return ResponseCancel(response_id=self._lanes[lane][0].response_id, stream_id=lane or None)
         named = " and ".join(f"{name} {show(value)}" for name, value in (("response_id", response_id), ("stream_id", stream_id)) if value)
         message = f"no response with {named} is open on this socket; open streams are {self._names()}"
         param = "response_id" if response_id is not None else "stream_id"

@@ -37,7 +37,8 @@ from ..response.prepare import Owners, continued, prepare
 from ..response.prepare import keeping as keeping_of
 from ..response.run import ResponseRun
 from ..storage.store import NotResumable, RunningResponse
-from .connection import CancelCommand, Command, Connection, CreateCommand, ResumeCommand, SteerCommand
+from .connection import Command, Connection, CreateCommand
+from .messages import ResponseCancel, ResponseResume, ResponseSteer
 from .outbox import Outbox
 from .transport import FRAMES
 
@@ -172,12 +173,12 @@ class _Socket:
         match command:
             case CreateCommand():
                 await self._begin(command)
-            case ResumeCommand():
+            case ResponseResume():
                 await self._resume(command)
-            case SteerCommand():
-                await self._refuse(steer_refusal(command.response_id, command.input))
-            case CancelCommand():
-                self._cancel(command.response_id)
+            case ResponseSteer():
+                await self._refuse(steer_refusal(command.previous_response_id, command.input))
+            case ResponseCancel():
+                self._cancel(str(command.response_id))
 
     async def _refuse(self, event: ServerEvent) -> None:
         """Sends a refusal; what comes next, on the socket or in its lane, waits until it was its turn."""
@@ -222,19 +223,19 @@ class _Socket:
             self._to_cancel.discard(create.response_id)
             run.cancel()
 
-    async def _resume(self, command: ResumeCommand) -> None:
+    async def _resume(self, command: ResponseResume) -> None:
         try:
             self._follow(command)
         except Exception as error:
-            await self._refuse(_refusal(error, command.stream_id or None))
+            await self._refuse(_refusal(error, command.stream_id))
             self._end(command.response_id)
 
-    def _follow(self, command: ResumeCommand) -> None:
+    def _follow(self, command: ResponseResume) -> None:
         stored = self._service.store.named(command.response_id, (self._owners.key,))
         if stored.replay is None:
             raise NotResumable(command.response_id)
         events = stored.replay.after(command.starting_after)
-        stream = _Stream(self, command.response_id, stored.run, command.stream_id, elsewhere=True)
+        stream = _Stream(self, command.response_id, stored.run, command.stream_id or "", elsewhere=True)
         self._streams[command.response_id] = stream
         stream.read(events, stored.run is None)
         if stored.run is not None:

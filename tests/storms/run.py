@@ -50,14 +50,9 @@ class Storm:
 
 
 @contextlib.contextmanager
-def served(artifact: Path, *options: str, probe: Path | None = None) -> Iterator[Target]:
-    """A server of the artifact in a process of its own, which is ready.
-
-    Args:
-        probe: a file that says in the end when it was held up (`probed.py`).
-    """
-    program = ["-m", "npucompile.tools.cli"] if probe is None else [str(Path(__file__).with_name("probed.py")), str(probe)]
-    command = [sys.executable, *program, "serve", str(artifact), "--port", "0", "--no-build", *options]
+def served(artifact: Path, *options: str) -> Iterator[Target]:
+    """A server of the artifact in a process of its own, which is ready."""
+    command = [sys.executable, "-m", "npucompile.tools.cli", "serve", str(artifact), "--port", "0", "--no-build", *options]
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -165,14 +160,11 @@ async def _storms(target: Target, storm: Storm) -> int:
 @click.option("--bodies", default=0, show_default=True, help="Bodies of random content.")
 @click.option("--senders", default=1, show_default=True, help="Processes that send frames and bodies.")
 @click.option("--calm", "calm_s", default=10.0, show_default=True, help="Seconds for which pauses are measured without frames and bodies.")
-@click.option(
-    "--probe", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file when the server was held up, and by what."
-)
 @click.option("--option", "options", multiple=True, help="Of the server, such as --option=--threads=1; may be repeated.")
 @click.option("--seed", default=0, show_default=True)
-def main(artifact: Path, streams: str, probe: Path | None, options: tuple[str, ...], **storm: Any) -> None:
+def main(artifact: Path, streams: str, options: tuple[str, ...], **storm: Any) -> None:
     """Send storms to a server of ARTIFACT; the status is 1 if a token was wrong, a fault was the server's, or anything is held after."""
-    with served(artifact, *options, probe=probe) as target:
+    with served(artifact, *options) as target:
         wrong = asyncio.run(_storms(target, Storm([int(part) for part in streams.split(",")], **storm)))
     sys.exit(wrong > 0)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.server.guard.refusals import BURST_S, KEPT, Refusals
+from npucompile.server.guard.refusals import BURST_S, MAX_CLIENTS, Refusals
 
 
 class Clock:
@@ -55,12 +55,12 @@ def test_none_wait_where_none_is_to():
 def test_of_clients_without_number_those_are_kept_that_wait():
     clock = Clock()
     refusals = Refusals(1, clock)
-    for number in range(3 * KEPT):
+    for number in range(3 * MAX_CLIENTS):
         clock.now_s += 0.01
         refusals.wait_s(f"{number}")
-    assert len(refusals._free_s) <= KEPT + 1
-    for _ in range(KEPT):
+    assert len(refusals._due_s) <= MAX_CLIENTS + 1
+    for _ in range(MAX_CLIENTS):
         refusals.wait_s("often")
         refusals.wait_s(f"{clock.now_s}")
         clock.now_s += 0.01
-    assert refusals.wait_s("often") > KEPT / 2
+    assert refusals.wait_s("often") > MAX_CLIENTS / 2

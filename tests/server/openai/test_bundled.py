@@ -177,32 +177,8 @@ def test_every_api_adjusts_logits(url, client):
 
 
 TRIBE = {"type": "function", "function": {"name": "tribe", "parameters": SCHEMA, "strict": True}}
-NONE = {"type": "object", "properties": {}, "additionalProperties": False}
 NAMED = {"type": "function", "function": {"name": "tribe"}}
 IDS = {"return_token_ids": True}
-NOTHING = {"type": "function", "function": {"name": "nothing", "parameters": NONE}}
-
-
-def test_a_model_that_was_never_taught_tools_calls_them_when_it_has_to(client):
-    messages, options = [{"role": "user", "content": "The tribe:"}], {"max_tokens": 80, "parallel_tool_calls": False}
-    for seed in (1, 2, 3):
-        said = client.chat.completions.create(
-            model="tiny", messages=messages, tools=[TRIBE, NOTHING], tool_choice="required", seed=seed, **options
-        ).choices[0]
-        (call,) = said.message.tool_calls
-        assert (said.finish_reason, said.message.content) == ("tool_calls", None)
-        if call.function.name == "tribe":
-            assert json.loads(call.function.arguments)["tribe"] in ("Judah", "Levi")
-        else:
-            assert (call.function.name, json.loads(call.function.arguments)) == ("nothing", {})
-
-    chunks = client.chat.completions.create(
-        model="tiny", messages=messages, tools=[TRIBE, NOTHING], tool_choice=NAMED, stream=True, **options
-    )
-    deltas = [call.function for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
-    assert deltas[0].name == "tribe"
-    assert len(deltas) > 3
-    assert 0 <= json.loads("".join(delta.arguments for delta in deltas))["sons"] <= 99
 
 
 def test_marks_that_are_tokens_but_not_special_are_written_as_such(marked):
@@ -242,21 +218,6 @@ def test_the_sdk_parses_answers_of_a_model_that_likes_blanks(client):
         .message.tool_calls
     )
     assert isinstance(call.function.parsed_arguments, Tribe)
-
-
-def test_models_are_listed(client):
-    assert [model.id for model in client.models.list()] == ["qwen3.5-tiny", "tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match=r"served here is qwen3\.5-tiny, tiny"):
-        client.models.retrieve("gpt")
-
-
-def test_prompts_of_a_batch_and_log_probabilities(client):
-    answer = client.completions.create(model="tiny", prompt=["And God", "In the"], max_tokens=4, logprobs=2, temperature=0)
-    for choice in answer.choices:
-        assert len(choice.logprobs.token_logprobs) == 4
-        for chosen, top in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
-            assert chosen == max(top.values()) < 0
 
 
 def test_the_readmes_curl_line_runs(url):

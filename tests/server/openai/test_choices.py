@@ -1,4 +1,4 @@
-"""server/openai/choices.py: which outputs share a chunk."""
+"""server/openai/choices.py: which outputs share a chunk, and how tokens are counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.texts import RECORD
 
 from npucompile.server.engine.output_stream import CompletionEnd, TextDelta, Usage
-from npucompile.server.openai.choices import ChunkFrames, Header, pieces, whole_answer
+from npucompile.server.openai.choices import ChunkFrames, Header, pieces, usage_object, whole_answer
 from npucompile.server.openai.errors import EngineFailure
 
 HEADER = Header("id", "whole", 1, "tiny", None, "chunk")
@@ -64,3 +64,25 @@ def test_a_failure_ends_a_stream():
     assert frames.failed
     assert json.loads(sent[1].removeprefix(b"data: "))["error"]["message"] == "gone"
     assert sent[2:] == [b"data: [DONE]\n\n"]
+
+
+def usage(prompt, output, cached, drafted, accepted):
+    return Usage(prompt, output, RECORD._replace(cached_tokens=cached, drafted_tokens=drafted, accepted_per_position=accepted))
+
+
+def test_usage_adds_up():
+    of_first = [usage(10, 3, 8, 6, (1, 1, 0)), usage(10, 4, 6, 0, (0, 0, 0))]
+    of_second = [usage(5, 1, 0, 3, (1, 0, 0)), usage(5, 1, 2, 0, ())]
+    assert usage_object([*of_first, *of_second], n=2) == {
+        "prompt_tokens": 15,
+        "completion_tokens": 9,
+        "total_tokens": 24,
+        "prompt_tokens_details": {"cached_tokens": 6},
+        "completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 6},
+    }
+
+
+@pytest.mark.parametrize(("output", "accepted"), [(0, 0), (1, 1), (5, 3)])
+def test_no_more_predictions_are_accepted_than_there_are_tokens(output, accepted):
+    details = usage_object([usage(10, output, 0, 6, (2, 1, 0))])["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": 6 - accepted}

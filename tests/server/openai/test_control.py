@@ -74,3 +74,12 @@ def test_an_engine_that_hangs_is_not_healthy(monkeypatch):
         answer = httpx.get(f"{url.removesuffix('/v1')}/health_generate")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
         assert engine.wait_cancelled()
+
+
+def test_each_name_is_a_model(served):
+    client, _ = served
+    listed = client.get("/v1/models").json()["data"]
+    assert [entry["id"] for entry in listed] == ["tiny", "small"]
+    assert client.get("/v1/models/small").json() == listed[1]
+    refused = client.get("/v1/models/gpt")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")

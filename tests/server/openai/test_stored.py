@@ -45,12 +45,6 @@ def test_a_response_is_read_again_and_deleted(client):
         assert (caught.value.code, caught.value.param) == ("response_not_found", "response_id")
 
 
-def test_a_response_that_is_not_stored_is_not_there(client):
-    made = client.responses.create(model="tiny", input="ab", store=False)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(made.id)
-
-
 def test_a_conversation_goes_on(client):
     first = client.responses.create(model="tiny", input="a", instructions="I")
     second = client.responses.create(model="tiny", input="b", previous_response_id=first.id)

@@ -14,7 +14,8 @@ from npucompile.graphs.errors import ProtocolError
 from npucompile.server.requests.create_body import read_create
 from npucompile.server.requests.fields import FieldError
 from npucompile.server.requests.frames import JSON, MSGPACK, encode
-from npucompile.server.socket.connection import CancelCommand, Connection, CreateCommand, ResumeCommand, new_response_id
+from npucompile.server.socket.connection import Connection, CreateCommand, new_response_id
+from npucompile.server.socket.messages import ResponseCancel, ResponseResume
 
 
 def connection(**options):
@@ -58,11 +59,11 @@ def test_a_lane_has_one_response_at_a_time_and_keeps_the_order():
 
 def test_a_lane_that_is_free_can_be_resumed_in():
     conn = connection()
-    assert conn.receive(resume("resp_7", starting_after=3)) == ResumeCommand("resp_7", "", 3)
+    assert conn.receive(resume("resp_7", starting_after=3)) == ResponseResume(response_id="resp_7", starting_after=3)
     assert conn.receive(create()) is None
     assert refused(conn, resume("resp_8")).code == "stream_in_use"
     assert refused(conn, resume("resp_7", stream_id="b")).code == "stream_in_use"
-    assert conn.receive(cancel(response_id="resp_7")) == CancelCommand("resp_7", "")
+    assert conn.receive(cancel(response_id="resp_7")) == ResponseCancel(response_id="resp_7")
     assert conn.finish("resp_7").response_id == "resp_0"
 
 
@@ -71,7 +72,7 @@ def test_cancel_finds_by_response_by_stream_and_by_both():
     conn.receive(create(stream_id="a"))
     conn.receive(create(stream_id="b"))
     for fields in ({"response_id": "resp_1"}, {"stream_id": "b"}, {"response_id": "resp_1", "stream_id": "b"}):
-        assert conn.receive(cancel(**fields)) == CancelCommand("resp_1", "b")
+        assert conn.receive(cancel(**fields)) == ResponseCancel(response_id="resp_1", stream_id="b")
     assert conn.open == {"a": "resp_0", "b": "resp_1"}
 
 
@@ -131,7 +132,9 @@ def test_garbage_never_costs_the_connection(frames, subprotocol):
     assert isinstance(conn.receive(encode(good, subprotocol)), CreateCommand)
     for frame in frames:
         refused(conn, frame)
-    assert conn.receive(encode({"type": "response.cancel", "stream_id": "a"}, subprotocol)) == CancelCommand("resp_0", "a")
+    assert conn.receive(encode({"type": "response.cancel", "stream_id": "a"}, subprotocol)) == ResponseCancel(
+        response_id="resp_0", stream_id="a"
+    )
     conn.finish("resp_0")
     assert isinstance(conn.receive(encode(good, subprotocol)), CreateCommand)
 
@@ -166,7 +169,7 @@ class Streams(RuleBasedStateMachine):
     @rule(name=NAMES)
     def cancel(self, name):
         if name in self.lanes:
-            assert self.conn.receive(cancel(stream_id=name)) == CancelCommand(self.lanes[name][0], name)
+            assert self.conn.receive(cancel(stream_id=name)) == ResponseCancel(response_id=self.lanes[name][0], stream_id=name or None)
         else:
             assert refused(self.conn, cancel(stream_id=name)).code == "response_not_found"
 
