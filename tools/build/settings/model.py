@@ -165,6 +165,9 @@ LOGIT_ADJUSTMENTS = Setting(
     lambda plan: plan.limits.logit_adjustments,
     legal=(0, None),
     read=int,
+    recorded=lambda recorded: recorded.manifest.limits.logit_adjustments,
+    what=lambda value, recorded: f"A step takes {value} biases and penalties{recorded.group}.",
+    change="each takes a row over the vocabulary in every step's inputs",
 )
 WHERE_WEIGHTS = Setting(
     "weights",

@@ -121,4 +121,8 @@ CHECKPOINT_SLOTS = Setting(
     lambda plan: plan.own_checkpoint_slots,
     legal=(0, None),
     read=int,
+    by=by_row,
+    recorded=lambda recorded: recorded.manifest.limits.checkpoint_slots or None,
+    what=lambda value, recorded: f"States after {value} prefixes{recorded.group} are kept.",
+    change="each keeps a prefix of models with recurrent states, and takes the memory of a state",
 )

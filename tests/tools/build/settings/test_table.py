@@ -13,6 +13,7 @@ from npucompile.tools.build.plan import Options
 from npucompile.tools.build.settings import model, place
 from npucompile.tools.build.settings.table import EXPLAINED, SETTINGS
 from npucompile.tools.commands.build import command
+from npucompile.tools.serve.options import OPTIONS
 
 TOOLS = Path(npucompile.__file__).parent / "tools"
 
@@ -51,6 +52,13 @@ def test_what_is_explained_is_said_in_sentences():
     for setting in EXPLAINED.values():
         assert setting.planned.endswith(".")
         assert not re.search(r"[.:]$", setting.change)
+
+
+def test_the_table_of_names_is_that_of_the_records():
+    page = Path(__file__).parents[4] / "docs" / "coming-from-sglang-or-vllm.md"
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", page.read_text(), re.MULTILINE)
+    records = [*SETTINGS, *OPTIONS]
+    assert rows == [(f"--{record.option}", ", ".join(f"`{name}`" for name in record.same)) for record in records if record.same]
 
 
 def test_names_of_other_engines_mean_one_setting():
