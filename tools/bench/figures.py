@@ -117,10 +117,7 @@ def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progre
             )
         ],
         "decode": lambda: step.decode(artifact, settings.repetitions, progress),
-        "prefill": lambda: [
-            step.prefill(artifact, settings.repetitions, progress),
-            *step.prefill_together(artifact, settings.repetitions, progress),
-        ],
+        "prefill": lambda: [step.prefill(artifact, settings.repetitions, progress)],
         "streams": lambda: [bench_streams.streams(artifact, settings.loads, settings.rounds, progress)],
     }
 

@@ -51,13 +51,6 @@ PREFILL_COLUMNS = (
     Column("speedup", "eager / compiled"),
     Column("compiled_ms", "compiled ms", 3),
 )
-TOGETHER_COLUMNS = (
-    Column("bucket", "bucket"),
-    Column("prompts", "prompts", 0),
-    Column("one_by_one_ms", "one by one ms", 3),
-    Column("together_ms", "together ms", 3),
-    Column("speedup", "one by one / together"),
-)
 
 
 @dataclass(frozen=True)
@@ -88,16 +81,6 @@ class Case:
         if self.request_slots is not None:
             self.request_slots[0].copy_(self.request_slots[1])
         executable(self.operands)
-
-
-def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> Case:
-    """Loads a bucket's executables and creates operands of a step whose rows have `context` cached tokens.
-
-    Raises:
-        ArtifactError: a file differs from the manifest.
-    """
-    (case,) = prepared(artifact, params, entry, (context,), random_state(artifact.manifest))
-    return case
 
 
 def prepared(
@@ -274,40 +257,6 @@ def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clo
         f"full chunks from position 0; medians (smallest..largest) of {repetitions} repetitions, all buckets, eager and compiled, in turns",
     )
     return Table("prefill", "Prefill throughput", PREFILL_COLUMNS, tuple(rows), notes)
-
-
-def prefill_together(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter) -> list[Table]:
-    """Times of prefilling as many prompts as a bucket has rows in one step, and one after the other in the bucket of one row.
-
-    Returns:
-        no table where there is no bucket of several prompts with one of one prompt beside it that is as long.
-    """
-    entries, params = _of_kind(artifact, "prefill"), _params(artifact)
-    singles = {entry.bucket.q_len: entry for entry in entries if entry.bucket.batch == 1}
-    shared = [entry for entry in entries if entry.bucket.batch > 1 and entry.bucket.q_len in singles]
-    if not shared:
-        return []
-    rows: list[dict[str, Value]] = []
-    with progress.bar("prefill together", len(shared)) as bar:
-        for entry in shared:
-            case, single = prepare(artifact, params, entry, 0), prepare(artifact, params, singles[entry.bucket.q_len], 0)
-            calls = {"together": partial(_serve, case, 1), "one_by_one": partial(_serve, single, case.rows)}
-            seconds = interleave({name: partial(seconds_per_call, call, clock, calls=STEPS) for name, call in calls.items()}, repetitions)
-            times = {f"{name}_ms": spread(1e3 * s for s in samples) for name, samples in seconds.items()}
-            speedup = ratio(seconds["one_by_one"], seconds["together"])
-            rows.append({"bucket": entry.bucket.name, "prompts": case.rows, **times, "speedup": speedup})
-            bar.step(entry.bucket.name)
-    notes = (
-        f"prompts as long as a row, each from position 0; medians (smallest..largest) of {repetitions} repetitions, both in turns, by the "
-        "executables that serve: compiled where there is one",
-    )
-    return [Table("prefill", "Prompts that share a prefill step", TOGETHER_COLUMNS, tuple(rows), notes)]
-
-
-def _serve(case: Case, times: int) -> None:
-    """Repeats a step with the executable that serves it."""
-    for _ in range(times):
-        case.again(case.executables.get("compiled", case.executables["eager"]))
 
 
 def in_turns(

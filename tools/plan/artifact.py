@@ -20,7 +20,7 @@ from .acceptance import per_request
 from .products import Array
 from .recipe import serve_command
 from .run import Latencies
-from .simulate import simulate
+from .simulate import Setting, simulate
 from .system import Serving, Workload
 from .table import StepTable
 from .views import View, latency_lines, workload_of
@@ -121,4 +121,4 @@ def serve(
     pool = float((limits.num_pages - 1) * limits.page_size)
     sizes = tuple(sorted(entry.bucket for entry in (*prefill.values(), *decode)))
     dp = Mesh.parse(manifest.mesh).axis("dp")
-    return Latencies.of(workload, simulate(workload, serving, rates, dp, pool, table, prefill_s, sizes))
+    return Latencies.of(workload, simulate(Setting(workload, serving, rates, dp, pool, table, prefill_s), sizes))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 
 from .groups import Groups
 from .prefill import PrefillTime
 from .run import Trace
-from .simulate import Clients
+from .simulate import Clients, Setting
 from .system import Serving, Workload
-from .table import StepTable
 from .waiting import waiting
 
 HANDOVER_S = 0.35
@@ -54,30 +52,20 @@ class _Prefiller:
 
 
 def simulate_disaggregated(
-    workload: Workload,
-    serving: Serving,
-    accepted: Sequence[float],
-    dp: int,
-    pool_tokens: float,
-    table: StepTable,
-    prefill: PrefillTime,
-    prefill_serving: Serving,
-    prefill_groups: int,
-    instances: int,
-    transfer_bytes: float,
-    decode_instances: int = 1,
+    setting: Setting, prefill_serving: Serving, prefill_groups: int, instances: int, transfer_bytes: float, decode_instances: int = 1
 ) -> Trace:
     """Runs a workload.
 
     Args:
-        dp: groups of one decode instance; several instances advance as one, with the groups of all.
+        setting: of one decode instance; several instances advance as one, with the groups of all.
         prefill_groups, instances: groups of a prefill instance, and how many of those there are.
         transfer_bytes: of one token's caches.
     """
-    n, dp = workload.requests, dp * decode_instances
+    workload, serving, table = setting.workload, setting.serving, setting.table
+    n, dp = workload.requests, setting.dp * decode_instances
     trace, clients = Trace([0.0] * n, [0.0] * n, [0.0] * n), Clients(workload)
-    groups = Groups(workload, accepted, dp, pool_tokens, trace)
-    servers = [_Prefiller(prefill_groups, prefill_serving, prefill, workload) for _ in range(instances)]
+    groups = Groups(workload, setting.accepted, dp, setting.pool_tokens, trace)
+    servers = [_Prefiller(prefill_groups, prefill_serving, setting.prefill, workload) for _ in range(instances)]
     # Requests whose prompts are done: those on their way with the times at which they come, and those that wait for a place.
     ready: list[tuple[float, int]] = []
     arrived = waiting(workload)

@@ -17,7 +17,7 @@ from .memory import fixed_bytes, pool_tokens, request_bytes, token_bytes
 from .parameters import Parameters, fitted
 from .prefill import prefill_time
 from .run import Latencies, Trace
-from .simulate import simulate
+from .simulate import Setting, simulate
 from .system import Case
 from .table import StepTable, step_table
 
@@ -105,21 +105,10 @@ def _run(case: Case, p: Parameters, table: StepTable, pool: float) -> Trace:
     if case.prefill is None or case.prefill_serving is None:
         sizes = _sizes(case) if case.serving.policy == "npucompile" else ()
         groups = layout.dp * layout.instances
-        return simulate(work, case.serving, accepted, groups, pool, table, prefill_time(case.decode, p), sizes)
-    return simulate_disaggregated(
-        work,
-        case.serving,
-        accepted,
-        layout.dp,
-        pool,
-        table,
-        prefill_time(case.prefill, p),
-        case.prefill_serving,
-        case.prefill.layout.dp,
-        case.prefill.layout.instances,
-        token_bytes(case.decode),
-        layout.instances,
-    )
+        return simulate(Setting(work, case.serving, accepted, groups, pool, table, prefill_time(case.decode, p)), sizes)
+    setting = Setting(work, case.serving, accepted, layout.dp, pool, table, prefill_time(case.prefill, p))
+    first = case.prefill.layout
+    return simulate_disaggregated(setting, case.prefill_serving, first.dp, first.instances, token_bytes(case.decode), layout.instances)
 
 
 def _sizes(case: Case) -> tuple[Bucket, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ...graphs.types import Bucket
@@ -51,25 +52,32 @@ class Clients:
         return self.sent - 1
 
 
-def simulate(
-    workload: Workload,
-    serving: Serving,
-    accepted: Sequence[float],
-    dp: int,
-    pool_tokens: float,
-    table: StepTable,
-    prefill: PrefillTime,
-    sizes: tuple[Bucket, ...] = (),
-) -> Trace:
-    """Runs a workload.
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated.
 
-    Args:
+    Attributes:
         accepted: tokens a step of each request.
         dp: groups.
         pool_tokens: that a group's caches hold.
+    """
+
+    workload: Workload
+    serving: Serving
+    accepted: Sequence[float]
+    dp: int
+    pool_tokens: float
+    table: StepTable
+    prefill: PrefillTime
+
+
+def simulate(setting: Setting, sizes: tuple[Bucket, ...] = ()) -> Trace:
+    """Runs a workload.
+
+    Args:
         sizes: prefill and decode buckets, of "npucompile".
     """
-    return _Mixed(workload, serving, accepted, dp, pool_tokens, table, prefill, sizes).run()
+    return _Mixed(setting, sizes).run()
 
 
 @lru_cache(maxsize=4096)
@@ -80,23 +88,14 @@ def _bucket(sizes: tuple[Bucket, ...], remaining: tuple[tuple[int, ...], ...], f
 
 
 class _Mixed:
-    def __init__(
-        self,
-        workload: Workload,
-        serving: Serving,
-        accepted: Sequence[float],
-        dp: int,
-        pool_tokens: float,
-        table: StepTable,
-        prefill: PrefillTime,
-        sizes: tuple[Bucket, ...],
-    ) -> None:
+    def __init__(self, setting: Setting, sizes: tuple[Bucket, ...]) -> None:
+        workload, serving, dp = setting.workload, setting.serving, setting.dp
         n = workload.requests
-        self.work, self.serving, self.table, self.prefill, self.sizes = workload, serving, table, prefill, sizes
+        self.work, self.serving, self.table, self.prefill, self.sizes = workload, serving, setting.table, setting.prefill, sizes
         self.fixed_tokens = (serving.fixed_tokens or default_fixed_tokens(sizes)) if sizes else 0.0
         self.clients = Clients(workload)
         self.trace = Trace([0.0] * n, [0.0] * n, [0.0] * n)
-        self.groups = Groups(workload, accepted, dp, pool_tokens, self.trace)
+        self.groups = Groups(workload, setting.accepted, dp, setting.pool_tokens, self.trace)
         self.queues: list[Waiting] = [waiting(workload) for _ in range(dp)]
         self.remaining = [float(tokens) for tokens in workload.inputs]
         self.now, self.stall, self.bursts, self.waits, self.passes = 0.0, 0.0, 0, 0, 0

@@ -19,8 +19,7 @@ from npucompile.models import request_slots
 from npucompile.tools.bench import step
 from npucompile.tools.bench.machine import Reader
 from npucompile.tools.bench.report import Value
-from npucompile.tools.bench.step import Case, decode_contexts, decode_row, needed_bytes, prepare, step_operands
-from npucompile.tools.notation import PrefillSize
+from npucompile.tools.bench.step import Case, decode_contexts, decode_row, needed_bytes, prepared, random_state, step_operands
 from npucompile.tools.progress import Progress
 
 QUIET = Progress(quiet=True)
@@ -129,7 +128,7 @@ def test_a_prepared_case_runs(artifact: Artifact, plain: Artifact) -> None:
         weights = opened.load_weights()
         params = [weights[leaf.name] for leaf in opened.manifest.params]
         for entry in opened.manifest.graphs:
-            case = prepare(opened, params, entry, 5)
+            (case,) = prepared(opened, params, entry, (5,), random_state(opened.manifest))
             assert list(case.executables) == ["eager"]
             outputs = dict(zip((leaf.name for leaf in entry.outputs), case.executables["eager"](case.operands), strict=True))
             assert torch.isfinite(outputs["outputs.logits"]).all()
@@ -138,18 +137,19 @@ def test_a_prepared_case_runs(artifact: Artifact, plain: Artifact) -> None:
 def test_every_step_starts_where_the_first_one_did(artifact: Artifact) -> None:
     weights = artifact.load_weights()
     entry = entry_of(artifact.manifest, "decode-b2-q4")
-    prepared = prepare(artifact, [weights[leaf.name] for leaf in artifact.manifest.params], entry, 5)
-    assert prepared.request_slots is not None
-    pool, first = prepared.request_slots
-    assert any(operand is pool for operand in prepared.operands)
-    eager, outputs = prepared.executables["eager"], []
+    params = [weights[leaf.name] for leaf in artifact.manifest.params]
+    (ready,) = prepared(artifact, params, entry, (5,), random_state(artifact.manifest))
+    assert ready.request_slots is not None
+    pool, first = ready.request_slots
+    assert any(operand is pool for operand in ready.operands)
+    eager, outputs = ready.executables["eager"], []
 
     def noted(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         outputs.append(pool.clone())
         return eager(operands)
 
     clock = FakeClock()
-    calls = replace(prepared, executables={"eager": noted, "compiled": noted}).calls()  # type: ignore[dict-item]
+    calls = replace(ready, executables={"eager": noted, "compiled": noted}).calls()  # type: ignore[dict-item]
     step.in_turns([calls], 2, clock, QUIET, "steps")
     assert len(outputs) >= 2 * 2
     assert all(torch.equal(output, first) for output in outputs)
@@ -225,17 +225,6 @@ def test_every_bucket_is_measured_eager_and_compiled(own_artifact: Path) -> None
     assert bandwidth.rows[0]["buffer_mb"] == pytest.approx(2.097, abs=0.001)
     prefill = step.prefill(artifact, 1, QUIET)
     assert [(row["bucket"], "compiled_tokens_per_s" in row) for row in prefill.rows] == [("prefill-b1-q4", False), ("prefill-b1-q16", True)]
-
-
-def test_prompts_together_are_timed_against_as_many_steps_of_one(artifact: Artifact, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert step.prefill_together(artifact, 1, QUIET) == []
-    out = tmp_path / "tiny"
-    tiny.built(tiny.planned(tiny_checkpoint, buckets=(2,), prefill=(4, PrefillSize(4, 2), PrefillSize(8, 2))), out)
-    (table,) = step.prefill_together(Artifact.open(out), 2, QUIET)
-    (row,) = table.rows
-    assert (row["bucket"], row["prompts"]) == ("prefill-b2-q4", 2)
-    one_by_one, together, speedup = (row[name] for name in ("one_by_one_ms", "together_ms", "speedup"))
-    assert one_by_one.low / together.high <= speedup.low <= speedup.high <= one_by_one.high / together.low
 
 
 def test_without_a_known_cache_the_floor_is_memorys(artifact: Artifact) -> None:

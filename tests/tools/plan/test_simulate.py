@@ -14,7 +14,7 @@ from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.buckets import choose
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.step_times import StepTimes
-from npucompile.tools.plan.simulate import simulate
+from npucompile.tools.plan.simulate import Setting, simulate
 from npucompile.tools.plan.system import Serving, Workload
 from npucompile.tools.plan.table import StepTable
 
@@ -73,10 +73,8 @@ def test_it_is_the_scheduler_that_serves(work: Workload, running: int, tokens: i
     decode_s = {bucket.batch: seconds[bucket] for bucket in decode}
     table = StepTable(list(decode_s), 1, 128, lambda batch, context: np.vectorize(decode_s.get)(batch) + 0 * context)
     serving = Serving("npucompile", running, chunk * most, chunk, most, prefill_burst=burst, itl_target_ms=target, fixed_tokens=fixed)
-    trace = simulate(
-        work, serving, [float(tokens)] * work.requests, 1, 1e9, table,
-        lambda largest, _, new, cached: seconds[Bucket("prefill", largest, new)], sizes=policy.buckets,
-    )  # fmt: skip
+    times_s = lambda largest, _, new, cached: seconds[Bucket("prefill", largest, new)]  # noqa: E731
+    trace = simulate(Setting(work, serving, [float(tokens)] * work.requests, 1, 1e9, table, times_s), policy.buckets)
     assert (trace.sent, trace.first, trace.end) == (expected.sent, expected.first, expected.end)
     assert merged((span.kind, span.rows, span.start_s, span.end_s) for span in trace.spans) == merged(expected.steps)
     assert sorted(gap for gap, count in trace.gaps for _ in range(count)) == sorted(expected.gaps)
@@ -87,7 +85,8 @@ def plain(work: Workload, policy: str = "sglang", pool: float = 1e9, dp: int = 1
     """A load on steps of 10 ms and prefill of 1 ms a token."""
     table = StepTable(range(1, work.concurrency + 1), 1, 1000, lambda batch, context: 0.01 + 0 * batch * context)
     serving = Serving(policy, work.concurrency, **{"budget": 100, **options})
-    return simulate(work, serving, [1.0] * work.requests, dp, pool, table, lambda largest, _, new, cached: 0.001 * largest * new)
+    prefill_s = lambda largest, _, new, cached: 0.001 * largest * new  # noqa: E731
+    return simulate(Setting(work, serving, [1.0] * work.requests, dp, pool, table, prefill_s))
 
 
 def test_first_tokens_leave_one_step_late_where_results_are_read_late():
@@ -143,10 +142,9 @@ def test_several_groups_are_near_the_scheduler_that_serves(
     times = None if target is None else StepTimes(ms={bucket: 1e3 * own for bucket, own in seconds.items()})
     expected = served(work, policy, groups, tokens, lambda step: seconds[step.bucket], times)
     table = StepTable([b.batch for b in decode], 1, 128, lambda batch, context: 0.01 + 0.002 * batch + 0 * context)
-    trace = simulate(
-        work, Serving("npucompile", places, 32, 32, 1, itl_target_ms=target), [float(tokens)] * work.requests, groups, 1e9, table,
-        lambda largest, _, new, cached: 0.03, sizes=policy.buckets,
-    )  # fmt: skip
+    serving = Serving("npucompile", places, 32, 32, 1, itl_target_ms=target)
+    setting = Setting(work, serving, [float(tokens)] * work.requests, groups, 1e9, table, lambda *_: 0.03)
+    trace = simulate(setting, policy.buckets)
     for ours, theirs in ((trace.first, expected.first), (trace.end, expected.end)):
         mean = np.mean(np.subtract(theirs, expected.sent))
         assert np.mean(np.subtract(ours, trace.sent)) == pytest.approx(mean, rel=0.1)

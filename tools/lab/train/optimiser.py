@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -56,15 +55,6 @@ class Optimiser:
         self._parts = {path: matrices(leaf) if is_matrix(path, leaf) else [leaf.detach()] for path, leaf in self.leaves.items()}
         # An optimiser a leaf, so that leaves can be updated in several threads.
         self._optimisers = {path: _optimiser(is_matrix(path, self.leaves[path]), parts, rates) for path, parts in self._parts.items()}
-
-    def state(self) -> dict[str, Any]:
-        """What `load` restores."""
-        return {path: optimiser.state_dict() for path, optimiser in self._optimisers.items()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restores a `state`."""
-        for path, optimiser in self._optimisers.items():
-            optimiser.load_state_dict(state[path])
 
     def update(self, gradients: Iterable[torch.Tensor], factor: float, pool: Executor) -> None:
         """One step.

@@ -1,21 +1,18 @@
-"""Trains the bundled model: `python -m npucompile.tools.lab.train.train_tiny --work DIR --out DIR`; see docs/bundled-model.md."""
+"""Trains the bundled model: `python -m npucompile.tools.lab.train.train_tiny --out DIR --curves DIR`; see docs/bundled-model.md."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
 from ....graphs import tree
-from ....graphs.errors import SpecError
 from ....graphs.types import Tree
 from ....models import qwen3_5
 from . import tiny_export, tiny_model
@@ -116,31 +113,26 @@ def gradients(
 
 
 class LossCurve:
-    """The loss curve of a phase as a CSV file; a resumed run continues it."""
+    """The loss curve of a phase as a CSV file."""
 
-    def __init__(self, path: Path, columns: tuple[str, ...], from_step: int) -> None:
+    def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
         self.path = path
-        rows: list[list[str]] = []
-        if path.exists() and from_step:
-            with path.open(newline="") as file:
-                rows = [row for row in list(csv.reader(file))[1:] if int(row[0]) <= from_step]
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+        path.write_text(",".join(columns) + "\n", encoding="utf-8")
 
     def add(self, step: int, tokens: int, *values: float | None) -> None:
         """Appends one row; None is an empty field."""
-        with self.path.open("a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerow([step, tokens, *("" if v is None else f"{v:.4f}" for v in values)])
+        row = (str(step), str(tokens), *("" if value is None else f"{value:.4f}" for value in values))
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(",".join(row) + "\n")
 
 
 class Trainer:
-    """One training run: parameters, data and a work directory with checkpoints."""
+    """One training run: parameters, data and a directory for the loss curves."""
 
-    def __init__(self, work: Path, curves: Path, threads: int) -> None:
+    def __init__(self, curves: Path, threads: int) -> None:
         torch.set_num_threads(1)
-        self.work, self.curves, self.threads = work, curves, threads
-        work.mkdir(parents=True, exist_ok=True)
+        self.curves, self.threads = curves, threads
         self.data = load_data()
         self.config = tiny_model.hf_config(eos_id(self.data.tokenizer))
         self.cfg = qwen3_5.read_config(self.config)
@@ -154,36 +146,13 @@ class Trainer:
     def leaves(self) -> list[torch.Tensor]:
         return [leaf for _, leaf in tree.flatten(self.params)]
 
-    def load(self, phase: str) -> dict[str, Any] | None:
-        """Restores the parameters of a phase's checkpoint, if there is one, and returns it."""
-        path = self.work / f"{phase}.pt"
-        if not path.exists():
-            return None
-        saved: dict[str, Any] = torch.load(path, weights_only=True)
-        for leaf, value in zip(self.leaves(), saved["params"], strict=True):
-            leaf.data.copy_(value)
-        return saved
-
-    def save(self, phase: str, step: int, optimiser: Optimiser) -> None:
-        """Writes a phase's checkpoint atomically."""
-        path = self.work / f"{phase}.pt"
-        torch.save(
-            {"step": step, "params": [leaf.detach() for leaf in self.leaves()], "optimiser": optimiser.state()}, path.with_suffix(".part")
-        )
-        path.with_suffix(".part").replace(path)
-
-    def train(self, phase: TrainingPhase, save_every_s: float = 120.0) -> None:
+    def train(self, phase: TrainingPhase) -> None:
         """Main phase: trains all parameters on the losses of the next token and of the draft head."""
         optimiser = Optimiser(self.params, Rates())
-        saved = self.load("main")
-        first = 0
-        if saved:
-            first = saved["step"]
-            optimiser.load(saved["optimiser"])
-        curve = LossCurve(self.curves / "qwen3.5-tiny-loss.csv", ("step", "tokens", "loss", "draft_loss", "val_loss"), first)
+        curve = LossCurve(self.curves / "qwen3.5-tiny-loss.csv", ("step", "tokens", "loss", "draft_loss", "val_loss"))
         leaves = [leaf.requires_grad_() for leaf in self.leaves()]
-        began = last_save = time.monotonic()
-        for step in range(first, phase.steps):
+        began = time.monotonic()
+        for step in range(phase.steps):
             length, with_draft = phase.window(step), step >= phase.draft_from
             windows = self.data.training.batch(phase.tokens // length, length + 2, torch.Generator().manual_seed(SEED + step))
 
@@ -194,7 +163,7 @@ class Trainer:
 
             grads, (main, draft, balance, norm) = gradients(self.pool, self.threads, windows, loss, leaves)
             optimiser.update(grads, phase.factor(step), self.pool)
-            done, pace = step + 1, (time.monotonic() - began) / (step + 1 - first)
+            done, pace = step + 1, (time.monotonic() - began) / (step + 1)
             last = done == phase.steps
             if done % 10 == 0 or last:
                 val = self.validate(None if last else 4096)[0] if done % 100 == 0 or last else None
@@ -204,9 +173,6 @@ class Trainer:
                     f"{'' if val is None else f'val {val:.4f} '}{pace:.2f} s/step, {pace * (phase.steps - done) / 60:.0f} min left",
                     flush=True,
                 )
-            if last or time.monotonic() - last_save > save_every_s:
-                self.save("main", done, optimiser)
-                last_save = time.monotonic()
         for leaf in leaves:
             leaf.requires_grad_(False)
 
@@ -236,7 +202,7 @@ class Trainer:
 
         return torch.cat(list(self.pool.map(continuations, prompts.chunk(self.threads), draws)))
 
-    def train_draft(self, phase: TrainingPhase, texts: torch.Tensor, bases: int = 24, save_every_s: float = 120.0) -> None:
+    def train_draft(self, phase: TrainingPhase, texts: torch.Tensor, bases: int = 24) -> None:
         """Draft phase: trains the draft head to predict the frozen model's output, also from the head's own hidden states.
 
         Args:
@@ -244,18 +210,13 @@ class Trainer:
             bases: positions per text from which all drafts are trained, not only the first.
         """
         optimiser = Optimiser(self.params, Rates(matrix=0.01, other=2e-3), only="mtp.")
-        saved = self.load("draft")
-        first = 0
-        if saved:
-            first = saved["step"]
-            optimiser.load(saved["optimiser"])
         names = ("step", "tokens", *(f"draft_{j + 1}_loss" for j in range(DEPTH)), "mean_accepted_tokens")
-        curve = LossCurve(self.curves / "qwen3.5-tiny-draft-loss.csv", names, first)
+        curve = LossCurve(self.curves / "qwen3.5-tiny-draft-loss.csv", names)
         leaves = [leaf.requires_grad_() for leaf in optimiser.leaves.values()]
         rows, length = phase.tokens // phase.length, phase.length
         trial = self.own_texts(self.data.held_out, 16, 32, 161, 0.0, SEED)
-        began = last_save = time.monotonic()
-        for step in range(first, phase.steps):
+        began = time.monotonic()
+        for step in range(phase.steps):
             generator = torch.Generator().manual_seed(SEED + step)
             own = texts[torch.randint(len(texts), (rows // 2,), generator=generator)][:, : length + 1]
             windows = torch.cat((own, self.data.training.batch(rows - rows // 2, length + 1, generator)))
@@ -267,7 +228,7 @@ class Trainer:
 
             grads, (*values, norm) = gradients(self.pool, self.threads, batch, loss, leaves)
             optimiser.update(grads, phase.factor(step), self.pool)
-            done, pace = step + 1, (time.monotonic() - began) / (step + 1 - first)
+            done, pace = step + 1, (time.monotonic() - began) / (step + 1)
             last = done == phase.steps
             if done % 10 == 0 or last:
                 accepted = acceptance(self.cfg, self.params, trial, 32).mean_tokens if done % 50 == 0 or last else None
@@ -278,9 +239,6 @@ class Trainer:
                     f"{pace * (phase.steps - done) / 60:.0f} min left",
                     flush=True,
                 )
-            if last or time.monotonic() - last_save > save_every_s:
-                self.save("draft", done, optimiser)
-                last_save = time.monotonic()
         for leaf in leaves:
             leaf.requires_grad_(False)
 
@@ -307,25 +265,17 @@ class Trainer:
 
 
 def main() -> None:
-    """Trains or resumes, or exports or reports on the newest checkpoint of a work directory."""
+    """Trains both phases, writes the checkpoint after each, and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="directory for checkpoints; a run resumes from what it holds")
     parser.add_argument("--out", type=Path, required=True, help="checkpoint directory to write")
-    parser.add_argument("--curves", type=Path, help="directory for the loss curves (default: the work directory)")
+    parser.add_argument("--curves", type=Path, required=True, help="directory for the loss curves")
     parser.add_argument("--steps", type=int, default=MAIN.steps, help="steps of the main phase (default %(default)s)")
     parser.add_argument("--decay", type=int, default=MAIN.decay, help="its last steps, with a falling step size (default %(default)s)")
     parser.add_argument("--draft-steps", type=int, default=DRAFT.steps, help="steps of the draft phase (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="parts a batch is split into (default %(default)s)")
-    parser.add_argument("--export-only", action="store_true", help="write the newest checkpoint of the work directory and stop")
-    parser.add_argument("--report", action="store_true", help="print losses, acceptance and completions of the newest checkpoint and stop")
     options = parser.parse_args()
-    trainer = Trainer(options.work, options.curves or options.work, options.threads)
+    trainer = Trainer(options.curves, options.threads)
     try:
-        if options.export_only or options.report:
-            if trainer.load("draft") is None and trainer.load("main") is None:
-                raise SpecError(f"{options.work} holds no checkpoint; legal is a --work directory of an earlier run")
-            trainer.report() if options.report else trainer.export(options.out)
-            return
         trainer.train(replace(MAIN, steps=options.steps, decay=options.decay))
         trainer.export(options.out)
         texts = torch.cat([trainer.own_texts(trainer.data.training, 256, 16, 257, t, SEED + i * 100) for i, t in enumerate((0.0, 0.7))])

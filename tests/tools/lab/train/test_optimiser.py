@@ -1,4 +1,4 @@
-"""tools/lab/train/optimiser.py: matrices follow Muon, vectors and tables Adam, and a resumed run continues exactly."""
+"""tools/lab/train/optimiser.py: matrices follow Muon, vectors and tables Adam."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,25 +42,13 @@ def test_vectors_and_tables_follow_adam():
         torch.testing.assert_close(leaf, twin.detach())
 
 
-def test_resumed_run_equals_the_uninterrupted_one_and_frozen_leaves_stay():
-    def fresh():
-        generator = torch.Generator().manual_seed(3)
-        return {"mtp": {"fc": torch.randn(8, 4, generator=generator), "norm": torch.zeros(4)}, "layers": [torch.ones(4, 4)]}
-
-    grads = [torch.randn(8, 4, generator=torch.Generator().manual_seed(4)), torch.ones(4)]
-    straight, halves = fresh(), fresh()
+def test_other_leaves_stay():
+    params = {"mtp": {"fc": torch.randn(8, 4), "norm": torch.zeros(4)}, "layers": [torch.ones(4, 4)]}
+    before = params["mtp"]["fc"].clone()
     with ThreadPoolExecutor(1) as pool:
-        whole = Optimiser(straight, Rates(), only="mtp.")
-        first, second = Optimiser(halves, Rates(), only="mtp."), Optimiser(halves, Rates(), only="mtp.")
-        whole.update(grads, 1.0, pool)
-        whole.update(grads, 0.5, pool)
-        first.update(grads, 1.0, pool)
-        second.load(first.state())
-        second.update(grads, 0.5, pool)
-    assert torch.equal(straight["mtp"]["fc"], halves["mtp"]["fc"])
-    assert torch.equal(straight["mtp"]["norm"], halves["mtp"]["norm"])
-    assert torch.equal(straight["layers"][0], torch.ones(4, 4))
-    assert not torch.equal(straight["mtp"]["fc"], fresh()["mtp"]["fc"])
+        Optimiser(params, Rates(), only="mtp.").update([torch.randn(8, 4), torch.ones(4)], 1.0, pool)
+    assert torch.equal(params["layers"][0], torch.ones(4, 4))
+    assert not torch.equal(params["mtp"]["fc"], before)
 
 
 def test_which_leaves_are_matrices():

@@ -1,4 +1,4 @@
-"""tools/lab/train/train_tiny.py: the schedule, the gradients of a split batch, and a loss curve that survives resumption."""
+"""tools/lab/train/train_tiny.py: the schedule, the gradients of a split batch, and the loss curve."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -45,10 +45,8 @@ def test_gradients_of_a_split_batch_are_those_of_the_whole(parts: int) -> None:
     assert terms == pytest.approx([float(loss(windows)[0].detach()), norm])
 
 
-def test_a_resumed_curve_keeps_rows_up_to_its_step(tmp_path) -> None:
-    path = tmp_path / "curve" / "loss.csv"
-    first = train_tiny.LossCurve(path, ("step", "tokens", "loss", "val"), 0)
-    first.add(10, 640, 7.5, None)
-    first.add(20, 1280, 7.25, 7.125)
-    train_tiny.LossCurve(path, ("step", "tokens", "loss", "val"), 10).add(20, 1280, 7.0, None)
-    assert path.read_text().splitlines() == ["step,tokens,loss,val", "10,640,7.5000,", "20,1280,7.0000,"]
+def test_a_curve_has_a_row_a_step_and_empty_fields(tmp_path) -> None:
+    curve = train_tiny.LossCurve(tmp_path / "curve" / "loss.csv", ("step", "tokens", "loss", "val"))
+    curve.add(10, 640, 7.5, None)
+    curve.add(20, 1280, 7.25, 7.125)
+    assert curve.path.read_text().splitlines() == ["step,tokens,loss,val", "10,640,7.5000,", "20,1280,7.2500,7.1250"]
