@@ -15,6 +15,9 @@ from npucompile.lowering.ascend.acl_graph.make import acl_file
 from npucompile.lowering.ascend.hoist import hoist
 
 I32, I64, F32, BF16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
+POOL, ROWS, PAGES, STARTS = ((4, 128, 16), BF16), ((2, 16), BF16), ((2, 2), I32), ((2,), I32)
+ATTENTION: dict[str, gb.Shape] = {"state_pool": POOL, "inputs_x": ROWS, "inputs_pages": PAGES, "inputs_starts": STARTS}
+"""Operands of bodies that call `attend`."""
 
 
 def of_body(fn: Callable[..., Any], *, captured: bool = True, **operands: gb.Shape) -> tuple[AclFile, Signature]:

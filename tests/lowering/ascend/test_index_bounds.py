@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import torch
+from support import ge_bodies as gb
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from npucompile.graphs.errors import LoweringError
@@ -67,28 +66,12 @@ def test_an_index_that_floats_can_drive_out_of_its_table_is_refused(name):
 
 def test_bodies_are_followed_with_what_each_call_gives_them():
     """A body looks up what it is given; the second call gives it a sum of comparisons."""
-    body = record(lambda table, index: [table.index_select(0, index)], [TABLE.to("meta"), PAGES.long().to("meta")], FakeTensorMode(), "cpu")
-
-    def called(second):
-        graph = torch.fx.Graph()
-        table, x = graph.placeholder("table"), graph.placeholder("x")
-        table.meta["val"], x.meta["val"] = TABLE, FLOATS
-        indices = []
-        for how in (torch.ops.aten.argmax.default, second):
-            node = graph.call_function(how, (x, -1 if how is torch.ops.aten.argmax.default else [-1]))
-            node.meta["val"] = PAGES.long()
-            if how is not torch.ops.aten.argmax.default:
-                node.args = (compared := graph.call_function(torch.ops.aten.gt.Scalar, (x, 0)), [-1])
-                compared.meta["val"] = FLOATS > 0
-                node.prepend(compared)
-            indices.append(node)
-        calls = [graph.call_module("body", (table, index)) for index in indices]
-        for call in calls:
-            call.meta["val"] = (torch.zeros(3, 4),)
-        graph.output(tuple(graph.call_function(operator.getitem, (call, 0)) for call in calls))
-        root = torch.nn.Module()
-        root.body = body
-        return torch.fx.GraphModule(root, graph)
-
-    with pytest.raises(LoweringError, match=r"in step, body/index_select_default .* is in 0 to 8; legal is 0 to 7"):
-        check(called(torch.ops.aten.sum.dim_IntList), "step")
+    shapes = [((8, 4), torch.float32), ((3, 8), torch.float32), ((3,), torch.int64)]
+    main = gb.Main()
+    table, x = main.operand("params.table", shapes[0]), main.operand("inputs.x", shapes[1])
+    main.body("best", lambda x: (x.argmax(-1),), shapes[1:2])
+    main.body("count", lambda x: ((x > 0).sum(-1),), shapes[1:2])
+    main.body("look", lambda table, index: (table.index_select(0, index),), [shapes[0], shapes[2]])
+    results = [main.call("look", table, *main.call(index, x))[0] for index in ("best", "count")]
+    with pytest.raises(LoweringError, match=r"^in step, look/index_select \S+ index, index_1, .* is in 0 to 8; legal is 0 to 7"):
+        check(main.done(*results)[0], "step")

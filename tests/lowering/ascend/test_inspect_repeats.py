@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support import fleets
 from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.types import Bucket, Mesh
-from npucompile.lowering.ascend.ge_file import parse
 from npucompile.lowering.ascend.inspect_repeats import check_unrepeated, repeated
 from npucompile.lowering.ascend.link import link
-from npucompile.lowering.ascend.lowered import lower
 from npucompile.lowering.ascend.share import share
-from npucompile.models.variant import Variant
 
 X, STARTS = ((4, 8), gb.F32), ((4,), torch.int32)
 
@@ -54,17 +48,3 @@ def test_operators_of_other_attributes_or_dtypes_differ(ta: Any) -> None:
     x = main.operand("inputs.x", X)
     main.body("body", lambda x: (x.sum(0), x.sum(1), x.to(torch.int32), x.to(torch.bfloat16)), [X])
     assert repeated(link(*main.done(*main.call("body", x)), ta)) == {}
-
-
-def test_a_decode_step_computes_nothing_twice_until_an_operator_is_copied(ta: Any) -> None:
-    """Layers, drafts and what lies between them, on a mesh of two axes."""
-    fleet = fleets.Fleet(fleets.model(Variant(grouped=True)), Mesh.parse("dp=2,tp=2"), drafts=3)
-    lowered = lower(fleet.partitioned(Bucket("decode", 2, 4)))
-    ge_file = link(lowered.graph, lowered.signature, ta)
-    check_unrepeated(ge_file)
-    model = parse(ge_file.graph)
-    attention = next(op for op in model.graph[0].op if op.type == "FusedInferAttentionScore")
-    model.graph[0].op.add().CopyFrom(attention)
-    model.graph[0].op[-1].name = "again"
-    with pytest.raises(LoweringError, match=rf"1 operators compute what others have computed: again as {attention.name}; legal"):
-        check_unrepeated(replace(ge_file, graph=model.SerializeToString(deterministic=True)))

@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import fleets
 from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.ascend.ge_file import parse
 from npucompile.lowering.ascend.hoist import hoist
 from npucompile.lowering.ascend.inspect_weights import LARGE_BYTES, check_folded, work_on_weights
 from npucompile.lowering.ascend.link import link
-from npucompile.lowering.ascend.lowered import lower
-from npucompile.models.variant import Variant
 
 X, G = ((4, 8), gb.F32), ((8,), gb.F32)
 SIDE = 2 * int((LARGE_BYTES / 4) ** 0.5)
@@ -95,10 +91,3 @@ def test_a_cast_to_a_dtype_that_no_operand_has_is_legal(ta: Any) -> None:
         cast.type, cast.attr["dst_type"].i = "Cast", number
         with pytest.raises(LoweringError, match=f"{refused} operators depend on parameters alone"):
             check_folded(replace(ge_file, graph=model.SerializeToString()), 1)
-
-
-def test_a_model_works_on_no_weights(ta: Any) -> None:
-    fleet = fleets.Fleet(fleets.model(Variant(grouped=True)), Mesh.parse("dp=2,tp=2"), drafts=1)
-    lowered = lower(fleet.partitioned(Bucket("decode", 2, 2)))
-    ge_file = link(lowered.graph, lowered.signature, ta)
-    assert work_on_weights(ge_file, len(lowered.signature.params)) == {}

@@ -6,21 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from support import acl_graphs as ag
-from support import ge_bodies as gb
 
 from npucompile.lowering.ascend.acl_graph.executable import AclExecutable
 from npucompile.lowering.ascend.acl_graph.program import AclProgram, Segment, run
 from npucompile.lowering.ascend.acl_graph.updates import Updates
-
-POOL, ROWS, PAGES, STARTS = ((4, 128, 16), ag.BF16), ((2, 16), ag.BF16), ((2, 2), ag.I32), ((2,), ag.I32)
-
-
-@pytest.fixture(autouse=True)
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
 
 
 class Recorder:
@@ -75,8 +66,8 @@ def twice(pool: Any, x: Any, pages: Any, starts: Any) -> tuple[Any, ...]:
 
 
 def executable(engine: Recorder, *, captured: bool) -> tuple[AclExecutable, list[torch.Tensor]]:
-    made, _ = ag.of_body(twice, captured=captured, state_pool=POOL, inputs_x=ROWS, inputs_pages=PAGES, inputs_starts=STARTS)
-    return AclExecutable(made, engine), [torch.zeros(shape, dtype=dtype) for shape, dtype in (POOL, ROWS, PAGES, STARTS)]
+    made, _ = ag.of_body(twice, captured=captured, **ag.ATTENTION)
+    return AclExecutable(made, engine), [torch.zeros(shape, dtype=dtype) for shape, dtype in ag.ATTENTION.values()]
 
 
 def test_all_segments_are_queued_before_the_first_length_is_known() -> None:
@@ -102,8 +93,10 @@ def test_operators_that_are_launched_one_by_one_wait_for_their_lengths() -> None
 def test_an_operator_whose_lengths_are_constant_is_released_all_the_same() -> None:
     engine = Recorder()
     lengths: Any = lambda: torch.full((2,), 3, dtype=ag.I64, device="meta")  # noqa: E731
-    made, _ = ag.of_body(lambda pool, x, pages: (ag.attend(x, pool, pages, lengths()),), state_pool=POOL, inputs_x=ROWS, inputs_pages=PAGES)
-    opened, operands = AclExecutable(made, engine), [torch.zeros(shape, dtype=dtype) for shape, dtype in (POOL, ROWS, PAGES)]
+    made, _ = ag.of_body(
+        lambda pool, x, pages: (ag.attend(x, pool, pages, lengths()),), state_pool=ag.POOL, inputs_x=ag.ROWS, inputs_pages=ag.PAGES
+    )
+    opened, operands = AclExecutable(made, engine), [torch.zeros(shape, dtype=dtype) for shape, dtype in (ag.POOL, ag.ROWS, ag.PAGES)]
     opened.compile(operands)
     opened(operands)
     engine.updates.close()

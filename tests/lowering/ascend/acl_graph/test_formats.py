@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support import acl_graphs as ag
-from support import ge_bodies as gb
 
 from npucompile.lowering.ascend.acl_graph.file import graph_of
 from npucompile.lowering.ascend.acl_graph.formats import in_nz, weight_operands
 
 WEIGHT = ((32, 16), ag.BF16)
-
-
-@pytest.fixture(autouse=True)
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
 
 
 def body(plain: Any, viewed: Any, summed: Any, narrow: Any, x: Any) -> tuple[Any, ...]:

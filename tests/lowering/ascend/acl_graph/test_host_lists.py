@@ -7,20 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support import acl_graphs as ag
-from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.acl_graph.file import AclFile, graph_of
 from npucompile.lowering.ascend.acl_graph.host_lists import lists_of
 from npucompile.lowering.ascend.acl_graph.inspect_acl import check
-
-POOL, ROWS, PAGES, STARTS = ((4, 128, 16), ag.BF16), ((2, 16), ag.BF16), ((2, 2), ag.I32), ((2,), ag.I32)
-OPERANDS: dict[str, gb.Shape] = {"state_pool": POOL, "inputs_x": ROWS, "inputs_pages": PAGES, "inputs_starts": STARTS}
-
-
-@pytest.fixture(autouse=True)
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
 
 
 def uses(made: AclFile) -> list[tuple[int, int]]:
@@ -39,7 +30,7 @@ def three_steps(pool: Any, x: Any, pages: Any, starts: Any) -> tuple[Any, ...]:
 
 
 def test_lists_that_are_known_together_share_a_cut() -> None:
-    made, signature = ag.of_body(three_steps, **OPERANDS)
+    made, signature = ag.of_body(three_steps, **ag.ATTENTION)
     (first, early), (second, late), (third, last) = uses(made)
     assert len(made.cuts) == 2
     assert early < made.cuts[0] <= first < late < made.cuts[1] <= second < third
@@ -49,12 +40,12 @@ def test_lists_that_are_known_together_share_a_cut() -> None:
 
 def test_lists_of_operands_and_of_constants_cost_no_more_than_they_must() -> None:
     made, _ = ag.of_body(
-        lambda pool, x, pages, lengths: (ag.attend(x, pool, pages, lengths),), **{**OPERANDS, "inputs_starts": ((2,), ag.I64)}
+        lambda pool, x, pages, lengths: (ag.attend(x, pool, pages, lengths),), **{**ag.ATTENTION, "inputs_starts": ((2,), ag.I64)}
     )
     assert made.cuts == (made.operands,)
     made, signature = ag.of_body(
         lambda pool, x, pages, starts: (ag.attend(x, pool, pages, torch.full((2,), 3, dtype=ag.I64, device="meta")) + starts[:, None],),
-        **OPERANDS,
+        **ag.ATTENTION,
     )
     (node,) = [node for node in graph_of(made).graph.nodes if "attention" in str(node.target)]
     assert (made.cuts, node.kwargs["actual_seq_lengths_kv"]) == ((), [3, 3])
@@ -68,7 +59,7 @@ def test_a_length_that_is_read_from_a_pool_is_read_before_the_pool_is_written() 
         starts.add_(1)
         return (ag.attend(x.exp(), pool, pages, (old + 1).long()), starts.index_select(0, pages[:, 0]))
 
-    made, _ = ag.of_body(body, state_pool=POOL, state_starts=((4,), ag.I32), inputs_x=ROWS, inputs_pages=PAGES)
+    made, _ = ag.of_body(body, state_pool=ag.POOL, state_starts=((4,), ag.I32), inputs_x=ag.ROWS, inputs_pages=ag.PAGES)
     names = ["", *[""] * (made.operands - 1), *ag.names(made)]
     reads = [i for i, name in enumerate(names) if name == "aten.index_select.default"]
     assert reads[0] < names.index("aten.add_.Tensor") < reads[1]
@@ -79,4 +70,4 @@ def test_an_operator_of_ge_alone_is_refused() -> None:
     library.define("npuc_test_only_in_ge(Tensor x) -> Tensor")
     library.impl("npuc_test_only_in_ge", lambda x: x.clone(), "Meta")
     with pytest.raises(LoweringError, match=r"air.npuc_test_only_in_ge.default, which GE alone has"):
-        ag.of_body(lambda x: (torch.ops.air.npuc_test_only_in_ge(x),), inputs_x=ROWS)
+        ag.of_body(lambda x: (torch.ops.air.npuc_test_only_in_ge(x),), inputs_x=ag.ROWS)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support import acl_graphs as ag
-from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.artifact.graph_io import find_target
@@ -15,11 +14,6 @@ from npucompile.lowering.ascend.acl_graph.inspect_acl import check
 from npucompile.lowering.ascend.operators.table import FORMS
 
 POOL, ROWS, SLOTS = ((4, 8, 1, 16), ag.BF16), ((2, 1, 16), ag.BF16), ((2,), ag.I32)
-
-
-@pytest.fixture(autouse=True)
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
 
 
 def written(k_pool: Any, v_pool: Any, rows: Any, slots: Any) -> tuple[Any, Any]:

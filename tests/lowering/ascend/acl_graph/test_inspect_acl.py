@@ -17,11 +17,6 @@ from npucompile.lowering.ascend.acl_graph.make import acl_file
 from npucompile.lowering.ascend.inspect_weights import LARGE_BYTES
 
 
-@pytest.fixture(autouse=True)
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
-
-
 def layer(x: Any) -> tuple[Any, ...]:
     left, right = x.split(4, 1)
     whole = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(left + right, "sum", "tp"))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from support import acl_graphs as ag
 from support import ge_bodies as gb
@@ -15,11 +13,6 @@ from npucompile.lowering.ascend.acl_graph.inspect_acl import check
 from npucompile.lowering.ascend.acl_graph.make import acl_file
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.hoist import hoist
-
-
-@pytest.fixture(autouse=True)
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
 
 
 def repeated(gamma: Any, pool: Any, x: Any, at: Any) -> tuple[Any, ...]:
@@ -58,7 +51,3 @@ def test_every_body_writes_its_pools_in_place() -> None:
     assert len(made.written) == len(signature.state)
     assert [body for body, _ in made.calls if body] == list(dict.fromkeys(body for body, _ in made.calls if body))
     check(made, signature)
-
-
-def test_making_again_makes_the_same_bytes(tmp_path: Path) -> None:
-    assert acl_file(*gb.two_kinds(2), captured=True) == acl_file(*gb.two_kinds(2), captured=True)

@@ -20,8 +20,6 @@ from npucompile.lowering.ascend.acl_graph.program import AclProgram
 from npucompile.lowering.ascend.acl_graph.updates import Updates
 from npucompile.lowering.ascend.operators.table import HOST_LISTS
 
-POOL, ROWS, PAGES, STARTS = ((4, 128, 16), ag.BF16), ((2, 16), ag.BF16), ((2, 2), ag.I32), ((2,), ag.I32)
-
 
 @pytest.fixture(scope="module", autouse=True)
 def torch_npu(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -55,7 +53,7 @@ def attended(pool: Any, x: Any, pages: Any, starts: Any) -> tuple[Any, ...]:
 
 
 def captured(npu: Npu) -> tuple[list[Any], AclProgram, list[Any]]:
-    made, _ = ag.of_body(attended, state_pool=POOL, inputs_x=ROWS, inputs_pages=PAGES, inputs_starts=STARTS)
+    made, _ = ag.of_body(attended, **ag.ATTENTION)
     engine = NpuAclEngine(SimpleNamespace(npu=npu), "cpu", AclMemory("pool", "stream", Updates("npu:0")))
 
     def find(name: str) -> Any:
@@ -66,7 +64,7 @@ def captured(npu: Npu) -> tuple[list[Any], AclProgram, list[Any]]:
         return attention if name in HOST_LISTS else engine.find(name)
 
     program = AclProgram(made, find, 0, {}, torch.device("cpu"))
-    values = [*(torch.zeros(shape, dtype=dtype) for shape, dtype in (POOL, ROWS, PAGES, STARTS)), *[None] * (len(program.nodes) - 4)]
+    values = [*(torch.zeros(shape, dtype=dtype) for shape, dtype in ag.ATTENTION.values()), *[None] * (len(program.nodes) - 4)]
     return [engine.capture(program, segment, values) for segment in program.segments], program, values
 
 

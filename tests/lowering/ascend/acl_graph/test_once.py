@@ -7,17 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support import acl_graphs as ag
-from support import ge_bodies as gb
 
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 
 X = ((3,), ag.F32)
-
-
-@pytest.fixture(autouse=True)
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
 
 
 def filled_in_place(x: Any) -> tuple[Any, ...]:
@@ -38,20 +32,23 @@ def test_memory_that_is_written_is_neither_shared_nor_constant() -> None:
     assert Interpreter(made, Mesh())([[x]])[0][0].tolist() == [3.0, 5.0, 7.0]
 
 
-def test_equal_numbers_of_other_types_are_not_equal_values() -> None:
-    made, _ = ag.of_body(lambda x: (torch.add(x, 1), torch.add(x, 1.0), torch.add(x, 1)), inputs_x=((3,), ag.I32))
-    assert ag.names(made).count("aten.add.Tensor") == 2
-
-
-def test_quantising_one_value_twice_is_one_launch() -> None:
+def quantised_twice(x: Any) -> tuple[Any, ...]:
     """Projections of one activation quantise it each."""
+    (a, scale), (b, _) = torch.ops.npu.npu_dynamic_quant(x), torch.ops.npu.npu_dynamic_quant(x)
+    return (a.float() + b.float() + scale[:, None],)
 
-    def twice(x: Any) -> tuple[Any, ...]:
-        (a, scale), (b, _) = torch.ops.npu.npu_dynamic_quant(x), torch.ops.npu.npu_dynamic_quant(x)
-        return (a.float() + b.float() + scale[:, None],)
 
-    made, _ = ag.of_body(twice, inputs_x=((3, 16), ag.BF16))
-    assert ag.names(made).count("npu.npu_dynamic_quant.default") == 1
+@pytest.mark.parametrize(
+    ("body", "dtype", "name", "launches"),
+    [
+        (lambda x: (torch.add(x, 1), torch.add(x, 1.0), torch.add(x, 1)), ag.I32, "aten.add.Tensor", 2),
+        (quantised_twice, ag.BF16, "npu.npu_dynamic_quant.default", 1),
+    ],
+    ids=["equal numbers of other types", "an activation"],
+)
+def test_equal_values_are_computed_once(body: Any, dtype: torch.dtype, name: str, launches: int) -> None:
+    made, _ = ag.of_body(body, inputs_x=((3, 16), dtype))
+    assert ag.names(made).count(name) == launches
 
 
 def test_collectives_are_never_merged_or_dropped() -> None:

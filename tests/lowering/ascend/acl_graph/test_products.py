@@ -19,11 +19,6 @@ from npucompile.lowering.collectives_check import of_acl_file
 FUSED = "npu.npu_mm_reduce_scatter_base.default"
 
 
-@pytest.fixture(autouse=True)
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
-
-
 def reduced(product: Any, ranks: int = 2, how: str = "sum") -> Any:
     return gb.c10.wait_tensor(gb.c10.reduce_scatter_tensor(product, how, ranks, "tp"))
 

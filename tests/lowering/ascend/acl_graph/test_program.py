@@ -7,18 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support import acl_graphs as ag
-from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.acl_graph.program import AclProgram, Value, filled, run
 
 CPU = torch.device("cpu")
-POOL, ROWS, PAGES, STARTS = ((4, 128, 16), ag.BF16), ((2, 16), ag.BF16), ((2, 2), ag.I32), ((2,), ag.I32)
-
-
-@pytest.fixture(autouse=True)
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
 
 
 def find(name: str) -> Any:
@@ -30,7 +23,7 @@ def test_segments_say_what_they_keep_and_what_the_host_reads() -> None:
         scaled = x.exp()
         return (ag.attend(scaled, pool, pages, (starts + 1).long()) + scaled,)
 
-    made, _ = ag.of_body(body, state_pool=POOL, inputs_x=ROWS, inputs_pages=PAGES, inputs_starts=STARTS)
+    made, _ = ag.of_body(body, **ag.ATTENTION)
     program = AclProgram(made, find, 0, {}, CPU)
     first, second = program.segments
     assert (first.lists, first.updated, second.fetched, second.updated) == ((), 0, (), 1)
@@ -48,7 +41,8 @@ def test_segments_say_what_they_keep_and_what_the_host_reads() -> None:
 
 def exchanged(x: Any, ids: Any) -> tuple[Any, ...]:
     rows, *_ = torch.ops.npu.npu_moe_distribute_dispatch_v2(x, ids, "dispatch", 4, 0, 8, quant_mode=0)
-    return (rows.sum() + torch.ops._c10d_functional.all_reduce(x, "sum", "tp").sum(),)
+    product = torch.ops.npu.npu_mm_reduce_scatter_base(x, x.t(), "tp", 2, comm_mode="aiv")
+    return (rows.sum() + torch.ops._c10d_functional.all_reduce(x, "sum", "tp").sum() + product.sum(),)
 
 
 def test_each_rank_has_its_own_number_and_communicators() -> None:
@@ -57,19 +51,11 @@ def test_each_rank_has_its_own_number_and_communicators() -> None:
     (segment,) = program.segments
     dispatch = next(call for call in segment.calls if "dispatch" in call.name)
     assert dispatch.args[2:6] == ("hccl/7", 4, 3, 8)
+    assert next(call for call in segment.calls if "mm_reduce" in call.name).args[2:] == ("hccl/8", 2)
     # torch finds groups by their symbols.
     assert next(call for call in segment.calls if "all_reduce" in call.name).args[1:] == ("sum", "tp")
     with pytest.raises(LoweringError, match=r"npu_moe_distribute_dispatch_v2.default\) is for group 'dispatch', and this rank has tp"):
         AclProgram(made, find, 3, {"tp": "hccl/8"}, CPU)
-
-
-def test_a_product_that_communicates_takes_the_name_of_the_communicator() -> None:
-    def body(w: Any, x: Any) -> tuple[Any, ...]:
-        return (torch.ops.npu.npu_mm_reduce_scatter_base(x, w.t(), "tp", 2, comm_mode="aiv"),)
-
-    made, _ = ag.of_body(body, params_w=((6, 8), ag.BF16), inputs_x=((4, 8), ag.BF16))
-    (segment,) = AclProgram(made, find, 3, {"tp": "hccl/8"}, CPU).segments
-    assert next(call for call in segment.calls if "mm_reduce" in call.name).args[2:] == ("hccl/8", 2)
 
 
 def test_values_and_devices_take_their_places() -> None:

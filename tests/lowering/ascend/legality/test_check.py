@@ -192,14 +192,6 @@ WRONG_CAPTURED: dict[str, tuple[Callable[[First], None], str]] = {
         lambda first: first["npu_fused_infer_attention_score"].update_kwarg("sparse_mode", 7),
         r"by FusedInferAttentionScore\): sparse_mode is 7; legal are 0, 1, 2, 3, 4, 9",
     ),
-    "attribute type": (
-        lambda first: setattr(first["npu_moe_gating_top_k"], "args", (first["npu_moe_gating_top_k"].args[0], "4")),
-        r"k is '4'; legal is a value of type Int",
-    ),
-    "shared communicator": (
-        lambda first: first["npu_moe_distribute_dispatch_v2"].update_arg(2, "world"),
-        r"by MoeDistributeDispatchV2\): shares the communicator 'world' with other collectives; legal is 'dispatch'",
-    ),
     "reduction": (
         lambda first: first["all_reduce"].update_arg(1, "mean"),
         r"reduction is 'mean'; legal are 'sum', 'prod', 'max', 'min'",
@@ -216,10 +208,6 @@ WRONG_CAPTURED: dict[str, tuple[Callable[[First], None], str]] = {
         # Tiles that are not filled leave the weight in ND.
         lambda first: of_type(first["params.up"], I8, 8, 1024, 250),
         r"by GroupedMatmulSwigluQuantV2\): has .*weight=i8, .*legal .*i8:NZ",
-    ),
-    "width": (
-        lambda first: of_type(first["npu_moe_distribute_dispatch_v2"].args[0], BF16, 8, 9216),
-        r"x is bf16\[8,9216\]: the hidden size is 9216; legal is 1024 to 8192",
     ),
 }  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from support import legal_acl, legal_graph
-from support.legal_graph import edited
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.legality.running import check_running
@@ -39,18 +38,18 @@ def test_older_release_or_other_chip(version, message):
 
 
 @pytest.mark.parametrize("running", ["9.1.0", "9.7.2"])
-def test_newer_release_is_asked_about_each_graph(running, tmp_path_factory):
+@pytest.mark.parametrize(
+    ("kind", "edit"),
+    [
+        (legal_graph, lambda first: setattr(first["MoeDistributeCombineV2"].attr["comm_alg"], "s", b"ring")),
+        (legal_acl, lambda first: first["npu_moe_distribute_combine_v2"].update_kwarg("comm_alg", "ring")),
+    ],
+    ids=["GE", "captured"],
+)
+def test_newer_release_is_asked_about_each_graph(running, kind, edit, tmp_path_factory):
     """Also one that this version does not know yet, which is held to the newest that it knows."""
-    graph = legal_graph.legal(tmp_path_factory.mktemp("stubs"))
+    graph = kind.legal(tmp_path_factory.mktemp("stubs"))
     check_running(f"cann-{running}-Ascend910_9391", BUILT, [lambda: graph])
-    wrong = edited(graph, lambda first: setattr(first["MoeDistributeCombineV2"].attr["comm_alg"], "s", b"ring"))
+    wrong = kind.edited(graph, edit)
     with pytest.raises(LoweringError, match=r"CANN 9.1 on ascend910_93 does not take .*comm_alg is 'ring'"):
         check_running(f"cann-{running}-Ascend910_9391", BUILT, [lambda: graph, lambda: wrong])
-
-
-def test_newer_release_is_asked_about_each_captured_graph(tmp_path_factory):
-    graph = legal_acl.legal(tmp_path_factory.mktemp("stubs"))
-    check_running("cann-9.1.0-Ascend910_9391", BUILT, [lambda: graph])
-    wrong = legal_acl.edited(graph, lambda first: first["npu_moe_distribute_combine_v2"].update_kwarg("comm_alg", "ring"))
-    with pytest.raises(LoweringError, match=r"CANN 9.1 on ascend910_93 does not take .*comm_alg is 'ring'"):
-        check_running("cann-9.1.0-Ascend910_9391", BUILT, [lambda: graph, lambda: wrong])
