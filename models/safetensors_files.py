@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from ..graphs.errors import CheckpointError, ConfigError
 from .config import read_json
@@ -185,6 +187,20 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, not copied."""
     view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return view
+
+
+def layout(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> tuple[bytes, Mapping[str, int]]:
+    """Header of a file of tensors, as `safetensors.torch.save` writes it, and the offset of each; `meta` tensors are enough."""
+    # Saving empty tensors of the same names and dtypes gives the library's order and dtype codes.
+    entries = json.loads(save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}, metadata)[8:])
+    end, places = 0, {name: entry for name, entry in entries.items() if name in tensors}
+    for name, entry in places.items():
+        begin, end = end, end + tensors[name].nbytes
+        entry |= {"shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: first + entry["data_offsets"][0] for name, entry in places.items()}
 
 
 def _weight_map(path: Path) -> dict[str, str]:

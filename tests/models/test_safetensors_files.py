@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from npucompile.graphs.errors import CheckpointError
 from npucompile.models import safetensors_files
@@ -256,3 +256,15 @@ def test_an_entry_reads_its_bytes_and_refuses_a_file_that_became_shorter(single)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read any more"):
         last.read()
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_a_layout_is_the_librarys_for_every_dtype_and_name(metadata):
+    dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+    dtypes += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
+    tensors = {f'{i % 3}"é.{dtype}': torch.zeros([(), (3,), (2, 1, 5)][i % 3], dtype=dtype) for i, dtype in enumerate(dtypes)}
+    whole = save(tensors, metadata)
+    header, offsets = safetensors_files.layout({name: tensor.to("meta") for name, tensor in tensors.items()}, metadata)
+    assert whole.startswith(header)
+    assert len(header) == min(offsets.values())
+    assert len(whole) == len(header) + sum(tensor.nbytes for tensor in tensors.values())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from safetensors.torch import save
 
 from ...graphs.errors import SpecError
 from ...graphs.types import DTYPE_NAMES, Leaf
@@ -63,7 +61,8 @@ def bind_weights(plan: Plan) -> tuple[str, str]:
 
 def _parts(reader: ParamReader, leaves: Sequence[Leaf], progress: Progress) -> Iterator[tuple[int, bytes | memoryview]]:
     """(offset, bytes) of the header and of every parameter, in file order except that parameters of the same tensors come together."""
-    header, offsets = layout(leaves)
+    announced = {leaf.name: torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype, device="meta") for leaf in leaves}
+    header, offsets = safetensors_files.layout(announced)
     yield 0, header
     with progress.byte_bar("read weights", sum(leaf.aval.nbytes for leaf in leaves)) as bar:
         for group in sorted(reader.groups, key=lambda group: min(offsets[leaves[position].name] for position in group)):
@@ -71,18 +70,3 @@ def _parts(reader: ParamReader, leaves: Sequence[Leaf], progress: Progress) -> I
                 yield offsets[leaves[position].name], safetensors_files.bytes_of(tensor)
                 bar.add(tensor.nbytes)
                 del tensor  # frees it before the next one is read
-
-
-def layout(leaves: Sequence[Leaf]) -> tuple[bytes, Mapping[str, int]]:
-    """Header of the leaves' safetensors file, as `safetensors.torch.save` writes it, and the offset of each leaf."""
-    # Saving empty tensors of the same names and dtypes gives the library's order and dtype codes.
-    empty = save({leaf.name: torch.empty(0, dtype=leaf.aval.dtype) for leaf in leaves})
-    entries = json.loads(empty[8:])
-    avals, end = {leaf.name: leaf.aval for leaf in leaves}, 0
-    for name, entry in entries.items():
-        begin, end = end, end + avals[name].nbytes
-        entry |= {"shape": list(avals[name].shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {name: first + entry["data_offsets"][0] for name, entry in entries.items()}

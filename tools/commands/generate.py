@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ...graphs.errors import ArtifactMissing, SpecError
+from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
-from ...models.draft_source import recorded
-from ...models.family_file import FamilyFile
 from ...runtime.request import Sampling
 from ...server.text.logprobs import token_objects
 from ...server.text.token_text import TokenText
 from ...server.text.tokenizer import TextTokenizer
 from ..bench import acceptance
-from ..build import driver as building
-from ..build import plan as planning
 from ..build.precision import DTYPES
+from ..build.uncompiled import opened
 from ..cli import Home
-from ..locate import artifact_path, check_family
 from ..progress import Progress
 from ..ranks.environment import applied
 from ..ranks.executors import settled
@@ -161,38 +156,3 @@ def parse_ids(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() for part in parts):
         raise SpecError(f"--token-ids is {text!r}; legal is a comma-separated list of non-negative integers")
     return tuple(int(part) for part in parts)
-
-
-@contextmanager
-def opened(home: Home, name: str, dtype: str | None, draft_model: str | None = None, family: str | None = None) -> Iterator[Artifact]:
-    """The artifact of that name, or an uncompiled build of the model of that name.
-
-    With `dtype` or `draft_model` an artifact's model is built uncompiled too. Such builds are temporary: checking one for changes takes
-    as long as building it.
-
-    Raises:
-        ArtifactStale: the artifact was built with another family than the file's.
-    """
-    model = name
-    try:
-        artifact = Artifact.open(artifact_path(home.artifacts, name))
-    except ArtifactMissing:
-        pass
-    else:
-        if family is not None:
-            check_family(artifact, family)
-        if dtype is None and draft_model is None:
-            artifact.check_runnable()
-            yield artifact
-            return
-        model, own = artifact.manifest.build_arguments[0], FamilyFile.recorded(artifact.manifest.model)
-        family = own.path if own else None
-        if draft_model is None and (draft := recorded(artifact.manifest.model)):
-            draft_model = str(draft.directory or draft.name)
-    options = planning.Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager", draft_model=draft_model, family=family)
-    plan = planning.plan(options)
-    home.cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home.cache, prefix="generate-") as scratch:
-        out = Path(scratch) / plan.source.name
-        building.build(plan, out, home.cache, Progress(quiet=True))
-        yield Artifact.open(out)

@@ -7,18 +7,13 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
 
-from ... import __version__
-from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime import journal
-from ...runtime.engine import Engine
 from ...runtime.replay import Divergence, Replay, replay
-from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
@@ -26,6 +21,7 @@ from ..ranks.environment import applied
 from ..ranks.executors import settled
 from ..ranks.launch import opened_ranks
 from ..ranks.rank_settings import RankSettings
+from ..serve.recording import check, engine_of
 from .device_options import device_options
 
 SHOWN_CHARS = 400
@@ -67,51 +63,15 @@ def command(
     home = applied(home, artifact, settings, progress)
     with ExitStack() as stack:
         executor = stack.enter_context(opened_ranks(artifact, None, settings, home.environment, progress))()
-        if facts["run_ahead"] > executor.run_ahead:
-            raise SpecError(f"{file} was recorded with run_ahead {facts['run_ahead']}; legal here is up to {executor.run_ahead}")
-        policy = {name: facts[name] for name in ("run_ahead", "prefill_burst", "measured", "itl_target_ms", "fixed_tokens")}
-        kept = PrefixCacheSettings(**facts["prefix_cache"]) if facts["prefix_cache"] else None
-        engine = Engine(executor, refresh_every_s=None, prefix_cache=kept, **policy)
 
         def stepped(number: int) -> None:
             if number % STEPS_A_LINE == 0:
                 progress.say(f"{number} steps repeated")
 
-        found = replay(engine, entries, stepped)
-    click.echo(json.dumps(asdict(found)) if as_json else "\n".join(lines(found)))
-    if found.divergence:
+        result = replay(engine_of(file, facts, executor), entries, stepped)
+    click.echo(json.dumps(asdict(result)) if as_json else "\n".join(lines(result)))
+    if result.divergence:
         sys.exit(1)
-
-
-def facts_of(artifact: Artifact, engine: Engine) -> dict[str, Any]:
-    """What a journal says of the run that it records."""
-    return {
-        "npucompile": __version__,
-        "torch": str(torch.__version__),
-        "artifact": artifact.digest,
-        "path": str(artifact.path.resolve()),
-        "threads": torch.get_num_threads(),
-        "run_ahead": engine.stepper.run_ahead,
-        "prefill_burst": engine.stepper.policy.prefill_burst,
-        "measured": engine.stepper.policy.measured,
-        "itl_target_ms": engine.stepper.policy.itl_target_ms,
-        "fixed_tokens": engine.stepper.policy.fixed_tokens,
-        "prefix_cache": asdict(engine.stepper.prefix_cache) if engine.stepper.prefix_cache else None,
-        "backends": dict(engine.executor.backends),
-    }
-
-
-def check(file: Path, facts: dict[str, Any], artifact: Artifact, any_artifact: bool) -> None:
-    """Refuses to repeat a run on another artifact, unless that is wanted.
-
-    Raises:
-        SpecError: naming both.
-    """
-    if facts["artifact"] != artifact.digest and not any_artifact:
-        raise SpecError(
-            f"{file} was recorded on artifact {facts['artifact']}, and {artifact.path} is {artifact.digest}; legal is the same one, "
-            "or --any-artifact to compare them"
-        )
 
 
 def lines(found: Replay) -> list[str]:

@@ -34,11 +34,11 @@ from ..ranks.launch import ABORT_S, exit_after, open_named_artifact, opened_rank
 from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..ranks.torchrun import launcher_config
 from ..serve.options import HOST, PORT, SECTIONS
+from ..serve.recording import facts_of
 from ..serve.serving import BackgroundBuild, RunningService, incomplete, said_of_ends, start_service
 from .family_option import family_option
 from .option_groups import grouped
 from .other_names import KnowsOtherNames
-from .replay import facts_of
 from .server_options import api_settings, prefix_cache_settings, server_options, serving_settings
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from .forward import loaded, read_text, token_ids, windows
 from .layout import TYPES, Activations, quantised, rounded
 from .matrices import Matrix, check_patterns, checked_model, formats_for, select, without_static
 from .report import ErrorSums, MatrixError
-from .shards import SHARD_BYTES, ShardWriter, Slot
+from .shards import SHARD_BYTES, ShardWriter
 
 TIED = "tie_word_embeddings"
 STEM = "quant_model_weights"
@@ -197,11 +197,9 @@ class _Job:
         return not self.matrices or any(matrix.shared for matrix in self.matrices)
 
     @property
-    def slot(self) -> Slot:
-        """The place of one that stays float."""
-        if self.floats is None:
-            return Slot.copy_of(self.entry)
-        return Slot.like(self.entry.name, torch.empty(self.entry.shape, dtype=self.floats, device="meta"))
+    def announced(self) -> dict[str, torch.Tensor]:
+        """What is written of one that stays float."""
+        return {self.entry.name: torch.empty(self.entry.shape, dtype=self.dtype, device="meta")}
 
     def write_float(self, writer: ShardWriter) -> None:
         """Copies its bytes; of FP8 multiplies values by their scales."""
@@ -236,12 +234,12 @@ def _write(
 ) -> list[MatrixError]:
     jobs, announced = list(_jobs(checkpoint, matrices, floats)), _Layout(formats.group)
     # What is in a file together: the tensors of a matrix, or one that stays float.
-    groups: list[tuple[str, list[Slot]]] = []
+    groups: list[tuple[str, dict[str, torch.Tensor]]] = []
     for job in jobs:
-        groups += [(TYPES[matrix.form], announced.slots(matrix, job.dtype)) for matrix in job.matrices]
-        groups += [("FLOAT", [job.slot])] if job.stays else []
+        groups += [(TYPES[matrix.form], announced.of(matrix, job.dtype)) for matrix in job.matrices]
+        groups += [("FLOAT", job.announced)] if job.stays else []
     stem = packed.STEM if _is_packed(matrices) else STEM
-    writer, sums = ShardWriter(directory, stem, [slots for _, slots in groups], shard_bytes), ErrorSums()
+    writer, sums = ShardWriter(directory, stem, [tensors for _, tensors in groups], shard_bytes), ErrorSums()
     with progress.byte_bar("quantising", checkpoint.nbytes) as bar:
         for job in jobs:
             for matrix in job.matrices:
@@ -252,7 +250,7 @@ def _write(
                 bar.add(0 if job.matrices else job.entry.nbytes)
     writer.finish()
     if not _is_packed(matrices):
-        types = {slot.name: kind for kind, slots in groups for slot in slots}
+        types = {name: kind for kind, tensors in groups for name in tensors}
         (directory / DESCRIPTION).write_text(json.dumps(_description(types, formats, matrices), indent=2) + "\n", encoding="utf-8")
     return sums.errors()
 
@@ -289,10 +287,10 @@ class _Layout:
 
         self._tensors = cache(tensors)
 
-    def slots(self, matrix: Matrix, dtype: torch.dtype) -> list[Slot]:
-        """Places of the tensors of a matrix of a model that computes in that dtype."""
+    def of(self, matrix: Matrix, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The tensors of a matrix of a model that computes in that dtype."""
         tensors = self._tensors(matrix.shape, dtype, matrix.form, matrix.row)
-        return [Slot.like(f"{matrix.stem}.{kind}", tensor) for kind, tensor in tensors.items()]
+        return {f"{matrix.stem}.{kind}": tensor for kind, tensor in tensors.items()}
 
 
 def _description(types: Mapping[str, str], formats: Formats, matrices: Sequence[Matrix]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from ...server.engine.service import ServedModel, Service
 from ...server.guard.limits import SocketLimits
 from ...server.text.tokenizer import TextTokenizer
 from .api_settings import ApiSettings
-from .watchdog import watch
 
 POLL_S = 0.1
+WATCH_POLLS = 8
+"""How often within the limit of a step it is looked whether one has ended."""
 TOKENIZER = "tokenizer.json"
 BUILD_NICENESS = 10
 """Of compilers that run beside a server."""
@@ -115,6 +117,23 @@ def start_service(
         return {"status": status, "buckets": len(backends), "compiled_buckets": compiled, "step_age_s": round(step_age_s, 3)}
 
     return RunningService(Service(engine, codec, model, chat=chat, readiness=readiness, limits=limits), engine)
+
+
+def watch(engine: Engine, limit_s: float) -> None:
+    """Starts a thread that gives the engine up when a step has taken longer than `limit_s`; without a limit it starts none.
+
+    A step that hangs ends the server with an error instead of all its clients waiting.
+    """
+    if math.isinf(limit_s):
+        return
+
+    def run() -> None:
+        while engine.failure is None:
+            if engine.step_age_s > limit_s:
+                engine.give_up(f"a step has not ended within {limit_s:g} s, the time that --step-timeout gives it")
+            time.sleep(min(1.0, limit_s / WATCH_POLLS))
+
+    threading.Thread(target=run, name="npucompile-watchdog", daemon=True).start()
 
 
 def calm_collector() -> None:

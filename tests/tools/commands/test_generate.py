@@ -76,12 +76,6 @@ def test_an_output_that_the_context_cuts_is_said_to_be(tmp_path, tiny_artifact, 
     assert tiny.cli(tmp_path, *arguments, room).stderr == cut.stderr.partition("\n")[2]
 
 
-def test_ids_are_taken_as_they_are(tmp_path, tiny_artifact, expected):
-    ids, tokens, _ = expected
-    answer = generated(tmp_path, tiny_artifact, "--token-ids", ",".join(map(str, ids)), "--max-tokens", 6)
-    assert answer["token_ids"] == list(tokens)
-
-
 def test_the_end_of_text_ends_it_unless_it_is_ignored(own_artifact, tmp_path, expected):
     _, tokens, _ = expected
     tiny.published(own_artifact, lambda manifest, _: replace(manifest, model={**manifest.model, "eos_ids": [tokens[2]]}))
@@ -140,13 +134,6 @@ def test_a_model_is_traced_and_run_and_leaves_nothing(tmp_path, tiny_checkpoint,
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_built_model_in_another_dtype_is_its_model_built_again(tmp_path, own_artifact):
-    answer = generated(tmp_path, "tiny", "--token-ids", "1,2", "--max-tokens", 3, "--dtype", "bfloat16")
-    assert answer["dtype"] == "bf16"
-    assert answer["usage"]["completion_tokens"] == 3
-    assert answer["artifact"] != Artifact.open(own_artifact).digest
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -183,13 +170,6 @@ def test_a_stale_artifact_is_refused_with_the_field(own_artifact, tmp_path):
     message = tiny.refused(tmp_path, "generate", "tiny", "--token-ids", "1")
     assert "torch was '2.0.0' and is" in message
     assert "build it again here" in message
-
-
-def test_a_tampered_file_is_refused_by_its_name(own_artifact, tmp_path):
-    for name in tiny.contents(own_artifact):
-        with tiny.damaged(own_artifact / name):
-            assert str(own_artifact / name) in tiny.refused(tmp_path, "generate", "tiny", "--token-ids", "1")
-    assert tiny.cli(tmp_path, "generate", "tiny", "--token-ids", "1", "--max-tokens", 1).exit_code == 0
 
 
 @pytest.mark.parametrize(("text", "ids"), [("1", (1,)), (" 1, 22 ,3", (1, 22, 3)), ("0", (0,))])
@@ -247,21 +227,6 @@ def test_ranks_of_torchrun_say_what_one_device_says_and_only_rank_0_speaks(tmp_p
     status, out, message = ranks.finished(process)
     assert status == 0, message
     assert json.loads(out)["token_ids"] == alone
-
-
-@pytest.mark.long
-def test_a_launcher_that_starts_ranks_of_different_artifacts_is_told_by_both(tmp_path, sharded):
-    other = tiny.published(tiny.copied(sharded("tp=2"), tmp_path / "other"), lambda manifest, _: replace(manifest, source_digest="another"))
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
-    processes = [
-        ranks.spawn(ranks.command("generate", path, *SHARDED), ranks.environment(tmp_path, RANK=str(rank), **place))
-        for rank, path in enumerate((sharded("tp=2"), other.path))
-    ]
-    expected = f"artifact is {other.digest} on rank 1 and {Artifact.open(sharded('tp=2')).digest} on rank 0"
-    for status, out, message in [ranks.finished(process) for process in processes]:
-        assert (status, out) == (1, "")
-        assert expected in message
-        assert "Traceback" not in message
 
 
 def test_ranks_of_a_launcher_do_not_build(tmp_path, monkeypatch):

@@ -90,15 +90,6 @@ def test_a_prompt_is_read_in_chunks_that_follow_each_other_and_know_what_comes_n
     assert int(second["next_tokens"][there]) == -1
 
 
-def test_state_slots_follow_the_contract_of_the_recurrent_operator(image):
-    for steps in by_request(image, 0).values():
-        own = {tuple(step.inputs[0]["state_slots_out"][row].tolist()) for step, row in decoded(steps)}
-        assert len(own) == 1
-        assert len(set(own.pop()) - {0}) == 3
-        for step, row in decoded(steps):
-            assert 0 <= int(step.request_slots[0][step.inputs[0]["request_slots"][row], ACCEPTED]) < 3
-
-
 def test_a_step_continues_after_the_tokens_that_the_last_one_accepted(image):
     for steps in by_request(image, 0).values():
         for (step, row), (after, there) in pairwise(decoded(steps)):
@@ -148,16 +139,6 @@ def test_a_host_that_has_not_read_the_last_step_yet_gives_the_smallest_position(
             for row in live(step, group):
                 behind[start(step, group, row) - int(step.inputs[group]["base"][row])] += 1
     assert set(behind) == {0, 1, 2}
-
-
-def test_pages_are_there_for_what_is_drafted(image):
-    size, most = image.small.limits.page_size, image.small.limits.max_model_len
-    for step in steps_of(image, "decode"):
-        for group in range(3):
-            for row in live(step, group):
-                filled = int((step.inputs[group]["page_table"][row] > 0).sum()) * size
-                # The candidates, and a key of each draft but the last.
-                assert filled >= min(start(step, group, row) + 3 + 1, most)
 
 
 def test_one_request_reaches_the_end_of_its_context(image):

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import ranks, tiny
 from support.served import compare
 
 from npucompile.graphs.errors import RequestError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.server.client import Client
-from npucompile.tools.ranks.launch import lead_ranks
-from npucompile.tools.ranks.processes import RankProcesses
-from npucompile.tools.ranks.rank_settings import RankSettings
 
 MESH = "dp=2,tp=2"
 PROMPTS = [[1, 2, 3], [9] * 6, list(range(20, 31)), [0], [255, 7]]
@@ -95,15 +88,3 @@ def test_a_rank_that_hangs_in_a_step_is_named_within_the_step_timeout(server, pa
     assert status == 1
     assert lost in output
     assert not any(os.path.exists(f"/proc/{pid}") for pid in four.others)
-
-
-def test_ranks_of_another_artifact_are_refused_with_both_digests(path, tmp_path, monkeypatch, capfd):
-    other = tiny.published(tiny.copied(path, tmp_path / "other"), lambda manifest, _: replace(manifest, source_digest="another"))
-    artifact, start = Artifact.open(path), RankProcesses.start
-    monkeypatch.setattr(RankProcesses, "start", lambda self, path, *rest: start(self, other.path, *rest))
-    settings = RankSettings(threads=1, device="emulated")
-    with pytest.raises(RankError) as caught, lead_ranks(artifact, None, settings, ranks.environment(tmp_path)):
-        pass
-    # Whichever rank connects first is told, and ends all of them.
-    refused = re.search(rf"artifact is {other.digest} on rank (\d) and {artifact.digest} on rank 0", str(caught.value))
-    assert f"rank {refused[1]}: {caught.value}" in capfd.readouterr().err

@@ -27,13 +27,6 @@ def test_what_is_not_set_is_set_and_what_the_user_has_set_stays():
     assert note == "HCCL_BUFFSIZE is '2000' in this environment and stays so; the artifact plans HCCL_BUFFSIZE=901: the window"
 
 
-def test_a_second_merge_finds_nothing_to_do():
-    first = merged(PLAN, {})
-    assert dict(first.variables) == {name: setting.value for name, setting in PLAN.items()}
-    second = merged(PLAN, first.variables)
-    assert (second.variables, first.notes, second.notes) == ({}, (), ())
-
-
 def test_an_allocator_that_is_configured_by_its_other_name_is_not_configured_twice():
     result = merged(PLAN, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
     assert set(result.variables) == {"HCCL_BUFFSIZE"}

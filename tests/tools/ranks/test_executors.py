@@ -19,7 +19,6 @@ from npucompile.lowering.ascend import hccl, npu
 from npucompile.lowering.ascend.device import GeExecutable
 from npucompile.lowering.ascend.ge_file import decode, patched
 from npucompile.lowering.ascend.toolchain import harness
-from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.device_executor import DeviceExecutor
 from npucompile.runtime.distributed.process_groups import gloo
 from npucompile.runtime.request import Sampling
@@ -130,14 +129,6 @@ def test_a_preset_that_cannot_run_here_says_what_can_as_three_commands(preset):
     assert list(documents.wrong_commands(expected)) == []
 
 
-def test_a_config_without_weights_is_named_by_its_path(described, model, tmp_path):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    shutil.copy(model / "config.json", bare)
-    artifact = described(tiny.planned_device(bare))
-    assert f"`npucompile models {bare} --reduce SMALL`" in refusal(ArtifactError, settled, artifact, RankSettings(device="emulated"))
-
-
 def test_weights_may_be_stored_bound_or_given(described, model, preset, tmp_path):
     emulated = RankSettings(device="emulated")
     check_weights(preset, replace(emulated, checkpoint=tmp_path))
@@ -152,11 +143,6 @@ def test_what_is_for_this_cpu_and_has_no_weights_is_refused(own_artifact):
 
 
 # --- loading ---
-
-
-def test_an_executor_of_this_cpu_is_loaded(tiny_artifact):
-    with ExitStack() as stack:
-        assert isinstance(load_executor(Artifact.open(tiny_artifact), RankSettings(), stack, tiny.QUIET), CpuExecutor)
 
 
 def test_an_executor_of_an_emulated_device_keeps_its_compiled_graphs(npu_artifact, tmp_path, monkeypatch):

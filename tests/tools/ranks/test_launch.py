@@ -120,15 +120,6 @@ def test_ranks_with_other_artifacts_are_refused(sharded, tmp_path, monkeypatch, 
     assert f"rank 1: {caught.value}" in capfd.readouterr().err
 
 
-def test_ranks_compare_artifact_mesh_and_torch_version():
-    class Opened:
-        digest, manifest = "d", type("M", (), {"mesh": "tp=2", "backend": "eager"})
-
-    identity = rank_identity(Opened, RankSettings(device="npu"))
-    assert (identity["artifact"], identity["mesh"], identity["device"]) == ("d", "tp=2", "npu")
-    assert torch.__version__ in identity.values()
-
-
 @pytest.mark.parametrize(("name", "mixed"), [("inductor", False), ("ge", True)])
 def test_hosts_of_two_architectures_share_what_knows_none(monkeypatch, name, mixed):
     class Opened:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from support import modelslim, tiny
 
@@ -11,9 +10,9 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.buckets import DecodeRow, PrefillRow
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.runtime.request import ExecutionRecord, Sampling
+from npucompile.runtime.request import Sampling
 from npucompile.tools.notation import PrefillSize
-from npucompile.tools.ranks.offline import OfflineCompletion, complete
+from npucompile.tools.ranks.offline import complete
 
 GREEDY, NO_STOP = Sampling(), frozenset()
 
@@ -101,26 +100,6 @@ def test_a_stop_token_ends_the_output_and_is_not_in_it(executor):
     assert cut.completion_tokens == first + 1
 
 
-def test_the_context_ends_what_max_tokens_does_not(executor):
-    (completion,) = complete(executor, [[5] * 60], GREEDY, 100, NO_STOP)
-    assert (len(completion.token_ids), completion.reason) == (4, "length")
-
-
-def test_a_seed_repeats_and_another_does_not(executor):
-    def tokens(seed):
-        return [completion.token_ids for completion in complete(executor, [[1, 2], [3]], Sampling(1.5, seed=seed), 12, NO_STOP)]
-
-    assert tokens(1) == tokens(1)
-    assert tokens(1) != tokens(2)
-
-
-def test_a_prompt_that_can_never_be_served_is_refused(executor):
-    with pytest.raises(RequestError, match="the prompt has 64 tokens; legal is 1 to 63"):
-        complete(executor, [[1], [1] * 64], GREEDY, 4, NO_STOP)
-    with pytest.raises(RequestError, match="prompt has token id 260; legal is an integer from 0 to 259"):
-        complete(executor, [[260]], GREEDY, 4, NO_STOP)
-
-
 def test_a_step_that_fails_is_reported(executor, caplog):
     class Broken(tiny.Narrowed):
         def launch(self, bucket, inputs):
@@ -128,14 +107,3 @@ def test_a_step_that_fails_is_reported(executor, caplog):
 
     with pytest.raises(NpucompileError, match="generation failed: prefill-b1-q4: ZeroDivisionError: no"):
         complete(Broken(executor, executor.buckets), [[1]], GREEDY, 4, NO_STOP)
-
-
-@pytest.mark.parametrize(("steps", "accepted", "length"), [(0, (), 1.0), (0, (0, 0), 1.0), (3, (2, 1), 2.0), (4, (0, 0), 1.0)])
-def test_acceptance_length_is_that_of_steps_that_verify_drafts(steps, accepted, length):
-    record = ExecutionRecord(0.0, 1.0, 2.0, (), (("a", 9),), 0, 0, verify_steps=steps, accepted_per_position=accepted)
-    assert OfflineCompletion(3, (), 7, "length", record).acceptance_length == length
-
-
-def test_outputs_are_plain_numbers(executor):
-    (completion,) = complete(executor, [np.array([1, 2], np.int32).tolist()], GREEDY, 2, NO_STOP)
-    assert all(type(token) is int for token in completion.token_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import weakref
@@ -19,9 +18,7 @@ from npucompile.graphs.types import Leaf, Mesh, Rules
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.models import checkpoint as checkpoints
 from npucompile.models.quant.description import formats_in
-from npucompile.tools import progress
 from npucompile.tools.build.describe import describe
-from npucompile.tools.progress import Progress
 from npucompile.tools.ranks.weights import check_checkpoint, rank_params
 
 SCHEMES = ["none", "w8a8", "w4a8"]
@@ -151,15 +148,6 @@ def test_another_checkpoint_is_refused_with_both_digests(model, tmp_path, weight
         check_checkpoint(artifact, other)
 
 
-def test_a_bound_checkpoint_that_changed_is_refused(model, tmp_path):
-    changed = shutil.copytree(model, tmp_path / "npu")
-    artifact, _ = artifact_of(changed, tmp_path / "out", weights="bound")
-    check_checkpoint(artifact, None)
-    tiny.tampered(changed / "model.safetensors")
-    with pytest.raises(CheckpointError, match="was built from"):
-        check_checkpoint(artifact, None)
-
-
 def test_stored_weights_are_used_without_the_checkpoint(model, tmp_path):
     moved = shutil.copytree(model, tmp_path / "there")
     artifact, _ = artifact_of(moved, tmp_path / "out", weights="stored")
@@ -218,14 +206,3 @@ def test_what_does_not_fit_is_refused_by_name(model, tmp_path):
     check_checkpoint(without, smaller)
     with pytest.raises(CheckpointError, match="has a wrong shape"):
         read(without, checkpoint=smaller)
-
-
-def test_many_bytes_have_a_progress_bar_over_this_ranks_share(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "BAR_BYTES", 0)
-    monkeypatch.setattr(progress, "MB", 1)
-    artifact, _ = artifact_of(model, tmp_path / "out", weights="stored")
-    lines = io.StringIO()
-    total = sum(tensor.nbytes for tensor in read(artifact, 1, shown=Progress(lines)).values())
-    steps = [line.split()[2] for line in lines.getvalue().splitlines()]
-    assert steps[-1] == f"{total}/{total}"
-    assert 1 < len(steps) <= progress.BAR_STEPS

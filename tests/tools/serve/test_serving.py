@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
@@ -16,14 +17,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 from support import tiny
 
 from npucompile.graphs.errors import ArtifactError, ArtifactTampered, NpucompileError, RequestError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.lowering.backend import open_executable
-from npucompile.models import request_slots
-from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.server.client import Client
 from npucompile.server.run import serving
@@ -133,71 +130,6 @@ print(json.dumps([executor.compiles(), executor.backends, completion.token_ids, 
     assert compilers == []
 
 
-class SingleRequest:
-    """One request on an artifact's executables, whose state can be read and whose drafts can be set."""
-
-    def __init__(self, path, prompt):
-        artifact = Artifact.open(path)
-        self.manifest, weights = artifact.manifest, artifact.load_weights()
-        self.executables = {e.bucket: open_executable(path / (e.compiled.file if e.compiled else e.eager), e.backend) for e in self.entries}
-        self.params = [weights[leaf.name] for leaf in self.manifest.params]
-        self.state = {leaf.name: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.manifest.state}
-        self.pages = list(range(1, 1 + self.manifest.limits.pages_per_request))
-        self.slots = list(range(1, 1 + self.manifest.limits.slots_per_request))
-        self.request_slot, self.start, self.token_ids = self.state["state.request_slots"][1], len(prompt), []
-        self.token_ids.append(int(self.step("prefill", PrefillRow(prompt, 0, self.pages, self.slots[0], 1))["tokens"][0, 0]))
-
-    @property
-    def entries(self):
-        return self.manifest.graphs
-
-    def step(self, kind, row):
-        (entry,) = (e for e in self.entries if e.bucket.kind == kind)
-        inputs = pack(entry.bucket, [row], self.manifest.limits, max_logprobs=entry.max_logprobs)
-        operands = (torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)
-        outputs = self.executables[entry.bucket]([*self.params, *self.state.values(), *operands])
-        return {leaf.path: value for leaf, value in zip(entry.outputs, outputs, strict=True)}
-
-    def decode(self, drafts):
-        out = self.step("decode", DecodeRow(1, self.start, self.pages, self.slots, drafts))
-        count = int(out["counts"][0])
-        self.token_ids += out["tokens"][0, :count].tolist()
-        self.start += count
-        return count
-
-    def memory(self):
-        """Keys and values of all its tokens, and the recurrent and convolution state after the last."""
-        slot, memory = self.slots[int(self.request_slot[request_slots.ACCEPTED])], {}
-        for name, pool in self.state.items():
-            if name.endswith((".k", ".v")):
-                memory[name] = pool[self.pages].flatten(0, 1)[: self.start].clone()
-            elif name != "state.request_slots":
-                memory[name] = pool[slot].clone()
-        return memory
-
-
-@pytest.mark.long
-def test_state_after_accepted_drafts_is_bit_for_bit_that_without_drafts(swapped):
-    """Each kernel sums in one fixed order, so an accepted draft and a token fed by itself give the same bits."""
-    prompt = list(start_codec(swapped.path).encode(PROMPT))[:4]
-    plain, memories = SingleRequest(swapped.path, prompt), {}
-    while plain.start < 28:
-        memories[plain.start] = plain.memory()
-        plain.decode(0)
-    drafting, counts = SingleRequest(swapped.path, prompt), []
-    for right in itertools.cycle((2, 0, 1, 1, 2, 2, 0)):
-        for name, memory in drafting.memory().items():
-            assert torch.equal(memory, memories[drafting.start][name]), f"{name} at {drafting.start}, after {counts}"
-        if drafting.start > 20:
-            break
-        known = plain.token_ids[len(drafting.token_ids) :][:2]
-        wrong = [token if i < right else (token + 1) % 40 for i, token in enumerate(known)]
-        drafting.request_slot[request_slots.TOKENS + 1 :] = torch.tensor(wrong, dtype=torch.int32)
-        counts.append(drafting.decode(2))
-    assert set(counts) == {1, 2, 3}
-    assert drafting.token_ids == plain.token_ids[: len(drafting.token_ids)]
-
-
 def start_codec(path):
     artifact = Artifact.open(path)
     return module.TextTokenizer.load(path / artifact.manifest.tokenizer)
@@ -270,6 +202,35 @@ TARGETS = [("stub", (), True), ("stub", None, False), ("eager", (), False), ("nu
 def test_only_what_can_be_compiled_waits_for_it(own_artifact, target, compiled, waits):
     tiny.published(own_artifact, lambda manifest, _: replace(manifest, backend=target))
     assert incomplete(tiny.with_compiled(own_artifact, "eager", compiled)) is waits
+
+
+# --- steps that hang ---
+
+
+class WatchedEngine(SimpleNamespace):
+    def give_up(self, message):
+        self.failure = message
+        self.told.set()
+
+
+def engine(age_s):
+    return WatchedEngine(step_age_s=age_s, failure=None, told=threading.Event())
+
+
+def test_a_step_that_hangs_is_given_up_with_the_option_that_says_so():
+    hanging = engine(0.3)
+    module.watch(hanging, 0.2)
+    assert hanging.told.wait(60)
+    assert hanging.failure == "a step has not ended within 0.2 s, the time that --step-timeout gives it"
+
+
+def test_steps_that_end_are_left_alone_and_nobody_is_watched_without_a_limit():
+    working, unlimited = engine(0.1), engine(10.0)
+    module.watch(working, 0.2)
+    module.watch(unlimited, math.inf)
+    assert not working.told.wait(0.5)
+    assert not unlimited.told.is_set()
+    working.failure = "over"
 
 
 # --- the background build ---
