@@ -12,7 +12,7 @@ from ...graphs.errors import VerifyError
 from ...graphs.types import Leaf, Signature
 from ...lowering.executable import Executable
 from .poisoned_steps import LiveRow, PoisonedStep, run_step
-from .pools import is_paged, is_request_slots, keeps_first_slots, tokens_second
+from .pools import filled_pages, is_paged, is_request_slots, keeps_first_slots, tokens_second
 from .tolerances import DEVIATION, INT8_STEPS, INTEGERS, RELATIVE, Measure, Tolerance, difference
 
 TOKENS = ("tokens", "counts", "drafts")
@@ -116,7 +116,7 @@ def _live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts
         return pool[[slot for row in live for slot in (row.slots[:1] if keeps_first_slots(leaf) else row.slots)]]
     ends = {row.row: row.start + (row.count if counts is None else int(counts[row.row])) for row in live}
     cached = tokens_second(leaf, pool)
-    filled = [cached[page, :used].flatten() for row in live for page, used in row.filled_pages(ends[row.row], cached.shape[1])]
+    filled = [cached[page, :used].flatten() for row in live for page, used in filled_pages(row.pages, ends[row.row], cached.shape[1])]
     return torch.cat(filled) if filled else pool.new_zeros(0)
 
 

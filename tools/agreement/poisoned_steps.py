@@ -16,7 +16,7 @@ from ...graphs.types import Bucket, Leaf, Limits, Signature
 from ...lowering.executable import Executable
 from ...models import request_slots
 from .poison import filled as filled_tensor
-from .pools import is_paged, is_request_slots, keeps_first_slots, random_cache, tokens_second, unread_value
+from .pools import FreePlaces, fill, filled_pages, is_paged, is_request_slots, keeps_first_slots, request_slot_pool, unread_value
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,6 @@ class LiveRow:
     slots: list[int]
     read: int
 
-    def filled_pages(self, tokens: int, page_size: int) -> list[tuple[int, int]]:
-        """(page, tokens in it) of the request's first `tokens` tokens."""
-        return [(page, max(0, min(page_size, tokens - i * page_size))) for i, page in enumerate(self.pages)]
-
 
 @dataclass(frozen=True)
 class PoisonedStep:
@@ -64,16 +60,12 @@ def poisoned_step(
     """A step with random tokens, lengths and cached state for `live` rows at random places of the batch, and NaN elsewhere."""
     rows = _random_rows(bucket, limits, live, generator)
     tokens = torch.randint(0, vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
-    filled = [page for row in rows for page in row.filled_pages(row.start, limits.page_size)]
+    filled = [page for row in rows for page in filled_pages(row.pages, row.start, limits.page_size)]
     state = [_random_pool(leaf, filled, [_slot_read(leaf, row) for row in rows], generator) for leaf in signature.state]
-    for leaf, pool in zip(signature.state, state, strict=True):
-        if is_request_slots(leaf) and bucket.kind == "decode":
-            for row in rows:
-                pool[row.request_slot, request_slots.START], pool[row.request_slot, request_slots.ACCEPTED] = (
-                    row.start,
-                    row.slots.index(row.read),
-                )
-                pool[row.request_slot, request_slots.TOKENS :] = tokens[row.row]
+    for row in rows if bucket.kind == "decode" else ():
+        slot = state[request_slot_pool(signature.state)][row.request_slot]
+        slot[request_slots.START], slot[request_slots.ACCEPTED] = row.start, row.slots.index(row.read)
+        slot[request_slots.TOKENS :] = tokens[row.row]
     inputs = _inputs(bucket, limits, rows, tokens, vocab, generator)
     return PoisonedStep([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 
@@ -81,21 +73,19 @@ def poisoned_step(
 def _random_rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Generator) -> list[LiveRow]:
     """Live rows none of which share a page, state slot or request slot."""
     decode, Q, P = bucket.kind == "decode", bucket.q_len, limits.page_size
-    free_pages = (1 + torch.randperm(limits.num_pages - 1, generator=generator)).tolist()
-    free_slots = (1 + torch.randperm(limits.num_slots - 1, generator=generator)).tolist()
-    free_request_slots = (1 + torch.randperm(limits.num_request_slots - 1, generator=generator)).tolist()
-    width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free_pages) // max(1, live))
+    free = FreePlaces(limits, generator)
+    width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free.pages) // max(1, live))
     # A prefill reads and writes the same slot when served; with two slots a state that was not written shows as NaN.
-    separate = not decode and len(free_slots) >= 2 * live
+    separate = not decode and len(free.slots) >= 2 * live
     rows = []
     for row in sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist()):
         ahead = 2 * limits.drafts
         count = Q if decode else _random(1, max(1, min(Q, most_pages * P - ahead)), generator)
         start = _random(0 if not decode else 1, max(1, most_pages * P - count - ahead), generator)
-        pages = [free_pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
-        slots = [free_slots.pop() for _ in range(width)]
-        read = free_slots.pop() if separate else slots[_random(0, width - 1, generator)]
-        rows.append(LiveRow(row, free_request_slots.pop(), start, count, pages, slots, read))
+        pages = [free.pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
+        slots = [free.slots.pop() for _ in range(width)]
+        read = free.slots.pop() if separate else slots[_random(0, width - 1, generator)]
+        rows.append(LiveRow(row, free.request_slots.pop(), start, count, pages, slots, read))
     return rows
 
 
@@ -158,13 +148,7 @@ def _random_pool(leaf: Leaf, filled: list[tuple[int, int]], slots: list[int], ge
     if is_request_slots(leaf):
         return torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype)
     pool = filled_tensor(leaf.aval.shape, unread_value(leaf), leaf.aval.dtype)
-    if is_paged(leaf):
-        for page, used in filled:
-            tokens = tokens_second(leaf, pool)[page, :used]
-            tokens.copy_(random_cache(leaf, tokens.shape, generator))
-    else:
-        for slot in slots:
-            pool[slot] = (0.3 * torch.randn(pool.shape[1:], generator=generator)).to(pool.dtype)
+    fill(leaf, pool, filled, slots, generator)
     return pool
 
 
@@ -178,8 +162,7 @@ def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature
 
     Which draft is right depends on those before it, so the reference runs once for each of the k places.
     """
-    index = next(i for i, leaf in enumerate(signature.state) if is_request_slots(leaf))
-    pool = case.operands[len(signature.params) + index]
+    pool = case.operands[len(signature.params) + request_slot_pool(signature.state)]
     for place in range(pool.shape[1] - request_slots.TOKENS - 1):
         sampled = run_step(reference, case, signature)[0]["tokens"]
         for i, live in enumerate(case.live):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ...graphs.types import Leaf
+from ...graphs.types import Leaf, Limits
 
 NAN = float("nan")
 
@@ -38,6 +38,37 @@ def random_cache(leaf: Leaf, shape: Sequence[int], generator: torch.Generator) -
     if holds_scales(leaf):
         return (1 + torch.rand(shape, generator=generator)) / 127
     return torch.randn(shape, generator=generator).to(leaf.aval.dtype)
+
+
+def fill(leaf: Leaf, pool: torch.Tensor, pages: Iterable[tuple[int, int]], slots: Iterable[int], generator: torch.Generator) -> None:
+    """Fills what requests have in a pool with random values, as if a model had computed them: (page, tokens in it), or slots."""
+    if is_paged(leaf):
+        for page, used in pages:
+            tokens = tokens_second(leaf, pool)[page, :used]
+            tokens.copy_(random_cache(leaf, tokens.shape, generator))
+    elif not is_request_slots(leaf):
+        for slot in slots:
+            pool[slot] = (0.3 * torch.randn(pool.shape[1:], generator=generator)).to(pool.dtype)
+
+
+def filled_pages(pages: Sequence[int], tokens: int, page_size: int) -> list[tuple[int, int]]:
+    """(page, tokens in it) of the first `tokens` tokens of a request with those pages."""
+    return [(page, max(0, min(page_size, tokens - i * page_size))) for i, page in enumerate(pages)]
+
+
+class FreePlaces:
+    """Pages, state slots and request slots that no request has yet, in random order; the null ones, 0, are never given."""
+
+    def __init__(self, limits: Limits, generator: torch.Generator) -> None:
+        sizes = limits.num_pages, limits.num_slots, limits.num_request_slots
+        self.pages, self.slots, self.request_slots = (
+            [1 + int(place) for place in torch.randperm(size - 1, generator=generator)] for size in sizes
+        )
+
+
+def request_slot_pool(leaves: Sequence[Leaf]) -> int:
+    """Position of the pool of request slots among state pools."""
+    return next(i for i, leaf in enumerate(leaves) if is_request_slots(leaf))
 
 
 def rounds_caches(leaves: Iterable[Leaf]) -> bool:

@@ -12,12 +12,12 @@ from ...graphs.ir.trace import signature_of
 from ...graphs.types import Leaf, Mesh, Signature
 from ...models import step
 from ...models.head_padding import copies
-from ..agreement.pools import holds_scales, is_paged, is_request_slots, keeps_first_slots, tokens_second
+from ..agreement.pools import holds_scales, is_paged, is_request_slots, keeps_first_slots, request_slot_pool, tokens_second
 from ..agreement.tolerances import SETTLED, AllowedDifferences, deviation
 from .all_ranks import Outputs, Run, run_step
 from .small_model import BucketCase, SmallModel, model_params
 from .speculation import REQUEST_SLOTS, check_logprobs, check_request_slots, compare_drafts, first_position, same_draft_inputs
-from .step_trace import ExpectedOutputs, StepTrace, request_slot_pool
+from .step_trace import ExpectedOutputs, StepTrace
 
 States = tuple[list[torch.Tensor], ...]
 """State pools of every rank."""

@@ -11,7 +11,7 @@ from ...graphs.step_inputs import StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
 from ..agreement.poisoned_steps import adjust, fill_row, random_words
-from ..agreement.pools import is_paged, is_request_slots, random_cache, tokens_second
+from ..agreement.pools import FreePlaces, fill, filled_pages, is_request_slots, request_slot_pool
 from .reference_run import DRAFT_LOGITS, ReferenceRun
 from .small_model import PROMPT_EXCESS, BucketCase, SmallModel, model_params
 
@@ -120,18 +120,12 @@ def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], gene
     steps = [*recorder.prefill(), *recorder.decode()]
     pages, slots, size = [], [], small.limits.page_size
     for group in recorder.groups:
-        filled = [(page, min(size, r.cached - i * size)) for r in group for i, page in enumerate(r.pages) if r.cached > i * size]
-        pages.append(tuple(filled))
+        pages.append(tuple(page for request in group for page in filled_pages(request.pages, request.cached, size) if page[1]))
         slots.append(tuple(slot for request in group for slot in request.written))
     first_slots = tuple(
         tuple((request.slots[0], len(request.written)) for request in group if request.written) for group in recorder.groups
     )
     return StepTrace(tuple(steps), recorder.leaves, initial, tuple(recorder.states), tuple(pages), tuple(slots), first_slots)
-
-
-def request_slot_pool(leaves: Sequence[Leaf]) -> int:
-    """Position of the pool of request slots among state pools."""
-    return next(i for i, leaf in enumerate(leaves) if is_request_slots(leaf))
 
 
 class _Recorder:
@@ -162,13 +156,12 @@ class _Recorder:
         chunk = max((case.bucket.q_len for case in self.of_kind["prefill"]), default=2 * PROMPT_EXCESS)
         prompts = [chunk + min(PROMPT_EXCESS - group % 5, chunk), 1 + group % 7, chunk // 2 + group % 3]
         prompts = [min(length, chunk) for length in prompts] if self._idles(group) else prompts
-        pages, slots, request_slots = (self._shuffled(count) for count in (limits.num_pages, limits.num_slots, limits.num_request_slots))
-        requests = []
+        free, requests = FreePlaces(limits, self.generator), []
         for i in range(most if group % 2 == 0 and not self._idles(group) else 1):
-            own_pages = [pages.pop() for _ in range(limits.pages_per_request)]
-            own_slots = [slots.pop() for _ in range(limits.slots_per_request)]
+            own_pages = [free.pages.pop() for _ in range(limits.pages_per_request)]
+            own_slots = [free.slots.pop() for _ in range(limits.slots_per_request)]
             prompt, sampling = self._random_tokens(prompts[(i + group // 2) % 3]), SAMPLED if i == 1 else GREEDY
-            request = TraceRequest(prompt, own_pages, own_slots, request_slots.pop(), sampling)
+            request = TraceRequest(prompt, own_pages, own_slots, free.request_slots.pop(), sampling)
             if i == 2 and self.steps_left:
                 # Its context ends with the last step if it accepts one draft in all.
                 self._set_random_state(self.states[group], request, limits.max_model_len - self.steps_left - 1)
@@ -176,10 +169,6 @@ class _Recorder:
                 self._set_random_state(self.states[group], request, len(request.prompt))
             requests.append(request)
         return requests
-
-    def _shuffled(self, count: int) -> list[int]:
-        """All numbers below `count` but 0, the null page, slot and request slot."""
-        return [1 + int(i) for i in torch.randperm(count - 1, generator=self.generator)]
 
     def _random_tokens(self, count: int) -> list[int]:
         return [int(i) for i in torch.randint(0, self.vocab, (count,), generator=self.generator)]
@@ -190,16 +179,11 @@ class _Recorder:
     def _set_random_state(self, state: list[torch.Tensor], request: TraceRequest, cached: int) -> None:
         """Puts a request behind a prompt of `cached` tokens, as if another instance had prefilled it and sent the state here."""
         request.cached, request.prompt, request.written = cached, [], request.slots[:1]
+        pages = filled_pages(request.pages, cached, self.small.limits.page_size)
         for leaf, pool in zip(self.leaves, state, strict=True):
-            if is_paged(leaf):
-                pages = tokens_second(leaf, pool)
-                for i, page in enumerate(request.pages):
-                    used = min(max(cached - i * pages.shape[1], 0), pages.shape[1])
-                    pages[page, :used] = random_cache(leaf, pages[page, :used].shape, self.generator)
-            elif is_request_slots(leaf):
+            fill(leaf, pool, pages, request.slots[:1], self.generator)
+            if is_request_slots(leaf):
                 pool[request.request_slot] = torch.tensor([cached, 0, *self._random_tokens(1 + self.drafts)], dtype=torch.int32)
-            else:
-                pool[request.slots[0]] = 0.3 * torch.randn(pool.shape[1:], generator=self.generator)
 
     def prefill(self) -> Iterator[TraceStep]:
         """Steps until no prompt is left, with each prefill bucket in turn."""

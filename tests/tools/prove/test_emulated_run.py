@@ -11,9 +11,9 @@ from support import small_images as images
 from npucompile.graphs.errors import VerifyError
 from npucompile.graphs.types import Rules
 from npucompile.models.request_slots import START, TOKENS
+from npucompile.tools.agreement.pools import request_slot_pool
 from npucompile.tools.agreement.tolerances import AllowedDifferences
 from npucompile.tools.prove.emulated_run import RankOutputs, Ranks, check_against_trace, check_identical
-from npucompile.tools.prove.step_trace import request_slot_pool
 
 F32 = torch.float32
 STRICT = AllowedDifferences(typical=1e-5, worst=1e-4, state=1e-4)

@@ -12,9 +12,9 @@ from npucompile.graphs.types import Mesh, Rules
 from npucompile.lowering.backends.eager import EagerExecutable
 from npucompile.lowering.lower import lower_eager
 from npucompile.models import step
+from npucompile.tools.agreement.pools import request_slot_pool
 from npucompile.tools.prove.reference_run import DRAFT_LOGITS, ReferenceRun
 from npucompile.tools.prove.small_model import model_params
-from npucompile.tools.prove.step_trace import request_slot_pool
 
 F32 = torch.float32
 

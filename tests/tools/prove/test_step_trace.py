@@ -10,7 +10,8 @@ import torch
 from support import small_images as images
 
 from npucompile.models.request_slots import ACCEPTED, START, TOKENS
-from npucompile.tools.prove.step_trace import GREEDY, SAMPLED, UNOWNED, record_trace, request_slot_pool
+from npucompile.tools.agreement.pools import request_slot_pool
+from npucompile.tools.prove.step_trace import GREEDY, SAMPLED, UNOWNED, record_trace
 
 BOTH, DECODE, PREFILL = ("prefill", "decode"), ("decode",), ("prefill",)
 

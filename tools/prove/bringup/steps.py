@@ -14,6 +14,7 @@ from ....graphs.types import Bucket, Leaf, Limits
 from ....models import request_slots
 from ....runtime.buckets import DecodeRow, PrefillRow, pack
 from ....runtime.request import Sampling
+from ...agreement.pools import FreePlaces, is_request_slots
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95)
@@ -70,14 +71,14 @@ class StepPlanner:
     @property
     def requests(self) -> list[Slots]:
         """As many requests as pages and slots suffice for, at shuffled places."""
-        limits, draw = self.limits, np.random.default_rng(self.seed)
-        pages, slots = 1 + draw.permutation(limits.num_pages - 1), 1 + draw.permutation(limits.num_slots - 1)
-        each, width = limits.pages_per_request, limits.slots_per_request
-        most = min(len(pages) // each, len(slots) // width, limits.num_request_slots - 1)
-        return [
-            Slots(tuple(map(int, pages[i * each : (i + 1) * each])), tuple(map(int, slots[i * width : (i + 1) * width])), i + 1)
-            for i in range(most)
-        ]
+        free, each, width = FreePlaces(self.limits, self._seeded), self.limits.pages_per_request, self.limits.slots_per_request
+        most = min(len(free.pages) // each, len(free.slots) // width, len(free.request_slots))
+        places = [(free.pages[i * each : (i + 1) * each], free.slots[i * width : (i + 1) * width]) for i in range(most)]
+        return [Slots(tuple(pages), tuple(slots), free.request_slots[i]) for i, (pages, slots) in enumerate(places)]
+
+    @property
+    def _seeded(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
 
     def rows_of(self, bucket: Bucket) -> list[Slots]:
         """The requests that a bucket's steps run: one less than it holds, so that there is a row of padding."""
@@ -142,9 +143,9 @@ class StepPlanner:
 
     def initial_state(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
         """Pools in which every request is behind a prompt of `first_decode` tokens: random values, as if computed elsewhere."""
-        generator, pools = torch.Generator().manual_seed(self.seed), []
+        generator, pools = self._seeded, []
         for leaf in leaves:
-            if leaf.aval.axes and leaf.aval.axes[0] == "request_slots":
+            if is_request_slots(leaf):
                 pools.append(self._request_slots(leaf))
             else:
                 pools.append((0.3 * torch.randn(leaf.aval.shape, generator=generator)).to(leaf.aval.dtype))
