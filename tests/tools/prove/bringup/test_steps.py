@@ -52,7 +52,7 @@ def test_pools_start_behind_a_prompt(planner):
     assert bool(pages.isfinite().all())
     assert slots[0].tolist() == [0] * 6
     assert slots[1:, 0].tolist() == [planner.first_decode] * 4
-    assert slots[1:, 1].tolist() == [0, 1, 2, 3]
+    assert sorted(slots[1:, 1].tolist()) == [0, 1, 2, 3]
 
 
 def test_every_bucket_runs_and_decoding_ones_after_prefills_of_their_requests(planner):
