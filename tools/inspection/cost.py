@@ -8,9 +8,11 @@ from typing import Any
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
+from ...lowering.ascend.acl_graph.file import AclFile
 from ...lowering.ascend.cost.estimate import OperatorCost, StepCost, estimate, estimate_captured
 from ...lowering.ascend.cost.parameters import parameters, sources
 from ...lowering.ascend.cost.timing import CAUSES
+from ...lowering.ascend.shipped import shipped_graph
 from ...lowering.platform import Platform
 from ..build.targets import target
 from . import views
@@ -29,18 +31,17 @@ def step_cost(artifact: Artifact, entry: GraphEntry, context: int | None = None)
         SpecError: the bucket has no graph for NPUs, or the context is longer than the artifact serves.
     """
     manifest = artifact.manifest
-    ge_file, acl_file = views.ge_file_of(artifact, entry), views.acl_file_of(artifact, entry)
-    if ge_file is None and acl_file is None:
+    graph = shipped_graph(artifact, entry)
+    if graph is None:
         state = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
         raise SpecError(f"{entry.bucket.name} is {state}; --cost reads graphs built for NPUs (npucompile build --target ascend-a3)")
     most = manifest.limits.max_model_len
     if context is not None and not 0 < context <= most:
         raise SpecError(f"--context is {context}; legal is 1 to {most}, the longest request that the artifact serves")
     speeds, mesh, cached = parameters(chip_of(manifest)), Mesh.parse(manifest.mesh), context or most // 2
-    if acl_file is not None:
-        return estimate_captured(acl_file, speeds, mesh, cached, Platform.of(manifest.platform))
-    assert ge_file is not None
-    return estimate(ge_file, speeds, mesh, cached)
+    if isinstance(graph, AclFile):
+        return estimate_captured(graph, speeds, mesh, cached, Platform.of(manifest.platform))
+    return estimate(graph, speeds, mesh, cached)
 
 
 def chip_of(manifest: Manifest) -> str:
@@ -50,7 +51,7 @@ def chip_of(manifest: Manifest) -> str:
 
 def bucket_facts(artifact: Artifact, entry: GraphEntry) -> dict[str, Any]:
     """`operators` and `launches` of a bucket, and the estimated part of `cost`; nothing where no NPU runs it."""
-    if views.ge_file_of(artifact, entry) is None and views.acl_file_of(artifact, entry) is None:
+    if shipped_graph(artifact, entry) is None:
         return {}
     cost = step_cost(artifact, entry)
     shown = {name: value for name, value in cost.as_dict().items() if name not in ("kinds", "launches")}

@@ -11,6 +11,7 @@ from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.ascend.legality import check
 from ...lowering.ascend.legality.assumptions import assumptions
 from ...lowering.ascend.legality.check import Checked
+from ...lowering.ascend.shipped import shipped_graph
 from ...lowering.platform import Platform
 from . import views
 
@@ -26,7 +27,7 @@ def illegal(artifact: Artifact, entry: GraphEntry) -> dict[str, Any]:
 def _checked(artifact: Artifact, entry: GraphEntry) -> Checked | None:
     """What the check of a bucket's graph found; None where it has none for NPUs."""
     platform = Platform.of(artifact.manifest.platform)
-    graph = views.ge_file_of(artifact, entry) or views.acl_file_of(artifact, entry)
+    graph = shipped_graph(artifact, entry)
     return check.examine(graph, platform) if graph else None
 
 

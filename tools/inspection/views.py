@@ -17,9 +17,9 @@ from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.ascend import inspect_ge
 from ...lowering.ascend.acl_graph import inspect_acl
 from ...lowering.ascend.acl_graph.file import AclFile, graph_of
-from ...lowering.ascend.acl_graph.file import decode as decode_acl
-from ...lowering.ascend.ge_file import GeFile, decode
+from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.launches import kind_of
+from ...lowering.ascend.shipped import shipped_graph
 from ...lowering.collectives_check import Collective
 from ...models.slices import Shard, source_bytes
 from ..artifact_model import full_model
@@ -54,14 +54,14 @@ def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
     Raises:
         SpecError: the bucket has no graph for NPUs.
     """
-    ge_file = ge_file_of(artifact, entry)
-    if ge_file is None:
-        if acl_file := acl_file_of(artifact, entry):
-            return _acl_graph(entry, acl_file)
+    graph = shipped_graph(artifact, entry)
+    if isinstance(graph, AclFile):
+        return _acl_graph(entry, graph)
+    if graph is None:
         state = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
         raise SpecError(f"{entry.bucket.name} is {state}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
-    text = inspect_ge.text(ge_file.graph)
-    fields = {name: getattr(ge_file, name) for name in ("options", "engine", "donations", "bound", "inputs", "outputs", "patches")}
+    text = inspect_ge.text(graph.graph)
+    fields = {name: getattr(graph, name) for name in ("options", "engine", "donations", "bound", "inputs", "outputs", "patches")}
     return View({"bucket": entry.bucket.name, "stage": GE, "text": text, **fields}, tuple(text.splitlines()))
 
 
@@ -75,11 +75,12 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
     per_rank = collectives_check.expand(entry.collectives, mesh)
     collectives_check.check_ranks(per_rank)
     proofs = [f"all {mesh.size} ranks have the same list for each group, and none waits for ever"]
-    if ge_file := ge_file_of(artifact, entry):
-        collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
+    graph = shipped_graph(artifact, entry)
+    if isinstance(graph, GeFile):
+        collectives_check.agree(entry.collectives, collectives_check.of_ge_file(graph, in_order=True))
         proofs.append("the shipped graph has this list, in an order that its data fix")
-    if acl_file := acl_file_of(artifact, entry):
-        collectives_check.agree(entry.collectives, collectives_check.of_acl_file(acl_file))
+    if isinstance(graph, AclFile):
+        collectives_check.agree(entry.collectives, collectives_check.of_acl_file(graph))
         proofs.append("the shipped graph has this list, on one stream")
     moved, parts = moved_bytes(entry.collectives, mesh, _choices(artifact.manifest)), folded(entry.collectives)
     data = {
@@ -95,9 +96,10 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
 
 def census(artifact: Artifact, entry: GraphEntry) -> View:
     """Operator counts of a bucket's graph for NPUs, in total and by body; its cost; and its roofline estimate."""
-    ge_file, manifest = ge_file_of(artifact, entry), artifact.manifest
-    acl_file = acl_file_of(artifact, entry)
-    bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else inspect_acl.census_by_body(acl_file) if acl_file else {}
+    graph, manifest = shipped_graph(artifact, entry), artifact.manifest
+    bodies: Mapping[str, Mapping[str, int]] = {}
+    if graph is not None:
+        bodies = inspect_ge.census_by_body(graph.graph) if isinstance(graph, GeFile) else inspect_acl.census_by_body(graph)
     mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
     roof = roofline_of(manifest, entry, mesh)
@@ -112,13 +114,13 @@ def census(artifact: Artifact, entry: GraphEntry) -> View:
     }
     total = sum(entry.census.values())
     lines = [f"{entry.bucket.name}: {total:,} operators" if total else f"{entry.bucket.name}: no graph for NPUs, so no operators to count"]
-    if acl_file:
-        started = inspect_acl.launches(graph_of(acl_file).graph.nodes)
+    if isinstance(graph, AclFile):
+        started = inspect_acl.launches(graph_of(graph).graph.nodes)
         copies = inspect_acl.copied_operands(started)
-        data |= {"launches": len(started), "copied_operands": copies, "host_reads": len(acl_file.cuts), "captured": acl_file.captured}
-        how = "captured" if acl_file.captured else "launched one by one"
+        data |= {"launches": len(started), "copied_operands": copies, "host_reads": len(graph.cuts), "captured": graph.captured}
+        how = "captured" if graph.captured else "launched one by one"
         lines.append(f"{len(started):,} launches a step, {how}, and at most {copies:,} copies of operands that are no rows side by side")
-        lines.append(f"the host reads lengths {len(acl_file.cuts)} times a step, for attention that may be queued already")
+        lines.append(f"the host reads lengths {len(graph.cuts)} times a step, for attention that may be queued already")
     lines += _body_table(entry.census, bodies)
     cost = entry.cost
     lines.append(
@@ -190,20 +192,6 @@ def _repeats(items: Sequence[Collective], at: int) -> tuple[int, int]:
         if times > 1 and times * period > best[0] * best[1]:
             best = (times, period)
     return best
-
-
-def ge_file_of(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
-    """The GE graph of a bucket; None where it has none."""
-    if entry.compiled is None or entry.compiled.backend != GE:
-        return None
-    return decode((artifact.path / entry.compiled.file).read_bytes())
-
-
-def acl_file_of(artifact: Artifact, entry: GraphEntry) -> AclFile | None:
-    """The captured graph of a bucket; None where it has none."""
-    if entry.compiled is None or entry.compiled.backend != ACL:
-        return None
-    return decode_acl((artifact.path / entry.compiled.file).read_bytes())
 
 
 def _acl_graph(entry: GraphEntry, acl_file: AclFile) -> View:

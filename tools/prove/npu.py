@@ -22,9 +22,8 @@ from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.types import DTYPES, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.ascend.acl_graph.file import AclFile
-from ...lowering.ascend.acl_graph.file import decode as acl_decode
 from ...lowering.ascend.emulator.interpreter import Interpreter
-from ...lowering.ascend.ge_file import GeFile, decode
+from ...lowering.ascend.shipped import DECODERS, ShippedGraph
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
 from ...lowering.platform import CPU, Platform
@@ -90,7 +89,7 @@ class BuiltCase:
 
     partitioned: Partitioned
     lowered: Lowered
-    shipped: GeFile | AclFile | None
+    shipped: ShippedGraph | None
 
     @property
     def signature(self) -> Signature:
@@ -191,7 +190,7 @@ class _Proof:
         compiled = chosen.compile(lowered, cache_dir=self.cache_dir, threads=0)
         # A graph in another dtype than the artifact's is made to be compared, and no device takes it.
         chosen.prove(compiled, partitioned, platform if dtype == DTYPES[self.artifact.manifest.dtype] else CPU)
-        return BuiltCase(partitioned, lowered, decode(compiled.data) if chosen.name == "ge" else acl_decode(compiled.data))
+        return BuiltCase(partitioned, lowered, DECODERS[chosen.name](compiled.data))
 
 
 def representative_steps(trace: StepTrace) -> tuple[int, ...]:

@@ -18,9 +18,9 @@ from ...lowering.artifact.shards import local_signature
 from ...lowering.ascend import inspect_ge, inspect_weights
 from ...lowering.ascend.acl_graph import inspect_acl
 from ...lowering.ascend.acl_graph.file import AclFile
-from ...lowering.ascend.acl_graph.file import decode as acl_decode
-from ...lowering.ascend.ge_file import GROUPS, GeFile, decode, parse, patched
+from ...lowering.ascend.ge_file import GROUPS, parse, patched
 from ...lowering.ascend.launches import body_of, launches
+from ...lowering.ascend.shipped import ShippedGraph, shipped_graph
 from ...models import shrink
 from ...models.params import avals
 from ..artifact_model import full_model, rules_of, spreads
@@ -29,7 +29,6 @@ from ..build.targets import target
 from .small_model import BucketCase
 
 _CLONE = "aten.clone.default"
-ShippedFile = GeFile | AclFile
 PATCHED_BYTES = 2**26
 """Most bytes of a bucket's graphs on all ranks for which each rank's graph is patched and read: about ten seconds."""
 
@@ -108,31 +107,20 @@ def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
     }
 
 
-def shipped_file(artifact: Artifact, entry: GraphEntry) -> ShippedFile:
+def shipped_file(artifact: Artifact, entry: GraphEntry) -> ShippedGraph:
     """Reads the graph for NPUs of a bucket from its file.
 
     Raises:
         VerifyError: the bucket has none.
     """
-    if entry.compiled is not None and entry.compiled.backend == "aclgraph":
-        return acl_decode((artifact.path / entry.compiled.file).read_bytes())
-    return ge_file_of(artifact, entry)
+    if (graph := shipped_graph(artifact, entry)) is None:
+        raise VerifyError(f"{entry.bucket.name}: the artifact has no GE graph of it; legal is one a bucket: build it with --backend ge")
+    return graph
 
 
-def collectives_of(shipped: ShippedFile) -> tuple[collectives_check.Collective, ...]:
+def collectives_of(shipped: ShippedGraph) -> tuple[collectives_check.Collective, ...]:
     """The collectives of a graph, groups as the partitioned graph names them."""
     return collectives_check.of_acl_file(shipped) if isinstance(shipped, AclFile) else collectives_check.of_ge_file(shipped)
-
-
-def ge_file_of(artifact: Artifact, entry: GraphEntry) -> GeFile:
-    """Reads the GE graph of a bucket from its file.
-
-    Raises:
-        VerifyError: the bucket has none.
-    """
-    if entry.compiled is None or entry.compiled.backend != "ge":
-        raise VerifyError(f"{entry.bucket.name}: the artifact has no GE graph of it; legal is one a bucket: build it with --backend ge")
-    return decode((artifact.path / entry.compiled.file).read_bytes())
 
 
 def check_patched(artifact: Artifact) -> dict[str, float]:
@@ -160,7 +148,7 @@ def check_patched(artifact: Artifact) -> dict[str, float]:
     return {"ranks": mesh.size, "buckets": len(entries), "patched": patched_buckets}
 
 
-def rank_collectives(shipped: ShippedFile, manifest: Manifest) -> list[list[collectives_check.Talk]]:
+def rank_collectives(shipped: ShippedGraph, manifest: Manifest) -> list[list[collectives_check.Talk]]:
     """Collectives of each rank, read from its patched graph; a graph of torch operators names groups by their symbols on all ranks."""
     collectives, mesh = [], Mesh.parse(manifest.mesh)
     for rank in range(mesh.size):
@@ -174,7 +162,7 @@ def rank_collectives(shipped: ShippedFile, manifest: Manifest) -> list[list[coll
     return collectives
 
 
-def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partitioned, small_file: ShippedFile) -> dict[str, float]:
+def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partitioned, small_file: ShippedGraph) -> dict[str, float]:
     """Shipped graphs of a case's form have the collectives and operators of the small graph, with more and larger layers.
 
     Each kind of layer must have the same operators in the same numbers. In prefill only their types must be equal, because a longer
@@ -208,7 +196,7 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     return {"buckets": len(case.stands_for), "kinds": len(small), "collectives": len(collectives)}
 
 
-def _kinds(shipped: ShippedFile, counted: bool) -> set[frozenset[tuple[str, int]]]:
+def _kinds(shipped: ShippedGraph, counted: bool) -> set[frozenset[tuple[str, int]]]:
     """Launches of every kind of body in a graph: (type of operator, number of them), or (type, 1) where they are not counted."""
     if isinstance(shipped, AclFile):
         census = _launched_kinds(shipped)

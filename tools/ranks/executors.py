@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +13,11 @@ from torch._C._distributed_c10d import Store
 from ...graphs.errors import ArtifactError, SpecError
 from ...graphs.types import Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.ascend import ge_file, hccl
-from ...lowering.ascend.acl_graph import file as acl_file
-from ...lowering.ascend.acl_graph.file import AclFile
-from ...lowering.ascend.ge_file import GeFile
+from ...lowering.artifact.manifest import GraphEntry
+from ...lowering.ascend import hccl
 from ...lowering.ascend.legality.running import check_running
 from ...lowering.ascend.npu import NpuDevice
+from ...lowering.ascend.shipped import ShippedGraph, shipped_graph
 from ...lowering.collectives_check import EXPERT_GROUPS
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
 from ...lowering.platform import Platform
@@ -35,7 +34,6 @@ from .rank_settings import RankSettings
 from .weights import check_checkpoint, rank_params
 
 AUTO = "auto"
-_DECODERS: Mapping[str, Callable[[bytes], GeFile | AclFile]] = {"ge": ge_file.decode, "aclgraph": acl_file.decode}
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def load_executor(
     device = open_device(settings.device, local_rank)
     stack.callback(device.close)
     platform = Platform.of(artifact.manifest.platform)
-    check_running(device.version, platform, _graphs(artifact))
+    check_running(device.version, platform, [partial(_graph, artifact, entry) for entry in artifact.manifest.graphs if entry.compiled])
     device.load_packages(platform.packages)
     communicators = _communicators(artifact, device, settings, stack, place) if place else {}
     if settings.before_loading and place:
@@ -159,14 +157,10 @@ def load_executor(
         )
 
 
-def _graphs(artifact: Artifact) -> list[Callable[[], GeFile | AclFile]]:
-    """What reads each graph for NPUs of an artifact."""
-    files = [(entry.compiled.backend, artifact.path / entry.compiled.file) for entry in artifact.manifest.graphs if entry.compiled]
-    return [partial(_read, _DECODERS[backend], file) for backend, file in files if backend in _DECODERS]
-
-
-def _read(decoder: Callable[[bytes], GeFile | AclFile], path: Path) -> GeFile | AclFile:
-    return decoder(path.read_bytes())
+def _graph(artifact: Artifact, entry: GraphEntry) -> ShippedGraph:
+    graph = shipped_graph(artifact, entry)
+    assert graph is not None, entry.bucket
+    return graph
 
 
 def _cache_dir(artifact: Artifact, settings: RankSettings, device: Device) -> Path | None:

@@ -153,7 +153,7 @@ def spoiled(monkeypatch, change):
         change(list(operators(model)))
         return replace(ge_file, graph=model.SerializeToString(deterministic=True))
 
-    monkeypatch.setattr(npu, "decode", read)
+    monkeypatch.setattr(npu, "DECODERS", {"ge": read})
 
 
 def test_a_ge_graph_with_a_collective_of_another_group_is_found(prove, monkeypatch):

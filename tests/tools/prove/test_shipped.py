@@ -27,7 +27,7 @@ def decode_entry(artifact):
     return entry
 
 
-read_ge_file = shipped.ge_file_of
+read_ge_file = shipped.shipped_file
 
 
 def edited(ge_file, change):
@@ -39,7 +39,7 @@ def edited(ge_file, change):
 
 def shipping(monkeypatch, change):
     """Changes the artifact's GE files as they are read."""
-    monkeypatch.setattr(shipped, "ge_file_of", lambda artifact, entry: edited(read_ge_file(artifact, entry), change))
+    monkeypatch.setattr(shipped, "shipped_file", lambda artifact, entry: edited(read_ge_file(artifact, entry), change))
 
 
 def test_what_was_built_is_accepted(artifact):

@@ -23,8 +23,7 @@ from ...agreement.tolerances import INTEGERS
 from ...heap import available_bytes
 from ...progress import Bar
 from ..all_ranks import load_ranks, run_step
-from .captured import CapturedBucket
-from .recording import BucketGraph
+from .recording import ShippedBucket
 from .results import Failure, Timing
 from .steps import PlannedStep, Slots, StepPlanner
 
@@ -46,7 +45,7 @@ class MeshOracle:
         load_params: of a rank.
     """
 
-    def __init__(self, graphs: Sequence[BucketGraph | CapturedBucket], mesh: Mesh, load_params: Callable[[int], LoadParams]) -> None:
+    def __init__(self, graphs: Sequence[ShippedBucket], mesh: Mesh, load_params: Callable[[int], LoadParams]) -> None:
         self._graphs = {graph.bucket: graph for graph in graphs}
         self._interpreters = {graph.bucket: graph.interpreter(mesh) for graph in graphs}
         self._mesh, signature = mesh, graphs[0].signature

@@ -12,12 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from ....graphs.errors import LoweringError
-from ....graphs.types import Bucket, Mesh, Signature
+from ....graphs.types import Bucket, Mesh
 from ....lowering.artifact import graph_io
-from ....lowering.artifact.artifact import Artifact
-from ....lowering.artifact.manifest import GraphEntry
-from ....lowering.artifact.shards import local_signature
-from ....lowering.ascend.acl_graph.file import AclFile, decode
+from ....lowering.ascend.acl_graph.file import AclFile
 from ....lowering.ascend.acl_graph.inspect_acl import launches
 from ....lowering.ascend.emulator.interpreter import Interpreter
 from ....lowering.ascend.emulator.program import Step
@@ -29,35 +26,9 @@ from ...agreement.compare import first_mismatch
 from ...progress import Bar
 from ..all_ranks import load_ranks, run_step
 from .device_graph import DeviceGraph, Host
+from .recording import ShippedBucket
 from .results import Failure, Timing
 from .steps import PlannedStep
-
-
-@dataclass(frozen=True)
-class CapturedBucket:
-    """The graph of a bucket with what is needed to feed it."""
-
-    entry: GraphEntry
-    file: AclFile
-    signature: Signature
-
-    @property
-    def bucket(self) -> Bucket:
-        return self.entry.bucket
-
-    def interpreter(self, mesh: Mesh) -> Interpreter:
-        """Runs the graph on all ranks of a mesh on the CPU."""
-        return Interpreter(self.file, mesh)
-
-
-def captured_buckets(artifact: Artifact) -> list[CapturedBucket]:
-    """The graphs of an artifact, smallest bucket first."""
-    graphs = []
-    for entry in sorted(artifact.manifest.graphs, key=lambda entry: (entry.bucket.tokens, entry.bucket)):
-        assert entry.compiled is not None
-        file = decode((artifact.path / entry.compiled.file).read_bytes())
-        graphs.append(CapturedBucket(entry, file, local_signature(artifact.manifest, entry)))
-    return graphs
 
 
 @dataclass(frozen=True)
@@ -134,7 +105,7 @@ class CallRecorder:
     """
 
     def __init__(
-        self, graph: CapturedBucket, mesh: Mesh, load_params: Callable[[int], LoadParams], state: Sequence[Sequence[torch.Tensor]]
+        self, graph: ShippedBucket, mesh: Mesh, load_params: Callable[[int], LoadParams], state: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         self._graph, self._mesh, self._state = graph, mesh, state
         self._params = load_ranks(mesh, graph.signature, load_params)
@@ -156,7 +127,8 @@ class CallRecorder:
         if key not in self.calls:
             copied: Any = map_aggregate((args, dict(kwargs)), _copied)
             # Every captured graph takes a stream, so one call of each operator is captured and the others are launched.
-            captured = self._graph.file.captured and target not in {call.target for call in self.calls.values()}
+            in_stream = isinstance(self._graph.file, AclFile) and self._graph.file.captured
+            captured = in_stream and target not in {call.target for call in self.calls.values()}
             self.calls[key] = OperatorCall(self._graph.bucket, target, tuple(copied[0]), dict(copied[1]), node.meta["val"], captured)
 
 

@@ -12,16 +12,16 @@ import torch
 
 from ....graphs.types import COORDS, Aval, Bucket, Leaf, Mesh, Signature, leaf_name
 from ....lowering.artifact.artifact import Artifact
-from ....lowering.artifact.manifest import GraphEntry
 from ....lowering.artifact.shards import local_signature
 from ....lowering.ascend.emulator.ge_program import BORDER, GeProgram, parsed_shape
 from ....lowering.ascend.emulator.interpreter import Interpreter
 from ....lowering.ascend.emulator.program import MeshExchange
 from ....lowering.ascend.fold import evaluate, sources
-from ....lowering.ascend.ge_file import decode, messages
+from ....lowering.ascend.ge_file import GeFile, messages
 from ....lowering.ascend.ge_types import tensor_types
 from ....lowering.ascend.operators.call import INT4, read
 from ....lowering.ascend.operators.tensor_type import TensorType
+from ....lowering.ascend.shipped import ShippedGraph, shipped_graph
 from ....lowering.ascend.subgraph import WholeGraph
 from ....runtime.device_params import LoadParams
 from .steps import PlannedStep
@@ -32,24 +32,26 @@ DERIVED = "derived"
 
 
 @dataclass(frozen=True)
-class BucketGraph:
-    """The GE graph of a bucket with what is needed to feed it.
+class ShippedBucket:
+    """The graph of a bucket with what is needed to feed it."""
 
-    Attributes:
-        operand: leaf of each `Data` operator, by its tensor.
-    """
-
-    entry: GraphEntry
-    whole: WholeGraph
+    file: ShippedGraph
+    bucket: Bucket
     signature: Signature
-
-    @property
-    def bucket(self) -> Bucket:
-        return self.entry.bucket
 
     def interpreter(self, mesh: Mesh) -> Interpreter:
         """Runs the graph on all ranks of a mesh on the CPU."""
-        return Interpreter(self.whole.ge_file, mesh)
+        return Interpreter(self.file, mesh)
+
+
+class BucketGraph(ShippedBucket):
+    """The GE graph of a bucket."""
+
+    @functools.cached_property
+    def whole(self) -> WholeGraph:
+        """Its operators."""
+        assert isinstance(self.file, GeFile)
+        return WholeGraph(self.file)
 
     @property
     def operand(self) -> Mapping[str, Leaf]:
@@ -78,14 +80,20 @@ class BucketGraph:
         return tensor_types(self.whole.ge_file)
 
 
-def bucket_graphs(artifact: Artifact) -> list[BucketGraph]:
-    """The graphs of an artifact, smallest bucket first."""
+def shipped_buckets(artifact: Artifact) -> list[ShippedBucket]:
+    """The graphs of an artifact, smallest bucket first; those of GE can be taken apart."""
     graphs = []
     for entry in sorted(artifact.manifest.graphs, key=lambda entry: (entry.bucket.tokens, entry.bucket)):
-        assert entry.compiled is not None
-        ge_file = decode((artifact.path / entry.compiled.file).read_bytes())
-        graphs.append(BucketGraph(entry, WholeGraph(ge_file), local_signature(artifact.manifest, entry)))
+        file = shipped_graph(artifact, entry)
+        assert file is not None
+        kind = BucketGraph if isinstance(file, GeFile) else ShippedBucket
+        graphs.append(kind(file, entry.bucket, local_signature(artifact.manifest, entry)))
     return graphs
+
+
+def bucket_graphs(artifact: Artifact) -> list[BucketGraph]:
+    """The GE graphs of an artifact, smallest bucket first."""
+    return [graph for graph in shipped_buckets(artifact) if isinstance(graph, BucketGraph)]
 
 
 def distinct_bodies(graph: BucketGraph) -> dict[str, list[str]]:

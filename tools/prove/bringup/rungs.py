@@ -29,11 +29,11 @@ from ...ranks.executors import params_of
 from ...ranks.launch import opened_ranks
 from ...ranks.rank_settings import RankSettings
 from . import buckets, layers, operators, short_serve
-from .captured import CallRecorder, OperatorCall, captured_buckets, run_calls
+from .captured import CallRecorder, OperatorCall, run_calls
 from .collectives import CollectivesCheck, failure_in
 from .device_graph import Host
 from .environment import check_environment
-from .recording import BucketGraph, Recorder, bucket_graphs
+from .recording import BucketGraph, Recorder, shipped_buckets
 from .results import Failure, RungResult, Timing
 from .steps import StepPlanner
 
@@ -69,9 +69,9 @@ class Bringup:
     def __post_init__(self) -> None:
         manifest = self.artifact.manifest
         self._mesh = Mesh.parse(manifest.mesh)
-        captured = manifest.backend == "aclgraph"
-        self._captured = captured_buckets(self.artifact) if captured else []
-        self._graphs = [] if captured else bucket_graphs(self.artifact)
+        self._shipped = shipped_buckets(self.artifact)
+        self._graphs = [graph for graph in self._shipped if isinstance(graph, BucketGraph)]
+        self._captured = [graph for graph in self._shipped if not isinstance(graph, BucketGraph)]
         self._most_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
 
     @property
@@ -242,7 +242,7 @@ class Bringup:
         if needed > free // 2:
             note = f"nothing was compared with the CPU: all ranks take {needed:,} bytes there, and {free:,} are free"
             return buckets.Comparison(executor.vocab_size, None), [note]
-        oracle = buckets.MeshOracle(self._graphs or self._captured, self._mesh, self._params_of)
+        oracle = buckets.MeshOracle(self._shipped, self._mesh, self._params_of)
         return buckets.Comparison(executor.vocab_size, oracle), []
 
     def _estimate(self, entry: GraphEntry) -> float | None:

@@ -15,6 +15,7 @@ from npucompile.lowering.ascend.emulator.acl_engine import EmulatedAclEngine
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.tools.prove.bringup import captured
 from npucompile.tools.prove.bringup.device_graph import Host
+from npucompile.tools.prove.bringup.recording import shipped_buckets
 from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.ranks.executors import params_of
 from npucompile.tools.ranks.rank_settings import RankSettings
@@ -26,7 +27,7 @@ NORM = "npu.npu_rms_norm.default"
 def calls(tmp_path_factory):
     """The distinct operators of a decode step."""
     artifact = images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph")
-    graph = next(graph for graph in captured.captured_buckets(artifact) if graph.bucket.kind == "decode")
+    graph = next(graph for graph in shipped_buckets(artifact) if graph.bucket.kind == "decode")
     mesh, manifest = Mesh.parse(artifact.manifest.mesh), artifact.manifest
     planner = StepPlanner(manifest.limits, int(manifest.model["vocab_size"]), mesh.axis("dp"), 0)
     state = [planner.initial_state(graph.signature.state) for _ in range(mesh.size)]
