@@ -7,13 +7,7 @@ import torch
 
 from npucompile.graphs.types import Aval, Leaf
 from npucompile.tools.agreement.pools import (
-    holds_scales,
-    is_paged,
-    is_request_slots,
-    keeps_first_slots,
     random_cache,
-    rounds_caches,
-    tokens_second,
     unread_value,
 )
 
@@ -22,18 +16,6 @@ SCALES = Leaf("state.layers.0.scale", Aval((5, 2, 4), torch.float32, ("pages", "
 STATE = Leaf("state.layers.1.s", Aval((5, 3), torch.bfloat16, ("slots", None)))
 FIRST = Leaf("state.layers.1.conv", Aval((5, 3), torch.float32, ("first_slots", None)))
 REQUESTS = Leaf("state.request_slots", Aval((5, 3), torch.int32, ("request_slots", None)))
-
-
-def test_each_kind_of_pool_is_known_by_its_axes():
-    kinds = {leaf.path: (is_paged(leaf), holds_scales(leaf), keeps_first_slots(leaf), is_request_slots(leaf))
-             for leaf in (KEYS, SCALES, STATE, FIRST, REQUESTS)}  # fmt: skip
-    assert list(kinds.values()) == [
-        (True, False, False, False), (True, True, False, False), (False, False, False, False), (False, False, True, False),
-        (False, False, False, True),
-    ]  # fmt: skip
-    assert rounds_caches([STATE, KEYS])
-    assert not rounds_caches([STATE, SCALES])
-    assert tokens_second(SCALES, torch.empty(SCALES.aval.shape)).shape == (5, 4, 2)
 
 
 @pytest.mark.parametrize("leaf", [KEYS, SCALES, STATE], ids=lambda leaf: leaf.path)

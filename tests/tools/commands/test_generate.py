@@ -202,11 +202,6 @@ def test_an_artifact_for_npus_runs_on_an_emulated_device_and_with_another_copy_o
     assert stored["token_ids"] == on_cpu["token_ids"]
 
 
-def test_an_artifact_for_this_cpu_is_not_emulated(tmp_path, tiny_artifact):
-    message = tiny.refused(tmp_path, "generate", tiny_artifact, "--token-ids", "1", "--device", "emulated")
-    assert message == f"Error: --device emulated: {tiny_artifact} was built for cpu; legal are auto and cpu\n"
-
-
 def test_ranks_that_it_starts_say_what_one_device_says(tmp_path, sharded):
     threads = torch.get_num_threads()
     try:
@@ -227,9 +222,3 @@ def test_ranks_of_torchrun_say_what_one_device_says_and_only_rank_0_speaks(tmp_p
     status, out, message = ranks.finished(process)
     assert status == 0, message
     assert json.loads(out)["token_ids"] == alone
-
-
-def test_ranks_of_a_launcher_do_not_build(tmp_path, monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert "is neither an artifact directory nor a built model" in tiny.refused(tmp_path, "generate", "qwen3.5-tiny", "--token-ids", "1")

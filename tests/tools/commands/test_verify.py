@@ -41,12 +41,6 @@ def test_a_tampered_file_is_refused_by_its_name(own_artifact, tmp_path):
             assert str(own_artifact / name) in tiny.refused(tmp_path, "verify", "tiny")
 
 
-def test_a_missing_file_is_refused_by_its_name(own_artifact, tmp_path):
-    weights = own_artifact / Artifact.open(own_artifact).manifest.weights
-    weights.unlink()
-    assert f"{weights} is missing; the manifest says" in tiny.refused(tmp_path, "verify", "tiny")
-
-
 def test_another_toolchains_code_is_not_run(own_artifact, tmp_path):
     tiny.with_compiled(own_artifact, toolchain={**Artifact.open(own_artifact).manifest.toolchain, "machine": "pdp11"})
     assert "machine was 'pdp11' and is" in tiny.refused(tmp_path, "verify", "tiny")

@@ -239,42 +239,6 @@ def test_experts_of_another_rank_are_found_even_by_the_widest_tolerance(ranks, m
         check_against_trace(ranks, wrong.run(images.eager(MESH, BOTH)), AllowedDifferences(2e-2, 0.25, 0.25), "experts")
 
 
-def test_pages_begin_finite_and_slots_nan(ranks):
-    for rank in range(4):
-        for leaf, pool, initial in zip(
-            ranks.leaves, ranks._initial_pools(rank), ranks.shard(ranks.trace.initial_state[rank // 2], rank), strict=True
-        ):
-            if leaf.aval.axes[0] == "pages":
-                assert bool(torch.isfinite(pool).all())
-                assert torch.equal(pool[~torch.isnan(initial)], initial[~torch.isnan(initial)])
-            else:
-                assert torch.equal(pool.nan_to_num(7.5), initial.nan_to_num(7.5))
-
-
-def test_ranks_of_a_group_hold_copies_of_few_heads():
-    image = images.image("tp=4", ("decode",))
-    ranks, pools = image.ranks, image.trace.initial_state[0]
-    index = next(i for i, leaf in enumerate(ranks.leaves) if leaf.name.endswith("3.k"))
-    shares = [ranks.shard(pools, rank)[index] for rank in range(4)]
-    assert pools[index].shape[2] == 2
-    for rank, share in enumerate(shares):
-        torch.testing.assert_close(share, pools[index][:, :, rank // 2][:, :, None], equal_nan=True, rtol=0, atol=0)
-    check_against_trace(ranks, ranks.run(images.eager("tp=4", ("decode",))), STRICT, "copies")
-
-
-def test_single_steps_repeat_those_of_the_whole_run(ranks, outputs):
-    chosen = {number: outputs.before[number] for number in (0, decode_step(ranks))}
-    copies = [[pool.clone() for pool in pools] for pools in chosen[0]]
-    repeated = ranks.run_steps(images.eager(MESH, BOTH), chosen)
-    measured = check_identical(ranks, outputs, repeated, "twice")
-    assert measured["turns"] == 2
-    assert measured["tokens"] > 0
-    assert measured["values"] > 1e4
-    for copy, pools in zip(copies, chosen[0], strict=True):
-        for a, b in zip(copy, pools, strict=True):
-            torch.testing.assert_close(a, b, equal_nan=True, rtol=0, atol=0)
-
-
 def test_the_smallest_difference_between_two_graphs_is_refused(ranks, outputs):
     number = decode_step(ranks)
     part = RankOutputs(

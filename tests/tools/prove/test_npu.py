@@ -20,7 +20,7 @@ from npucompile.lowering.backends import ge
 from npucompile.models import feed_forward, sampling
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.tools.prove import npu
-from npucompile.tools.prove.npu import describe, is_for_device, representative_steps
+from npucompile.tools.prove.npu import describe, representative_steps
 from npucompile.tools.prove.small_model import BucketCase, Form
 from npucompile.tools.prove.step_trace import ExpectedOutputs, StepTrace, TraceStep
 
@@ -193,13 +193,6 @@ def test_without_torch_npu_the_reason_is_given(prove, monkeypatch):
     monkeypatch.setattr(ge.harness, "available", lambda: "torch_npu is not installed")
     with pytest.raises(LoweringError, match="torch_npu is not installed"):
         prove()
-
-
-def test_targets_decide_which_proof_it_is(artifact):
-    def of(target):
-        return is_for_device(SimpleNamespace(manifest=replace(artifact.manifest, target=target)))
-
-    assert [of(target) for target in ("ascend-a3", "ascend-a2", "cpu")] == [True, True, False]
 
 
 def test_representative_steps_are_the_fullest_of_every_case_and_the_last_that_decodes():

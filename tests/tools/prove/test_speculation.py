@@ -107,11 +107,6 @@ def test_drafts_count_up_to_the_first_wrong_one_or_as_far_as_they_are_verified(v
             check_request_slots(step, 0, spoiled(outputs, "counts", 0, wrong), "it")
 
 
-def test_counts_of_padding_are_nothing():
-    with pytest.raises(VerifyError, match=r"counts are \[2, 1, 1\]"):
-        check_request_slots(decode(), 0, spoiled(decoded(), "counts", 1, 1), "it")
-
-
 @pytest.mark.parametrize("request_slot", range(4))
 @pytest.mark.parametrize("column", range(5))
 def test_every_number_of_every_request_slot_is_looked_at(request_slot, column):
@@ -122,26 +117,6 @@ def test_every_number_of_every_request_slot_is_looked_at(request_slot, column):
     if request_slot < 3:
         with pytest.raises(VerifyError, match=rf"it: request slot {request_slot} holds "):
             check_request_slots(prefill(), 0, spoiled(prefilled(), "request_slots", (request_slot, column), 9), "it")
-
-
-def test_without_drafts_a_request_slot_has_a_token_alone():
-    step, expected = decode(), decode().expected[0]
-    pool = step.request_slots[0][:, :3]
-    single = TraceStep(
-        SimpleNamespace(bucket=Bucket("decode", 3, 1)), step.inputs, (pool,), (ExpectedOutputs((0, 2), (1, 1), (1, 1), *common(expected)),)
-    )
-    outputs = {
-        "tokens": i32(6, 0, 3)[:, None],
-        "counts": i32(1, 0, 1),
-        "request_slots": torch.stack([i32(0, 0, 0), i32(21, 0, 3), pool[2], i32(11, 0, 6)]),
-    }
-    check_request_slots(single, 0, outputs, "it")
-    with pytest.raises(VerifyError, match=r"request slot 3 holds \[11, 0, 7\]; what the next step starts from is \[11, 0, 6\]"):
-        check_request_slots(single, 0, spoiled(outputs, "request_slots", (3, 2), 7), "it")
-
-
-def common(expected):
-    return expected.greedy, expected.tokens, expected.logits, expected.drafts, expected.draft_logits
 
 
 def test_the_draft_head_reads_the_accepted_tokens():
@@ -212,10 +187,3 @@ def test_log_probabilities_are_those_of_the_logits():
     # The third candidate of the second row is not valid.
     check_logprobs(expected, i32(1, 0, 1), spoiled(outputs, "chosen_logprobs", (2, 2), 5.0), slack, "it")
     check_logprobs(expected, i32(1, 0, 1), wrong[0], torch.full((2, K + 1), 10.0), "it")
-
-
-def test_equally_likely_tokens_may_come_in_any_order():
-    expected = decode().expected[0]
-    expected.logits[:] = 0.0
-    outputs = logprob_outputs(expected)
-    check_logprobs(expected, i32(1, 0, 1), {**outputs, "top_ids": (outputs["top_ids"] + 3) % V}, torch.full((2, K + 1), 1e-6), "it")

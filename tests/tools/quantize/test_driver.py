@@ -19,7 +19,7 @@ from npucompile.models.quant.formats import Formats
 from npucompile.tools.progress import Progress
 from npucompile.tools.quantize import driver
 from npucompile.tools.quantize.driver import Settings, quantize
-from npucompile.tools.quantize.forward import in_formats, loaded, logits, windows
+from npucompile.tools.quantize.forward import in_formats, loaded, logits
 from npucompile.tools.quantize.layout import Activations
 from npucompile.tools.quantize.matrices import formats_for, select
 
@@ -86,19 +86,6 @@ def test_a_head_that_shares_the_embedding_gets_integers_of_its_own(tmp_path):
     kept = quantised.quantised(source, tmp_path / "kept", "w8a8-all", keep=("lm_head",))
     assert json.loads(kept.text)["tie_word_embeddings"] is True
     assert "head.weight" not in quantised.leaves(kept, formats_in(tmp_path / "kept"))
-
-
-def test_it_generates_the_tokens_of_the_floats_quantised_on_loading(tmp_path):
-    """Through the command line, artifacts and all; logits are compared above."""
-    source = quantised.write(tmp_path / "float", "moe")
-    written = quantised.quantised(source, tmp_path / "out", "w8a8")
-    result = tiny.cli(tmp_path, "generate", tmp_path / "out", "--token-ids", "5,6,7", "--max-tokens", 12, "--dtype", "float32", "--json")
-    tokens, (model, params) = [5, 6, 7], loaded(source, torch.float32, formats_for("w8a8", source.name))
-    for _ in range(12):
-        scores = logits(model, params, torch.tensor([tokens], dtype=torch.int32), torch.float32)
-        tokens.append(int(scores[0, -1].argmax()))
-    assert json.loads(result.stdout)["token_ids"] == tokens[3:]
-    assert written.eos_ids == source.eos_ids
 
 
 MODELSLIM = Path(__file__).with_name("modelslim")
@@ -372,18 +359,3 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         quantize(source, tmp_path / "out", Settings("w8a8"), QUIET)
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
-
-
-def test_static_scales_are_written(tmp_path):
-    source = quantised.write(tmp_path / "float", "moe")
-    (tmp_path / "text").write_text("In the beginning God created the heaven and the earth. " * 4)
-    patterns = ("*.self_attn.?_proj", "*.shared_expert.*")
-    written = quantised.quantised(source, tmp_path / "out", "w8a8", static=patterns, calibrate=tmp_path / "text")
-    found = formats_in(tmp_path / "out")
-    assert found is not None
-    assert found.of(["model.layers.1.self_attn.q_proj.weight"]) == "w8a8"
-    assert found.of(["mtp.layers.0.self_attn.q_proj.weight"]) == "float", "the calibration does not run the draft head"
-    assert quantised.leaves(written, found)
-    tokens = next(windows(torch.arange(60, 124, dtype=torch.int32), 64))
-    plain, static = (logits(*loaded(each, torch.float32), tokens, torch.float32) for each in (source, written))
-    assert 1e-6 < float((static - plain).square().mean().sqrt() / plain.std()) < 0.2

@@ -49,14 +49,6 @@ def test_names_of_the_float_checkpoint_stay_and_experts_are_written_one_by_one(t
     assert up.shape == (16, 32)
 
 
-def test_a_checkpoint_without_the_draft_head_is_taken(tmp_path):
-    source = quantised.write(tmp_path, "moe")
-    assert checked_model(source.model, open_checkpoint(tmp_path)).drafting
-    tensors = {name: t for name, t in load_file(tmp_path / "model.safetensors").items() if not name.startswith("mtp.")}
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert not checked_model(source.model, open_checkpoint(tmp_path)).drafting
-
-
 def test_what_cannot_have_a_format_is_refused(tmp_path):
     source = quantised.write(tmp_path, "moe")
     checkpoint = open_checkpoint(tmp_path)

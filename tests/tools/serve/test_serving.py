@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 from support import tiny
 
-from npucompile.graphs.errors import ArtifactError, ArtifactTampered, NpucompileError, RequestError
+from npucompile.graphs.errors import ArtifactError, NpucompileError, RequestError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.server.client import Client
@@ -133,30 +133,6 @@ print(json.dumps([executor.compiles(), executor.backends, completion.token_ids, 
 def start_codec(path):
     artifact = Artifact.open(path)
     return module.TextTokenizer.load(path / artifact.manifest.tokenizer)
-
-
-@pytest.mark.long
-def test_its_verification_is_shown_and_can_be_repeated(swapped):
-    home = swapped.path.parent
-    inspection = json.loads(tiny.cli(home, "inspect", swapped.path, "--json").stdout)
-    inspected = {bucket["name"]: bucket for bucket in inspection["buckets"]}
-    assert inspected[COMPILED]["backend"] == "inductor"
-    assert 0 < inspected[COMPILED]["verified"]["logits_error"] < 1e-5
-    assert inspected["prefill-b1-q4"]["backend"] == "eager"
-    assert inspected["prefill-b1-q4"]["verified"] == {}
-    repeated = json.loads(tiny.cli(home, "verify", swapped.path, "--json").stdout)
-    assert repeated[COMPILED] == inspected[COMPILED]["verified"]
-    lowered = tiny.cli(home, "inspect", swapped.path, "--bucket", "1", "--stage", "lowered").stdout
-    assert "lowered for inductor" in lowered.splitlines()[0]
-    assert incomplete(Artifact.open(swapped.path))
-
-
-@pytest.mark.long
-def test_one_flipped_bit_of_machine_code_is_found(swapped):
-    entry = next(entry for entry in Artifact.open(swapped.path).manifest.graphs if entry.compiled)
-    assert entry.compiled.file.endswith(".pt2")
-    with tiny.damaged(swapped.path / entry.compiled.file) as file, pytest.raises(ArtifactTampered, match=f"{file.name} has sha256"):
-        Artifact.open(swapped.path)
 
 
 # --- without compiling ---

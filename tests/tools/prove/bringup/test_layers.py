@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support import tiny
 from support.faulty import FaultyDevice, lost_writes, right
 
 from npucompile.graphs.types import Mesh
 from npucompile.tools.prove.bringup.device_graph import Host
-from npucompile.tools.prove.bringup.layers import assumption_of, filled, run_layers
+from npucompile.tools.prove.bringup.layers import assumption_of, run_layers
 from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, distinct_bodies
 from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.ranks.random_weights import random_params
@@ -55,13 +54,6 @@ def test_a_fault_in_a_later_step_is_dated(run):
 
     _, (failures, _, _) = run(later)
     assert "from step 2 on" in failures[0].message
-
-
-def test_noise_takes_the_place_of_nan():
-    value = torch.tensor([1.0, float("nan")])
-    assert filled(value)[0] == 1
-    assert bool(filled(value).isfinite().all())
-    assert torch.equal(filled(value), filled(value))
 
 
 def test_a_wrong_layer_whose_operators_are_right_alone_is_about_what_joins_them():
