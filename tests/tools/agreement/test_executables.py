@@ -6,16 +6,14 @@ import io
 from dataclasses import replace
 
 import pytest
-import torch
 from support import tiny
 
 from npucompile.graphs.errors import ArtifactError, VerifyError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.graph_io import decode, encode
-from npucompile.lowering.backend import open_executable
 from npucompile.tools.agreement import compare
-from npucompile.tools.agreement.executables import RowByRow, verify
+from npucompile.tools.agreement.executables import verify
 from npucompile.tools.progress import Progress
 
 NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
@@ -102,41 +100,3 @@ def test_there_is_nothing_to_prove_without_weights(own_artifact):
     artifact = tiny.published(own_artifact, lambda manifest, _: replace(manifest, weights=None))
     with pytest.raises(ArtifactError, match="built without weights"):
         verify(artifact, tiny.QUIET)
-
-
-def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
-    artifact = Artifact.open(tiny_artifact)
-    manifest = artifact.manifest
-    entries = {entry.bucket.name: entry for entry in manifest.graphs}
-    entry = entries["decode-b4-q4"]
-    single, whole = (open_executable(tiny_artifact / entries[name].eager, "eager") for name in ("decode-b1-q4", "decode-b4-q4"))
-    weights = artifact.load_weights()
-    values = {
-        "request_slots": [1, 0, 2, 0], "drafts": [3, 0, 1, 0], "base": [0] * 4, "logprobs": [1, 0, 0, 0],
-        "page_table": [[1, 0, 0, 0], [0] * 4, [2, 0, 0, 0], [0] * 4], "state_slots_out": [[1, 2, 3, 4], [0] * 4, [5, 6, 7, 8], [0] * 4],
-        "temperature": [0] * 4, "top_k": [0] * 4, "top_p": [1] * 4, "min_p": [0] * 4, "uniform": [[0] * 7] * 4,
-        "bitmask_rows": [0, 0, 3, 0], "bitmask": [[[0] * 9] * 4, [[0] * 9] * 4, [[1 << 7, *[0] * 8]] * 4, [[0] * 9] * 4],
-        # Without the bias and the penalty of row 0 its tokens would be others: the eighth table is for token 5.
-        "bias_rows": [8, 0, 0, 0], "penalty_rows": [7, 0, 0, 0], "seen_rows": [6, 0, 0, 0], "repetition_penalty": [1.5, 1, 1, 1],
-        "seen": [[[-1] * 9] * 4] * 8, "adjustments": [*[[[0] * 260] * 4] * 6, [[-9] * 3 + [0] * 257] * 4, [[0] * 5 + [99] + [0] * 254] * 4],
-    }  # fmt: skip
-
-    def operands():
-        state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in manifest.state]
-        request_slots = state[[leaf.name for leaf in manifest.state].index("state.request_slots")]
-        request_slots[1:3] = torch.tensor([[0, 0, 3, 4, 5, 6], [0, 0, 9, 8, 7, 6]])
-        inputs = [torch.tensor(values[leaf.path], dtype=leaf.aval.dtype) for leaf in entry.inputs]
-        return [*(weights[leaf.name] for leaf in manifest.params), *state, *inputs]
-
-    ours, theirs = operands(), operands()
-    first, last = len(manifest.params), len(manifest.params) + len(manifest.state)
-    for actual, expected in zip(RowByRow(single, entry, artifact)(ours), whole(theirs), strict=True):
-        for row in (0, 2):
-            assert torch.allclose(actual[row], expected[row], atol=1e-5)
-        assert actual[0].any()
-        assert actual.dtype != torch.int32 or actual.shape != (4, 4) or (actual[0].tolist(), actual[2].tolist()) == ([5] * 4, [7] * 4)
-        assert not actual[1].any()
-        assert not actual[3].any()
-    for mine, its in zip(ours[first:last], theirs[first:last], strict=True):
-        # Padding writes to the null page, slot and request slot, which are not compared.
-        assert torch.allclose(mine[1:], its[1:], atol=1e-5)

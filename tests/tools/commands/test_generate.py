@@ -151,10 +151,6 @@ def test_refusals_name_what_is_legal(tmp_path, tiny_artifact, arguments, message
     assert message in tiny.refused(tmp_path, "generate", tiny_artifact, *arguments)
 
 
-def test_what_is_neither_artifact_nor_model_is_named(tmp_path):
-    assert "'nothing' is neither a preset nor a directory" in tiny.refused(tmp_path, "generate", "nothing", "--prompt", "a")
-
-
 def test_text_needs_a_tokenizer_and_ids_do_not(own_artifact, tmp_path):
     tiny.published(own_artifact, lambda manifest, _: replace(manifest, tokenizer=None))
     assert "tiny has no tokenizer, so no --prompt; legal is --token-ids" in tiny.refused(tmp_path, "generate", "tiny", "--prompt", "a")
@@ -162,14 +158,6 @@ def test_text_needs_a_tokenizer_and_ids_do_not(own_artifact, tmp_path):
     assert (answer["text"], len(answer["token_ids"])) == ("", 2)
     answer = generated(tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2, "--logprobs", 1)
     assert [(entry["token"], entry["token_id"]) for entry in answer["logprobs"]] == [("", token) for token in answer["token_ids"]]
-
-
-def test_a_stale_artifact_is_refused_with_the_field(own_artifact, tmp_path):
-    toolchain = {**Artifact.open(own_artifact).manifest.toolchain, "torch": "2.0.0"}
-    tiny.with_compiled(own_artifact, toolchain=toolchain)
-    message = tiny.refused(tmp_path, "generate", "tiny", "--token-ids", "1")
-    assert "torch was '2.0.0' and is" in message
-    assert "build it again here" in message
 
 
 @pytest.mark.parametrize(("text", "ids"), [("1", (1,)), (" 1, 22 ,3", (1, 22, 3)), ("0", (0,))])

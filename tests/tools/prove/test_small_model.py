@@ -96,18 +96,6 @@ def test_a_small_model_has_the_variant_of_the_large_one():
     assert small.limits.num_request_slots > 1 + small.requests
 
 
-@pytest.mark.parametrize("drafts", range(8))
-def test_there_are_as_many_steps_as_show_every_number_of_accepted_drafts(drafts):
-    graphs = (entry("decode", 4, drafts + 1, DISPATCHED), entry("decode", 5, drafts + 1, DISPATCHED))
-    small = small_model.shrink(manifest(graphs=graphs, limits=Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)), 2)
-    assert small.decode_steps == max(2, -(-(drafts + 2) // 2))
-    longest = 2 * small_model.PROMPT_EXCESS + small_model.PROMPT_EXCESS + (drafts + 1) * small.decode_steps * len(small.cases)
-    assert small.limits.max_model_len >= longest
-    wide = small_model.shrink(manifest(mesh="dp=1,tp=16", graphs=graphs[:1], limits=Limits(128, 1000, 801, 4096, drafts + 1, drafts)), 2)
-    rows = wide.cases[0].bucket.batch - 1
-    assert wide.decode_steps == max(2, -(-(drafts + 2) // min(2, rows)))
-
-
 def test_a_model_drafts_as_its_artifact_does():
     for drafts in (0, 2):
         limits = Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)

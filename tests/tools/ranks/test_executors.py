@@ -27,7 +27,7 @@ from npucompile.tools.build.describe import describe
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 from npucompile.tools.ranks import executors as module
-from npucompile.tools.ranks.executors import check_weights, choose_device, load_executor, settled
+from npucompile.tools.ranks.executors import choose_device, load_executor, settled
 from npucompile.tools.ranks.offline import complete
 from npucompile.tools.ranks.rank_settings import RankSettings
 
@@ -127,13 +127,6 @@ def test_a_preset_that_cannot_run_here_says_what_can_as_three_commands(preset):
     expected = f"{preset.path} was built without weights: name a checkpoint of the model with --checkpoint DIR; {instead}"
     assert refusal(ArtifactError, settled, preset, RankSettings(device="emulated")) == expected
     assert list(documents.wrong_commands(expected)) == []
-
-
-def test_weights_may_be_stored_bound_or_given(described, model, preset, tmp_path):
-    emulated = RankSettings(device="emulated")
-    check_weights(preset, replace(emulated, checkpoint=tmp_path))
-    for weights in ("stored", "bound"):
-        check_weights(described(tiny.planned_device(model, weights=weights)), emulated)
 
 
 def test_what_is_for_this_cpu_and_has_no_weights_is_refused(own_artifact):
