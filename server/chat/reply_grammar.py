@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...graphs.errors import RequestError
-from ..parsers.call_formats import CALL_BEGIN, CALL_END, CALLS, DSML, SEP
+from ..parsers.call_formats import FORMATS
 from ..parsers.reasoning import CLOSE, OPEN
 from ..parsers.schemas import MAX_SHAPES, Schemas
+from ..parsers.tool_calls import CallFormat, TaggedArguments
 from ..requests.json_blanks import OPTIONS, with_blanks
 from ..requests.structured_output import OutputFormat
 from ..requests.tool_fields import AUTO, REQUIRED, ToolUse
@@ -92,7 +93,7 @@ class _Writer:
 
     def calls(self, name: str, use: ToolUse, *, free_text: bool) -> str:
         """One call, or several, behind free text where it may come first."""
-        form = WRITTEN[name]
+        form = FORMATS[name]
         functions = [self._function(form, index, tool) for index, tool in enumerate(use.callable)]
         self.rules["function"] = " | ".join(functions)
         first = form.before + form.begin
@@ -103,7 +104,7 @@ class _Writer:
         more = f"({another} function {self.text(form.end)})*" if use.parallel else ""
         return f"{opening} function {self.text(form.end)} {more} {self.text(form.after)}"
 
-    def _function(self, form: Written, index: int, tool: Mapping[str, Any]) -> str:
+    def _function(self, form: CallFormat, index: int, tool: Mapping[str, Any]) -> str:
         schema = tool.get("parameters") or {}
         head, tail = form.head(tool["name"]), form.tail
         rule = f"function{index}"
@@ -158,76 +159,11 @@ def _json(schema: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(with_blanks({**schema, OPTIONS: {**guidance, **own} if isinstance(own, Mapping) else own}))
 
 
-@dataclass(frozen=True)
-class TaggedArguments:
-    """Arguments in tags: `open` makes the opening tag of a name and of whether it is a text."""
-
-    open: Callable[[str, bool], str]
-    close: str
-
-
-@dataclass(frozen=True)
-class Written:
-    """How calls are written, with all blanks, as the templates of such models show them.
-
-    Attributes:
-        before, after: around all calls.
-        begin, end: around each.
-        between: two calls.
-        head: what is before the arguments of a function.
-        tail: what is behind them.
-        arguments: in tags; None for a JSON object.
-    """
-
-    begin: str
-    end: str
-    head: Callable[[str], str]
-    tail: str
-    before: str = ""
-    after: str = ""
-    between: str = ""
-    arguments: TaggedArguments | None = None
-
-    @property
-    def first_mark(self) -> str:
-        """The mark that text goes up to."""
-        return (self.before or self.begin).rstrip("\n")
-
-    @property
-    def text(self) -> str:
-        """All that the format writes by itself."""
-        tags = self.arguments.open("", True) + self.arguments.close if self.arguments else ""
-        return self.before + self.begin + self.head("") + tags + self.tail + self.end + self.after
-
-
-WRITTEN: Mapping[str, Written] = {
-    "hermes": Written(
-        "<tool_call>", "</tool_call>", lambda name: f'\n{{"name": {_quoted(name)}, "arguments": ', "}\n", between="\n"
-    ),
-    "qwen3_coder": Written(
-        "<tool_call>", "</tool_call>", lambda name: f"\n<function={name}>\n", "</function>\n", between="\n",
-        arguments=TaggedArguments(lambda name, _: f"<parameter={name}>\n", "\n</parameter>\n"),
-    ),
-    "deepseek_v3": Written(
-        CALL_BEGIN, CALL_END, lambda name: f"function{SEP}{name}\n```json\n", "\n```", before=CALLS[0], after=CALLS[1], between="\n"
-    ),
-    "deepseek_v31": Written(CALL_BEGIN, CALL_END, lambda name: f"{name}{SEP}", "", before=CALLS[0], after=CALLS[1]),
-    "deepseek_v32": Written(
-        f"<{DSML}invoke", f"</{DSML}invoke>", lambda name: f' name="{name}">\n', "",
-        before=f"<{DSML}function_calls>\n", after=f"\n</{DSML}function_calls>", between="\n",
-        arguments=TaggedArguments(
-            lambda name, text: f'<{DSML}parameter name="{name}" string="{"true" if text else "false"}">', f"</{DSML}parameter>\n"
-        ),
-    ),
-}  # fmt: skip
-"""By the names of the formats of calls."""
-
-
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-FORMAT_TEXT = "".join((OPEN, CLOSE, *(form.text for form in WRITTEN.values())))
+FORMAT_TEXT = "".join((OPEN, CLOSE, *(form.text for form in FORMATS.values())))
 """All that formats write by themselves: names of functions and arguments that spell a special token are text."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...graphs.errors import RequestError
+from ..requests.error_objects import Refusal
 from .service import Service
 
 LIVE = frozenset({"ok", "starting", "draining"})
@@ -50,7 +50,7 @@ class Lifecycle:
             RequestError: there is none yet.
         """
         if self.service is None:
-            raise RequestError("the server is starting: its model is being built or loaded, and /ready says when it is", code="starting")
+            raise Refusal("starting")
         return self.service
 
     def admitting(self) -> Service:
@@ -61,5 +61,5 @@ class Lifecycle:
         """
         service = self.serving()
         if self.draining:
-            raise RequestError("the server is ending and takes no new requests", code="draining")
+            raise Refusal("draining")
         return service

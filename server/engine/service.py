@@ -20,6 +20,7 @@ from ..grammar.compiler import GrammarCompiler, GrammarConstraint
 from ..guard.admission import Admission
 from ..guard.door import has_key
 from ..guard.limits import SocketLimits
+from ..requests.error_objects import Refusal
 from ..requests.fields import show
 from ..requests.structured_output import OutputFormat
 from ..storage.store import ResponseStore
@@ -137,7 +138,7 @@ class Service:
         """Raises RequestError when a request names another model than the one that is served."""
         if name not in (None, self.model.name, *self.model.aliases):
             served = " or ".join(map(repr, (self.model.name, *self.model.aliases)))
-            raise RequestError(f"model is {show(name)}; served here is {served}", param="model", code="model_not_found")
+            raise Refusal("model_not_found", param="model", name=show(name), names=served)
 
     def encode(self, text: str, param: str, *, add_special: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt; `param` is its field, for errors. May take long, and may be called on any thread.

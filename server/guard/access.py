@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...graphs.errors import RequestError, SpecError
+from ...graphs.errors import SpecError
+from ..requests.error_objects import Refusal
 from ..requests.fields import show
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
@@ -90,12 +91,7 @@ class Access:
         # Without the header it was no browser.
         if not host or ANY in self.hosts or name == LOOPBACK or name in self.hosts or _is_address(name):
             return
-        legal = ", ".join(sorted({LOOPBACK, *self.hosts}))
-        raise RequestError(
-            f"the request is for host {show(host)}; served here are {legal}, addresses in numbers, and what "
-            "`npucompile serve --allowed-host` names",
-            code="host_not_allowed",
-        )
+        raise Refusal("host_not_allowed", host=show(host), names=", ".join(sorted({LOOPBACK, *self.hosts})))
 
     def _check_origin(self, origin: str | None, host: str) -> None:
         if origin is None or ANY in self.origins or origin.lower() in self.origins:
@@ -103,11 +99,7 @@ class Access:
         authority = _authority(origin)
         if authority is not None and authority == _authority(f"{urlsplit(origin).scheme}://{host}"):
             return
-        raise RequestError(
-            f"a page of {show(origin)} may not use this server; legal are pages of the server itself, and those that "
-            "`npucompile serve --allowed-origin` names",
-            code="origin_not_allowed",
-        )
+        raise Refusal("origin_not_allowed", origin=show(origin))
 
     def _check_key(self, authorization: str | None, subprotocols: Sequence[str]) -> str | None:
         if not self.key_digests:
@@ -120,8 +112,7 @@ class Access:
         # All are compared, so that the time does not tell which one fits.
         if sum(hmac.compare_digest(given, known) for known in self.key_digests):
             return given.hex()
-        what = "is not one of this server's" if offered else "is missing"
-        raise RequestError(f"the API key {what}; legal is the header `Authorization: Bearer KEY`", code="invalid_api_key")
+        raise Refusal("invalid_api_key", state="is not one of this server's" if offered else "is missing")
 
 
 def _check_page(headers: Mapping[bytes, str]) -> None:
@@ -130,11 +121,7 @@ def _check_page(headers: Mapping[bytes, str]) -> None:
     site = headers.get(b"sec-fetch-site")
     if site in ("none", "same-origin") or (site is None and not headers.get(b"user-agent", "").startswith(BROWSER)):
         return
-    raise RequestError(
-        f"a browser reads this path without saying for which page ({'no' if site is None else show(site)} Sec-Fetch-Site); legal is POST, "
-        "which has an Origin",
-        code="origin_not_allowed",
-    )
+    raise Refusal("origin_not_allowed.read", site="no" if site is None else show(site))
 
 
 def digest(key: str) -> bytes:

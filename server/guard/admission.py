@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from ...graphs.errors import RequestError
+from ..requests.error_objects import Refusal
 
 
 class Admission:
@@ -75,35 +75,25 @@ class Admission:
         """Refuses what has no room however long it waits."""
         most = min(self._per_client, self._places)
         if count > most:
-            message = f"{count} completions at once, and of one client {most} may wait or run; legal are that many, n of each prompt"
-            raise RequestError(message, code="too_many_completions")
+            raise Refusal("too_many_completions", count=count, most=most)
         if tokens > self._tokens_per_client:
-            limit = f"{self._tokens_per_client} may wait or run; send fewer prompts or completions at once"
-            raise RequestError(f"the prompts have {tokens} tokens together, and of one client {limit}", code="too_many_tokens")
+            raise Refusal("too_many_tokens", tokens=tokens, most=self._tokens_per_client)
 
     def _check_tokens(self, client: str, tokens: int) -> None:
         held = self._held_tokens[client]
         if held + tokens > self._tokens_per_client:
-            raise RequestError(
-                f"{tokens} prompt tokens more beside {held} that wait or run; one client may have {self._tokens_per_client}",
-                code="too_many_requests",
-            )
+            raise Refusal("too_many_requests.tokens", tokens=tokens, held=held, most=self._tokens_per_client)
         if self.live_tokens + tokens > self._tokens:
-            raise RequestError(f"{self.live_tokens} prompt tokens wait or run, and {self._tokens} may; come back later", code="queue_full")
+            raise Refusal("queue_full.tokens", held=self.live_tokens, most=self._tokens)
 
     def _check_places(self, client: str, count: int) -> None:
         held = self._held[client]
         if held + count > self._per_client:
-            raise RequestError(
-                f"{count} requests more beside {held} that wait or run; one client may have {self._per_client}", code="too_many_requests"
-            )
+            raise Refusal("too_many_requests.places", count=count, held=held, most=self._per_client)
         clients = len(self._held.keys() | {client})
         share = self._places // clients
         if self.live + count > self._places:
-            raise RequestError(f"{self.live} requests wait or run, and {self._places} may; come back later", code="queue_full")
+            raise Refusal("queue_full.places", held=self.live, most=self._places)
         # The last half of the places is shared out, so that a client that comes second finds some.
         if held + count > share and self.live + count > self._places // 2 and clients > 1:
-            raise RequestError(
-                f"{held} requests of this client wait or run; its share among {clients} clients is {share} of {self._places}",
-                code="too_many_requests",
-            )
+            raise Refusal("too_many_requests.share", held=held, clients=clients, share=share, places=self._places)

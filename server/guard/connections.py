@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from ...graphs.errors import RequestError
+from ..requests.error_objects import Refusal
 
 
 class Connections:
@@ -32,11 +32,9 @@ class Connections:
         """
         most, most_per_peer = self._most()
         if self._open[peer] >= most_per_peer:
-            taken = f"all {most_per_peer} connections that one address may have open (`npucompile serve --max-client-connections`)"
-            raise RequestError(f"{peer} has {taken}; close one first", code="too_many_requests")
+            raise Refusal("too_many_requests.connections", peer=peer, most=most_per_peer)
         if self.count >= most:
-            taken = f"all {most} connections of this server are taken (`npucompile serve --max-connections`)"
-            raise RequestError(f"{taken}; come back later", code="queue_full")
+            raise Refusal("queue_full.connections", most=most)
         self._open[peer] += 1
 
     def leave(self, peer: str) -> None:

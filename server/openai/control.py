@@ -14,6 +14,7 @@ from ..engine.generation import GenerationOptions
 from ..engine.output_stream import CompletionEnd
 from ..engine.service import ServedModel
 from ..requests.bodies import Body
+from ..requests.error_objects import Refusal
 from ..requests.fields import show
 from .api import Api, client_of, new_id
 from .sse import whole
@@ -119,8 +120,8 @@ def one_model(model: ServedModel, name: str) -> dict[str, Any]:
         RequestError: there is none of that name (model_not_found).
     """
     if name not in (model.name, *model.aliases):
-        legal = ", ".join((model.name, *model.aliases))
-        raise RequestError(f"there is no model {show(name)}; served here is {legal}", param="model", code="model_not_found")
+        names = ", ".join((model.name, *model.aliases))
+        raise Refusal("model_not_found.listed", param="model", name=show(name), names=names)
     return model_object(model, name)
 
 

@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from ...graphs.errors import RequestError
 from ..guard.door import OWNER
+from ..requests.error_objects import Refusal
 from ..requests.fields import show
-from ..storage.store import NotResumable, StoredResponse
+from ..storage.store import StoredResponse
 from .api import Api
 from .event_reader import EventReader
 from .responses import EventFrames
@@ -37,7 +38,7 @@ async def retrieve(api: Api, request: Request) -> Response:
     if not _flag(query, "stream"):
         return _body(stored)
     if stored.replay is None:
-        raise NotResumable(stored.response_id)
+        raise Refusal("not_resumable", param="response_id", response=show(stored.response_id))
     events = stored.replay.after(_number(query, "starting_after"))
     reader = EventReader(api.serving())
     reader.follow(stored.run)
@@ -87,8 +88,7 @@ def _body(stored: StoredResponse) -> Response:
     if stored.run is not None:
         return JSONResponse(stored.run.snapshot())
     if stored.body is None:
-        message = f"response {show(stored.response_id)} was made with store: false, and has ended; its events may still be followed"
-        raise RequestError(message, param="response_id", code="response_not_found")
+        raise Refusal("response_not_found.unkept", param="response_id", response=show(stored.response_id))
     return Response(stored.body, media_type="application/json")
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .call_readers import JsonReader, TaggedReader, Tags, read_json
-from .tool_calls import CallFormat, CallReader, Tools
+from .tool_calls import CallFormat, CallReader, TaggedArguments, Tools
 
 SEP = "<｜tool▁sep｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -88,24 +88,32 @@ INVOKE_TAGS = Tags(
 
 
 FORMATS: Mapping[str, CallFormat] = {
-    "hermes": CallFormat("<tool_call>", "</tool_call>", json_reader),
-    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", partial(TaggedReader, XML_TAGS)),
-    "deepseek_v3": CallFormat(CALL_BEGIN, CALL_END, fenced_reader, CALLS),
-    "deepseek_v31": CallFormat(CALL_BEGIN, CALL_END, bare_reader, CALLS),
-    "deepseek_v32": CallFormat(
-        f"<{DSML}invoke", f"</{DSML}invoke>", partial(TaggedReader, INVOKE_TAGS), (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
+    "hermes": CallFormat(
+        "<tool_call>", "</tool_call>", json_reader,
+        lambda name: f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}\n", between="\n", aliases=("qwen", "qwen25"),
     ),
-}
+    "qwen3_coder": CallFormat(
+        "<tool_call>", "</tool_call>", partial(TaggedReader, XML_TAGS), lambda name: f"\n<function={name}>\n", "</function>\n",
+        between="\n", arguments=TaggedArguments(lambda name, _: f"<parameter={name}>\n", "\n</parameter>\n"), aliases=("qwen3_xml",),
+    ),
+    "deepseek_v3": CallFormat(
+        CALL_BEGIN, CALL_END, fenced_reader, lambda name: f"function{SEP}{name}\n```json\n", "\n```", before=CALLS[0], after=CALLS[1],
+        between="\n", aliases=("deepseekv3",),
+    ),
+    "deepseek_v31": CallFormat(
+        CALL_BEGIN, CALL_END, bare_reader, lambda name: f"{name}{SEP}", before=CALLS[0], after=CALLS[1], aliases=("deepseekv31",)
+    ),
+    "deepseek_v32": CallFormat(
+        f"<{DSML}invoke", f"</{DSML}invoke>", partial(TaggedReader, INVOKE_TAGS), lambda name: f' name="{name}">\n',
+        before=f"<{DSML}function_calls>\n", after=f"\n</{DSML}function_calls>", between="\n",
+        arguments=TaggedArguments(
+            lambda name, text: f'<{DSML}parameter name="{name}" string="{"true" if text else "false"}">', f"</{DSML}parameter>\n"
+        ),
+        aliases=("deepseekv32",),
+    ),
+}  # fmt: skip
 
-ALIASES: Mapping[str, str] = {
-    "qwen": "hermes",
-    "qwen25": "hermes",
-    "qwen3_xml": "qwen3_coder",
-    "deepseekv3": "deepseek_v3",
-    "deepseekv31": "deepseek_v31",
-    "deepseekv32": "deepseek_v32",
-}
-"""Names that others have for them."""
+ALIASES: Mapping[str, str] = {alias: name for name, form in FORMATS.items() for alias in form.aliases}
 
 
 def choose(template: str) -> str | None:

@@ -69,19 +69,54 @@ class CallReader(Protocol):
 
 
 @dataclass(frozen=True)
+class TaggedArguments:
+    """Arguments in tags: `open` makes the opening tag of a name and of whether it is a text."""
+
+    open: Callable[[str, bool], str]
+    close: str
+
+
+@dataclass(frozen=True)
 class CallFormat:
-    """How a kind of model writes calls.
+    """How a kind of model writes calls: for parsers, and with all blanks, as its templates show them, for grammars.
 
     Attributes:
         begin, end: marks around a call.
         reader: makes a reader of what is between them.
-        around: marks around all calls, which have no text.
+        head: what is before the arguments of a function.
+        tail: what is behind them.
+        before, after: around all calls; without blanks they are marks, which have no text.
+        between: two calls.
+        arguments: in tags; None for a JSON object.
+        aliases: names that others have for it.
     """
 
     begin: str
     end: str
     reader: Callable[[Tools], CallReader]
-    around: tuple[str, ...] = ()
+    head: Callable[[str], str] = str
+    tail: str = ""
+    before: str = ""
+    after: str = ""
+    between: str = ""
+    arguments: TaggedArguments | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        """The marks around all calls."""
+        return tuple(mark for text in (self.before, self.after) if (mark := text.strip()))
+
+    @property
+    def first_mark(self) -> str:
+        """The mark that text goes up to."""
+        return (self.before or self.begin).rstrip("\n")
+
+    @property
+    def text(self) -> str:
+        """All that the format writes by itself."""
+        tags = self.arguments.open("", True) + self.arguments.close if self.arguments else ""
+        return self.before + self.begin + self.head("") + tags + self.tail + self.end + self.after
 
 
 class ToolCallParser:

@@ -32,6 +32,47 @@ STATUS_BY_CODE: Mapping[str, int] = {
 }
 """HTTP status of an error by its code; every other refusal is 400."""
 
+COME_BACK = "come back later"
+
+REFUSALS: Mapping[str, str] = {
+    "invalid_api_key": "the API key {state}; legal is the header `Authorization: Bearer KEY`",
+    "origin_not_allowed": "a page of {origin} may not use this server; legal are pages of the server itself, and those that "
+    "`npucompile serve --allowed-origin` names",
+    "origin_not_allowed.read": "a browser reads this path without saying for which page ({site} Sec-Fetch-Site); legal is POST, "
+    "which has an Origin",
+    "host_not_allowed": "the request is for host {host}; served here are {names}, addresses in numbers, and what "
+    "`npucompile serve --allowed-host` names",
+    "too_many_completions": "{count} completions at once, and of one client {most} may wait or run; legal are that many, n of each prompt",
+    "too_many_tokens": "the prompts have {tokens} tokens together, and of one client {most} may wait or run; send fewer prompts or "
+    "completions at once",
+    "too_many_requests.places": "{count} requests more beside {held} that wait or run; one client may have {most}",
+    "too_many_requests.tokens": "{tokens} prompt tokens more beside {held} that wait or run; one client may have {most}",
+    "too_many_requests.share": "{held} requests of this client wait or run; its share among {clients} clients is {share} of {places}",
+    "too_many_requests.connections": "{peer} has all {most} connections that one address may have open "
+    "(`npucompile serve --max-client-connections`); close one first",
+    "queue_full.places": f"{{held}} requests wait or run, and {{most}} may; {COME_BACK}",
+    "queue_full.tokens": f"{{held}} prompt tokens wait or run, and {{most}} may; {COME_BACK}",
+    "queue_full.connections": f"all {{most}} connections of this server are taken (`npucompile serve --max-connections`); {COME_BACK}",
+    "starting": "the server is starting: its model is being built or loaded, and /ready says when it is",
+    "draining": "the server is ending and takes no new requests",
+    "too_many_streams": "{count} responses run or wait on this socket; the limit is {most}",
+    "stream_in_use.response": "response {response} is open on this socket already; legal is one whose connection was lost",
+    "stream_in_use.lane": "{lane} has response {response}; legal is a lane without one",
+    "response_not_found.socket": "no response with {named} is open on this socket; open streams are {open}",
+    "response_not_found": "there is no response with id {response}",
+    "response_not_found.unkept": "response {response} was made with store: false, and has ended; its events may still be followed",
+    "not_resumable": "response {response} was not made to be resumed; legal is one with background: true or resumable: true",
+    "previous_response_not_found": "Previous response with id {response} not found: it {why}; legal is the whole input without it",
+    "unsupported_value.outputs": "Previous response with id {response} has {count} outputs, of which none is the one to go on with; legal "
+    "is the whole input, with one of them, without it",
+    "events_expired": "starting_after is {number}, and events are kept from {first} on; legal are {least} to {most}",
+    "invalid_field.event": "starting_after is {number}; the response has events 0 to {most}",
+    "model_not_found": "model is {name}; served here is {names}",
+    "model_not_found.listed": "there is no model {name}; served here is {names}",
+}
+"""What is said where the server's state does not allow a request, by the error's code and, where a code has several, which it is. Illegal
+values of fields are told by the validator (`bodies`)."""
+
 TYPE_BY_STATUS: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -44,6 +85,21 @@ TYPE_BY_STATUS: Mapping[int, str] = {
 
 RETRY_AFTER_S: Mapping[int, int] = {429: 1, 503: 2}
 """After how many seconds to try again, by status."""
+
+
+class Refusal(RequestError):
+    """Raised when the server's state does not allow a request.
+
+    Args:
+        name: of its sentence, a key of REFUSALS; the error's code is what comes before a dot.
+        param: the request field at fault, or None.
+        stream_id: the stream that the message names, where it could be read.
+        values: that the sentence tells.
+    """
+
+    def __init__(self, name: str, /, *, param: str | None = None, stream_id: str | None = None, **values: object) -> None:
+        super().__init__(REFUSALS[name].format_map(values), param=param, code=name.partition(".")[0])
+        self.name, self.values, self.stream_id = name, values, stream_id
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..guard.limits import MAX_FRAME_BYTES, SocketLimits
 from ..requests.create_body import ResponseCreate
-from ..requests.fields import FieldError, show
+from ..requests.error_objects import Refusal
+from ..requests.fields import show
 from ..requests.frames import JSON, Frame, decode, encode, encode_bytes
 from ..response.prepare import new_response_id
 from .messages import ClientEvent, ResponseCancel, ResponseResume, ResponseSteer, parse
@@ -131,11 +132,10 @@ class Connection:
         lane = event.stream_id or ""
         self._check_room(event.stream_id)
         if event.response_id in self._lane_of:
-            message = f"response {show(event.response_id)} is open on this socket already; legal is one whose connection was lost"
-            raise FieldError(message, param="response_id", code="stream_in_use", stream_id=event.stream_id)
+            raise Refusal("stream_in_use.response", param="response_id", stream_id=event.stream_id, response=show(event.response_id))
         if lane in self._lanes:
-            message = f"{_lane_name(event.stream_id)} has response {self._lanes[lane][0].response_id!r}; legal is a lane without one"
-            raise FieldError(message, param="stream_id", code="stream_in_use", stream_id=event.stream_id)
+            name, taken = _lane_name(event.stream_id), repr(self._lanes[lane][0].response_id)
+            raise Refusal("stream_in_use.lane", param="stream_id", stream_id=event.stream_id, lane=name, response=taken)
         self._enter(lane, event)
         return event
 
@@ -150,17 +150,15 @@ class Connection:
 
     def _check_room(self, stream_id: str | None) -> None:
         if self.count >= self._max_streams:
-            message = f"{self.count} responses run or wait on this socket; the limit is {self._max_streams}"
-            raise FieldError(message, param="stream_id", code="too_many_streams", stream_id=stream_id)
+            raise Refusal("too_many_streams", param="stream_id", stream_id=stream_id, count=self.count, most=self._max_streams)
 
     def _cancel(self, response_id: str | None, stream_id: str | None) -> ResponseCancel:
         lane = stream_id if response_id is None else self._lane_of.get(response_id)
         if lane in self._lanes and stream_id in (None, lane):
             return ResponseCancel(response_id=self._lanes[lane][0].response_id, stream_id=lane or None)
         named = " and ".join(f"{name} {show(value)}" for name, value in (("response_id", response_id), ("stream_id", stream_id)) if value)
-        message = f"no response with {named} is open on this socket; open streams are {self._names()}"
         param = "response_id" if response_id is not None else "stream_id"
-        raise FieldError(message, param=param, code="response_not_found", stream_id=stream_id)
+        raise Refusal("response_not_found.socket", param=param, stream_id=stream_id, named=named, open=self._names())
 
     def _names(self) -> str:
         names = list(self._lanes)

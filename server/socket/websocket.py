@@ -30,13 +30,14 @@ from ..engine.service import Service
 from ..guard.door import CLIENT, OWNER, refuse
 from ..guard.limits import SocketLimits
 from ..guard.refusals import Refusals
-from ..requests.error_objects import error_reply
+from ..requests.error_objects import Refusal, error_reply
+from ..requests.fields import show
 from ..requests.frames import JSON, choose_subprotocol
 from ..response.events import ServerEvent, error_event, in_lane, steer_refusal
 from ..response.prepare import Owners, continued, prepare
 from ..response.prepare import keeping as keeping_of
 from ..response.run import ResponseRun
-from ..storage.store import NotResumable, RunningResponse
+from ..storage.store import RunningResponse
 from .connection import Command, Connection, CreateCommand
 from .messages import ResponseCancel, ResponseResume, ResponseSteer
 from .outbox import Outbox
@@ -233,7 +234,7 @@ class _Socket:
     def _follow(self, command: ResponseResume) -> None:
         stored = self._service.store.named(command.response_id, (self._owners.key,))
         if stored.replay is None:
-            raise NotResumable(command.response_id)
+            raise Refusal("not_resumable", param="response_id", response=show(command.response_id))
         events = stored.replay.after(command.starting_after)
         stream = _Stream(self, command.response_id, stored.run, command.stream_id or "", elsewhere=True)
         self._streams[command.response_id] = stream

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ...graphs.errors import RequestError
+from ..requests.error_objects import Refusal
 from ..requests.frames import JSON, encode_bytes
 
 
@@ -48,10 +48,8 @@ class Replay:
         """
         first = self.next - len(self._events)
         if number >= self.next:
-            message = f"starting_after is {number}; the response has events 0 to {self.next - 1}"
-            raise RequestError(message, param="starting_after", code="invalid_field")
+            raise Refusal("invalid_field.event", param="starting_after", number=number, most=self.next - 1)
         if number + 1 < first:
-            message = f"starting_after is {number}, and events are kept from {first} on; legal are {first - 1} to {self.next - 1}"
-            raise RequestError(message, param="starting_after", code="events_expired")
+            raise Refusal("events_expired", param="starting_after", number=number, first=first, least=first - 1, most=self.next - 1)
         kept = itertools.islice(self._events, max(0, number + 1 - first), None)
         return [msgspec.json.decode(event) for event in kept]

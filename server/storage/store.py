@@ -9,21 +9,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...graphs.errors import RequestError
+from ..requests.error_objects import Refusal
 from ..requests.fields import show
 from ..requests.items import Item, size_bytes
 from .replay import Replay
 
 ENTRY_BYTES = 1024
 """What a response is counted for beside its texts."""
-
-
-class NotResumable(RequestError):
-    """Raised when the events of a response are asked for, and are not kept."""
-
-    def __init__(self, response_id: str) -> None:
-        message = f"response {show(response_id)} was not made to be resumed; legal is one with background: true or resumable: true"
-        super().__init__(message, param="response_id", code="not_resumable")
 
 
 class Reader(Protocol):
@@ -134,7 +126,7 @@ class ResponseStore:
         """
         entry = self.find(response_id, owners)
         if entry is None:
-            raise RequestError(f"there is no response with id {show(response_id)}", param="response_id", code="response_not_found")
+            raise Refusal("response_not_found", param="response_id", response=show(response_id))
         return entry
 
     def conversation(self, response_id: str, owners: Collection[str]) -> tuple[Item, ...]:
@@ -145,13 +137,11 @@ class ResponseStore:
         """
         entry = self.find(response_id, owners)
         if entry is not None and entry.completions > 1:
-            which = f"has {entry.completions} outputs, of which none is the one to go on with"
-            message = f"Previous response with id {show(response_id)} {which}; legal is the whole input, with one of them, without it"
-            raise RequestError(message, param="previous_response_id", code="unsupported_value")
+            shown, count = show(response_id), entry.completions
+            raise Refusal("unsupported_value.outputs", param="previous_response_id", response=shown, count=count)
         if entry is None or entry.items is None:
             why = "is not known here" if entry is None else "has not ended" if entry.run else "has failed"
-            message = f"Previous response with id {show(response_id)} not found: it {why}; legal is the whole input without it"
-            raise RequestError(message, param="previous_response_id", code="previous_response_not_found")
+            raise Refusal("previous_response_not_found", param="previous_response_id", response=show(response_id), why=why)
         return entry.items
 
     def remove(self, response_id: str) -> None:

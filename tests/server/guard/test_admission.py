@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.guard.admission import Admission
-from npucompile.server.requests.error_objects import error_reply
+from npucompile.server.requests.error_objects import Refusal, error_reply
 
 
 def refusal(admission, client, count=1, tokens=0):
@@ -97,8 +97,9 @@ def test_places_are_counted_whatever_comes_and_goes(moves):
 def test_tokens_have_limits_too():
     admission = Admission(places=10, per_client=10, tokens=100, tokens_per_client=60)
     leave = admission.enter("a", 2, 50)
-    with pytest.raises(RequestError, match="11 prompt tokens more beside 50 that wait or run; one client may have 60"):
+    with pytest.raises(Refusal) as caught:
         admission.enter("a", 1, 11)
+    assert (caught.value.name, caught.value.values) == ("too_many_requests.tokens", {"tokens": 11, "held": 50, "most": 60})
     admission.enter("b", 1, 45)
     assert refusal(admission, "c", tokens=6) == "queue_full"
     # Its tokens are its own until the last of its requests has ended.

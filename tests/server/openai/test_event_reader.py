@@ -42,15 +42,3 @@ def test_too_many_are_dropped_and_told():
             await reader.take()
 
     asyncio.run(play())
-
-
-def test_a_fault_comes_behind_what_was_made_before_it():
-    async def play():
-        reader = EventReader(None)
-        reader.read(events(0), False)
-        reader.failed(KeyError("x"))
-        assert len(await reader.take()) == 1
-        with pytest.raises(KeyError):
-            await reader.take()
-
-    asyncio.run(play())

@@ -93,15 +93,6 @@ def test_a_lane_is_a_queue_and_lanes_run_side_by_side(client, served):
         assert (rest[-1].stream_id, rest[-1].response.output_text) == ("a", "two")
 
 
-def test_creates_without_a_lane_come_one_after_another(client):
-    with client.responses.connect() as connection:
-        for text in "abc":
-            connection.response.create(model="tiny", input=user(text))
-        done = [until(connection, "response.completed") for _ in range(3)]
-        assert [events[-1].response.output_text for events in done] == ["a", "b", "c"]
-        assert [len({event.response.id for event in events if hasattr(event, "response")}) for events in done] == [1, 1, 1]
-
-
 def test_a_create_that_is_refused_makes_place_for_the_next(client):
     with client.responses.connect() as connection:
         connection.response.create(model="tiny", input=user("a…"))

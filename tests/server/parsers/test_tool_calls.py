@@ -32,7 +32,7 @@ class Colon:
         return [CallBegin(f"{name}{self.tools.get(name, '')}"), CallArguments(arguments), CallEnd()]
 
 
-FORM = CallFormat("<c>", "</c>", Colon, ("<all>", "</all>"))
+FORM = CallFormat("<c>", "</c>", Colon, before="<all>", after="</all>")
 JSON = CallFormat("<c>", "</c>", lambda _: JsonReader(re.compile(r"(?P<name>f?)(?=\{)"), lambda _: "f", lambda _: json.loads("")))
 WORDS = ["<c>", "</c>", "<all>", "</all>", "<", "</", "a:1", "b:{}", '{"x": "', '"}', "\\", '"', " ", "\n", "t"]
 

@@ -200,22 +200,6 @@ def test_a_conversation_is_kept_for_its_owner_or_for_the_socket(reason, kept):
     asyncio.run(play(False, "socket", "me"))
 
 
-def test_a_fault_reaches_the_reader_and_ends_it(monkeypatch):
-    async def play():
-        reader = Log()
-        run, engine, service = started(reader, background=True)
-        monkeypatch.setattr(run._core, "feed", lambda event: 1 / 0)
-        engine.emit("x")
-        await settled()
-        assert isinstance(reader.error, ZeroDivisionError)
-        assert (engine.cancelled, run.ended.is_set()) == (["resp_1"], True)
-        stored = service.store.named("resp_1", ("me",))
-        assert (stored.run, stored.items, json.loads(stored.body)["status"]) == (None, None, "failed")
-        assert [event["type"] for event in stored.replay.after(1)] == ["response.failed"]
-
-    asyncio.run(play())
-
-
 def test_without_an_output_the_prompt_is_computed_and_can_be_continued():
     async def play():
         reader = Log()

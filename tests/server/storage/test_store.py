@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.graphs.errors import RequestError
+from npucompile.server.requests.error_objects import Refusal
 from npucompile.server.requests.items import ChatMessage
 from npucompile.server.storage.store import ENTRY_BYTES, ResponseStore, StoredResponse
 
@@ -69,9 +69,9 @@ def test_only_its_owner_may_name_a_response():
     store.put(entry("b", "socket"))
     assert store.find("a", ("key two", "")) is None
     assert store.find("a", ("key two", "key one")).response_id == "a"
-    with pytest.raises(RequestError, match="no response with id 'a'") as caught:
+    with pytest.raises(Refusal) as caught:
         store.named("a", ("key two",))
-    assert caught.value.code == "response_not_found"
+    assert (caught.value.name, caught.value.values) == ("response_not_found", {"response": "'a'"})
     store.forget("socket")
     assert (store.find("b", ("socket",)), len(store)) == (None, 1)
 
@@ -82,15 +82,16 @@ def test_a_conversation_is_there_when_the_response_has_ended_well():
     store.put(entry("b", run=Run()))
     store.put(StoredResponse("c", ""))
     assert store.conversation("a", ("",)) == (ChatMessage("user", "hi"),)
-    for name, why in (("b", "not ended"), ("c", "failed"), ("d", "not known")):
-        with pytest.raises(RequestError, match=why) as caught:
+    for name, why in (("b", "has not ended"), ("c", "has failed"), ("d", "is not known here")):
+        with pytest.raises(Refusal) as caught:
             store.conversation(name, ("",))
-        assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+        assert (caught.value.name, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+        assert caught.value.values == {"response": repr(name), "why": why}
 
     store.put(StoredResponse("n", "", completions=2))
-    with pytest.raises(RequestError, match=r"has 2 outputs, .* legal is the whole input, with one of them") as caught:
+    with pytest.raises(Refusal) as caught:
         store.conversation("n", ("",))
-    assert (caught.value.code, caught.value.param) == ("unsupported_value", "previous_response_id")
+    assert (caught.value.name, caught.value.values["count"]) == ("unsupported_value.outputs", 2)
 
 
 def test_a_response_that_runs_is_told_that_it_is_not_kept():

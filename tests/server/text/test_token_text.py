@@ -55,10 +55,5 @@ def test_added_tokens_have_their_own_text(name):
     assert token_text(byte_level(), byte_level().token_to_id(name)) == TokenText(name, name.encode())
 
 
-def test_the_replacement_character_itself_is_a_text_like_any_other():
-    tokenizer = Tokenizer(models.WordLevel({REPLACEMENT: 0, "a": 1}, unk_token="a"))
-    assert token_text(tokenizer, 0) == TokenText(REPLACEMENT, REPLACEMENT.encode())
-
-
 def test_an_id_that_no_token_has_is_empty():
     assert token_text(byte_level(), 10**6) == TokenText("", b"")
