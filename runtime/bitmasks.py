@@ -21,11 +21,11 @@ CACHED_SETS = 64
 """Sets of tokens whose bits are kept, for the requests that run."""
 
 
-def bitmasks(step: ScheduledStep, words: int, take: Callable[[ScheduledRequest], Bitmask] | None = None) -> dict[str, Bitmask]:
+def bitmasks(step: ScheduledStep, words: int, take: Callable[[ScheduledRequest], Bitmask]) -> dict[str, Bitmask]:
     """The bitmasks of the rows of a step that may not sample every token, by request id.
 
     Args:
-        take: finds those of requests with constraints; None fills them here.
+        take: finds those of requests with constraints.
 
     Raises:
         ConstraintError: of the first request whose output cannot go on.
@@ -33,7 +33,7 @@ def bitmasks(step: ScheduledStep, words: int, take: Callable[[ScheduledRequest],
     masks = {}
     for row in step.rows_with_rules:
         if row.state.restricted and row.samples:
-            mask = take(row) if take and row.request.constraint is not None else filled(row, words)
+            mask = take(row) if row.request.constraint is not None else filled(row, words)
             whole = masks[row.request.id] = np.full((write_width(step.bucket), words), EVERYTHING, np.int32)
             whole[: len(mask)] = mask[: len(whole)]
     return masks

@@ -35,7 +35,6 @@ class CpuExecutor:
 
     Args:
         artifact: opened and checked.
-        prefer_eager: never load compiled executables.
         rank: whose part to load; None for an artifact of one device.
 
     Raises:
@@ -46,7 +45,7 @@ class CpuExecutor:
     groups, run_ahead, max_ranked = 1, 0, 0
     missing: Mapping[Bucket, str] = {}
 
-    def __init__(self, artifact: Artifact, *, prefer_eager: bool = False, rank: int | None = None) -> None:
+    def __init__(self, artifact: Artifact, *, rank: int | None = None) -> None:
         self.artifact = artifact
         manifest = artifact.manifest
         mesh, rules = Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
@@ -58,7 +57,6 @@ class CpuExecutor:
         self.recurrent = has_recurrent_states(manifest.state)
         self.fixed_tokens = fixed_tokens(manifest)
         self.backends: dict[str, str] = {}
-        self._prefer_eager = prefer_eager
         self._operand_layout = _operand_layout(artifact)
         params = load_shard(artifact, rank or 0)
         self._params = [params[leaf.name] for leaf in manifest.params]
@@ -112,8 +110,6 @@ class CpuExecutor:
             return False
         # Set first, so that an artifact that cannot be loaded is reported once and not at every refresh.
         self.artifact = reloaded
-        if self._prefer_eager:
-            return False
         if _operand_layout(reloaded) != self._operand_layout:
             log.warning("%s was rebuilt from other weights or for other sizes; restart the server to serve it", reloaded.path)
             return False
@@ -158,7 +154,7 @@ class CpuExecutor:
         mapped.release(self._params[i] for i in sorted(unread))
 
     def _open(self, entry: GraphEntry) -> HostExecutable:
-        if entry.compiled is None or self._prefer_eager:
+        if entry.compiled is None:
             return open_executable(self.artifact.path / entry.reference, "eager")
         return open_executable(self.artifact.path / entry.compiled.file, entry.compiled.backend)
 

@@ -16,8 +16,7 @@ from ...graphs.types import Bucket
 from ..buckets import padded_rows
 from ..request import Event, Logprobs, TokenEvent
 from ..step_outputs import SampledTokens
-from .computed import Computed
-from .request_state import RequestState
+from .request_state import Computed, RequestState
 from .scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
 from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank

@@ -12,10 +12,10 @@ from ..adjustments import Adjustment
 from ..buckets import Arrays, DecodeRow, PrefillRow, Row, pack
 from ..constraint import Bitmask
 from ..rng import random_number
-from .computed import Computed
 from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotPool
 from .prefix_blocks import Checkpoint
 from .prefix_index import PrefixIndex
+from .request_state import Computed
 from .scheduled_step import GroupStep, ScheduledRequest
 from .state import GroupState
 
@@ -192,10 +192,6 @@ class KVCacheManager:
                     f"the pool has {pool.free_count + evictable} free and owners {sorted(map(str, owners))}; "
                     f"the scheduler has {free} free and running requests {sorted(expected)}"
                 )
-
-    def page_table(self, request_id: str) -> Sequence[int]:
-        """A running request's pages in order of position."""
-        return tuple(self._shares[request_id].table)
 
     def _owns_pages(self, request_id: str) -> bool:
         share = self._shares.get(request_id)

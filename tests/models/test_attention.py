@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import oracle
 
-from npucompile.graphs.types import Bucket, Limits, Mesh, Rules
+from npucompile.graphs.types import Bucket, Mesh, Rules
 from npucompile.models import attention
 from npucompile.models.batch import Batch
 from npucompile.models.slices import Shard, sliced_axes, source_region
@@ -93,24 +93,6 @@ def test_the_last_tokens_of_each_row_may_attend_alone(name):
         torch.testing.assert_close(out[b], want[b][length - last : length], atol=1e-5, rtol=1e-5)
     for pool, values in copies.items():
         torch.testing.assert_close(state[pool], values, atol=0, rtol=0, equal_nan=True)
-
-
-@torch.no_grad()
-def test_a_sequence_may_fill_its_pages_to_the_last_token():
-    """Positions up to page_size * pages, the largest that a page table can hold."""
-    random = oracle.case("dense")
-    config, limits = random.model.config, Limits(page_size=8, num_pages=4, num_slots=2, max_model_len=24)
-    x = torch.randn(1, 24, config.hidden_size, generator=torch.Generator().manual_seed(2))
-    state = oracle.poisoned(attention.state(config, limits, torch.float32))
-    want = reference(random, 3, x[0])
-    for start, count in ((0, 16), (16, 8)):
-        bucket = Bucket("prefill", 1, 16)
-        fed = torch.full((1, 16, config.hidden_size), float("nan"))
-        fed[0, :count] = x[0, start : start + count]
-        inputs = oracle.inputs(bucket, [oracle.Row([1] * count, start, [3, 1, 2])], limits)
-        batch = Batch.of(inputs, config.rotary)
-        out, state = attention.apply(config, random.weights["layers"][3]["mixer"], state, batch, fed[0])
-        torch.testing.assert_close(out[:count], want[start : start + count], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -56,23 +56,6 @@ def test_chunks_then_single_tokens_equal_the_module(name, q_len):
             torch.testing.assert_close(out[b, 0], want[b, at[b]], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("accepted", [1, 2, 3, 4])
-@torch.no_grad()
-def test_the_next_step_can_start_from_any_state_of_a_step(accepted):
-    """Four candidates leave four states; a step from any of them equals the module over the accepted tokens."""
-    random, config = oracle.case("dense"), oracle.case("dense").model.config
-    x = torch.randn(1, 17, config.hidden_size, generator=torch.Generator().manual_seed(3))
-    following = torch.randn(1, 4, config.hidden_size, generator=torch.Generator().manual_seed(4))
-    state = oracle.poisoned(gated_deltanet.state(config, oracle.LIMITS, torch.float32))
-    _, state = run(random, 0, state, Bucket("prefill", 1, 16), [oracle.Row([1] * 9, 0, [], 0, [5])], padded(x, [(0, 9)], 1, 16))
-    bucket, slots = Bucket("decode", 1, 4), [8, 2, 11, 6]
-    _, state = run(random, 0, state, bucket, [oracle.Row([1] * 4, 9, [], 5, slots)], x[:, 9:13])
-    row = oracle.Row([1] * 4, 9 + accepted, [], slots[accepted - 1], [1, 3, 4, 7])
-    out, _ = run(random, 0, state, bucket, [row], following)
-    text = torch.cat([x[:, : 9 + accepted], following], 1)
-    torch.testing.assert_close(out[0], random.theirs.model.layers[0].linear_attn(text)[0, -4:], atol=2e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("next")])
 def test_rows_lie_by_key_head_and_split_undoes_join(name):
     """A shard of `qkvzba` or `conv` rows is a smaller layer; split undoes join for random tensors."""

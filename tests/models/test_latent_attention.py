@@ -10,22 +10,6 @@ from support import oracle
 from npucompile.models import latent_attention
 
 
-def test_pools_hold_a_latent_and_a_rotary_part_a_token():
-    config = oracle.case("latent").model.config
-    state = latent_attention.state(config, oracle.LIMITS, torch.bfloat16)
-    shapes = {name: (aval.shape, aval.dtype) for name, aval in state.items()}
-    assert shapes == {"latent": ((41, 8, 1, 24), torch.bfloat16), "rotary": ((41, 8, 1, 6), torch.bfloat16)}
-    assert not {axis for aval in state.values() for axis in aval.axes} & {"q_heads", "kv_heads"}, "all devices hold all of it"
-
-
-def test_queries_and_latents_are_one_product_where_queries_are_compressed():
-    joined = latent_attention.params(oracle.case("latent").model.config, torch.float32, "a.")
-    assert joined["down"].source.names == ("a.q_a_proj.weight", "a.kv_a_proj_with_mqa.weight")
-    apart = latent_attention.params(oracle.case("latent-whole-queries").model.config, torch.float32, "a.")
-    assert (apart["down"].source.names, apart["q_up"].source.names) == (("a.kv_a_proj_with_mqa.weight",), ("a.q_proj.weight",))
-    assert "q_norm" not in apart
-
-
 def test_rotated_rows_are_half_split():
     """Of a head of four plain and six rotated channels, the last are pairs on disk: even ones come first."""
     params = latent_attention.params(oracle.case("latent").model.config, torch.float32, "a.")

@@ -54,19 +54,6 @@ def test_state_is_bit_for_bit_that_of_requests_with_their_drafts_off(courses, na
             assert torch.equal(tensor, truth[i][start][what]), f"{what} of request {i} at {start}"
 
 
-@pytest.mark.parametrize("drafts", [3, 7])
-@pytest.mark.parametrize("name", MODELS)
-def test_state_is_that_of_requests_with_their_drafts_off(courses, name, drafts):
-    """To within NEAR: products over all rows may sum in another order where an expert has other rows."""
-    course = courses(name)
-    truth = memories(course, course.server(drafts), drafts=0)
-    for i, start, memory in speculated(course, course.server(drafts)):
-        for what, tensor in memory.items():
-            expected = truth[i][start][what]
-            near = torch.equal(tensor, expected) if what == "request_slots" else error(tensor, expected) < NEAR
-            assert near, f"{what} of request {i} at {start}"
-
-
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 @pytest.mark.parametrize("name", MODELS)
 def test_state_is_that_of_programs_without_drafts(courses, name, drafts):

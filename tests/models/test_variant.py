@@ -10,17 +10,9 @@ from support import fleets
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import ConfigError
-from npucompile.graphs.types import Bucket
-from npucompile.models import qwen3_5, step
 from npucompile.models.variant import PLAIN, Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
 
 F32 = torch.float32
-
-
-def test_the_plain_variant_stores_the_tensors_of_a_checkpoint() -> None:
-    for _, param in tree.flatten(fleets.model().params(F32)):
-        parts = [torch.randn(shape) for shape in param.source.shapes]
-        assert all(torch.equal(a, b) for a, b in zip(param.source.split(param.source.join(*parts)), parts, strict=True))
 
 
 SAVED = (Variant(kv_repeat=2), Variant(kv_repeat=4), Variant(grouped=True), Variant(kv_repeat=2, split_at_once=True))
@@ -71,23 +63,6 @@ def test_projections_that_are_split_at_once_change_no_logits(copies: int) -> Non
 def test_more_copies_than_query_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_attention_heads must be a multiple of 16 key-value heads, copies included"):
         replace(fleets.config(), variant=Variant(kv_repeat=8))
-
-
-def test_recurrent_state_has_the_variant_s_type() -> None:
-    for kind in (F32, torch.bfloat16):
-        state = fleets.model(Variant(recurrent=kind)).state(fleets.LIMITS, torch.bfloat16)
-        assert state["layers"][0]["delta"].dtype == kind
-        assert state["layers"][0]["conv"].dtype == torch.bfloat16
-
-
-def test_programs_of_variants_declare_their_parameters() -> None:
-    model = step.Model("small", qwen3_5.FAMILY, replace(fleets.config(), variant=fleets.quantised("w4a8")))
-    program = step.program(model, Bucket("decode", 1, 1), fleets.LIMITS, torch.bfloat16)
-    mlp = program.params["layers"][0]["mlp"]
-    assert sorted(mlp["gate_up"]) == ["assist", "scale", "weight"]
-    assert mlp["gate_up"]["weight"].dtype == torch.int32
-    assert program.params["layers"][1]["mixer"]["qkv"]["weight"].dtype == torch.int8
-    assert program.params["layers"][1]["mixer"]["out"].dtype == torch.bfloat16, "and what no recipe quantises stays"
 
 
 def test_parts_move_fewer_bytes_where_devices_are_more_than_the_rows_of_a_token():

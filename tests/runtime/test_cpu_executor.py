@@ -211,7 +211,6 @@ def test_poison_reaches_a_request_that_reads_what_it_did_not_write(tiny_artifact
 def test_without_an_executable_a_bucket_runs_uncompiled_and_says_so(own_artifact, stub):
     executor = CpuExecutor(tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4"]))
     assert executor.backends == {bucket.name: "stub" if bucket == ALL[0] else "eager" for bucket in ALL}
-    assert set(CpuExecutor(executor.artifact, prefer_eager=True).backends.values()) == {"eager"}
 
 
 def test_what_a_build_finished_is_swapped_in_between_steps(own_artifact, stub, reference_run):
@@ -264,13 +263,6 @@ def test_what_is_published_while_the_artifact_is_opened_is_seen_later(own_artifa
     assert set(executor.backends.values()) == {"eager"}
     assert executor.refresh()
     assert set(executor.backends.values()) == {"stub"}
-
-
-def test_prefer_eager_stays_eager(own_artifact, stub):
-    executor = CpuExecutor(Artifact.open(own_artifact), prefer_eager=True)
-    tiny.with_compiled(own_artifact, "stub")
-    assert not executor.refresh()
-    assert set(executor.backends.values()) == {"eager"}
 
 
 def test_a_directory_built_anew_from_other_weights_is_left_reference_run(tmp_path, own_artifact, stub, caplog):

@@ -224,19 +224,9 @@ def test_a_step_that_hangs_is_reported_with_what_the_device_runs(artifact):
         release.set()
 
 
-def test_inputs_are_for_one_group(executor):
-    with pytest.raises(SpecError, match="inputs for 2 dp groups; the executor has 1"):
-        executor.launch(ONE, [{}, {}])
-
-
 def test_an_artifact_for_another_device_is_refused(tiny_artifact):
     with pytest.raises(ArtifactError, match=r"prefill-b1-q4 has no executable for emulated:0; legal is an artifact built for it"):
         opened(Artifact.open(tiny_artifact))
-
-
-def test_a_rank_that_the_mesh_lacks_is_refused(artifact):
-    with pytest.raises(SpecError):
-        opened(artifact, rank=1)
 
 
 def test_what_is_no_number_fails_its_request_alone(artifact):

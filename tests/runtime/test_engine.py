@@ -14,7 +14,6 @@ from npucompile.runtime.engine import Engine
 from npucompile.runtime.journal import Journal
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 
-VOCAB = 13
 WAIT_S = 60
 
 
@@ -91,19 +90,6 @@ def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones():
     with pytest.raises(RequestError, match="takes no new requests: SpecError") as caught:
         served.engine.submit(ask("c"), toy.Collector())
     assert caught.value.code == "engine_stopped"
-
-
-def test_an_idle_engine_wakes_for_a_request():
-    served = toy.serving(refresh_every_s=None)
-    served.engine.start()
-    try:
-        for name in "abc":
-            events = queue.Queue()
-            served.submit(ask(name, max_tokens=1), events.put)
-            assert events.get(timeout=WAIT_S).token_ids == tuple(toy.reference_run(ask(name, max_tokens=1), 32).tokens)
-            assert events.get(timeout=WAIT_S).reason == "length"
-    finally:
-        served.engine.stop()
 
 
 def test_requests_that_are_held_back_begin_together():

@@ -159,7 +159,7 @@ SAMPLINGS = {"greedy": Sampling(), "seeded": Sampling(0.6, 30, 0.95, 0.01, seed=
 
 @pytest.fixture(scope="module")
 def executor(tiny_artifact: Path) -> CpuExecutor:
-    return CpuExecutor(Artifact.open(tiny_artifact), prefer_eager=True)
+    return CpuExecutor(Artifact.open(tiny_artifact))
 
 
 def end_of(engine: Engine, *requests: Request) -> list[toy.Collector]:
@@ -239,31 +239,3 @@ def test_a_conversation_goes_on_behind_its_last_answer(executor: CpuExecutor, ki
     expected = [(9 + length + 3 + length % 3, 9 + length - 1) for length in lengths]
     assert found[1::2] == expected
     assert {cached for _, cached in found[::2]} == {0}
-
-
-def test_preempted_and_cancelled_requests_leave_and_find_what_is_right(executor: CpuExecutor) -> None:
-    requests = [Request(f"r{i}", prompt_of(16 + i), 20, SAMPLINGS["seeded"]) for i in range(4)]
-    tiny.poison(executor)
-    cold = [end_of(Engine(executor, refresh_every_s=None), request)[0].tokens for request in requests]
-    tiny.poison(executor)
-    with tiny.Launching(tiny.Narrowed(executor, executor.buckets, num_pages=8)) as launching:
-        engine = Engine(launching, refresh_every_s=None, prefix_cache=KEPT)
-        sinks = [toy.Collector() for _ in requests]
-        for request, sink in zip(requests, sinks, strict=True):
-            engine.submit(request, sink)
-            cancelled = toy.Collector()
-            engine.submit(Request(f"{request.id} cancelled", prompt_of(50), 4), cancelled)
-            engine.step()
-            engine.step()
-            engine.cancel(f"{request.id} cancelled")
-        while engine.step():
-            engine.stepper.check()
-        engine.flush_prefix_cache()
-        engine.step()
-        (manager,) = engine.stepper.cache_managers
-        assert manager.pages.free_count == manager.limits.num_pages - 1
-        assert manager.state_slots.free_count == manager.limits.num_slots - 1
-    assert cancelled.end.reason == "cancelled"
-    assert [sink.tokens for sink in sinks] == cold
-    assert engine.stats()["preemptions_total"] > 0
-    assert engine.stats()["prefix_cache_hits_total"] > 0

@@ -143,15 +143,6 @@ def test_a_run_with_scores_can_be_repeated(executors):
     assert repeated.tokens == sum(len(request.prompt) - 1 + len(one.tokens) for request, one in zip(requests, outcomes, strict=True))
 
 
-def test_counts_are_those_of_the_prompt_and_the_output(executors):
-    engine = Engine(executors[0])
-    finish(engine, [replace(asking(TEXT[:9], name="a", max_tokens=3), prompt_logprobs=1)])
-    finish(engine, [replace(asking(TEXT[:9], name="b", max_tokens=0), prompt_logprobs=1)])
-    stats = engine.stats()
-    assert (stats["prompt_tokens_total"], stats["generation_tokens_total"]) == (18, 3)
-    assert stats["histograms"]["time_to_first_token_seconds"].counts[-1] == 1
-
-
 def test_graphs_without_bitmasks_score_nothing(executors):
     def refused(executor: Executor, **options: Any) -> RequestError:
         with pytest.raises(RequestError) as caught:

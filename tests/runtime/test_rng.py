@@ -32,12 +32,6 @@ def test_coarsely_uniform_along_one_stream(seed):
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.06
 
 
-def test_coarsely_uniform_across_seeds():
-    counts = np.histogram([random_number(seed, 0) for seed in range(8000)], bins=16, range=(0, 1))[0]
-    assert counts.min() > 380
-    assert counts.max() < 620
-
-
 def test_streams_of_neighbouring_seeds_are_not_shifts_of_each_other():
     golden = 0x9E3779B97F4A7C15
     first = {random_number(5, i) for i in range(100)}

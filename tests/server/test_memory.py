@@ -64,9 +64,7 @@ def test_objects_do_not_grow_with_requests(tiny_artifact, monkeypatch):
     monkeypatch.setattr(prefix_index, "MOST_MATCHES", 4)
     # The prefix cache is bounded by tokens, which the first requests fill: its own bound is the pool's pages, which all of them do not.
     prefix_cache = PrefixCacheSettings(most_tokens=32)
-    engine = Engine.from_loader(
-        lambda: CpuExecutor(Artifact.open(tiny_artifact), prefer_eager=True), prefix_cache=prefix_cache, refresh_every_s=None
-    )
+    engine = Engine.from_loader(lambda: CpuExecutor(Artifact.open(tiny_artifact)), prefix_cache=prefix_cache, refresh_every_s=None)
     model = ServedModel("tiny", engine.executor.limits.max_model_len, engine.executor.vocab_size)
     counts: list[Counter[str]] = []
     try:

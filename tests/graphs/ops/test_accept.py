@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
@@ -79,18 +78,8 @@ def test_a_draft_is_kept_by_its_probability_and_replaced_from_what_is_left(knobs
             assert abs(share - left[token]) <= 2 / (GRID * max(1 - p[draft], 1 / GRID)), (draft, token)
 
 
-# --- a whole block, against the algorithm of arXiv:2211.17192 with all of the draft's distribution at one token ---
-
 TRIALS, SIGNIFICANCE = 40_000, 1e-3
-BLOCKS = [(1, 0, 2), (2, 1, 1), (0, 0, 0)]
 """Drafts of a block, from a vocabulary of three tokens, so that every outcome is frequent."""
-
-
-def tables():
-    """Logits after every prefix of up to three tokens, from a vocabulary of three."""
-    generator = torch.Generator().manual_seed(5)
-    prefixes = [prefix for n in range(4) for prefix in itertools.product(range(3), repeat=n)]
-    return {prefix: torch.randn(3, generator=generator) for prefix in prefixes}
 
 
 def rejection(drafts, probabilities, draw):
@@ -106,16 +95,6 @@ def rejection(drafts, probabilities, draw):
     return (*block, *draw.choices(range(3), probabilities[block]))
 
 
-def ours(drafts, logits, knobs):
-    """Blocks by `sample` and `accept`, TRIALS times."""
-    along = [logits[drafts[:t]] for t in range(4)]
-    rows = torch.stack(along).expand(TRIALS, 4, 3)
-    sampled = drawn(rows, torch.rand(TRIALS, 4, generator=torch.Generator().manual_seed(6)), **knobs)
-    candidates = torch.tensor([0, *drafts], dtype=torch.int32).expand(TRIALS, 4)
-    counts = ops.accept(sampled, candidates, torch.full((TRIALS,), 4, dtype=torch.int32))
-    return [tuple(tokens[:count]) for tokens, count in zip(sampled.tolist(), counts.tolist(), strict=True)]
-
-
 def exact(drafts, probabilities):
     """Probability of every possible block."""
     masses, along = {}, 1.0
@@ -124,41 +103,3 @@ def exact(drafts, probabilities):
         masses |= {(*drafts[:t], token): along * p[token] for token in range(3) if token != draft}
         along *= p[draft] if draft is not None else 0.0
     return {block: p for block, p in masses.items() if p > 0}
-
-
-def improbability(statistic, freedom):
-    """Probability of a chi-square at least this large; without degrees of freedom 1 if it is zero, else 0."""
-    if not freedom:
-        return float(statistic < 1e-6)
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
-
-
-FEW = {"top_k": 2}
-
-
-@pytest.mark.parametrize("drafts", BLOCKS, ids=str)
-@pytest.mark.parametrize("knobs", [{}, *({**knobs, **FEW} if "top_k" in knobs else knobs for knobs in KNOBS.values())], ids=str)
-def test_blocks_are_distributed_as_rejection_sampling_makes_them(knobs, drafts):
-    """Chi-square of our blocks and of the textbook's, each against exact probabilities and against each other, at SIGNIFICANCE."""
-    logits = tables()
-    probabilities = {prefix: speculators.textbook(row, **knobs) for prefix, row in logits.items()}
-    wanted = exact(drafts, probabilities)
-    assert sum(wanted.values()) == pytest.approx(1)
-    draw = random.Random(7)
-    theirs, mine = [rejection(drafts, probabilities, draw) for _ in range(TRIALS)], ours(drafts, logits, knobs)
-    assert set(theirs) | set(mine) <= set(wanted)
-    counts = [{block: blocks.count(block) for block in wanted} for blocks in (mine, theirs)]
-    for block_counts in counts:
-        fit = sum((block_counts[block] - TRIALS * p) ** 2 / (TRIALS * p) for block, p in wanted.items())
-        assert improbability(fit, len(wanted) - 1) > SIGNIFICANCE
-    apart = sum((counts[0][block] - counts[1][block]) ** 2 / max(counts[0][block] + counts[1][block], 1) for block in wanted)
-    assert improbability(apart, len(wanted) - 1) > SIGNIFICANCE
-
-
-def test_the_test_sees_a_bias_of_two_percent():
-    """Keeping a draft 2% too often fails the test."""
-    p = [0.5, 0.3, 0.2]
-    counts = [0.5 * 0.98, 0.3 * 0.98 + 0.02, 0.2 * 0.98]
-    fit = sum((TRIALS * b - TRIALS * a) ** 2 / (TRIALS * a) for a, b in zip(p, counts, strict=True))
-    assert improbability(fit, 2) < SIGNIFICANCE
-    assert improbability(5.99, 2) == pytest.approx(0.05, rel=1e-2)

@@ -107,14 +107,6 @@ def test_other_ranks_run_steps_and_send_nothing(start_worker, rank, mesh):
         assert running.receive() is None
 
 
-def test_a_step_that_fails_is_reported(start_worker):
-    running = start_worker(1, "tp=2")
-    running.receive()
-    running.step(1, 13)
-    assert running.receive() == ("failed", {"message": "decode-b2-q1: ZeroDivisionError: unlucky"})
-    assert running.end() == "rank 1 failed: decode-b2-q1: ZeroDivisionError: unlucky"
-
-
 class Slow(Executor):
     """Its steps end when the test says so."""
 

@@ -168,9 +168,7 @@ def test_what_is_refused_is_counted_for_its_client_before_it_is_answered(scheme,
 
 def test_keys_do_not_share_what_is_cached_of_prompts(tiny_artifact):
     """Over both protocols: the same prompt is found again under the same key alone."""
-    engine = Engine.from_loader(
-        lambda: CpuExecutor(Artifact.open(tiny_artifact), prefer_eager=True), prefix_cache=PrefixCacheSettings(), refresh_every_s=None
-    )
+    engine = Engine.from_loader(lambda: CpuExecutor(Artifact.open(tiny_artifact)), prefix_cache=PrefixCacheSettings(), refresh_every_s=None)
     limits = engine.executor.limits
     prompt = list(range(1, 3 * limits.page_size))
     model = ServedModel("tiny", limits.max_model_len, engine.executor.vocab_size)
