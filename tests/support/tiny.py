@@ -216,6 +216,7 @@ class Stub(Backend):
         monkeypatch.setitem(vars(place.BACKEND), "legal", (*place.BACKEND.legal, self.name))
         here = targets.target("cpu")
         monkeypatch.setitem(targets._TARGETS, "cpu", replace(here, backends=(*here.backends, self.name)))
+        monkeypatch.setitem(vars(place.BACKEND), "legal", (*place.BACKEND.legal, self.name))
         return self
 
     def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
