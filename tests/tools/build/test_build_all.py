@@ -53,25 +53,6 @@ def test_both_sides_are_decided_before_one_is_built(built: list[tuple[Any, Path]
     assert built == []
 
 
-def test_a_preset_goes_to_its_default_deployment(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
-    build_all.build_all("qwen3.5-397b", {"buckets": (2, 64)}, None, tmp_path, tmp_path, 1, 0)
-    ((plan, out),) = built
-    assert (plan.target.name, str(plan.mesh), plan.quantization, out) == ("ascend-a3", "dp=8,tp=2", "w4a8", tmp_path / "qwen3.5-397b")
-    assert [(b.kind, b.batch, b.q_len) for b in plan.buckets] == [("prefill", 1, 3584), ("decode", 2, 4), ("decode", 64, 4)]
-
-
-def test_lines_say_mesh_scheme_and_drafts(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
-    build_all.build_all("qwen3.5-397b", {"buckets": tuple(range(2, 66, 2))}, None, tmp_path, tmp_path, 1, 0)
-    text = "\n".join(build_all.plan_lines(built[0][0]))
-    for part in ("mesh dp=8,tp=2 (16 ranks)", "quantization w4a8, 3 drafts", "decode of 2,4,...,64 requests", "in each of 8 groups"):
-        assert part in text
-
-
-def test_a_phase_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="legal are prefill, decode"):
-        build_all.build_all("qwen3.5-397b", {"deployment": SPLIT, "phase": "mixed"}, None, tmp_path, tmp_path, 1, 0)
-
-
 def test_a_build_without_the_devices_compiler_says_what_the_first_start_does(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
     build_all.build_all("qwen3.5-tiny", {"target": "ascend-a3", "buckets": (2,)}, tmp_path / "npu", tmp_path, tmp_path, 1, 0)
     build_all.build_all("qwen3.5-tiny", {"buckets": (2,), "backend": "eager"}, tmp_path / "cpu", tmp_path, tmp_path, 1, 0)

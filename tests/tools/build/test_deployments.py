@@ -165,11 +165,6 @@ def test_limits_of_a_context_alone():
     assert short.num_pages == 1 + 4 * 32768 // 128
 
 
-def test_prefill_needs_one_slot_a_request():
-    assert (limits(SPLIT, "prefill").num_slots, limits(SPLIT, "prefill").slots_per_request) == (1 + 64, 1)
-    assert (limits(SPLIT, "decode").num_slots, limits(SPLIT, "decode").slots_per_request) == (1 + 32 * 4, 4)
-
-
 def test_a_bucket_larger_than_the_running_limit_still_has_its_slots():
     row = deployment("qwen35-397b-a3x8-in64k-out1k-20ms")
     assert row.phase().max_running_requests // 2 == 8

@@ -50,7 +50,7 @@ def test_a_model_without_a_draft_head_drafts_nothing(tmp_path):
     assert plan == planning.plan(options_of(plan.arguments))
 
 
-@pytest.mark.parametrize("drafts", range(8))
+@pytest.mark.parametrize("drafts", [0, 1, 7])
 def test_as_many_drafts_as_are_asked_for(tiny_checkpoint, drafts):
     plan = tiny.planned(tiny_checkpoint, num_speculative_tokens=drafts, backend="null")
     assert (plan.limits.drafts, plan.limits.slots_per_request, plan.limits.num_request_slots) == (drafts, drafts + 1, 5)
@@ -288,15 +288,6 @@ def test_what_a_target_alone_leaves_open_is_chosen(tmp_path):
         # A device would compute them for every row of every step.
         assert plan.max_logprobs == 0
         assert planning.plan(Options(str(model), target="ascend-a3", mesh="tp=2", max_logprobs=5)).max_logprobs == 5
-
-
-def test_a_model_that_drafts_verifies_as_many_drafts_as_the_published_deployments():
-    plan = planning.plan(Options(BIG, target="ascend-a3", mesh="dp=8,tp=2", quantization="w4a8"))
-    assert plan.limits.with_bitmasks(0, 0).with_adjustments(0, 0) == Limits(128, 1 + 16 * 32, 1 + 16 * 4, 4096, 4, 3)
-    assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} == {4}
-    assert plan.deployment == ""
-    fewer = planning.plan(Options(BIG, num_speculative_tokens=1))
-    assert (fewer.limits.slots_per_request, fewer.limits.num_slots) == (2, 1 + 54 * 2)
 
 
 def test_a_prefill_instance_decodes_nothing_and_keeps_one_state_a_request():

@@ -68,11 +68,6 @@ def test_counts_nodes(name, mesh, nodes):
     assert target(name).nodes(Mesh.parse(mesh)) == nodes
 
 
-@pytest.mark.parametrize("mesh", ["dp=48,tp=16", "dp=1,tp=32", "dp=768", "tp=16"])
-def test_a_supernode_holds(mesh):
-    check_mesh(target("ascend-a3"), Mesh.parse(mesh))
-
-
 @pytest.mark.parametrize(
     ("name", "mesh", "message"),
     [
@@ -90,11 +85,6 @@ def test_a_supernode_holds(mesh):
 def test_refuses_a_mesh_by_name(name, mesh, message):
     with pytest.raises(SpecError, match=message):
         check_mesh(target(name), Mesh.parse(mesh))
-
-
-def test_an_axis_given_twice_is_refused():
-    with pytest.raises(SpecError, match="at most once"):
-        check_mesh(target("ascend-a3"), Mesh((("dp", 2), ("dp", 2))))
 
 
 def test_a_group_smaller_than_a_node_need_not_divide_it():

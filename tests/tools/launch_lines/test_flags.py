@@ -124,22 +124,6 @@ def test_names_that_several_flags_begin_with_are_refused_with_all_of_them():
     assert several.texts == ("5",)
 
 
-def test_a_switch_takes_no_value():
-    (given,) = read_flags(["--numa-bind=0"], TABLES["vllm"])
-    assert given.problem == "--numa-bind takes no value, here it has '0'"
-
-
-def test_switches_of_vllm_are_pairs():
-    words = [
-        "--enable-prefix-caching",
-        "--disable-prefix-caching",
-        "--no-enable-prefix-caching",
-        "--enable-chunked-prefill",
-        "--disable-log-stats",
-    ]
-    assert [each.value for each in read_flags(words, TABLES["vllm"])] == [True, False, False, True, True]
-
-
 def test_vllm_takes_underscores_and_keys_of_json():
     table = TABLES["vllm"]
     read = read_flags(

@@ -12,7 +12,7 @@ import pytest
 from npucompile.tools import launch_lines
 from npucompile.tools.commands import build, serve
 from npucompile.tools.launch_lines.rules import RULES
-from npucompile.tools.launch_lines.tables import Row, engine, topics, variables
+from npucompile.tools.launch_lines.tables import engine, topics, variables
 
 ENGINES = ("sglang", "vllm", "router")
 FOLDER = Path(launch_lines.__file__).parent
@@ -50,20 +50,6 @@ def test_no_name_is_of_two_rows(name):
     assert len(names) == len(set(names))
     assert all(each.startswith("-") for each in names)
     assert sum(row.old for row in engine(name).rows) < len(engine(name).rows) / 4
-
-
-def test_counts_of_values_are_those_of_the_kinds():
-    assert [Row(("--x",), kind).count for kind in ("flag", "switch", "int", "str?", "int*", "float+", "str1&", "str+&")] == [
-        (0, 0), (0, 0), (1, 1), (0, 1), (0, None), (1, None), (1, 1), (1, None),
-    ]  # fmt: skip
-    assert Row(("--x",), "str+&").repeats
-    assert Row(("--x",), "size").type == "size"
-
-
-def test_switches_have_a_form_that_turns_them_off():
-    flags = engine("vllm").flags
-    assert flags["--no-enable-prefix-caching"] is flags["--enable-prefix-caching"]
-    assert "--no-port" not in flags
 
 
 @pytest.mark.parametrize("file", [*FOLDER.glob("*.json"), Path(__file__).with_name("corpus.json")], ids=lambda path: path.name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import click
+
 from ....lowering.platform import CANN_RELEASES, OPERATOR_PACKAGES
 from .record import Setting, by_row
 
@@ -69,7 +71,8 @@ BACKEND = Setting(
     "inductor compiles for this CPU; eager serves uncompiled; ge and aclgraph lower for NPUs, to graphs that GE compiles or that are "
     "captured when they are loaded; null reports cost and memory only.  [default: the target's]",
     lambda plan: plan.backend,
-    legal=("inductor", "eager", "null", *NPU_BACKENDS),
+    # Which of them a target runs is said by its row, which refuses others.
+    extra={"type": click.Choice(("inductor", "eager", "null", *NPU_BACKENDS))},
     recorded=lambda recorded: recorded.manifest.backend,
     what=lambda value, recorded: f"Graphs are compiled by {value}.",
     change="the same partitioned graphs are compiled otherwise",

@@ -108,7 +108,7 @@ class Setting:
         if self.legal:
             kind = click.Choice(self.legal) if isinstance(self.legal[0], str) else click.IntRange(*self.legal)
         callback = None if self.legal or self.read is str else self._read_option
-        return click.option(f"--{self.option}", self.name, type=kind, callback=callback, help=self.help, **self.extra)
+        return click.option(f"--{self.option}", self.name, **{"type": kind, "callback": callback, "help": self.help, **self.extra})
 
     def _read_option(self, ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
         try:
