@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -52,16 +53,10 @@ class TextLoad(Load):
         return [list(self.texts[(first + i) % len(self.texts)][: self.prompt_tokens]) for i in range(self.streams)]
 
 
-class Rounds:
-    """Serves the rounds of one load through one artifact, each round with its own prompts."""
-
-    def __init__(self, load: TextLoad, serve: Callable[[TextLoad], Run]) -> None:
-        self._load, self._serve, self._done = load, serve, 0
-
-    def __call__(self) -> Run:
-        """Serves the next round."""
-        self._done += 1
-        return self._serve(replace(self._load, round=self._done - 1))
+def next_rounds(load: TextLoad, serve: Callable[[TextLoad], Run]) -> Callable[[], Run]:
+    """Serves the rounds of one load, one a call, each with its own prompts."""
+    rounds = itertools.count()
+    return lambda: serve(replace(load, round=next(rounds)))
 
 
 def check(drafting: Artifact, plain: Artifact) -> None:
@@ -111,7 +106,7 @@ def speculation(
                 engine = thread.submit(_through_engines, sides, text_load, rounds).result()
             rows.append(row(load, "engine", engine))
             bar.step(f"{load.streams} streams through the engine")
-            serve = {name: Rounds(text_load, partial(_served, artifact)) for name, artifact in sides.items()}
+            serve = {name: next_rounds(text_load, partial(_served, artifact)) for name, artifact in sides.items()}
             rows.append(row(load, "websocket", interleave(serve, rounds)))
             bar.step(f"{load.streams} streams through the websocket")
     k = drafting.manifest.limits.drafts
@@ -128,7 +123,7 @@ def speculation(
 
 def _through_engines(sides: dict[str, Artifact], load: TextLoad, rounds: int) -> dict[str, list[Run]]:
     executors = {name: TimedExecutor(artifact) for name, artifact in sides.items()}
-    serve = {name: Rounds(load, partial(through_engine, executor, executor.calls)) for name, executor in executors.items()}
+    serve = {name: next_rounds(load, partial(through_engine, executor, executor.calls)) for name, executor in executors.items()}
     return interleave(serve, rounds)
 
 

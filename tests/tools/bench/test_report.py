@@ -44,12 +44,6 @@ def test_markdown_holds_the_same_cells() -> None:
     )
 
 
-def test_notes_may_be_absent() -> None:
-    bare = Table("f", "T", TABLE.columns, TABLE.rows)
-    assert as_text(bare).endswith("16\n")
-    assert as_markdown(bare).endswith("| - | 16 |\n")
-
-
 def test_data_keeps_every_digit_and_says_what_was_not_measured() -> None:
     data = json.loads(json.dumps(as_data(TABLE)))
     assert data["rows"][0] == {"bucket": "a", "step_ms": {"median": 2.0, "low": 1.5, "high": 1234.56, "count": 3}, "rows": 4}

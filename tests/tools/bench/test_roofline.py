@@ -84,11 +84,8 @@ def test_groups_that_straddle_nodes_have_the_slower_link():
     assert across.links_s == pytest.approx(2048 / 25e9)
 
 
-def test_without_figures_there_is_no_estimate():
-    assert estimate(COST, [], Mesh(), target("cpu")) is None
-
-
-def test_one_device_needs_no_link():
+def test_one_device_needs_no_link_and_without_figures_there_is_no_estimate():
     roof = estimate({"flops": 354e12, "read_bytes": 1.6e12, "write_bytes": 0}, [], Mesh(), target("ascend-a3"))
     assert roof is not None
     assert (roof.arithmetic_s, roof.memory_s, roof.links_s) == pytest.approx((1, 1, 0))
+    assert estimate(COST, [], Mesh(), target("cpu")) is None

@@ -12,24 +12,19 @@ from support import quantised
 from npucompile.models.registry import find
 from npucompile.tools.cli import main
 from npucompile.tools.commands.plan import NPU_TARGETS
-from npucompile.tools.plan.published import ids
+from npucompile.tools.plan.predict import predict
+from npucompile.tools.plan.published import case_of
 
 
 def run(*words: str):
     return CliRunner().invoke(main, ["plan", *words])
 
 
-@pytest.mark.parametrize("name", [ids()[0], "dsr1-a3x16-pd-2k-2k-50ms", "qwen35-27b-a3x16-pd-1p1d", "dsv32-reference-values"])
-def test_a_published_row_as_json(name: str) -> None:
+def test_a_published_row_as_json() -> None:
+    name = "dsr1-a3x16-pd-2k-2k-50ms"
     result = run("--deployment", name, "--json")
     assert result.exit_code == 0, result.output
-    predicted = json.loads(result.stdout)["predicted"]
-    assert predicted["tpot_ms"] > 0
-    assert predicted["output_tok_s"] > 0
-    assert predicted["ttft_ms"] > 0
-    assert predicted["e2e_ms"] > predicted["ttft_ms"]
-    assert predicted["interval"]["tpot_ms"][0] < predicted["tpot_ms"] < predicted["interval"]["tpot_ms"][1]
-    assert predicted["binding"]
+    assert json.loads(result.stdout)["predicted"] == predict(case_of(name)).as_dict()
 
 
 def test_a_search_with_a_build_and_buckets(tmp_path: Path) -> None:

@@ -18,16 +18,11 @@ from npucompile.tools.plan.published import case_of
 NAMES = ("qwen3-32b-a3x4-mix-4k-1.5k-11ms", "qwen3-32b-a3x8-mix-18k-4k-12ms")
 
 
-@pytest.fixture
-def two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fit of two rows, which takes no minute."""
+def test_a_file_is_written_that_plan_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fit of two rows, which takes no minute."""
     rows = {name: rows_of()[name] for name in NAMES}
     model = model_of({name: case_of(name) for name in rows})
     monkeypatch.setattr(calibration, "refit", lambda timed: fit(model, rows, priors(), priors(), iterations=3))
-
-
-@pytest.mark.usefixtures("two_rows")
-def test_a_file_is_written_that_plan_reads(tmp_path: Path) -> None:
     file = tmp_path / "parameters.json"
     result = CliRunner().invoke(main, ["calibrate", "--out", str(file), "--json"])
     assert result.exit_code == 0, result.output
@@ -37,8 +32,4 @@ def test_a_file_is_written_that_plan_reads(tmp_path: Path) -> None:
     words = ["plan", "--deployment", NAMES[0], "--json"]
     own, other = (json.loads(CliRunner().invoke(main, [*words, *more]).stdout) for more in ([], ["--parameters", str(file)]))
     assert own["predicted"]["tpot_ms"] != other["predicted"]["tpot_ms"]
-
-
-@pytest.mark.usefixtures("two_rows")
-def test_the_text_has_every_parameter() -> None:
     assert "prefill_layer_ms" in CliRunner().invoke(main, ["calibrate"]).output

@@ -11,7 +11,6 @@ import pytest
 from support import tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.models import registry
 from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.bench.report import Column, Table
 from npucompile.tools.bench.streams import Load
@@ -72,13 +71,6 @@ def test_drafting_needs_drafts_and_text(own_artifact: Path, tmp_path: Path, comp
     tiny.published(own_artifact, lambda manifest, _: replace(manifest, limits=limits))
     assert "tiny drafts nothing; legal is one built with --speculative-tokens of at least 1" in tiny.refused(tmp_path, *arguments)
     assert compared == []
-
-
-def test_the_bundled_models_prompts_lie_beside_it() -> None:
-    model = registry.find("qwen3.5-tiny")
-    assert model.checkpoint_dir is not None
-    lines = (model.checkpoint_dir / "prompts.txt").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == len(set(lines)) >= 16
 
 
 def test_a_named_peer_is_measured_beside_the_artifact(own_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

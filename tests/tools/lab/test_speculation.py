@@ -17,7 +17,7 @@ from npucompile.tools.bench.report import as_text
 from npucompile.tools.bench.serve.outcome import Outcome
 from npucompile.tools.bench.streams import Load, Run
 from npucompile.tools.lab import speculation as module
-from npucompile.tools.lab.speculation import WITH, WITHOUT, Rounds, TextLoad, check, read_prompts, row, speculation
+from npucompile.tools.lab.speculation import WITH, WITHOUT, TextLoad, check, read_prompts, row, speculation
 from npucompile.tools.progress import Progress
 
 QUIET = Progress(quiet=True)
@@ -58,19 +58,6 @@ def test_every_round_has_the_next_prompts() -> None:
     assert replace(load, round=1).prompts(50) == [[2] * 4, [3] * 4]
     assert replace(load, round=2).prompts(50) == [[4] * 4, [0] * 4]
     assert replace(load, prompt_tokens=20).prompts(50) == [[0] * 9, [1] * 9], "a text that is shorter is taken whole"
-
-
-def test_rounds_are_counted_by_each_side() -> None:
-    rounds: list[int] = []
-
-    def serve(load: TextLoad) -> Run:
-        rounds.append(load.round)
-        return Run(())
-
-    first, second = (Rounds(TextLoad(1, 4, 8, TEXTS), serve) for _ in range(2))
-    for side in (first, first, second, first, second):
-        side()
-    assert rounds == [0, 1, 0, 2, 1]
 
 
 def test_prompts_are_the_lines_of_a_file(tmp_path: Path, tiny_artifact: Path) -> None:

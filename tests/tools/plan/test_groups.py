@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npucompile.tools.plan.groups import Groups
 from npucompile.tools.plan.run import Trace
 from npucompile.tools.plan.system import Workload
-from npucompile.tools.plan.waiting import InOrder, waiting
+from npucompile.tools.plan.waiting import waiting
 
 
 @given(
@@ -42,10 +43,11 @@ def test_it_is_a_loop_over_requests(requests, steps) -> None:
             assert abs(groups.context() - sum(requests[i][0] + t for i, t in made.items()) / len(made)) < 1e-6
 
 
-def test_crowded_groups_take_back_who_has_done_least():
-    work = Workload((10, 10), (50, 50), 2)
+@pytest.mark.parametrize(("priorities", "loses"), [((), 1), ((4, 0), 0)], ids=["least done", "least urgent"])
+def test_crowded_groups_take_back_the_least(priorities: tuple[int, ...], loses: int) -> None:
+    work = Workload((10, 10), (50, 50), 2, priorities=priorities)
     groups = Groups(work, [1.0, 1.0], 1, 40, Trace([0.0] * 2, [0.1] * 2, [0.0] * 2))
-    remaining, queues = [0.0, 0.0], [InOrder()]
+    remaining, queues = [0.0, 0.0], [waiting(work)]
     groups.start(0, 0, remaining)
     groups.step(3, ())
     groups.start(0, 1, remaining)
@@ -53,17 +55,5 @@ def test_crowded_groups_take_back_who_has_done_least():
     assert not groups.retract(queues, remaining)
     groups.step(steps, ())
     assert groups.retract(queues, remaining)
-    assert list(queues[0]) == [1]
-    assert remaining[1] == 10 + 1 + steps
-
-
-def test_crowded_groups_take_back_who_is_least_urgent():
-    work = Workload((10, 10), (50, 50), 2, priorities=(4, 0))
-    groups = Groups(work, [1.0, 1.0], 1, 40, Trace([0.0] * 2, [0.1] * 2, [0.0] * 2))
-    queues = [waiting(work)]
-    groups.start(0, 0, [0.0, 0.0])
-    groups.step(3, ())
-    groups.start(0, 1, [0.0, 0.0])
-    groups.step(groups.until_full(), ())
-    assert groups.retract(queues, [0.0, 0.0])
-    assert list(queues[0].first(2)) == [0]
+    assert list(queues[0].first(2)) == [loses]
+    assert remaining[loses] == 10 + 1 + steps + (3 if loses == 0 else 0)

@@ -1,15 +1,10 @@
-"""tools/plan/system.py: workloads, schemes and names of layouts."""
+"""tools/plan/system.py: schemes and names of layouts."""
 
 from __future__ import annotations
 
 import pytest
 
-from npucompile.tools.plan.system import Layout, Scheme, Workload
-
-
-def test_uniform_requests_may_arrive_evenly():
-    work = Workload.uniform(10, 4, 2, 3, rate=2.0, cached=5)
-    assert (work.requests, work.mean_input, work.mean_output, work.arrivals, work.cached) == (3, 10, 4, (0.0, 0.5, 1.0), 5)
+from npucompile.tools.plan.system import Layout, Scheme
 
 
 @pytest.mark.parametrize(

@@ -36,15 +36,13 @@ def test_split_depends_on_position_alone():
     assert sorted(chapter.number for chapter in training + held_out) == list(range(260))
 
 
-def test_missing_command_says_how_to_get_the_text(monkeypatch):
-    monkeypatch.setattr(corpus, "COMMAND", ("no-such-command-here",))
-    with pytest.raises(CorpusError, match="apt-get install bible-kjv"):
-        corpus.read_bible()
-
-
-def test_failing_command_is_reported(monkeypatch):
-    monkeypatch.setattr(corpus, "COMMAND", ("sh", "-c", "echo no such book >&2; exit 3"))
-    with pytest.raises(CorpusError, match="status 3: no such book"):
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [(("no-such-command-here",), "apt-get install bible-kjv"), (("sh", "-c", "echo no such book >&2; exit 3"), "status 3: no such book")],
+)
+def test_a_command_that_is_missing_or_fails_is_an_error(monkeypatch, command, says):
+    monkeypatch.setattr(corpus, "COMMAND", command)
+    with pytest.raises(CorpusError, match=says):
         corpus.read_bible()
 
 

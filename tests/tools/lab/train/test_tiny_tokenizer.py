@@ -67,18 +67,14 @@ def test_a_stream_is_its_chapters_and_windows_begin_at_verses(tokenizer: Tokeniz
         window = stream.window(verse, 60)
         assert window.shape == (60,)
         assert tokenizer.decode(window.tolist(), skip_special_tokens=False).startswith(words[:20])
+    # A window goes on over the ends of chapters and of the text.
+    texts = [" ".join(verses) + tiny_tokenizer.EOS for verses in VERSES]
+    second, last = (tokenizer.decode(stream.window(verse, 60).tolist(), skip_special_tokens=False) for verse in (1, 3))
+    assert second.startswith(VERSES[0][1] + tiny_tokenizer.EOS + texts[1])
+    assert last.startswith(VERSES[1][1] + tiny_tokenizer.EOS + texts[0])
     eos = tokenizer.token_to_id(tiny_tokenizer.EOS)
     assert stream.ids.tolist() == [i for chapter in chapters() for i in [*tokenizer.encode(chapter.text).ids, eos]]
     assert all(len(stream.window(verse, length)) == length for verse in range(4) for length in (1, 5, 500))
-
-
-def test_a_window_goes_on_over_the_ends_of_chapters_and_of_the_text(tokenizer: Tokenizer) -> None:
-    stream = tiny_tokenizer.TokenStream.of(tokenizer, chapters())
-    texts = [" ".join(verses) + tiny_tokenizer.EOS for verses in VERSES]
-    second = tokenizer.decode(stream.window(1, 60).tolist(), skip_special_tokens=False)
-    assert second.startswith(VERSES[0][1] + tiny_tokenizer.EOS + texts[1])
-    last = tokenizer.decode(stream.window(3, 60).tolist(), skip_special_tokens=False)
-    assert last.startswith(VERSES[1][1] + tiny_tokenizer.EOS + texts[0])
 
 
 def test_batches_are_windows_and_repeat_with_their_seed(tokenizer: Tokenizer) -> None:
