@@ -92,8 +92,8 @@ class SocketLimits:
         Args:
             max_running: requests that can run at once. By default an address may have a connection for each, and one that waits behind it.
         """
-        one = self.max_connections_per_client or max(LEAST_CONNECTIONS, 2 * max_running)
-        return self.max_connections or max(4 * LEAST_CONNECTIONS, 8 * max_running, one), one
+        of_one = self.max_connections_per_client or max(LEAST_CONNECTIONS, 2 * max_running)
+        return self.max_connections or max(4 * LEAST_CONNECTIONS, 8 * max_running, of_one), of_one
 
     def check_priority(self, priority: int) -> None:
         """Raises RequestError where a request is more urgent than it may be."""

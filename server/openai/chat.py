@@ -44,12 +44,12 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     so_far = str(chat.messages[-1]["content"]) if chat.continue_final_message else ""
     takes = takes_long(sum(len(str(message["content"])) for message in chat.messages), options) or use.constrains
 
-    def made() -> tuple[str, tuple[int, ...], tuple[EngineRequest, ...]]:
+    def prepared() -> tuple[str, tuple[int, ...], tuple[EngineRequest, ...]]:
         text, prompt = _encoded(service, chat)
         form = service.chat.reply(text, use, options.format, so_far=so_far)
         return text, prompt, service.requests(header.id, prompt, replace(options, format=form), "messages")
 
-    text, prompt, requests = await off_loop(takes, made)
+    text, prompt, requests = await off_loop(takes, prepared)
     choices = [ChatChoice(index, _parser(body, service, text, so_far), body, prompt, service.tokenizer) for index in range(body.n)]
     live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)
     if body.stream:

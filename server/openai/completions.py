@@ -37,11 +37,11 @@ async def completions(api: Api, body: CompletionRequest, request: Request) -> Re
         options = replace(options, prompt_logprobs=most, prompt_logprobs_field=field)
     header = Header(new_id("cmpl-"), "text_completion", service.now_s(), service.model.name, fingerprint(service), "text_completion")
 
-    def made() -> tuple[list[tuple[int, ...]], list[EngineRequest]]:
+    def prepared() -> tuple[list[tuple[int, ...]], list[EngineRequest]]:
         encoded = [_encoded(service, body, prompt) for prompt in body.prompt]
         return encoded, _requests(service, header.id, encoded, options)
 
-    encoded, requests = await off_loop(takes_long(sum(map(len, body.prompt)), options), made)
+    encoded, requests = await off_loop(takes_long(sum(map(len, body.prompt)), options), prepared)
     prompts = [ids for ids in encoded for _ in range(body.n)]
     choices = [CompletionChoice(index, ids, body, service.tokenizer) for index, ids in enumerate(prompts)]
     live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)

@@ -61,8 +61,8 @@ async def version(_: Api, __: Request) -> Response:
 
 async def flush_cache(api: Api, _: Request) -> Response:
     """Forgets all prefixes; bench tools ask before each run. Running requests go on, and leave nothing behind."""
-    kept = api.service().flush_prefix_cache()
-    return PlainTextResponse("the prefix cache is flushed\n" if kept else "no prefix cache is kept; there was nothing to flush\n")
+    keeps_prefixes = api.service().flush_prefix_cache()
+    return PlainTextResponse("the prefix cache is flushed\n" if keeps_prefixes else "no prefix cache is kept; there was nothing to flush\n")
 
 
 async def model_info(api: Api, _: Request) -> Response:

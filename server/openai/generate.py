@@ -105,15 +105,15 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
     options = _options(params, service, body)
     base = new_id("gen-")
 
-    def made() -> list[EngineRequest]:
+    def prepared() -> list[EngineRequest]:
         encoded = [_encoded(service, prompt, param) for prompt in given]
         _check_start(body, encoded)
-        return [one for index, ids in enumerate(encoded) for one in service.requests(f"{base}-{index}", ids, options, param)]
+        return [request for index, ids in enumerate(encoded) for request in service.requests(f"{base}-{index}", ids, options, param)]
 
-    requests = await off_loop(takes_long(sum(map(len, given)), options), made)
+    requests = await off_loop(takes_long(sum(map(len, given)), options), prepared)
     several = len(requests) > 1 or (isinstance(body.text, tuple) and len(body.text) > 1)
     rids = [rid] if len(requests) == 1 else [f"{rid}-{index}" for index in range(len(requests))]
-    answers = [Answer(index, rids[index], body, one.prompt, service.tokenizer) for index, one in enumerate(requests)]
+    answers = [Answer(index, rids[index], body, engine_request.prompt, service.tokenizer) for index, engine_request in enumerate(requests)]
     live = api.generate(rid, requests, options, client_of(request), streams=body.stream)
     if body.stream:
         return EventStream(live, AnswerFrames(answers, several))
@@ -122,8 +122,8 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
         if end is not None and end.reason == "error":
             raise failure(end)
     check_in_time([answer.end for answer in answers if answer.end is not None])
-    found = [answer.as_object() for answer in answers]
-    return JSONResponse(found if several else found[0])
+    objects = [answer.as_object() for answer in answers]
+    return JSONResponse(objects if several else objects[0])
 
 
 def _prompts(body: GenerateRequest) -> tuple[tuple[Prompt, ...], str]:

@@ -38,10 +38,10 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     streams = bool(create.fields.stream)
     _check_stream_options(fields.get("stream_options", {}), streams)
     owners = Owners(str(request.scope.get(OWNER, "")))
-    kept = keeping(service, create, owners)
+    what_is_kept = keeping(service, create, owners)
     whole_body, response_id = continued(service, create, owners), new_response_id()
     prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, response_id))
-    run = ResponseRun(service, prepared, kept, on_end=lambda: api.live.pop(response_id, None))
+    run = ResponseRun(service, prepared, what_is_kept, on_end=lambda: api.live.pop(response_id, None))
     reader = EventReader(service, MAX_WAITING if streams else None)
     reader.follow(run)
     waits = streams or not create.fields.background

@@ -53,8 +53,7 @@ async def tokenize(api: Api, body: TokenizeRequest, _: Request) -> Response:
     chars = len(body.prompt or "") + sum(len(str(message.content)) for message in body.messages or ())
     tokens = await off_loop(takes_long(chars), lambda: _tokens(service, body))
     texts = [service.tokenizer.token_text(token).text for token in tokens] if body.return_token_strs else None
-    found = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens, "token_strs": texts}
-    return JSONResponse(found)
+    return JSONResponse({"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens, "token_strs": texts})
 
 
 async def detokenize(api: Api, body: DetokenizeRequest, _: Request) -> Response:

@@ -46,12 +46,12 @@ class JsonScanner:
                 self._escaped = False
                 place += 1
                 continue
-            found = _SIGNS.search(text, place)
-            if found is None:
+            sign = _SIGNS.search(text, place)
+            if sign is None:
                 break
-            place = found.end()
+            place = sign.end()
             was_in_string = self.in_string
-            self._sign(found.group())
+            self._sign(sign.group())
             if self.done or self.in_string != was_in_string:
                 return place
         return len(text)
@@ -97,15 +97,15 @@ class JsonReader:
         if self._scanner is not None:
             return self._arguments(text)
         self._text += text
-        found = self._header.match(self._text)
-        if found is None:
+        header = self._header.match(self._text)
+        if header is None:
             return []
         try:
-            name = self._name_of(found["name"])
+            name = self._name_of(header["name"])
         except ValueError:
             return []
         self._scanner = JsonScanner()
-        return [CallBegin(name), *self._arguments(self._text[found.end() :])]
+        return [CallBegin(name), *self._arguments(self._text[header.end() :])]
 
     def finish(self) -> list[CallPart]:
         """See `CallReader`."""
@@ -212,18 +212,18 @@ class TaggedReader:
     def _between(self) -> str | None:
         """What the next tag stands for; None while there is none."""
         if self._name is None:
-            found = self._tags.header.match(self._pending)
-            if found is None or not found["name"].strip():
+            header = self._tags.header.match(self._pending)
+            if header is None or not header["name"].strip():
                 return None
-            self._name = found["name"].strip()
-            self._pending = self._pending[found.end() :]
-        found = self._tags.argument.match(self._pending)
-        if found is None:
+            self._name = header["name"].strip()
+            self._pending = self._pending[header.end() :]
+        argument = self._tags.argument.match(self._pending)
+        if argument is None:
             return None
-        self._pending = self._pending[found.end() :]
-        key = found["key"].strip()
+        self._pending = self._pending[argument.end() :]
+        key = argument["key"].strip()
         self._in_value = self._at_value = True
-        string = found.groupdict().get("string")
+        string = argument.groupdict().get("string")
         # A tag that says that it holds JSON may hold any.
         self._values = Schemas(self._tools.get(self._name)).argument(key) if string is None else Values()
         self._streams = self._values.is_text if string is None else string == "true"
@@ -253,12 +253,12 @@ class TaggedReader:
         """How much at the end may not be part of the value."""
         text = self._pending
         if self._tags.tail_mark and (place := text.find(self._tags.tail_mark)) >= 0:
-            held = len(text) - place
+            undecided = len(text) - place
         else:
-            held = max(marks.partial(text, self._tags.close), marks.partial(text, self._tags.tail_mark) if self._tags.tail_mark else 0)
-        if self._tags.trims and text[: len(text) - held].endswith("\n"):
-            held += 1
-        return held
+            undecided = max(marks.partial(text, self._tags.close), marks.partial(text, self._tags.tail_mark) if self._tags.tail_mark else 0)
+        if self._tags.trims and text[: len(text) - undecided].endswith("\n"):
+            undecided += 1
+        return undecided
 
     def _forgotten(self) -> bool:
         """Whether a call seems to have ended without the closing tag of its last argument."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 def first(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
     """The place of the earliest mark in a text, and the mark; of several that begin there, the longest. None where there is none."""
-    found = [(text.find(mark), -len(mark), mark) for mark in marks]
-    place, _, mark = min((entry for entry in found if entry[0] >= 0), default=(-1, 0, ""))
+    places = [(text.find(mark), -len(mark), mark) for mark in marks]
+    place, _, mark = min((entry for entry in places if entry[0] >= 0), default=(-1, 0, ""))
     return None if place < 0 else (place, mark)
 
 

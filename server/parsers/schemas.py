@@ -77,7 +77,7 @@ class Values:
         if first is None:
             return Values(types)
         common = None if second is None else set(map(_key, second))
-        return Values(types, tuple(one for one in first if type_of(one) in types and (common is None or _key(one) in common)))
+        return Values(types, tuple(option for option in first if type_of(option) in types and (common is None or _key(option) in common)))
 
     def __or__(self, other: Values) -> Values:
         listed = self.options is not None and other.options is not None

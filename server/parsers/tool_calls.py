@@ -153,13 +153,13 @@ class ToolCallParser:
         """The text up to the next mark, and whether there is one."""
         if self._after_mark:
             self._pending = self._pending.lstrip()
-        found = marks.first(self._pending, self._marks)
-        if found is None:
+        first = marks.first(self._pending, self._marks)
+        if first is None:
             end = len(self._pending) if final else marks.certain(self._pending, self._marks)
             text, self._pending = self._pending[:end], self._pending[end:]
             self._after_mark = self._after_mark and not text
             return [text] if text else [], False
-        place, mark = found
+        place, mark = first
         text, self._pending = self._pending[:place].rstrip(), self._pending[place + len(mark) :]
         self._after_mark = True
         if mark == self._form.begin:
@@ -171,8 +171,8 @@ class ToolCallParser:
         end = self._form.end
         place = self._pending.find(end)
         if place < 0:
-            held = 0 if final else marks.partial(self._pending, end)
-            text, self._pending = self._pending[: len(self._pending) - held], self._pending[len(self._pending) - held :]
+            undecided = 0 if final else marks.partial(self._pending, end)
+            text, self._pending = self._pending[: len(self._pending) - undecided], self._pending[len(self._pending) - undecided :]
             parts = self._feed(reader, text)
             return [*parts, *(self._close(reader, "") if final else ())], False
         text, self._pending = self._pending[:place], self._pending[place + len(end) :]

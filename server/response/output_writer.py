@@ -100,10 +100,10 @@ class PartsWriter:
         each = len(pieces) == len(token_ids)
         for piece in pieces:
             reasoned = self._parser.reasoning
-            found = self._parser.push(piece)
-            if reasoned or self._parser.reasoning or any(isinstance(part, Reasoning) for part in found):
+            new = self._parser.push(piece)
+            if reasoned or self._parser.reasoning or any(isinstance(part, Reasoning) for part in new):
                 self.reasoning_tokens += 1 if each else len(token_ids)
-            parts = _joined(parts, found)
+            parts = _joined(parts, new)
         events = [event for part in parts for event in self._part(part)]
         if self._parser.reasoning or isinstance(self._open, FunctionCallItem):
             self._logprobs.clear()

@@ -51,5 +51,5 @@ class Replay:
             raise Refusal("invalid_field.event", param="starting_after", number=number, most=self.next - 1)
         if number + 1 < first:
             raise Refusal("events_expired", param="starting_after", number=number, first=first, least=first - 1, most=self.next - 1)
-        kept = itertools.islice(self._events, max(0, number + 1 - first), None)
-        return [msgspec.json.decode(event) for event in kept]
+        behind = itertools.islice(self._events, max(0, number + 1 - first), None)
+        return [msgspec.json.decode(event) for event in behind]

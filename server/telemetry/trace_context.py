@@ -15,5 +15,5 @@ carrier: ContextVar[Mapping[str, str]] = ContextVar("npucompile_trace_carrier", 
 
 def carried(scope: Mapping[str, Any]) -> dict[str, str]:
     """The headers of an ASGI request that name its trace; those that are too long are left out."""
-    found = {name.lower(): value.decode("latin-1") for name, value in scope["headers"] if name.lower() in HEADERS}
-    return {name.decode(): value for name, value in found.items() if len(value) <= MAX_HEADER_CHARS}
+    headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"] if name.lower() in HEADERS}
+    return {name.decode(): value for name, value in headers.items() if len(value) <= MAX_HEADER_CHARS}

@@ -206,10 +206,3 @@ def test_what_nothing_can_make_is_refused(use, calls, param, words):
         check_choice(use, calls)
     assert caught.value.param == param
     assert words in str(caught.value)
-
-
-def test_tools_that_want_nothing_constrain_nothing():
-    assert not ToolUse((tool("f"),)).constrains
-    assert not ToolUse(TOOLS, "none").constrains
-    assert ToolUse(TOOLS, "none").offered == ()
-    check_choice(ToolUse((tool("f"),)), None)
