@@ -232,11 +232,13 @@ def _write(
     progress: Progress,
     shard_bytes: int,
 ) -> list[MatrixError]:
-    jobs, announced = list(_jobs(checkpoint, matrices, floats)), _Layout(formats.group)
+    jobs = list(_jobs(checkpoint, matrices, floats))
     # What is in a file together: the tensors of a matrix, or one that stays float.
     groups: list[tuple[str, dict[str, torch.Tensor]]] = []
     for job in jobs:
-        groups += [(TYPES[matrix.form], announced.of(matrix, job.dtype)) for matrix in job.matrices]
+        for matrix in job.matrices:
+            tensors = _announced(matrix.shape, job.dtype, matrix.form, matrix.row, formats.group)
+            groups.append((TYPES[matrix.form], {f"{matrix.stem}.{kind}": tensor for kind, tensor in tensors.items()}))
         groups += [("FLOAT", job.announced)] if job.stays else []
     stem = packed.STEM if _is_packed(matrices) else STEM
     writer, sums = ShardWriter(directory, stem, [tensors for _, tensors in groups], shard_bytes), ErrorSums()
@@ -277,20 +279,11 @@ def _write_matrix(
     sums.add(matrix.group_name, matrix.form, change, norm, matrix.nbytes, sum(tensor.nbytes for tensor in tensors.values()))
 
 
-class _Layout:
-    """Shapes and dtypes of what is written of a matrix, found by quantising `meta` tensors; of experts once."""
-
-    def __init__(self, group: int) -> None:
-        def tensors(shape: tuple[int, int], dtype: torch.dtype, form: str, row: bool) -> dict[str, torch.Tensor]:
-            values = torch.empty(shape, dtype=dtype, device="meta")
-            return quantised(values, form, row=row, group=group, activations=Activations(1.0, 0.0)).tensors
-
-        self._tensors = cache(tensors)
-
-    def of(self, matrix: Matrix, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The tensors of a matrix of a model that computes in that dtype."""
-        tensors = self._tensors(matrix.shape, dtype, matrix.form, matrix.row)
-        return {f"{matrix.stem}.{kind}": tensor for kind, tensor in tensors.items()}
+@cache
+def _announced(shape: tuple[int, int], dtype: torch.dtype, form: str, row: bool, group: int) -> Mapping[str, torch.Tensor]:
+    """`meta` tensors of what is written of a matrix of a model that computes in that dtype; of all experts once."""
+    values = torch.empty(shape, dtype=dtype, device="meta")
+    return quantised(values, form, row=row, group=group, activations=Activations(1.0, 0.0)).tensors
 
 
 def _description(types: Mapping[str, str], formats: Formats, matrices: Sequence[Matrix]) -> dict[str, Any]:

@@ -77,9 +77,3 @@ def test_there_are_draft_logits_of_each_draft_and_its_best_token_is_the_draft(im
         if k:
             assert outputs[DRAFT_LOGITS].shape == (traced_step.case.bucket.batch, k, image.small.reference.config.vocab_size)
             assert torch.equal(outputs[DRAFT_LOGITS].argmax(-1).int(), outputs["drafts"])
-
-
-def test_pools_are_named_as_in_the_model(image):
-    names = [leaf.name for leaf in reference(image).leaves(traced(image, "decode").case.bucket)]
-    assert names == [leaf.name for leaf in image.trace.leaves]
-    assert ("state.mtp.k" in names) == (image.small.limits.drafts > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import modelslim, tiny
 
-from npucompile.graphs.errors import NpucompileError, RequestError
+from npucompile.graphs.errors import NpucompileError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.buckets import DecodeRow, PrefillRow
@@ -70,24 +70,6 @@ def test_a_checkpoint_that_is_quantised_is_built_and_served(name, tmp_path):
         ids = [*prompt, *completion.token_ids]
         greedy = modelslim.logits(name, ids[:-1])[len(prompt) - 1 :].argmax(-1)
         assert list(completion.token_ids) == greedy.tolist()
-
-
-def test_drafts_and_log_probabilities_change_no_token(executor):
-    prompts = [[1, 2, 3], [9] * 20, [200, 100]]
-    free, off, single = ([*complete(executor, prompts, GREEDY, 24, NO_STOP, logprobs=2, speculative_tokens=k)] for k in (None, 0, 1))
-    assert [each.token_ids for each in free] == [each.token_ids for each in off] == [each.token_ids for each in single]
-    for each in off:
-        assert each.acceptance_length == 1.0
-        assert each.record.verify_steps == 0
-        assert sum(count for _, count in each.record.decode_steps) == 23
-    assert any(each.acceptance_length > 1 for each in free)
-    assert all(each.acceptance_length <= 2 for each in single)
-    for each in (*free, *off):
-        assert [entry.top[0] for entry in each.logprobs] == [(t, e.logprob) for t, e in zip(each.token_ids, each.logprobs, strict=True)]
-    for mine, its in zip(free, off, strict=True):
-        assert [entry.logprob for entry in mine.logprobs] == pytest.approx([entry.logprob for entry in its.logprobs], abs=1e-4)
-    with pytest.raises(RequestError, match="speculative_tokens is 4; legal is an integer from 0 to 3"):
-        complete(executor, prompts, GREEDY, 4, NO_STOP, speculative_tokens=4)
 
 
 def test_a_stop_token_ends_the_output_and_is_not_in_it(executor):
