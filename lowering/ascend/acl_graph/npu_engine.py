@@ -6,6 +6,7 @@ not run on a machine with CANN (docs/on-hardware.md).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,11 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from .. import package_functions
+from .. import packages
 from .program import AclProgram, Call, Segment, Value, run
 from .updates import Updates
 
-_PACKAGES = {"_C_ascend": ("vllm_ascend.vllm_ascend_C", package_functions.load_vllm_ascend)}
+_PACKAGES = {"_C_ascend": packages.MODULES["vllm-ascend"]}
 """Namespace of operators -> module that registers them, and what loads it (vllm-project/vllm-ascend at 182b75e, csrc/torch_binding.cpp)."""
 CAPTURED_LENGTH = 1
 """Length of every sequence while a graph is captured. The workspace is that of the longest one
@@ -151,9 +152,9 @@ class NpuSegment:
 
 
 def _check_package(namespace: str, operator: str) -> None:
-    module, load = _PACKAGES[namespace]
+    module = _PACKAGES[namespace]
     try:
-        load()
+        importlib.import_module(module)
     except ImportError as error:
         raise LoweringError(
             f"the graph calls {namespace}::{operator} of {module}, which cannot be imported ({error}); install the package, or build"

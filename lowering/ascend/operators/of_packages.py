@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ....graphs.errors import LoweringError
-from ..packages import NAMESPACE
+from ..packages import NAMESPACE, split_widths
 from .checks import FLOATS, INDICES, require, require_shape
 from .node import LegalityRule
 from .record import Kernel, NpuOperator, TorchForm
@@ -150,8 +150,7 @@ def split_qkvzba(
         x: [rows, 2 key_width + 2 value_heads value_width + 2 value_heads], one behind the other.
         key_width, value_width, value_heads: the kernel reads ranges, so these are powers of two.
     """
-    op, values = "split_qkvzba", value_heads * value_width
-    widths = [2 * key_width + values, values, value_heads, value_heads]
+    op, widths = "split_qkvzba", split_widths(key_width, value_width, value_heads)
     require_shape(op, "x", require(op, "x", x, FLOATS, (2,)), (x.shape[0], sum(widths)))
     _require_rows(op, x=x)
     _require_powers(op, key_width=key_width, value_width=value_width, value_heads=value_heads)
