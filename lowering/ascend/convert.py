@@ -1,4 +1,4 @@
-"""Converts one flat body of NPU operators into GE operators with torchair."""
+"""Converts one flat body of NPU operators into GE operators with torchair; writes those of operands and results as torchair does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
 from . import converters, streams
-from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
+from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, messages, parse
 from .inspect_ge import follow_memory
 from .operators.table import COMMUNICATING, IN_PLACE
 from .recorded_values import RecordedValues
@@ -97,6 +97,48 @@ def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
 def shape_of(val: torch.Tensor) -> str:
     """Type and sizes as in `bf16[16,2,256]`."""
     return f"{DTYPE_NAMES.get(val.dtype, str(val.dtype))}[{','.join(map(str, val.shape))}]"
+
+
+def describe(desc: Any, value: torch.Tensor, name: str, device: str = "") -> Any:
+    """Fills an operator's description of an input or output."""
+    desc.name, desc.layout, desc.device_type = name, "ND", device
+    desc.dtype = messages().DataType.Value(GE_DTYPES[value.dtype][0])
+    desc.shape.dim.extend(value.shape)
+    return desc
+
+
+def describe_output(op: Any, value: torch.Tensor, device: str = "") -> None:
+    """Adds the one output of an operator, with the text of its type."""
+    describe(op.output_desc.add(), value, "y", device).attr["_meta"].s = shape_of(value).encode()
+
+
+def name_ports(op: Any) -> None:
+    """Adds the attributes from which GE reads the names of inputs and outputs and their positions."""
+    for side, descs in (("input", op.input_desc), ("output", op.output_desc)):
+        op.attr[f"_{side}_name_key"].list.s.extend(desc.name.encode() for desc in descs)
+        op.attr[f"_{side}_name_value"].list.i.extend(range(len(descs)))
+
+
+def add_data(ops: Any, index: int, name: str, value: torch.Tensor) -> None:
+    """Adds the operator of an operand."""
+    op = ops.add(name=name, type="Data")
+    op.attr["index"].i = index
+    describe(op.input_desc.add(), value, "x", "NPU")
+    describe_output(op, value, "NPU")
+    name_ports(op)
+
+
+def add_outputs(graph: Any, tensors: Sequence[tuple[str, torch.Tensor]], controls: Sequence[str], operands: int) -> None:
+    """Adds the operator of all results, and the attributes of a whole graph, of so many operands."""
+    op = graph.op.add(name="NetOutput", type="NetOutput")
+    for i, (tensor, value) in enumerate(tensors):
+        op.input.append(tensor)
+        describe(op.input_desc.add(), value, f"input{i}")
+    op.input.extend(controls)
+    name_ports(op)
+    graph.attr["_output_dtypes"].list.i.extend(GE_DTYPES[value.dtype][1] for _, value in tensors)
+    graph.attr["_input_placements"].list.i.extend([1] * operands)
+    graph.attr["_executor_type"].i = 1
 
 
 def _operand(name: str, node: fx.Node) -> FakeTensor:

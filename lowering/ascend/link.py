@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import Signature
 from ..artifact import graph_io
 from ..platform import CPU, Platform
-from .convert import Body, Port, convert_body, shape_of
+from .convert import Body, Port, add_data, add_outputs, convert_body, describe, describe_output, name_ports
 from .fold import FOLDED
-from .ge_file import GE_DTYPES, Folded, GeFile, messages
+from .ge_file import Folded, GeFile, messages
 from .options import Operand, drop_later_attributes, graph_options, operand_options
 from .toolchain.harness import Torchair
 
@@ -97,16 +96,18 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
         elif node.op not in ("placeholder", "output"):
             raise LoweringError(f"the main graph has {node.op} {node.name} ({node.target}); legal are calls of bodies and getitem")
     carried = [node for node, carry in builder.written.items() if carry]
-    _net_output(builder, [*_distinct(builder, results), *(builder.values[node] for node in carried)])
+    ports = [*_distinct(builder, results), *(builder.values[node] for node in carried)]
+    add_outputs(builder.model.graph[0], [(port.tensor, port.val) for port in ports], builder.control, len(feeds))
     donations = tuple((len(results) + i, builder.operand[node]) for i, node in enumerate(carried))
-    _attributes(builder, len(feeds))
     drop_later_attributes(builder.ops, platform)
     fixed = len(signature.params) + len(signature.state)
     # Step inputs lie between the state and the derived values.
     fed = [Operand(operands[i].meta["val"], i < fixed or i >= len(placeholders)) for i in feeds]
     return GeFile(
         graph=builder.model.SerializeToString(deterministic=True),
-        options=_options(builder, fed, len(results), {i: o for o, i in donations}, feeds) | graph_options(platform),
+        options=builder.options
+        | operand_options(fed, len(results), {feeds.index(operand): output for output, operand in donations})
+        | graph_options(platform),
         donations=donations,
         bound=tuple(sorted(builder.operand[node] for node, carry in builder.written.items() if not carry)),
         inputs=len(placeholders),
@@ -152,28 +153,10 @@ def _data(builder: _Builder, placeholders: list[fx.Node], used: set[Any]) -> lis
         if name in names:
             raise LoweringError(f"two operands are called {name}")
         names.add(name)
-        op = builder.ops.add(name=name, type="Data")
-        op.attr["index"].i = len(feeds)
-        _describe(op.input_desc.add(), node.meta["val"], "x", "NPU")
-        _describe(op.output_desc.add(), node.meta["val"], "y", "NPU").attr["_meta"].s = shape_of(node.meta["val"]).encode()
-        _normalise(op)
+        add_data(builder.ops, len(feeds), name, node.meta["val"])
         feeds.append(i)
         builder.values[node] = Port(f"{name}:0", node.meta["val"])
     return feeds
-
-
-def _describe(desc: Any, val: torch.Tensor, name: str, device: str = "") -> Any:
-    desc.name, desc.layout, desc.device_type = name, "ND", device
-    desc.dtype = messages().DataType.Value(GE_DTYPES[val.dtype][0])
-    desc.shape.dim.extend(val.shape)
-    return desc
-
-
-def _normalise(op: Any) -> None:
-    """Adds the attributes from which GE reads the names of inputs and outputs and their positions."""
-    for side, descs in (("input", op.input_desc), ("output", op.output_desc)):
-        op.attr[f"_{side}_name_key"].list.s.extend(desc.name.encode() for desc in descs)
-        op.attr[f"_{side}_name_value"].list.i.extend(range(len(descs)))
 
 
 def _bodies(graph: fx.GraphModule, calls: Sequence[fx.Node], ta: Torchair) -> dict[fx.Node, Body]:
@@ -252,36 +235,10 @@ def _distinct(builder: _Builder, results: Sequence[fx.Node]) -> list[Port]:
         if port.tensor in in_use:
             op = builder.ops.add(name=f"result{i}", type="Identity")
             op.input.append(port.tensor)
-            _describe(op.input_desc.add(), port.val, "x")
-            _describe(op.output_desc.add(), port.val, "y").attr["_meta"].s = shape_of(port.val).encode()
-            _normalise(op)
+            describe(op.input_desc.add(), port.val, "x")
+            describe_output(op, port.val)
+            name_ports(op)
             port = Port(f"result{i}:0", port.val)
         in_use.add(port.tensor)
         ports.append(port)
     return ports
-
-
-def _net_output(builder: _Builder, ports: Sequence[Port]) -> None:
-    op = builder.ops.add(name="NetOutput", type="NetOutput")
-    for i, port in enumerate(ports):
-        op.input.append(port.tensor)
-        _describe(op.input_desc.add(), port.val, f"input{i}")
-    op.input.extend(builder.control)
-    _normalise(op)
-    builder.model.graph[0].attr["_output_dtypes"].list.i.extend(GE_DTYPES[port.val.dtype][1] for port in ports)
-
-
-def _attributes(builder: _Builder, data: int) -> None:
-    attr = builder.model.graph[0].attr
-    attr["_input_placements"].list.i.extend([1] * data)
-    attr["_executor_type"].i = 1
-
-
-def _options(builder: _Builder, operands: list[Operand], results: int, carried: Mapping[int, int], feeds: list[int]) -> dict[str, str]:
-    """Compile options: those of the bodies, and those that follow from all operands and results."""
-    options = dict(builder.options)
-    index = {operand: i for i, operand in enumerate(feeds)}
-    options["ge.exec.outputReuseMemIndexes"] = ",".join(map(str, range(results)))
-    if carried:
-        options["ge.exec.outputReuseInputMemIndexes"] = "|".join(f"{index[operand]},{output}" for operand, output in carried.items())
-    return options | operand_options(operands)

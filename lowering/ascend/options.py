@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,9 +87,19 @@ def graph_options(platform: Platform) -> dict[str, str]:
     return {option.name: option.value for option in OPTIONS if option.needs <= features}
 
 
-def operand_options(operands: Sequence[Operand]) -> dict[str, str]:
-    """Options that say something of each operand, by number of its `Data` operator."""
-    return {
+def operand_options(operands: Sequence[Operand], results: int, carried: Mapping[int, int]) -> dict[str, str]:
+    """Options that say something of each operand and result, by number of its `Data` operator and of its output.
+
+    Args:
+        results: number of results, which come before the outputs that carry an operand's new value.
+        carried: operand -> output that is bound to its memory.
+    """
+    options = {
+        "ge.exec.outputReuseMemIndexes": ",".join(map(str, range(results))),
+        "ge.exec.outputReuseInputMemIndexes": "|".join(f"{operand},{output}" for operand, output in carried.items()),
         FROZEN: ",".join(str(int(operand.fixed)) for operand in operands),
         "ge.inputHintShape": ";".join(f"{i}:{list(operand.value.shape)}" for i, operand in enumerate(operands)),
     }
+    if not carried:
+        del options["ge.exec.outputReuseInputMemIndexes"]
+    return options

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
-from .convert import POSITIONAL, shape_of
+from .convert import POSITIONAL, add_data, add_outputs
 from .ge_file import GE_DTYPES, GeFile, messages, parse
 from .inspect_ge import MemoryFlow, follow_memory
+from .options import Operand, operand_options
 
 _NOT_EMPTY = "ge.exec.allTensorNotEmpty"
 
@@ -101,7 +102,7 @@ class WholeGraph:
         model.graph.add().name = "part"
         ops = model.graph[0].op
         for i, tensor in enumerate(operands):
-            _add_data(ops, i, values[tensor])
+            add_data(ops, i, f"operand{i}", values[tensor])
         renamed = {**rewired, **{tensor: f"operand{i}:0" for i, tensor in enumerate(operands)}}
         for name in inner:
             _copy(ops.add(), self.ops[name], renamed, inner)
@@ -109,13 +110,12 @@ class WholeGraph:
         donated = self._donations(inner, operands, flow, ops)
         wanted = self._read_outside(inner, names) if results is None else results
         returned = [t for t in dict.fromkeys(wanted) if t in renamed or (flow.version.get(t, 0) == 0 and t not in donated.values())]
-        _add_output(ops, [*returned, *donated.values()], values, self._controls(inner))
-        options = self._options([values[tensor] for tensor in operands], len(returned), list(donated))
-        _set_attributes(model.graph[0].attr, len(operands), [values[t] for t in (*returned, *donated.values())])
+        outputs = [(tensor, values[tensor]) for tensor in (*returned, *donated.values())]
+        add_outputs(model.graph[0], outputs, self._controls(inner), len(operands))
         ge_file = replace(
             self.ge_file,
             graph=model.SerializeToString(deterministic=True),
-            options=options,
+            options=self._options([values[tensor] for tensor in operands], len(returned), list(donated)),
             donations=tuple((len(returned) + i, operand) for i, operand in enumerate(donated)),
             bound=tuple(sorted(set(flow.writers) - set(donated))),
             inputs=len(operands),
@@ -168,12 +168,8 @@ class WholeGraph:
         options = {key: value for key, value in self.ge_file.options.items() if key not in POSITIONAL}
         if _NOT_EMPTY in options and not all(tensor.numel() for tensor in operands):
             options[_NOT_EMPTY] = "0"
-        options["ge.exec.outputReuseMemIndexes"] = ",".join(map(str, range(results)))
-        if donated:
-            options["ge.exec.outputReuseInputMemIndexes"] = "|".join(f"{operand},{results + i}" for i, operand in enumerate(donated))
-        options["frozenInput"] = ",".join("0" for _ in operands)
-        options["ge.inputHintShape"] = ";".join(f"{i}:{list(tensor.shape)}" for i, tensor in enumerate(operands))
-        return options
+        carried = {operand: results + i for i, operand in enumerate(donated)}
+        return options | operand_options([Operand(tensor, fixed=False) for tensor in operands], results, carried)
 
 
 def _can_be_operand(value: torch.Tensor | None) -> bool:
@@ -195,39 +191,3 @@ def _writing(ops: Any) -> list[Any]:
         new.input[:] = [tensor for tensor in op.input if not tensor.endswith(":-1")]
         bare.append(new)
     return bare
-
-
-def _add_data(ops: Any, index: int, value: torch.Tensor) -> None:
-    op = ops.add(name=f"operand{index}", type="Data")
-    op.attr["index"].i = index
-    _describe(op.input_desc.add(), value, "x", "NPU")
-    _describe(op.output_desc.add(), value, "y", "NPU").attr["_meta"].s = shape_of(value).encode()
-    _name_ports(op)
-
-
-def _add_output(ops: Any, tensors: Sequence[str], values: Mapping[str, torch.Tensor], controls: Sequence[str]) -> None:
-    op = ops.add(name="NetOutput", type="NetOutput")
-    for i, tensor in enumerate(tensors):
-        op.input.append(tensor)
-        _describe(op.input_desc.add(), values[tensor], f"input{i}")
-    op.input.extend(controls)
-    _name_ports(op)
-
-
-def _describe(desc: Any, value: torch.Tensor, name: str, device: str = "") -> Any:
-    desc.name, desc.layout, desc.device_type = name, "ND", device
-    desc.dtype = messages().DataType.Value(GE_DTYPES[value.dtype][0])
-    desc.shape.dim.extend(value.shape)
-    return desc
-
-
-def _name_ports(op: Any) -> None:
-    for side, descs in (("input", op.input_desc), ("output", op.output_desc)):
-        op.attr[f"_{side}_name_key"].list.s.extend(desc.name.encode() for desc in descs)
-        op.attr[f"_{side}_name_value"].list.i.extend(range(len(descs)))
-
-
-def _set_attributes(attr: Any, operands: int, outputs: Sequence[torch.Tensor]) -> None:
-    attr["_input_placements"].list.i.extend([1] * operands)
-    attr["_executor_type"].i = 1
-    attr["_output_dtypes"].list.i.extend(GE_DTYPES[value.dtype][1] for value in outputs)

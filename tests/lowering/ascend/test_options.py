@@ -26,7 +26,9 @@ def test_options_name_their_sources() -> None:
 
 def test_operands_that_lie_where_they_are_are_frozen() -> None:
     operands = [Operand(torch.empty(2, 3, device="meta"), True), Operand(torch.empty(4, device="meta"), False)]
-    assert operand_options(operands) == {"frozenInput": "1,0", "ge.inputHintShape": "0:[2, 3];1:[4]"}
+    options = {"frozenInput": "1,0", "ge.inputHintShape": "0:[2, 3];1:[4]", "ge.exec.outputReuseMemIndexes": "0,1"}
+    assert operand_options(operands, 2, {}) == options
+    assert operand_options(operands, 2, {0: 2}) == options | {"ge.exec.outputReuseInputMemIndexes": "0,2"}
 
 
 @pytest.mark.parametrize("platform, kept", [(CPU, True), (Platform("ascend910_93", "9.0"), True), (Platform("ascend910_93", "8.5"), False)])
