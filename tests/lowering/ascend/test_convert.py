@@ -21,11 +21,6 @@ X, POOL = ((8, 4), gb.BF16), ((16, 4), gb.F32)
 ROWS = (((2, 1), gb.I32), ((2, 4), gb.F32))
 
 
-@pytest.fixture(scope="module")
-def ta(tmp_path_factory):
-    return gb.loaded(tmp_path_factory.mktemp("stubs"))
-
-
 def converted(ta, fn, *shapes) -> Body:
     return convert_body(gb.trace(FakeTensorMode(), fn, shapes), ta, "the_body")
 

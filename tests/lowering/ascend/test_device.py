@@ -20,7 +20,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend import device
 from npucompile.lowering.ascend.ge_file import GeFile, encode, parse
-from npucompile.lowering.ascend.toolchain import harness
 
 GRAPHS, BACKEND = "torchair.ge._ge_graph", "torchair.core._backend"
 CONVERTER = "torchair._ge_concrete_graph.fx2ge_converter"
@@ -65,12 +64,7 @@ def compiled(ge_file, engine, operands):
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    return harness.load(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def runner(loaded):
+def runner(ta):
     """Four operands: one is never read, one is a pool written in place, one is a buffer a dense result is assigned to."""
 
     def step(x, unread, pool, buffer, where):
@@ -85,7 +79,7 @@ def runner(loaded):
         operands = [torch.empty(*shape, device="meta") for shape in ((2, 8), (3,), (4, 8), (2, 8))]
         operands.append(torch.empty(2, 1, dtype=torch.int64, device="meta"))
         traced = make_fx(step)(*operands)
-        return loaded.get_compiler(loaded.CompilerConfig())(traced, operands).runner
+        return ta.get_compiler(ta.CompilerConfig())(traced, operands).runner
 
 
 FEEDS = (0, 2, 3, 4)
@@ -136,7 +130,7 @@ def test_calls_are_those_of_torchairs_own_generated_code(runner, ge_file, operan
     assert ours == theirs
 
 
-def test_the_recorder_has_the_signatures_of_the_real_objects(loaded):
+def test_the_recorder_has_the_signatures_of_the_real_objects(ta):
     real = importlib.import_module(GRAPHS).GeGraph
     for name in ("load", "compile", "run"):
         assert inspect.signature(getattr(Recorder, name)) == inspect.signature(getattr(real, name)), name
@@ -146,8 +140,8 @@ def test_the_recorder_has_the_signatures_of_the_real_objects(loaded):
     assert "def initialize_graph_engine(global_compile_options: Dict = None):" in source
 
 
-def test_the_engine_is_torchairs_own(loaded):
-    engine = device.engine(replace(loaded, cann="pretended"))
+def test_the_engine_is_torchairs_own(ta):
+    engine = device.engine(replace(ta, cann="pretended"))
     converter = importlib.import_module(CONVERTER)
     assert engine.graph is importlib.import_module(GRAPHS).GeGraph
     assert engine.initialize is importlib.import_module(BACKEND).initialize_graph_engine
@@ -158,13 +152,13 @@ def test_the_engine_is_torchairs_own(loaded):
     assert engine.device == "npu"
 
 
-def test_without_cann_nothing_runs(loaded, ge_file, tmp_path):
+def test_without_cann_nothing_runs(ta, ge_file, tmp_path):
     with pytest.raises(LoweringError, match="needs CANN and an NPU"):
-        device.engine(loaded)
+        device.engine(ta)
     path = tmp_path / "one.ge"
     path.write_bytes(encode(ge_file))
     with pytest.raises(LoweringError, match="needs CANN and an NPU"):
-        device.load(path, loaded)
+        device.load(path, ta)
 
 
 def test_results_are_the_programs_and_state_is_assigned(ge_file, operands):
@@ -207,7 +201,7 @@ def test_a_container_of_all_ranks_is_not_run(ge_file):
         device.GeExecutable(shared, recording([]))
 
 
-def test_load_patches_for_the_rank(ge_file, tmp_path, loaded, monkeypatch):
+def test_load_patches_for_the_rank(ge_file, tmp_path, ta, monkeypatch):
     model = parse(ge_file.graph)
     op = model.graph[0].op.add(name="gather", type="HcomAllGather")
     op.attr["group"].s = b"world"
@@ -215,11 +209,11 @@ def test_load_patches_for_the_rank(ge_file, tmp_path, loaded, monkeypatch):
     path.write_bytes(encode(replace(ge_file, graph=model.SerializeToString(), patches=(("gather", "group", "group"),))))
     log: list = []
     monkeypatch.setattr(device, "engine", lambda torchair: recording(log))
-    device.load(path, loaded, 3, {"world": "hccl_world"})
+    device.load(path, ta, 3, {"world": "hccl_world"})
     operators = {op.name: op for op in parse(log[1][1]).graph[0].op}
     assert operators["gather"].attr["group"].s == b"hccl_world"
     with pytest.raises(LoweringError, match="this rank has no group"):
-        device.load(path, loaded)
+        device.load(path, ta)
 
 
 def test_operands_elsewhere_are_refused_before_anything_is_loaded(ge_file, operands):
@@ -263,7 +257,7 @@ def test_operands_that_the_graph_does_not_read_may_be_absent(ge_file, operands):
 
 def test_the_cache_is_asked_by_a_key_of_all_that_was_compiled(ge_file, operands, tmp_path):
     def options(version="8.5", format_number=2, **changes):
-        """What the graph is loaded with, and whether it was compiled."""
+        """What the graph is ta with, and whether it was compiled."""
         log: list = []
 
         def formats(graph, inputs):
@@ -346,10 +340,10 @@ def test_packed_int4_is_tiled_as_the_int8_that_two_of_them_share():
     assert (tiled.dtype, tiled.tolist()) == (torch.int32, weight.tolist())
 
 
-def test_a_weight_is_cast_to_the_format_torchair_knows_as_nz(loaded):
+def test_a_weight_is_cast_to_the_format_torchair_knows_as_nz(ta):
     formats = importlib.import_module("torchair.ge._ge_graph").Format
     assert formats.FORMAT_FRACTAL_NZ.value == device.FRACTAL_NZ
-    assert callable(loaded.torch_npu.npu_format_cast)
+    assert callable(ta.torch_npu.npu_format_cast)
     weight = torch.zeros(2)
     fake = SimpleNamespace(npu_format_cast=lambda tensor, number: (tensor, number))
     assert device.to_nz(fake, weight) == (weight, device.FRACTAL_NZ)

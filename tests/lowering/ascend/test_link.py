@@ -19,17 +19,6 @@ from npucompile.lowering.ascend.ge_file import GROUP, decode, encode, operators,
 from npucompile.lowering.ascend.inspect_ge import census_by_body, check
 from npucompile.lowering.ascend.link import link
 
-
-@pytest.fixture(scope="module")
-def stubs(tmp_path_factory):
-    return tmp_path_factory.mktemp("stubs")
-
-
-@pytest.fixture(scope="module")
-def ta(stubs):
-    return gb.loaded(stubs)
-
-
 X, POOL = ((8, 4), gb.BF16), ((16, 4), gb.F32)
 ROWS, NEW = ((2, 1), gb.I32), ((2, 4), gb.F32)
 
@@ -108,14 +97,14 @@ def test_data_and_outputs_are_as_torchair_writes_them(ta):
 
 
 @pytest.mark.long
-def test_bytes_do_not_depend_on_the_process(ta, stubs, tmp_path):
+def test_bytes_do_not_depend_on_the_process(ta, tmp_path):
     graph, signature = gb.two_kinds(3)
     mine = encode(link(graph, signature, ta))
     assert encode(link(graph, signature, ta)) == mine
     code = (
         f"import pathlib, sys; sys.path.insert(0, {str(Path(gb.__file__).parent)!r})\n"
         "import ge_bodies as gb\n"
-        f"ta = gb.loaded(pathlib.Path({str(stubs)!r}))\n"
+        f"ta = gb.loaded(pathlib.Path({str(tmp_path)!r}))\n"
         "from npucompile.lowering.ascend.link import link\n"
         "from npucompile.lowering.ascend.ge_file import encode\n"
         f"pathlib.Path({str(tmp_path / 'theirs')!r}).write_bytes(encode(link(*gb.two_kinds(3), ta)))\n"

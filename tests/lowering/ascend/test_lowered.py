@@ -24,7 +24,6 @@ from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.fold import FOLDED
 from npucompile.lowering.ascend.lowered import lower
-from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.platform import Platform
 from npucompile.models.variant import PLAIN, Variant
 
@@ -32,12 +31,7 @@ F32 = torch.float32
 TOLERANCE = 2e-4
 GROUPED = Variant(grouped=True)
 HEADS = {"q_heads": 2, "delta_heads": 2}
-pytestmark = pytest.mark.usefixtures("torchair")
-
-
-@pytest.fixture(scope="module")
-def torchair(tmp_path_factory: pytest.TempPathFactory) -> harness.Torchair:
-    return harness.load(tmp_path_factory.mktemp("stubs"))
+pytestmark = pytest.mark.usefixtures("ta")
 
 
 def lowered(partitioned: Partitioned) -> GraphModule:

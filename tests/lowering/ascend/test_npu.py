@@ -16,14 +16,7 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.lowering import device as devices
 from npucompile.lowering.ascend import npu
 from npucompile.lowering.ascend.device import FRACTAL_NZ
-from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.ascend.toolchain.stubs import wheel_path
-
-
-@pytest.fixture(scope="module")
-def stubbed(tmp_path_factory):
-    return harness.load(tmp_path_factory.mktemp("stubs"))
-
 
 ANSWERS = {
     "npu.device_count": 2,
@@ -103,13 +96,13 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(stubbed):
-    return Recorder(stubbed.torch_npu)
+def recorder(ta):
+    return Recorder(ta.torch_npu)
 
 
 @pytest.fixture
-def device(stubbed, recorder):
-    return npu.NpuDevice(replace(stubbed, torch_npu=recorder, cann="a recorder"), 1)
+def device(ta, recorder):
+    return npu.NpuDevice(replace(ta, torch_npu=recorder, cann="a recorder"), 1)
 
 
 def test_it_is_opened_on_its_npu_and_says_what_compiled_graphs_depend_on(device, recorder):
@@ -211,11 +204,11 @@ def test_a_weight_is_cast_to_nz_or_refused(device, recorder):
         device.to_nz(torch.zeros(16, 16, dtype=torch.int8))
 
 
-def test_an_npu_that_is_not_there_is_refused(stubbed, recorder):
+def test_an_npu_that_is_not_there_is_refused(ta, recorder):
     with pytest.raises(LoweringError, match="there is no npu:2: this process sees 2 NPUs; legal is 0 to 1"):
-        npu.NpuDevice(replace(stubbed, torch_npu=recorder, cann="a recorder"), 2)
+        npu.NpuDevice(replace(ta, torch_npu=recorder, cann="a recorder"), 2)
     with pytest.raises(LoweringError, match="needs CANN and an NPU"):
-        npu.NpuDevice(stubbed, 0)
+        npu.NpuDevice(ta, 0)
 
 
 def test_what_is_missing_is_said_in_the_order_in_which_it_is_installed(monkeypatch, tmp_path):

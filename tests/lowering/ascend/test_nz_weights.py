@@ -11,12 +11,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.lowering.ascend.ge_file import GeFile, messages
 from npucompile.lowering.ascend.nz_weights import weight_operands
-from npucompile.lowering.ascend.toolchain import harness
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    return harness.load(tmp_path_factory.mktemp("cache"))
 
 
 def weights_model(*, dim=(64, 32), dtype=27, second_reader="") -> GeFile:
@@ -84,7 +78,7 @@ def test_int8_tiles_are_twice_as_wide():
     assert weight_operands(weights_model(dim=(64, 32), dtype=3)) == (1, 3)
 
 
-def test_real_converters_name_their_weights_so(loaded):
+def test_real_converters_name_their_weights_so(ta):
     def products(x, w, experts, groups):
         split = torch.ops.npu.npu_grouped_matmul(
             [x], [experts], group_list=groups, split_item=2, group_type=0, group_list_type=1, output_dtype=torch.bfloat16
@@ -95,6 +89,6 @@ def test_real_converters_name_their_weights_so(loaded):
         warnings.simplefilter("ignore")
         operands = [torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((16, 64), (32, 64), (4, 64, 32))]
         operands.append(torch.empty(4, dtype=torch.int64, device="meta"))
-        converted = loaded.get_compiler(loaded.CompilerConfig())(make_fx(products)(*operands), operands).runner
+        converted = ta.get_compiler(ta.CompilerConfig())(make_fx(products)(*operands), operands).runner
     operators = GeFile(converted.graph.SerializeToString(), {}, (), (), 4, 2, ())
     assert weight_operands(operators) == (1, 2)

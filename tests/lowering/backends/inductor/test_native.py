@@ -179,14 +179,6 @@ def stored(got, want, write):
 
 
 @pytest.mark.parametrize("case", [case for case in CONVOLUTIONS if case[3] > 1], ids=str)
-def test_the_convolution_is_the_reference(run, case):
-    *rest, read, write, num_computed_tokens = convolution(*case)
-    out, want_pool = ops.causal_conv(*rest, read, write, num_computed_tokens, torch.full_like(num_computed_tokens, case[1]), torch.float32)
-    close(run.conv(*rest, read, write, num_computed_tokens), out)
-    stored(rest[2], want_pool, write)
-
-
-@pytest.mark.parametrize("case", [case for case in CONVOLUTIONS if case[3] > 1], ids=str)
 def test_a_convolution_of_bfloat16_is_that_of_the_same_numbers_rounded(run, case):
     x, weight, pool, read, write, num_computed_tokens = convolution(*case)
     halves = x.bfloat16(), weight.bfloat16(), pool.bfloat16()
@@ -194,24 +186,6 @@ def test_a_convolution_of_bfloat16_is_that_of_the_same_numbers_rounded(run, case
     want = run.conv(*wide, read, write, num_computed_tokens).bfloat16()
     assert torch.equal(run.conv(*halves, read, write, num_computed_tokens), want)
     assert torch.equal(halves[2].view(torch.int16), wide[2].bfloat16().view(torch.int16))
-
-
-@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
-def test_the_convolution_is_the_same_alone_and_token_by_token(run, case):
-    x, weight, pool, read, write, num_computed_tokens = convolution(*case)
-    together, windows = run.conv(x, weight, whole := pool.clone(), read, write, num_computed_tokens), whole
-    for b in range(case[0]):
-        row, own = slice(b, b + 1), pool.clone()
-        assert torch.equal(run.conv(x[row], weight, own, read[row], write[row], num_computed_tokens[row]), together[row])
-        at = read[row]
-        for t in range(case[1]):
-            token = slice(t, t + 1)
-            single = run.conv(x[row, token], weight, pool, at, write[row, token], num_computed_tokens[row] + t)
-            assert torch.equal(single, together[row, token])
-            at = write[row, t]
-        used = write[b].long()
-        assert torch.equal(own[used], windows[used])
-        assert torch.equal(pool[used], windows[used])
 
 
 def rule(B, Q, Hk, H, Dk, Dv, num_computed_tokens):
@@ -229,12 +203,41 @@ RULES = [
 """Sizes B, Q, Hk, H, Dk, Dv and num_computed_tokens; the last uses a second thread."""
 
 
-@pytest.mark.parametrize("case", RULES, ids=str)
-def test_the_delta_rule_is_the_reference(run, case):
-    *rest, read, write, num_computed_tokens = rule(*case)
-    out, want_pool = ops.gated_delta(*rest, read, write, num_computed_tokens, torch.full_like(num_computed_tokens, case[1]))
-    close(run.delta(*rest, read, write, num_computed_tokens), out)
-    stored(rest[5], want_pool, write)
+STATEFUL = [*(("conv", case) for case in CONVOLUTIONS), *(("delta", case) for case in RULES)]
+MAKERS = {"conv": (convolution, 1, ops.causal_conv, (F32,)), "delta": (rule, 5, ops.gated_delta, ())}
+"""Operands, how many of them are of tokens, the primitive, and what it takes besides."""
+
+
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, case in STATEFUL if kind == "delta" or case[3] > 1], ids=str)
+def test_kernels_of_states_are_their_references(run, kind, case):
+    make, _, primitive, more = MAKERS[kind]
+    *operands, read, write, begins = make(*case)
+    out, want_pool = primitive(*operands, read, write, begins, torch.full_like(begins, case[1]), *more)
+    close(getattr(run, kind)(*operands, read, write, begins), out)
+    stored(operands[-1], want_pool, write)
+
+
+@pytest.mark.parametrize(("kind", "case"), STATEFUL, ids=str)
+def test_kernels_of_states_are_the_same_alone_and_token_by_token(run, kind, case):
+    make, count, *_ = MAKERS[kind]
+    *operands, pool, read, write, begins = make(*case)
+    tokens, fixed, kernel = operands[:count], operands[count:], getattr(run, kind)
+    together = kernel(*operands, states := pool.clone(), read, write, begins)
+    with run.threads(2):
+        assert torch.equal(kernel(*operands, again := pool.clone(), read, write, begins), together)
+    assert torch.equal(again.view(I32), states.view(I32))
+    for b in range(case[0]):
+        row, own = slice(b, b + 1), pool.clone()
+        assert torch.equal(kernel(*(x[row] for x in tokens), *fixed, own, read[row], write[row], begins[row]), together[row])
+        at = read[row]
+        for t in range(case[1]):
+            token = slice(t, t + 1)
+            single = kernel(*(x[row, token] for x in tokens), *fixed, pool, at, write[row, token], begins[row] + t)
+            assert torch.equal(single, together[row, token])
+            at = write[row, t]
+        used = write[b].long()
+        assert torch.equal(own[used], states[used])
+        assert torch.equal(pool[used], states[used])
 
 
 @pytest.mark.parametrize("case", RULES, ids=str)
@@ -244,27 +247,6 @@ def test_the_delta_rule_of_bfloat16_is_that_of_the_same_numbers_rounded(run, cas
     want = run.delta(*(half.float() for half in halves), g, beta, pool, *slots).bfloat16()
     assert torch.equal(run.delta(*halves, g, beta, states, *slots), want)
     assert torch.equal(states.view(I32), pool.view(I32))
-
-
-@pytest.mark.parametrize("case", RULES, ids=str)
-def test_the_delta_rule_is_the_same_alone_and_token_by_token(run, case):
-    *tokens, pool, read, write, num_computed_tokens = rule(*case)
-    together, states = run.delta(*tokens, whole := pool.clone(), read, write, num_computed_tokens), whole
-    with run.threads(2):
-        assert torch.equal(run.delta(*tokens, again := pool.clone(), read, write, num_computed_tokens), together)
-    assert torch.equal(again.view(I32), states.view(I32))
-    for b in range(case[0]):
-        row, own = slice(b, b + 1), pool.clone()
-        assert torch.equal(run.delta(*(x[row] for x in tokens), own, read[row], write[row], num_computed_tokens[row]), together[row])
-        at = read[row]
-        for t in range(case[1]):
-            token = slice(t, t + 1)
-            single = run.delta(*(x[row, token] for x in tokens), pool, at, write[row, token], num_computed_tokens[row] + t)
-            assert torch.equal(single, together[row, token])
-            at = write[row, t]
-        used = write[b].long()
-        assert torch.equal(own[used], states[used])
-        assert torch.equal(pool[used], states[used])
 
 
 def blanked(tensors, query_lens):
