@@ -56,7 +56,10 @@ def split_widths(key_width: int, value_width: int, value_heads: int) -> tuple[in
 def _found(path: str) -> Any:
     """A function of a package; imports its module when it is called first, which `load` has imported before."""
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    package, _, inner = module.partition(".")
+    if package == "vllm_ascend":
+        return getattr(importlib.import_module(f"vllm_ascend.{inner}"), name)
+    return getattr(importlib.import_module(f"sgl_kernel_npu.{inner}"), name)
 
 
 _TRITON = "vllm_ascend.ops.triton"
@@ -281,8 +284,11 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
 
 # vllm_ascend/utils.py of vllm-project/vllm-ascend@182b75e (enable_custom_op); python/sgl_kernel_npu/sgl_kernel_npu/__init__.py of
 # sgl-project/sgl-kernel-npu@f425bdf.
-MODULES: Mapping[str, str] = {"vllm-ascend": "vllm_ascend.vllm_ascend_C", "sgl-kernel-npu": "sgl_kernel_npu"}
-"""Package -> the module whose import registers its operators."""
+LOAD: Mapping[str, Callable[[], Any]] = {
+    "vllm-ascend": lambda: importlib.import_module("vllm_ascend.vllm_ascend_C"),
+    "sgl-kernel-npu": lambda: importlib.import_module("sgl_kernel_npu"),
+}
+"""Package -> imports the module that registers its operators."""
 
 _LIBRARIES: dict[str, torch.library.Library] = {}
 
@@ -313,8 +319,7 @@ def load(packages: Iterable[str]) -> None:
     packages, reasons = tuple(packages), []
     for package in packages:
         try:
-            if package in MODULES:
-                importlib.import_module(MODULES[package])
+            LOAD.get(package, lambda: None)()
         except (ImportError, OSError) as error:
             reasons.append(f"{package} cannot be imported: {error}")
     # Behind the imports, which define the packages' own operators.

@@ -6,7 +6,6 @@ not run on a machine with CANN (docs/on-hardware.md).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from .. import packages
 from .program import AclProgram, Call, Segment, Value, run
 from .updates import Updates
 
-_PACKAGES = {"_C_ascend": packages.MODULES["vllm-ascend"]}
+_PACKAGES = {"_C_ascend": ("vllm_ascend.vllm_ascend_C", packages.LOAD["vllm-ascend"])}
 """Namespace of operators -> module that registers them, and what loads it (vllm-project/vllm-ascend at 182b75e, csrc/torch_binding.cpp)."""
 CAPTURED_LENGTH = 1
 """Length of every sequence while a graph is captured. The workspace is that of the longest one
@@ -152,9 +151,9 @@ class NpuSegment:
 
 
 def _check_package(namespace: str, operator: str) -> None:
-    module = _PACKAGES[namespace]
+    module, load = _PACKAGES[namespace]
     try:
-        importlib.import_module(module)
+        load()
     except ImportError as error:
         raise LoweringError(
             f"the graph calls {namespace}::{operator} of {module}, which cannot be imported ({error}); install the package, or build"
