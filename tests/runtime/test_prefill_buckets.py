@@ -106,6 +106,16 @@ def test_a_short_prompt_takes_small_steps_where_tokens_cost_and_one_where_weight
     assert [q_len(left, 1100) for left in (32, 33)] == [32, 512]
 
 
+def test_large_steps_come_before_small_ones() -> None:
+    buckets = (SMALL, LARGE, Bucket("prefill", 1, 128))
+    costs = {SMALL: 30.0, LARGE: 900.0, buckets[2]: 100.0}
+    left, chunks = 150, []
+    while left > 0:
+        chunks.append(choose_prefill(buckets, [[left]], costs.__getitem__).q_len)
+        left -= chunks[-1]
+    assert chunks == [128, 32]
+
+
 def test_prompts_that_take_small_steps_share_them() -> None:
     buckets = (SMALL, LARGE, EIGHT)
 

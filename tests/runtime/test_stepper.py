@@ -278,18 +278,6 @@ def test_greedy_needs_no_randomness_and_seeds_matter():
     assert tokens(seed=None, temperature=1.0) != tokens(seed=None, temperature=1.0)
 
 
-def test_each_request_has_its_own_number_of_drafts():
-    served = toy.serving(toy.limits_of(4, 40, 8, 32, 3), right=1.0)
-    requests = [ask(f"r{i}", (i, 5), 13, speculative_tokens=most) for i, most in enumerate([0, 1, 2, None])]
-    sinks = [served.submit(request) for request in requests]
-    served.drain()
-    assert [sink.tokens for sink in sinks] == [toy.reference_run(request, 32).tokens for request in requests]
-    assert [sink.end.record.acceptance_length for sink in sinks] == [None, 2.0, 3.0, 4.0]
-    assert [dict(sink.end.record.decode_steps).get("decode-b4-q4", 0) > 0 for sink in sinks] == [True] * 4
-    # With all drafts right, a step gives one token more than it verifies.
-    assert [sum(dict(sink.end.record.decode_steps).values()) for sink in sinks] == [12, 6, 4, 3]
-
-
 # Running ahead.
 
 

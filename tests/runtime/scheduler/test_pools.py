@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from npucompile.runtime.scheduler.pools import Keeper, OwnershipError, PagePool, Pool, RequestSlotPool, StateSlotPool
+from npucompile.runtime.scheduler.pools import Keeper, OwnershipError, PagePool, Pool, StateSlotPool
 
 SIZE = 9
 
@@ -128,17 +128,6 @@ def test_slot_groups():
         pool.allocate_group("c")
     pool.free("a")
     assert sorted(pool.allocate_group("c")) == sorted(first)
-    pool.check()
-
-
-def test_a_request_has_one_request_slot():
-    pool = RequestSlotPool(3)
-    assert {*pool.allocate_group("a"), *pool.allocate_group("b")} == {1, 2}
-    with pytest.raises(OwnershipError, match=r"'a' asks for a group of request slots; it already holds \["):
-        pool.allocate_group("a")
-    with pytest.raises(OwnershipError, match="asks for 1 request slots; legal is 0 to the 0"):
-        pool.allocate_group("c")
-    assert pool.free("a") == 1
     pool.check()
 
 

@@ -8,18 +8,6 @@ from npucompile.runtime.scheduler.request_state import RequestState
 REQUEST = Request("r", (10, 11, 12), max_tokens=3, stop_token_ids=frozenset({7}))
 
 
-def test_output_ends_at_the_first_reason():
-    live = RequestState(REQUEST, 0, 0.0)
-    assert live.clip_output((1, 2), 100) == ((1, 2), None)
-    assert live.clip_output((1, 2, 3, 4), 100) == ((1, 2, 3), "length")
-    assert live.clip_output((1, 7, 3), 100) == ((1, 7), "stop")
-    # A stop token in the last place is a stop.
-    assert live.clip_output((1, 2, 7), 100) == ((1, 2, 7), "stop")
-    # The context holds five tokens, three are the prompt.
-    assert live.clip_output((1, 2, 3), 5) == ((1, 2), "length")
-    assert live._replace(output_token_ids=(1, 2)).clip_output((4,), 100) == ((4,), "length")
-
-
 def test_accepted_drafts_are_recorded_by_place():
     live = RequestState(REQUEST, 0, 0.0, num_computed_tokens=3, decoding=True, record=ExecutionRecord(accepted_per_position=(0, 0, 0)))
     for count, drafted in ((4, 3), (1, 3), (2, 2), (1, 0)):
