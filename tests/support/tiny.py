@@ -39,7 +39,6 @@ from npucompile.runtime.executor import Executor, Inputs, Outputs, Pending
 from npucompile.tools.agreement.pools import is_request_slots
 from npucompile.tools.build import driver, pool, stages, targets
 from npucompile.tools.build.plan import Options, Plan, plan
-from npucompile.tools.build.settings import place
 from npucompile.tools.cli import main
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
@@ -213,10 +212,8 @@ class Stub(Backend):
         module.BACKEND = self  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(backend_table, "backend_names", lambda: names)
-        monkeypatch.setitem(vars(place.BACKEND), "legal", (*place.BACKEND.legal, self.name))
         here = targets.target("cpu")
         monkeypatch.setitem(targets._TARGETS, "cpu", replace(here, backends=(*here.backends, self.name)))
-        monkeypatch.setitem(vars(place.BACKEND), "legal", (*place.BACKEND.legal, self.name))
         return self
 
     def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
