@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ...graphs.errors import LoweringError
 from ..backend import Backend
+from ..platform import CPU, Platform
 from .toolchain import harness
 from .toolchain.stubs import cann
+
+if TYPE_CHECKING:
+    from ...graphs.spmd.partition import Partitioned
+    from ..lower import Lowered
 
 
 class NpuBackend(Backend):
     """Files name operators and no processor: what is built on x86-64 opens on aarch64.
+
+    Modules of torch_npu are loaded by `prepare`, not when the backend is imported.
 
     Attributes:
         graph: what a file of the backend holds, in the words of a message.
@@ -20,6 +29,34 @@ class NpuBackend(Backend):
     graph: str
     host_bound = False
     build_only = tuple(name for name in harness.DISTRIBUTIONS if name != "torch_npu")
+
+    def __init__(self) -> None:
+        self._loaded: harness.Torchair | None = None
+
+    def prepare(self, cache_dir: Path) -> None:
+        """Loads torchair, which registers operators and converts graphs; without CANN, over stub libraries cached in `cache_dir`.
+
+        Raises:
+            LoweringError: saying what is missing and how to install it.
+        """
+        self._loaded = harness.load(cache_dir)
+
+    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
+        """Lowers to bodies of NPU operators, each kind of layer once."""
+        from .lowered import lower
+
+        self.torchair()
+        return lower(partitioned, platform, self.name)
+
+    def torchair(self) -> harness.Torchair:
+        """What `prepare` loaded.
+
+        Raises:
+            LoweringError: it was not called.
+        """
+        if self._loaded is None:
+            raise LoweringError(f"backend {self.name} is not prepared in this process; call its `prepare` before it lowers or compiles")
+        return self._loaded
 
     def options(self, threads: int) -> Mapping[str, Any]:
         """The sources that make and check executables."""

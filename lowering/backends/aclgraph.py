@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...graphs.errors import LoweringError
 from ..ascend.npu_backend import NpuBackend
-from ..ascend.toolchain import harness
 from ..backend import Compiled
 from ..platform import CPU, Platform
 
@@ -15,39 +13,17 @@ if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
     from ..lower import Lowered
 
-NAME = "aclgraph"
-
 
 class AclGraph(NpuBackend):
-    """Makes flat graphs of torch operators. Modules of torch_npu are loaded by `prepare`, not when this file is imported.
+    """Makes flat graphs of torch operators.
 
     A file names operators and no processor: what is built on x86-64 opens on aarch64. Decode buckets are captured when they are opened;
     prefill, whose operators run longer than their launch takes, is launched operator by operator.
     """
 
-    name = NAME
+    name = "aclgraph"
     suffix = "aclgraph"
     graph = "a captured graph"
-
-    def __init__(self) -> None:
-        self._prepared = False
-
-    def prepare(self, cache_dir: Path) -> None:
-        """Loads torch_npu and torchair, which register the operators; without CANN, over stub libraries that are cached in `cache_dir`.
-
-        Raises:
-            LoweringError: saying what is missing and how to install it.
-        """
-        harness.load(cache_dir)
-        self._prepared = True
-
-    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
-        """Lowers to bodies of NPU operators, each kind of layer once."""
-        from ..ascend.lowered import lower
-
-        if not self._prepared:
-            raise LoweringError(f"backend {NAME} is not prepared in this process; call its `prepare` before it lowers or compiles")
-        return lower(partitioned, platform, NAME)
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
         """One flat graph for all ranks, in the format of lowering/ascend/acl_graph/file.py."""

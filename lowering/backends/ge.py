@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...graphs.errors import LoweringError
 from ..ascend.npu_backend import NpuBackend
-from ..ascend.toolchain import harness
 from ..backend import Compiled
 from ..platform import CPU, Platform
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Ge(NpuBackend):
-    """Converts graphs with torchair. Modules of torch_npu are loaded by `prepare`, not when this file is imported.
+    """Converts graphs with torchair.
 
     A GE graph names operators and no processor: what is built on x86-64 opens on aarch64. torchair of the same torch_npu must load it,
     with the torch of that release; the packages that torchair used to convert it are done with.
@@ -27,31 +25,13 @@ class Ge(NpuBackend):
     suffix = "ge"
     graph = "a GE graph"
 
-    def __init__(self) -> None:
-        self._loaded: harness.Torchair | None = None
-
-    def prepare(self, cache_dir: Path) -> None:
-        """Loads torchair; without CANN, over stub libraries that are cached in `cache_dir`.
-
-        Raises:
-            LoweringError: saying what is missing and how to install it.
-        """
-        self._loaded = harness.load(cache_dir)
-
-    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
-        """Lowers to bodies of NPU operators, each kind of layer once."""
-        from ..ascend.lowered import lower
-
-        self._torchair()
-        return lower(partitioned, platform)
-
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
         """Converts to one GE graph for all ranks, in the format of lowering/ascend/ge_file.py."""
         from ..ascend import inspect_ge
         from ..ascend.ge_file import encode
         from ..ascend.link import link
 
-        ge_file = link(lowered.graph, lowered.signature, self._torchair(), platform=lowered.platform)
+        ge_file = link(lowered.graph, lowered.signature, self.torchair(), platform=lowered.platform)
         return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
@@ -75,11 +55,6 @@ class Ge(NpuBackend):
         if platform.chip:
             legality.prove(ge_file, platform, sizes=legality.has_kernels(partitioned.signature.params))
         graphs.cache_clear()
-
-    def _torchair(self) -> harness.Torchair:
-        if self._loaded is None:
-            raise LoweringError("backend ge is not prepared in this process; call its `prepare` before it lowers or compiles")
-        return self._loaded
 
 
 BACKEND = Ge()

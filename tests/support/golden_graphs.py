@@ -16,7 +16,7 @@ from support import ranks, tiny
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.ascend.acl_graph import inspect_acl
 from npucompile.lowering.ascend.acl_graph.file import decode as acl_decode
-from npucompile.lowering.ascend.cost.estimate import estimate, estimate_captured
+from npucompile.lowering.ascend.cost.estimate import estimate
 from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.ascend.ge_file import decode, parse
 from npucompile.lowering.ascend.inspect_ge import census
@@ -142,13 +142,13 @@ def _analyses(of: Plan, data: bytes) -> dict[str, bytes]:
     speeds = parameters(of.platform.chip)
     if of.backend == "ge":
         ge_file = decode(data)
-        cost = estimate(ge_file, speeds, of.mesh, CONTEXT)
+        cost = estimate(ge_file, speeds, of.mesh, CONTEXT, of.platform)
         counts = census(ge_file.graph)
         started = [op.name for op in launches(parse(ge_file.graph).graph[0].op)]
         legality = [_legality(check.examine(ge_file, platform), platform) for platform in platforms(of.platform)]
     else:
         acl_file = acl_decode(data)
-        cost = estimate_captured(acl_file, speeds, of.mesh, CONTEXT, of.platform)
+        cost = estimate(acl_file, speeds, of.mesh, CONTEXT, of.platform)
         counts = inspect_acl.census(acl_file)
         started = [name for names in inspect_acl.launches_by_body(acl_file).values() for name in names]
         legality = [_legality(check.examine(acl_file, platform), platform) for platform in platforms(of.platform)]

@@ -8,8 +8,7 @@ from typing import Any
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
-from ...lowering.ascend.acl_graph.file import AclFile
-from ...lowering.ascend.cost.estimate import OperatorCost, StepCost, estimate, estimate_captured
+from ...lowering.ascend.cost.estimate import OperatorCost, StepCost, estimate
 from ...lowering.ascend.cost.parameters import parameters, sources
 from ...lowering.ascend.cost.timing import CAUSES
 from ...lowering.ascend.shipped import shipped_graph
@@ -38,10 +37,8 @@ def step_cost(artifact: Artifact, entry: GraphEntry, context: int | None = None)
     most = manifest.limits.max_model_len
     if context is not None and not 0 < context <= most:
         raise SpecError(f"--context is {context}; legal is 1 to {most}, the longest request that the artifact serves")
-    speeds, mesh, cached = parameters(chip_of(manifest)), Mesh.parse(manifest.mesh), context or most // 2
-    if isinstance(graph, AclFile):
-        return estimate_captured(graph, speeds, mesh, cached, Platform.of(manifest.platform))
-    return estimate(graph, speeds, mesh, cached)
+    speeds, platform = parameters(chip_of(manifest)), Platform.of(manifest.platform)
+    return estimate(graph, speeds, Mesh.parse(manifest.mesh), context or most // 2, platform)
 
 
 def chip_of(manifest: Manifest) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,10 @@ from ..legality.nodes import OPERAND, STRUCTURE, Nodes, nodes_of
 from ..operators.node import Node
 from ..operators.table import IN_PLACE, VIEWS
 from ..operators.work import Facts, Rows
-from .experts import routed_rows
 from .parameters import Parameters
 from .schedule import Task, schedule, total
 from .timing import CAUSES, Topology, duration
-from .work import works_of
+from .work import routed_rows, works_of
 
 _MS = 1e3
 _GROUPS = ("group_list", "group_index")
@@ -119,42 +119,29 @@ class StepCost:
         }
 
 
-def estimate(ge_file: GeFile, speeds: Parameters, mesh: Mesh, context: int) -> StepCost:
+def estimate(graph: GeFile | AclFile, speeds: Parameters, mesh: Mesh, context: int, platform: Platform) -> StepCost:
     """The cost of one step.
 
+    Of a captured graph whose operators are launched one by one it is the device's time: the host may take longer to launch them.
+
     Args:
-        ge_file: of all ranks.
+        graph: of all ranks.
         speeds: of the chip.
         mesh: the ranks.
         context: cached tokens of each request; attention reads so many, or as many as its page table holds.
-
-    Raises:
-        LoweringError: the type of a tensor cannot be told, or an operator communicates over a group that the mesh does not have.
-    """
-    read = nodes_of(ge_file, Platform())
-    topology, started = Topology.of(mesh, speeds.npus_per_node), launches(read.nodes)
-    waits = _waits(read.nodes, {node.name: i for i, node in enumerate(started)})
-    return _step(started, _facts(read, speeds, topology, context), speeds, topology, [waits[node.name] for node in started])
-
-
-def estimate_captured(acl_file: AclFile, speeds: Parameters, mesh: Mesh, context: int, platform: Platform) -> StepCost:
-    """The cost of one step of a graph of torch operators, which run one after the other.
-
-    Of a graph whose operators are launched one by one it is the device's time: the host may take longer to launch them.
-
-    Args:
-        acl_file: of all ranks.
-        speeds, mesh, context: as of `estimate`.
         platform: that the graph was lowered for.
 
     Raises:
-        LoweringError: an operator is not known, or communicates over a group that the mesh does not have.
+        LoweringError: the type of a tensor cannot be told, an operator is not known, or it communicates over a group that the mesh does
+            not have.
     """
-    read, topology = nodes_of(acl_file, platform), Topology.of(mesh, speeds.npus_per_node)
-    started = [node for node in read.nodes if node.type not in STRUCTURE]
-    if unknown := next((node for node in started if not node.called), None):
+    read, topology = nodes_of(graph, platform), Topology.of(mesh, speeds.npus_per_node)
+    # GE computes once what depends on constants alone; a captured graph launches all that it has.
+    started = launches(read.nodes) if isinstance(graph, GeFile) else [node for node in read.nodes if node.type not in STRUCTURE]
+    if unknown := next((node for node in started if isinstance(graph, AclFile) and not node.called), None):
         raise LoweringError(f"{unknown.name} ({unknown.type}): nothing is known of this operator; legal are those of the table of legality")
-    return _step(started, _facts(read, speeds, topology, context), speeds, topology, [()] * len(started))
+    waits = _waits(read.nodes, {node.name: i for i, node in enumerate(started)})
+    return _step(started, _facts(read, speeds, topology, context), speeds, topology, [waits[node.name] for node in started])
 
 
 def _step(started: Sequence[Node], facts: Facts, speeds: Parameters, topology: Topology, waits: Sequence[tuple[int, ...]]) -> StepCost:
@@ -169,7 +156,7 @@ def _step(started: Sequence[Node], facts: Facts, speeds: Parameters, topology: T
             follows = (firsts[number] + stage - 1,) if stage else after
             tasks.append(Task(duration(work, speeds, topology), follows, started[number].stream))
     timeline = schedule(tasks)
-    exposed = tuple(_summed(timeline.exposed[begin:end]) for begin, end in itertools.pairwise(firsts))
+    exposed = tuple(total(timeline.exposed[begin:end]) for begin, end in itertools.pairwise(firsts))
     moved = [sum(work.hbm_bytes + work.streamed_bytes for work in each) for each in works]
     sent = [sum(work.sent_bytes for work in each) for each in works]
     parts = total(timeline.exposed)
@@ -180,20 +167,12 @@ def _step(started: Sequence[Node], facts: Facts, speeds: Parameters, topology: T
         parts_ms={cause: seconds * _MS for cause, seconds in parts.items()},
         operators=_grouped(started, moved, sent, exposed),
         launches=len(started),
-        bodies=_bodies(started),
+        bodies=dict(Counter(map(kind_of, dict.fromkeys(body_of(op.name) for op in started)))),
         hbm_bytes=sum(moved),
         sent_bytes=sum(sent),
         context=facts.context,
         chip=speeds.chip,
     )
-
-
-def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for part in parts:
-        for cause, seconds in part.items():
-            sums[cause] = sums.get(cause, 0.0) + seconds
-    return sums
 
 
 def _facts(read: Nodes, speeds: Parameters, topology: Topology, context: int) -> Facts:
@@ -258,11 +237,3 @@ def _grouped(
         )
         for (kind, op_type), members in groups.items()
     )
-
-
-def _bodies(started: Sequence[Node]) -> dict[str, int]:
-    bodies: dict[str, None] = dict.fromkeys(body_of(op.name) for op in started)
-    counts: dict[str, int] = {}
-    for body in bodies:
-        counts[kind_of(body)] = counts.get(kind_of(body), 0) + 1
-    return counts

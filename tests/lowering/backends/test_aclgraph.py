@@ -75,7 +75,7 @@ def test_a_file_with_other_collectives_is_refused(prepared: Any, tmp_path: Path)
 
 
 def test_a_process_that_is_not_prepared_says_what_to_call(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "_prepared", False)
+    monkeypatch.setattr(prepared, "_loaded", None)
     with pytest.raises(LoweringError, match=r"backend aclgraph is not prepared in this process; call its `prepare`"):
         prepared.lower(split("tp=2"))
 

@@ -15,7 +15,7 @@ from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.ascend.acl_graph import inspect_acl
 from npucompile.lowering.ascend.acl_graph.file import AclFile, graph_of
 from npucompile.lowering.ascend.acl_graph.make import acl_file
-from npucompile.lowering.ascend.cost.estimate import StepCost, estimate, estimate_captured
+from npucompile.lowering.ascend.cost.estimate import StepCost, estimate
 from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.ascend.cost.timing import CAUSES
 from npucompile.lowering.ascend.ge_file import GeFile, parse
@@ -51,7 +51,7 @@ def graph(tmp_path_factory):
 
 
 def cost(ge_file: GeFile, *, speeds=A3, mesh: Mesh = MESH, context: int = 16) -> StepCost:
-    return estimate(ge_file, speeds, mesh, context)
+    return estimate(ge_file, speeds, mesh, context, STOCK)
 
 
 def edited(ge_file: GeFile, edit) -> GeFile:
@@ -149,7 +149,7 @@ def test_a_stream_beside_the_experts_exchange_hides_it(graph):
 def test_a_captured_graph_moves_and_sends_the_same(graph):
     """It has one stream, so that its exchanges hide behind nothing; layers and operators are otherwise the same."""
     ge, file = cost(graph(2, "ge", STOCK)), graph(2, "aclgraph", STOCK)
-    captured = estimate_captured(file, A3, MESH, 16, STOCK)
+    captured = estimate(file, A3, MESH, 16, STOCK)
     assert captured.launches == len(inspect_acl.launches(graph_of(file).graph.nodes))
     assert captured.hbm_bytes == pytest.approx(ge.hbm_bytes, rel=0.05)
     assert captured.sent_bytes == pytest.approx(ge.sent_bytes, rel=0.01)
@@ -174,7 +174,7 @@ def test_an_operator_that_computes_and_communicates_has_stages_of_both(tmp_path)
     order = sorted(shapes, key=lambda name: ("params", "state", "inputs").index(name.partition("_")[0]))
     names = [name.partition("_")[2] for name in order]
     file, _ = ag.of_body(lambda *operands: fused(**dict(zip(names, operands, strict=True))), **{name: shapes[name] for name in order})
-    cost = estimate_captured(file, A3, MESH, 16, PACKAGES)
+    cost = estimate(file, A3, MESH, 16, PACKAGES)
     (operator,) = cost.operators
     assert (operator.type, operator.launches) == ("dispatch_ffn_combine", 1)
     assert operator.parts_ms["collectives"] > 0

@@ -19,8 +19,9 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering import device as protocol
+from npucompile.lowering.ascend.acl_graph.file import AclFile
+from npucompile.lowering.ascend.acl_graph.make import acl_file
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, engine, open_device
-from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
@@ -35,27 +36,31 @@ def device():
     device.close()
 
 
+@pytest.mark.parametrize("backend", ["ge", "aclgraph"])
 @pytest.mark.parametrize(("mesh", "experts"), [("tp=2", False), ("dp=2,tp=2", True)])
-@pytest.mark.short_cases("tp=2-False")
-def test_a_model_on_devices_is_the_model_of_the_interpreter(tmp_path: Path, mesh: str, experts: bool) -> None:
-    """Prefill and steps with drafts that are accepted, rejected or the model's own: outputs and state are equal in every bit."""
-    where, torchair, machines = Mesh.parse(mesh), gb.loaded(tmp_path / "stubs"), []
+@pytest.mark.short_cases("tp=2-False-ge", "tp=2-False-aclgraph")
+def test_a_model_on_devices_is_the_model_of_the_interpreter(tmp_path: Path, backend: str, mesh: str, experts: bool) -> None:
+    """Prefill and steps with drafts that are accepted, rejected or the model's own: outputs and state are equal in every bit. Captured
+    graphs launch prefill operator by operator, and replay decode steps."""
+    where, torchair, machines = Mesh.parse(mesh), gb.loaded(tmp_path / "stubs"), list[Machine]()
+    files: dict[Bucket, GeFile | AclFile] = {}
 
-    files: dict[Bucket, GeFile] = {}
-
-    def linked(partitioned: Partitioned) -> GeFile:
+    def shipped(partitioned: Partitioned) -> GeFile | AclFile:
         if (bucket := partitioned.program.bucket) not in files:
-            lowered = lower(partitioned)
-            files[bucket] = link(lowered.graph, lowered.signature, torchair)
+            lowered = lower(partitioned, backend=backend)
+            if backend == "ge":
+                files[bucket] = link(lowered.graph, lowered.signature, torchair)
+            else:
+                files[bucket] = acl_file(lowered.graph, lowered.signature, captured=bucket.kind == "decode")
         return files[bucket]
 
-    def machine(ge_file: GeFile, mesh: Mesh) -> Machine:
-        machines.append(Machine(tmp_path, ge_file, mesh))
+    def machine(file: GeFile | AclFile, mesh: Mesh) -> Machine:
+        machines.append(Machine(tmp_path, file, mesh))
         return machines[-1]
 
     model = fleets.model(Variant(grouped=True) if experts else Variant(), experts=experts)
-    interpreted = fleets.Fleet(model, where, form=linked, machine=Interpreter, drafts=2)
-    emulated = fleets.Fleet(model, where, form=linked, machine=machine, drafts=2)
+    interpreted = fleets.Fleet(model, where, form=shipped, drafts=2)
+    emulated = fleets.Fleet(model, where, form=shipped, machine=machine, drafts=2)
     live = (2,) * where.axis("dp")
     serving, truths = fleets.Serving(2, 2, live), fleets.answers(model, 2, live, 9)
     for bucket, inputs in serving.steps(2):

@@ -16,7 +16,7 @@ from support.emulated import WAIT_S, DeviceGraph, on_device, on_devices, opened
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
-from npucompile.lowering.ascend.emulator.emulated_graph import DONATIONS, FROZEN
+from npucompile.lowering.ascend.emulator.emulated_graph import FROZEN
 from npucompile.lowering.ascend.ge_file import GeFile
 
 X, TABLE, POOL, BUFFER, ROWS, GAIN = range(6)
@@ -197,11 +197,6 @@ def test_an_output_without_sizes_is_refused(device: EmulatedDevice, tmp_path: Pa
         opened(device, ge_file, tmp_path).compile([on_device(device, torch.zeros(2))])
 
 
-def test_a_host_tensor_is_refused_when_compiling(device: EmulatedDevice, tmp_path: Path) -> None:
-    with pytest.raises(LoweringError, match=r"operand inputs\.x is on cpu; legal is emulated:0"):
-        opened(device, step(), tmp_path).compile(values())
-
-
 def test_a_weight_in_nz_is_taken_where_its_readers_take_it(device: EmulatedDevice, tmp_path: Path) -> None:
     hand = DeviceGraph()
     x, weight = hand.operand(0, "bf16[4,64]", "inputs.x"), hand.operand(1, "bf16[64,32]", "params.weight")
@@ -257,53 +252,9 @@ def test_ranks_of_a_group_run_an_operator_together(tmp_path: Path) -> None:
     assert [result.tolist() for result in results] == [[3.0] * 3] * 2
 
 
-def test_ranks_that_run_something_else_are_refused(tmp_path: Path) -> None:
-    errors = on_pair(tmp_path, [talk(reduction="sum"), talk(reduction="sum", name="other")])
-    for rank, error in enumerate(errors):
-        assert isinstance(error, LoweringError)
-        assert f"rank {rank} runs exchange 1" in str(error)
-        assert "talk (HcomAllReduce) of f32[3]" in str(error)
-        assert "other (HcomAllReduce) of f32[3]" in str(error)
-
-
 def test_a_wait_for_a_rank_that_does_not_come_says_so(tmp_path: Path) -> None:
     error, _ = on_pair(tmp_path, [talk(reduction="sum")], wait_s=0.5, timeout_s=2)
     assert isinstance(error, LoweringError)
     assert "it runs step 1 of npucompile_" in str(error)
     assert "operator talk (HcomAllReduce)" in str(error)
     assert "on communicator 'emulated/tp/0' waits for ranks [1] of [0, 1]" in str(error)
-
-
-def test_a_group_that_times_out_fails_the_step(tmp_path: Path) -> None:
-    error, _ = on_pair(tmp_path, [talk(reduction="sum")], timeout_s=1)
-    assert isinstance(error, LoweringError)
-    assert "talk (HcomAllReduce) on communicator 'emulated/tp/0' waits for ranks [1] of [0, 1]; rank 1 did not answer" in str(error)
-
-
-def test_attributes_of_another_rank_are_refused(tmp_path: Path) -> None:
-    unpatched = replace(talk(reduction="sum"), patches=())
-    foreign = talk(reduction="sum", group="emulated/tp/1")
-    errors = on_pair(tmp_path, [unpatched, foreign])
-    assert "communicates over the symbol 'tp', which was not replaced" in str(errors[0])
-    assert "over 'emulated/tp/1'; this process (rank 1) has emulated/dispatch/0, emulated/dp/1, emulated/tp/0, emulated/world/0" in str(
-        errors[1]
-    )
-
-
-def test_the_graphs_of_a_device_keep_expert_exchange_apart(device: EmulatedDevice, tmp_path: Path) -> None:
-    communicators = device.communicators({"world": None}, 0)
-    experts = {"expert_ids": "i32[2,1]", "assist_info_for_combine": "i32[256]", "ep_send_counts": "i32[1]", "expert_scales": "f32[2,1]"}
-    hand = DeviceGraph()
-    slots = {"expand_x": "f32[2,4]", **experts}
-    operands = {slot: hand.operand(i, meta) for i, (slot, meta) in enumerate(slots.items())}
-    attrs: dict[str, Any] = {"group_ep": "world", "ep_rank_id": 0, "ep_world_size": 1, "moe_expert_num": 1}
-    hand.op("MoeDistributeCombineV2", operands, "combine", ["f32[2,4]"], **attrs)
-    combine = hand.file("combine:0", inputs=5, patches=[("combine", "group_ep", "group"), ("combine", "ep_rank_id", "ep_rank")])
-    opened(device, talk(group="world", reduction="sum"), tmp_path, 0, communicators).compile([on_device(device, torch.zeros(3))])
-    tensors = [torch.zeros(2, 4), torch.zeros(2, 1).int(), torch.zeros(256).int(), torch.zeros(1).int(), torch.zeros(2, 1)]
-    with pytest.raises(LoweringError, match=r"'emulated/world/0' is used by npucompile_\d+/talk .* and by npucompile_\d+/combine"):
-        opened(device, combine, tmp_path, 0, communicators).compile([on_device(device, tensor) for tensor in tensors])
-
-
-def test_the_option_of_donations_is_that_of_ge() -> None:
-    assert step().options[DONATIONS] == f"{BUFFER},3"

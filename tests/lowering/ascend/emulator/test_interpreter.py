@@ -70,42 +70,6 @@ def agree(graph: Any, ge_file: GeFile, mesh: str, ranks: Operands, steps: int = 
 # --- bodies ---
 
 
-def operand(leaf: str, val: torch.Tensor, seed: int) -> torch.Tensor:
-    """A legal operand of `ge_bodies.two_kinds`: slots that exist and differ, lengths that fit."""
-    name = leaf.rpartition(".")[2]
-    numbers = {
-        "slots": [5, 6, 130, 131, 300, 301, 400, 401], "q_ends": [2, 4, 6, 8], "kv_lens": [7, 4, 46, 18], "write": list(range(1, 9)),
-        "read": [[9], [10], [11], [12]], "lens": [2] * 4, "accepted": [1, 2, 1, 2], "pages": [[0, 4], [1, 5], [2, 6], [3, 7]],
-    }  # fmt: skip
-    if name in numbers:
-        return torch.tensor(numbers[name], dtype=val.dtype)
-    if name == "mask":
-        return torch.ones(val.shape, dtype=torch.bool).triu(1)
-    return gc.draw(*val.shape, dtype=val.dtype, seed=seed) * (val.shape[-1] ** -0.5 if len(val.shape) == 2 else 0.5)
-
-
-def two_kinds(layers: int, ranks: int) -> tuple[Any, Any, Operands]:
-    graph, signature = gb.two_kinds(layers)
-    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    rank_operands = [[operand(node.meta["leaf"], node.meta["val"], 100 * r + i) for i, node in enumerate(places)] for r in range(ranks)]
-    for operands in rank_operands:
-        for node, value in zip(places, operands, strict=True):
-            if node.meta["leaf"].endswith("gate"):
-                value.copy_(-value.abs())
-    return graph, signature, rank_operands
-
-
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
-def test_layers_of_two_kinds_twice_each_with_pools_of_their_own(ta: Any, mesh: str) -> None:
-    size = Mesh.parse(mesh).size
-    graph, signature, ranks = two_kinds(4, size)
-    ge_file = link(graph, signature, ta)
-    assert {"ScatterPaKvCache": 2, "RecurrentGatedDeltaRule": 2, "FusedInferAttentionScore": 2}.items() <= census(ge_file.graph).items()
-    results = agree(graph, ge_file, mesh, ranks, steps=2)
-    assert results[0][0].isfinite().all()
-    assert not torch.equal(results[0][0], results[1][0])
-
-
 def dense(pool: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     pool.copy_(pool * 2 + x.sum())
     return (x + 1,)
@@ -152,20 +116,6 @@ def test_what_was_read_before_a_write_in_place_stays(ta: Any) -> None:
     assert ge_file.bound == (0,)
     ((_, old),) = agree(graph, ge_file, "", [operands], steps=2)
     assert torch.equal(old, operands[0][[3, 1]] + operands[1])
-
-
-def across(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    c10d = torch.ops._c10d_functional
-    whole = c10d.wait_tensor(c10d.all_gather_into_tensor(x.exp(), 2, "tp"))
-    return (c10d.wait_tensor(c10d.reduce_scatter_tensor(whole @ whole.t(), "sum", 2, "dp")),)
-
-
-def test_groups_are_those_of_the_mesh(ta: Any) -> None:
-    ranks = [[gc.draw(2, 3, seed=r)] for r in range(4)]
-    graph, ge_file = gc.shipped(ta, across, ranks[0])
-    agree(graph, ge_file, "dp=2,tp=2", ranks)
-    with pytest.raises(LoweringError, match="all_gather_into_tensor: the node says 2 members, the group of this mesh has 1"):
-        Interpreter(ge_file, Mesh())(ranks[:1])
 
 
 # --- a graph by hand ---

@@ -1,8 +1,6 @@
 """lowering/ascend/emulator/torch_program.py: one graph runs on all ranks of a mesh; bad graphs and meshes are refused."""
 
-import gc
 import operator
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,25 +12,11 @@ from npucompile.graphs import ops as ops
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.primitive import TABLE, Primitive
 from npucompile.graphs.types import Mesh
+from npucompile.lowering.artifact.graph_io import NamedOperator
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MESHES = ["", "tp=2", "tp=4", "dp=2", "dp=2,tp=2", "dp=4,tp=2", "dp=3,tp=5", "dp=2,tp=8", "tp=3,dp=2"]
-
-
-class Named:
-    """Stands in for an operator of torch_npu, so that this process need not import torch_npu."""
-
-    __module__ = "npu"
-
-    def __init__(self, name: str) -> None:
-        self.name = self.__name__ = self.__qualname__ = name
-
-    def __str__(self) -> str:
-        return self.name
-
-    def __call__(self, *args: object) -> object:
-        raise AssertionError(f"{self.name} has no CPU kernel of its own")
 
 
 def built(*names: str, fn: Callable[..., Any], **bodies: GraphModule) -> GraphModule:
@@ -74,29 +58,6 @@ def test_every_group_sums_its_own_ranks(mesh: str) -> None:
         assert [x.item() for x in out[rank]] == wanted
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "dp=2,tp=8"])
-def test_gather_matmul_scatter_is_the_unsharded_product(mesh: str) -> None:
-    where = Mesh.parse(mesh)
-    tp, dp = where.axis("tp"), where.axis("dp")
-    torch.manual_seed(0)
-    x, w = torch.randn(dp, tp, 8), torch.randn(8, 4 * tp)
-
-    def body(g: Graph, x: Node, w_rows: Node) -> list[Node]:
-        """Rows of x are sharded over tp, w over its contracted dimension: all-gather, multiply, reduce-scatter."""
-        whole = waited(g, c10d.all_gather_into_tensor.default, x, tp, "tp")
-        mine = g.call_function(aten.mm.default, (whole, w_rows))
-        return [waited(g, c10d.reduce_scatter_tensor.default, mine, "sum", tp, "tp")]
-
-    def operands(rank: int) -> list[torch.Tensor]:
-        part = torch.zeros_like(w)
-        part[rank % tp :: tp] = w[rank % tp :: tp]
-        return [x[rank // tp, rank % tp][None], part]
-
-    out = run(built("x", "w", fn=body), mesh, operands)
-    for rank, (got,) in enumerate(out):
-        torch.testing.assert_close(got, x[rank // tp, rank % tp][None] @ w, rtol=1e-5, atol=1e-5)
-
-
 def test_ranks_exchange_parts() -> None:
     def body(g: Graph, x: Node) -> list[Node]:
         return [waited(g, c10d.all_to_all_single.default, x, [1, 1], [1, 1], "dp"), waited(g, c10d.broadcast.default, x, 1, "tp")]
@@ -130,45 +91,6 @@ def test_bodies_are_run_at_every_call() -> None:
     assert [[x.item() for x in results] for results in out] == [[900.0, -30.0, 1.0], [1800.0, -60.0, 2.0]]
 
 
-def test_kernels_stand_in_for_npu_operators() -> None:
-    norm = Named("npu.npu_add_rms_norm.default")
-
-    def body(g: Graph, x: Node, gamma: Node) -> list[Node]:
-        triple = g.call_function(norm, (x, x, gamma), {"epsilon": 0.0})
-        return [g.call_function(operator.getitem, (triple, i)) for i in (0, 2)]
-
-    out = run(built("x", "gamma", fn=body), "tp=2", lambda rank: [torch.tensor([[3.0, 4.0]]) * (rank + 1), torch.ones(2)])
-    for rank, (y, total) in enumerate(out):
-        torch.testing.assert_close(y, torch.tensor([[3.0, 4.0]]) / 12.5**0.5)
-        assert total.tolist() == [[6.0 * (rank + 1), 8.0 * (rank + 1)]]
-
-
-def test_group_kernels_take_their_group_from_the_arguments() -> None:
-    dispatch, combine = Named("npu.npu_moe_distribute_dispatch_v2.default"), Named("npu.npu_moe_distribute_combine_v2.default")
-
-    def body(g: Graph, x: Node, ids: Node, weights: Node) -> list[Node]:
-        sent = g.call_function(dispatch, (x, ids, "world", 4, 0, 8))
-        rows, assist, counts = (g.call_function(operator.getitem, (sent, i)) for i in (0, 2, 4))
-        doubled = g.call_function(aten.mul.Tensor, (rows, 2.0))
-        return [g.call_function(combine, (doubled, ids, assist, counts, weights, "world", 4, 0, 8))]
-
-    torch.manual_seed(0)
-    x = torch.randn(4, 3, 5)
-    ids = torch.stack([torch.stack([torch.randperm(8)[:2] for _ in range(3)]) for _ in range(4)]).int()
-    out = run(built("x", "ids", "weights", fn=body), "dp=2,tp=2", lambda rank: [x[rank], ids[rank], torch.full((3, 2), 0.25)])
-    for rank, (got,) in enumerate(out):
-        torch.testing.assert_close(got, x[rank])
-
-
-def test_primitives_are_called_as_they_are() -> None:
-    def body(g: Graph, x: Node, w: Node) -> list[Node]:
-        return [g.call_function(torch.ops.npuc.linear.default, (x, w))]
-
-    x, w = torch.randn(2, 3), torch.randn(4, 3)
-    ((got,),) = run(built("x", "w", fn=body), "", lambda rank: [x, w])
-    torch.testing.assert_close(got, x @ w.t())
-
-
 def test_tensors_are_made_on_the_cpu() -> None:
     def body(g: Graph, x: Node) -> list[Node]:
         created = g.call_function(aten.arange.default, (3,), {"device": torch.device("meta"), "pin_memory": False})
@@ -180,7 +102,7 @@ def test_tensors_are_made_on_the_cpu() -> None:
 
 
 def test_updates_reach_the_ranks_own_operands() -> None:
-    scatter = Named("npu.npu_scatter_nd_update_.default")
+    scatter = NamedOperator("npu.npu_scatter_nd_update_.default")
 
     def layer(g: Graph, pool: Node, other: Node, x: Node) -> list[Node]:
         g.call_function(scatter, (pool, g.call_function(aten.zeros.default, ([1, 1],), {"dtype": torch.int32}), x))
@@ -250,35 +172,11 @@ def test_primitives_with_a_rule_for_groups_are_called_once_a_group(shout: Primit
     assert len(CALLS) == 4
 
 
-def test_values_are_freed_after_their_last_reader(shout: Primitive[Shout], monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[list[bool]] = []
-    created: list[weakref.ref[torch.Tensor]] = []
-
-    def watch(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
-        gc.collect()
-        alive.append([ref() is not None for ref in created])
-        result = calls[0][0] + 1
-        created.append(weakref.ref(result))
-        return [result]
-
-    monkeypatch.setitem(shout._rules, "group_reference", watch)
-
-    def body(g: Graph, x: Node) -> list[Node]:
-        a = g.call_function(shout.op, (x, 0, "tp"))
-        b = g.call_function(shout.op, (a, 0, "tp"))
-        g.call_function(shout.op, (b, 0, "tp"))  # nobody reads it
-        return [g.call_function(shout.op, (b, 0, "tp")), b]
-
-    ((last, previous),) = run(built("x", fn=body), "", lambda rank: [torch.zeros(1)])
-    assert alive == [[], [True], [False, True], [False, True, False]]
-    assert (last.item(), previous.item()) == (3.0, 2.0)
-
-
 # --- refusals ---
 
 
 def test_a_missing_kernel_is_named() -> None:
-    graph = built("x", fn=lambda g, x: [g.call_function(Named("npu.npu_moonwalk.default"), (x,))])
+    graph = built("x", fn=lambda g, x: [g.call_function(NamedOperator("npu.npu_moonwalk.default"), (x,))])
     message = r"npu.npu_moonwalk.default has no CPU kernel; besides aten, npuc, npuc_order there are .*npu_rms_norm"
     with pytest.raises(LoweringError, match=message):
         run(graph, "", lambda rank: [torch.zeros(1)])
