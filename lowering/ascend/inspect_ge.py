@@ -162,7 +162,8 @@ def check(ge_file: GeFile, signature: Signature) -> None:
         raise LoweringError(f"the GE graph has {len(breaches)} breaches: " + "; ".join(breaches))
 
 
-def _form(ops: list[Any], ge_file: GeFile) -> list[str]:
+def misnamed(ops: Iterable[Any]) -> list[str]:
+    """What is wrong with the names of operators, in order, and of the tensors and operators that they read or wait for."""
     breaches, ports = [], {"": 0}
     for op in ops:
         if op.name in ports:
@@ -174,6 +175,11 @@ def _form(ops: list[Any], ge_file: GeFile) -> list[str]:
             if producer not in ports or (port != "-1" and not 0 <= int(port or -2) < ports[producer]):
                 breaches.append(f"{op.name} reads {tensor}, which no operator before it gives")
         ports[op.name] = len(op.output_desc)
+    return breaches
+
+
+def _form(ops: list[Any], ge_file: GeFile) -> list[str]:
+    breaches = misnamed(ops)
     indices = [op.attr["index"].i for op in ops if op.type == "Data"]
     if sorted(indices) != list(range(len(ge_file.data))):
         breaches.append(f"data are numbered {indices}; legal is each of 0 to {len(ge_file.data) - 1} once")

@@ -11,8 +11,9 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from ..acl_graph.program import AclProgram, Call, Segment
-from .checks import captured_communicator, check_captured_communication, check_captured_formats, check_segment
+from ..acl_graph.program import AclProgram, Segment
+from ..operators.table import GROUP_ARGUMENTS, group_of
+from .checks import check_captured_formats, check_communication, check_segment
 from .device_state import DeviceState
 from .memory import DeviceTensor, allocate
 from .program import Program
@@ -54,12 +55,17 @@ class EmulatedAclEngine:
 
     def check(self, program: AclProgram, operands: Sequence[torch.Tensor | None]) -> None:
         """Refuses formats and communicators that the device does not take."""
+        for call in (call for segment in program.segments for call in segment.calls):
+            group = group_of(call.name, call.args, call.kwargs) if call.name in GROUP_ARGUMENTS else ""
+            arguments, group = (call.args, call.kwargs), self._groups.get(group, group)
+            self._steps[call.number] = TorchStep(program.nodes[call.number], call.number, call.target, arguments, group)
+            self._steps[call.number].dead = call.frees
         check_captured_formats(program, operands)
-        check_captured_communication(program, self._state, self._groups, self._graph_name)
+        check_communication(self._steps.values(), self._state, self._graph_name)
 
     def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> EmulatedSegment:
         """Captures a segment: its results lie at the same addresses in every replay."""
-        check_segment(program, segment, self._state, self._groups)
+        check_segment(program, segment, self._state, {self._steps[call.number].group for call in segment.calls} - {""})
         self._allocate(program, segment, values)
         return EmulatedSegment(self, program, segment, values)
 
@@ -111,7 +117,7 @@ class EmulatedAclEngine:
         exchange, waits = self._state.exchange(self._fingerprint), True
         with torch.no_grad(), self._state.running(self._running):
             for call in segment.calls:
-                step = self._step(program, call)
+                step = self._steps[call.number]
                 if call.takes_lists and waits:
                     self._running.current, waits = step.label, False
                     for number, integers in lists().items():
@@ -119,14 +125,6 @@ class EmulatedAclEngine:
                 self._running.run_step(step, [self._held], exchange)
                 if isinstance(memory := values[call.number], DeviceTensor):
                     memory.write(self._held[call.number], step.label)
-
-    def _step(self, program: AclProgram, call: Call) -> TorchStep:
-        if call.number not in self._steps:
-            group = captured_communicator(call, self._groups)
-            step = TorchStep(program.nodes[call.number], call.number, call.target, (call.args, call.kwargs), group)
-            step.dead = call.frees
-            self._steps[call.number] = step
-        return self._steps[call.number]
 
     def _operand(self, program: AclProgram, number: int, tensor: DeviceTensor | None) -> torch.Tensor | None:
         return None if tensor is None or number not in program.reads else tensor.read(program.leaves[number] or f"number {number}")

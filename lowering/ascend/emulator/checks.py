@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,18 +15,17 @@ from ..acl_graph.program import Call as AclCall
 from ..ge_file import GROUPS, GeFile, parse
 from ..inspect_ge import follow_memory
 from ..nz_weights import fills_tiles, int4_words, is_weight
-from ..operators.table import BY_TARGET, BY_TYPE, COMMUNICATING, FORMS, GROUP_ARGUMENTS
+from ..operators.table import BY_TYPE, FORMS
 from .device_state import DeviceState
 from .ge_program import BORDER
 from .memory import FORMAT_NAMES, ND, NZ, DeviceTensor
+from .program import Step
 
 MAX_STREAMS = 1800
 """Streams that captured graphs of one process may take. A device has 2048; vllm-ascend keeps 248 for everything else
 (vllm-project/vllm-ascend issues 1168 and 8585)."""
 _INT8, _INT32 = 3, 7
 """Numbers of dtypes in GE's messages."""
-_NUMBERS = ("ep_rank_id", "ep_world_size", "rank_size")
-"""Attributes with the number of a member, or of all."""
 # Their results have static sizes unless an index is a mask; torch tags them as dynamic for that.
 _INDEXED = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
 
@@ -114,81 +113,51 @@ def check_captured_formats(program: AclProgram, operands: Sequence[torch.Tensor 
 # --- communication ---
 
 
-def check_communication(graph: Any, state: DeviceState) -> None:
-    """Refuses communication operators of a GE graph whose attributes are not those of this process, see `_check_member`."""
-    for op in graph.op:
-        if (name := communicator_of(op)) is not None:
-            numbers = {attribute: op.attr[attribute].i for attribute in _NUMBERS if attribute in op.attr}
-            _check_member(state, f"{graph.name}/", f"{op.name} ({op.type})", name, BY_TYPE[op.type].exchange, numbers)
-
-
-def communicator_of(op: Any) -> str | None:
-    """The communicator that an operator of GE names; None where it does not communicate."""
-    for attribute in ("group_ep", "group"):
-        if attribute in op.attr and op.type in COMMUNICATING:
-            return str(op.attr[attribute].s.decode())
-    return None
-
-
-def check_captured_communication(program: AclProgram, state: DeviceState, groups: Mapping[str, str], graph: str) -> None:
-    """The same of a graph of torch operators.
-
-    Args:
-        groups: name of the communicator by symbol.
-        graph: its name.
-    """
-    for call in (call for segment in program.segments for call in segment.calls if call.name in GROUP_ARGUMENTS):
-        form, name = FORMS[call.name], captured_communicator(call, groups)
-        numbers = {what: call.args[at] for what, at in (("ep_rank_id", form.rank), ("ep_world_size", form.size)) if at is not None}
-        _check_member(state, f"{graph}/", call.name, name, BY_TARGET[call.name].exchange, numbers)
-
-
-def captured_communicator(call: AclCall, groups: Mapping[str, str]) -> str:
-    """The communicator that an operator of torch names, or the one of the symbol that it names; "" where it does not communicate."""
-    if call.name not in GROUP_ARGUMENTS:
-        return ""
-    position, argument = GROUP_ARGUMENTS[call.name]
-    group = str(call.args[position] if len(call.args) > position else call.kwargs[argument])
-    return groups.get(group, group)
-
-
-def _check_member(state: DeviceState, graph: str, label: str, name: str, exchange: str, numbers: Mapping[str, int]) -> None:
-    """Refuses an operator that names another communicator, number of members or own number than this process has.
+def check_communication(steps: Iterable[Step], state: DeviceState, graph: str) -> None:
+    """Refuses operators that name another communicator, number of members or own number than this process has.
 
     Expert dispatch and combine share their communicator with no other operator of the process (constraints of
     aclnnMoeDistributeDispatchV2 in the documentation of Ascend/op-plugin).
 
+    Args:
+        graph: its name, for messages.
+
     Raises:
-        LoweringError: naming operator, attribute and what is legal, or the communicator and both operators.
+        LoweringError: naming operator and what is legal, or the communicator and both operators.
     """
-    if name not in state.communicators:
-        known = ", ".join(sorted(state.communicators)) or "none"
-        symbol = f"the symbol {name!r}, which was not replaced by a communicator" if name in GROUPS else repr(name)
-        raise LoweringError(f"{label} communicates over {symbol}; this process (rank {state.rank}) has {known}")
-    communicator = state.communicators[name]
-    for attribute, number in numbers.items():
-        legal = communicator.index if attribute == "ep_rank_id" else communicator.size
-        if number != legal:
+    for step in steps:
+        if not (name := step.group):
+            continue
+        if name not in state.communicators:
+            known = ", ".join(sorted(state.communicators)) or "none"
+            symbol = f"the symbol {name!r}, which was not replaced by a communicator" if name in GROUPS else repr(name)
+            raise LoweringError(f"{step.label} communicates over {symbol}; this process (rank {state.rank}) has {known}")
+        own = state.communicators[name]
+        for what, number, legal in (("rank", step.rank, own.index), ("members", step.members, own.size)):
+            if number not in (None, legal):
+                raise LoweringError(
+                    f"{step.label}: {what} is {number}; rank {state.rank} is member {own.index} of the {own.size} of {name!r}, so that"
+                    f" {legal} is legal"
+                )
+        used_for, user = state.owners.setdefault(name, (step.exchange, f"{graph}/{step.label}"))
+        if used_for != step.exchange:
             raise LoweringError(
-                f"{label}: {attribute} is {number}; rank {state.rank} is member {communicator.index} of the {communicator.size} of"
-                f" {name!r}, so that {legal} is legal"
+                f"communicator {name!r} is used by {user} and by {graph}/{step.label}; legal is a communicator of its own for"
+                f" {step.exchange or used_for}"
             )
-    before = state.owners.setdefault(name, (exchange, f"{graph}{label}"))
-    if before[0] != exchange:
-        raise LoweringError(
-            f"communicator {name!r} is used by {before[1]} and by {graph}{label}; legal is a communicator of its own for"
-            f" {exchange or before[0]}"
-        )
 
 
 # --- captures ---
 
 
-def check_segment(program: AclProgram, segment: Segment, state: DeviceState, groups: Mapping[str, str]) -> None:
+def check_segment(program: AclProgram, segment: Segment, state: DeviceState, groups: Collection[str]) -> None:
     """Refuses operators that cannot be captured, and more captured graphs than a device has streams for.
 
     A captured operator may not wait for the device: no size or branch may depend on what it computes (docs/zh/developer_notes/npugraph.md
     of Ascend/pytorch).
+
+    Args:
+        groups: communicators that it uses.
 
     Raises:
         LoweringError: naming the operator, or both numbers of streams.
@@ -201,7 +170,7 @@ def check_segment(program: AclProgram, segment: Segment, state: DeviceState, gro
         if by_value and not (call.name in _INDEXED and not _has_mask(program, call)):
             raise LoweringError(f"{program.nodes[call.number].name} ({call.name}) needs the values of its operands; it cannot be captured")
     # A captured graph takes a stream of its own, and one for each communicator that it uses.
-    state.streams += 1 + len({captured_communicator(call, groups) for call in segment.calls} - {""})
+    state.streams += 1 + len(groups)
     if state.streams > MAX_STREAMS:
         raise LoweringError(f"captured graphs take {state.streams} streams; legal are {MAX_STREAMS}: build fewer buckets")
 

@@ -98,7 +98,7 @@ class EmulatedGraph:
         self._donations = _pairs(self._options.get(DONATIONS, ""))
         self._program = GeProgram(self._model)
         check_formats(graph)
-        check_communication(graph, state)
+        check_communication(self._program.steps, state, self.name)
         self._outputs = _declared_outputs(self._program, graph)
         self._operands = self._described(graph, self._program)
         self._fingerprint = _fingerprint(graph)

@@ -15,7 +15,7 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import DTYPES, Mesh
 from ..convert import shape_of
-from ..inspect_ge import shape
+from ..inspect_ge import misnamed, shape
 from ..operators.call import Call, GeOp, Results, Value, group_of, read
 from ..operators.table import BY_TYPE, FUNCTIONS, GROUP_FUNCTIONS, VIEWS, WRITES
 from .program import Exchange, MeshExchange, Program, Step, Values, set_last_uses
@@ -40,6 +40,9 @@ class GeStep(Step):
         self.label = self.op = op
         self._function, self._finished = FUNCTIONS.get(op.type), False
         self.group = "" if self._function is not None else group_of(Call(op, []))
+        if self.group:
+            self.exchange, self.rank = BY_TYPE[op.type].exchange, op.attrs.get("ep_rank_id")
+            self.members = op.attrs.get("ep_world_size", op.attrs.get("rank_size"))
         self.inputs = tuple(numbers[tensor] if tensor else -1 for tensor in op.inputs)
         self.outputs = tuple(numbers[tensor] for tensor in _outputs(op))
         self._declared = tuple(parsed_shape(text) for text in op.results)
@@ -133,7 +136,8 @@ class GeProgram(Program):
         super().__init__()
         ops = [read(op) for op in model.graph[0].op]
         _check_known(ops)
-        waits = _waits(ops)
+        if breaches := misnamed(model.graph[0].op):
+            raise LoweringError("; ".join(breaches))
         self.data = [op for op in ops if op.type == "Data"]
         self.operands, self.results = len(self.data), _results(model.graph[0].op)
         self._numbers = {name: i for i, name in enumerate(tensor for op in ops for tensor in _outputs(op))}
@@ -142,7 +146,7 @@ class GeProgram(Program):
             if op.type == "Const":
                 self._start[self._numbers[f"{op.name}:0"]] = _constant(op)
         inner = [op for op in ops if op.type not in BORDER]
-        ordered = inner if order == "file" else _latest_first(inner, waits)
+        ordered = inner if order == "file" else _latest_first(inner)
         steps = self._unfolded([GeStep(op, self._numbers) for op in ordered])
         constants = {number for number, value in enumerate(self._start) if value is not None}
         set_last_uses(steps, {*constants, *(self._numbers[tensor] for tensor in self.results)})
@@ -245,24 +249,6 @@ def _check_known(ops: list[GeOp]) -> None:
             raise LoweringError(f"{op} is of a type that the interpreter does not know; it knows {', '.join(sorted(known))}")
 
 
-def _waits(ops: list[GeOp]) -> dict[str, set[str]]:
-    """Operators that each operator reads or waits for; all must be listed before it."""
-    waits: dict[str, set[str]] = {}
-    ports = {"": 1}
-    for op in ops:
-        if op.name in waits:
-            raise LoweringError(f"two operators are called {op.name}")
-        for tensor in op.inputs:
-            name, _, port = tensor.rpartition(":")
-            if tensor and not int(port) < ports.get(name, 0):
-                raise LoweringError(f"{op} reads {tensor}, which no operator before it gives")
-        if unknown := [name for name in op.after if name not in waits]:
-            raise LoweringError(f"{op} waits for {', '.join(unknown)}, which no operator before it is called")
-        waits[op.name] = {*(tensor.rpartition(":")[0] for tensor in op.inputs if tensor), *op.after}
-        ports[op.name] = len(op.results)
-    return waits
-
-
 def _results(ops: Sequence[Any]) -> dict[str, str]:
     net_outputs = [op for op in ops if op.type == "NetOutput"]
     tensors = [[tensor for tensor in op.input if not tensor.endswith(":-1")] for op in net_outputs]
@@ -282,14 +268,15 @@ def _constant(op: GeOp) -> torch.Tensor:
     return tensor
 
 
-def _latest_first(ops: list[GeOp], waits: Mapping[str, set[str]]) -> list[GeOp]:
+def _latest_first(ops: list[GeOp]) -> list[GeOp]:
     """The topological order that always takes, of the operators that are ready, the one listed last."""
     position = {op.name: i for i, op in enumerate(ops)}
-    missing = {op.name: sum(name in position for name in waits[op.name]) for op in ops}
     readers: dict[str, list[str]] = {op.name: [] for op in ops}
+    missing = dict.fromkeys(position, 0)
     for op in ops:
-        for name in waits[op.name] & position.keys():
+        for name in {*(tensor.rpartition(":")[0] for tensor in op.inputs), *op.after} & position.keys():
             readers[name].append(op.name)
+            missing[op.name] += 1
     ready = [-position[name] for name, count in missing.items() if not count]
     heapq.heapify(ready)
     order = []

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from ....graphs.errors import LoweringError
+from ..acl_graph.formats import fills_tiles
 from ..convert import shape_of
 from .stream import Stream
 
@@ -224,27 +225,17 @@ def to_nz(weight: torch.Tensor) -> DeviceTensor:
     """
     if not isinstance(weight, DeviceTensor):
         raise LoweringError(f"the weight is a tensor on {weight.device}; legal is one of the emulated device")
-    check_tiles(weight)
+    # Otherwise it would be larger than the memory plan says.
+    if not fills_tiles(weight):
+        raise LoweringError(
+            f"{tuple(weight.shape)} {weight.dtype} in NZ does not fill its tiles; legal are multiples of 16 rows of 32 bytes, of values"
+            " of one or two bytes, or of int32 words of int4"
+        )
     pinned, stream = weight.pinned, weight.allocation.stream
     tiled = allocate(stream, pinned, weight.shape, weight.dtype)
     _copy(tiled, weight)
     tiled.allocation.format = NZ
     return tiled
-
-
-def check_tiles(tensor: torch.Tensor) -> None:
-    """Refuses a tensor whose tiles need padding: it would be larger than the memory plan says.
-
-    Raises:
-        LoweringError: naming its sizes and those that are legal.
-    """
-    width = 32 // tensor.dtype.itemsize
-    legal = tensor.dtype.itemsize <= 2 or tensor.dtype == torch.int32
-    if not legal or tensor.dim() < 2 or tensor.shape[-2] % 16 or tensor.shape[-1] % width:
-        raise LoweringError(
-            f"{tuple(tensor.shape)} {tensor.dtype} in NZ does not fill its tiles; legal are multiples of 16 rows of {width} values"
-            " of one or two bytes, or of int32 words of int4"
-        )
 
 
 def _host_read(tensor: DeviceTensor, how: str) -> LoweringError:

@@ -26,12 +26,17 @@ class Step(abc.ABC):
     Attributes:
         label: what messages call the operator.
         group: symbol, or communicator, over which it communicates; "" where it does not.
+        exchange: what it exchanges there that shares a communicator with nothing else; "" for collectives.
+        members, rank: size of the group and own number in it, where the operator says them.
         inputs, outputs: numbers of the values that it reads and gives; an input of -1 is absent.
         dead: numbers of the values that nobody reads afterwards.
     """
 
     label: object
     group: str
+    exchange: str = ""
+    members: int | None = None
+    rank: int | None = None
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ from ....graphs.primitive import NAMESPACE, Primitive, of_target
 from ...artifact import graph_io
 from ..acl_graph.program import Value, filled
 from ..operators.record import Arguments
-from ..operators.table import GROUP_KERNELS, KERNELS, group_of
+from ..operators.table import BY_TARGET, FORMS, GROUP_KERNELS, KERNELS, group_of
 from .program import Exchange, Program, Step, Values, set_last_uses
 
 _PLAIN = ("aten", NAMESPACE, ordering.NAMESPACE)
@@ -37,6 +37,10 @@ class TorchStep(Step):
 
     def __init__(self, node: Node, number: int, kernel: Callable[..., Any], arguments: Arguments, group: str = "") -> None:
         self.node, self.group = node, group
+        form = FORMS.get(str(node.target)) if group else None
+        if form is not None:
+            self.exchange = BY_TARGET[form.name].exchange
+            self.members, self.rank = (None if at is None else arguments[0][at] for at in (form.size, form.rank))
         self.label: str = f"{node.name} ({node.target})"
         self.number, self._kernel, self._arguments = number, kernel, arguments
         self.inputs, self.outputs = tuple(map(int, _collected(arguments, Value))), (number,)

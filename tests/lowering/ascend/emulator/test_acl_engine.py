@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/acl_engine.py: steps of a captured graph see lengths of their own; what cannot be captured or replayed is refused."""
+"""lowering/ascend/emulator/acl_engine.py: steps of a captured graph see lengths of their own; what cannot be captured is refused."""
 
 from __future__ import annotations
 

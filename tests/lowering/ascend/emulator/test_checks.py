@@ -15,10 +15,11 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.acl_graph.formats import weight_operands
-from npucompile.lowering.ascend.emulator.checks import check_communication, check_formats, communicator_of, data_formats
+from npucompile.lowering.ascend.emulator.checks import check_communication, check_formats, data_formats
 from npucompile.lowering.ascend.emulator.communicator import Communicator
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
 from npucompile.lowering.ascend.emulator.device_state import DeviceState
+from npucompile.lowering.ascend.emulator.ge_program import GeProgram
 from npucompile.lowering.ascend.emulator.memory import ND, NZ, PinnedMemory
 from npucompile.lowering.ascend.emulator.stream import Stream
 
@@ -99,9 +100,7 @@ def test_formats_must_have_been_written() -> None:
 
 def exchange(kind: str = "MoeDistributeDispatchV2", **attrs: Any) -> Any:
     hand = DeviceGraph()
-    hand.op(kind, {"x": hand.operand(0, "bf16[4,64]")}, "talk", **attrs)
-    hand.model.graph[0].name = "decode"
-    return hand.model.graph[0]
+    return GeProgram(hand.model_with(hand.op(kind, {"x": hand.operand(0, "bf16[4,64]")}, "talk", **attrs))).steps
 
 
 def of_rank_four(*names: str) -> DeviceState:
@@ -112,35 +111,33 @@ def of_rank_four(*names: str) -> DeviceState:
 
 
 def test_attributes_of_this_rank_are_legal() -> None:
-    check_communication(exchange(group_ep="own", ep_rank_id=0, ep_world_size=1), of_rank_four("own"))
-    check_communication(exchange("HcomAllGather", group="own", rank_size=1), of_rank_four("own"))
-    assert communicator_of(exchange("Neg", group="tp").op[1]) is None
+    check_communication(exchange(group_ep="own", ep_rank_id=0, ep_world_size=1), of_rank_four("own"), "decode")
+    check_communication(exchange("HcomAllGather", group="own", rank_size=1), of_rank_four("own"), "decode")
 
 
 @pytest.mark.parametrize(
-    ("graph", "message"),
+    ("steps", "message"),
     [
-        (exchange(group_ep="own", ep_rank_id=1), "ep_rank_id is 1; rank 4 is member 0 of the 1 of 'own', so that 0 is"),
-        (exchange(group_ep="own", ep_world_size=2), "ep_world_size is 2; .* 1 is legal"),
-        (exchange("HcomAllGather", group="own", rank_size=2), "rank_size is 2"),
+        (exchange(group_ep="own", ep_rank_id=1, ep_world_size=1), "rank is 1; rank 4 is member 0 of the 1 of 'own', so that 0 is"),
+        (exchange(group_ep="own", ep_rank_id=0, ep_world_size=2), "members is 2; .* 1 is legal"),
+        (exchange("HcomAllGather", group="own", rank_size=2), "members is 2"),
         (exchange("HcomAllGather", group="tp"), r"talk \(HcomAllGather\) communicates over the symbol 'tp', which was not replaced"),
         (exchange("HcomAllGather", group="other"), r"over 'other'; this process \(rank 4\) has own"),
     ],
 )
-def test_attributes_of_another_rank_are_refused(graph: Any, message: str) -> None:
+def test_attributes_of_another_rank_are_refused(steps: Any, message: str) -> None:
     with pytest.raises(LoweringError, match=message):
-        check_communication(graph, of_rank_four("own"))
+        check_communication(steps, of_rank_four("own"), "decode")
 
 
 def test_expert_exchange_shares_its_communicator_with_nobody() -> None:
     state = of_rank_four("a", "b")
-    check_communication(exchange(group_ep="a"), state)
-    check_communication(exchange("MoeDistributeCombineV2", group_ep="a"), state)
-    check_communication(exchange("HcomAllGather", group="b"), state)
-    with pytest.raises(LoweringError, match=r"'a' is used by decode/talk \(MoeDistributeDispatchV2\) and by decode/talk \(HcomAllGather\)"):
-        check_communication(exchange("HcomAllGather", group="a"), state)
-    with pytest.raises(LoweringError, match=r"'b' is used by decode/talk \(HcomAllGather\) and by decode/talk \(MoeDistributeDispatchV2\)"):
-        check_communication(exchange(group_ep="b"), state)
+    for steps in (exchange(group_ep="a"), exchange("MoeDistributeCombineV2", group_ep="a"), exchange("HcomAllGather", group="b")):
+        check_communication(steps, state, "decode")
+    with pytest.raises(LoweringError, match=r"'a' is used by decode/talk \(Moe\w+\) and by prefill/talk \(HcomAllGather\)"):
+        check_communication(exchange("HcomAllGather", group="a"), state, "prefill")
+    with pytest.raises(LoweringError, match=r"'b' is used by decode/talk \(HcomAllGather\) and by prefill/talk \(Moe\w+\)"):
+        check_communication(exchange(group_ep="b"), state, "prefill")
 
 
 # --- graphs of torch operators ---
@@ -239,7 +236,7 @@ def test_the_expert_exchange_shares_its_communicator_with_nothing(tmp_path: Path
         return on_devices(Mesh.parse("tp=2"), work)
 
     assert compiled("dispatch", 2) == [True, True]
-    for group, ranks, message in (("tp", 2, "legal is a communicator of its own"), ("dispatch", 4, "so that 2 is legal")):
+    for group, ranks, message in (("tp", 2, "legal is a communicator of its own"), ("dispatch", 4, "members is 4; rank")):
         for error in compiled(group, ranks):
             assert isinstance(error, LoweringError)
             assert message in str(error)

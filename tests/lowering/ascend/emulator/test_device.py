@@ -40,8 +40,9 @@ def device():
 @pytest.mark.parametrize(("mesh", "experts"), [("tp=2", False), ("dp=2,tp=2", True)])
 @pytest.mark.short_cases("tp=2-False-ge", "tp=2-False-aclgraph")
 def test_a_model_on_devices_is_the_model_of_the_interpreter(tmp_path: Path, backend: str, mesh: str, experts: bool) -> None:
-    """Prefill and steps with drafts that are accepted, rejected or the model's own: outputs and state are equal in every bit. Captured
-    graphs launch prefill operator by operator, and replay decode steps."""
+    """Prefill and steps with drafts that are accepted, rejected or the model's own: outputs and state are equal in every bit; of captured
+    graphs, which replay decode steps, floats but for the order in which this machine's products sum: it may depend on where a tensor
+    lies."""
     where, torchair, machines = Mesh.parse(mesh), gb.loaded(tmp_path / "stubs"), list[Machine]()
     files: dict[Bucket, GeFile | AclFile] = {}
 
@@ -71,7 +72,8 @@ def test_a_model_on_devices_is_the_model_of_the_interpreter(tmp_path: Path, back
         for one, other in ((want, got), (interpreted.state, emulated.state)):
             for a, b in zip(one, other, strict=True):
                 for x, y in zip(*(list(v.values()) if isinstance(v, dict) else v for v in (a, b)), strict=True):
-                    assert torch.equal(x.nan_to_num(-7), y.nan_to_num(-7))
+                    close = 1e-5 * (backend == "aclgraph" and x.is_floating_point())
+                    torch.testing.assert_close(x, y, rtol=close, atol=close / 10, equal_nan=True)
         serving.commit(bucket, inputs, want)
     for used in machines:
         used.close()

@@ -245,10 +245,10 @@ def writes(hand: Hand, target: str, **more: Any) -> GeFile:
 
 CONTRADICTIONS: list[tuple[Callable[[Hand], GeFile], str]] = [
     (unknown, r"op \(Teleport\) is of a type that the interpreter does not know; it knows Abs, Add, .*Hcom.*NetOutput"),
-    (unread, r"op \(Neg\) reads later:0, which no operator before it gives"),
-    (beyond, r"op \(Neg\) reads x0:1, which no operator before it gives"),
+    (unread, r"op reads later:0, which no operator before it gives"),
+    (beyond, r"op reads x0:1, which no operator before it gives"),
     (twice, "two operators are called op"),
-    (waiting, "waits for nobody, which no operator before it is called"),
+    (waiting, "op reads nobody:-1, which no operator before it gives"),
     (two_graphs, "the model has 2 graphs; legal is one"),
     (lambda hand: writes(hand, hand.data(0)), r"operators write operands \[0\], the GE file has \[\] bound and \[\] donated"),
     (lambda hand: writes(hand, hand.data(0), bound=[0, 1]), r"write operands \[0\], the GE file has \[0, 1\] bound"),
