@@ -11,7 +11,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.runtime.rng import random_number
-from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager, PrefixCacheSettings
+from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager
 
 VOCAB = 13
 POISON = -(10**9)
@@ -578,30 +578,16 @@ def buckets_of(drafts: int, prefill: Sequence[int] = (3, 8), decode: Sequence[in
     return (*(Bucket("prefill", 1, size) for size in prefill), *(Bucket("decode", rows, drafts + 1) for rows in decode))
 
 
-def serving(
-    limits: Limits | None = None,
-    buckets: Sequence[Bucket] | None = None,
-    *,
-    drafts: int = 0,
-    clock: Callable[[], float] | None = None,
-    prefill_burst: int = 1,
-    refresh_every_s: float | None = 1.0,
-    run_ahead: int | None = None,
-    measured: bool = False,
-    itl_target_ms: float | None = None,
-    prefix_cache: PrefixCacheSettings | None = None,
-    **device: Any,
-) -> Serving:
+def serving(limits: Limits | None = None, buckets: Sequence[Bucket] | None = None, *, drafts: int = 0, **options: Any) -> Serving:
     """An engine over a toy device; by default with slots for eight requests of 32 tokens, and pages for two.
 
     Args:
         drafts: of the default limits and buckets.
-        device: attributes of the ToyDevice.
+        options: attributes of the ToyDevice, and settings of the engine, `run_ahead` among them.
     """
     limits = limits or limits_of(4, 17, 8, 32, drafts)
-    toy = ToyDevice(limits, tuple(buckets or buckets_of(limits.drafts)), **device)
-    options: dict[str, Any] = {"prefill_burst": prefill_burst, "refresh_every_s": refresh_every_s, "run_ahead": run_ahead}
-    options |= {"measured": measured, "itl_target_ms": itl_target_ms}
-    engine = Engine(toy, prefix_cache=prefix_cache, clock=clock or Clock(), **options)
+    of_device = {name: options.pop(name) for name in {*options} & {field.name for field in fields(ToyDevice)} - {"run_ahead"}}
+    toy = ToyDevice(limits, tuple(buckets or buckets_of(limits.drafts)), **of_device)
+    engine = Engine(toy, **{"clock": Clock()} | options)
     toy.attach(engine)
     return Serving(engine, toy)

@@ -8,27 +8,17 @@ from typing import Any
 import pytest
 import torch
 from support import acl_graphs as ag
-from support import ge_bodies as gb
 from support.emulated import WAIT_S, on_device, opened
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.acl_graph.file import AclFile
 from npucompile.lowering.ascend.emulator import checks
-from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
+from npucompile.lowering.ascend.emulator.device import EmulatedDevice
 
 POOL, ROWS, PAGES, STARTS = ((4, 128, 16), ag.BF16), ((2, 16), ag.BF16), ((2, 2), ag.I32), ((2,), ag.I32)
 
 
-@pytest.fixture
-def device():
-    device = open_device(0)
-    yield device
-    device.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torchair(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return gb.loaded(tmp_path_factory.mktemp("stubs"))
+pytestmark = pytest.mark.usefixtures("ta")
 
 
 def counted(pool: Any, starts: Any, x: Any, pages: Any) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support import acl_graphs as ag
-from support import ge_bodies as gb
 from support.emulated import DeviceGraph, on_device, on_devices, opened
 
 from npucompile.graphs.errors import LoweringError
@@ -17,7 +16,7 @@ from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.acl_graph.formats import weight_operands
 from npucompile.lowering.ascend.emulator.checks import check_communication, check_formats, data_formats
 from npucompile.lowering.ascend.emulator.communicator import Communicator
-from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
+from npucompile.lowering.ascend.emulator.device import EmulatedDevice
 from npucompile.lowering.ascend.emulator.device_state import DeviceState
 from npucompile.lowering.ascend.emulator.ge_program import GeProgram
 from npucompile.lowering.ascend.emulator.memory import ND, NZ, PinnedMemory
@@ -143,19 +142,7 @@ def test_expert_exchange_shares_its_communicator_with_nobody() -> None:
 # --- graphs of torch operators ---
 
 
-@pytest.fixture
-def device():
-    device = open_device(0)
-    yield device
-    device.close()
-
-
-@pytest.fixture(scope="module")
-def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
-    gb.loaded(tmp_path_factory.mktemp("stubs"))
-
-
-@pytest.mark.usefixtures("operators")
+@pytest.mark.usefixtures("ta")
 def test_nz_is_for_weights_of_products(device: EmulatedDevice, tmp_path: Path) -> None:
     made, _ = ag.of_body(
         lambda x, w, v: (torch.ops.npu.npu_linear(x, w) + v.sum(),),
@@ -169,7 +156,7 @@ def test_nz_is_for_weights_of_products(device: EmulatedDevice, tmp_path: Path) -
     executable.compile([x, device.to_nz(w), v])
 
 
-@pytest.mark.usefixtures("operators")
+@pytest.mark.usefixtures("ta")
 def test_int8_weights_of_the_first_product_of_experts_are_in_nz_alone(device: EmulatedDevice, tmp_path: Path) -> None:
     def body(x: Any, weight: Any, scale: Any, rows: Any, counts: Any) -> tuple[Any, ...]:
         out, _ = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(x, [weight], [scale], rows, counts, group_list_type=1)
@@ -184,7 +171,7 @@ def test_int8_weights_of_the_first_product_of_experts_are_in_nz_alone(device: Em
     opened(device, made, tmp_path).compile([there[0], device.to_nz(there[1]), *there[2:]])
 
 
-@pytest.mark.usefixtures("operators")
+@pytest.mark.usefixtures("ta")
 def test_fused_experts_take_int4_in_nz_alone_and_share_their_communicator_with_nothing(tmp_path: Path) -> None:
     packages.declare()
     shapes = {
@@ -220,7 +207,7 @@ def test_fused_experts_take_int4_in_nz_alone_and_share_their_communicator_with_n
             assert message in str(error)
 
 
-@pytest.mark.usefixtures("operators")
+@pytest.mark.usefixtures("ta")
 def test_the_expert_exchange_shares_its_communicator_with_nothing(tmp_path: Path) -> None:
     def body(x: Any, ids: Any, group: str, ranks: int) -> tuple[Any, ...]:
         rows, *_ = torch.ops.npu.npu_moe_distribute_dispatch_v2(x, ids, group, ranks, 0, 8, quant_mode=0)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from support import fleets
-from support import ge_bodies as gb
 from support.emulated import DeviceGraph, Machine, on_device, opened
 
 from npucompile.graphs.errors import LoweringError
@@ -26,31 +25,25 @@ from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
 from npucompile.lowering.ascend.toolchain import harness
+from npucompile.lowering.ascend.toolchain.harness import Torchair
 from npucompile.models.variant import Variant
-
-
-@pytest.fixture
-def device():
-    device = open_device(0)
-    yield device
-    device.close()
 
 
 @pytest.mark.parametrize("backend", ["ge", "aclgraph"])
 @pytest.mark.parametrize(("mesh", "experts"), [("tp=2", False), ("dp=2,tp=2", True)])
 @pytest.mark.short_cases("tp=2-False-ge", "tp=2-False-aclgraph")
-def test_a_model_on_devices_is_the_model_of_the_interpreter(tmp_path: Path, backend: str, mesh: str, experts: bool) -> None:
+def test_a_model_on_devices_is_the_model_of_the_interpreter(ta: Torchair, tmp_path: Path, backend: str, mesh: str, experts: bool) -> None:
     """Prefill and steps with drafts that are accepted, rejected or the model's own: outputs and state are equal in every bit; of captured
     graphs, which replay decode steps, floats but for the order in which this machine's products sum: it may depend on where a tensor
     lies."""
-    where, torchair, machines = Mesh.parse(mesh), gb.loaded(tmp_path / "stubs"), list[Machine]()
+    where, machines = Mesh.parse(mesh), list[Machine]()
     files: dict[Bucket, GeFile | AclFile] = {}
 
     def shipped(partitioned: Partitioned) -> GeFile | AclFile:
         if (bucket := partitioned.program.bucket) not in files:
             lowered = lower(partitioned, backend=backend)
             if backend == "ge":
-                files[bucket] = link(lowered.graph, lowered.signature, torchair)
+                files[bucket] = link(lowered.graph, lowered.signature, ta)
             else:
                 files[bucket] = acl_file(lowered.graph, lowered.signature, captured=bucket.kind == "decode")
         return files[bucket]
@@ -104,8 +97,8 @@ def test_it_is_what_the_protocol_says(device: EmulatedDevice, tmp_path: Path) ->
     opened_by_kind.close()
 
 
-def test_the_engine_has_the_calls_of_torchairs(device: EmulatedDevice, tmp_path: Path) -> None:
-    gb.loaded(tmp_path)
+@pytest.mark.usefixtures("ta")
+def test_the_engine_has_the_calls_of_torchairs(device: EmulatedDevice) -> None:
     real = harness.importlib.import_module("torchair.ge._ge_graph").GeGraph
     graph = engine(device._state).graph(serialized_model_def=doubled().graph, name="one")
     for name in ("load", "compile", "run"):

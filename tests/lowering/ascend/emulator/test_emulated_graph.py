@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,6 @@ class Running:
         operands = [changed.get(name.rpartition(".")[2], operand) for name, operand in zip(NAMES, self.operands, strict=True)]
         results: list[torch.Tensor] = self.executable(operands)
         return results
-
-
-@pytest.fixture
-def device():
-    device = open_device(0)
-    yield device
-    device.close()
 
 
 @pytest.fixture
@@ -220,22 +213,17 @@ def test_a_weight_in_nz_is_taken_where_its_readers_take_it(device: EmulatedDevic
 # --- ranks ---
 
 
-def talk(kind: str = "HcomAllReduce", group: str = "tp", meta: str = "f32[3]", name: str = "talk", **attrs: Any) -> GeFile:
+def summed(path: Path, ranks: int, wait_s: float = WAIT_S) -> list[Any]:
+    """Runs a sum over a group of two on so many of its ranks; returns the result or the error of each."""
     hand = DeviceGraph()
-    hand.op(kind, {"x": hand.operand(0, meta)}, name, [meta], group=group, **attrs)
-    return hand.file(f"{name}:0", patches=[(name, "group", "group")] if group in ("tp", "world") else ())
-
-
-def on_pair(path: Path, files: Sequence[GeFile], wait_s: float = WAIT_S, timeout_s: float = WAIT_S) -> list[Any]:
-    """Runs a file on each of two ranks; returns the result or the error of each."""
+    hand.op("HcomAllReduce", {"x": hand.operand(0, "f32[3]")}, "talk", ["f32[3]"], group="tp", reduction="sum")
+    ge_file, done = hand.file("talk:0", patches=[("talk", "group", "group")]), threading.Event()
 
     def work(device: EmulatedDevice, rank: int, communicators: Any) -> Any:
-        if len(files) <= rank:
-            done.wait(WAIT_S)
-            return None
+        if rank >= ranks:
+            return done.wait(WAIT_S)
         try:
-            executable = opened(device, files[rank], path, rank, communicators)
-            operands = [on_device(device, torch.full((3,), rank + 1.0))]
+            executable, operands = opened(device, ge_file, path, rank, communicators), [on_device(device, torch.full((3,), rank + 1.0))]
             executable.compile(operands)
             (result,) = executable(operands)
             device.record().wait(wait_s)
@@ -243,17 +231,15 @@ def on_pair(path: Path, files: Sequence[GeFile], wait_s: float = WAIT_S, timeout
         finally:
             done.set()
 
-    done = threading.Event()
-    return on_devices(Mesh.parse("tp=2"), work, timeout_s)
+    return on_devices(Mesh.parse("tp=2"), work, 2 if ranks < 2 else WAIT_S)
 
 
 def test_ranks_of_a_group_run_an_operator_together(tmp_path: Path) -> None:
-    results = on_pair(tmp_path, [talk(reduction="sum")] * 2)
-    assert [result.tolist() for result in results] == [[3.0] * 3] * 2
+    assert [result.tolist() for result in summed(tmp_path, 2)] == [[3.0] * 3] * 2
 
 
 def test_a_wait_for_a_rank_that_does_not_come_says_so(tmp_path: Path) -> None:
-    error, _ = on_pair(tmp_path, [talk(reduction="sum")], wait_s=0.5, timeout_s=2)
+    error, _ = summed(tmp_path, 1, wait_s=0.5)
     assert isinstance(error, LoweringError)
     assert "it runs step 1 of npucompile_" in str(error)
     assert "operator talk (HcomAllReduce)" in str(error)

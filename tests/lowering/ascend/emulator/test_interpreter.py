@@ -32,11 +32,6 @@ gb = gc.gb
 Operands = list[list[torch.Tensor]]
 
 
-@pytest.fixture(scope="module")
-def ta(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return gb.loaded(tmp_path_factory.mktemp("stubs"))
-
-
 def copied(ranks: Operands) -> Operands:
     return [[x.clone() for x in operands] for operands in ranks]
 
