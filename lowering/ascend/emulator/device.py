@@ -109,7 +109,7 @@ def engine(state: DeviceState) -> GeEngine:
         graph=functools.partial(EmulatedGraph, state),
         initialize=functools.partial(_initialize, state),
         update_constants=_update_constants,
-        update_formats=_update_formats,
+        update_formats=EmulatedGraph.bind,
         device=state.name,
         place=lambda tensor: tensor.allocation.stream.name if isinstance(tensor, DeviceTensor) else tensor.device.type,
     )
@@ -127,11 +127,6 @@ def _initialize(state: DeviceState, options: dict[str, str]) -> None:
 def _update_constants(graph: Any, inputs: Sequence[torch.Tensor | None]) -> None:
     if names := [op.name for op in graph.op if op.type == "ConstPlaceHolder"]:
         raise LoweringError(f"{', '.join(names)} stand for operands as constants, which the emulated device does not know; legal is Data")
-
-
-def _update_formats(graph: EmulatedGraph, inputs: Sequence[torch.Tensor]) -> None:
-    """Writes each operand's storage format into its `Data` operator, as torchair's function of that name does."""
-    graph.bind([tensor for tensor in inputs if isinstance(tensor, DeviceTensor)])
 
 
 def open_device(index: int) -> EmulatedDevice:

@@ -14,7 +14,7 @@ from ..convert import shape_of
 from ..ge_file import parse
 from ..inspect_ge import follow_memory
 from .checks import check_communication, check_formats, data_formats
-from .compile_cache import CompileCache
+from .compile_cache import compiled
 from .device_state import DeviceState
 from .ge_program import GeProgram, parsed_shape
 from .memory import FORMAT_NAMES, DeviceTensor, allocate
@@ -63,18 +63,18 @@ class EmulatedGraph:
             raise AttributeError(name)
         return getattr(self._model.graph[0], name)
 
-    def bind(self, operands: Sequence[DeviceTensor]) -> None:
-        """Takes the operands' formats and addresses, before the graph is compiled.
+    def bind(self, operands: Sequence[torch.Tensor]) -> None:
+        """Takes the operands' formats and addresses, before the graph is compiled: its `Data` operators say them from then on.
 
         Args:
             operands: by number of the `Data` operator.
         """
         for op in self._model.graph[0].op:
-            if op.type == "Data":
-                number = op.attr["index"].i
-                self._addresses[number] = operands[number].data_ptr()
+            number = op.attr["index"].i
+            if op.type == "Data" and isinstance(operand := operands[number], DeviceTensor):
+                self._addresses[number] = operand.data_ptr()
                 for desc in (op.output_desc[0], *op.input_desc[:1]):
-                    desc.attr["format_for_int"].i = operands[number].allocation.format
+                    desc.attr["format_for_int"].i = operand.allocation.format
 
     def load(self, options: Mapping[str, str], *, create_pg: bool = False) -> None:
         """Takes the compile options.
@@ -102,7 +102,7 @@ class EmulatedGraph:
         self._outputs = _declared_outputs(self._program, graph)
         self._operands = self._described(graph, self._program)
         self._fingerprint = _fingerprint(graph)
-        CompileCache.of(self._options, state.version).compiled(self._fingerprint, [operand.format for operand in self._operands])
+        compiled(self._options, state.version, self._fingerprint, [operand.format for operand in self._operands])
 
     def run(
         self, inputs: Sequence[torch.Tensor], assigned_outputs: Sequence[torch.Tensor | None] = (), stream: object = None

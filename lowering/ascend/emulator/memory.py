@@ -94,6 +94,14 @@ class PinnedMemory:
         return tensor.untyped_storage().data_ptr() in self._storages
 
 
+def _host_reader(how: str) -> Any:
+    def read(tensor: DeviceTensor, *args: object, **kwargs: object) -> Any:
+        """Refuses to hand values to the host."""
+        raise _host_read(tensor, how)
+
+    return read
+
+
 class DeviceTensor(torch.Tensor):
     """A tensor in a device's memory. There are no kernels but copies and fills: operators run in graphs alone.
 
@@ -103,6 +111,7 @@ class DeviceTensor(torch.Tensor):
     allocation: Allocation
     held: torch.Tensor
     pinned: PinnedMemory
+    tolist, numpy, item, __array__ = (_host_reader(how) for how in ("tolist()", "numpy()", "item()", "numpy()"))
     _HOST_READS: ClassVar[set[Any]] = {_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.is_nonzero.default}
 
     @staticmethod
@@ -121,27 +130,6 @@ class DeviceTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """Address of the first element in the memory of the device."""
         return self.held.data_ptr()
-
-    def tolist(self) -> Any:
-        """Raises:
-        LoweringError: always.
-        """
-        raise _host_read(self, "tolist()")
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Raises:
-        LoweringError: always.
-        """
-        raise _host_read(self, "numpy()")
-
-    def __array__(self, *args: object, **kwargs: object) -> Any:
-        raise _host_read(self, "numpy()")
-
-    def item(self) -> Any:
-        """Raises:
-        LoweringError: always.
-        """
-        raise _host_read(self, "item()")
 
     def byte_runs(self) -> Iterator[tuple[int, int]]:
         """Intervals of the allocation's bytes that the tensor lies in."""
