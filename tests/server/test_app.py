@@ -185,15 +185,6 @@ def test_bad_frames_then_a_good_request_on_the_same_socket(url):
         assert text_of(socket.finish()) == "good"
 
 
-def test_bad_msgpack_then_a_good_request_on_the_same_socket(url):
-    with opened(url, MSGPACK) as socket:
-        for frame, code in [(b"\xc1", "invalid_msgpack"), ("{}", "wrong_frame_kind"), (msgpack.packb([]), "not_an_object")]:
-            socket.raw.send(frame)
-            assert socket.receive()["error"]["code"] == code
-        socket.create("good", max_output_tokens=4)
-        assert text_of(socket.finish()) == "good"
-
-
 @pytest.mark.parametrize(
     ("send", "code"),
     [

@@ -336,18 +336,6 @@ def test_stream_text_yields_the_deltas():
     play(script, test)
 
 
-def test_stream_text_raises_what_the_server_refused():
-    async def script(peer):
-        await peer.receive()
-        await peer.error("model_not_found", "c0", "model")
-
-    async def test(url):
-        with pytest.raises(RequestError, match="it is model_not_found"):
-            _ = [piece async for piece in stream_text(url, "Hi", model="x")]
-
-    play(script, test)
-
-
 def test_nobody_there_and_another_protocol_are_named():
     async def script(peer):
         pass

@@ -82,17 +82,6 @@ def test_tokens_that_may_begin_a_stop_string_wait_too():
     assert stream.push(tokens("o", logprobs[3:4])) == TextDelta("eno", byte_codec().encode("o"), logprobs[3:4])
 
 
-def test_a_stop_string_inside_a_block_cuts_tokens_and_log_probabilities_alike():
-    stream = make_stream("stop")
-    logprobs = numbered(byte_codec().encode("go stop it"))
-    assert stream.push(tokens("go stop it", logprobs)) == TextDelta("go ", byte_codec().encode("go stop"), logprobs[:7])
-    assert stream.stopped
-    assert stream.push(tokens("more", logprobs[:4])) is None
-    last, ending = stream.finish(finish("cancelled", 14))
-    assert last is None
-    assert (ending.reason, ending.usage.output_tokens) == ("stop", 7)
-
-
 def test_a_stop_string_that_takes_all_the_text_still_shows_its_tokens_at_the_end():
     stream = make_stream("stop")
     logprobs = numbered(byte_codec().encode("stop"))

@@ -158,24 +158,6 @@ def test_every_api_restricts_what_is_sampled(url, client):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_new_tokens")
 
 
-def test_every_api_adjusts_logits(url, client):
-    """A bias that outweighs every other logit is the output; penalties change it in the same way everywhere."""
-    greedy, prompt = {"model": "tiny", "temperature": 0.0}, "And God said"
-    biased = client.completions.create(prompt=prompt, max_tokens=4, logit_bias={"65": 100}, extra_body={"return_token_ids": True}, **greedy)
-    assert biased.choices[0].token_ids == [65] * 4
-    penalties = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.2}
-    free = client.completions.create(prompt=prompt, max_tokens=24, **greedy).choices[0].text
-    want = client.completions.create(prompt=prompt, max_tokens=24, extra_body=penalties, **greedy).choices[0].text
-    assert want != free
-    assert client.responses.create(input=prompt, max_output_tokens=24, extra_body=penalties, **greedy).output_text == want
-    messages = [{"role": "user", "content": prompt}]
-    chat = client.chat.completions.create(messages=messages, max_tokens=24, extra_body=penalties, **greedy)
-    assert chat.choices[0].message.content == want
-    params = {**penalties, "max_new_tokens": 24, "temperature": 0}
-    native = httpx.post(f"{url.removesuffix('/v1')}/generate", json={"text": prompt, "sampling_params": params}).json()
-    assert native["text"] == want
-
-
 TRIBE = {"type": "function", "function": {"name": "tribe", "parameters": SCHEMA, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "tribe"}}
 IDS = {"return_token_ids": True}

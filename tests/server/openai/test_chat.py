@@ -115,26 +115,6 @@ def test_what_is_not_asked_for_is_not_parsed(client, served):
     assert len(said.message.tool_calls) == 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_of_every_token(client, stream):
-    answer = ask(client, "<think>a</think>b", stream, logprobs=True, top_logprobs=1)
-    logprobs = joined(answer)[2] if stream else answer.choices[0].logprobs.content
-    assert "".join(entry.token for entry in logprobs) == "<think>a</think>b"
-    assert [entry.logprob for entry in logprobs] == [-float(i) for i in range(17)]
-    assert logprobs[0].bytes == [ord("<")]
-    assert [[likely.logprob for likely in entry.top_logprobs] for entry in logprobs] == [[-0.5]] * 17
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_n_choices_are_told_apart(client, stream):
-    answer = ask(client, "ab", stream, n=3)
-    contents = [""] * 3
-    for chunk in answer if stream else [answer]:
-        for choice in chunk.choices:
-            contents[choice.index] += (choice.delta if stream else choice.message).content or ""
-    assert contents == ["ab"] * 3
-
-
 def test_the_last_message_is_continued():
     form = ChatFormat(ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}!{% endif %}"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -76,12 +76,6 @@ def test_neutral_values_are_no_error(client):
     assert client.responses.create(model="tiny", input="a", **neutral).output_text == "ua"
 
 
-def test_log_probabilities_are_in_the_output(client):
-    response = client.responses.create(model="tiny", input="a", include=["message.output_text.logprobs"], top_logprobs=1)
-    logprobs = response.output[0].content[0].logprobs
-    assert [(entry.token, entry.logprob, len(entry.top_logprobs)) for entry in logprobs] == [("u", 0.0, 1), ("a", -1.0, 1)]
-
-
 @pytest.mark.parametrize(
     ("options", "param", "words"),
     [

@@ -115,20 +115,3 @@ def test_a_response_that_began_has_failed(client):
     *_, last = stream
     assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "timeout")
     assert last.response.usage.output_tokens > 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"timeout_ms": 60_001}, "timeout_ms"),
-        ({"timeout_ms": 0}, "timeout_ms"),
-        ({"priority": -1}, "priority"),
-        ({"priority": 1001}, "priority"),
-    ],
-)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/generate"])
-def test_what_a_request_may_not_ask_for_is_refused(served, path, fields, param):
-    prompt = {"/v1/completions": "prompt", "/v1/responses": "input_token_ids", "/generate": "input_ids"}[path]
-    few = {"sampling_params": FEW} if path == "/generate" else {}
-    status, body = post(served[0].removesuffix("/v1") + path, {prompt: PROMPT, **few, **fields})
-    assert (status, body["error"]["param"]) == (400, param)

@@ -45,16 +45,6 @@ def numbered(ids):
 # --- one completion ---
 
 
-def test_text_is_sent_as_soon_as_it_is_safe():
-    response = make_response()
-    ids = byte_codec().encode("aü")
-    assert kinds(response.begin()) == ["created", "in_progress"]
-    assert kinds(response.feed(TokenEvent("resp_1", ids[:1]))) == ["output_item.added", "content_part.added", "output_text.delta"]
-    assert response.feed(TokenEvent("resp_1", ids[1:2])) == []
-    (delta,) = response.feed(TokenEvent("resp_1", ids[2:]))
-    assert (delta["delta"], delta["token_ids"], delta["logprobs"]) == ("ü", list(ids[1:]), [])
-
-
 def test_a_stop_string_is_reported_once_and_what_follows_is_dropped():
     response = make_response("b")
     response.begin()
@@ -84,13 +74,6 @@ def test_nothing_follows_the_end(late):
     response.feed(finish("stop", 0))
     assert (response.done, response.live) == (True, ())
     assert response.feed(late) == []
-
-
-def test_a_completion_cancelled_before_its_first_token_has_no_item():
-    response = make_response()
-    response.begin()
-    (last,) = response.feed(finish("cancelled", 0))
-    assert (last["type"], last["response"]["output"]) == ("response.cancelled", [])
 
 
 # --- several completions ---

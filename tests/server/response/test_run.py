@@ -200,21 +200,6 @@ def test_a_conversation_is_kept_for_its_owner_or_for_the_socket(reason, kept):
     asyncio.run(play(False, "socket", "me"))
 
 
-def test_without_an_output_the_prompt_is_computed_and_can_be_continued():
-    async def play():
-        reader = Log()
-        _, engine, service = started(reader, generate=False, max_output_tokens=100)
-        engine.emit("x")
-        engine.finish("length")
-        await settled()
-        assert [event["type"] for event in reader.events] == ["response.created", "response.in_progress", "response.completed"]
-        response = reader.events[-1]["response"]
-        assert (response["output"], response["usage"]["output_tokens"], response["usage"]["input_tokens"]) == ([], 0, 1)
-        assert [item.text for item in service.store.conversation("resp_1", ("me",))] == ["ab"]
-
-    asyncio.run(play())
-
-
 def test_a_response_of_which_nothing_grows_is_named_to_the_store_once_a_while(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(response_run.time, "monotonic", lambda: now_s[0])

@@ -81,12 +81,6 @@ def test_a_stream_of_garbage_keeps_a_small_window(values):
     assert max(decoded) <= WINDOW_TOKENS + 1
 
 
-def test_an_unfinished_character_waits_and_then_comes_whole():
-    for stream in detokenizers():
-        pieces = [stream.push([byte_id(value)]) for value in "a🙂b".encode()]
-        assert pieces == ["a", "", "", "", "🙂", "b"]
-
-
 def test_special_tokens_are_silent_in_the_middle_of_a_character():
     first, *rest = [byte_id(value) for value in "é".encode()]
     for stream in detokenizers():
