@@ -24,7 +24,7 @@ def served(
     """A server of an artifact that is built at `out`: its URL without a path, and its engine and service."""
     tiny.built(tiny.planned("qwen3.5-tiny", **sizes), out)
     artifact = Artifact.open(out)
-    api = ApiSettings(names=("qwen3.5-tiny", "tiny"), tool_call_parser=tool_call_parser)
+    api = ApiSettings(names=("tiny", "qwen3.5-tiny"), tool_call_parser=tool_call_parser)
     running = start_service(artifact, lambda: CpuExecutor(artifact), api=api, prefix_cache=prefix_cache)
     with contextlib.ExitStack() as stack:
         stack.callback(running.engine.stop, drain=False)
