@@ -101,9 +101,6 @@ UPWARD: dict[tuple[str, str], int] = {
     ("plan", "bench"): 1,
 }
 
-# Module-level tables keyed by names of NPU operators outside of lowering/ascend/operators. The number only falls.
-OPERATOR_TABLES = 0
-
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45260,
@@ -389,8 +386,8 @@ def room_breaches(root: Path) -> Iterator[str]:
 
 def operator_breaches(root: Path) -> Iterator[str]:
     tables = list(operator_tables.tables(root, sources(root)))
-    if len(tables) > (OPERATOR_TABLES if root == ROOT else 0):
-        yield "\n".join([f"{len(tables)} tables name NPU operators outside of their records, at most {OPERATOR_TABLES} may:", *tables])
+    if tables:
+        yield "\n".join([f"{len(tables)} tables name NPU operators outside of their records, where none may:", *tables])
 
 
 def budget_breaches(root: Path) -> Iterator[str]:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from npucompile.lowering.ascend.acl_graph.file import AclFile
 from npucompile.lowering.ascend.ge_file import GeFile, messages, parse
+from npucompile.lowering.ascend.legality.check import Violation, examine
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.platform import Platform
 
@@ -100,3 +102,8 @@ def declare(op: Any, port: int, dtype: str, sizes: list[int]) -> None:
     if "_meta" in op.output_desc[port].attr:
         short = {"DT_FLOAT": "f32", "DT_BF16": "bf16", "DT_INT32": "i32", "DT_INT8": "i8", "DT_INT64": "i64"}[dtype]
         op.output_desc[port].attr["_meta"].s = f"{short}[{','.join(map(str, sizes))}]".encode()
+
+
+def violations(graph: GeFile | AclFile, platform: Platform = A3, **facts: Any) -> list[Violation]:
+    """What CANN would refuse of a graph."""
+    return examine(graph, platform, **facts).violations

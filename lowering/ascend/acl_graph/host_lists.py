@@ -44,11 +44,7 @@ def take_lists(graph: GraphModule) -> None:
 
 def lists_of(node: Node) -> Mapping[str, Node]:
     """The tensors that an operator takes as lists, by argument."""
-    return _lists(str(node.target), node.kwargs) if node.op == "call_function" else {}
-
-
-def _lists(name: str, kwargs: Mapping[str, object]) -> Mapping[str, Node]:
-    return {argument: value for argument in HOST_LISTS.get(name, ()) if isinstance(value := kwargs.get(argument), Node)}
+    return {name: value for name in HOST_LISTS.get(str(node.target), ()) if isinstance(value := node.kwargs.get(name), Node)}
 
 
 def with_cuts(graph: GraphModule) -> tuple[GraphModule, tuple[int, ...]]:

@@ -75,19 +75,6 @@ class Checked:
         return zip(self.violations, self.copies, strict=True)
 
 
-def check(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table | None = None) -> list[Violation]:
-    """What CANN would refuse of a graph on a platform; empty where every operator and option is legal.
-
-    Args:
-        platform: chip, release of CANN and operator packages.
-        facts: the table; by default the one of this package.
-
-    Raises:
-        LoweringError: as `nodes_of`.
-    """
-    return examine(graph, platform, facts).violations
-
-
 def prove(graph: GeFile | AclFile, platform: Platform = DEFAULT, *, sizes: bool = True) -> None:
     """Refuses a graph that CANN would refuse.
 
@@ -97,23 +84,18 @@ def prove(graph: GeFile | AclFile, platform: Platform = DEFAULT, *, sizes: bool 
     Raises:
         LoweringError: naming operators, what was given, what is legal and the source.
     """
-    refuse(examine(graph, platform), platform, sizes=sizes)
-
-
-def refuse(checked: Checked, platform: Platform, *, sizes: bool = True) -> None:
-    """Raises the error of `prove` where a check found something."""
     platform = platform if platform.chip else DEFAULT
     kinds: dict[tuple[str, str], tuple[Violation, int]] = {}
-    for violation, copies in checked.pairs():
+    for violation, copies in examine(graph, platform).pairs():
         if sizes or not violation.sizes:
             first, known = kinds.setdefault((violation.type, violation.message), (violation, 0))
             kinds[violation.type, violation.message] = first, known + copies
     if kinds:
-        told = [f"{violation} (and {copies - 1} more)" if copies > 1 else str(violation) for violation, copies in kinds.values()]
-        more = f"; and {len(told) - _SHOWN} other kinds" if len(told) > _SHOWN else ""
+        shown = [f"{violation} (and {copies - 1} more)" if copies > 1 else str(violation) for violation, copies in kinds.values()]
+        more = f"; and {len(shown) - _SHOWN} other kinds" if len(shown) > _SHOWN else ""
         number = sum(copies for _, copies in kinds.values())
         where = f"CANN {platform.cann} on {platform.chip}"
-        raise LoweringError(f"{where} does not take {number} operators or options of the graph: {'; '.join(told[:_SHOWN])}{more}")
+        raise LoweringError(f"{where} does not take {number} operators or options of the graph: {'; '.join(shown[:_SHOWN])}{more}")
 
 
 def has_kernels(params: Iterable[Leaf]) -> bool:
@@ -126,7 +108,15 @@ def has_kernels(params: Iterable[Leaf]) -> bool:
 
 
 def examine(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table | None = None) -> Checked:
-    """`check`, with how many operators each violation has, and which rows of the table the graph relies on."""
+    """What CANN would refuse of a graph on a platform, and which rows of the table the graph relies on.
+
+    Args:
+        platform: chip, release of CANN and operator packages.
+        facts: the table; by default the one of this package.
+
+    Raises:
+        LoweringError: as `nodes_of`.
+    """
     platform = platform if platform.chip else DEFAULT
     read = nodes_of(graph, platform, facts)
     checker = Checker(facts or table(), platform, {} if isinstance(graph, AclFile) else graph.options)

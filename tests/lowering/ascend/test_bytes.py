@@ -15,8 +15,8 @@ import torch
 from support import golden_emulation, golden_graphs
 from support.ge_threads import OPERATOR, file_of
 from support.golden_graphs import Case
+from support.legal_graph import violations
 
-from npucompile.lowering.ascend.legality.check import check
 from npucompile.lowering.ascend.legality.threads import threads
 from npucompile.lowering.platform import Platform
 
@@ -59,7 +59,7 @@ def test_refusals_of_what_devices_refused_are_the_stored_ones(chip: str, digests
     for thread in threads():
         if thread.given.inputs:
             for platform in (Platform(chip, "8.3"), Platform(chip, "9.1", ("sgl-kernel-npu", "vllm-ascend"))):
-                refused = [str(violation) for violation in check(file_of(thread), platform) if violation.operator == OPERATOR]
+                refused = [str(violation) for violation in violations(file_of(thread), platform) if violation.operator == OPERATOR]
                 texts[f"{thread.id} {platform.cann}"] = golden_graphs.digest("\n".join(refused).encode())
     digests(f"threads {chip}", texts)
 

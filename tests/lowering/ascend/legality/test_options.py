@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 from support import legal_graph
-from support.legal_graph import A3
+from support.legal_graph import violations
 
-from npucompile.lowering.ascend.legality import check
 from npucompile.lowering.ascend.legality.options import check_options
 
 
@@ -28,7 +27,7 @@ def legal(tmp_path_factory):
     ],
 )
 def test_options(legal, options, message):
-    told = [str(violation) for violation in check.check(replace(legal, options={**legal.options, **options}), A3)]
+    told = [str(violation) for violation in violations(replace(legal, options={**legal.options, **options}))]
     assert any(re.search(message, line) for line in told), told
 
 

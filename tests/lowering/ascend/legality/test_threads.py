@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from support import legal_graph
 from support.ge_threads import OPERATOR, file_of, refused_by
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.legality import threads as module
-from npucompile.lowering.ascend.legality.check import check
 from npucompile.lowering.ascend.legality.threads import read, threads
 from npucompile.lowering.platform import Platform
 from npucompile.tools.build.memory import dispatch_window_bytes
@@ -37,7 +37,7 @@ def test_what_a_device_refused_is_refused_by_the_rule_that_the_report_names(thre
 @pytest.mark.parametrize("name", ["attention-tnd-width-256", "delta-rule-state-f32", "swiglu-quant-running-sums", "dispatch-aiv-parallel"])
 def test_a_refusal_names_the_report(name):
     thread = next(thread for thread in threads() if thread.id == name)
-    violations = [violation for violation in check(file_of(thread), Platform("ascend910_93", "8.5")) if violation.operator == OPERATOR]
+    violations = [each for each in legal_graph.violations(file_of(thread), Platform("ascend910_93", "8.5")) if each.operator == OPERATOR]
     assert [thread.link in violation.source for violation in violations].count(True) == 1
 
 
