@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from support import legal_graph
 from support.legal_graph import A3, edited
 
 from npucompile.lowering.ascend.legality.assumptions import assumptions
 from npucompile.lowering.ascend.legality.check import examine
 from npucompile.lowering.platform import Platform
-
-
-@pytest.fixture(scope="module")
-def legal(tmp_path_factory):
-    return legal_graph.legal(tmp_path_factory.mktemp("stubs"))
 
 
 def test_assumptions_are_what_no_source_says_of_the_release(legal):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import legal_acl, legal_graph
+from support import legal_acl
 from support.legal_acl import of_type
 from support.legal_graph import A3, declare, edited, violations
 from torch.fx import Node
@@ -25,16 +25,6 @@ from npucompile.lowering.platform import Platform
 BF16, I32, I8 = torch.bfloat16, torch.int32, torch.int8
 PACKAGES = replace(A3, packages=("vllm-ascend",))
 First = dict[str, Node]
-
-
-@pytest.fixture(scope="module")
-def legal(tmp_path_factory):
-    return legal_graph.legal(tmp_path_factory.mktemp("stubs"))
-
-
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory):
-    return legal_acl.legal(tmp_path_factory.mktemp("stubs"))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support import acl_graphs as ag
 from support import ge_bodies as gb
-from support import legal_acl, legal_graph
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.ge_file import messages
@@ -15,11 +14,10 @@ from npucompile.lowering.ascend.legality.nodes import nodes_of, value_of
 from npucompile.lowering.ascend.operators.node import Node
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory):
+@pytest.fixture
+def nodes(legal, captured):
     """First node of each operator, of the same step as a GE graph and as a captured one."""
-    of_ge, captured = legal_graph.legal(tmp_path_factory.mktemp("ge")), legal_acl.legal(tmp_path_factory.mktemp("stubs"))
-    return [{node.type: node for node in reversed(nodes_of(graph, DEFAULT).nodes)} for graph in (of_ge, captured)]
+    return [{node.type: node for node in reversed(nodes_of(graph, DEFAULT).nodes)} for graph in (legal, captured)]
 
 
 def shown(tensors) -> dict[str, str]:

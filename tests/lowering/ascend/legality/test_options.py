@@ -6,15 +6,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from support import legal_graph
 from support.legal_graph import violations
 
 from npucompile.lowering.ascend.legality.options import check_options
-
-
-@pytest.fixture(scope="module")
-def legal(tmp_path_factory):
-    return legal_graph.legal(tmp_path_factory.mktemp("stubs"))
 
 
 @pytest.mark.parametrize(
