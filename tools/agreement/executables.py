@@ -15,7 +15,7 @@ from ...lowering.executable import Executable
 from ..heap import give_back_heap
 from ..progress import Progress
 from .compare import Differences, check_tolerance, compare
-from .poisoned_steps import plant_drafts, poisoned_step
+from .poisoned_steps import drafted_step, live_counts
 from .tolerances import tolerance_of
 
 SEEDS = 2
@@ -73,12 +73,10 @@ def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.T
 
     def compared(live: int, seed: int) -> dict[str, Differences]:
         generator = torch.Generator().manual_seed(17 * seed + live)
-        case = poisoned_step(entry.bucket, signature, manifest.limits, params, vocab, live, generator)
-        if entry.bucket.kind == "decode":
-            plant_drafts(eager, case, signature)
+        case = drafted_step(eager, entry.bucket, signature, manifest.limits, params, vocab, live, generator)
         return {name: compare(reference, candidate, [case], signature, tolerance.measure) for name, reference in references.items()}
 
-    for live in sorted({1, entry.bucket.batch // 2 + 1, entry.bucket.batch}):
+    for live in live_counts(entry.bucket.batch):
         for seed in range(SEEDS):
             # One at a time, the last one gone: each has pools of its own, for all requests that are served at once.
             of_case = compared(live, seed)

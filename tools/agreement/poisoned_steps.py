@@ -157,6 +157,28 @@ def _slot_read(leaf: Leaf, row: LiveRow) -> int:
     return row.slots[0] if keeps_first_slots(leaf) and len(row.slots) > 1 else row.read
 
 
+def live_counts(batch: int) -> list[int]:
+    """Numbers of live rows with which a bucket is run."""
+    return sorted({1, batch // 2 + 1, batch})
+
+
+def drafted_step(
+    reference: Executable,
+    bucket: Bucket,
+    signature: Signature,
+    limits: Limits,
+    params: Sequence[torch.Tensor],
+    vocab: int,
+    live: int,
+    generator: torch.Generator,
+) -> PoisonedStep:
+    """As `poisoned_step`; a decode step has right drafts among its own, by the reference."""
+    case = poisoned_step(bucket, signature, limits, params, vocab, live, generator)
+    if bucket.kind == "decode":
+        plant_drafts(reference, case, signature)
+    return case
+
+
 def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature) -> None:
     """Replaces drafts of a decode case by right ones: in the i-th live row the first i modulo k+1, so that all counts occur.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -22,8 +22,9 @@ from ...lowering.lower import lower_eager
 from ...models import step
 from ..agreement.compare import Differences, check_tolerance, output_differences
 from ..agreement.executables import load_params
-from ..agreement.poisoned_steps import PoisonedStep, plant_drafts, poisoned_step
-from ..agreement.tolerances import Tolerance, tolerance_of
+from ..agreement.poisoned_steps import drafted_step, live_counts
+from ..agreement.poisoned_steps import run_step as run_alone
+from ..agreement.tolerances import tolerance_of
 from ..artifact_model import full_model, rules_of
 from ..progress import Progress
 from .all_ranks import run_step
@@ -47,7 +48,8 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
         raise VerifyError(
             f"{artifact.path}: {size} bytes of weights; legal for running all ranks of {manifest.mesh} in one process is {LARGEST_BYTES}"
         )
-    shards = [load_shard(artifact, rank) for rank in range(Mesh.parse(manifest.mesh).size)]
+    loaded = (load_shard(artifact, rank) for rank in range(Mesh.parse(manifest.mesh).size))
+    shards = [[shard[leaf.name] for leaf in manifest.params] for shard in loaded]
     params, measurements = load_params(artifact), {}
     with progress.bar("verify", len(manifest.graphs)) as bar:
         for entry in manifest.graphs:
@@ -58,23 +60,32 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
 
 
 def _verify_entry(
-    artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Mapping[str, torch.Tensor]]
+    artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Sequence[torch.Tensor]]
 ) -> Differences:
-    manifest, mesh = artifact.manifest, Mesh.parse(artifact.manifest.mesh)
+    """Runs a step of each dp group on one device, and all on their ranks together."""
+    manifest, mesh, rules = artifact.manifest, Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
     reference, signature = unsharded(manifest, entry)
     sharded = Interpreter(decode((artifact.path / entry.reference).read_bytes()), mesh)
-    vocab, dp = int(manifest.model["vocab_size"]), mesh.axis("dp")
+    vocab, groups = int(manifest.model["vocab_size"]), [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)]
     tolerance = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size)
-    measured = Differences()
-    for first in sorted({1, entry.bucket.batch // 2 + 1, entry.bucket.batch}):
-        generator = torch.Generator().manual_seed(first)
+    measured, first, batch = Differences(), len(signature.params), entry.bucket.batch
+    last = first + len(signature.state)
+
+    def shares(pools: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        return [pool[rules.local_slice(leaf.aval, mesh, rank)] for leaf, pool in zip(manifest.state, pools, strict=True)]
+
+    for live in live_counts(batch):
+        generator = torch.Generator().manual_seed(live)
         # The first group has at least one live row; the others have fewer, or none.
-        lives = [(first - group) % (entry.bucket.batch + 1) if group else first for group in range(dp)]
-        cases = [poisoned_step(entry.bucket, signature, manifest.limits, params, vocab, live, generator) for live in lives]
-        if entry.bucket.kind == "decode":
-            for case in cases:
-                plant_drafts(reference, case, signature)
-        measured = measured.combined(_compare(manifest, entry, signature, cases, shards, reference, sharded, tolerance))
+        lives = [(live - group) % (batch + 1) if group else live for group in range(mesh.axis("dp"))]
+        cases = [drafted_step(reference, entry.bucket, signature, manifest.limits, params, vocab, each, generator) for each in lives]
+        state = [[pool.clone() for pool in shares(cases[group].operands[first:last], rank)] for rank, group in enumerate(groups)]
+        inputs = [dict(zip((leaf.path for leaf in signature.inputs), case.operands[last:], strict=True)) for case in cases]
+        expected = [run_alone(reference, case, signature) for case in cases]
+        for rank, actual in enumerate(run_step(sharded, mesh, manifest.signature(entry), shards, state, inputs)):
+            outputs, left = expected[groups[rank]]
+            pools = list(zip(manifest.state, shares(left, rank), state[rank], strict=True))
+            measured = measured.combined(output_differences(cases[groups[rank]], outputs, actual, pools, tolerance.measure))
     return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
 
 
@@ -84,39 +95,3 @@ def unsharded(manifest: Manifest, entry: GraphEntry) -> tuple[Executable, Signat
     program = step.program(model, entry.bucket, manifest.limits, DTYPES[manifest.dtype], max_logprobs=entry.max_logprobs)
     partitioned = optimise(partition(program, Mesh(), rules_of(model, Mesh(), entry.bucket)))
     return EagerExecutable(lower_eager(partitioned).graph), partitioned.signature
-
-
-def _compare(
-    manifest: Manifest,
-    entry: GraphEntry,
-    signature: Signature,
-    cases: Sequence[PoisonedStep],
-    shards: Sequence[Mapping[str, torch.Tensor]],
-    reference: Executable,
-    sharded: Interpreter,
-    tolerance: Tolerance,
-) -> Differences:
-    """Runs each group's case on one device, and all on their ranks together."""
-    mesh, rules, first = Mesh.parse(manifest.mesh), Rules.of(manifest.rules), len(signature.params)
-    last = first + len(signature.state)
-    params = [[shard[leaf.name] for leaf in manifest.params] for shard in shards]
-    state = [
-        [
-            pool[rules.local_slice(leaf.aval, mesh, rank)].clone()
-            for leaf, pool in zip(manifest.state, cases[mesh.coordinates(rank)["dp"]].operands[first:last], strict=True)
-        ]
-        for rank in range(mesh.size)
-    ]
-    inputs = [dict(zip((leaf.path for leaf in signature.inputs), case.operands[last:], strict=True)) for case in cases]
-    results = run_step(sharded, mesh, manifest.signature(entry), params, state, inputs)
-    whole = [[operand.clone() if first <= i < last else operand for i, operand in enumerate(case.operands)] for case in cases]
-    expected = [dict(zip((leaf.path for leaf in signature.outputs), reference(each), strict=True)) for each in whole]
-    differences = Differences()
-    for rank, actual in enumerate(results):
-        group = mesh.coordinates(rank)["dp"]
-        pools = [
-            (leaf, whole[group][first + i][rules.local_slice(leaf.aval, mesh, rank)], state[rank][i])
-            for i, leaf in enumerate(manifest.state)
-        ]
-        differences = differences.combined(output_differences(cases[group], expected[group], actual, pools, tolerance.measure))
-    return differences

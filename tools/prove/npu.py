@@ -21,8 +21,8 @@ from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.types import DTYPES, Signature
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.ascend.acl_graph.file import AclFile
 from ...lowering.ascend.emulator.interpreter import Interpreter
+from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.shipped import DECODERS, ShippedGraph
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
@@ -32,7 +32,6 @@ from ..agreement.tolerances import FLOAT, QUANTISED
 from ..build.targets import target
 from ..progress import Progress
 from . import shipped as verify_shipped
-from .all_ranks import Run
 from .emulated_run import RankOutputs, Ranks, check_against_trace, check_identical
 from .small_model import BucketCase, SmallModel, random_checkpoint, shrink
 from .speculation import first_position
@@ -214,14 +213,15 @@ def emulators(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase]) -> dict
     return {case: (Interpreter(built.lowered.graph, small.mesh), built.signature) for case, built in graphs.items()}
 
 
-def interpreters(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase], order: str = "file") -> dict[BucketCase, tuple[Run, Signature]]:
+def interpreters(
+    small: SmallModel, graphs: Mapping[BucketCase, BuiltCase], order: str = "file"
+) -> dict[BucketCase, tuple[Interpreter, Signature]]:
     """Runners of each case's shipped graph on all ranks, with the operators of a GE graph in an order that GE may choose."""
-    runners: dict[BucketCase, tuple[Run, Signature]] = {}
+    runners = {}
     for case, built in graphs.items():
-        if isinstance(built.shipped, AclFile):
-            runners[case] = Interpreter(built.shipped, small.mesh), built.signature
-        elif built.shipped is not None:
-            runners[case] = Interpreter(built.shipped, small.mesh, order=order), built.signature
+        assert built.shipped is not None, case
+        orders = {"order": order} if isinstance(built.shipped, GeFile) else {}
+        runners[case] = Interpreter(built.shipped, small.mesh, **orders), built.signature
     return runners
 
 
