@@ -45,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def not_sources(folder: str, names: list[str]) -> set[str]:
-    """Names that are not copied; `build` only at the root, since tools/build is a package."""
+    """Names that are not copied; `build` only at the root, since tools/builder is a package."""
     return shutil.ignore_patterns(*NOT_SOURCES)(folder, names) | ({"build"} if Path(folder) == ROOT else set())
 
 

@@ -13,7 +13,7 @@ from support import size
         ("graphs/ops/linear.py", "graphs"),
         ("lowering/ascend/cost/work.py", "lowering/ascend"),
         ("lowering/backend.py", "lowering"),
-        ("tools/build/plan.py", "tools/build"),
+        ("tools/builder/plan.py", "tools/builder"),
         ("tests/tools/test_cli.py", "tests"),
         ("docs/api.md", size.DOCS),
         ("README.md", size.DOCS),

@@ -17,7 +17,7 @@ from ..models.family_file import FamilyFile
 from ..models.quant.formats import Formats
 from ..models.step import Model
 from ..models.variant import Variant
-from .build.targets import target
+from .builder.targets import target
 
 
 def with_variant(model: Model, variant: Variant) -> Model:

@@ -125,7 +125,7 @@ class Manifest:
         dtype: name of the dtype that the model computes in.
         mesh: e.g. "dp=8,tp=2"; "1" is one device.
         rules: logical axis to mesh axes.
-        target: kind of machine it is for (tools/build/targets.py).
+        target: kind of machine it is for (tools/builder/targets.py).
         backend: name of the backend that the build compiles with.
         params, state: flat operands shared by all graphs.
         graphs: buckets that are served.
@@ -141,11 +141,11 @@ class Manifest:
         quantization: name of the scheme that parameters are stored in; "none" where they are floats.
         formats: fields of `models.quant.formats.Formats`: which matrices are stored as integers.
         deployment: id of the named deployment that it was built for, or "".
-        memory: memory plan of each device (tools/build/memory.py), where the target has a limit of its own.
+        memory: memory plan of each device (tools/builder/memory.py), where the target has a limit of its own.
         environment: variables that the processes of all ranks run with, by name, where the target needs any.
         communicator_bytes: size of one buffer of each communicator, by its symbol in GE graphs, where the target has communicators.
         platform: fields of `lowering.platform.Platform`: what the graphs were lowered for.
-        decided_by: who decided each setting of the build, by the option that sets it (tools/build/decisions.py).
+        decided_by: who decided each setting of the build, by the option that sets it (tools/builder/decisions.py).
     """
 
     model: Mapping[str, Any]

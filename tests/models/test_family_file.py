@@ -54,7 +54,7 @@ def test_another_process_finds_functions_and_configurations(written):
     try:
         code = f"""
 import pickle
-from npucompile.tools.build.pool import _prepare
+from npucompile.tools.builder.pool import _prepare
 _prepare((pickle.loads({packed[0]!r}),))
 source = pickle.loads({packed[1]!r})
 print(source.model.family.name, source.model.config.hidden_size)

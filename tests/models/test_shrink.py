@@ -12,7 +12,7 @@ from npucompile.graphs.types import Mesh
 from npucompile.models import registry, shrink
 from npucompile.models.head_padding import copies, grouped
 from npucompile.models.variant import Variant
-from npucompile.tools.build.deployments import deployments
+from npucompile.tools.builder.deployments import deployments
 
 FULL, LINEAR = "full_attention", "linear_attention"
 MOE = "qwen3.5-397b"

@@ -13,8 +13,8 @@ from npucompile.graphs import tree
 from npucompile.graphs.errors import CheckpointError
 from npucompile.models import checkpoint, registry
 from npucompile.models.tied_head import _same_values
-from npucompile.tools.build import weights
-from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.builder import weights
+from npucompile.tools.builder.plan import Options, plan
 
 TIED = "tie_word_embeddings"
 

@@ -14,7 +14,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.lowering.ascend.emulator.ge_program import BORDER
 from npucompile.lowering.ascend.ge_file import GeFile, parse
-from npucompile.tools.build import driver, pool
+from npucompile.tools.builder import driver, pool
 
 Operands = Sequence[torch.Tensor]
 Run = Callable[["FaultyExecutable", Operands], list[torch.Tensor]]

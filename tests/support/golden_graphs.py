@@ -26,9 +26,9 @@ from npucompile.lowering.ascend.legality.assumptions import assumptions
 from npucompile.lowering.backend import backend
 from npucompile.lowering.platform import CANN_RELEASES, OPERATOR_PACKAGES, Platform
 from npucompile.models import registry
-from npucompile.tools.build.deployments import deployments
-from npucompile.tools.build.plan import Options, Plan, plan
-from npucompile.tools.build.stages import stage
+from npucompile.tools.builder.deployments import deployments
+from npucompile.tools.builder.plan import Options, Plan, plan
+from npucompile.tools.builder.stages import stage
 
 MIXTURE = "mixture"
 """A random model of two layers, written where a case is planned."""

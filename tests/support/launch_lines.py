@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from unittest import mock
 
-from npucompile.tools.build import plan as planning
+from npucompile.tools.builder import plan as planning
 from npucompile.tools.launch_lines.imported import Finding, import_text
 
 # Most flags change nothing of the build, whose plan takes most of the time.

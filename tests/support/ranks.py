@@ -15,7 +15,7 @@ from unittest import mock
 from support import tiny
 
 from npucompile.runtime.distributed.messages import RankMessage, receive
-from npucompile.tools.build import driver, pool
+from npucompile.tools.builder import driver, pool
 
 SIZES = {
     "num_key_value_heads": 2,

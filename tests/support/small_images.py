@@ -23,7 +23,7 @@ from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.lower import lower_eager
 from npucompile.models import registry, step
 from npucompile.models.quant.recipes import formats_of_scheme
-from npucompile.tools.build import driver
+from npucompile.tools.builder import driver
 from npucompile.tools.prove.emulated_run import Graphs, Ranks
 from npucompile.tools.prove.small_model import BucketCase, SmallModel, random_checkpoint, shrink
 from npucompile.tools.prove.step_trace import StepTrace, record_trace

@@ -37,8 +37,8 @@ from npucompile.runtime.buckets import Row, pack
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.executor import Executor, Inputs, Outputs, Pending
 from npucompile.tools.agreement.pools import is_request_slots
-from npucompile.tools.build import driver, pool, stages, targets
-from npucompile.tools.build.plan import Options, Plan, plan
+from npucompile.tools.builder import driver, pool, stages, targets
+from npucompile.tools.builder.plan import Options, Plan, plan
 from npucompile.tools.cli import main
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress

@@ -16,8 +16,8 @@ from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.models import checkpoint, draft_source
 from npucompile.models.draft_model import PREFIX
 from npucompile.tools.artifact_model import full_model
-from npucompile.tools.build.describe import describe
-from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.builder.describe import describe
+from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.prove.small_model import shrink
 from npucompile.tools.ranks.weights import check_checkpoint, rank_params
 

@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 from ...graphs.errors import NpucompileError
-from ..build import driver as building
-from ..build import plan as planning
-from ..build.settings.table import SETTINGS
+from ..builder import driver as building
+from ..builder import plan as planning
+from ..builder.settings.table import SETTINGS
 from ..progress import Progress
 from .report import Column, Table, Value
 from .stats import spread

@@ -12,8 +12,8 @@ import torch
 
 from ...graphs.errors import ArtifactMissing, SpecError
 from ...lowering.artifact.artifact import Artifact
-from ..build import driver as building
-from ..build import plan as planning
+from ..builder import driver as building
+from ..builder import plan as planning
 from ..cli import Home
 from ..laboratory import laboratory
 from ..locate import artifact_path, check_family

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import MANIFEST, Artifact, GraphEntry
 from ...lowering.ascend.cost.estimate import StepCost
-from ..build.deployments import Deployment, deployment, deployments
+from ..builder.deployments import Deployment, deployment, deployments
 from ..inspection.cost import step_cost
 from .report import Column, Table, Value
 

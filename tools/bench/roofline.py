@@ -12,7 +12,7 @@ from ...graphs.errors import SpecError
 from ...graphs.types import DTYPES, Mesh
 from ...lowering.collectives_check import Collective
 from ...lowering.machines import Npu
-from ..build.targets import Target
+from ..builder.targets import Target
 
 
 @dataclass(frozen=True)

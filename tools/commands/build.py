@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from ..build import stamp
-from ..build.settings.table import SETTINGS
+from ..builder import stamp
+from ..builder.settings.table import SETTINGS
 from ..cli import Home
 from ..notation import BUCKETS_HELP, PREFILL_HELP
 from ..progress import Progress
@@ -68,7 +68,7 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
         click.echo(path)
         return
     # Imported late, so that a build that is up to date does not load torch.
-    build_all = importlib.import_module("..build.build_all", __package__).build_all
+    build_all = importlib.import_module("..builder.build_all", __package__).build_all
     for path in build_all(model, options, out, home.artifacts, home.cache, jobs, nice):
         importlib.import_module("..ranks.precompile", __package__).precompile(home, path, precompile, Progress())
         # The device's compiler may touch the files it keeps whenever it reads them.

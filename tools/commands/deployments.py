@@ -10,7 +10,7 @@ import click
 from ...graphs.errors import SpecError
 from ..bench import prediction
 from ..bench.report import as_data, as_markdown
-from ..build.deployments import deployment, deployments
+from ..builder.deployments import deployment, deployments
 from ..plan import listing
 
 

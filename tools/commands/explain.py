@@ -12,9 +12,9 @@ import click
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import Manifest
 from ...models import registry
-from ..build.deployments import deployment
-from ..build.deviations import deviations, source_of
-from ..build.explanation import Explained, explanation
+from ..builder.deployments import deployment
+from ..builder.deviations import deviations, source_of
+from ..builder.explanation import Explained, explanation
 from ..cli import Home
 from ..locate import artifact_path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..build.settings.model import FAMILY
+from ..builder.settings.model import FAMILY
 
 
 def family_option(command: Callable[..., Any]) -> Callable[..., Any]:

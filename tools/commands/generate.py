@@ -17,8 +17,8 @@ from ...server.text.logprobs import token_objects
 from ...server.text.token_text import TokenText
 from ...server.text.tokenizer import TextTokenizer
 from ..bench import acceptance
-from ..build.precision import DTYPES
-from ..build.uncompiled import opened
+from ..builder.precision import DTYPES
+from ..builder.uncompiled import opened
 from ..cli import Home
 from ..progress import Progress
 from ..ranks.environment import applied

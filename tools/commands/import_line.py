@@ -10,8 +10,8 @@ import click
 
 from ...graphs.errors import SpecError
 from ...graphs.paths import file_named
-from ..build.memory import GIB
-from ..build.settings.place import TARGETS
+from ..builder.memory import GIB
+from ..builder.settings.place import TARGETS
 from ..launch_lines.findings import Finding
 from ..launch_lines.imported import Imported, Role, import_text
 from ..launch_lines.proposal import Proposal

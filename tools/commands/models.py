@@ -12,7 +12,7 @@ from ...graphs.errors import SpecError
 from ...models import registry
 from ...models.family_file import FamilyFile
 from ...models.presets import DRAFT_PRESETS
-from ..build.reduce import write_reduced
+from ..builder.reduce import write_reduced
 from .family_option import family_option
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import click
 
 from ...graphs.errors import SpecError
-from ..build.settings.table import SETTINGS
+from ..builder.settings.table import SETTINGS
 from ..launch_lines.tables import engine, topics
 from ..serve.options import OPTIONS
 

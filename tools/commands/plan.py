@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from ...graphs.errors import SpecError
-from ..build.settings.model import SCHEMES
-from ..build.settings.place import TARGETS
+from ..builder.settings.model import SCHEMES
+from ..builder.settings.place import TARGETS
 
 NPU_TARGETS = tuple(name for name in TARGETS if name.startswith("ascend"))
 

@@ -23,8 +23,8 @@ from ...server.guard.access import Access
 from ...server.run import Stop, allow_open_files, running, websocket_url
 from ...server.telemetry.access_log import AccessLog
 from ...server.telemetry.tracing import Tracing
-from ..build import plan as planning
-from ..build.settings.model import FAMILY
+from ..builder import plan as planning
+from ..builder.settings.model import FAMILY
 from ..cli import Home
 from ..locate import artifact_path, check_family, newest_runnable
 from ..progress import Progress

@@ -13,7 +13,7 @@ from ...lowering.ascend.cost.parameters import parameters, sources
 from ...lowering.ascend.cost.timing import CAUSES
 from ...lowering.ascend.shipped import shipped_graph
 from ...lowering.platform import Platform
-from ..build.targets import target
+from ..builder.targets import target
 from . import views
 
 _TOP = 20

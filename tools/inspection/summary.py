@@ -9,8 +9,8 @@ from typing import Any
 from ...graphs.errors import SpecError
 from ...graphs.types import DTYPE_NAMES, Leaf
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
-from ..build.memory import GIB
-from ..build.stages import STAGES, unpack_texts
+from ..builder.memory import GIB
+from ..builder.stages import STAGES, unpack_texts
 from . import cost, legality, views
 
 SHOWN = (*STAGES, views.GE, views.ACL)

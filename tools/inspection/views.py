@@ -24,8 +24,8 @@ from ...lowering.collectives_check import Collective
 from ...models.slices import Shard, source_bytes
 from ..artifact_model import full_model
 from ..bench.roofline import Roofline, estimate, moved_bytes
-from ..build.memory import GIB, MIB, MemoryPlan
-from ..build.targets import target
+from ..builder.memory import GIB, MIB, MemoryPlan
+from ..builder.targets import target
 
 GE, ACL = "ge", "aclgraph"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..build.deployments import deployment
+from ..builder.deployments import deployment
 from ..plan.decode import decode_parts
 from ..plan.measurements import Measured, measured
 from ..plan.parameters import NAMES, Parameters, priors

@@ -20,8 +20,8 @@ from ...models import registry
 from ...models.family_file import FamilyFile
 from ...models.quant.description import formats_in
 from ...models.quant.formats import PLAIN
-from ..build.precision import DTYPES, choose_kv_cache
-from ..build.settings.model import KV_CACHE_DTYPES
+from ..builder.precision import DTYPES, choose_kv_cache
+from ..builder.settings.model import KV_CACHE_DTYPES
 from ..quantize.forward import loaded, logits, read_text, token_ids, windows
 from .train.corpus import parse_chapters, read_bible, split_chapters
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Mesh
-from ..build.deployments import deployments
+from ..builder.deployments import deployments
 from ..plan.decode import decode_parts
 from ..plan.parameters import Parameters
 from ..plan.published import machine_of

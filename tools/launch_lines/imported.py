@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...graphs.errors import SpecError
-from ..build.targets import target
+from ..builder.targets import target
 from .facts import Facts
 from .findings import Finding, findings_of, router_findings
 from .flags import Given, read_flags

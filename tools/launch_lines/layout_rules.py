@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..build.targets import target
+from ..builder.targets import target
 from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, rule_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..build.settings.model import KV_CACHE_DTYPES, MAX_DRAFTS
-from ..build.targets import target
+from ..builder.settings.model import KV_CACHE_DTYPES, MAX_DRAFTS
+from ..builder.targets import target
 from .facts import named_scheme
 from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, rule_of

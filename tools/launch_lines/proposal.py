@@ -12,15 +12,15 @@ from ...graphs.paths import file_named
 from ...graphs.types import Limits
 from ...models import registry
 from ...models.presets import DRAFT_PRESETS
-from ..build import plan as planning
-from ..build.deployments import Deployment, Phase, limits_for, prefill_sizes
-from ..build.fit import fitting_pages
-from ..build.memory import MemoryPlan
-from ..build.planned import has_recurrent_states
-from ..build.rank_memory import planned_memory
-from ..build.settings.model import MAX_DRAFTS
-from ..build.settings.table import SETTINGS
-from ..build.targets import Target, target
+from ..builder import plan as planning
+from ..builder.deployments import Deployment, Phase, limits_for, prefill_sizes
+from ..builder.fit import fitting_pages
+from ..builder.memory import MemoryPlan
+from ..builder.planned import has_recurrent_states
+from ..builder.rank_memory import planned_memory
+from ..builder.settings.model import MAX_DRAFTS
+from ..builder.settings.table import SETTINGS
+from ..builder.targets import Target, target
 from ..notation import format_buckets, format_prefill
 from .facts import ASCEND_NODE, Facts, preset_of
 from .published import ENGINES, matching, phase_of

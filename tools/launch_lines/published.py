@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...graphs.types import Mesh
-from ..build.deployments import Deployment, Phase, deployments
+from ..builder.deployments import Deployment, Phase, deployments
 from .facts import Facts
 
 ENGINES = {"sglang": "sglang", "vllm": "vllm-ascend"}

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from ..build.deployments import deployment
+from ..builder.deployments import deployment
 from .measurements import measured
 from .products import Array
 

@@ -14,7 +14,7 @@ from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.artifact.fixed_cost import fixed_tokens
 from ..bench.prediction import ACCEPTED
-from ..build.targets import target
+from ..builder.targets import target
 from ..inspection.cost import step_cost
 from .acceptance import per_request
 from .products import Array

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ...graphs.errors import SpecError
-from ..build.deployments import default_for, deployment
+from ..builder.deployments import default_for, deployment
 from ..notation import format_buckets, parse_buckets
 from .buckets import build_list
 from .predict import predict

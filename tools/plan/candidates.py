@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from ...models.quant.description import formats_in
 from ...models.quant.formats import W4A8_DYNAMIC, W4A16
 from ...models.registry import ModelSource
-from ..build.deployments import Deployment, deployments
-from ..build.settings.model import MAX_DRAFTS
+from ..builder.deployments import Deployment, deployments
+from ..builder.settings.model import MAX_DRAFTS
 from .acceptance import accepted_of, spread_of
 from .memory import fixed_bytes, request_bytes, token_bytes
 from .published import machine_of

@@ -7,9 +7,9 @@ import difflib
 from typing import Any
 
 from ...graphs.errors import SpecError
-from ..build.deployments import DEFAULT, Deployment, Phase, limits_for, prefill_chunk, prefill_sizes
-from ..build.deviations import deviations, source_of, why_not
-from ..build.targets import target
+from ..builder.deployments import DEFAULT, Deployment, Phase, limits_for, prefill_chunk, prefill_sizes
+from ..builder.deviations import deviations, source_of, why_not
+from ..builder.targets import target
 from ..notation import format_buckets
 
 NOT_BUILT = "not built"

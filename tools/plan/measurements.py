@@ -1,4 +1,4 @@
-"""What published deployments measured, and the flags of their launches that `tools/build/deployments.json` does not have."""
+"""What published deployments measured, and the flags of their launches that `tools/builder/deployments.json` does not have."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...graphs.errors import SpecError
 from ...models.registry import find
-from ..build.deployments import MAX_CHUNK, Deployment, Phase, deployment, deployments, group_chunk
-from ..build.targets import target
+from ..builder.deployments import MAX_CHUNK, Deployment, Phase, deployment, deployments, group_chunk
+from ..builder.targets import target
 from .acceptance import accepted_of, spread_of
 from .measurements import facts_of, measured
 from .shape import Shape, shape_of

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from ...graphs.errors import NpucompileError
 from ...models.presets import DRAFT_PRESETS
 from ...models.registry import find
-from ..build.fit import FREE_SHARE
-from ..build.memory import GIB
-from ..build.plan import Options, plan
+from ..builder.fit import FREE_SHARE
+from ..builder.memory import GIB
+from ..builder.plan import Options, plan
 from ..notation import PrefillSize, format_buckets, format_prefill
 from .buckets import BucketList, build_list, prefill_sizes
 from .candidates import Candidate, Question

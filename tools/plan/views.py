@@ -16,8 +16,8 @@ from ...graphs.errors import SpecError
 from ...graphs.paths import file_named
 from ...lowering.artifact.artifact import MANIFEST
 from ...models.registry import find
-from ..build.deployments import deployments
-from ..build.targets import target
+from ..builder.deployments import deployments
+from ..builder.targets import target
 from . import buckets, recipe
 from .candidates import Question, schemes_of, stored_scheme
 from .measurements import measured

@@ -29,7 +29,7 @@ from ...lowering.lower import Lowered
 from ...lowering.platform import CPU, Platform
 from ...models import step
 from ..agreement.tolerances import FLOAT, QUANTISED
-from ..build.targets import target
+from ..builder.targets import target
 from ..progress import Progress
 from . import shipped as verify_shipped
 from .emulated_run import RankOutputs, Ranks, check_against_trace, check_identical

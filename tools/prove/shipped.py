@@ -24,8 +24,8 @@ from ...lowering.ascend.shipped import ShippedGraph, shipped_graph
 from ...models import shrink
 from ...models.params import avals
 from ..artifact_model import full_model, rules_of, spreads
-from ..build.memory import MemoryPlan, plan_memory
-from ..build.targets import target
+from ..builder.memory import MemoryPlan, plan_memory
+from ..builder.targets import target
 from .small_model import BucketCase
 
 _CLONE = "aten.clone.default"

@@ -26,7 +26,7 @@ from ...runtime.device_executor import CACHED, COMPILED, DeviceExecutor
 from ...runtime.device_params import LoadParams
 from ...runtime.distributed.process_groups import MakeGroup, ProcessGroups, gloo
 from ...runtime.executor import Executor
-from ..build.targets import target
+from ..builder.targets import target
 from ..progress import Progress
 from .compile_cache import cache_directory, opened, shipped_directory
 from .random_weights import random_params

@@ -14,7 +14,7 @@ from support import tiny
 from npucompile.graphs.errors import NpucompileError
 from npucompile.tools.bench import build
 from npucompile.tools.bench.stats import spread
-from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 

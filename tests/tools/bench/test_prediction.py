@@ -12,7 +12,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.lowering.ascend.link import link
 from npucompile.tools.bench import prediction
 from npucompile.tools.bench.report import as_markdown
-from npucompile.tools.build.deployments import deployment
+from npucompile.tools.builder.deployments import deployment
 from npucompile.tools.inspection.cost import step_cost
 
 ROW = "qwen35-397b-a3x8-in64k-out1k-20ms"  # eight requests in flight, two groups

@@ -7,7 +7,7 @@ import pytest
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
 from npucompile.tools.bench.roofline import estimate, moved_bytes, nbytes, shape_of
-from npucompile.tools.build.targets import target
+from npucompile.tools.builder.targets import target
 
 COST = {"flops": 354 * 10**9, "read_bytes": 10**9, "write_bytes": 6 * 10**8}
 GATHER = ("all_gather_into_tensor", "tp", "bf16[8,64]")

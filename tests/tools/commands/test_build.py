@@ -12,8 +12,8 @@ from support import tiny
 
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.tools.build import build_all, deployments
-from npucompile.tools.build.driver import BuildReport
+from npucompile.tools.builder import build_all, deployments
+from npucompile.tools.builder.driver import BuildReport
 from npucompile.tools.commands import build
 
 SMALL = ("--prefill", "4", "--max-model-len", "16", "--dtype", "float32", "--backend", "eager")

@@ -7,9 +7,9 @@ import json
 from support import tiny
 
 from npucompile.lowering.artifact.artifact import ArtifactWriter
-from npucompile.tools.build.describe import describe
-from npucompile.tools.build.explanation import explanation
-from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.builder.describe import describe
+from npucompile.tools.builder.explanation import explanation
+from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.commands.explain import differs, lines
 
 SMALL = ("--buckets", "1,2", "--prefill", "16", "--max-model-len", "64", "--dtype", "float32", "--backend", "eager")

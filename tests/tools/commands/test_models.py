@@ -9,7 +9,7 @@ from support import tiny
 
 from npucompile.models import registry
 from npucompile.models.presets import DRAFT_PRESETS
-from npucompile.tools.build import plan as planning
+from npucompile.tools.builder import plan as planning
 from npucompile.tools.notation import PrefillSize
 
 

@@ -6,7 +6,7 @@ import click
 import pytest
 
 from npucompile.graphs.errors import SpecError
-from npucompile.tools.build.settings.table import SETTINGS
+from npucompile.tools.builder.settings.table import SETTINGS
 from npucompile.tools.commands import build, serve
 from npucompile.tools.commands.other_names import MODEL, OTHERWISE, SAME
 from npucompile.tools.launch_lines.tables import engine

@@ -13,8 +13,8 @@ from npucompile.graphs.types import Limits
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
-from npucompile.tools.build.memory import GIB, MemoryPlan, Part
-from npucompile.tools.build.stages import STAGES
+from npucompile.tools.builder.memory import GIB, MemoryPlan, Part
+from npucompile.tools.builder.stages import STAGES
 
 NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
 

@@ -18,7 +18,7 @@ from npucompile.graphs.types import Limits
 from npucompile.lowering.artifact.artifact import Artifact, GraphEntry
 from npucompile.lowering.artifact.manifest import ExecutableRecord, Setting
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
-from npucompile.tools.build.memory import GIB, MemoryPlan, Part
+from npucompile.tools.builder.memory import GIB, MemoryPlan, Part
 from npucompile.tools.inspection import views
 
 LAYER = [

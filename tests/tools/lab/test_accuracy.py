@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from npucompile.tools.build.deployments import deployment
+from npucompile.tools.builder.deployments import deployment
 from npucompile.tools.lab import accuracy as module
 from npucompile.tools.lab.accuracy import Accuracy, Line, accuracy, lines_of, model_of, ordered_pairs, roofline_ms
 from npucompile.tools.lab.fit import Fit, fit

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.runtime.executor import check_serving
-from npucompile.tools.build import plan as planning
+from npucompile.tools.builder import plan as planning
 from npucompile.tools.commands import build, serve
 from npucompile.tools.launch_lines.imported import Imported, import_text
 from npucompile.tools.launch_lines.proposal import options_of

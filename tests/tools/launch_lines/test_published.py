@@ -7,7 +7,7 @@ import json
 import pytest
 
 from npucompile.models import registry
-from npucompile.tools.build.deployments import Deployment, Phase, deployments
+from npucompile.tools.builder.deployments import Deployment, Phase, deployments
 from npucompile.tools.launch_lines import proposal
 from npucompile.tools.launch_lines.imported import import_text
 from npucompile.tools.launch_lines.published import matching, phase_of

@@ -48,7 +48,7 @@ def test_a_build_without_traffic_says_what_it_needs(words: tuple[str, ...]) -> N
 
 
 def test_a_build_takes_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from npucompile.tools.build import build_all
+    from npucompile.tools.builder import build_all
 
     asked: list[object] = []
     monkeypatch.setattr(build_all, "build_all", lambda model, options, *rest: asked.append(options["buckets"]) or [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npucompile.graphs.types import Mesh
-from npucompile.tools.build.targets import check_mesh, target
+from npucompile.tools.builder.targets import check_mesh, target
 from npucompile.tools.plan.candidates import Question, candidates, fitting, legal_tp, schemes_of
 from npucompile.tools.plan.memory import pool_tokens
 from npucompile.tools.plan.published import machine_of

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from npucompile.graphs.errors import SpecError
 from npucompile.models import registry
-from npucompile.tools.build.deployments import DEFAULT, deployments
+from npucompile.tools.builder.deployments import DEFAULT, deployments
 from npucompile.tools.commands.deployments import command
 from npucompile.tools.notation import parse_buckets
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npucompile.tools.build.deployments import deployments
+from npucompile.tools.builder.deployments import deployments
 from npucompile.tools.plan.measurements import facts_of, measured
 
 

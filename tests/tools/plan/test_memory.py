@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from npucompile.tools.build.memory import GIB
-from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.builder.memory import GIB
+from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.plan.memory import fixed_bytes, pool_tokens, request_bytes, token_bytes
 from npucompile.tools.plan.published import case_of, ids
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npucompile.graphs.errors import SpecError
-from npucompile.tools.build.deployments import deployments
+from npucompile.tools.builder.deployments import deployments
 from npucompile.tools.plan.measurements import measured
 from npucompile.tools.plan.published import case_of, ids, machine_of
 

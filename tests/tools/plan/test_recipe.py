@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.commands.build import command as build
 from npucompile.tools.plan.candidates import Question, schemes_of
 from npucompile.tools.plan.parameters import fitted

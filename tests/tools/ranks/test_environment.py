@@ -10,8 +10,8 @@ import pytest
 
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.artifact.manifest import Setting
-from npucompile.tools.build.environment import environment
-from npucompile.tools.build.targets import target
+from npucompile.tools.builder.environment import environment
+from npucompile.tools.builder.targets import target
 from npucompile.tools.cli import Home
 from npucompile.tools.progress import Progress
 from npucompile.tools.ranks.environment import applied, merged

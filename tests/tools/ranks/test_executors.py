@@ -22,8 +22,8 @@ from npucompile.lowering.ascend.toolchain import harness
 from npucompile.runtime.device_executor import DeviceExecutor
 from npucompile.runtime.distributed.process_groups import gloo
 from npucompile.runtime.request import Sampling
-from npucompile.tools.build import plan as planning
-from npucompile.tools.build.describe import describe
+from npucompile.tools.builder import plan as planning
+from npucompile.tools.builder.describe import describe
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 from npucompile.tools.ranks import executors as module

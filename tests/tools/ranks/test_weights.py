@@ -18,7 +18,7 @@ from npucompile.graphs.types import Leaf, Mesh, Rules
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.models import checkpoint as checkpoints
 from npucompile.models.quant.description import formats_in
-from npucompile.tools.build.describe import describe
+from npucompile.tools.builder.describe import describe
 from npucompile.tools.ranks.weights import check_checkpoint, rank_params
 
 SCHEMES = ["none", "w8a8", "w4a8"]

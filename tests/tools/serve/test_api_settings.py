@@ -10,7 +10,7 @@ from support import tiny
 from npucompile.graphs.errors import ModelError, SpecError
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.server.chat.template import Chat
-from npucompile.tools.build.describe import describe
+from npucompile.tools.builder.describe import describe
 from npucompile.tools.serve.api_settings import OPENAI, ApiSettings
 
 HELLO = Chat([{"role": "user", "content": "a"}])

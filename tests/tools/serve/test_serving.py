@@ -24,8 +24,8 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.server.client import Client
 from npucompile.server.run import serving
-from npucompile.tools.build import driver
-from npucompile.tools.build.pool import run_all
+from npucompile.tools.builder import driver
+from npucompile.tools.builder.pool import run_all
 from npucompile.tools.serve import serving as module
 from npucompile.tools.serve.serving import BackgroundBuild, incomplete, start_service
 

@@ -22,7 +22,7 @@ from ....runtime.device_params import LoadParams
 from ....runtime.distributed.rendezvous import RendezvousConfig
 from ....runtime.distributed.sharded_executor import ShardedExecutor
 from ....runtime.executor import Executor
-from ...build.targets import target
+from ...builder.targets import target
 from ...inspection.views import roofline_of
 from ...progress import Progress
 from ...ranks.executors import params_of

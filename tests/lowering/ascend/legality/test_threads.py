@@ -14,8 +14,8 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.legality import threads as module
 from npucompile.lowering.ascend.legality.threads import read, threads
 from npucompile.lowering.platform import Platform
-from npucompile.tools.build.memory import dispatch_window_bytes
-from npucompile.tools.build.targets import target
+from npucompile.tools.builder.memory import dispatch_window_bytes
+from npucompile.tools.builder.targets import target
 
 ROWS = json.loads(Path(module.__file__).with_name("threads.json").read_text())["rows"]
 REFUSED = [thread for thread in threads() if thread.refused_by]

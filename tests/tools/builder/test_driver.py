@@ -1,0 +1,244 @@
+"""tools/builder/driver.py: builds for this machine: refused, repeated, interrupted and damaged ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import tiny
+
+from npucompile.graphs.errors import ArtifactError, CheckpointError, ConfigError, LoweringError, ModelError, VerifyError
+from npucompile.lowering.artifact.artifact import MANIFEST, Artifact, ArtifactWriter
+from npucompile.models import registry
+from npucompile.tools.progress import Progress
+
+SMALL = {"buckets": (1, 2), "prefill": (4,)}
+BUCKETS = ["decode-b1-q4", "decode-b2-q4", "prefill-b1-q4"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return tiny.write_checkpoint(tmp_path / "model")
+
+
+def rewritten(model, change):
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def drop(model):
+    rewritten(model, lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"))
+
+
+def reshape(model):
+    rewritten(model, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}))
+
+
+def truncate(model):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def break_config(model):
+    (model / "config.json").write_text('{"model_type": "qwen3_5_moe_text",')
+
+
+def empty_config(model):
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe_text", "vocab_size": "many"}))
+
+
+def break_tokenizer(model):
+    (model / "tokenizer.json").write_text('{"model": 1}')
+
+
+BAD_MODELS = [
+    (drop, CheckpointError, r"tensor model\.layers\.1\.self_attn\.k_norm\.weight .*is missing"),
+    (reshape, CheckpointError, r"tensor model\.norm\.weight \(found \[31\], expected \[32\]\) has a wrong shape"),
+    (truncate, CheckpointError, r"model\.safetensors: truncated or corrupt safetensors"),
+    (break_config, ConfigError, r"config\.json: not readable as JSON"),
+    (empty_config, ConfigError, r"config\.json: .*num_attention_heads is missing|vocab_size is 'many'"),
+    (break_tokenizer, ModelError, r"tokenizer\.json is not a tokenizer\.json"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "error", "message"), BAD_MODELS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_refused_build_leaves_what_was_there_or_nothing_and_traces_nothing(tmp_path, model, monkeypatch, spoil, error, message):
+    out, new = tmp_path / "out", tmp_path / "there" / "out"
+    tiny.built(tiny.planned(model, **SMALL), out)
+    before = tiny.contents(out)
+    spoil(model)
+    monkeypatch.setattr(tiny.stages, "stage", None)
+    for place in (out, new):
+        with pytest.raises(error, match=message):
+            tiny.built(tiny.planned(model, **SMALL), place, fresh=place == new)
+    assert tiny.contents(out) == before
+    Artifact.open(out)
+    assert not new.exists()
+    assert not new.parent.exists() or list(new.parent.iterdir()) == []
+
+
+def test_what_is_no_artifact_is_not_built_over(tmp_path, tiny_checkpoint):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match=r"out exists and is not an artifact; legal is a new or empty directory"):
+        tiny.built(tiny.planned(tiny_checkpoint, **SMALL), tmp_path / "out")
+    assert tiny.contents(tmp_path / "out") == {"thesis.txt": b"mine"}
+
+
+def test_of_two_builds_at_once_the_second_is_refused_with_the_first_ones_process(tmp_path, tiny_checkpoint):
+    with ArtifactWriter(tmp_path / "out"), pytest.raises(ArtifactError, match=rf"out is being built by process {os.getpid()};"):
+        tiny.built(tiny.planned(tiny_checkpoint, **SMALL), tmp_path / "out")
+    tiny.built(tiny.planned(tiny_checkpoint, **SMALL), tmp_path / "out")
+    Artifact.open(tmp_path / "out")
+
+
+def test_every_bucket_is_compiled_proved_and_published(tmp_path, tiny_checkpoint, stub):
+    report = tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out")
+    assert stub.compiled == ["decode-b1-q4", "decode-b2-q4", "prefill-b1-q4"]
+    assert sorted(report.compiled) == BUCKETS
+    assert report.reused == ()
+    assert report.seconds >= report.ready_seconds
+    artifact = Artifact.open(tmp_path / "out")
+    assert (artifact.manifest.target, artifact.manifest.backend) == ("cpu", "stub")
+    for entry in artifact.manifest.graphs:
+        assert entry.backend == "stub"
+        assert entry.verified["logits_error"] < 1e-5
+        assert entry.verified["rows"] >= entry.bucket.batch
+    assert not [name for name in tiny.contents(tmp_path / "out") if "/." in name or name not in {*artifact.manifest.files, MANIFEST}]
+
+
+def test_drafts_come_with_the_draft_heads_weights_and_without_them_all_is_compiled_again(tmp_path, tiny_checkpoint, stub):
+    out = tmp_path / "out"
+    drafting = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
+    tiny.built(drafting, out)
+    before = Artifact.open(out).manifest
+    assert [leaf.name for leaf in before.params if leaf.name.startswith("params.mtp.")]
+    assert before.limits.drafts == 3
+    report = tiny.built(tiny.planned(tiny_checkpoint, backend="stub", num_speculative_tokens=0, **SMALL), out)
+    assert report.reused == ()
+    after = Artifact.open(out).manifest
+    assert [entry.bucket.name for entry in after.graphs] == ["prefill-b1-q4", "decode-b1-q1", "decode-b2-q1"]
+    assert [leaf for leaf in (*after.params, *after.state) if ".mtp" in leaf.name] == []
+    assert set(Artifact.open(out).load_weights()) == {leaf.name for leaf in after.params}
+    assert tiny.built(drafting, out).reused == ()
+    assert replace(Artifact.open(out).manifest, graphs=()) == replace(before, graphs=())
+
+
+def test_another_compiler_compiles_all_again(tmp_path, tiny_checkpoint, stub):
+    plan = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
+    tiny.built(plan, tmp_path / "out")
+    stub.compiled.clear()
+    stub.version = 2
+    assert sorted(tiny.built(plan, tmp_path / "out").compiled) == sorted(stub.compiled) == BUCKETS
+
+
+def test_new_weights_are_proved_with_what_was_compiled(tmp_path, model, stub):
+    out = tmp_path / "out"
+    plan = tiny.planned(model, backend="stub", **SMALL)
+    tiny.built(plan, out)
+    before = Artifact.open(out).manifest
+    stub.compiled.clear()
+    tiny.write_checkpoint(model, seed=1)
+    report = tiny.built(plan, out)
+    after = Artifact.open(out).manifest
+    assert stub.compiled == []
+    assert sorted(report.reused) == BUCKETS
+    assert after.weights != before.weights
+    for old, new in zip(before.graphs, after.graphs, strict=True):
+        assert new.compiled == old.compiled
+        assert new.verified["rows"] == old.verified["rows"]
+    assert any(new.verified != old.verified for old, new in zip(before.graphs, after.graphs, strict=True))
+
+
+def test_new_weights_that_an_executable_gets_wrong_are_served_uncompiled(tmp_path, model, stub):
+    out = tmp_path / "out"
+    plan = tiny.planned(model, backend="stub", **SMALL)
+    tiny.built(plan, out)
+    tiny.write_checkpoint(model, seed=1)
+    stub.error = 1.0
+    with pytest.raises(VerifyError, match=r"prefill-b1-q4 \(stub\) against the eager graph: logits differ by"):
+        tiny.built(plan, out)
+    artifact = Artifact.open(out)
+    assert {entry.backend for entry in artifact.manifest.graphs} == {"eager"}
+    assert torch.equal(artifact.load_weights()["params.norm"], load_file(model / "model.safetensors")["model.norm.weight"])
+
+
+def test_an_executable_that_disagrees_is_not_published(tmp_path, tiny_checkpoint, stub):
+    stub.error = 1e-3
+    with pytest.raises(VerifyError, match=r"logits differ by .*; legal is at most 1e-05"):
+        tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out")
+    artifact = Artifact.open(tmp_path / "out")
+    assert {entry.compiled for entry in artifact.manifest.graphs} == {None}
+    assert set(tiny.contents(tmp_path / "out")) == {*artifact.manifest.files, MANIFEST}
+
+
+def test_a_build_that_fails_half_way_goes_on_where_it_was(tmp_path, tiny_checkpoint, stub):
+    out = tmp_path / "out"
+    plan = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
+    stub.refuses = "prefill-b1"
+    with pytest.raises(LoweringError, match="does not like prefill-b1-q4"):
+        tiny.built(plan, out)
+    assert {entry.bucket.name: entry.backend for entry in Artifact.open(out).manifest.graphs} == {
+        "prefill-b1-q4": "eager", "decode-b1-q4": "stub", "decode-b2-q4": "stub",
+    }  # fmt: skip
+    stub.refuses = None
+    stub.compiled.clear()
+    assert sorted(tiny.built(plan, out).reused) == ["decode-b1-q4", "decode-b2-q4"]
+    assert stub.compiled == ["prefill-b1-q4"]
+
+
+def test_damaged_weights_and_graphs_are_written_again(tmp_path, tiny_checkpoint):
+    out = tmp_path / "out"
+    plan = tiny.planned(tiny_checkpoint, **SMALL)
+    tiny.built(plan, out)
+    before = tiny.contents(out)
+    for name in before:
+        tiny.tampered(out / name)
+    tiny.built(plan, out)
+    assert tiny.contents(out) == before
+
+
+def test_an_uncompiled_artifact_is_the_same_bytes_wherever_and_whenever_it_is_built(tmp_path, tiny_checkpoint):
+    """Traced twice, in two processes that order their sets differently."""
+    plan = tiny.planned(tiny_checkpoint, **SMALL)
+    tiny.built(plan, tmp_path / "here", fresh=True)
+    arguments = [*plan.arguments, "--out", str(tmp_path / "there" / "out")]
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "NPUCOMPILE_HOME": str(tmp_path / "home")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "npucompile.tools.cli", "build", *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == str(tmp_path / "there" / "out")
+    here, there = tiny.contents(tmp_path / "here"), tiny.contents(tmp_path / "there" / "out")
+    assert list(here) == list(there)
+    assert [name for name in here if here[name] != there[name]] == []
+
+
+def test_a_report_of_sizes_needs_no_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "PRESETS", {"only-sizes": tiny.CONFIG})
+    out = tmp_path / "out"
+    plan = tiny.planned("only-sizes", backend="null", **SMALL)
+    tiny.built(plan, out)
+    artifact = Artifact.open(out)
+    assert artifact.manifest.weights is None
+    assert artifact.manifest.tokenizer is None
+    assert {entry.memory["params_bytes"] for entry in artifact.manifest.graphs} == {plan.params_bytes}
+    with pytest.raises(ArtifactError, match="built without weights"):
+        artifact.load_weights()
+
+
+def test_progress_says_when_it_can_serve_and_how_well_it_is_proved(tmp_path, tiny_checkpoint, stub):
+    output = io.StringIO()
+    tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out", progress=Progress(output))
+    assert re.search(r"out can serve \(\d+\.\d s\); compiling 3 of 3 buckets", output.getvalue())
+    assert re.search(r"compile and verify \(stub\) 3/3 prefill-b1-q4 \d+\.\d s, logits within \d", output.getvalue())

@@ -1,0 +1,150 @@
+"""tools/builder/precision.py: types of numbers, of the cache and of log probabilities, and where weights are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support import modelslim, tiny
+
+from npucompile.graphs.errors import CheckpointError, SpecError
+from npucompile.models.quant.formats import Formats
+from npucompile.tools.builder import plan as planning
+from npucompile.tools.builder import precision
+from npucompile.tools.builder.plan import Options
+from npucompile.tools.builder.precision import choose_kv_cache
+
+C8 = modelslim.FIXTURES / "dense_w8a8c8"
+STATIC = (("model.layers.*.self_attn", "int8_static"),)
+
+
+@pytest.mark.parametrize(
+    ("requested", "found", "chosen"),
+    [
+        ("auto", (), ()),
+        ("auto", STATIC, STATIC),
+        ("bfloat16", STATIC, ()),
+        ("int8", (), (("?*", "int8"),)),
+        ("int8", STATIC, (*STATIC, ("?*", "int8"))),
+    ],
+)
+def test_scales_of_the_checkpoint_come_first(
+    requested: str, found: tuple[tuple[str, str], ...], chosen: tuple[tuple[str, str], ...]
+) -> None:
+    formats = choose_kv_cache(requested, Formats(kv_cache=found), torch.bfloat16)
+    assert formats.kv_cache == chosen
+    assert formats.of_cache("") == "float", "a draft head's layer has no name, and caches floats"
+    assert Formats.of_fields(formats.as_fields()) == formats
+
+
+def cache(plan: planning.Plan) -> dict[str, torch.dtype]:
+    pools = plan.model.state(plan.limits, plan.dtype)["layers"][-1]
+    return {name: aval.dtype for name, aval in pools.items()}
+
+
+def test_plans_have_the_pools_that_are_chosen() -> None:
+    static = planning.plan(Options(str(C8), backend="null"))
+    assert cache(static) == {"k": torch.int8, "v": torch.int8}
+    assert "keys and values are cached as int8, scales of the checkpoint, one a head's channel" in static.notes
+    assert cache(planning.plan(Options(str(C8), backend="null", dtype="bfloat16", kv_cache_dtype="bfloat16"))) == dict.fromkeys(
+        "kv", torch.bfloat16
+    )
+    dynamic = planning.plan(Options("qwen3.5-tiny", backend="null", kv_cache_dtype="int8"))
+    assert cache(dynamic) == {"k": torch.int8, "v": torch.int8, "k_scale": torch.float32, "v_scale": torch.float32}
+    assert dynamic.arguments[dynamic.arguments.index("--kv-cache-dtype") + 1] == "int8"
+
+
+def test_twice_the_tokens_are_cached() -> None:
+    """A deployment whose pool fills what memory is left: 132 bytes a token and head of 128 channels for 256."""
+    options = Options("qwen3-30b-a3b", deployment="qwen3-30b-a3x1-mix-3.5k-1.5k-50ms")
+    floats, integers = (planning.plan(Options(options.model, deployment=options.deployment, kv_cache_dtype=d)) for d in ("auto", "int8"))
+    pages = [plan.limits.num_pages - 1 for plan in (floats, integers)]
+    full = 192 * 5120 // 128
+    assert pages[0] < full
+    assert pages[1] == min(full, pages[1])
+    assert pages[1] >= min(full, int(pages[0] * 1.9))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "qwen3.5-tiny", "dtype": "float32", "kv_cache_dtype": "bfloat16"}, "computes in torch.float32 and caches no others"),
+        (
+            {"model": "deepseek-r1", "target": "ascend-a3", "mesh": "tp=16", "kv_cache_dtype": "int8"},
+            "caches no keys and values of heads but latents",
+        ),
+    ],
+)
+def test_what_has_no_operator_is_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        planning.plan(Options(**options, backend="null"))
+
+
+@pytest.mark.parametrize(("hardware", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_takes_the_dtype_the_cpu_multiplies(monkeypatch, tiny_checkpoint, hardware, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
+    plan = tiny.planned(tiny_checkpoint, dtype="auto")
+    assert plan.dtype == dtype
+    assert any(note.startswith(f"dtype {str(dtype).removeprefix('torch.')}: this CPU") for note in plan.notes)
+    asked = tiny.planned(tiny_checkpoint, dtype="float32")
+    assert (asked.dtype, [note for note in asked.notes if note.startswith("dtype")]) == (torch.float32, [])
+
+
+def test_log_probabilities_of_no_more_tokens_than_there_are(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "few", vocab_size=12, tokenizer=False, eos_token_id=1)
+    assert tiny.planned(model).max_logprobs == 12
+    assert tiny.planned(model, max_logprobs=5).max_logprobs == 5
+    with pytest.raises(SpecError, match=r"max_logprobs is 13; legal for few are 0 to 12"):
+        tiny.planned(model, max_logprobs=13)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
+
+
+def test_small_checkpoints_are_stored_and_large_ones_bound(model, monkeypatch):
+    bytes_on_disk = (model / "model.safetensors").stat().st_size
+    small = tiny.planned_device(model)
+    assert small.weights == "stored"
+    assert any("GB are copied into the artifact (--weights bound to read" in note for note in small.notes)
+    monkeypatch.setattr(precision, "STORED_BYTES", bytes_on_disk // 2)
+    large = tiny.planned_device(model)
+    assert large.weights == "bound"
+    assert any(f"GB stay in {model}, which serving reads (--weights stored to copy them)" in note for note in large.notes)
+    for choice in ("stored", "bound"):
+        asked = tiny.planned_device(model, weights=choice)
+        assert asked.weights == choice
+        assert not any("weights" in note for note in asked.notes)
+        assert asked.arguments[asked.arguments.index("--weights") + 1] == choice
+
+
+def test_here_they_are_always_stored(model):
+    for choice in (None, "auto", "stored"):
+        here = tiny.planned(model, weights=choice)
+        assert (here.weights, "--weights" in here.arguments) == ("stored", False)
+    with pytest.raises(SpecError, match=r"--weights bound for cpu: .* legal is stored"):
+        tiny.planned(model, weights="bound")
+
+
+def test_what_has_no_weights_has_no_choice(model, tmp_path):
+    preset = planning.plan(Options("qwen3.5-27b", target="ascend-a3", mesh="tp=2"))
+    assert (preset.weights, "--weights" in preset.arguments) == ("none", False)
+    for choice in ("stored", "bound"):
+        with pytest.raises(SpecError, match=rf"--weights {choice}: qwen3\.5-27b has no weights; legal is a path"):
+            planning.plan(Options("qwen3.5-27b", target="ascend-a3", mesh="tp=2", weights=choice))
+    assert tiny.planned_device(model, backend="null").weights == "none"
+    sizes = tmp_path / "sizes"
+    sizes.mkdir()
+    (sizes / "config.json").write_text(json.dumps({**tiny.CONFIG, **tiny.NPU_SIZES}))
+    alone = tiny.planned_device(sizes)
+    assert alone.weights == "none"
+    assert any(f"no weights: {sizes} holds none of model.safetensors" in note for note in alone.notes)
+
+
+def test_an_unreadable_checkpoint_is_refused_when_it_is_planned(model, tmp_path):
+    broken = tiny.copied(model, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        tiny.planned_device(broken)
