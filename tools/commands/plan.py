@@ -16,16 +16,12 @@ from ..builder.settings.place import TARGETS
 NPU_TARGETS = tuple(name for name in TARGETS if name.startswith("ascend"))
 
 
-GONE = {
-    "measured": "steps of this machine are measured and not predicted; legal is --artifact with one for NPUs, or "
-    "`npucompile bench --only decode,prefill,streams`",
-    "html": "legal is --json, which has every figure that the page drew",
-}
-
-
-def _refuse_gone(_: click.Context, param: click.Parameter, value: str | None) -> None:
+def _refuse_measured(_: click.Context, __: click.Parameter, value: str | None) -> None:
     if value is not None:
-        raise SpecError(f"--{param.name} is gone: {GONE[param.name or '']}")
+        raise SpecError(
+            "--measured is gone: steps of this machine are measured and not predicted; legal is --artifact with one for NPUs, or "
+            "`npucompile bench --only decode,prefill,streams`"
+        )
 
 
 @click.command("plan")
@@ -36,7 +32,7 @@ def _refuse_gone(_: click.Context, param: click.Parameter, value: str | None) ->
     help="Predict the server of this artifact instead, with the times of its own graphs.",
 )  # fmt: skip
 @click.option(
-    "--measured", hidden=True, expose_value=False, callback=_refuse_gone,
+    "--measured", hidden=True, expose_value=False, callback=_refuse_measured,
     help="Gone: steps of this machine are measured and not predicted.",
 )  # fmt: skip
 @click.option("--cards", type=click.IntRange(1), help="Packages of the target: two NPUs each of ascend-a3, one of ascend-a2.")
@@ -69,7 +65,7 @@ def _refuse_gone(_: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--buckets-out", type=click.Path(path_type=Path, dir_okay=False), help="Write the buckets there, for `build --buckets auto:FILE`."
 )
-@click.option("--html", hidden=True, expose_value=False, callback=_refuse_gone, help="Gone: --json has every figure of the page.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also draw the result as one page.")
 @click.option(
     "--parameters",
     "file",
@@ -82,6 +78,7 @@ def command(
     deployment: str | None,
     artifact: Path | None,
     as_json: bool,
+    html: Path | None,
     buckets_out: Path | None,
     **options: Any,
 ) -> None:
@@ -92,10 +89,11 @@ def command(
     \b
     Examples: npucompile plan --deployment dsr1-a3x16-pd-2k-2k-50ms
               npucompile plan qwen3-32b --cards 2 --input 3500 --output 1500 --concurrency 78 --tpot 50
-              npucompile plan qwen3.5-397b --cards 8 --trace requests.jsonl --tpot 50
+              npucompile plan qwen3.5-397b --cards 8 --trace requests.jsonl --tpot 50 --html plan.html
     """
-    if buckets_out is not None and not buckets_out.parent.is_dir():
-        raise SpecError(f"--buckets-out {buckets_out}: {buckets_out.parent} is no directory; legal is a file in one that exists")
+    for name, path in (("--html", html), ("--buckets-out", buckets_out)):
+        if path is not None and not path.parent.is_dir():
+            raise SpecError(f"{name} {path}: {path.parent} is no directory; legal is a file in one that exists")
     if sum(subject is not None for subject in (model, deployment, artifact)) != 1:
         raise SpecError("legal is one of a MODEL with its traffic, --deployment ID and --artifact DIR")
     # Imported late, so that `--help` need not load torch.
@@ -106,6 +104,10 @@ def command(
         view = views.deployment_view(deployment, options) if deployment else views.search_view(model, options)
     if buckets_out is not None:
         buckets_out.write_text(json.dumps({"buckets": list(view.buckets)}) + "\n", encoding="utf-8")
+    if html is not None:
+        if view.draw is None:
+            raise SpecError("--html with --artifact; legal is --html with a MODEL or --deployment")
+        view.draw(html)
     click.echo(json.dumps(view.data, indent=1) if as_json else "\n".join(view.lines))
     if view.refused:
         raise SpecError(view.refused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ...lowering.artifact.artifact import MANIFEST
 from ...models.registry import find
 from ..builder.deployments import deployments
 from ..builder.targets import target
-from . import buckets, recipe
+from . import buckets, pictures, recipe
 from .candidates import Question, schemes_of, stored_scheme
 from .measurements import measured
 from .parameters import FILE, Parameters, fitted
@@ -35,7 +35,7 @@ NPUS_A_CARD = {"ascend-a3": 2, "ascend-a2": 1}
 
 @dataclass(frozen=True)
 class View:
-    """A result: as JSON, as text.
+    """A result: as JSON, as text, as a picture.
 
     Attributes:
         buckets: that were chosen.
@@ -45,6 +45,7 @@ class View:
     data: Mapping[str, Any]
     lines: Sequence[str]
     buckets: Sequence[int]
+    draw: Callable[[Path], None] | None = None
     refused: str = ""
 
 
@@ -81,7 +82,7 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
             f"measured   TPOT {own.tpot_ms:.1f} ms, {own.output_tok_s:,.0f} tok/s, TTFT {own.ttft_ms:,.0f} ms, E2E {own.e2e_ms:,.0f} ms"
         )
     lines += ["", *buckets.curve_lines(lists, case, published)] if lists else []
-    return View(data, lines, chosen)
+    return View(data, lines, chosen, lambda path: pictures.write(path, name, [(name, case, prediction)], parameters))
 
 
 def search_view(model: str, options: Mapping[str, Any]) -> View:
@@ -124,7 +125,10 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
         "published": published_rows(question),
         "refused": refused,
     }
-    return View(data, lines, buckets.shortest(lists).buckets, refused)
+    title = f"{question.model} on {question.npus} NPUs of {question.target}"
+    drawn = [(found.candidate.label, found.candidate.case, found.prediction) for found in answer.best]
+    chosen = buckets.shortest(lists).buckets
+    return View(data, lines, chosen, lambda path: pictures.write(path, title, drawn, parameters), refused)
 
 
 def question_of(model: str, options: Mapping[str, Any]) -> Question:

@@ -27,15 +27,16 @@ def test_a_published_row_as_json() -> None:
     assert json.loads(result.stdout)["predicted"] == predict(case_of(name)).as_dict()
 
 
-def test_a_search_with_a_build_and_buckets(tmp_path: Path) -> None:
-    buckets = tmp_path / "buckets.json"
+def test_a_search_with_a_build_a_page_and_buckets(tmp_path: Path) -> None:
+    page, buckets = tmp_path / "plan.html", tmp_path / "buckets.json"
     words = ("qwen3-32b", "--cards", "2", "--input", "1000:1,3000:1", "--output", "400", "--concurrency", "24", "--requests", "48")
-    result = run(*words, "--tpot", "50", "--buckets-out", str(buckets), "--json")
+    result = run(*words, "--tpot", "50", "--html", str(page), "--buckets-out", str(buckets), "--json")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert data["meets"]
     assert data["build"][0].startswith("npucompile build qwen3-32b --target ascend-a3")
     assert 1 <= len(data["best"]) <= 10
+    assert page.stat().st_size > 1_000_000
     assert json.loads(buckets.read_text())["buckets"][-1] == max(json.loads(buckets.read_text())["buckets"])
     text = run(*words, "--tpot", "50")
     assert "meets the target" in text.output
@@ -69,7 +70,7 @@ def test_a_target_that_nothing_meets_fails_with_what_is_closest():
         (("qwen3-32b",), "--cards is missing"),
         (("qwen3-32b", "--cards", "1", "--input", "5"), "--input, --output and --concurrency together"),
         (("--deployment", "nothing"), "is not known"),
-        (("--deployment", "dsv32-reference-values", "--html", "page.html"), "--html is gone: legal is --json"),
+        (("--deployment", "dsv32-reference-values", "--html", "/no/where.html"), "is no directory"),
         (("--deployment", "dsv32-reference-values", "--buckets-out", "/no/where.json"), "is no directory"),
         (("deepseek-r1", "--cards", "1", "--input", "5", "--output", "5", "--concurrency", "1"), "no layout of"),
     ],
