@@ -80,7 +80,7 @@ def _published() -> Iterator[Case]:
             if (form := (row.model, row.target, row.quantization, mesh, phase.name, drafts)) not in known:
                 known.add(form)
                 kinds = ("prefill", "decode") if phase.name == "mixed" else (phase.name,)
-                options = {"model": row.model, "deployment": row.id, "phase": phase.name}
+                options = {"model": row.model, "deployment": row.id, "phase": None if phase.name == "mixed" else phase.name}
                 yield Case(f"published {row.id} {phase.name}", options, kinds=kinds)
 
 
@@ -93,7 +93,8 @@ def _captured() -> Iterator[Case]:
         row = next(row for row in deployments().values() if row.model == model and row.phases)
         phase = next(iter(row.phases))
         kinds = ("prefill", "decode") if phase == "mixed" else (phase,)
-        options = {"model": model, "deployment": row.id, "phase": phase, "backend": "aclgraph", "operator_packages": packages}
+        options = {"model": model, "deployment": row.id, "phase": None if phase == "mixed" else phase}
+        options |= {"backend": "aclgraph", "operator_packages": packages}
         yield Case(f"captured {model}", options, kinds=kinds)
 
 
