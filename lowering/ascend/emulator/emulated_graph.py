@@ -69,9 +69,10 @@ class EmulatedGraph:
         Args:
             operands: by number of the `Data` operator.
         """
-        for op in self._model.graph[0].op:
+        # Reading a field of a message that another operator lacks would add it.
+        for op in (op for op in self._model.graph[0].op if op.type == "Data"):
             number = op.attr["index"].i
-            if op.type == "Data" and isinstance(operand := operands[number], DeviceTensor):
+            if isinstance(operand := operands[number], DeviceTensor):
                 self._addresses[number] = operand.data_ptr()
                 for desc in (op.output_desc[0], *op.input_desc[:1]):
                     desc.attr["format_for_int"].i = operand.allocation.format
