@@ -174,11 +174,11 @@ def test_a_build_with_nothing_to_do_plans_nothing(tmp_path, plans, monkeypatch):
     again = tiny.cli(tmp_path, *arguments)
     assert again.stdout == first.stdout
     assert "is up to date: the same options, sources, checkpoint and toolchain" in again.stderr
-    assert "..build.build_all" not in loaded
+    assert "..builder.build_all" not in loaded
     assert len(plans) == 1
     Path(first.stdout.strip(), "manifest.msgpack").write_bytes(b"another")
     assert "2 compiled, 0 up to date" in tiny.cli(tmp_path, *arguments).stderr
-    assert "..build.build_all" in loaded
+    assert "..builder.build_all" in loaded
     assert len(plans) == 2
 
 
