@@ -14,9 +14,9 @@ from npucompile.graphs.errors import LoweringError, VerifyError
 from npucompile.graphs.primitive import TABLE
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Bucket
+from npucompile.lowering.ascend import npu_backend
 from npucompile.lowering.ascend.ge_file import GeFile, decode, operators, parse
 from npucompile.lowering.ascend.inspect_ge import shape
-from npucompile.lowering.backends import ge
 from npucompile.models import sampling
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.tools.prove import npu
@@ -171,7 +171,7 @@ def test_an_operator_that_a_kernel_refuses_fails_its_check(prove, monkeypatch):
 
 
 def test_without_torch_npu_the_reason_is_given(prove, monkeypatch):
-    monkeypatch.setattr(ge.harness, "available", lambda: "torch_npu is not installed")
+    monkeypatch.setattr(npu_backend.harness, "available", lambda: "torch_npu is not installed")
     with pytest.raises(LoweringError, match="torch_npu is not installed"):
         prove()
 

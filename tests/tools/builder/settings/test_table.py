@@ -30,7 +30,7 @@ def names_alone(path: Path) -> list[str]:
 
 def test_the_name_of_a_setting_stands_in_its_record():
     """The count may only fall."""
-    others = [path for path in sorted(TOOLS.rglob("*.py")) if path.parent != TOOLS / "build" / "settings"]
+    others = [path for path in sorted(TOOLS.rglob("*.py")) if path.parent != TOOLS / "builder" / "settings"]
     found = {path.relative_to(TOOLS).as_posix(): names for path in others if (names := names_alone(path))}
     assert sum(map(len, found.values())) <= ELSEWHERE, found
 
