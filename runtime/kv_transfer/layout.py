@@ -1,0 +1,151 @@
+"""What of a rank's pools travels with a request, by address: derived from the pools that its model declares, so a family adds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...graphs.errors import NpucompileError
+from ...graphs.types import Leaf, Limits
+
+PAGES, SLOTS, FIRST_SLOTS, REQUEST_SLOTS = "pages", "slots", "first_slots", "request_slots"
+
+
+class LayoutError(NpucompileError):
+    """Raised when two servers cannot hand over to each other."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A pool of one rank in memory that the transfer engine knows: items of equal size, a page or a state slot each.
+
+    Attributes:
+        name: path of the pool in the state of the model.
+        axis: what numbers its items: "pages" or "slots".
+        dtype: of its elements, as it is written in manifests.
+        shape: of what travels of an item.
+        item_bytes: of what travels of an item, from its beginning on.
+        stride_bytes: from one item to the next.
+        count: of items, including the null one.
+        address: of item 0.
+    """
+
+    name: str
+    axis: str
+    dtype: str
+    shape: tuple[int, ...]
+    item_bytes: int
+    stride_bytes: int
+    count: int
+    address: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole pool."""
+        return self.stride_bytes * self.count
+
+    @property
+    def kind(self) -> tuple[str, str, tuple[int, ...]]:
+        """What has to be the same on both sides."""
+        return self.axis, self.dtype, self.shape
+
+
+def regions(state: Sequence[Leaf], limits: Limits, addresses: Mapping[str, int]) -> tuple[Region, ...]:
+    """The pools of one rank that travel, in the order of the state.
+
+    A request slot does not: the host of a decode server writes it. Where all windows of a convolution are in a request's first slot
+    (graphs/ops/causal_conv.py), the first of them travels.
+
+    Args:
+        state: with the shapes of the rank's shards (`lowering.artifact.shards.local_leaves`).
+        limits: of the build.
+        addresses: of the pools, by path.
+
+    Raises:
+        LayoutError: a pool is numbered by something that no handover knows.
+    """
+    found = []
+    for leaf in state:
+        axis, shape = leaf.aval.axes[0], leaf.aval.shape
+        if axis == REQUEST_SLOTS:
+            continue
+        if axis not in (PAGES, SLOTS, FIRST_SLOTS):
+            raise LayoutError(f"{leaf.path} is a pool of {axis}; what can travel are {PAGES}, {SLOTS} and {FIRST_SLOTS}")
+        item, stride = shape[1:], leaf.aval.nbytes // shape[0]
+        if axis == FIRST_SLOTS:
+            item, axis = (item[0] - limits.slots_per_request + 1, *item[1:]), SLOTS
+        dtype = str(leaf.aval.dtype).removeprefix("torch.")
+        item_bytes = stride * item[0] // shape[1]
+        found.append(Region(leaf.path, axis, dtype, item, item_bytes, stride, shape[0], addresses[leaf.path]))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What one server tells the other before anything travels.
+
+    Attributes:
+        model: digest of what decides the values in the pools: checkpoint, configuration, formats of weights.
+        page_size: P.
+        drafts: drafts a step; 0 without a draft head.
+        tp: ranks that share the heads of a request.
+        max_model_len: most tokens of a request.
+        ranks: the regions of each rank of a dp group.
+    """
+
+    model: str
+    page_size: int
+    drafts: int
+    tp: int
+    max_model_len: int
+    ranks: tuple[tuple[Region, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is sent."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Instance:
+        """As it was sent.
+
+        Raises:
+            LayoutError: a field is missing, unknown or of another type.
+        """
+        try:
+            ranks = tuple(tuple(Region(**{**region, "shape": tuple(region["shape"])}) for region in rank) for rank in data["ranks"])
+            return Instance(**{**data, "ranks": ranks})
+        except (KeyError, TypeError) as error:
+            raise LayoutError(f"the other server describes itself in another way: {error}") from None
+
+
+def check(prefill: Instance, decode: Instance) -> None:
+    """Refuses a pair that cannot hand over, before the first request.
+
+    A prefill server without a draft head has no pools of one; the other way round they travel for nothing and are refused as well, since
+    nobody would notice the loss of acceptance.
+
+    Raises:
+        LayoutError: with both sides of every difference.
+    """
+    differences = [
+        f"{name}: {theirs} and {ours}"
+        for name, theirs, ours in (
+            ("model", prefill.model, decode.model),
+            ("page size", prefill.page_size, decode.page_size),
+            ("tensor parallel ranks", prefill.tp, decode.tp),
+            ("draft head", bool(prefill.drafts), bool(decode.drafts)),
+        )
+        if theirs != ours
+    ]
+    for rank, (theirs, ours) in enumerate(zip(prefill.ranks, decode.ranks, strict=False)):
+        sent, wanted = ({region.name: region.kind for region in side} for side in (theirs, ours))
+        for name in sorted(sent.keys() | wanted.keys()):
+            if sent.get(name) != wanted.get(name):
+                differences.append(f"pool {name} of rank {rank}: {_named(sent.get(name))} and {_named(wanted.get(name))}")
+    if differences:
+        raise LayoutError("the prefill and the decode server differ: " + "; ".join(differences[:8]))
+
+
+def _named(kind: tuple[str, str, tuple[int, ...]] | None) -> str:
+    return "none" if kind is None else f"{kind[1]}{list(kind[2])} by {kind[0]}"

@@ -1,0 +1,141 @@
+"""Mooncake's transfer engine: one-sided writes over tcp, RDMA or the links of Ascend devices.
+
+What it does not do itself is bounded and checked here. It takes about 2,048 segments to a peer at a time, over all threads; beyond that it
+never reaches this peer again, and only another engine of the process does. It does not notice that memory to read is not registered. A
+batch has one result, so a failed one is written again as a whole, once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+import itertools
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from ...graphs.errors import SpecError
+from .segments import Segment, batches
+from .transfer_engine import Memory, TransferError
+
+IN_FLIGHT = 3
+"""Batches to a peer at a time, each of at most `segments.MOST_SEGMENTS`."""
+
+THREADS = 8
+PROTOCOLS = ("tcp", "rdma", "ascend")
+
+_QUEUES = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535"}
+"""Read when the module is imported; the defaults are 1,024 each."""
+
+
+class Writes(NamedTuple):
+    """A `Transfer`: a future for each batch."""
+
+    parts: Sequence[Future[str]]
+
+    def result(self) -> str:
+        """Waits for all, whatever the first ones say."""
+        return next((reason for reason in [part.result() for part in self.parts] if reason), "")
+
+
+class Mooncake:
+    """A `TransferEngine`.
+
+    Args:
+        host: address of this machine by which peers reach it.
+        protocol: one of `PROTOCOLS`; Mooncake takes any other word for tcp.
+
+    Raises:
+        SpecError: there is no such protocol.
+        TransferError: the package or a library of it is missing, or the engine does not start.
+    """
+
+    def __init__(self, host: str, protocol: str = "tcp") -> None:
+        if protocol not in PROTOCOLS:
+            raise SpecError(f"the protocol of the transfer engine is {protocol!r}; legal are {', '.join(PROTOCOLS)}")
+        self._host, self._protocol = host, protocol
+        self._memory: list[Memory] = []
+        self._lock = threading.Lock()
+        self._peers: defaultdict[str, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(IN_FLIGHT))
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-transfer")
+        engine, self.session = self._start()
+        # The last one writes; peers may write through all of them.
+        self._engines = [engine]
+
+    def register(self, memory: Sequence[Memory]) -> None:
+        """See `TransferEngine`."""
+        with self._lock:
+            for engine in self._engines:
+                self._register(engine, memory)
+            self._memory = sorted([*self._memory, *memory])
+
+    def write(self, session: str, segments: Sequence[Segment]) -> Writes:
+        """See `TransferEngine`."""
+        for segment in segments:
+            self._check(segment)
+        return Writes([self._pool.submit(self._write, session, batch) for batch in batches(segments)])
+
+    def close(self) -> None:
+        """See `TransferEngine`."""
+        self._pool.shutdown()
+        with self._lock:
+            for engine, memory in itertools.product(self._engines, self._memory):
+                engine.unregister_memory(memory.address)
+            self._memory.clear()
+
+    def _write(self, session: str, batch: Sequence[Segment]) -> str:
+        with self._peers[session]:
+            engine = self._engines[-1]
+            code = _write(engine, session, batch)
+            if code and not engine.send_probe(session):
+                # A peer that lives and cannot be written to is not reached by this engine any more.
+                self._replace(engine)
+                code = _write(self._engines[-1], session, batch)
+        return f"{len(batch)} segments to {session}: Mooncake returned {code}" if code else ""
+
+    def _replace(self, engine: Any) -> None:
+        """Starts another engine over the same memory, unless somebody has in the meantime."""
+        with self._lock:
+            if self._engines[-1] is engine:
+                another, _ = self._start()
+                self._register(another, self._memory)
+                self._engines.append(another)
+
+    def _start(self) -> tuple[Any, str]:
+        os.environ.update({name: os.environ.get(name, value) for name, value in _QUEUES.items()})
+        try:
+            engine = importlib.import_module("mooncake.engine").TransferEngine()
+        except ImportError as error:
+            raise TransferError(
+                f"Mooncake's transfer engine cannot be used: {error}; install mooncake-transfer-engine-non-cuda (on devices "
+                "mooncake-transfer-engine-npu) and the system's libibverbs1"
+            ) from None
+        code = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, "")
+        session = f"{self._host}:{engine.get_rpc_port()}"
+        # It starts with any address.
+        if code := code or engine.send_probe(session):
+            raise TransferError(f"Mooncake's transfer engine does not reach itself as {session} over {self._protocol}: it returned {code}")
+        return engine, session
+
+    @staticmethod
+    def _register(engine: Any, memory: Sequence[Memory]) -> None:
+        if memory and (code := engine.batch_register_memory([item.address for item in memory], [item.nbytes for item in memory])):
+            raise TransferError(
+                f"Mooncake does not register {len(memory)} pools, {sum(m.nbytes for m in memory)} bytes: it returned {code}"
+            )
+
+    def _check(self, segment: Segment) -> None:
+        place = bisect.bisect_right(self._memory, (segment.source, 1 << 64)) - 1
+        if place >= 0:
+            memory = self._memory[place]
+            if memory.address <= segment.source and segment.source + segment.nbytes <= memory.address + memory.nbytes:
+                return
+        raise TransferError(f"{segment.nbytes} bytes at {segment.source:#x} are to be sent; that memory is not registered")
+
+
+def _write(engine: Any, session: str, batch: Sequence[Segment]) -> int:
+    sources, targets, sizes = zip(*batch, strict=True)
+    return int(engine.batch_transfer_sync_write(session, list(sources), list(targets), list(sizes)))

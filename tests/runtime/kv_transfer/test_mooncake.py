@@ -1,0 +1,106 @@
+"""The real engine over tcp between two processes of this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from npucompile.graphs.errors import SpecError
+from npucompile.runtime.kv_transfer.mooncake import Mooncake
+from npucompile.runtime.kv_transfer.segments import Segment
+from npucompile.runtime.kv_transfer.transfer_engine import Memory, TransferError
+
+PAGE, PAGES = 4096, 2500
+
+
+def receive(pipe: Connection) -> None:
+    """A process with registered memory, which says what is in it."""
+    engine = Mooncake("127.0.0.1")
+    pool = torch.zeros(PAGES * PAGE, dtype=torch.uint8)
+    engine.register([Memory(pool.data_ptr(), pool.nbytes)])
+    pipe.send((engine.session, pool.data_ptr()))
+    while pipe.recv():
+        pipe.send(pool.numpy().tobytes())
+    engine.close()
+
+
+@pytest.fixture
+def peer():
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=receive, args=(theirs,), daemon=True)
+    process.start()
+    session, address = ours.recv()
+    yield process, ours, session, address
+    process.kill()
+    process.join()
+
+
+@pytest.fixture
+def engine():
+    engine = Mooncake("127.0.0.1")
+    pool = torch.randint(256, (PAGES * PAGE,), dtype=torch.uint8)
+    engine.register([Memory(pool.data_ptr(), pool.nbytes)])
+    yield engine, pool
+    engine.close()
+
+
+def test_more_segments_than_the_engine_takes_at_once_arrive(engine, peer):
+    (mooncake, pool), (_, pipe, session, address) = engine, peer
+    order = random.Random(0).sample(range(PAGES), PAGES)
+    plan = [Segment(pool.data_ptr() + here * PAGE, address + there * PAGE, PAGE) for there, here in enumerate(order)]
+    transfers = [mooncake.write(session, plan[start::4]) for start in range(4)]
+    assert [transfer.result() for transfer in transfers] == [""] * 4
+    pipe.send(True)
+    assert pipe.recv() == pool.view(PAGES, PAGE)[order].numpy().tobytes()
+
+
+def test_memory_that_nobody_registered_is_neither_sent_nor_written(engine, peer):
+    (mooncake, pool), (_, pipe, session, address) = engine, peer
+    for source in (pool.data_ptr() - 1, pool.data_ptr() + pool.nbytes - PAGE + 1, 4096):
+        with pytest.raises(TransferError, match="not registered"):
+            mooncake.write(session, [Segment(source, address, PAGE)])
+    assert "Mooncake returned" in mooncake.write(session, [Segment(pool.data_ptr(), address + PAGES * PAGE, PAGE)]).result()
+    assert mooncake.write(session, [Segment(pool.data_ptr(), address, PAGE)]).result() == ""
+    pipe.send(True)
+    assert pipe.recv() == pool[:PAGE].numpy().tobytes() + bytes((PAGES - 1) * PAGE)
+
+
+def test_a_peer_that_is_lost_is_a_reason(engine, peer):
+    (mooncake, pool), (process, _, session, address) = engine, peer
+    plan = [Segment(pool.data_ptr(), address, PAGE)]
+    assert mooncake.write(session, plan).result() == ""
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert session in mooncake.write(session, plan).result()
+
+
+def test_an_engine_that_is_stuck_is_replaced(engine, peer, monkeypatch):
+    (mooncake, pool), (_, pipe, session, address) = engine, peer
+    first = mooncake._engines[0]
+
+    class Stuck:
+        """What an engine does after its queue to a peer was full."""
+
+        batch_transfer_sync_write = staticmethod(lambda *_: -1)
+        send_probe, unregister_memory = first.send_probe, first.unregister_memory
+
+    monkeypatch.setattr(mooncake, "_engines", [Stuck()])
+    assert mooncake.write(session, [Segment(pool.data_ptr(), address, PAGE)]).result() == ""
+    pipe.send(True)
+    assert pipe.recv()[:PAGE] == pool[:PAGE].numpy().tobytes()
+
+
+def test_an_address_that_is_not_of_this_machine_is_refused():
+    with pytest.raises(TransferError, match=r"does not reach itself as 203\.0\.113\.1:\d+ over tcp"):
+        Mooncake("203.0.113.1")
+
+
+def test_a_protocol_that_there_is_not_is_refused():
+    with pytest.raises(SpecError, match="'roce'; legal are tcp, rdma, ascend"):
+        Mooncake("127.0.0.1", "roce")
