@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 
 from ..graphs import ops
+from ..graphs.request_slot import ACCEPTED as ACCEPTED
+from ..graphs.request_slot import START as START
+from ..graphs.request_slot import TOKENS as TOKENS
 from ..graphs.types import Aval, Limits, Tree
-
-START, ACCEPTED, TOKENS = 0, 1, 2
-"""Columns of a request slot: the position of the next step's first token; which of the request's state slots holds the state before that
-token; and from here on the token and its drafts."""
 
 
 class DecodeStart(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..graphs.errors import SpecError
+from ..graphs.request_slot import start as request_slot_start
 from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules
 from ..lowering.artifact import mapped
 from ..lowering.artifact.artifact import Artifact, GraphEntry
@@ -62,6 +63,7 @@ class CpuExecutor:
         self._params = [params[leaf.name] for leaf in manifest.params]
         self._pools = PoolMemory(local_leaves(manifest.state, mesh, rules))
         self._state = self._pools.tensors
+        self._request_slots = next(pool for leaf, pool in zip(manifest.state, self._state, strict=True) if leaf.path == "request_slots")
         self._coords = mesh.coords(rank or 0)
         self._entries = {entry.bucket: entry for entry in manifest.graphs}
         self._signatures = {bucket: local_signature(manifest, entry) for bucket, entry in self._entries.items()}
@@ -96,6 +98,10 @@ class CpuExecutor:
         tensors = [self._coords if name == COORDS else torch.from_numpy(with_all_rows(arrays[name], rows[name])) for name in rows]
         results = self._executables[bucket]([*self._params, *self._state, *tensors])
         return FinishedStep([{name: value.numpy() for name, value in zip(self._output_names[bucket], results, strict=True)}])
+
+    def start_decoding(self, group: int, request_slot: int, position: int, token: int) -> None:
+        """Writes the request slot of the one dp group (`Executor.start_decoding`)."""
+        self._request_slots[request_slot] = request_slot_start(position, token, self.limits.drafts)
 
     def refresh(self) -> bool:
         """Loads executables that a build has finished since the last call; returns whether any bucket changed.

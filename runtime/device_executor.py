@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..graphs.errors import ArtifactError, LoweringError
+from ..graphs.request_slot import start as request_slot_start
 from ..graphs.step_inputs import MAX_RANKED, OPTIONAL_ROWS, PADDING
 from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
@@ -110,6 +111,9 @@ class DeviceExecutor:
         pools = local_leaves(manifest.state, mesh, rules)
         state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in pools]
         self.state: Mapping[str, torch.Tensor] = {leaf.name: pool for leaf, pool in zip(pools, state, strict=True)}
+        slots = self.state["request_slots"]
+        # A row for each, so that none is written while its copy is queued.
+        self._starts = device.pinned(slots.nbytes).view(slots.dtype).view(slots.shape)
         self._inputs = InputBuffer(device, {b: _layout(s.inputs) for b, s in signatures.items()}, self.run_ahead, step_timeout_s)
         self._outputs = OutputBuffers(device, {b: _layout(s.outputs) for b, s in signatures.items()}, self.run_ahead)
         others = {bucket: [*state, *self._inputs.arrays[bucket].values()] for bucket in executables}
@@ -153,6 +157,12 @@ class DeviceExecutor:
         except LoweringError as error:
             raise ExecutorError(str(error)) from error
         return LaunchedStep(event, outputs, results, self._step_timeout_s)
+
+    def start_decoding(self, group: int, request_slot: int, position: int, token: int) -> None:
+        """Queues the copy of the request slot of the one dp group (`Executor.start_decoding`)."""
+        host = self._starts[request_slot]
+        host.copy_(request_slot_start(position, token, self.limits.drafts))
+        self.state["request_slots"][request_slot].copy_(host, non_blocking=True)
 
     def refresh(self) -> bool:
         """Changes nothing: a device keeps the executables that it started with."""

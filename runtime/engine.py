@@ -17,7 +17,7 @@ from . import delivery
 from .delivery import Live, Sink
 from .executor import Executor, ExecutorError
 from .metrics import Metrics
-from .request import Event, ExecutionRecord, FinishEvent, Flush, Request
+from .request import Event, ExecutionRecord, FinishEvent, Flush, Landed, Request
 from .scheduler import admission, advance
 from .scheduler.request_state import RequestState
 from .scheduler.state import SchedulerState
@@ -138,6 +138,13 @@ class Engine:
             self._inbox.extend(arrivals)
             self._wake.notify_all()
         return bool(arrivals)
+
+    def landed(self, request_id: str) -> None:
+        """The pages and the state of a parked request are filled: it begins with the last token of its prompt."""
+        with self._wake:
+            if request_id in self._live:
+                self._inbox.append(Landed(self._live[request_id].arrival))
+                self._wake.notify_all()
 
     def flush_prefix_cache(self) -> bool:
         """Forgets all prefixes before the next step, also those that requests compute meanwhile; returns whether any are kept."""

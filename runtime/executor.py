@@ -122,6 +122,12 @@ class Executor(Protocol):
         """
         ...
 
+    def start_decoding(self, group: int, request_slot: int, position: int, token: int) -> None:
+        """Has the next decode step of a request slot start as a prefill step would have left it: with this token at this position, behind
+        the state in the first of the request's state slots, and without drafts. Queued behind the steps that were launched.
+        """
+        ...
+
     def refresh(self) -> bool:
         """Loads executables that a build has finished since the last call; returns whether any bucket changed."""
         ...

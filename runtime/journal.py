@@ -23,20 +23,22 @@ import msgpack
 
 from ..graphs.errors import SpecError
 from .constraint import Bitmask, Constraint
-from .request import Flush, Request, Sampling
+from .request import Flush, Landed, Request, Sampling
 from .scheduler.advance import GroupResults
 from .scheduler.request_state import RequestState
 from .scheduler.scheduled_step import ScheduledStep
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5
-STEP, SUBMIT, CANCEL, FLUSH, EXPIRED, HELD, MASKS, DEAD_END = "step", "submit", "cancel", "flush", "expired", "held", "masks", "dead end"
+FORMAT = 6
+STEP, SUBMIT, CANCEL, FLUSH, LANDED, EXPIRED = "step", "submit", "cancel", "flush", "landed", "expired"
+HELD, MASKS, DEAD_END = "held", "masks", "dead end"
 LAUNCH, RESULT, TOOK, FAILURE = "launch", "result", "took", "failure"
-"""First words of entries: a call of `Engine.step`; a request, with the time of its submission if it has a deadline, the arrival of
-one to cancel, and the order to forget all prefixes, handled by it; the time and the requests whose deadlines have passed; the arrivals
-of requests that sit it out, since their bitmasks are not filled; the bitmasks of constrained requests in the step that it launches; a
-request that cannot go on under its constraint; a step that is launched; the tokens of a step; how many ms it took; a step that failed."""
+"""First words of entries: a call of `Engine.step`; a request, with the time of its submission if it has a deadline, the arrival of one to
+cancel, the order to forget all prefixes, and the arrival of one whose pages a handover has filled, handled by it; the time and the requests
+whose deadlines have passed; the arrivals of requests that sit it out, since their bitmasks are not filled; the bitmasks of constrained
+requests in the step that it launches; a request that cannot go on under its constraint; a step that is launched; the tokens of a step; how
+many ms it took; a step that failed."""
 
 Entry = list[Any]
 
@@ -52,8 +54,9 @@ class Journal:
         self._write = write
         self._step_is_new = True
 
-    def received(self, messages: Sequence[RequestState | int | Flush]) -> None:
-        """A call of `Engine.step` begins, with these new requests, arrivals of requests to cancel, and orders to forget prefixes.
+    def received(self, messages: Sequence[RequestState | int | Flush | Landed]) -> None:
+        """A call of `Engine.step` begins, with these new requests, arrivals of requests to cancel, orders to forget prefixes, and
+        requests whose pages a handover has filled.
 
         A call that does nothing is not written.
         """
@@ -64,6 +67,8 @@ class Journal:
                 self._add(SUBMIT, as_plain(message.request), *([message.submitted_ms] if timed else []))
             elif isinstance(message, Flush):
                 self._add(FLUSH)
+            elif isinstance(message, Landed):
+                self._add(LANDED, message.arrival)
             else:
                 self._add(CANCEL, message)
 

@@ -50,7 +50,7 @@ class MaskFilling:
     def hold(self, state: SchedulerState) -> SchedulerState:
         """The state with the requests that have to sit out the next step, whose bitmasks are not filled yet."""
         begun = [
-            (request.arrival, self._begun(ScheduledRequest(request, request.num_pages, 1 + state.policy.drafts(request.request))))
+            (request.arrival, self._begun(ScheduledRequest(request, request.num_pages, 1 + state.policy.drafts(request))))
             for group in state.groups
             for request in group.running
             if request.request.constraint is not None and request.decoding and request.settled

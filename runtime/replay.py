@@ -12,7 +12,24 @@ import numpy as np
 from ..graphs.errors import RequestError
 from .constraint import Bitmask
 from .engine import Engine
-from .journal import CANCEL, DEAD_END, EXPIRED, FAILURE, FLUSH, HELD, LAUNCH, MASKS, RESULT, STEP, SUBMIT, TOOK, Entry, Journal, as_request
+from .journal import (
+    CANCEL,
+    DEAD_END,
+    EXPIRED,
+    FAILURE,
+    FLUSH,
+    HELD,
+    LANDED,
+    LAUNCH,
+    MASKS,
+    RESULT,
+    STEP,
+    SUBMIT,
+    TOOK,
+    Entry,
+    Journal,
+    as_request,
+)
 from .mask_filling import MaskFilling
 from .scheduler.state import SchedulerState
 
@@ -90,6 +107,8 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
                 now_ms = values[0]
             elif word == DEAD_END:
                 masks[values[0]] = None
+            elif word == LANDED:
+                engine.landed(ids[values[0]])
             elif word == FLUSH:
                 engine.flush_prefix_cache()
             elif word == CANCEL:

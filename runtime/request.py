@@ -126,6 +126,9 @@ class HostInputs(NamedTuple):
 
 NO_INPUTS = HostInputs()
 
+SEND, RECEIVE = "send", "receive"
+"""Of `Request.handover`: what a prefill server does with a prompt, and a decode server."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -149,6 +152,8 @@ class Request:
         prompt_logprobs: `logprobs` of tokens of the prompt, which come before those of the output; None returns none.
         prompt_logprobs_from: the first position of the prompt whose log probability is returned; at least 1, as nothing comes before
             position 0.
+        handover: SEND computes all of the prompt but its last token, and keeps it until the request is cancelled; RECEIVE gets pages and
+            slots for it, and begins with that token once they are filled (`Landed`). Each says so by a `ParkedEvent`. "" does neither.
     """
 
     id: str
@@ -167,6 +172,7 @@ class Request:
     skip_reading_prefix_cache: bool = False
     prompt_logprobs: int | None = None
     prompt_logprobs_from: int = 1
+    handover: str = ""
 
     @property
     def num_scored(self) -> int:
@@ -272,6 +278,23 @@ class TokenEvent(NamedTuple):
     prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
+class ParkedEvent(NamedTuple):
+    """A request holds the pages of its prompt and is not scheduled: a handover reads them, or fills them.
+
+    Attributes:
+        group: dp group whose pages and slot these are.
+        pages: of all tokens of the prompt but the last, in order of position.
+        slot: the state slot of the recurrent state before the last token.
+        known: how many of the pages are filled already.
+    """
+
+    request_id: str
+    group: int = 0
+    pages: tuple[int, ...] = ()
+    slot: int = 0
+    known: int = 0
+
+
 FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
@@ -302,3 +325,9 @@ Event = TokenEvent | FinishEvent
 
 class Flush:
     """An order to forget all prefixes."""
+
+
+class Landed(NamedTuple):
+    """The pages and the state of a parked request are filled, so it can begin with the last token of its prompt."""
+
+    arrival: int

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ..graphs.errors import SpecError
@@ -25,19 +25,19 @@ from .journal import Journal, NoJournal
 from .mask_filling import MaskFilling
 from .metrics import Metrics
 from .refresh import Refresher
-from .request import Event, FinishEvent, Flush
+from .request import Event, FinishEvent, Flush, Landed, ParkedEvent
 from .scheduler import advance
 from .scheduler.kv_cache_manager import KVCacheManager, PrefixCacheSettings
 from .scheduler.policy import Policy
 from .scheduler.request_state import RequestState
-from .scheduler.schedule import schedule, wanted_bucket
+from .scheduler.schedule import reservations, schedule, wanted_bucket
 from .scheduler.scheduled_step import ScheduledStep
 from .scheduler.state import GroupState, SchedulerState
 
 log = logging.getLogger(__name__)
 
-Message = RequestState | int | Flush
-"""A new request, the arrival of one to cancel, or an order to flush."""
+Message = RequestState | int | Flush | Landed
+"""A new request, the arrival of one to cancel, an order to flush, or a request whose pages a handover has filled."""
 
 Count = Callable[[Metrics], None]
 """Counts what led to a state."""
@@ -55,6 +55,7 @@ class Stepper:
         journal: is told every input and decision; to be set before the first request.
         masks: fills the bitmasks of constrained requests; a replay sets it.
         now_ms: what time it is for requests; a replay sets it.
+        on_parked: told when a request of a handover has its pages, or has computed them.
         took_ms: how long a step took that was launched and that ended then, both in ms of `now_ms`; a replay sets it.
 
     Args:
@@ -101,6 +102,7 @@ class Stepper:
             KVCacheManager(limits, executor.max_logprobs, prefix_cache, recurrent=executor.recurrent) for _ in range(executor.groups)
         )
         self.state = SchedulerState(policy, tuple(GroupState(prefixes=manager.prefixes) for manager in self.cache_managers))
+        self.on_parked: Callable[[ParkedEvent], None] = lambda _: None
         self._adjuster, self.masks = Adjuster(executor.vocab_size), MaskFilling(limits.bitmask_words)
         # Each with the missing bucket that it would have run in, if any, and when it was launched.
         self._in_flight: deque[tuple[ScheduledStep, Bucket | None, float, Pending]] = deque()
@@ -122,6 +124,7 @@ class Stepper:
         self._refresher.when_due()
         self._idle_memory.when_due(busy=bool(self._in_flight))
         # An equal state, so that no other thread minds.
+        reserved = self._reserve()
         self.state = self.masks.hold(self.state)
         self.journal.held(sorted(self.state.unready))
         step = schedule(self.state)
@@ -137,7 +140,7 @@ class Stepper:
             if not self._checked:
                 self.check()
                 self._checked = True
-            return bool(messages)
+            return bool(messages) or reserved
         while len(self._in_flight) > self.run_ahead:
             self._finish_oldest()
         return True
@@ -161,12 +164,35 @@ class Stepper:
         self.journal.received(messages)
         new = [message for message in messages if isinstance(message, RequestState)]
         cancelled = {message for message in messages if isinstance(message, int)}
+        landed = {message.arrival for message in messages if isinstance(message, Landed)}
         for manager in self.cache_managers if any(isinstance(message, Flush) for message in messages) else ():
             manager.flush()
         if new:
             self._advance(advance.submit(self.state, *new), ())
         if cancelled:
             self._advance(*advance.cancel(self.state, cancelled, self.now_ms()))
+        if landed:
+            self._land(landed)
+
+    def _land(self, arrivals: Collection[int]) -> None:
+        """Has requests begin with the last token of their prompts, behind what handovers have put into their pages."""
+        for group, (state, manager) in enumerate(zip(self.state.groups, self.cache_managers, strict=True)):
+            for request in state.running:
+                if request.parked and request.arrival in arrivals:
+                    (token,) = request.token_ids(request.num_tokens - 1, 1)
+                    self.executor.start_decoding(group, manager.request_slot(request.id), request.num_tokens - 1, token)
+        self._advance(advance.landed(self.state, arrivals, self.now_ms()), ())
+
+    def _reserve(self) -> bool:
+        """Gives waiting requests that are to be received their pages; returns whether there were any."""
+        reserved = [reservations(self.policy, group) for group in self.state.groups]
+        if not any(reserved):
+            return False
+        for manager, own in zip(self.cache_managers, reserved, strict=True):
+            manager.reserve(own)
+        self._advance(advance.reserve(self.state, reserved), ())
+        self._tell_parked({item.state.arrival for own in reserved for item in own})
+        return True
 
     def fail_all(self, message: str) -> None:
         """Ends all requests with an error."""
@@ -228,6 +254,7 @@ class Stepper:
                     manager.computed(rows)
             state, events = advance.commit(self.state, step, results, now_ms, took_ms)
             self._advance(state, events, lambda metrics: metrics.count_results(step, results, wanted, now_ms))
+            self._tell_parked({row.state.arrival for part in step.groups for row in part.rows if row.request.handover})
 
     def _took_ms(self, launched_ms: float, now_ms: float) -> float:
         # A step that was launched while another one ran began when that ended.
@@ -253,6 +280,13 @@ class Stepper:
                 self.masks.forget(event.request_id)
         self.state = state
         self._publish(state, events, count)
+
+    def _tell_parked(self, arrivals: Collection[int]) -> None:
+        """Tells where those of these requests that are parked have their pages."""
+        for number, (group, manager) in enumerate(zip(self.state.groups, self.cache_managers, strict=True)):
+            for request in group.running:
+                if request.parked and request.arrival in arrivals:
+                    self.on_parked(manager.parked(request, number))
 
     def _with_writes(self, end: FinishEvent) -> FinishEvent:
         written = sum(manager.num_kept(end.request_id) for manager in self.cache_managers)

@@ -62,6 +62,9 @@ class Worker:
         with self._finisher(executor.run_ahead, outputs) as finish:
             while (message := self._next()).kind != "stop":
                 step = message.fields
+                if message.kind == "start":
+                    executor.start_decoding(0, **step)
+                    continue
                 try:
                     pending = executor.launch(buckets[step["bucket"]], [step["inputs"]])
                 except Exception as error:

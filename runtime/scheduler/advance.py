@@ -17,7 +17,7 @@ from ..buckets import padded_rows
 from ..request import Event, Logprobs, TokenEvent
 from ..step_outputs import SampledTokens
 from .request_state import Computed, RequestState
-from .scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
+from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
 from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
 
@@ -81,6 +81,23 @@ def _lateness(request: RequestState, now_ms: float) -> str:
     state = "was waiting" if request.started_ms is None else f"had {len(request.output_token_ids)} tokens"
     first = "to its first token " if allowed_ms != request.request.timeout_ms else ""
     return f"the request has taken {now_ms - request.submitted_ms:.0f} ms; it was allowed {allowed_ms:.0f} ms {first}and {state}"
+
+
+def reserve(state: SchedulerState, reserved: Sequence[Sequence[Reservation]]) -> SchedulerState:
+    """The state once these waiting requests of each group have their pages and slots (`schedule.reservations`)."""
+    groups = (
+        _with_reserved(group, [item.state for item in own]) if own else group for group, own in zip(state.groups, reserved, strict=True)
+    )
+    return replace(state, groups=tuple(groups))
+
+
+def landed(state: SchedulerState, arrivals: Collection[int], now_ms: float) -> SchedulerState:
+    """The state once the pages of these parked requests are filled; those that have ended change nothing."""
+
+    def begun(request: RequestState) -> RequestState:
+        return request.landed(now_ms) if request.parked and request.arrival in arrivals else request
+
+    return replace(state, groups=tuple(replace(group, running=tuple(map(begun, group.running))) for group in state.groups))
 
 
 def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> SchedulerState:
@@ -178,9 +195,8 @@ def fail_all(state: SchedulerState, message: str, now_ms: float) -> tuple[Schedu
 def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms: float) -> GroupState:
     waiting, running, turns = group.waiting, group.running, group.turns
     if part.preempted:
-        remaining = len(running) - len(part.preempted)
-        waiting = (*(request.preempted() for request in running[remaining:]), *waiting)
-        running = running[:remaining]
+        waiting = (*(request.preempted() for request in running if request.id in part.preempted), *waiting)
+        running = tuple(request for request in running if request.id not in part.preempted)
         if turns is not None:
             waiting = tuple(sorted(waiting, key=lambda request: request.arrival))
     by_arrival = {row.state.arrival: (row, num_scheduled + i) for i, row in enumerate(part.rows)}
@@ -203,6 +219,14 @@ def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms
         return row.state.prefill_launched(row.num_tokens, row.num_pages, order, now_ms)
 
     return replace(group, waiting=waiting, running=tuple(map(launched, running)), turns=turns)
+
+
+def _with_reserved(group: GroupState, new: Sequence[RequestState]) -> GroupState:
+    arrivals = {request.arrival for request in new}
+    waiting = tuple(request for request in group.waiting if request.arrival not in arrivals)
+    turns = None if group.turns is None else admitted(group.turns, group.waiting, new)
+    running = (*group.running, *new)
+    return replace(group, waiting=waiting, running=running if turns is None else tuple(sorted(running, key=rank)), turns=turns)
 
 
 def _commit_row(

@@ -11,12 +11,13 @@ from ...graphs.types import Bucket, Limits
 from ..adjustments import Adjustment
 from ..buckets import Arrays, DecodeRow, PrefillRow, Row, pack
 from ..constraint import Bitmask
+from ..request import ParkedEvent
 from ..rng import random_number
 from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotPool
 from .prefix_blocks import Checkpoint
 from .prefix_index import PrefixIndex
-from .request_state import Computed
-from .scheduled_step import GroupStep, ScheduledRequest
+from .request_state import Computed, RequestState
+from .scheduled_step import GroupStep, Reservation, ScheduledRequest
 from .state import GroupState
 
 
@@ -124,6 +125,35 @@ class KVCacheManager:
         for checkpoint in read:
             self._drop(checkpoint)
         return pack(bucket, rows, self.limits, max_logprobs=self._max_logprobs)
+
+    def reserve(self, reserved: Sequence[Reservation]) -> None:
+        """Gives requests the pages and slots that handovers fill.
+
+        Raises:
+            OwnershipError: when the pools cannot give what was scheduled.
+        """
+        for request, match in reserved:
+            share = self._shares[request.id] = Share()
+            if self.prefixes is not None:
+                share.flushes = self.prefixes.flushes
+                self.prefixes.enter(request.id, match)
+                share.table.extend(block.page for block in match.blocks)
+        for request, _ in reserved:
+            self._make_room(self.state_slots.group)
+            self.state_slots.allocate_group(request.id)
+            self.request_slots.allocate_group(request.id)
+            self._grow(request.id, request.num_pages)
+
+    def parked(self, request: RequestState, group: int) -> ParkedEvent:
+        """Where a handover finds what is computed of a parked request, or puts it."""
+        count = -(-(request.num_tokens - 1) // self.limits.page_size)
+        known = 0 if request.num_computed_tokens == request.num_tokens - 1 else request.num_computed_tokens // self.limits.page_size
+        pages = tuple(self._shares[request.id].table[:count])
+        return ParkedEvent(request.id, group, pages, self.state_slots.owned(request.id)[0], known)
+
+    def request_slot(self, request_id: str) -> int:
+        """The request slot of a running request."""
+        return self.request_slots.owned(request_id)[0]
 
     def computed(self, rows: Sequence[Computed]) -> None:
         """Keeps what rows have computed, once that is known; before their requests are released."""

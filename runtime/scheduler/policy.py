@@ -9,7 +9,6 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Limits
 from ..buckets import of_kind
 from ..prefill_buckets import default_fixed_tokens, price
-from ..request import Request
 from .request_state import RequestState
 
 
@@ -87,9 +86,11 @@ class Policy:
         """What a step of the smallest prefill bucket costs, in tokens."""
         return min(map(self.price, of_kind(self.buckets, "prefill")))
 
-    def drafts(self, request: Request) -> int:
-        """Drafts that a decode step of the request verifies."""
-        most = request.speculative_tokens
+    def drafts(self, request: RequestState) -> int:
+        """Drafts that a decode step of the request verifies; none where no step has drafted."""
+        if request.undrafted:
+            return 0
+        most = request.request.speculative_tokens
         return self.limits.drafts if most is None else min(most, self.limits.drafts)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..request import NO_INPUTS, ExecutionRecord, FinishEvent, HostInputs, Request
+from ..request import NO_INPUTS, SEND, ExecutionRecord, FinishEvent, HostInputs, Request
 from .token_log import TokenLog
 
 AGED = -(2**31)
@@ -29,6 +29,8 @@ class RequestState(NamedTuple):
         last_scheduled: rank of its latest row among all rows ever scheduled.
         started_ms: when its first step was launched.
         drafts: what the device drafted after the last token; known where what may follow depends on them.
+        parked: it holds pages and is not scheduled, because a handover reads or fills them (`Request.handover`).
+        undrafted: its next decode step is the first behind pages that were received, so the device has no drafts for it.
         unscored: tokens at the end of the prompt that are still to be scored (`Request.num_scored`): the steps so far have not got there.
         aged: it has waited so long that it goes before all others (`turns.py`).
         checkpoints: how many tokens are computed where a chunk of the prompt should end, because its state is worth keeping.
@@ -49,6 +51,8 @@ class RequestState(NamedTuple):
     aged: bool = False
     checkpoints: tuple[int, ...] = ()
     unscored: int = 0
+    parked: bool = False
+    undrafted: bool = False
 
     @property
     def level(self) -> int:
@@ -64,6 +68,11 @@ class RequestState(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens known so far: prompt, as far as it is not to be scored, and generated."""
         return len(self.request.prompt) - self.unscored + len(self.output_token_ids)
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens that prefill steps compute: all that are known, but for the last of a prompt that is handed over."""
+        return self.num_tokens - (self.request.handover == SEND)
 
     @property
     def min_num_tokens(self) -> int:
@@ -116,7 +125,7 @@ class RequestState(NamedTuple):
     def preempted(self) -> RequestState:
         """The request after it lost its pages and its state; the tokens it generated remain."""
         record = self.record._replace(preemptions=self.record.preemptions + 1)
-        return self._replace(record=record, num_computed_tokens=0, decoding=False, num_pages=0, checkpoints=())
+        return self._replace(record=record, num_computed_tokens=0, decoding=False, undrafted=False, num_pages=0, checkpoints=())
 
     def resumed(self, num_tokens: int, checkpoints: tuple[int, ...]) -> RequestState:
         """The waiting request when it is admitted and so many of its tokens are in the caches already."""
@@ -129,15 +138,27 @@ class RequestState(NamedTuple):
         return self._replace(
             num_computed_tokens=computed,
             decoding=computed == self.num_tokens,
+            parked=computed == self.num_to_prefill < self.num_tokens,
             checkpoints=tuple(place for place in self.checkpoints if place > computed),
             num_pages=num_pages,
             last_scheduled=last_scheduled,
             started_ms=now_ms if self.started_ms is None else self.started_ms,
         )
 
+    def reserved(self, num_pages: int, num_cached: int) -> RequestState:
+        """The waiting request once it has pages for a handover, of whose tokens so many are computed already."""
+        record = self.record._replace(cached_tokens=num_cached)
+        return self._replace(record=record, num_computed_tokens=num_cached, num_pages=num_pages, parked=True)
+
+    def landed(self, now_ms: float) -> RequestState:
+        """The parked request once all of its prompt but the last token is in its pages."""
+        started_ms = now_ms if self.started_ms is None else self.started_ms
+        return self._replace(num_computed_tokens=self.num_tokens - 1, decoding=True, parked=False, undrafted=True, started_ms=started_ms)
+
     def decode_launched(self, num_pages: int, last_scheduled: int) -> RequestState:
         """The request once a decode step is launched."""
-        return self._replace(steps_in_flight=self.steps_in_flight + 1, num_pages=num_pages, last_scheduled=last_scheduled)
+        in_flight = self.steps_in_flight + 1
+        return self._replace(steps_in_flight=in_flight, num_pages=num_pages, last_scheduled=last_scheduled, undrafted=False)
 
     def prefill_committed(
         self, bucket_name: str, output: tuple[int, ...], padded_rows: int, now_ms: float, drafts: tuple[int, ...] = ()

@@ -58,12 +58,12 @@ from typing import NamedTuple
 from ...graphs.types import Bucket, Limits
 from ..buckets import choose
 from ..prefill_buckets import choose_prefill
-from ..request import NO_INPUTS, HostInputs
+from ..request import NO_INPUTS, RECEIVE, HostInputs
 from .checkpoints import CheckpointSlots, places
 from .policy import Policy
 from .prefix_blocks import Block, Match
 from .request_state import RequestState
-from .scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
+from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
 from .step_times import in_time
 from .turns import in_turn
@@ -120,7 +120,7 @@ class _Prompt(NamedTuple):
     @property
     def remaining(self) -> int:
         """Tokens up to the end of the prompt or to where the chunk should end; at least 1."""
-        return (self.stop or self.request.num_tokens) - self.request.num_computed_tokens
+        return (self.stop or self.request.num_to_prefill) - self.request.num_computed_tokens
 
 
 def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
@@ -167,7 +167,7 @@ def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[
 
 
 def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt], slots: CheckpointSlots) -> GroupStep:
-    chunks = [slots.chunk(p.request.num_computed_tokens, p.stop, p.request.num_tokens, bucket.q_len) for p in prompts]
+    chunks = [slots.chunk(p.request.num_computed_tokens, p.stop, p.request.num_to_prefill, bucket.q_len) for p in prompts]
     rows = tuple(
         ScheduledRequest(p.request, p.num_pages, c.num_tokens, p.match, c.checkpoint) for p, c in zip(prompts, chunks, strict=True)
     )
@@ -180,14 +180,18 @@ def _prompts(policy: Policy, group: GroupState) -> tuple[list[_Prompt], Checkpoi
     the slots that are left for checkpoints.
     """
     limits, most = policy.limits, policy.max_prompts
-    prompts = [_Prompt(request, request.num_pages) for request in group.running if not request.decoding][:most]
+    begun = (request for request in group.running if not (request.decoding or request.parked))
+    prompts = [_Prompt(request, request.num_pages) for request in itertools.islice(begun, most)]
     running, pages, slots = len(group.running), group.free_pages(limits), group.free_slots(limits)
     tails = set[Block]()
     for request in _first_waiting(policy, group, most - len(prompts)):
+        if request.request.handover == RECEIVE:
+            # It gets its pages before the step is chosen, or waits for them (`reservations`).
+            break
         match = _usable(group.prefixes.match(request), limits, slots, tails) if group.prefixes else None
         own, needed = policy.pages_to_prefill(request), limits.slots_per_request + (match is not None and _holds_more(match))
         new = own - (match.pinned_pages if match else 0)
-        if slots < needed or running + 1 >= limits.num_request_slots or new + running * policy.pages_for(policy.candidates) > pages:
+        if slots < needed or not _has_room(policy, running, new, pages):
             break
         prompts.append(_Prompt(_resumed(policy, group, request, match), own, match))
         tails |= {match.tail} if match is not None and match.tail is not None else set()
@@ -199,6 +203,29 @@ def _prompts(policy: Policy, group: GroupState) -> tuple[list[_Prompt], Checkpoi
     unused = limits.num_slots - 1 - running * limits.slots_per_request - group.prefixes.num_checkpoints
     checkpoints = CheckpointSlots(limits.page_size, slots, unused)
     return [prompt._replace(stop=checkpoints.stop(prompt.request.checkpoints)) for prompt in prompts], checkpoints
+
+
+def _has_room(policy: Policy, running: int, new: int, pages: int) -> bool:
+    """Whether one more request can run beside so many, with so many new pages of those that are free: all have a reserve."""
+    return running + 1 < policy.limits.num_request_slots and new + running * policy.pages_for(policy.candidates) <= pages
+
+
+def reservations(policy: Policy, group: GroupState) -> list[Reservation]:
+    """The first waiting requests of a group, as long as they are to be received and there are pages and slots for them."""
+    limits, reserved = policy.limits, list[Reservation]()
+    running, pages, slots = len(group.running), group.free_pages(limits), group.free_slots(limits)
+    for request in _first_waiting(policy, group, len(group.waiting)):
+        if request.request.handover != RECEIVE:
+            break
+        # A state comes with the pages, so it need not be known here.
+        blocks = group.prefixes.match(request).blocks if group.prefixes else ()
+        match, own = Match(blocks, len(blocks)), policy.pages_to_prefill(request)
+        new = own - match.pinned_pages
+        if slots < limits.slots_per_request or not _has_room(policy, running, new, pages):
+            break
+        reserved.append(Reservation(request.reserved(own, match.num_tokens(limits.page_size)), match))
+        running, pages, slots = running + 1, pages - new, slots - limits.slots_per_request
+    return reserved
 
 
 def _usable(match: Match, limits: Limits, slots: int, tails: Collection[Block]) -> Match:
@@ -218,7 +245,7 @@ def _resumed(policy: Policy, group: GroupState, request: RequestState, match: Ma
     if match is None or group.prefixes is None:
         return request
     page_size = policy.limits.page_size
-    checkpoints = places(match, request.num_tokens, page_size, policy.cheapest_prefill) if group.prefixes.recurrent else ()
+    checkpoints = places(match, request.num_to_prefill, page_size, policy.cheapest_prefill) if group.prefixes.recurrent else ()
     return request.resumed(match.num_tokens(page_size), checkpoints)
 
 
@@ -235,7 +262,8 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
     """A step of the least recently scheduled of the requests; None where they lack pages, and preempting is not allowed or would leave
     none of them because prompts in progress are older.
     """
-    running, free = list(group.running), group.free_pages(policy.limits)
+    # Nobody else may write to the pages of a handover.
+    running, free, freed = [request for request in group.running if not request.parked], group.free_pages(policy.limits), 0
     preempted: list[str] = []
     while requests:
         requests = sorted(requests, key=lambda r: r.last_scheduled)
@@ -248,7 +276,7 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
             return None
         victim = running.pop()
         preempted.append(victim.id)
-        freed = sum(request.num_pages for request in group.running[len(running) :])
+        freed += victim.num_pages
         free = group.free_pages(policy.limits) + freed - (group.prefixes.still_used(preempted) if group.prefixes else 0)
         requests = [request for request in requests if request.arrival != victim.arrival]
     return None
@@ -266,4 +294,4 @@ def _fits(requests: Iterable[RequestState], limits: Limits) -> list[bool]:
 
 
 def _decode_row(policy: Policy, request: RequestState) -> ScheduledRequest:
-    return ScheduledRequest(request, max(request.num_pages, policy.pages_to_decode(request)), 1 + policy.drafts(request.request))
+    return ScheduledRequest(request, max(request.num_pages, policy.pages_to_decode(request)), 1 + policy.drafts(request))

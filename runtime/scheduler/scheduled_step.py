@@ -83,6 +83,18 @@ class ScheduledRequest(NamedTuple):
         return self.num_tokens - 1 if self.state.decoding else 0
 
 
+class Reservation(NamedTuple):
+    """A request that gets the pages and slots that a handover fills.
+
+    Attributes:
+        state: of the request once it has them.
+        match: the pages that are filled already.
+    """
+
+    state: RequestState
+    match: Match
+
+
 class GroupStep(NamedTuple):
     """A dp group's part of a step; a group without rows runs padding.
 

@@ -8,6 +8,7 @@ from support.scheduling import policy, request
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.scheduler.policy import Policy
+from npucompile.runtime.scheduler.request_state import RequestState
 
 
 @pytest.mark.parametrize(
@@ -36,4 +37,6 @@ def test_a_decode_bucket_of_another_width_is_refused():
 
 def test_a_request_verifies_as_many_drafts_as_it_wants_and_the_graphs_have():
     rules = policy(drafts=3)
-    assert [rules.drafts(request("a", speculative_tokens=most)) for most in (None, 0, 2, 9)] == [3, 0, 2, 3]
+    states = [RequestState(request("a", speculative_tokens=most), 0, 0.0) for most in (None, 0, 2, 9)]
+    assert [rules.drafts(state) for state in states] == [3, 0, 2, 3]
+    assert not any(rules.drafts(state._replace(undrafted=True)) for state in states)
