@@ -111,7 +111,7 @@ class DeviceExecutor:
         pools = local_leaves(manifest.state, mesh, rules)
         state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in pools]
         self.state: Mapping[str, torch.Tensor] = {leaf.name: pool for leaf, pool in zip(pools, state, strict=True)}
-        slots = self.state["request_slots"]
+        slots = self.state["state.request_slots"]
         # A row for each, so that none is written while its copy is queued.
         self._starts = device.pinned(slots.nbytes).view(slots.dtype).view(slots.shape)
         self._inputs = InputBuffer(device, {b: _layout(s.inputs) for b, s in signatures.items()}, self.run_ahead, step_timeout_s)
@@ -162,7 +162,7 @@ class DeviceExecutor:
         """Queues the copy of the request slot of the one dp group (`Executor.start_decoding`)."""
         host = self._starts[request_slot]
         host.copy_(request_slot_start(position, token, self.limits.drafts))
-        self.state["request_slots"][request_slot].copy_(host, non_blocking=True)
+        self.state["state.request_slots"][request_slot].copy_(host, non_blocking=True)
 
     def refresh(self) -> bool:
         """Changes nothing: a device keeps the executables that it started with."""
