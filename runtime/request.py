@@ -286,6 +286,7 @@ class ParkedEvent(NamedTuple):
         pages: of all tokens of the prompt but the last, in order of position.
         slot: the state slot of the recurrent state before the last token.
         known: how many of the pages are filled already.
+        token_ids: all tokens that are known: the prompt, and the output of a request that lost its pages.
     """
 
     request_id: str
@@ -293,6 +294,7 @@ class ParkedEvent(NamedTuple):
     pages: tuple[int, ...] = ()
     slot: int = 0
     known: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
 FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")

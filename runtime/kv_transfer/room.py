@@ -46,6 +46,9 @@ class Timeouts(NamedTuple):
     in_flight: float = 30.0
 
 
+DEFAULTS = Timeouts()
+
+
 class Stage(enum.Enum):
     """Where a room is."""
 

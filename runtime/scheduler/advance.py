@@ -97,7 +97,9 @@ def landed(state: SchedulerState, arrivals: Collection[int], now_ms: float) -> S
     def begun(request: RequestState) -> RequestState:
         return request.landed(now_ms) if request.parked and request.arrival in arrivals else request
 
-    return replace(state, groups=tuple(replace(group, running=tuple(map(begun, group.running))) for group in state.groups))
+    groups = tuple(replace(group, running=tuple(map(begun, group.running))) for group in state.groups)
+    deadlines = [r.deadline_ms for group in groups for r in group.running if r.arrival in arrivals]
+    return replace(state, groups=groups, next_deadline_ms=min([state.next_deadline_ms, *deadlines]))
 
 
 def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> SchedulerState:

@@ -149,7 +149,8 @@ class KVCacheManager:
         count = -(-(request.num_tokens - 1) // self.limits.page_size)
         known = 0 if request.num_computed_tokens == request.num_tokens - 1 else request.num_computed_tokens // self.limits.page_size
         pages = tuple(self._shares[request.id].table[:count])
-        return ParkedEvent(request.id, group, pages, self.state_slots.owned(request.id)[0], known)
+        tokens = request.token_ids(0, request.num_tokens)
+        return ParkedEvent(request.id, group, pages, self.state_slots.owned(request.id)[0], known, tokens)
 
     def request_slot(self, request_id: str) -> int:
         """The request slot of a running request."""

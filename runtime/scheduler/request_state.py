@@ -81,8 +81,11 @@ class RequestState(NamedTuple):
 
     @property
     def deadline_ms(self) -> float:
-        """When it ends if it has not by then; infinity where it may run."""
+        """When it ends if it has not by then; infinity where it may run, or nobody may end it but who handed it over."""
         request, deadline = self.request, math.inf
+        if self.parked:
+            # Its pages may be written, and must not be given to others meanwhile.
+            return deadline
         if request.timeout_ms is not None:
             deadline = self.submitted_ms + request.timeout_ms
         if request.first_token_timeout_ms is not None and not self.output_token_ids and self.unscored == request.num_scored:

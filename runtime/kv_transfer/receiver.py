@@ -1,0 +1,197 @@
+"""The decode side of a connection: asks a prefill server for prompts, and gives their pages to the scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...graphs.errors import RequestError
+from ..engine import Engine
+from ..request import RECEIVE, Event, FinishEvent, ParkedEvent, Request
+from . import room as rooms
+from .messages import Abort, Ask, Computed, Done, Failed, Gone, Message, Ready
+from .room import DEFAULTS, Do, Kind, Room, Stage, Timeouts
+
+Sink = Callable[[Event], None]
+
+
+class _Handover(NamedTuple):
+    """A room of a request, and where that is parked; submitted means that the engine has the request."""
+
+    room: Room
+    request: Request
+    sink: Sink
+    failed: Callable[[str], None]
+    target: ParkedEvent | None = None
+    submitted: bool = False
+
+
+class Receiver:
+    """Rooms of one connection. All methods are called by one thread; what the engine tells from its own is passed on by `call`.
+
+    Args:
+        engine: runs what has landed.
+        send: takes messages to the prefill server, in order, until it is disconnected.
+        call: has the thread of this object call a function.
+        clock: monotonic seconds.
+        number: draws the number of a room.
+
+    Attributes:
+        withheld: rooms whose pages nobody may use, since the prefill server does not say whether it still writes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        send: Callable[[Message], None],
+        call: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+        number: Callable[[], int],
+        timeouts: Timeouts = DEFAULTS,
+    ) -> None:
+        self._engine, self._send, self._call, self._clock, self._number = engine, send, call, clock, number
+        self._timeouts, self._handovers = timeouts, dict[int, _Handover]()
+        self._rooms: dict[str, int] = {}
+        # Those that the engine has: they may lose their pages, and are asked for again.
+        self._landed: dict[str, _Handover] = {}
+
+    def __len__(self) -> int:
+        """Rooms that have neither landed nor ended."""
+        return len(self._handovers)
+
+    @property
+    def withheld(self) -> int:
+        """See the class."""
+        return sum(handover.room.stage is Stage.WITHHELD for handover in self._handovers.values())
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When `tick` is due; infinity where nothing waits."""
+        return min((handover.room.deadline_s for handover in self._handovers.values()), default=math.inf)
+
+    def ask(self, request: Request, sink: Sink, failed: Callable[[str], None]) -> None:
+        """Asks for a prompt of at least two tokens.
+
+        Args:
+            sink: gets the request's events once it has landed, from the engine's thread.
+            failed: called instead where it is not handed over, with the reason; the request may then be computed elsewhere.
+        """
+        self._ask(_Handover(rooms.begin_decode(self._clock(), self._timeouts), request, sink, failed), request.prompt)
+
+    def cancel(self, request_id: str) -> bool:
+        """The client of a request has left; returns whether a room of it was open. One that has landed is the engine's alone."""
+        number = self._rooms.get(request_id)
+        if number is not None:
+            self._step(number, Kind.CANCELLED)
+        return number is not None
+
+    def received(self, message: Message) -> None:
+        """Handles a message of the prefill server."""
+        match message:
+            case Computed(room=number):
+                self._step(number, Kind.COMPUTED)
+            case Done(room=number):
+                self._step(number, Kind.DONE)
+            case Failed(room=number, reason=reason):
+                self._step(number, Kind.FAILED, reason)
+            case Gone(room=number):
+                self._step(number, Kind.GONE)
+            case _:
+                pass
+
+    def parked(self, event: ParkedEvent) -> bool:
+        """A request has its pages; returns whether it is one of this connection. Called by the engine's thread."""
+        if event.request_id not in self._rooms and event.request_id not in self._landed:
+            return False
+        self._call(lambda: self._reserved(event))
+        return True
+
+    def disconnected(self) -> None:
+        """The prefill server is gone, or its connection."""
+        for number in list(self._handovers):
+            self._step(number, Kind.DISCONNECTED)
+
+    def tick(self) -> None:
+        """Ends what has waited too long."""
+        now_s = self._clock()
+        for number, handover in list(self._handovers.items()):
+            if handover.room.deadline_s <= now_s:
+                self._step(number, Kind.TIMEOUT)
+
+    def _ask(self, handover: _Handover, tokens: Sequence[int]) -> None:
+        number, request = self._number(), handover.request
+        self._handovers[number], self._rooms[request.id] = handover, number
+        self._send(Ask(number, list(tokens), request.cache_salt, request.tenant, request.priority))
+
+    def _reserved(self, event: ParkedEvent) -> None:
+        number = self._rooms.get(event.request_id)
+        if number is not None:
+            self._handovers[number] = self._handovers[number]._replace(target=event)
+            self._step(number, Kind.RESERVED)
+        elif landed := self._landed.pop(event.request_id, None):
+            # It lost its pages to others, and has some again.
+            room = rooms.begin_decode(self._clock(), self._timeouts)
+            self._ask(landed._replace(room=room, target=event), event.token_ids)
+        # Else it was given up while the engine looked for pages, and is cancelled already.
+
+    def _step(self, number: int, kind: Kind, reason: str = "") -> None:
+        handover = self._handovers.get(number)
+        if handover is None:
+            return
+        room, todo = rooms.decode(handover.room, rooms.Event(kind, self._clock(), reason), self._timeouts)
+        self._handovers[number] = handover._replace(room=room)
+        for do in todo:
+            self._do(number, self._handovers[number], do)
+        if room.stage in (Stage.ENDED, Stage.LANDED):
+            ended = self._handovers.pop(number)
+            del self._rooms[ended.request.id]
+            if room.stage is Stage.ENDED and ended.submitted:
+                self._engine.cancel(ended.request.id)
+
+    def _do(self, number: int, handover: _Handover, do: Do) -> None:
+        match do:
+            case Do.SEND_ABORT:
+                self._send(Abort(number))
+            case Do.SEND_READY:
+                target = handover.target
+                assert target is not None
+                self._send(Ready(number, target.group, list(target.pages), target.known, target.slot))
+            case Do.RESERVE if handover.submitted:
+                self._step(number, Kind.RESERVED)
+            case Do.RESERVE:
+                self._submit(number, handover)
+            case Do.RUN:
+                self._landed[handover.request.id] = handover
+                self._engine.landed(handover.request.id)
+            case Do.GIVE_UP:
+                handover.failed(handover.room.reason)
+            case Do.FREE | Do.WITHHOLD:
+                # Freed with the request, which is cancelled when the room ends; withheld until then.
+                pass
+            case _:
+                raise AssertionError(do)
+
+    def _submit(self, number: int, handover: _Handover) -> None:
+        self._handovers[number] = handover._replace(submitted=True)
+        try:
+            self._engine.submit(replace(handover.request, handover=RECEIVE), lambda event: self._engine_event(handover, event))
+        except RequestError as error:
+            self._handovers[number] = handover
+            self._step(number, Kind.FAILED, str(error))
+            self._send(Abort(number))
+
+    def _engine_event(self, handover: _Handover, event: Event) -> None:
+        """Called by the engine's thread. Of a request that was given up the client has been told by `failed`."""
+        request_id = handover.request.id
+        if request_id in self._landed:
+            if isinstance(event, FinishEvent):
+                self._landed.pop(request_id, None)
+            handover.sink(event)
+        elif isinstance(event, FinishEvent) and event.reason != "cancelled":
+            # It waited for pages too long.
+            self._call(lambda: self._cancelled(request_id))
+
+    def _cancelled(self, request_id: str) -> None:
+        self.cancel(request_id)
