@@ -31,6 +31,7 @@ LAW: dict[str, tuple[str, ...]] = {
         "graphs.errors",
         "graphs.compile_count",
         "graphs.step_inputs",
+        "graphs.request_slot",
     ),
     "server": ("runtime", "graphs.errors"),
     "tools": ("graphs", "models", "lowering", "runtime", "server"),
@@ -42,6 +43,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {"graphs": ("torch",)}
 # Further imports of files under a folder: the converter to Ascend graphs, its protobuf messages, and a reader of ELF libraries.
 OUTSIDE_BELOW = {
     "lowering/ascend/": ("torch_npu", "torchair", "google", "elftools", "vllm_ascend", "sgl_kernel_npu"),
+    "runtime/kv_transfer/mooncake.py": ("mooncake",),
     "server/telemetry/tracing.py": ("opentelemetry",),
     # They run in the Python environments of these engines, and beside a checkout of llama.cpp.
     "tools/lab/peers/adapters/": ("llama_cpp", "numpy", "openvino", "openvino_genai", "vllm"),
@@ -110,9 +112,10 @@ BUDGETS: dict[str, int] = {
     "lowering/ascend": 16380,
     "lowering/backends": 1610,
     "models": 8520,
-    "runtime": 3650,
+    "runtime": 3760,
     "runtime/distributed": 1140,
-    "runtime/scheduler": 2630,
+    "runtime/kv_transfer": 1500,
+    "runtime/scheduler": 2750,
     "server": 670,
     "server/chat": 560,
     "server/engine": 790,
@@ -127,7 +130,7 @@ BUDGETS: dict[str, int] = {
     "server/storage": 230,
     "server/telemetry": 310,
     "server/text": 430,
-    "tests": 79140,
+    "tests": 79800,
     "tools": 850,
     "tools/agreement": 890,
     "tools/bench": 2730,

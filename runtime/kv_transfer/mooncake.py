@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import importlib
 import itertools
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,9 +25,6 @@ IN_FLIGHT = 3
 
 THREADS = 8
 PROTOCOLS = ("tcp", "rdma", "ascend")
-
-_QUEUES = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535"}
-"""Read when the module is imported; the defaults are 1,024 each."""
 
 
 class Writes(NamedTuple):
@@ -105,7 +101,6 @@ class Mooncake:
                 self._engines.append(another)
 
     def _start(self) -> tuple[Any, str]:
-        os.environ.update({name: os.environ.get(name, value) for name, value in _QUEUES.items()})
         try:
             engine = importlib.import_module("mooncake.engine").TransferEngine()
         except ImportError as error:

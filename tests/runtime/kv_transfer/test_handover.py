@@ -24,7 +24,7 @@ class Server:
     """An engine that is stepped by hand, what its requests got, and where its pools are."""
 
     def __init__(self, artifact: Path, **settings: Any) -> None:
-        self.executor = CpuExecutor(Artifact.open(artifact), prefer_eager=True)
+        self.executor = CpuExecutor(Artifact.open(artifact))
         self.engine = Engine(self.executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings(), **settings)
         self.events: dict[str, list[TokenEvent | FinishEvent]] = {}
         self.parked: dict[str, ParkedEvent] = {}
@@ -108,15 +108,14 @@ def test_prefixes_are_known_on_either_side(servers, first):
 
 def test_a_parked_request_keeps_its_pages_while_others_run_and_are_preempted(servers):
     *_, receiver = servers
-    request = Request("parked", PROMPT, 9, Sampling(seed=1), handover=RECEIVE)
+    request = Request("parked", PROMPT, 9, Sampling(seed=1), handover=RECEIVE, skip_reading_prefix_cache=True)
     receiver.submit(request)
     receiver.run()
     pages = receiver.parked.pop("parked").pages
     for number in range(4):
         receiver.submit(Request(f"{number}", PROMPT[number:], 30, Sampling(seed=1)))
     receiver.run()
-    manager = receiver.engine.stepper.cache_managers[0]
-    assert manager.page_table("parked")[: len(pages)] == pages
+    assert set(pages) <= set(receiver.engine.stepper.cache_managers[0].pages.owned("parked"))
     receiver.engine.stepper.check()
     receiver.engine.cancel("parked")
     receiver.run()
