@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import os
 import shutil
@@ -38,6 +39,13 @@ def curl() -> str:
     if path is None:
         _missing("curl is not installed: apt-get install curl", "curl")
     return str(path)
+
+
+def transfer_engine() -> None:
+    """Skips the test where Mooncake's transfer engine cannot be imported."""
+    needs_module("mooncake", "the extra kv-transfer")
+    if ctypes.util.find_library("ibverbs") is None:
+        _missing("Mooncake's transfer engine needs libibverbs: apt-get install libibverbs1", "libibverbs1")
 
 
 def _missing(what: str, package: str = "") -> None:

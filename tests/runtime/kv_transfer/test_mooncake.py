@@ -15,8 +15,14 @@ from npucompile.graphs.errors import SpecError
 from npucompile.runtime.kv_transfer.mooncake import Mooncake
 from npucompile.runtime.kv_transfer.segments import Segment
 from npucompile.runtime.kv_transfer.transfer_engine import Memory, TransferError
+from tests.support import optional
 
 PAGE, PAGES = 4096, 2500
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needed() -> None:
+    optional.transfer_engine()
 
 
 def receive(pipe: Connection) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 from npucompile.runtime.kv_transfer.mooncake import Mooncake
 from npucompile.runtime.kv_transfer.pools import LocalPools
 from npucompile.runtime.request import FinishEvent, Request, Sampling
+from tests.support import optional
 from tests.support.pairs import PROMPT, Pair, alone
 
 
 def test_over_the_real_engine(tiny_artifact: Path) -> None:
     """Two engines of one process, as Mooncake does not mind."""
+    optional.transfer_engine()
     pair = Pair(tiny_artifact)
     engines = [Mooncake("127.0.0.1"), Mooncake("127.0.0.1")]
     pools = [LocalPools(engine, own) for engine, own in zip(engines, (pair.writes.own, pair.peer.instance.ranks[0]), strict=True)]
