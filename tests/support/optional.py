@@ -9,6 +9,7 @@ import ctypes.util
 import importlib.util
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -46,6 +47,17 @@ def transfer_engine() -> None:
     needs_module("mooncake", "the extra kv-transfer")
     if ctypes.util.find_library("ibverbs") is None:
         _missing("Mooncake's transfer engine needs libibverbs: apt-get install libibverbs1", "libibverbs1")
+
+
+def network_namespaces() -> None:
+    """Skips the test where this process cannot make network namespaces."""
+    lacking = [name for name in ("ip", "unshare", "hostname") if shutil.which(name) is None]
+    if lacking:
+        _missing(f"network namespaces need {' and '.join(lacking)}: apt-get install iproute2 util-linux hostname", "network-namespaces")
+    probe = ["unshare", "--net", "ip", "link", "add", "probe", "type", "bridge"]
+    # `ip netns` mounts what `unshare` does not need, and wants root itself.
+    if os.geteuid() != 0 or subprocess.run(probe, capture_output=True, check=False).returncode:
+        _missing("this process may not make network namespaces: root with CAP_NET_ADMIN and CAP_SYS_ADMIN may", "network-namespaces")
 
 
 def _missing(what: str, package: str = "") -> None:
