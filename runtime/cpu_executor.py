@@ -18,6 +18,7 @@ from ..lowering.backend import open_executable
 from ..lowering.executable import Executable, HostExecutable, check_operands
 from .buckets import with_all_rows
 from .executor import FinishedStep, Inputs, check_step, compile_evidence, has_recurrent_states
+from .kv_transfer.layout import Region, regions
 from .pool_memory import PoolMemory
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class CpuExecutor:
         self._operand_layout = _operand_layout(artifact)
         params = load_shard(artifact, rank or 0)
         self._params = [params[leaf.name] for leaf in manifest.params]
-        self._pools = PoolMemory(local_leaves(manifest.state, mesh, rules))
+        self._leaves = local_leaves(manifest.state, mesh, rules)
+        self._pools = PoolMemory(self._leaves)
         self._state = self._pools.tensors
         self._request_slots = next(pool for leaf, pool in zip(manifest.state, self._state, strict=True) if leaf.path == "request_slots")
         self._coords = mesh.coords(rank or 0)
@@ -78,6 +80,12 @@ class CpuExecutor:
     def buckets(self) -> tuple[Bucket, ...]:
         """What `launch` takes."""
         return tuple(sorted(self._entries))
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Where this rank's pools lie (`Executor.regions`)."""
+        addresses = {leaf.path: pool.data_ptr() for leaf, pool in zip(self._leaves, self._state, strict=True)}
+        return regions(self._leaves, self.limits, addresses)
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> FinishedStep:
         """Runs one step, which advances the state in place.

@@ -21,6 +21,7 @@ from ..lowering.device import Device, DeviceExecutable, Event
 from .buckets import without_unused
 from .device_params import DeviceParams, LoadParams
 from .executor import ExecutorError, Inputs, Outputs, check_serving, check_step, compile_evidence, has_recurrent_states
+from .kv_transfer.layout import Region, regions
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 
 log = logging.getLogger(__name__)
@@ -108,9 +109,9 @@ class DeviceExecutor:
         signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}
         executables = {entry.bucket: _open(device, artifact, entry, rank, communicators or {}) for entry in manifest.graphs}
         leaves = local_leaves(manifest.params, mesh, rules)
-        pools = local_leaves(manifest.state, mesh, rules)
-        state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in pools]
-        self.state: Mapping[str, torch.Tensor] = {leaf.name: pool for leaf, pool in zip(pools, state, strict=True)}
+        self._leaves = local_leaves(manifest.state, mesh, rules)
+        state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in self._leaves]
+        self.state: Mapping[str, torch.Tensor] = {leaf.name: pool for leaf, pool in zip(self._leaves, state, strict=True)}
         slots = self.state["state.request_slots"]
         # A row for each, so that none is written while its copy is queued.
         self._starts = device.pinned(slots.nbytes).view(slots.dtype).view(slots.shape)
@@ -133,6 +134,11 @@ class DeviceExecutor:
     def backends(self) -> Mapping[str, str]:
         """Backend by bucket name."""
         return {bucket.name: executable.backend for bucket, executable in sorted(self._executables.items())}
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Where this rank's pools lie in the device's memory (`Executor.regions`)."""
+        return regions(self._leaves, self.limits, {leaf.path: self.state[leaf.name].data_ptr() for leaf in self._leaves})
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> LaunchedStep:
         """Queues one step, which advances the state in place.

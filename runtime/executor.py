@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..graphs import compile_count
 from ..graphs.errors import LoweringError, NpucompileError, SpecError
 from ..graphs.types import Bucket, Leaf, Limits
+from .kv_transfer.layout import Region
 
 Inputs = Mapping[str, npt.NDArray[Any]]
 """Inputs of one dp group's step by name, as `buckets.pack` returns them."""
@@ -108,6 +109,15 @@ class Executor(Protocol):
     @property
     def backends(self) -> Mapping[str, str]:
         """Backend by bucket name."""
+        ...
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Where the pools of this process's rank lie, of those that travel with a request; the same for the executor's lifetime.
+
+        Raises:
+            LayoutError: there is a pool that no handover knows.
+        """
         ...
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:

@@ -113,7 +113,7 @@ BUDGETS: dict[str, int] = {
     "lowering/backends": 1610,
     "models": 8520,
     "runtime": 3760,
-    "runtime/distributed": 1140,
+    "runtime/distributed": 1300,
     "runtime/kv_transfer": 1500,
     "runtime/scheduler": 2750,
     "server": 670,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ...graphs.types import Bucket, Limits
 from ..buckets import without_unused
 from ..executor import Executor, Inputs, Outputs, Pending, check_serving, check_step
+from ..kv_transfer.layout import Region
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
 
@@ -125,6 +126,11 @@ class ShardedExecutor:
     def backends(self) -> Mapping[str, str]:
         """Backend by bucket name; the same on all ranks."""
         return self.local.backends
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Where the pools of rank 0 lie; the other ranks say it themselves."""
+        return self.local.regions
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> ShardedStep:
         """Starts one step on all ranks.

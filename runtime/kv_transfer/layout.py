@@ -91,7 +91,7 @@ class Instance:
         drafts: drafts a step; 0 without a draft head.
         tp: ranks that share the heads of a request.
         max_model_len: most tokens of a request.
-        ranks: the regions of each rank of a dp group.
+        ranks: the regions of each rank, dp groups one after the other.
     """
 
     model: str

@@ -29,7 +29,18 @@ class Peer(NamedTuple):
 
 
 class Pools(Protocol):
-    """All ranks' pools."""
+    """All ranks' pools, dp groups one after the other.
+
+    Attributes:
+        ranks: regions of each rank.
+    """
+
+    ranks: tuple[tuple[Region, ...], ...]
+
+    @property
+    def sessions(self) -> list[str]:
+        """By which peers reach each rank's pools."""
+        ...
 
     def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Callable[[str], None]) -> None:
         """Writes the pages and the state of a parked request to a decode server; returns at once.
@@ -37,6 +48,10 @@ class Pools(Protocol):
         Args:
             done: called by another thread when no byte is in flight any more, with the reason where some may be missing.
         """
+        ...
+
+    def close(self) -> None:
+        """Waits for what is in flight."""
         ...
 
 
@@ -50,8 +65,14 @@ class LocalPools:
 
     def __init__(self, transfer: TransferEngine, regions: Sequence[Region]) -> None:
         self._transfer, self._regions = transfer, regions
+        self.ranks: tuple[tuple[Region, ...], ...] = (tuple(regions),)
         transfer.register([Memory(region.address, region.nbytes) for region in regions])
         self._waiting = ThreadPoolExecutor(WAITING, thread_name_prefix="kv-transfer-result")
+
+    @property
+    def sessions(self) -> list[str]:
+        """See `Pools`."""
+        return [self._transfer.session]
 
     def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Callable[[str], None]) -> None:
         """See `Pools`."""
@@ -67,7 +88,7 @@ class LocalPools:
             if len(source.pages) != len(target.pages):
                 return f"{len(source.pages)} pages were computed, and there are {len(target.pages)} for them"
             pairs = {PAGES: [*zip(source.pages, target.pages, strict=True)][target.known :], SLOTS: [(source.slot, target.slot)]}
-            ranks = peer.instance.ranks
-            return self._transfer.write(peer.sessions[target.group], segments(self._regions, ranks[0], pairs)).result()
+            regions, session = peer.instance.ranks[target.group], peer.sessions[target.group]
+            return self._transfer.write(session, segments(self._regions, regions, pairs)).result()
         except (NpucompileError, LookupError, TypeError) as error:
             return f"{type(error).__name__}: {error}"

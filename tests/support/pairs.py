@@ -15,7 +15,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.kv_transfer import messages
-from npucompile.runtime.kv_transfer.layout import Instance, Region, regions
+from npucompile.runtime.kv_transfer.layout import Instance, Region
 from npucompile.runtime.kv_transfer.pools import Peer
 from npucompile.runtime.kv_transfer.receiver import Receiver
 from npucompile.runtime.kv_transfer.segments import segments
@@ -34,10 +34,7 @@ def server(artifact: Path, role: str) -> tuple[Engine, tuple[Region, ...]]:
     executor = EXECUTORS[artifact, role]
     # A decode server has fewer pages than its pools, so that requests lose theirs.
     executor.limits = replace(executor.limits, num_pages=11 if role == "decode" else 17)
-    leaves = executor.artifact.manifest.state
-    addresses = {leaf.path: pool.data_ptr() for leaf, pool in zip(leaves, executor._state, strict=True)}
-    engine = Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings())
-    return engine, regions(leaves, executor.limits, addresses)
+    return Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings()), executor.regions
 
 
 class Writes:

@@ -12,7 +12,6 @@ import pytest
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.kv_transfer.layout import Region, regions
 from npucompile.runtime.kv_transfer.segments import segments
 from npucompile.runtime.request import RECEIVE, SEND, FinishEvent, ParkedEvent, Request, Sampling, TokenEvent
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
@@ -29,12 +28,6 @@ class Server:
         self.events: dict[str, list[TokenEvent | FinishEvent]] = {}
         self.parked: dict[str, ParkedEvent] = {}
         self.engine.stepper.on_parked = lambda event: self.parked.update({event.request_id: event})
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        state = self.executor.artifact.manifest.state
-        addresses = {leaf.path: pool.data_ptr() for leaf, pool in zip(state, self.executor._state, strict=True)}
-        return regions(state, self.executor.limits, addresses)
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request, self.events.setdefault(request.id, []).append)
@@ -59,7 +52,7 @@ def hand_over(sender: Server, receiver: Server, request: Request) -> None:
     source, target = sender.parked.pop(request.id), receiver.parked.pop(request.id)
     assert len(source.pages) == len(target.pages)
     pages = list(zip(source.pages, target.pages, strict=True))[target.known :]
-    for segment in segments(sender.regions, receiver.regions, {"pages": pages, "slots": [(source.slot, target.slot)]}):
+    for segment in segments(sender.executor.regions, receiver.executor.regions, {"pages": pages, "slots": [(source.slot, target.slot)]}):
         ctypes.memmove(segment.target, segment.source, segment.nbytes)
     sender.engine.cancel(request.id)
     sender.run()
