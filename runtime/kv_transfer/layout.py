@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...graphs.errors import NpucompileError
-from ...graphs.types import Leaf, Limits
+from ...graphs.types import Leaf, Limits, Mesh, Rules
+from ...lowering.artifact.manifest import Manifest
+from ...lowering.artifact.shards import local_leaves
 
 PAGES, SLOTS, FIRST_SLOTS, REQUEST_SLOTS = "pages", "slots", "first_slots", "request_slots"
 
@@ -117,6 +121,41 @@ class Instance:
             return Instance(**{**data, "ranks": ranks})
         except (KeyError, TypeError) as error:
             raise LayoutError(f"the other server describes itself in another way: {error}") from None
+
+
+def instance_of(manifest: Manifest, addresses: Sequence[Mapping[str, int]] = (), source: str = "") -> Instance:
+    """An artifact as a server of it describes itself.
+
+    Args:
+        addresses: of the pools of each rank, by path; by default all are 0, as before anything is in memory.
+        source: digest of the checkpoint that is served, where the artifact was built without one.
+
+    Raises:
+        LayoutError: a pool is numbered by something that no handover knows.
+    """
+    mesh, limits = Mesh.parse(manifest.mesh), manifest.limits
+    leaves = local_leaves(manifest.state, mesh, Rules.of(manifest.rules))
+    each = addresses or [{leaf.path: 0 for leaf in leaves}] * mesh.size
+    ranks = tuple(regions(leaves, limits, own) for own in each)
+    return Instance(_model_of(manifest, source), limits.page_size, limits.drafts, mesh.axis("tp"), limits.max_model_len, ranks)
+
+
+def _model_of(manifest: Manifest, source: str) -> str:
+    """What decides the values in the pools, in words and as a digest; not where its checkpoint is, nor on how many ranks it runs.
+
+    A checkpoint that has both static and dynamic scales of activations (ModelSlim's W8A8_MIX) is read by the former for decoding and by
+    the latter for prefilling: its integers are the same, and the digest of the checkpoint stands for the scales.
+    """
+    formats, model = manifest.formats, manifest.model
+    rules = [list(rule) for rule in formats.get("rules", ())]
+    weights = sorted({form.removesuffix("_dynamic") for _, form in rules}) or ["float"]
+    draft = {name: value for name, value in model.get("draft_model", {}).items() if name in ("config", "parts")}
+    decides = {
+        "config": model["config"], "family": [model["family"], model.get("family_file", {}).get("sha256")], "draft": draft,
+        "checkpoint": source or manifest.source_digest, "weights": weights if formats.get("stored") else rules, "dtype": manifest.dtype,
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    return f"{model['family']} in {manifest.dtype}, weights {', '.join(weights)}, digest {digest[:32]}"
 
 
 def check(prefill: Instance, decode: Instance) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -38,6 +39,7 @@ from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.executor import Executor, Inputs, Outputs, Pending
 from npucompile.tools.agreement.pools import is_request_slots
 from npucompile.tools.builder import driver, pool, stages, targets
+from npucompile.tools.builder.describe import describe
 from npucompile.tools.builder.plan import Options, Plan, plan
 from npucompile.tools.cli import main
 from npucompile.tools.notation import PrefillSize
@@ -141,6 +143,12 @@ def built(new_plan: Plan, out: Path, *, fresh: bool = False, progress: Progress 
             return driver.build(new_plan, out, out.parent / "cache", progress, jobs=1)
     finally:
         torch.set_num_threads(threads)
+
+
+def described(new_plan: Plan) -> Manifest:
+    """The manifest of a plan, without graphs; its weights, where the plan stores them, are gone afterwards."""
+    with tempfile.TemporaryDirectory() as directory, ArtifactWriter(Path(directory) / "artifact") as writer:
+        return describe(new_plan, writer, QUIET)
 
 
 _STAGED: dict[object, stages.Staged] = {}

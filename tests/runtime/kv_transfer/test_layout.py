@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from support import modelslim, tiny
 
 from npucompile.graphs import tree
 from npucompile.graphs.types import Aval, Leaf, Limits
+from npucompile.lowering.artifact.manifest import Manifest
 from npucompile.models import registry
-from npucompile.runtime.kv_transfer.layout import Instance, LayoutError, Region, check, regions
+from npucompile.models.quant.description import formats_in
+from npucompile.runtime.kv_transfer.layout import Instance, LayoutError, Region, check, instance_of, regions
 
 # Bytes of a token without and with the draft layer, layers x channels x 2 from each config.json; and of a state, recurrent ones in float32.
 BYTES = {
@@ -88,3 +92,68 @@ def test_a_pair_that_differs_is_refused_by_what_differs(changes, text):
 def test_a_description_of_another_form_is_refused():
     with pytest.raises(LayoutError, match="another way"):
         Instance.from_json({"model": "digest"})
+
+
+@pytest.fixture(scope="module")
+def manifests(tmp_path_factory) -> dict[str, Manifest]:
+    model = tiny.write_checkpoint(tmp_path_factory.mktemp("models") / "one", **tiny.NPU_SIZES)
+    moved, other = model.parent / "moved", tiny.write_checkpoint(model.parent / "other", seed=1, **tiny.NPU_SIZES)
+    shutil.copytree(model, moved)
+    plans = {
+        "one": tiny.planned_device(model, weights="bound"),
+        "moved": tiny.planned_device(moved, weights="bound", buckets=(8,), prefill=(64,), max_num_seqs=8, max_model_len=128),
+        "groups": tiny.planned_device(model, weights="bound", mesh="dp=4,tp=2"),
+        "other": tiny.planned_device(other, weights="bound"),
+        "integers": tiny.planned_device(model, weights="bound", quantization="w8a8"),
+        "cache": tiny.planned_device(model, weights="bound", kv_cache_dtype="int8"),
+        "drafts": tiny.planned_device(model, weights="bound", num_speculative_tokens=3),
+        "none": tiny.planned_device(model, weights="bound", num_speculative_tokens=0),
+    }
+    found = {name: tiny.described(plan) for name, plan in plans.items()}
+    return found | {"without": replace(found["one"], source_digest="none", checkpoint=None)}
+
+
+@pytest.mark.parametrize("name", ["one", "moved", "groups", "drafts"])
+def test_builds_of_one_checkpoint_are_a_pair_wherever_it_is_and_whatever_their_sizes(manifests, name):
+    one, other = instance_of(manifests["one"]), instance_of(manifests[name])
+    check(one, other)
+    check(other, one)
+    assert len(other.ranks) == {"groups": 8}.get(name, 4)
+    assert {region.address for rank in other.ranks for region in rank} == {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("other", r"model: qwen3_5 in bf16, weights float, digest \w+ and qwen3_5 in bf16, weights float, digest"),
+        ("without", "model: "),
+        ("integers", "weights float, w8a8, digest"),
+        ("cache", r"pool layers\.\d\.k of rank 0: bfloat16\[.*\] by pages and int8"),
+        ("none", "draft head: True and False"),
+    ],
+)
+def test_builds_that_compute_other_values_are_no_pair(manifests, name, text):
+    with pytest.raises(LayoutError, match=text):
+        check(instance_of(manifests["one"]), instance_of(manifests[name]))
+
+
+def test_the_checkpoint_that_is_served_stands_for_one_that_the_build_had_not(manifests):
+    check(instance_of(manifests["one"]), instance_of(manifests["without"], source=manifests["one"].source_digest))
+
+
+def test_pools_are_where_the_server_says(manifests):
+    first, *_ = (leaf.path for leaf in manifests["one"].state)
+    places = [{leaf.path: 4096 * rank for leaf in manifests["one"].state} for rank in range(4)]
+    found = instance_of(manifests["one"], places)
+    assert [rank[0].address for rank in found.ranks] == [0, 4096, 8192, 12288]
+    assert found.ranks[0][0].name == first
+
+
+def test_scales_of_each_phase_of_one_quantised_checkpoint_are_a_pair():
+    directory = modelslim.FIXTURES / "dense_w8a8_mix_m4"
+    prefill = tiny.described(tiny.planned_device(directory, mesh="dp=2,tp=1", num_speculative_tokens=0, weights="bound"))
+    decode = replace(prefill, formats=formats_in(directory, decodes_only=True).as_fields())
+    assert decode.formats != prefill.formats
+    check(instance_of(prefill), instance_of(decode))
+    with pytest.raises(LayoutError, match=r"weights .*w8a8, digest"):
+        check(instance_of(prefill), instance_of(replace(decode, source_digest="another")))
