@@ -85,7 +85,7 @@ class CpuExecutor:
     def regions(self) -> tuple[Region, ...]:
         """Where this rank's pools lie (`Executor.regions`)."""
         addresses = {leaf.path: pool.data_ptr() for leaf, pool in zip(self._leaves, self._state, strict=True)}
-        return regions(self._leaves, self.limits, addresses)
+        return regions(self._leaves, self.limits, addresses, Rules.of(self.artifact.manifest.rules))
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> FinishedStep:
         """Runs one step, which advances the state in place.

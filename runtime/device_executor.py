@@ -98,7 +98,7 @@ class DeviceExecutor:
     ) -> None:
         manifest = artifact.manifest
         mesh, rules = Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
-        self.device, self._step_timeout_s = device, step_timeout_s
+        self.device, self._step_timeout_s, self._rules = device, step_timeout_s, rules
         self.limits: Limits = manifest.limits
         self.vocab_size = int(manifest.model["vocab_size"])
         self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
@@ -138,7 +138,8 @@ class DeviceExecutor:
     @property
     def regions(self) -> tuple[Region, ...]:
         """Where this rank's pools lie in the device's memory (`Executor.regions`)."""
-        return regions(self._leaves, self.limits, {leaf.path: self.state[leaf.name].data_ptr() for leaf in self._leaves})
+        addresses = {leaf.path: self.state[leaf.name].data_ptr() for leaf in self._leaves}
+        return regions(self._leaves, self.limits, addresses, self._rules)
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> LaunchedStep:
         """Queues one step, which advances the state in place.

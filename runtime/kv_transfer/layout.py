@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...graphs.errors import NpucompileError
@@ -33,6 +33,7 @@ class Region:
         stride_bytes: from one item to the next.
         count: of items, including the null one.
         address: of item 0.
+        split: whether each rank of a tp group holds another part of every item; else all of them hold the whole.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Region:
     stride_bytes: int
     count: int
     address: int
+    split: bool
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +57,7 @@ class Region:
         return self.axis, self.dtype, self.shape
 
 
-def regions(state: Sequence[Leaf], limits: Limits, addresses: Mapping[str, int]) -> tuple[Region, ...]:
+def regions(state: Sequence[Leaf], limits: Limits, addresses: Mapping[str, int], rules: Rules) -> tuple[Region, ...]:
     """The pools of one rank that travel, in the order of the state.
 
     A request slot does not: the host of a decode server writes it. Where all windows of a convolution are in a request's first slot
@@ -65,6 +67,7 @@ def regions(state: Sequence[Leaf], limits: Limits, addresses: Mapping[str, int])
         state: with the shapes of the rank's shards (`lowering.artifact.shards.local_leaves`).
         limits: of the build.
         addresses: of the pools, by path.
+        rules: which axes are split.
 
     Raises:
         LayoutError: a pool is numbered by something that no handover knows.
@@ -81,7 +84,8 @@ def regions(state: Sequence[Leaf], limits: Limits, addresses: Mapping[str, int])
             item, axis = (item[0] - limits.slots_per_request + 1, *item[1:]), SLOTS
         dtype = str(leaf.aval.dtype).removeprefix("torch.")
         item_bytes = stride * item[0] // shape[1]
-        found.append(Region(leaf.path, axis, dtype, item, item_bytes, stride, shape[0], addresses[leaf.path]))
+        split = any("tp" in rules.mesh_axes(name) for name in leaf.aval.axes)
+        found.append(Region(leaf.path, axis, dtype, item, item_bytes, stride, shape[0], addresses[leaf.path], split))
     return tuple(found)
 
 
@@ -95,7 +99,10 @@ class Instance:
         drafts: drafts a step; 0 without a draft head.
         tp: ranks that share the heads of a request.
         max_model_len: most tokens of a request.
-        ranks: the regions of each rank, dp groups one after the other.
+        ranks: the regions of each rank, dp groups one after the other; they differ in their addresses alone.
+
+    Raises:
+        LayoutError: ranks differ otherwise, or make no whole groups.
     """
 
     model: str
@@ -105,9 +112,29 @@ class Instance:
     max_model_len: int
     ranks: tuple[tuple[Region, ...], ...]
 
+    def __post_init__(self) -> None:
+        if self.tp < 1 or not self.ranks or len(self.ranks) % self.tp:
+            raise LayoutError(f"{len(self.ranks)} ranks in groups of {self.tp}")
+        pools = [tuple(replace(region, address=0) for region in rank) for rank in self.ranks]
+        if other := next((number for number, rank in enumerate(pools) if rank != pools[0]), None):
+            raise LayoutError(f"rank {other} has other pools than rank 0; legal are the same ones on all ranks")
+
+    def group(self, number: int) -> Sequence[int]:
+        """Numbers of the ranks of a dp group.
+
+        Raises:
+            LayoutError: there is no such group.
+        """
+        groups = len(self.ranks) // self.tp
+        if not 0 <= number < groups:
+            raise LayoutError(f"dp group {number}; legal are 0 to {groups - 1}")
+        return range(number * self.tp, (number + 1) * self.tp)
+
     def to_json(self) -> dict[str, Any]:
-        """As it is sent."""
-        return asdict(self)
+        """As it is sent: the pools once, and their addresses on each rank."""
+        fields = {name: value for name, value in vars(self).items() if name != "ranks"}
+        pools = [{name: value for name, value in asdict(region).items() if name != "address"} for region in self.ranks[0]]
+        return {**fields, "pools": pools, "addresses": [[region.address for region in rank] for rank in self.ranks]}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Instance:
@@ -117,9 +144,16 @@ class Instance:
             LayoutError: a field is missing, unknown or of another type.
         """
         try:
-            ranks = tuple(tuple(Region(**{**region, "shape": tuple(region["shape"])}) for region in rank) for rank in data["ranks"])
-            return Instance(**{**data, "ranks": ranks})
-        except (KeyError, TypeError) as error:
+            fields = dict(data)
+            pools, addresses = fields.pop("pools"), fields.pop("addresses")
+            ranks = tuple(
+                tuple(
+                    Region(**{**pool, "shape": tuple(pool["shape"]), "address": address}) for pool, address in zip(pools, rank, strict=True)
+                )
+                for rank in addresses
+            )
+            return Instance(**fields, ranks=ranks)
+        except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"the other server describes itself in another way: {error}") from None
 
 
@@ -133,10 +167,10 @@ def instance_of(manifest: Manifest, addresses: Sequence[Mapping[str, int]] = (),
     Raises:
         LayoutError: a pool is numbered by something that no handover knows.
     """
-    mesh, limits = Mesh.parse(manifest.mesh), manifest.limits
-    leaves = local_leaves(manifest.state, mesh, Rules.of(manifest.rules))
+    mesh, rules, limits = Mesh.parse(manifest.mesh), Rules.of(manifest.rules), manifest.limits
+    leaves = local_leaves(manifest.state, mesh, rules)
     each = addresses or [{leaf.path: 0 for leaf in leaves}] * mesh.size
-    ranks = tuple(regions(leaves, limits, own) for own in each)
+    ranks = tuple(regions(leaves, limits, own, rules) for own in each)
     return Instance(_model_of(manifest, source), limits.page_size, limits.drafts, mesh.axis("tp"), limits.max_model_len, ranks)
 
 
@@ -162,7 +196,7 @@ def check(prefill: Instance, decode: Instance) -> None:
     """Refuses a pair that cannot hand over, before the first request.
 
     A prefill server without a draft head has no pools of one; the other way round they travel for nothing and are refused as well, since
-    nobody would notice the loss of acceptance.
+    nobody would notice the loss of acceptance. The numbers of dp groups may differ, those of tp ranks where each holds all of every pool.
 
     Raises:
         LayoutError: with both sides of every difference.
@@ -172,16 +206,19 @@ def check(prefill: Instance, decode: Instance) -> None:
         for name, theirs, ours in (
             ("model", prefill.model, decode.model),
             ("page size", prefill.page_size, decode.page_size),
-            ("tensor parallel ranks", prefill.tp, decode.tp),
             ("draft head", bool(prefill.drafts), bool(decode.drafts)),
         )
         if theirs != ours
     ]
-    for rank, (theirs, ours) in enumerate(zip(prefill.ranks, decode.ranks, strict=False)):
-        sent, wanted = ({region.name: region.kind for region in side} for side in (theirs, ours))
-        for name in sorted(sent.keys() | wanted.keys()):
-            if sent.get(name) != wanted.get(name):
-                differences.append(f"pool {name} of rank {rank}: {_named(sent.get(name))} and {_named(wanted.get(name))}")
+    split = sorted({region.name for side in (prefill, decode) for region in side.ranks[0] if region.split})
+    if split and prefill.tp != decode.tp:
+        some = ", ".join(split[:3])
+        differences.append(f"tensor parallel ranks: {prefill.tp} and {decode.tp}, and each holds a part of {some}")
+    # What is the same on all ranks of each.
+    sent, wanted = ({region.name: region.kind for region in side.ranks[0]} for side in (prefill, decode))
+    for name in sorted(sent.keys() | wanted.keys()):
+        if sent.get(name) != wanted.get(name):
+            differences.append(f"pool {name} of a rank: {_named(sent.get(name))} and {_named(wanted.get(name))}")
     if differences:
         raise LayoutError("the prefill and the decode server differ: " + "; ".join(differences[:8]))
 

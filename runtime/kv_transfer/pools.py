@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 
 from ...graphs.errors import NpucompileError
 from ..request import ParkedEvent
-from .layout import PAGES, SLOTS, Instance, Region
+from .layout import PAGES, SLOTS, Instance, LayoutError, Region
 from .messages import Ready
-from .segments import segments
+from .segments import Pairs, Segment, segments
 from .transfer_engine import Memory, TransferEngine
 
 WAITING = 8
-"""Handovers that are waited for at a time; the engine bounds what is in flight itself."""
+"""Handovers that a rank waits for at a time; the engine bounds what is in flight itself."""
 
 
 class Peer(NamedTuple):
@@ -46,13 +46,59 @@ class Pools(Protocol):
         """Writes the pages and the state of a parked request to a decode server; returns at once.
 
         Args:
-            done: called by another thread when no byte is in flight any more, with the reason where some may be missing.
+            done: called once, by another thread, when no byte is in flight any more, with the reason where some may be missing.
         """
         ...
 
     def close(self) -> None:
         """Waits for what is in flight."""
         ...
+
+
+class RankWriter:
+    """One rank's pools, and the engine that writes them. Its methods may be called from any thread.
+
+    Args:
+        transfer: the memory of the pools is registered with it here.
+        regions: of the rank.
+        rank: its number in its dp group.
+        tp: ranks of its group.
+    """
+
+    def __init__(self, transfer: TransferEngine, regions: Sequence[Region], rank: int, tp: int) -> None:
+        self.transfer, self.regions, self._rank, self._tp = transfer, tuple(regions), rank, tp
+        transfer.register([Memory(region.address, region.nbytes) for region in regions])
+
+    def plan(self, peer: Peer, group: int, pairs: Pairs) -> dict[str, list[Segment]]:
+        """The segments that this rank writes, by session.
+
+        Args:
+            group: dp group of the decode server.
+
+        Raises:
+            LayoutError: there is no such group, page or slot.
+        """
+        ranks = peer.instance.group(group)
+        return {
+            peer.sessions[ranks[target]]: segments(own, peer.instance.ranks[ranks[target]], pairs)
+            for target, own in shares(self.regions, self._rank, self._tp, peer.instance.tp)
+        }
+
+    def write(self, peer: Peer, group: int, pairs: Pairs) -> str:
+        """Writes and waits until no byte is in flight; returns why some may be missing, or an empty text."""
+        transfers = []
+        try:
+            for session, own in self.plan(peer, group, pairs).items():
+                transfers.append(self.transfer.write(session, own))
+            reason = ""
+        except (NpucompileError, LookupError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        # All of them are waited for, whatever the first ones say.
+        return next((result for result in [transfer.result() for transfer in transfers] if result), reason)
+
+    def close(self) -> None:
+        """Waits for what is in flight, and forgets the memory."""
+        self.transfer.close()
 
 
 class LocalPools:
@@ -64,15 +110,14 @@ class LocalPools:
     """
 
     def __init__(self, transfer: TransferEngine, regions: Sequence[Region]) -> None:
-        self._transfer, self._regions = transfer, regions
-        self.ranks: tuple[tuple[Region, ...], ...] = (tuple(regions),)
-        transfer.register([Memory(region.address, region.nbytes) for region in regions])
+        self._writer = RankWriter(transfer, regions, 0, 1)
+        self.ranks: tuple[tuple[Region, ...], ...] = (self._writer.regions,)
         self._waiting = ThreadPoolExecutor(WAITING, thread_name_prefix="kv-transfer-result")
 
     @property
     def sessions(self) -> list[str]:
         """See `Pools`."""
-        return [self._transfer.session]
+        return [self._writer.transfer.session]
 
     def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Callable[[str], None]) -> None:
         """See `Pools`."""
@@ -81,14 +126,46 @@ class LocalPools:
     def close(self) -> None:
         """Waits for what is in flight."""
         self._waiting.shutdown()
-        self._transfer.close()
+        self._writer.close()
 
     def _write(self, source: ParkedEvent, peer: Peer, target: Ready) -> str:
         try:
-            if len(source.pages) != len(target.pages):
-                return f"{len(source.pages)} pages were computed, and there are {len(target.pages)} for them"
-            pairs = {PAGES: [*zip(source.pages, target.pages, strict=True)][target.known :], SLOTS: [(source.slot, target.slot)]}
-            regions, session = peer.instance.ranks[target.group], peer.sessions[target.group]
-            return self._transfer.write(session, segments(self._regions, regions, pairs)).result()
-        except (NpucompileError, LookupError, TypeError) as error:
-            return f"{type(error).__name__}: {error}"
+            return self._writer.write(peer, target.group, pairs_of(source, target))
+        except LayoutError as error:
+            return str(error)
+
+
+def shares(regions: Sequence[Region], rank: int, tp: int, target_tp: int) -> list[tuple[int, list[Region]]]:
+    """What a rank writes to which ranks of a dp group of the decode server.
+
+    Ranks of equally many write to the rank of their number. Otherwise every rank holds all of each pool (`layout.check`), and the pools
+    of each target are shared out among the sources, to the one that has the fewest bytes so far.
+
+    Args:
+        regions: of the rank, as of all others of its group.
+        rank: its number in its group.
+        tp: ranks of its group.
+        target_tp: ranks of the other server's group.
+    """
+    if tp == target_tp:
+        return [(rank, list(regions))]
+    result = []
+    for target in range(target_tp):
+        own, nbytes = list[Region](), [0] * tp
+        for region in regions:
+            source = min(range(tp), key=lambda number: (nbytes[number], (number - target) % tp))
+            nbytes[source] += region.item_bytes
+            own += [region] if source == rank else []
+        result.append((target, own))
+    return result
+
+
+def pairs_of(source: ParkedEvent, target: Ready) -> Pairs:
+    """Which pages and slots of a request go where.
+
+    Raises:
+        LayoutError: the decode server has another number of pages for it.
+    """
+    if len(source.pages) != len(target.pages):
+        raise LayoutError(f"{len(source.pages)} pages were computed, and there are {len(target.pages)} for them")
+    return {PAGES: [*zip(source.pages, target.pages, strict=True)][target.known :], SLOTS: [(source.slot, target.slot)]}

@@ -11,9 +11,9 @@ import torch
 from support import modelslim, tiny
 
 from npucompile.graphs import tree
-from npucompile.graphs.types import Aval, Leaf, Limits
+from npucompile.graphs.types import Aval, Leaf, Limits, Mesh
 from npucompile.lowering.artifact.manifest import Manifest
-from npucompile.models import registry
+from npucompile.models import registry, sharding_rules
 from npucompile.models.quant.description import formats_in
 from npucompile.runtime.kv_transfer.layout import Instance, LayoutError, Region, check, instance_of, regions
 
@@ -29,11 +29,14 @@ BYTES = {
 }
 
 
+RULES = sharding_rules.rules(Mesh.parse("tp=2"))
+
+
 def pools(name: str, drafts: int = 0, slots_per_request: int | None = None) -> tuple[Region, ...]:
     limits = Limits(128, 4, 9, 1024, slots_per_request or drafts + 1, drafts)
     state = replace(registry.find(name).model, drafting=drafts > 0).state(limits, torch.bfloat16)
     leaves = [Leaf(f"state.{path}", aval) for path, aval in tree.flatten(state)]
-    return regions(leaves, limits, {leaf.path: 4096 * place for place, leaf in enumerate(leaves)})
+    return regions(leaves, limits, {leaf.path: 4096 * place for place, leaf in enumerate(leaves)}, RULES)
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -50,8 +53,8 @@ def test_bytes_of_published_models(name):
 def test_of_a_window_with_the_inputs_of_a_step_the_first_one_travels():
     limits, taps = Limits(128, 4, 9, 1024, 4, 3), 4
     leaf = Leaf("state.conv", Aval((9, taps - 1 + 3, 10), torch.bfloat16, ("first_slots", None, None)))
-    (wide,) = regions([leaf], limits, {"conv": 0})
-    (narrow,) = regions([Leaf("state.conv", Aval((9, taps - 1, 10), torch.bfloat16, ("slots", None, None)))], limits, {"conv": 0})
+    (wide,) = regions([leaf], limits, {"conv": 0}, RULES)
+    (narrow,) = regions([Leaf("state.conv", Aval((9, taps - 1, 10), torch.bfloat16, ("slots", None, None)))], limits, {"conv": 0}, RULES)
     assert wide.kind == narrow.kind
     assert (wide.item_bytes, wide.stride_bytes, wide.nbytes) == (60, 120, 9 * 120)
 
@@ -59,7 +62,7 @@ def test_of_a_window_with_the_inputs_of_a_step_the_first_one_travels():
 def test_a_pool_that_no_handover_knows_is_refused():
     leaf = Leaf("state.images", Aval((9, 3), torch.bfloat16, ("images", None)))
     with pytest.raises(LayoutError, match="a pool of images"):
-        regions([leaf], Limits(128, 4, 9, 1024), {})
+        regions([leaf], Limits(128, 4, 9, 1024), {}, RULES)
 
 
 def instance(**changes: object) -> Instance:
@@ -78,10 +81,10 @@ def test_a_pair_meets_over_json_whatever_its_sizes_of_pools():
     [
         ({"model": "other"}, "model: other and digest"),
         ({"page_size": 64}, "page size: 64 and 128"),
-        ({"tp": 2}, "tensor parallel ranks: 2 and 1"),
+        ({"tp": 2, "ranks": (pools("qwen3.5-0.8b", 3),) * 2}, r"tensor parallel ranks: 2 and 1, and each holds a part of .*conv"),
         ({"drafts": 0, "ranks": (pools("qwen3.5-0.8b"),)}, "draft head: False and True"),
         ({"ranks": (tuple(replace(r, dtype="int8") for r in pools("qwen3.5-0.8b", 3)),)}, r"int8\[.*\] by pages and bfloat16\["),
-        ({"ranks": (pools("qwen3.5-0.8b", 3)[1:],)}, "of rank 0: none and "),
+        ({"ranks": (pools("qwen3.5-0.8b", 3)[1:],)}, "of a rank: none and "),
     ],
 )
 def test_a_pair_that_differs_is_refused_by_what_differs(changes, text):
@@ -89,9 +92,46 @@ def test_a_pair_that_differs_is_refused_by_what_differs(changes, text):
         check(instance(**changes), instance())
 
 
-def test_a_description_of_another_form_is_refused():
+def test_pools_that_are_whole_on_every_rank_fit_whatever_the_ranks_of_both_sides():
+    latents = pools("deepseek-v3.2", 3)
+    assert not any(region.split for region in latents)
+    check(instance(tp=4, ranks=(latents,) * 8), instance(tp=2, ranks=(latents,) * 2))
+    assert {region.name.rpartition(".")[2] for region in pools("qwen3.5-0.8b") if region.split} == {"k", "v", "conv", "delta"}
+
+
+def test_ranks_are_told_by_their_addresses():
+    own = pools("qwen3.5-0.8b", 3)
+    ranks = tuple(tuple(replace(region, address=region.address + (rank << 40)) for region in own) for rank in range(4))
+    sent = instance(tp=2, ranks=ranks)
+    text = json.dumps(sent.to_json())
+    assert Instance.from_json(json.loads(text)) == sent
+    assert text.count(own[0].name) == 1
+    assert list(sent.group(1)) == [2, 3]
+    for number in (-1, 2):
+        with pytest.raises(LayoutError, match="legal are 0 to 1"):
+            sent.group(number)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ranks", "text"),
+    [
+        (2, (pools("qwen3.5-0.8b"),), "1 ranks in groups of 2"),
+        (0, (pools("qwen3.5-0.8b"),), "1 ranks in groups of 0"),
+        (1, (), "0 ranks"),
+        (2, (pools("qwen3.5-0.8b"), pools("qwen3.5-0.8b")[1:]), "rank 1 has other pools than rank 0"),
+    ],
+)
+def test_ranks_that_make_no_groups_are_refused(tp, ranks, text):
+    with pytest.raises(LayoutError, match=text):
+        instance(tp=tp, ranks=ranks)
+
+
+@pytest.mark.parametrize("change", [lambda data: data.pop("pools"), lambda data: data["addresses"][0].pop()])
+def test_a_description_of_another_form_is_refused(change):
+    data = instance().to_json()
+    change(data)
     with pytest.raises(LayoutError, match="another way"):
-        Instance.from_json({"model": "digest"})
+        Instance.from_json(data)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +168,7 @@ def test_builds_of_one_checkpoint_are_a_pair_wherever_it_is_and_whatever_their_s
         ("other", r"model: qwen3_5 in bf16, weights float, digest \w+ and qwen3_5 in bf16, weights float, digest"),
         ("without", "model: "),
         ("integers", "weights float, w8a8, digest"),
-        ("cache", r"pool layers\.\d\.k of rank 0: bfloat16\[.*\] by pages and int8"),
+        ("cache", r"pool layers\.\d\.k of a rank: bfloat16\[.*\] by pages and int8"),
         ("none", "draft head: True and False"),
     ],
 )

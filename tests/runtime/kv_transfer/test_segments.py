@@ -14,7 +14,7 @@ from npucompile.runtime.kv_transfer.segments import batches, segments
 
 
 def pool(name: str, axis: str, count: int, stride: int, item: int, address: int) -> Region:
-    return Region(name, axis, "int8", (item,), item, stride, count, address)
+    return Region(name, axis, "int8", (item,), item, stride, count, address, True)
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 40), st.integers(1, 9), st.integers(1, 64))
