@@ -1,0 +1,132 @@
+"""Bytes of a picture -> its pixels, within limits that are checked before a pixel is decoded.
+
+Which format it is, is read from the bytes. What a decoder says is never told: its texts have held addresses of memory (CVE-2026-22778).
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from ...graphs.errors import RequestError, SpecError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Legal formats by their names in Pillow, which tries no other: EPS starts Ghostscript, and PSD wrote out of bounds (CVE-2026-25990)."""
+
+MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 2**26
+"""Above it Pillow takes a picture for a decompression bomb: 89,478,485."""
+
+_WHITE = (255, 255, 255, 255)
+_ORIENTATION = 0x0112  # tag of EXIF (CIPA DC-008)
+_UPRIGHT: Mapping[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns a picture upright, by its orientation."""
+
+
+@dataclass(frozen=True)
+class PictureLimits:
+    """Limits on one picture.
+
+    Attributes:
+        max_bytes: of its file.
+        max_pixels: of the picture that the file holds, before it is resized; RGB takes 3 bytes each, and alpha one more meanwhile.
+    """
+
+    max_bytes: int = 20 * 2**20
+    max_pixels: int = 2**26
+
+    def __post_init__(self) -> None:
+        for name, most in (("max_bytes", 2**31 - 1), ("max_pixels", MOST_PIXELS)):
+            if not 1 <= (value := getattr(self, name)) <= most:
+                raise SpecError(f"{name} of a picture is {value}; legal is 1 to {most}")
+
+
+DEFAULT_LIMITS = PictureLimits()
+
+
+def decode(data: bytes, limits: PictureLimits = DEFAULT_LIMITS, param: str | None = None) -> torch.Tensor:
+    """The first frame of a picture as it is meant to be seen: turned as its EXIF says, what is transparent on white, gray as RGB.
+
+    Grays of 16 bits keep their upper 8. This differs from some published loaders (docs/decisions/069). A process decodes in one thread at
+    a time: filters of warnings, which are its own, are set meanwhile.
+
+    Args:
+        param: the request field that it came in, for errors.
+
+    Returns:
+        [3, height, width] u8, contiguous.
+
+    Raises:
+        RequestError: it is empty, larger than a limit, of another format, or damaged; its code is one of OpenAI's.
+    """
+    if not data:
+        raise RequestError("the picture has no bytes; legal is a file of " + _legal(), param=param, code="empty_image_file")
+    if len(data) > limits.max_bytes:
+        message = f"the picture has {len(data)} bytes; legal are up to {limits.max_bytes}"
+        raise RequestError(message, param=param, code="image_file_too_large")
+    try:
+        # Pillow warns of what it goes on with, in the words of the file, and each new text would be kept.
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > limits.max_pixels:
+                raise _too_large(f"{image.width}x{image.height} pixels", limits, param)
+            return _pixels(image)
+    except RequestError:
+        raise
+    except UnidentifiedImageError:
+        message = f"the picture is of no format that is read here, or its header is damaged; legal are {_legal()}"
+        raise RequestError(message, param=param, code="unsupported_image_media_type") from None
+    except Image.DecompressionBombError:
+        raise _too_large(f"more than {MOST_PIXELS} pixels", limits, param) from None
+    except Exception:  # Decoders raise whatever the bytes lead them to; none of it is the server's failure.
+        message = "the picture cannot be decoded: its file is cut or damaged; legal is a whole file of " + _legal()
+        raise RequestError(message, param=param, code="image_parse_error") from None
+
+
+def _legal() -> str:
+    return ", ".join(FORMATS)
+
+
+def _too_large(found: str, limits: PictureLimits, param: str | None) -> RequestError:
+    return RequestError(f"the picture has {found}; legal are up to {limits.max_pixels}", param=param, code="image_too_large")
+
+
+def _pixels(image: Image.Image) -> torch.Tensor:
+    """[3, height, width] u8."""
+    image.load()
+    # A PNG may have its EXIF behind the pixels, so that it is asked for after them.
+    upright = _UPRIGHT.get(_orientation(image))
+    rgb = _rgb(image)
+    if upright is not None:
+        rgb = rgb.transpose(upright)
+    return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+
+
+def _orientation(image: Image.Image) -> object:
+    """Of damaged EXIF none: it is beside the picture, which is whole."""
+    try:
+        return image.getexif().get(_ORIENTATION)
+    except Exception:
+        return None
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        # Pillow would clip instead: all but the darkest 256 of 65,536 levels would be white.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, _WHITE), rgba).convert("RGB")
+    return image.convert("RGB")

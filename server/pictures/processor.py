@@ -1,0 +1,268 @@
+"""Preprocessing of pictures as the published processor of Qwen's vision towers does it, bit for bit (docs/decisions/069).
+
+Source of the rules: transformers 5.23, models/qwen2_vl/image_processing_qwen2_vl.py, which the checkpoints name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...graphs.errors import ConfigError, RequestError
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+NESTED = "image_processor"
+"""Field of the second file that holds what the first one is."""
+
+CHANNELS = 3
+MOST_RATIO = 200
+"""Of a picture's longer side to its shorter one."""
+
+_DIGEST_VERSION = b"npucompile picture 1"
+
+_Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_Channels = Annotated[list[float], Field(min_length=CHANNELS, max_length=CHANNELS)]
+
+
+class _Sizes(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    shortest_edge: _Size
+    longest_edge: _Size
+
+
+class _File(BaseModel):
+    """Fields of a processor's file; those with one legal value are ones that change what is computed, and only that is implemented."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    image_processor_type: Literal["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"]
+    patch_size: _Size
+    temporal_patch_size: _Size
+    merge_size: _Size
+    image_mean: _Channels
+    image_std: _Channels
+    size: _Sizes | None = None
+    # Written in place of `size` before it had fields; transformers prefers them.
+    min_pixels: _Size | None = None
+    max_pixels: _Size | None = None
+    rescale_factor: Annotated[float, Field(gt=0, le=1)] = 1 / 255
+    resample: Literal[3] = 3  # bicubic
+    do_resize: Literal[True] = True
+    do_rescale: Literal[True] = True
+    do_normalize: Literal[True] = True
+    do_convert_rgb: Literal[True] = True
+    data_format: Literal["channels_first"] | None = None
+    # Names of classes, and how tensors are batched, which changes no value.
+    processor_class: str | None = None
+    default_to_square: bool | None = None
+    disable_grouping: bool | None = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that was resized and cut into patches.
+
+    Attributes:
+        pixels: [N, 3 P P] u8, a row a patch, by channel, row and column in it. Patches are in blocks of merge x merge: by block row, block
+            column, row in the block, column in the block.
+        grid: patches in time (1), rows and columns; their product is N.
+        merge: side of a block, which is one token of the language model.
+    """
+
+    pixels: torch.Tensor
+    grid: tuple[int, int, int]
+    merge: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the language model that it takes the places of."""
+        return len(self.pixels) // self.merge**2
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the pixels and of their shape: the bytes alone are the same for pictures of 30x100 and 100x30 (CVE-2025-46722)."""
+        shape = json.dumps([self.grid, self.merge, list(self.pixels.shape)]).encode()
+        return hashlib.sha256(b"%s %s " % (_DIGEST_VERSION, shape) + self.pixels.numpy().tobytes()).digest()
+
+
+@dataclass(frozen=True)
+class PictureProcessor:
+    """What a checkpoint's file says of preprocessing; names are the file's.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        temporal_patch_size: frames of a patch; a picture is repeated as often.
+        merge_size: patches of a token are a square of this side.
+        image_mean, image_std: of the channels of values that `rescale_factor` was multiplied with.
+        min_pixels, max_pixels: area of a resized picture.
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    rescale_factor: float
+    min_pixels: int
+    max_pixels: int
+
+    @property
+    def factor(self) -> int:
+        """Sides of resized pictures are multiples of it."""
+        return self.patch_size * self.merge_size
+
+    def with_limits(self, min_pixels: int | None = None, max_pixels: int | None = None) -> PictureProcessor:
+        """The same with other limits on the area, of a request or of a server.
+
+        Raises:
+            RequestError: no side of a legal picture would fit between them.
+        """
+        changed = replace(self, min_pixels=min_pixels or self.min_pixels, max_pixels=max_pixels or self.max_pixels)
+        least = changed.factor**2
+        if not least <= changed.max_pixels or changed.min_pixels > changed.max_pixels:
+            message = (
+                f"pictures would have {changed.min_pixels} to {changed.max_pixels} pixels; legal is at least {least}, and no more at "
+                "least than at most"
+            )
+            raise RequestError(message, code="invalid_image")
+        return changed
+
+    def resized(self, height: int, width: int, param: str | None = None) -> tuple[int, int]:
+        """Height and width that a picture is resized to: multiples of `factor`, of about the same ratio, with an area within the limits.
+
+        Raises:
+            RequestError: the longer side is more than `MOST_RATIO` times the shorter.
+        """
+        if (ratio := max(height, width) / min(height, width)) > MOST_RATIO:
+            message = f"the picture is {width}x{height}, one side {ratio:.0f} times the other; legal are up to {MOST_RATIO} times"
+            raise RequestError(message, param=param, code="invalid_image")
+        factor = self.factor
+        rows, columns = (round(side / factor) * factor for side in (height, width))  # halves to even, as the published function
+        if rows * columns > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+        elif rows * columns < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
+        return rows, columns
+
+    def grid(self, height: int, width: int, param: str | None = None) -> tuple[int, int, int]:
+        """Patches of a picture in time, rows and columns, known before it is decoded; raises what `resized` does."""
+        rows, columns = self.resized(height, width, param)
+        return 1, rows // self.patch_size, columns // self.patch_size
+
+    def picture(self, rgb: torch.Tensor, param: str | None = None) -> Picture:
+        """Resizes a picture and cuts it into patches.
+
+        Args:
+            rgb: [3, height, width] u8 (`decoding.decode`).
+            param: the request field that it came in, for errors.
+
+        Raises:
+            RequestError: of `resized`.
+        """
+        _, height, width = rgb.shape
+        if (size := self.resized(height, width, param)) != (height, width):
+            rgb = torch.nn.functional.interpolate(rgb[None], size=size, mode="bicubic", antialias=True, align_corners=False)[0]
+        side, merge = self.patch_size, self.merge_size
+        grid = (1, size[0] // side, size[1] // side)
+        blocks = rgb.view(CHANNELS, grid[1] // merge, merge, side, grid[2] // merge, merge, side)
+        return Picture(blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, CHANNELS * side * side), grid, merge)
+
+    def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Patches as a tower reads them.
+
+        Args:
+            pixels: [N, 3 P P] u8 of `Picture`.
+
+        Returns:
+            [N, 3 T P P] f32: by channel, frame, row and column; all T frames hold the same picture.
+        """
+        mean, std = (torch.tensor(each) * (1.0 / self.rescale_factor) for each in (self.image_mean, self.image_std))
+        values = pixels.view(len(pixels), CHANNELS, -1).float().sub_(mean[:, None]).div_(std[:, None])
+        return values[:, :, None].expand(-1, -1, self.temporal_patch_size, -1).reshape(len(pixels), -1)
+
+
+def processor_of(values: Mapping[str, Any], where: str) -> PictureProcessor:
+    """The processor that the fields of a file describe. A class's own defaults are those of older models, so that none is taken.
+
+    Args:
+        where: the file's name, for errors.
+
+    Raises:
+        ConfigError: naming the field that is missing, malformed, of a value that is not implemented, or that nothing here reads.
+    """
+    try:
+        # A field that is null counts as absent, as for transformers.
+        file = _File.model_validate({name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ConfigError(f"{where}: {name} is missing; expected the field that the checkpoint was published with") from None
+        raise ConfigError(f"{where}: {name} is {first['input']!r}; {first['msg']}") from None
+    for name, value in (file.model_extra or {}).items():
+        if value and not name.startswith("_"):
+            raise ConfigError(f"{where}: {name} is {value!r}, and nothing here reads it; legal is a file without the field, or with it off")
+    size = file.size
+    least, most = file.min_pixels or (size and size.shortest_edge), file.max_pixels or (size and size.longest_edge)
+    if not least or not most:
+        raise ConfigError(f"{where}: size is missing; expected an object with shortest_edge and longest_edge, in pixels of area")
+    factor = file.patch_size * file.merge_size
+    if not max(least, factor**2) <= most:
+        raise ConfigError(f"{where}: size is {least} to {most} pixels; expected a range, up to {factor**2} pixels of a token or more")
+    if not all(file.image_std):
+        raise ConfigError(f"{where}: image_std is {file.image_std}; expected numbers other than 0")
+    return PictureProcessor(
+        file.patch_size,
+        file.temporal_patch_size,
+        file.merge_size,
+        tuple(file.image_mean),
+        tuple(file.image_std),
+        file.rescale_factor,
+        least,
+        most,
+    )
+
+
+def read_processor(directory: Path) -> PictureProcessor:
+    """The processor of a checkpoint's directory, from whichever of FILES it has.
+
+    Raises:
+        ConfigError: it has none, two that disagree, or one that `processor_of` refuses.
+    """
+    found: dict[Path, PictureProcessor] = {}
+    for name in FILES:
+        path = directory / name
+        if not path.is_file():
+            continue
+        values = _read_json(path)
+        if name == FILES[1]:
+            values = values.get(NESTED)
+        if isinstance(values, dict):
+            found[path] = processor_of(values, str(path))
+    if not found:
+        raise ConfigError(f"{directory}: has neither {FILES[0]} nor {FILES[1]} with {NESTED}; pictures are prepared as it says")
+    (path, processor), *others = found.items()
+    for other, differing in others:
+        if differing != processor:
+            raise ConfigError(f"{path} and {other} describe different processors: {processor} and {differing}; expected one, or equal ones")
+    return processor
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
+    return value
