@@ -72,6 +72,8 @@ class ServedModel:
         created_s: Unix time of the build.
         artifact: digest of the artifact, if it comes from one.
         max_running: requests that the engine can run at once; more wait.
+        max_total_tokens: that the pages of all groups hold.
+        tp, dp: devices of a group, and groups.
         aliases: further names that requests may have for it.
         defaults: sampling parameters of HTTP requests that do not set them, where they are not OpenAI's.
     """
@@ -83,6 +85,9 @@ class ServedModel:
     created_s: int = 0
     artifact: str | None = None
     max_running: int = 1
+    max_total_tokens: int = 0
+    tp: int = 1
+    dp: int = 1
     aliases: tuple[str, ...] = ()
     defaults: Mapping[str, float] = field(default_factory=dict)
 

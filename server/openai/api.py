@@ -17,6 +17,8 @@ from ..engine.lifecycle import Lifecycle
 from ..engine.service import Service
 from ..guard.door import CLIENT
 from ..requests.create_body import INLINE_PROMPT_CHARS
+from ..requests.error_objects import Refusal
+from ..requests.router_fields import HandoverFields
 from ..requests.structured_output import OutputFormat
 from ..response.run import ResponseRun
 from .live import MAX_WAITING, Core, Live, Out
@@ -45,6 +47,12 @@ class Api:
         self.serving = lifecycle.serving
         self.max_body_bytes = max_body_bytes
         self.live: dict[str, Live[Any] | ResponseRun] = {}
+
+    def check_role(self, handover: HandoverFields | None) -> None:
+        """Raises RequestError where a request is to be handed over, which a server without a role cannot do."""
+        if handover is not None:
+            field = next(iter(handover.model_fields_set))
+            raise Refusal("no_role", param=field, field=field)
 
     def start(self, request_id: str, requests: Sequence[Request], core: Core[Out], client: str, *, streams: bool) -> Live[Out]:
         """Submits requests of a client (`client_of`), whose events `core` turns into outputs.

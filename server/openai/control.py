@@ -71,6 +71,15 @@ async def model_info(api: Api, _: Request) -> Response:
     return JSONResponse({"model_path": model.name, "tokenizer_path": model.name, "is_generation": True, "weight_version": model.artifact})
 
 
+async def get_load(api: Api, _: Request) -> Response:
+    """What waits and runs, as SGLang tells it; dp groups have one queue and are told as one. `num_tokens` are of prompts."""
+    service = api.serving()
+    stats = service.stats()
+    running, waiting = stats["num_requests_running"], stats["num_requests_waiting"]
+    load = {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting, "num_tokens": service.admission.live_tokens}
+    return JSONResponse([load])
+
+
 async def server_info(api: Api, _: Request) -> Response:
     """What is served and how, with the engine's numbers; `internal_states` has what SGLang's benchmark looks for."""
     service = api.serving()
@@ -79,8 +88,19 @@ async def server_info(api: Api, _: Request) -> Response:
     info: dict[str, Any] = {
         "version": __version__,
         "model_path": model.name,
+        "tokenizer_path": model.name,
+        "served_model_name": model.name,
         "served_model_names": [model.name, *model.aliases],
         "max_model_len": model.max_model_len,
+        "context_length": model.max_model_len,
+        "max_total_tokens": model.max_total_tokens,
+        "max_running_requests": model.max_running,
+        "tp_size": model.tp,
+        "dp_size": model.dp,
+        "pp_size": 1,
+        "load_balance_method": "auto",
+        "disaggregation_mode": "null",
+        "weight_version": model.artifact,
         "vocab_size": model.vocab_size,
         "artifact": model.artifact,
         "default_sampling": dict(model.defaults),

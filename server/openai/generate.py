@@ -20,6 +20,7 @@ from ..requests.bodies import Body, FailFast, Ignored, Neutral, validate
 from ..requests.bounds import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..requests.error_objects import failure_of
 from ..requests.generation_fields import LogitBias, Priority, StopString, TokenId, chosen, stop_strings
+from ..requests.router_fields import UNKNOWN_MODEL, RouterFields
 from ..requests.structured_output import OutputFormat
 from ..text.tokenizer import TextTokenizer
 from .api import Api, client_of, defaults, new_id, off_loop, takes_long
@@ -63,7 +64,7 @@ class SamplingParams(Body):
     custom_params: Annotated[Any, Absent] = None
 
 
-class GenerateRequest(Body):
+class GenerateRequest(RouterFields):
     """`/generate`."""
 
     text: Annotated[Any, AfterValidator(prompts)] = None
@@ -82,10 +83,12 @@ class GenerateRequest(Body):
     image_data: Annotated[Any, Neutral(([],), "prompts are text")] = None
     input_embeds: Annotated[Any, Absent] = None
     token_ids_logprob: Annotated[Any, Absent] = None
-    return_hidden_states: Annotated[Any, Neutral((False,), "graphs return none")] = None
     return_routed_experts: Annotated[Any, Neutral((False,), "graphs return none")] = None
     stream_options: Annotated[Any, Ignored("meta_info has the usage")] = None
     log_metrics: Annotated[Any, Ignored("metrics are of all requests")] = None
+    background: Annotated[Any, Neutral((False,), "the answer is waited for")] = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     model: str | None = None
 
 
@@ -96,8 +99,11 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
         RequestError: it cannot be served.
     """
     service = api.service()
-    service.check_model(body.model)
+    service.check_model(None if body.model == UNKNOWN_MODEL else body.model)
+    # As vllm-router sets them at the top, in place of those that the client set.
+    lengths = {"max_new_tokens": body.max_tokens, "min_new_tokens": body.min_tokens}
     params = validate(SamplingParams, body.sampling_params, "sampling_params")
+    params = params.model_copy(update={name: value for name, value in lengths.items() if value is not None})
     given, param = _prompts(body)
     rid = body.rid or new_id("")
     if rid in api.live:

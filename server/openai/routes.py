@@ -17,6 +17,7 @@ from ..engine.lifecycle import Lifecycle
 from ..requests.bodies import Body, validate
 from ..requests.fields import show
 from ..requests.frames import decode_json
+from ..requests.router_fields import handover_of
 from .api import Api
 from .chat import chat_completions
 from .completions import completions
@@ -24,6 +25,7 @@ from .control import (
     AbortRequest,
     abort_request,
     flush_cache,
+    get_load,
     health_generate,
     model_info,
     model_list,
@@ -52,20 +54,22 @@ class Post:
 
     Attributes:
         model: of the body; None where the endpoint reads it itself.
+        completes: whether it is a body of completions, which a router may want to be handed over.
     """
 
     path: str
     model: type[Body] | None
     endpoint: Endpoint
+    completes: bool = False
 
 
 POSTS = (
-    Post("/v1/completions", CompletionRequest, completions),
-    Post("/v1/chat/completions", ChatRequest, chat_completions),
-    Post("/v1/responses", None, responses),
+    Post("/v1/completions", CompletionRequest, completions, completes=True),
+    Post("/v1/chat/completions", ChatRequest, chat_completions, completes=True),
+    Post("/v1/responses", None, responses, completes=True),
     Post("/tokenize", TokenizeRequest, tokenize),
     Post("/detokenize", DetokenizeRequest, detokenize),
-    Post("/generate", GenerateRequest, generate),
+    Post("/generate", GenerateRequest, generate, completes=True),
     Post("/abort_request", AbortRequest, abort_request),
 )
 
@@ -74,6 +78,7 @@ GETS: Mapping[str, Callable[[Api, Request], Awaitable[Response]]] = {
     "/ping": ping,
     "/version": version,
     "/flush_cache": flush_cache,
+    "/get_load": get_load,
     "/server_info": server_info,
     "/get_server_info": server_info,
     "/model_info": model_info,
@@ -136,6 +141,8 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
 def _posted(api: Api, post: Post) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         body = await read_json(request, api.max_body_bytes)
+        if post.completes:
+            api.check_role(handover_of(body, post.path))
         return await post.endpoint(api, validate(post.model, body, post.path) if post.model else body, request)
 
     return answer

@@ -95,7 +95,6 @@ class CreateFields(GenerationFields):
     stream_id: StreamId | None = None
     instructions: Annotated[str, Field(min_length=1)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     include: Annotated[list[Included], FailFast()] = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     metadata: Annotated[dict[str, str], PlainValidator(_metadata)] = Field(default_factory=dict)

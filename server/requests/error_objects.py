@@ -54,6 +54,8 @@ REFUSALS: Mapping[str, str] = {
     "queue_full.tokens": f"{{held}} prompt tokens wait or run, and {{most}} may; {COME_BACK}",
     "queue_full.connections": f"all {{most}} connections of this server are taken (`npucompile serve --max-connections`); {COME_BACK}",
     "starting": "the server is starting: its model is being built or loaded, and /ready says when it is",
+    "no_role": "{field} asks for a handover between a prefill and a decode server, and this server has neither role "
+    "(`npucompile serve --role`); legal is null or absent",
     "draining": "the server is ending and takes no new requests",
     "too_many_streams": "{count} responses run or wait on this socket; the limit is {most}",
     "stream_in_use.response": "response {response} is open on this socket already; legal is one whose connection was lost",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from ...runtime.request import Sampling
-from .bodies import Body, FailFast
+from .bodies import FailFast
 from .bounds import (
     MAX_BAD_WORDS,
     MAX_COMPLETIONS,
@@ -18,6 +18,7 @@ from .bounds import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
 )
+from .router_fields import RouterFields
 from .structured_output import OutputFormat, of_extension
 
 MAX_ID_DIGITS = 10
@@ -51,7 +52,7 @@ def _is_number(value: Any) -> bool:
 LogitBias = Annotated[Biases, PlainValidator(logit_bias)]
 
 
-class GenerationFields(Body):
+class GenerationFields(RouterFields):
     """How prompts are completed; see docs/api.md, and `runtime.request` for what changes sampling."""
 
     model: str | None = None

@@ -75,7 +75,8 @@ class ScriptedEngine:
 
     def stats(self) -> dict[str, Any]:
         with self._wake:
-            return {"num_requests_running": len(self._live), "histograms": {"seconds": Histogram((1.0,)).snapshot()}}
+            histograms = {"seconds": Histogram((1.0,)).snapshot()}
+            return {"num_requests_running": len(self._live), "num_requests_waiting": 0, "histograms": histograms}
 
     def wait_cancelled(self, count: int = 1) -> bool:
         with self._wake:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...graphs.errors import ArtifactError, NpucompileError
+from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
 from ...runtime.engine import Engine
 from ...runtime.executor import Executor
@@ -106,6 +107,9 @@ def start_service(
         aliases=tuple(aliases),
         defaults=api.defaults_of(artifact),
         max_running=(manifest.limits.num_request_slots - 1) * engine.executor.groups,
+        max_total_tokens=(manifest.limits.num_pages - 1) * manifest.limits.page_size * engine.executor.groups,
+        tp=Mesh.parse(manifest.mesh).axis("tp"),
+        dp=engine.executor.groups,
     )
     watch(engine, step_limit_s)
 

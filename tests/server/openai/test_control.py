@@ -56,9 +56,24 @@ def test_bench_tools_find_what_they_ask_for(served, method):
         info = ask(path).json()
         assert (info["served_model_names"], info["artifact"], info["internal_states"]) == (["tiny", "small"], MODEL.artifact, [{}])
         # Histograms end at infinity, which JSON does not have.
-        assert info["stats"] == {"num_requests_running": 0}
+        assert info["stats"] == {"num_requests_running": 0, "num_requests_waiting": 0}
+        assert (info["tp_size"], info["dp_size"], info["pp_size"], info["disaggregation_mode"]) == (MODEL.tp, MODEL.dp, 1, "null")
+        assert (info["served_model_name"], info["context_length"]) == ("tiny", MODEL.max_model_len)
     for path in ("/model_info", "/get_model_info"):
         assert ask(path).json()["model_path"] == "tiny"
+
+
+def test_the_load_is_what_waits_and_runs():
+    with scripted(lambda prompt: "…") as (url, engine), httpx.Client(base_url=url.removesuffix("/v1"), timeout=30) as client:
+        none = {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+        assert client.get("/get_load").json() == [none]
+        thread = threading.Thread(target=lambda: client.post("/generate", json={"text": "abc", "rid": "mine"}))
+        thread.start()
+        assert engine.wait_submitted()
+        assert client.get("/get_load").json() == [none | {"num_reqs": 1, "num_tokens": 3}]
+        client.post("/abort_request", json={"rid": "mine"})
+        thread.join(30)
+        assert client.get("/get_load").json() == [none]
 
 
 def test_a_token_is_generated_to_see_whether_one_can_be(served):

@@ -164,7 +164,7 @@ REFUSED = [
     ({"reasoning": {"effort": 1}}, "invalid_field", "reasoning.effort", "xhigh"),
     ({"reasoning": {"mode": "pro"}}, "unknown_field", "reasoning.mode", ""),
     ({"temperature": float("nan")}, "invalid_field", "temperature", "nan"),
-    ({"top_k": -1}, "invalid_field", "top_k", "at least 0"),
+    ({"top_k": -2}, "invalid_field", "top_k", "at least -1"),
     ({"seed": MAX_SEED + 1}, "invalid_field", "seed", str(MAX_SEED)),
     ({"n": 9}, "invalid_field", "n", "at most 8"),
     ({"logprobs": True}, "unknown_field", "logprobs", "top_logprobs"),
