@@ -50,7 +50,7 @@ def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, 
             *probes.routes(lifecycle, lambda: hub.connections),
             *routes(lifecycle),
         ],
-        middleware=[*cors, Middleware(Door, access=access, refusals=refusals)],
+        middleware=[*cors, Middleware(Door, access=access, refusals=refusals, leaving=lambda: lifecycle.leaving)],
         exception_handlers=dict.fromkeys((HTTPException, NpucompileError, Exception), probes.http_error),
     )
 

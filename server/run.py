@@ -47,6 +47,7 @@ class Serving:
 
     Attributes:
         tls_cert, tls_key: PEM files; with a certificate the server speaks TLS alone. The key may be in the certificate's file.
+        drain_notice_s: how long a server that was told to end is not ready and still takes requests: until whoever sends them has asked.
         drain_timeout_s: how long streams may go on after the server was told to end.
         access_log: gets a line for every exchange and socket.
     """
@@ -56,6 +57,7 @@ class Serving:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     drain_timeout_s: float = 30.0
+    drain_notice_s: float = 0.0
     access_log: AccessLog | None = None
 
 
@@ -130,6 +132,10 @@ class RunningServer:
     def wait(self, stop: Stop, failed: Callable[[], bool] = lambda: False) -> None:
         """Waits until the server is to end or has failed; then drains, unless it failed or a second signal comes."""
         while not (stop.wanted or failed()) and self._thread.is_alive():
+            time.sleep(POLL_S)
+        self.lifecycle.leaving = True
+        noticed = time.monotonic() + self._settings.drain_notice_s
+        while time.monotonic() < noticed and not (stop.forced or failed()):
             time.sleep(POLL_S)
         self.lifecycle.draining = True
         service = self.lifecycle.service
@@ -259,7 +265,7 @@ def _config(lifecycle: Lifecycle, settings: Serving) -> uvicorn.Config:
     def most() -> tuple[int, int]:
         return limits.connections(lifecycle.service.model.max_running if lifecycle.service else 1)
 
-    http, websocket = protocols(Connections(most), limits.handshake_s)
+    http, websocket = protocols(Connections(most, settings.access.trusts), limits.handshake_s)
     app = create_app(lifecycle, limits, settings.access)
     config = uvicorn.Config(
         settings.access_log.around(app) if settings.access_log else app,
@@ -272,8 +278,9 @@ def _config(lifecycle: Lifecycle, settings: Serving) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
-        # Whoever connects could name another address as its own.
-        proxy_headers=False,
+        # Anybody else who connects could name another address as its own.
+        proxy_headers=bool(settings.access.proxies),
+        forwarded_allow_ips=list(map(str, settings.access.proxies)),
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -20,12 +20,13 @@ class Lifecycle:
 
     Attributes:
         service: None until the model is loaded.
+        leaving: the server will end, and says so: it is not ready, and still takes what comes.
         draining: no new response is started; what runs may end.
     """
 
     def __init__(self, service: Service | None = None) -> None:
         self.service = service
-        self.draining = False
+        self.leaving = self.draining = False
 
     def state(self) -> Mapping[str, Any]:
         """Body of the probes: `status` is "starting", "ok", "draining", or what is wrong with the engine; the rest is detail."""
@@ -33,7 +34,7 @@ class Lifecycle:
         if service is None:
             return {"status": "starting"}
         detail = service.readiness()
-        return {**detail, "status": "draining"} if self.draining and detail["status"] == "ok" else detail
+        return {**detail, "status": "draining"} if (self.leaving or self.draining) and detail["status"] == "ok" else detail
 
     def alive(self) -> bool:
         """Whether the process works, or will."""

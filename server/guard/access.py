@@ -4,6 +4,7 @@
   address in numbers, and the names that were allowed.
 - Origin: browsers send it with whatever a page does elsewhere, and with every websocket, which no same-origin policy guards. Legal is
   the origin of the request's own host, or one that was allowed. Clients that are not browsers send none.
+- Proxy: of those that were named, `X-Forwarded-For` says whose request it is; what anybody else says there is not read.
 - Key: `Authorization: Bearer KEY`, or, for browsers, which cannot set headers of a websocket, the subprotocol `KEY_SUBPROTOCOL` + KEY as
   OpenAI's clients offer it. Keys are compared by digest, in a time that does not depend on the key.
 """
@@ -32,6 +33,8 @@ CHANGING_PATHS = frozenset({"/flush_cache", "/health_generate"})
 BROWSER = "Mozilla/"
 """What the User-Agent of every browser begins with."""
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
 LOOPBACK = "localhost"
 ANY = "*"
 DEFAULT_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
@@ -45,18 +48,20 @@ class Access:
         key_digests: SHA-256 of each key; with none, no key is asked for.
         origins: allowed beside the server's own, as `scheme://host[:port]`; `*` allows all.
         hosts: names allowed beside localhost and addresses in numbers; `*` allows all.
+        proxies: that may say for whom they ask.
     """
 
     key_digests: tuple[bytes, ...] = ()
     origins: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset()
+    proxies: tuple[Network, ...] = ()
 
     @staticmethod
-    def of(keys: Sequence[str] = (), origins: Sequence[str] = (), hosts: Sequence[str] = ()) -> Access:
-        """From keys, origins and names as a user gives them.
+    def of(keys: Sequence[str] = (), origins: Sequence[str] = (), hosts: Sequence[str] = (), proxies: Sequence[str] = ()) -> Access:
+        """From keys, origins, names and addresses as a user gives them.
 
         Raises:
-            SpecError: a key is empty or holds blanks, an origin is no origin, or a host is not a bare name.
+            SpecError: a key is empty or holds blanks, an origin is no origin, a host is not a bare name, or a proxy is no address.
         """
         for key in keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
@@ -69,8 +74,8 @@ class Access:
         for host in hosts:
             if host != ANY and (not host or host.lower() != _host_name(host)):
                 raise SpecError(f"host {host!r}; legal is a name without scheme and port, as in llm.example.org, or * for all")
-        lowered = (frozenset(text.lower().rstrip("/") for text in texts) for texts in (origins, hosts))
-        return Access(tuple(digest(key) for key in keys), *lowered)
+        lowered = [frozenset(text.lower().rstrip("/") for text in texts) for texts in (origins, hosts)]
+        return Access(tuple(digest(key) for key in keys), lowered[0], lowered[1], tuple(map(_network, proxies)))
 
     def check(self, scope: Mapping[str, Any]) -> str | None:
         """Checks an ASGI request; returns the digest in hex of its key, None where no key is asked for.
@@ -85,6 +90,10 @@ class Access:
         if scope["path"] in CHANGING_PATHS and b"origin" not in headers and ANY not in self.origins:
             _check_page(headers)
         return None if scope["path"] in OPEN_PATHS else self._check_key(headers.get(b"authorization"), scope.get("subprotocols", ()))
+
+    def trusts(self, address: str) -> bool:
+        """Whether a connection from there is a proxy's."""
+        return _is_address(address) and any(ipaddress.ip_address(address) in network for network in self.proxies)
 
     def _check_host(self, host: str) -> None:
         name = _host_name(host)
@@ -127,6 +136,14 @@ def _check_page(headers: Mapping[bytes, str]) -> None:
 def digest(key: str) -> bytes:
     """What is kept and compared of a key."""
     return hashlib.sha256(key.encode()).digest()
+
+
+def _network(text: str) -> Network:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        legal = "legal is an address or a network in numbers, as in 10.0.0.7 or 10.0.0.0/24"
+        raise SpecError(f"trusted proxy {text!r}: {error}; {legal}") from None
 
 
 def _is_address(name: str) -> bool:

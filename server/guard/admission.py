@@ -1,7 +1,8 @@
 """Admits requests: how many, and of how many tokens, may wait and run, of each client and of all.
 
 So that one client cannot fill the engine's queue, a client has a share: as long as others have requests, it may hold at most an equal
-part of the places. Who of those that wait is next is the scheduler's.
+part of the places. Limits of a client are refused as such (429): it would be no better off elsewhere. Where this server is full, or others
+want its places, another may have room, and routers ask it (503). Who of those that wait is next is the scheduler's.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ class Admission:
 
     Args:
         places: requests that may wait or run, all together.
-        per_client: of one client.
+        per_client: of one client; None is as many.
         tokens: of their prompts, all together; None is any number.
         tokens_per_client: of one client; None is as many.
     """
 
-    def __init__(self, places: int, per_client: int, tokens: int | None = None, tokens_per_client: int | None = None) -> None:
-        self._places, self._per_client = places, per_client
+    def __init__(self, places: int, per_client: int | None = None, tokens: int | None = None, tokens_per_client: int | None = None) -> None:
+        self._places, self._per_client = places, math.inf if per_client is None else per_client
         self._tokens = math.inf if tokens is None else tokens
-        self._tokens_per_client = self._tokens if tokens_per_client is None else min(tokens_per_client, self._tokens)
+        self._tokens_per_client = math.inf if tokens_per_client is None else tokens_per_client
         self._held: Counter[str] = Counter()
         self._held_tokens: Counter[str] = Counter()
 
@@ -76,8 +77,8 @@ class Admission:
         most = min(self._per_client, self._places)
         if count > most:
             raise Refusal("too_many_completions", count=count, most=most)
-        if tokens > self._tokens_per_client:
-            raise Refusal("too_many_tokens", tokens=tokens, most=self._tokens_per_client)
+        if tokens > (most := min(self._tokens_per_client, self._tokens)):
+            raise Refusal("too_many_tokens", tokens=tokens, most=most)
 
     def _check_tokens(self, client: str, tokens: int) -> None:
         held = self._held_tokens[client]
@@ -96,4 +97,4 @@ class Admission:
             raise Refusal("queue_full.places", held=self.live, most=self._places)
         # The last half of the places is shared out, so that a client that comes second finds some.
         if held + count > share and self.live + count > self._places // 2 and clients > 1:
-            raise Refusal("too_many_requests.share", held=held, clients=clients, share=share, places=self._places)
+            raise Refusal("queue_full.share", held=held, clients=clients, share=share, places=self._places)

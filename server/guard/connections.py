@@ -13,10 +13,11 @@ class Connections:
 
     Args:
         most: how many may be open at once now, of all and of one address.
+        trusts: whether an address is a proxy's, whose connections are those of many.
     """
 
-    def __init__(self, most: Callable[[], tuple[int, int]]) -> None:
-        self._most = most
+    def __init__(self, most: Callable[[], tuple[int, int]], trusts: Callable[[str], bool] = lambda _: False) -> None:
+        self._most, self._trusts = most, trusts
         self._open: Counter[str] = Counter()
 
     @property
@@ -31,7 +32,7 @@ class Connections:
             RequestError: there are too many, of this peer or of all; it is not counted.
         """
         most, most_per_peer = self._most()
-        if self._open[peer] >= most_per_peer:
+        if self._open[peer] >= most_per_peer and not self._trusts(peer):
             raise Refusal("too_many_requests.connections", peer=peer, most=most_per_peer)
         if self.count >= most:
             raise Refusal("queue_full.connections", most=most)

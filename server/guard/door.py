@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -31,10 +32,14 @@ _STARTS = ("http.response.start", "websocket.http.response.start")
 
 
 class Door:
-    """Checks each HTTP request and each websocket before its route sees it."""
+    """Checks each HTTP request and each websocket before its route sees it.
 
-    def __init__(self, app: ASGIApp, access: Access, refusals: Refusals) -> None:
-        self._app = app
+    Args:
+        leaving: whether connections should be closed with the next answer, so that their clients turn to another server.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, refusals: Refusals, leaving: Callable[[], bool]) -> None:
+        self._app, self._leaving = app, leaving
         self._access = access
         self._refusals = refusals
 
@@ -64,6 +69,8 @@ class Door:
         async def paced(message: Any) -> None:
             if message["type"] in _STARTS and message["status"] >= _REFUSED:
                 await asyncio.sleep(self._refusals.wait_s(client))
+            if message["type"] == "http.response.start" and self._leaving():
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
         return paced

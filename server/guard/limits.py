@@ -26,7 +26,7 @@ class SocketLimits:
         max_connections: connections open at once, HTTP and websocket together; None derives it from the requests that can run at once.
         max_connections_per_client: of one address; None derives it likewise.
         max_queue: requests that may wait beside those that run.
-        max_requests_per_client: requests of one client that may wait or run.
+        max_requests_per_client: requests of one client that may wait or run; None is as many as of all.
         max_queued_tokens: tokens of the prompts of requests that wait or run, all together.
         max_tokens_per_client: those of one client; None is as many.
         min_priority: most urgent priority that requests may have.
@@ -48,7 +48,7 @@ class SocketLimits:
     max_connections: int | None = None
     max_connections_per_client: int | None = None
     max_queue: int = 2048
-    max_requests_per_client: int = 2048
+    max_requests_per_client: int | None = None
     max_queued_tokens: int = 2**24
     max_tokens_per_client: int | None = None
     min_priority: int = 0

@@ -47,7 +47,7 @@ HELP: Mapping[str, str] = {
     "decode_batch_steps_total": "Decode steps run per live rows, of the dp group that has most.",
     "bucket_info": "What runs each bucket; always 1.",
     "websocket_connections": "Sockets open.",
-    "draining": "1 while the server ends and takes no new requests.",
+    "draining": "1 from the moment that the server was told to end.",
     "requests_not_finite_total": "Requests that failed because the model returned what is no number.",
     "artifact_info": "The model and artifact being served; always 1.",
     "num_preemptions_total": "Times a request lost its pages and was prefilled again.",

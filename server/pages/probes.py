@@ -33,7 +33,7 @@ def routes(lifecycle: Lifecycle, connections: Callable[[], int]) -> list[Route]:
 
     async def metrics(_: Request) -> Response:
         service = lifecycle.serving()
-        stats = {**service.stats(), "websocket_connections": connections(), "draining": int(lifecycle.draining)}
+        stats = {**service.stats(), "websocket_connections": connections(), "draining": int(lifecycle.leaving or lifecycle.draining)}
         return Response(render_metrics(stats, service.model), media_type=CONTENT_TYPE)
 
     paths = {"/health": health, "/ready": ready, "/metrics": metrics}

@@ -47,9 +47,10 @@ REFUSALS: Mapping[str, str] = {
     "completions at once",
     "too_many_requests.places": "{count} requests more beside {held} that wait or run; one client may have {most}",
     "too_many_requests.tokens": "{tokens} prompt tokens more beside {held} that wait or run; one client may have {most}",
-    "too_many_requests.share": "{held} requests of this client wait or run; its share among {clients} clients is {share} of {places}",
     "too_many_requests.connections": "{peer} has all {most} connections that one address may have open "
     "(`npucompile serve --max-client-connections`); close one first",
+    "queue_full.share": "{held} requests of this client wait or run; its share among {clients} clients is {share} of {places}; "
+    f"{COME_BACK}",
     "queue_full.places": f"{{held}} requests wait or run, and {{most}} may; {COME_BACK}",
     "queue_full.tokens": f"{{held}} prompt tokens wait or run, and {{most}} may; {COME_BACK}",
     "queue_full.connections": f"all {{most}} connections of this server are taken (`npucompile serve --max-connections`); {COME_BACK}",

@@ -173,6 +173,33 @@ def test_a_stream_ends_before_the_server_does_and_nothing_new_begins():
     assert engine.cancelled == []
 
 
+def test_a_server_says_that_it_is_leaving_before_it_refuses_anybody():
+    engine = ManualEngine()
+    service = Service(engine, byte_codec(), ServedModel("tiny", 16, 256))
+    settings = Serving(drain_notice_s=3600.0, drain_timeout_s=0.0)
+    with Stop() as stop, running(service, settings=settings) as server:
+        waiting = threading.Thread(target=server.wait, args=(stop,))
+        waiting.start()
+        place = urlsplit(server.url)
+        kept = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
+        kept.request("GET", "/health")
+        assert kept.getresponse().read()
+        signal.raise_signal(signal.SIGTERM)
+        until(lambda: ready(server) == 503)
+        with streaming(server):
+            assert len(engine.requests) == 1
+        kept.request("GET", "/v1/models")
+        answer = kept.getresponse()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        answer.read()
+        assert waiting.is_alive()
+        # A second signal takes back the notice, too.
+        signal.raise_signal(signal.SIGTERM)
+        waiting.join(60)
+        assert not waiting.is_alive()
+        assert refused(server.url, InvalidStatus).response.status_code == 503
+
+
 @pytest.mark.parametrize("how", ["timeout", "second signal", "failure"])
 def test_a_stream_that_does_not_end_is_not_waited_for_for_ever(how):
     engine = ManualEngine()

@@ -40,11 +40,12 @@ def serving_settings(environment: Mapping[str, str], options: Mapping[str, Any])
     values = {option.limit: options[option.name] for option in OPTIONS if option.limit}
     # No refusals a second would let every client wait; 0 lets none wait.
     limits = SocketLimits(**{**values, "refusals_per_s": values["refusals_per_s"] or None})
-    access = Access.of(read_keys(options["api_key"], environment), options["allowed_origin"], options["allowed_host"])
+    keys = read_keys(options["api_key"], environment)
+    access = Access.of(keys, options["allowed_origin"], options["allowed_host"], options["trusted_proxy"])
     cert, key = options["tls_cert"], options["tls_key"]
     if key and not cert:
         raise SpecError(f"--tls-key is {key} without --tls-cert; legal is a key beside its certificate")
-    return Serving(limits, access, cert, key, options["drain_timeout"])
+    return Serving(limits, access, cert, key, options["drain_timeout"], options["drain_notice"])
 
 
 def prefix_cache_settings(options: Mapping[str, Any]) -> PrefixCacheSettings | None:

@@ -91,6 +91,8 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("allowed-origin", "Origin of pages that may use the server; may be repeated.",
                     extra={"multiple": True, "metavar": "ORIGIN"}),
         ServeOption("allowed-host", "Name that the server is reached by; may be repeated.", extra={"multiple": True, "metavar": "NAME"}),
+        ServeOption("trusted-proxy", "Address or network of a proxy, whose X-Forwarded-For names the client; may be repeated.",
+                    extra={"multiple": True, "metavar": "ADDRESS"}),
         ServeOption("tls-cert", "PEM file of a certificate: speak TLS alone.", _FILE, same=("--ssl-certfile",)),
         ServeOption("tls-key", "PEM file of its key.  [default: in the same file]", _FILE, same=("--ssl-keyfile",)),
     ),
@@ -107,8 +109,8 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
     "How much a client may take": (
         ServeOption("max-queue", "Requests that may wait beside those that run.", _AMOUNT, limit="max_queue",
                     same=("--max-queued-requests", "--max-num-queued-reqs")),
-        ServeOption("max-client-requests", "Requests of one client, by key or address, that may wait or run.", _COUNT,
-                    limit="max_requests_per_client"),
+        ServeOption("max-client-requests", "Requests of one client, by key or address, that may wait or run.  [default: as many as of all]",
+                    _COUNT, limit="max_requests_per_client"),
         ServeOption("max-queued-tokens", "Tokens of the prompts of requests that wait or run.", _COUNT, limit="max_queued_tokens"),
         ServeOption("max-client-tokens", "Those of one client.  [default: as many]", _COUNT, limit="max_tokens_per_client"),
         ServeOption("min-priority", "Most urgent priority that requests may have; 0 is that of requests without one.",
@@ -126,6 +128,8 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("max-client-refusals", "Refusals a second of one client, by key or address; more wait for their turns, and 0 lets none "
                     "wait.", click.FloatRange(0), limit="refusals_per_s"),
         ServeOption("slow-reader-timeout", "Seconds that a client may be behind in reading.", _SECONDS, limit="slow_reader_s"),
+        ServeOption("drain-notice", "Seconds after SIGTERM that /ready says no and requests are still taken, for proxies that ask it.",
+                    click.FloatRange(0), 0.0),
         ServeOption("drain-timeout", "Seconds that streams may go on after SIGTERM.", click.FloatRange(0), 30.0,
                     same=("--shutdown-timeout",)),
     ),

@@ -14,6 +14,13 @@ def service(status="ok"):
     return Service(None, byte_codec(), ServedModel("tiny", 16, 256), readiness=lambda: {"status": status, "buckets": 3})
 
 
+def test_a_server_that_is_leaving_is_not_ready_and_still_takes_what_comes():
+    lifecycle = Lifecycle(service("ok"))
+    lifecycle.leaving = True
+    assert (lifecycle.state()["status"], lifecycle.alive(), lifecycle.ready()) == ("draining", True, False)
+    assert lifecycle.admitting() is lifecycle.service
+
+
 @pytest.mark.parametrize(
     ("served", "draining", "status", "alive", "ready", "code"),
     [

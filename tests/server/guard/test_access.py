@@ -175,7 +175,7 @@ def test_the_keys_themselves_are_not_kept():
 @pytest.mark.parametrize(
     "arguments",
     [{"keys": [""]}, {"keys": ["two words"]}, {"keys": ["ü"]}, {"origins": ["chat.example.org"]}, {"origins": ["https://x/path"]},
-     {"hosts": ["https://x"]}, {"hosts": ["x:80"]}, {"hosts": [""]}],
+     {"hosts": ["https://x"]}, {"hosts": ["x:80"]}, {"hosts": [""]}, {"proxies": ["proxy"]}, {"proxies": ["10.0.0.1/24"]}],
     ids=str,
 )  # fmt: skip
 def test_what_a_user_types_wrong_is_named(arguments):

@@ -50,6 +50,16 @@ def test_what_is_told_to_come_later_has_room_when_nobody_else_is_there(places, p
         empty.enter("a", count, tokens)
 
 
+def test_a_client_that_is_alone_has_all_places_and_is_told_that_the_server_is_full():
+    admission = Admission(places=3)
+    admission.enter("router", 3)
+    assert refusal(admission, "router") == "queue_full"
+    admission = Admission(places=3, tokens=10)
+    admission.enter("router", 1, 8)
+    assert refusal(admission, "router", tokens=3) == "queue_full"
+    assert refusal(admission, "router", tokens=11) == "too_many_tokens"
+
+
 def test_several_completions_come_in_together_or_not_at_all():
     admission = Admission(places=10, per_client=10)
     admission.enter("a", 4)
@@ -63,7 +73,7 @@ def test_a_client_among_others_has_an_equal_part():
     admission.enter("c")
     admission.enter("a", 4)
     # Half of the places are free for whoever comes; the others are shared.
-    assert refusal(admission, "a") == "too_many_requests"
+    assert refusal(admission, "a") == "queue_full"
     admission.enter("b", 3)
     admission.enter("c", 3)
     assert admission.live == 12

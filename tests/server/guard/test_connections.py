@@ -29,6 +29,13 @@ def test_each_peer_has_its_own_and_all_have_theirs():
     connections.enter("a")
 
 
+def test_a_proxy_has_the_connections_of_all():
+    connections = Connections(lambda: (3, 1), lambda peer: peer == "proxy")
+    for _ in range(3):
+        connections.enter("proxy")
+    assert refusal(connections, "proxy") == "queue_full"
+
+
 def test_limits_that_grow_hold_for_the_next_connection():
     """A server listens before it knows how many requests its model runs."""
     most = [(1, 1)]

@@ -10,6 +10,7 @@ from contextlib import closing
 from urllib.parse import urlsplit
 
 import pytest
+from support.scripted import ManualEngine
 from support.texts import byte_codec
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -159,11 +160,30 @@ def test_what_is_refused_is_counted_for_its_client_before_it_is_answered(scheme,
         "headers": [(b"host", b"localhost"), *((name.lower().encode(), value.encode()) for name, value in headers.items())],
         "extensions": {"websocket.http.response": {}},
     }
-    asyncio.run(Door(app, Access.of(["the-key"], [], []), Counted())(scope, None, send))
+    asyncio.run(Door(app, Access.of(["the-key"], [], []), Counted(), lambda: False)(scope, None, send))
     # A client with a key is that key, whose digest follows.
     assert [entry[: len(begin)] for entry, begin in zip(order, counted, strict=False)] == counted
     assert order[len(counted)]["status"] == status
     assert sum(isinstance(entry, str) for entry in order) == len(counted)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_trusted_proxy_says_whose_request_it_is_and_nobody_else_does(trusted):
+    service = Service(ManualEngine(), byte_codec(), ServedModel("tiny", 16, 256))
+    access = Access.of(proxies=["127.0.0.0/8"] if trusted else [])
+    clients = {"one": "10.1.1.1", "one again": "9.9.9.9, 10.1.1.1", "two": "10.2.2.2", "none": None}
+    tenants = {}
+    with running(service, settings=Serving(access=access)) as server:
+        for name, address in clients.items():
+            headers = {} if address is None else {"X-Forwarded-For": address}
+            with connect(server.url, proxy=None, additional_headers=headers) as websocket:
+                websocket.send('{"type":"response.create","input":"x"}')
+                while '"response.in_progress"' not in websocket.recv(timeout=60):
+                    pass
+                tenants[name] = list(service._engine.requests.values())[-1].tenant
+    # What stands before the last address is what the client says.
+    assert tenants["one"] == tenants["one again"]
+    assert len(set(tenants.values())) == (3 if trusted else 1)
 
 
 def test_keys_do_not_share_what_is_cached_of_prompts(tiny_artifact):

@@ -33,12 +33,13 @@ def test_every_option_is_one_of_the_settings(tmp_path):
         "--tls-cert", "cert", "--tls-key", "key", "--max-queue", 1, "--max-client-requests", 2, "--max-connections", 3,
         "--max-client-connections", 4, "--max-frame-bytes", 5, "--handshake-timeout", 6, "--slow-reader-timeout", 7, "--drain-timeout", 8,
         "--max-queued-tokens", 9, "--max-client-tokens", 10, "--min-priority", -11, "--request-timeout", 12, "--first-token-timeout", 13,
-        "--max-client-refusals", 14,
+        "--max-client-refusals", 14, "--trusted-proxy", "10.0.0.7", "--trusted-proxy", "fd00::/8", "--drain-notice", 15,
     )  # fmt: skip
     assert chosen.access.key_digests == (digest("first"), digest("second"))
     assert chosen.access.origins == {"https://a.example", "https://b.example"}
     assert chosen.access.hosts == {"c.example"}
-    assert (str(chosen.tls_cert), str(chosen.tls_key), chosen.drain_timeout_s) == ("cert", "key", 8)
+    assert (str(chosen.tls_cert), str(chosen.tls_key), chosen.drain_timeout_s, chosen.drain_notice_s) == ("cert", "key", 8, 15)
+    assert [*map(chosen.access.trusts, ("10.0.0.7", "10.0.0.8", "fd00::1", ""))] == [True, False, True, False]
     limits = chosen.limits
     assert (limits.max_queue, limits.max_requests_per_client, limits.max_connections, limits.max_connections_per_client) == (1, 2, 3, 4)
     assert (limits.max_frame_bytes, limits.handshake_s, limits.slow_reader_s) == (5, 6, 7)
