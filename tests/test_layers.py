@@ -115,7 +115,7 @@ BUDGETS: dict[str, int] = {
     "models": 8520,
     "runtime": 3760,
     "runtime/distributed": 1300,
-    "runtime/kv_transfer": 1500,
+    "runtime/kv_transfer": 1700,
     "runtime/scheduler": 2750,
     "server": 670,
     "server/chat": 560,

@@ -7,12 +7,13 @@ loss of the other rank.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...graphs.errors import NpucompileError
 from ...graphs.types import Mesh
@@ -21,6 +22,9 @@ from .messages import RankMessage, encode
 from .peer import HEARTBEAT_S, SILENCE_S, Peer
 
 log = logging.getLogger(__name__)
+
+Answered = Callable[[Mapping[str, Any]], None]
+"""Called with the fields of an answer; `reason` is empty where the rank has done what it was asked, and else says why not."""
 
 SETTLE_S = 0.4
 STALLED_S = 5 * HEARTBEAT_S
@@ -72,6 +76,10 @@ class ControlPlane:
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._closing = False
+        self._asked: dict[int, tuple[int, Answered]] = {}
+        self._numbers = itertools.count(1)
+        # Ranks that will answer nothing any more, with the reason.
+        self._gone: dict[int, str] = {}
         self._peers = {rank: self._peer(rank, stream, silence_s) for rank, stream in connections.items()}
         for peer in self._peers.values():
             peer.start()
@@ -84,6 +92,23 @@ class ControlPlane:
     def send(self, rank: int, frame: bytes) -> None:
         """Sends a frame of `messages.encode` to one rank."""
         self._peers[rank].send_frame(frame)
+
+    def ask(self, rank: int, kind: str, answered: Answered, **fields: Any) -> None:
+        """Sends a message that a rank answers when it has done it, beside the steps.
+
+        Args:
+            answered: called once, by a thread of the control plane or this one: with the answer, or when the rank is lost. While a rank
+                lives it may be doing what it was asked, so the failure of another one is no answer.
+        """
+        number = next(self._numbers)
+        with self._lock:
+            reason = self._gone.get(rank)
+            if reason is None:
+                self._asked[number] = rank, answered
+        if reason is None:
+            self._peers[rank].send(kind, number=number, **fields)
+        else:
+            answered({"reason": reason})
 
     def gather(self, ranks: Sequence[int], kind: str, timeout_s: float | None, step: int = 0) -> dict[int, RankMessage]:
         """Waits for one message of this kind from each of these ranks; called by one thread.
@@ -156,20 +181,39 @@ class ControlPlane:
             self._closing = True
         for peer in self._peers.values():
             peer.send("stop")
-        for peer in self._peers.values():
+        for rank, peer in self._peers.items():
             peer.close()
+            self._end_asked(rank, f"rank {rank} was stopped")
 
     def _peer(self, rank: int, stream: socket.socket, silence_s: float) -> Peer:
         def lost(reason: str) -> None:
             self.fail(rank, reason, lost=True)
+            self._end_asked(rank, f"rank {rank} was lost: {reason}")
 
         def received(message: RankMessage) -> None:
             if message.kind == "failed":
                 self.fail(rank, str(message.fields.get("message")), lost=False)
+            elif message.kind == "answer":
+                self._answered(message.fields)
             else:
                 self._answers.put((rank, message))
 
         return Peer(stream, received, lost, silence_s=silence_s)
+
+    def _answered(self, fields: Mapping[str, Any]) -> None:
+        with self._lock:
+            _, answered = self._asked.pop(int(fields["number"]), (0, None))
+        if answered is not None:
+            answered(fields)
+
+    def _end_asked(self, rank: int, reason: str) -> None:
+        """Answers for a rank that does so no more."""
+        with self._lock:
+            self._gone.setdefault(rank, reason)
+            ended = [number for number, (asked, _) in self._asked.items() if asked == rank]
+            waiting = [self._asked.pop(number)[1] for number in ended]
+        for answered in waiting:
+            answered({"reason": self._gone[rank]})
 
     def _conclude(self) -> None:
         threading.Event().wait(SETTLE_S)

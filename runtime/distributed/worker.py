@@ -6,6 +6,7 @@ Where the executor allows a step to be launched before the one before it has end
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import socket
 import threading
@@ -17,6 +18,7 @@ from ..executor import Executor, Pending
 from .control_plane import RankError, error_text
 from .messages import RankMessage
 from .peer import SILENCE_S, Peer
+from .rank_transfers import KINDS, Later, RankTransfers
 from .sharded_executor import OUTPUTS, select_outputs
 
 
@@ -34,7 +36,7 @@ class Worker:
     def __init__(
         self, rank: int, mesh: Mesh, stream: socket.socket, *, on_end: Callable[[str], None] = lambda _: None, silence_s: float = SILENCE_S
     ) -> None:
-        self.rank = rank
+        self.rank, self._mesh, self._stream = rank, mesh, stream
         # The ranks of a tp group compute the same outputs; rank 0 reads those of the first.
         self._answers = mesh.coordinates(rank)["tp"] == 0
         self._on_end = on_end
@@ -59,34 +61,37 @@ class Worker:
         except Exception as error:
             raise self._fail("getting ready", error) from error
         self._rank_0.send("ready", missing={bucket.name: reason for bucket, reason in executor.missing.items()})
-        with self._finisher(executor.run_ahead, outputs) as finish:
+        with self._transfers(executor) as transfers, self._finisher(executor.run_ahead) as later:
             while (message := self._next()).kind != "stop":
                 step = message.fields
                 if message.kind == "start":
                     executor.start_decoding(0, **step)
                     continue
+                if message.kind in KINDS:
+                    transfers.received(message.kind, step, later)
+                    continue
                 try:
                     pending = executor.launch(buckets[step["bucket"]], [step["inputs"]])
                 except Exception as error:
                     raise self._fail(str(step.get("bucket")), error) from error
-                finish(step, pending)
+                later(functools.partial(self._finish, step, pending, outputs))
 
     def close(self) -> None:
         """Closes the connection to rank 0."""
         self._rank_0.close()
 
     @contextlib.contextmanager
-    def _finisher(self, run_ahead: int, outputs: Sequence[str]) -> Iterator[Callable[[Mapping[str, Any], Pending], None]]:
-        """A function that has a launched step finished: at once, or by a thread that is done with all of them on leaving."""
+    def _finisher(self, run_ahead: int) -> Iterator[Later]:
+        """What finishes launched steps, in order: at once, or by a thread that is done with all of them on leaving."""
         if not run_ahead:
-            yield lambda step, pending: self._finish(step, pending, outputs)
+            yield lambda finish: finish()
             return
-        launched: queue.SimpleQueue[tuple[Mapping[str, Any], Pending] | None] = queue.SimpleQueue()
+        launched: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
         def run() -> None:
-            while (item := launched.get()) is not None:
+            while (finish := launched.get()) is not None:
                 try:
-                    self._finish(*item, outputs)
+                    finish()
                 except RankError as error:
                     self._inbox.put(RankMessage("abort", {"message": str(error)}))
                     return
@@ -94,10 +99,18 @@ class Worker:
         thread = threading.Thread(target=run, name="npucompile-results", daemon=True)
         thread.start()
         try:
-            yield lambda step, pending: launched.put((step, pending))
+            yield launched.put
         finally:
             launched.put(None)
         thread.join()
+
+    @contextlib.contextmanager
+    def _transfers(self, executor: Executor) -> Iterator[RankTransfers]:
+        def answer(number: int, reason: str, **fields: Any) -> None:
+            self._rank_0.send("answer", number=number, reason=reason, **fields)
+
+        with contextlib.closing(RankTransfers(executor, self.rank, self._mesh, self._stream, answer)) as transfers:
+            yield transfers
 
     def _finish(self, step: Mapping[str, Any], pending: Pending, outputs: Sequence[str]) -> None:
         """Waits for a step, and sends its outputs where rank 0 reads them."""

@@ -14,6 +14,7 @@ from npucompile.graphs.types import Mesh
 from npucompile.runtime.distributed.control_plane import ControlPlane, RankError, error_text
 from npucompile.runtime.distributed.messages import encode
 
+STOPPED = "rank 2 was stopped"
 MESH = Mesh.parse("dp=2,tp=2")
 WAIT_S = 20
 
@@ -134,3 +135,40 @@ def test_closing_sends_stop_and_is_no_failure(make_world):
 def test_error_text_names_the_type_of_foreign_errors():
     assert error_text(RankError("as it is")) == "as it is"
     assert error_text(ZeroDivisionError("no")) == "ZeroDivisionError: no"
+
+
+def test_questions_are_answered_beside_the_steps(make_world):
+    world, answers = make_world(), queue.Queue()
+    for rank, name in ((1, "a"), (2, "b"), (1, "c")):
+        world.control_plane.ask(rank, "write", lambda fields, name=name: answers.put((name, fields)), what=name)
+    numbers = {}
+    for rank in (1, 2, 1):
+        message = world.receive(rank)
+        assert message.kind == "write"
+        numbers[message.fields["what"]] = message.fields["number"]
+    assert len(set(numbers.values())) == 3
+    # Not in their order, one of them twice, one that nobody asked, and an output between them.
+    world.far[1].sendall(encode("answer", number=numbers["c"], reason=""))
+    world.far[1].sendall(encode("outputs", step=1))
+    for number in (numbers["a"], numbers["a"], 99):
+        world.far[1].sendall(encode("answer", number=number, reason="no room"))
+    assert list(world.control_plane.gather([1], "outputs", WAIT_S, 1)) == [1]
+    assert [answers.get(timeout=WAIT_S)[0] for _ in range(2)] == ["c", "a"]
+    world.control_plane.close()
+    assert answers.get(timeout=WAIT_S) == ("b", {"reason": STOPPED})
+    world.control_plane.ask(2, "write", lambda fields: answers.put(fields))
+    assert answers.get(timeout=WAIT_S) == {"reason": STOPPED}
+    assert answers.empty()
+
+
+def test_a_question_to_a_rank_that_lives_is_open_when_another_one_is_lost(make_world):
+    world, answers = make_world(), queue.Queue()
+    for rank in (1, 2):
+        world.control_plane.ask(rank, "write", lambda fields, rank=rank: answers.put((rank, fields["reason"])))
+    world.far[2].close()
+    assert world.control_plane.wait_for_failure(WAIT_S) is not None
+    rank, reason = answers.get(timeout=WAIT_S)
+    assert (rank, reason.partition(":")[0]) == (2, "rank 2 was lost")
+    assert answers.empty()
+    world.far[1].sendall(encode("answer", number=1, reason="aborted"))
+    assert answers.get(timeout=WAIT_S) == (1, "aborted")
