@@ -95,7 +95,7 @@ class ParamReader:
 
     Names may carry the prefixes `model.`, `model.language_model.` or none; a mixture of experts may be stored fused
     (`experts.gate_up_proj`) or expert by expert (`experts.0.gate_proj.weight`); FP8 with block scales is read as floats. Tensors of
-    parts that `params` leaves out (vision, draft head) are not read, but a tensor of a layer that no parameter reads is an error.
+    parts that `params` leaves out (vision tower, draft head) are not read, but a tensor of a layer that no parameter reads is an error.
 
     Args:
         params: tree of Param.
@@ -305,7 +305,7 @@ def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: li
 
 
 _MISSING = "is missing"
-_OTHER_PARTS = ("mtp.", "model.visual.", "visual.")
+_OTHER_PARTS = ("mtp.", "model.visual.")
 """What the names of parts begin with that a text model may leave out whole: a draft head, and what reads pictures."""
 
 
@@ -315,7 +315,7 @@ def _unread(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: I
     for source in (recipe.param.source for recipe in recipes if recipe.param.source.unread):
         there = not source.unread_mark or source.unread_mark in table
         named += [name for name in source.unread if not name.endswith(".") or (there and not any(read.startswith(name) for read in used))]
-    prefixes = ("model.layers.", "model.norm.", "mtp.", *checkpoint.others)
+    prefixes = ("model.layers.", "model.norm.", "model.visual.", "mtp.", *checkpoint.others)
     complete = tuple(prefix for prefix in prefixes if any(name.startswith(prefix) for name in used))
     # Who reads the embedding reads a whole model.
     left_out = (*_OTHER_PARTS, *checkpoint.others) if EMBEDDING in used else ("",)

@@ -13,6 +13,7 @@ from .variant import Variant
 
 C = TypeVar("C", bound="ModelConfig")
 H = TypeVar("H")
+V = TypeVar("V")
 H_contra = TypeVar("H_contra", contravariant=True)
 
 
@@ -111,6 +112,24 @@ class DraftHead(Generic[H]):
 
 
 @dataclass(frozen=True)
+class Tower(Generic[V]):
+    """How a family reads pictures; checkpoints of one family have towers or not, and a text model reads nothing of them.
+
+    Attributes:
+        key: of its parameters, beside those of the language model.
+        read_config: (fields of a config.json, its name in errors) -> the tower's configuration, None where the file has none; raises
+            ConfigError naming the field.
+        abstract_params: (cfg, dtype) -> tree of Param.
+        encode: (cfg, params, inputs) -> a row of the language model's width for each place of a picture in a prompt.
+    """
+
+    key: str
+    read_config: Callable[[Mapping[str, Any], str], V | None]
+    abstract_params: Callable[[V, torch.dtype], Tree]
+    encode: Callable[[V, Tree, Tree], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Family(Generic[C]):
     """A model family: `FAMILY` of a module of this folder, or of a user's file (family_file.py).
 
@@ -128,6 +147,7 @@ class Family(Generic[C]):
             same mesh splits in the same way: what `verify` runs in place of the model (shrink.py).
         widths: most that a narrow model has of fields of config.json; the others stay (`npucompile models --reduce`).
         draft_head: None in a family that cannot draft.
+        tower: None in a family that cannot read pictures.
     """
 
     name: str
@@ -140,6 +160,7 @@ class Family(Generic[C]):
     shrink: Callable[[C, int, int], C]
     widths: Mapping[str, int] = field(hash=False)
     draft_head: DraftHead[C] | None = None
+    tower: Tower[Any] | None = None
 
     @property
     def draft_key(self) -> str:

@@ -1,4 +1,4 @@
-"""The Qwen3.5 text models, dense and MoE: hybrid decoders (hybrid.py) with a configuration that may be wrapped in a multimodal one."""
+"""The Qwen3.5 models, dense and MoE: hybrid decoders (hybrid.py) with a configuration that may be wrapped, with a tower (vision.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import decoder, hybrid
+from . import decoder, hybrid, vision
 from .config import Fields
 from .family import Family
 
@@ -53,4 +53,5 @@ FAMILY = Family(
     shrink=hybrid.shrink,
     widths=hybrid.WIDTHS,
     draft_head=DRAFT_HEAD,
+    tower=vision.TOWER,
 )

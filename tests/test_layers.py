@@ -107,12 +107,12 @@ UPWARD: dict[tuple[str, str], int] = {
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45260,
-    "graphs": 8280,
+    "graphs": 8450,
     "lowering": 1470,
     "lowering/artifact": 1150,
     "lowering/ascend": 16380,
     "lowering/backends": 1610,
-    "models": 8520,
+    "models": 8720,
     "runtime": 3760,
     "runtime/distributed": 1300,
     "runtime/kv_transfer": 1700,
@@ -132,7 +132,7 @@ BUDGETS: dict[str, int] = {
     "server/storage": 230,
     "server/telemetry": 310,
     "server/text": 430,
-    "tests": 81070,
+    "tests": 81600,
     "tools": 850,
     "tools/agreement": 890,
     "tools/bench": 2730,

@@ -14,6 +14,7 @@ from .embed import embed
 from .fused_experts import fused_experts_w4a8
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
+from .gelu import gelu
 from .grouped_experts import grouped_experts
 from .head_linear import head_linear
 from .l2_norm import l2_norm
@@ -29,6 +30,7 @@ from .moe_route_grouped import moe_route_grouped
 from .moe_sort import moe_sort, moe_unsort
 from .paged_attention import paged_attention
 from .paged_write import paged_write
+from .picture_places import picture_places
 from .positions import positions, slot_mapping
 from .quant_cache_write import quant_cache_write, static_cache_write
 from .quant_experts import grouped_experts_w4a8, grouped_experts_w8a8
@@ -39,6 +41,7 @@ from .request_slot_write import request_slot_write
 from .rms_norm import rms_norm
 from .rope import rope, rope_angles, scaled_rope_angles
 from .sample import sample
+from .segment_attention import segment_attention
 from .sparse_attention import sparse_attention
 from .sparse_index import sparse_index
 from .static_quant_linear import static_quant_linear
@@ -63,6 +66,7 @@ __all__ = [
     "fused_experts_w4a8",
     "gated_delta",
     "gated_rms_norm",
+    "gelu",
     "grouped_experts",
     "grouped_experts_w4a8",
     "grouped_experts_w4a16",
@@ -83,6 +87,7 @@ __all__ = [
     "moe_unsort",
     "paged_attention",
     "paged_write",
+    "picture_places",
     "positions",
     "quant_cache_write",
     "quant_linear",
@@ -94,6 +99,7 @@ __all__ = [
     "rope_angles",
     "sample",
     "scaled_rope_angles",
+    "segment_attention",
     "slot_mapping",
     "sparse_attention",
     "sparse_index",

@@ -26,7 +26,10 @@ decode (methods/w8a8_pdmix.py of vllm-project/vllm-ascend, 182b75e)."""
 VERSIONS = ("1.0.0",)
 """Legal values of a description's `version`. One without it is older: its int8 lies the same way, and each of its int4 takes a byte."""
 
-PREFIXES = (("model.language_model.", "model."), *((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm.")))
+PREFIXES = (
+    ("model.language_model.", "model."),
+    *((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm.", "visual.")),
+)
 """(beginning of a name on disk, what the name begins with in the sources of parameters)."""
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj$")

@@ -136,6 +136,11 @@ def attention(r: Draw) -> tuple[Any, ...]:
     return r(2, 3, 4, 5), r(6, 4, 2, 5), r(6, 4, 2, 5), table, ints(7, 0), ints(3, 2), 5**-0.5
 
 
+def segments(r: Draw) -> tuple[Any, ...]:
+    """Four segments, of which the last has nothing."""
+    return *(r(4, 5, 2, 7) for _ in range(3)), ints(5, 1, 3, 0), 7**-0.5
+
+
 def rounded_pools(r: Draw, static: bool, T: int = 3, G: int = 1) -> tuple[Any, ...]:
     """Pools of int8 of three pages of five, their scales, and new rows."""
     pools = [(r.below(255, 3, 5, G, 6) - 127).to(torch.int8) for _ in range(2)]
@@ -247,6 +252,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(5, 3, 7), r(5, 3, 7), r(7), 1e-6),
         "even": lambda r: (r(4, 2, 5), r(4, 2, 5), r(5), 1e-6),
     },
+    "gelu": {"tanh": lambda r: (r(4, 6) * 3, True), "exact": lambda r: (r(5, 7) * 3, False)},
     "grouped_experts": {
         "rows of nobody": lambda r: (r(7, 5), torch.tensor([3, 0, 2]), *grouped_weights(r, 3, 5, 4)),
         "all rows": lambda r: (r(4, 6), torch.tensor([0, 4]), *grouped_weights(r, 2, 6, 3)),
@@ -304,6 +310,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(3, 5, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
         "even": lambda r: (r(3, 4, 2, 3), r(5, 2, 3), ints(11, 4, 5, 0, 9)),
     },
+    "picture_places": {
+        "one of padding": lambda r: (ints([4, 6], [0, 0], [2, 12], [4, 2]), 24, 2, 5),
+        "every place": lambda r: (ints([9, 3]), 27, 3, 7),
+    },
     "positions": {"odd": lambda r: (ints(6, 0, 11), 3)},
     "quant_linear": {
         "odd": lambda r: (r(5, 7), *quantise_w8(r(7, 3))),
@@ -329,6 +339,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     },
     "mask_logits": {"odd": lambda r: masking(r, 3, 2, 45), "even": lambda r: masking(r, 2, 2, 64)},
     "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},
+    "segment_attention": {"padded": segments, "one": lambda r: (r(1, 5, 2, 7), r(1, 5, 2, 7), r(1, 5, 2, 7), ints(5), 7**-0.5)},
     "sparse_attention": {"heads": sparse},
     "sparse_index": {"keys": indexing},
     "request_slot_write": {"odd": lambda r: (r.below(99, 7, 3), ints(4, 0, 1, 6), r.below(99, 4, 3))},
@@ -345,7 +356,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 # Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
-    *("adjust_logits", "mask_logits"),
+    *("adjust_logits", "mask_logits", "picture_places"),
     *("fused_experts_w4a8", "grouped_experts_w4a16", "grouped_experts_w4a8", "grouped_experts_w8a8"),
     *("moe_dispatch", "moe_route_grouped", "moe_sort"),
     *("quant_linear", "quant_linear_w4a8", "sparse_index", "static_quant_linear", "weight_quant_linear"),
@@ -704,6 +715,12 @@ def poisoned_attention(r: Draw) -> tuple[Any, Any, Live]:
     return clean, spoiled, lambda t: [t[0][:2, :2]]
 
 
+def poisoned_segments(r: Draw) -> tuple[Any, Any, Live]:
+    clean = segments(r)
+    padding = [(b, slice(length, None)) for b, length in enumerate(clean[3].tolist())]
+    return clean, (*(poison(x, *padding) for x in clean[:3]), *clean[3:]), lambda t: t
+
+
 def poisoned_rounding(r: Draw, static: bool) -> tuple[Any, Any, Live]:
     """The second token is padding: it is written to the null page."""
     clean, first = rounded_pools(r, static), 2 if static else 4
@@ -821,6 +838,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: poisoned_delta(r, 1, ints([3], [5], [0]), (1, 1, 0)),
     ],
     "gated_rms_norm": [lambda r: rows(r, "gated_rms_norm", "odd", (0, 1))],
+    "gelu": [lambda r: rows(r, "gelu", "exact", (0,))],
     "grouped_experts": [lambda r: poisoned_after_groups(r, "grouped_experts")],
     "fused_experts_w4a8": [lambda r: rows(r, "fused_experts_w4a8", "alone", (0, 2))],
     "grouped_experts_w4a16": [lambda r: poisoned_after_groups(r, "grouped_experts_w4a16")],
@@ -854,6 +872,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "weight_quant_linear": [lambda r: rows(r, "weight_quant_linear", "channels", (0,))],
     "paged_attention": [poisoned_attention],
     "paged_write": [],
+    "picture_places": [],
     "positions": [],
     "quant_linear": [lambda r: rows(r, "quant_linear", "odd", (0,))],
     "quant_linear_w4a8": [lambda r: rows(r, "quant_linear_w4a8", "channels", (0,))],
@@ -862,6 +881,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "rope_angles": [],
     "scaled_rope_angles": [],
     "sample": [lambda r: rows(r, "sample", "even", (0,))],
+    "segment_attention": [poisoned_segments],
     "sparse_attention": [lambda r: poisoned_choice(r, "sparse_attention")],
     "sparse_index": [lambda r: poisoned_choice(r, "sparse_index")],
     "request_slot_write": [],

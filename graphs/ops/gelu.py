@@ -1,0 +1,40 @@
+"""Gaussian error linear unit."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..primitive import Cost, Primitive, nbytes
+
+
+class Gelu(NamedTuple):
+    """Operands of `gelu`."""
+
+    x: Tensor  # [T, F]
+    tanh: bool  # whether the formula with a hyperbolic tangent stands for the exact one
+
+
+gelu = Primitive("gelu", Gelu, factors="t f -> t f")
+
+
+@gelu.abstract
+def _abstract(args: Gelu) -> Tensor:
+    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device)
+
+
+@gelu.reference
+def gelu_reference(args: Gelu) -> Tensor:
+    """`x * Phi(x)` with the normal distribution's Phi, exact or by a hyperbolic tangent (arXiv:1606.08415); they differ by up to 5e-4.
+
+    There is no lowering for NPUs yet: torchair's converter of `aten.gelu` takes the second formula whatever it is asked for.
+
+    Returns:
+        [T, F], dtype of x.
+    """
+    return torch.nn.functional.gelu(args.x.contiguous(), approximate="tanh" if args.tanh else "none")
+
+
+@gelu.cost
+def _cost(args: Gelu) -> Cost:
+    return Cost(8 * args.x.numel(), nbytes(args.x), nbytes(args.x))
