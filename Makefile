@@ -68,7 +68,7 @@ $(INSTALLED): pyproject.toml | prerequisites
 
 clients: $(CLIENTS)/.installed
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/install.py $(INSTALLED)
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/routers.txt tests/clients/install.py $(INSTALLED)
 	rm -rf $(CLIENTS)
 	$(BIN)/python tests/clients/install.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(CLIENTS)
 	@touch $@

@@ -1,6 +1,7 @@
-"""Makes a virtual environment for clients that nobody here wrote: `python install.py OWN_SITE_PACKAGES VENV`.
+"""Makes virtual environments for clients that nobody here wrote: `python install.py OWN_SITE_PACKAGES VENV`.
 
-It sees the packages of npucompile's environment but torch_npu, which clients would take for a sign of an NPU, and npucompile.
+It sees the packages of npucompile's environment but torch_npu, which clients would take for a sign of an NPU, and npucompile. Routers
+(routers.txt) have environments of their own inside it, and see nothing else.
 """
 
 from __future__ import annotations
@@ -27,5 +28,15 @@ def install(own: Path, path: Path) -> None:
             (site / package.name).symlink_to(package)
 
 
+def install_routers(folder: Path) -> None:
+    """Makes an environment for each router in a folder, named like its package."""
+    lines = Path(__file__).with_name("routers.txt").read_text(encoding="utf-8").splitlines()
+    for requirement in (line for line in lines if line and not line.startswith("#")):
+        path = folder / requirement.partition("==")[0]
+        venv.create(path, with_pip=True)
+        subprocess.run([path / "bin" / "python", "-m", "pip", "install", "--no-compile", "--quiet", requirement], check=True)
+
+
 if __name__ == "__main__":
     install(Path(sys.argv[1]), Path(sys.argv[2]))
+    install_routers(Path(sys.argv[2]) / "routers")
