@@ -17,7 +17,7 @@ from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.backend import open_executable
 from ..lowering.executable import Executable, HostExecutable, check_operands
 from .buckets import with_all_rows
-from .executor import FinishedStep, Inputs, check_step, compile_evidence, has_recurrent_states
+from .executor import FinishedStep, Inputs, check_step, clear_state, compile_evidence, has_recurrent_states
 from .kv_transfer.layout import Region, regions
 from .pool_memory import PoolMemory
 
@@ -107,8 +107,10 @@ class CpuExecutor:
         results = self._executables[bucket]([*self._params, *self._state, *tensors])
         return FinishedStep([{name: value.numpy() for name, value in zip(self._output_names[bucket], results, strict=True)}])
 
-    def start_decoding(self, group: int, request_slot: int, position: int, token: int) -> None:
+    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
         """Writes the request slot of the one dp group (`Executor.start_decoding`)."""
+        if not position:
+            clear_state(self._leaves, self._state, state_slot)
         self._request_slots[request_slot] = request_slot_start(position, token, self.limits.drafts)
 
     def refresh(self) -> bool:

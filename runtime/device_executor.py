@@ -20,7 +20,7 @@ from ..lowering.artifact.shards import local_leaves, local_signature
 from ..lowering.device import Device, DeviceExecutable, Event
 from .buckets import without_unused
 from .device_params import DeviceParams, LoadParams
-from .executor import ExecutorError, Inputs, Outputs, check_serving, check_step, compile_evidence, has_recurrent_states
+from .executor import ExecutorError, Inputs, Outputs, check_serving, check_step, clear_state, compile_evidence, has_recurrent_states
 from .kv_transfer.layout import Region, regions
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 
@@ -165,8 +165,10 @@ class DeviceExecutor:
             raise ExecutorError(str(error)) from error
         return LaunchedStep(event, outputs, results, self._step_timeout_s)
 
-    def start_decoding(self, group: int, request_slot: int, position: int, token: int) -> None:
+    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
         """Queues the copy of the request slot of the one dp group (`Executor.start_decoding`)."""
+        if not position:
+            clear_state(self._leaves, [self.state[leaf.name] for leaf in self._leaves], state_slot)
         host = self._starts[request_slot]
         host.copy_(request_slot_start(position, token, self.limits.drafts))
         self.state["state.request_slots"][request_slot].copy_(host, non_blocking=True)

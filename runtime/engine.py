@@ -102,6 +102,7 @@ class Engine:
             RequestError: when the request can never be served, its id is live, or the engine is stopping.
         """
         limits = self.executor.limits
+        admission.check_kind(request, self.executor.buckets)
         admission.check(request, limits, self.executor.vocab_size, self.executor.max_logprobs, self.executor.max_ranked)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
@@ -113,7 +114,8 @@ class Engine:
             arrival = next(self._arrivals)
             self._live[request.id] = Live(sink, arrival)
             record = ExecutionRecord(accepted_per_position=(0,) * limits.drafts)
-            self._inbox.append(RequestState(request, arrival, self.stepper.now_ms(), record, unscored=request.num_scored))
+            came_ms = self.stepper.now_ms() - request.waited_ms
+            self._inbox.append(RequestState(request, arrival, came_ms, record, unscored=request.num_scored))
             if not self._held_back:
                 self._wake.notify_all()
 

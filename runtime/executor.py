@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
+import torch
 
 from ..graphs import compile_count
 from ..graphs.errors import LoweringError, NpucompileError, SpecError
@@ -21,6 +22,15 @@ Outputs = Mapping[str, npt.NDArray[Any]]
 
 
 PAGED_AXES = ("pages", "request_slots")
+
+
+def clear_state(leaves: Sequence[Leaf], pools: Sequence[torch.Tensor], state_slot: int) -> None:
+    """Sets the recurrent states of a slot to 0, as they are before a request's first token."""
+    for leaf, pool in zip(leaves, pools, strict=True):
+        if leaf.aval.axes[0] not in PAGED_AXES:
+            pool[state_slot].zero_()
+
+
 """First axes of pools that hold nothing of a prompt but its pages; a request slot is written at the end of the prompt."""
 
 COMPILER_MODULES = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
@@ -132,9 +142,10 @@ class Executor(Protocol):
         """
         ...
 
-    def start_decoding(self, group: int, request_slot: int, position: int, token: int) -> None:
+    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
         """Has the next decode step of a request slot start as a prefill step would have left it: with this token at this position, behind
-        the state in the first of the request's state slots, and without drafts. Queued behind the steps that were launched.
+        the state in the first of the request's state slots, and without drafts. At position 0 there is no state, so the slot is cleared.
+        Queued behind the steps that were launched.
         """
         ...
 
@@ -181,9 +192,9 @@ def check_serving(buckets: Collection[Bucket], missing: Mapping[Bucket, str]) ->
     """Refuses buckets that cannot serve.
 
     Raises:
-        LoweringError: there is no prefill or no decode bucket among them; with the reason of each that is missing.
+        LoweringError: of a kind that the artifact has there is none among them; with the reason of each that is missing.
     """
-    for kind in ("prefill", "decode"):
+    for kind in sorted({bucket.kind for bucket in (*buckets, *missing)}) or ("prefill", "decode"):
         if not any(bucket.kind == kind for bucket in buckets):
             reasons = "; ".join(f"{bucket.name}: {reason}" for bucket, reason in sorted(missing.items()) if bucket.kind == kind)
             raise LoweringError(f"no {kind} bucket can run, and serving needs at least one: {reasons or 'the artifact has none'}")

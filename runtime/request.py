@@ -154,6 +154,7 @@ class Request:
             position 0.
         handover: SEND computes all of the prompt but its last token, and keeps it until the request is cancelled; RECEIVE gets pages and
             slots for it, and begins with that token once they are filled (`Landed`). Each says so by a `ParkedEvent`. "" does neither.
+        waited_ms: how long before its submission it came in, because its prompt was computed elsewhere.
     """
 
     id: str
@@ -173,6 +174,7 @@ class Request:
     prompt_logprobs: int | None = None
     prompt_logprobs_from: int = 1
     handover: str = ""
+    waited_ms: float = 0.0
 
     @property
     def num_scored(self) -> int:

@@ -180,7 +180,8 @@ class Stepper:
             for request in state.running:
                 if request.parked and request.arrival in arrivals:
                     (token,) = request.token_ids(request.num_tokens - 1, 1)
-                    self.executor.start_decoding(group, manager.request_slot(request.id), request.num_tokens - 1, token)
+                    slots = manager.request_slot(request.id), manager.state_slot(request.id)
+                    self.executor.start_decoding(group, *slots, request.num_tokens - 1, token)
         self._advance(advance.landed(self.state, arrivals, self.now_ms()), ())
 
     def _reserve(self) -> bool:

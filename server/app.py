@@ -16,6 +16,8 @@ from starlette.websockets import WebSocket
 from ..graphs.errors import NpucompileError
 from .engine.lifecycle import Lifecycle
 from .engine.service import Service
+from .fleet.prefill_hub import PATH as HANDOVER_PATH
+from .fleet.prefill_hub import handover_endpoint
 from .guard.access import ANY, Access
 from .guard.door import Door, refuse
 from .guard.limits import SocketLimits
@@ -45,6 +47,7 @@ def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, 
     return Starlette(
         routes=[
             WebSocketRoute(WEBSOCKET_PATH, hub.serve),
+            WebSocketRoute(HANDOVER_PATH, handover_endpoint(lifecycle)),
             WebSocketRoute("/{path:path}", _no_socket),
             page.route(),
             *probes.routes(lifecycle, lambda: hub.connections),

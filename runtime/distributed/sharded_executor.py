@@ -164,14 +164,14 @@ class ShardedExecutor:
         answers = self.control_plane.gather(others, "outputs", self._step_timeout_s, step.number)
         return [select_outputs(self._outputs, step.inputs[0], own), *(answers[rank].fields["outputs"] for rank in others)]
 
-    def start_decoding(self, group: int, request_slot: int, position: int, token: int) -> None:
+    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
         """Writes the request slot on all ranks of the group (`Executor.start_decoding`)."""
-        frame = encode("start", request_slot=request_slot, position=position, token=token)
+        frame = encode("start", request_slot=request_slot, state_slot=state_slot, position=position, token=token)
         for rank in self.control_plane.ranks:
             if self._group[rank] == group:
                 self.control_plane.send(rank, frame)
         if not group:
-            self.local.start_decoding(0, request_slot, position, token)
+            self.local.start_decoding(0, request_slot, state_slot, position, token)
 
     def refresh(self) -> bool:
         """Changes nothing: all ranks keep the executables that they started with.

@@ -16,13 +16,17 @@ class Hello(NamedTuple):
     Attributes:
         instance: `layout.Instance` as JSON.
         sessions: of the transfer engines of its ranks, in the order of the ranks of all dp groups.
-        most_rooms: how many requests it takes at a time.
     """
 
     version: int
     instance: Mapping[str, Any]
     sessions: list[str]
-    most_rooms: int
+
+
+class Refused(NamedTuple):
+    """The answer to the greeting of a server that cannot be paired with this one; nothing follows."""
+
+    reason: str
 
 
 class Ask(NamedTuple):
@@ -90,9 +94,9 @@ class Gone(NamedTuple):
     room: int
 
 
-Message = Hello | Ask | Computed | Ready | Done | Failed | Abort | Gone
+Message = Hello | Refused | Ask | Computed | Ready | Done | Failed | Abort | Gone
 
-_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Hello, Ask, Computed, Ready, Done, Failed, Abort, Gone)}
+_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Hello, Refused, Ask, Computed, Ready, Done, Failed, Abort, Gone)}
 M = TypeVar("M", bound=Message)
 
 

@@ -17,14 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ...graphs.errors import SpecError
-from .segments import Segment, batches
-from .transfer_engine import Memory, TransferError
+from .segments import batches
+from .transfer_engine import PROTOCOLS, Memory, Segment, TransferError
 
 IN_FLIGHT = 3
 """Batches to a peer at a time, each of at most `segments.MOST_SEGMENTS`."""
 
 THREADS = 8
-PROTOCOLS = ("tcp", "rdma", "ascend")
 
 
 class Writes(NamedTuple):

@@ -10,8 +10,8 @@ from ...graphs.errors import NpucompileError
 from ..request import ParkedEvent
 from .layout import PAGES, SLOTS, Instance, LayoutError, Region
 from .messages import Ready
-from .segments import Pairs, Segment, segments
-from .transfer_engine import Memory, TransferEngine
+from .segments import Pairs, segments
+from .transfer_engine import Memory, Segment, TransferEngine
 
 WAITING = 8
 """Handovers that a rank waits for at a time; the engine bounds what is in flight itself."""

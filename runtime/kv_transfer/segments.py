@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from .layout import LayoutError, Region
+from .transfer_engine import Segment
 
 MOST_SEGMENTS, MOST_BYTES = 500, 256 << 20
 """Of one batch. Mooncake over tcp takes about 2,048 segments to a peer at a time, over all threads, and fails for good beyond."""
 
 Pairs = Mapping[str, Sequence[tuple[int, int]]]
 """By axis of pools: numbers of items on the prefill server, and where each belongs on the decode server."""
-
-
-class Segment(NamedTuple):
-    """So many bytes from one address to another."""
-
-    source: int
-    target: int
-    nbytes: int
 
 
 def segments(sources: Sequence[Region], targets: Sequence[Region], pairs: Pairs) -> list[Segment]:

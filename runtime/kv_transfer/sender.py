@@ -16,12 +16,17 @@ from .room import DEFAULTS, Do, Kind, Room, Stage, Timeouts
 
 
 class _Handover(NamedTuple):
-    """A room, the id of its request, where that is parked, and where it goes."""
+    """A room, the id of its request, what gives its place back, where it is parked, and where it goes."""
 
     room: Room
     request_id: str
+    leave: Callable[[], None]
     source: ParkedEvent | None = None
     target: Ready | None = None
+
+
+def _stay() -> None:
+    """Nothing is given back."""
 
 
 class Sender:
@@ -35,6 +40,7 @@ class Sender:
         call: has the thread of this object call a function.
         clock: monotonic seconds.
         name: unique for each connection; begins the ids of its requests.
+        enter: takes a place for a prompt of so many tokens, and returns what gives it back; raises RequestError where there is none.
     """
 
     def __init__(
@@ -47,13 +53,15 @@ class Sender:
         clock: Callable[[], float],
         name: str,
         timeouts: Timeouts = DEFAULTS,
+        enter: Callable[[int], Callable[[], None]] = lambda _: _stay,
     ) -> None:
         self._engine, self._pools, self._peer, self._send, self._call, self._clock = engine, pools, peer, send, call, clock
-        self._name, self._timeouts = name, timeouts
+        self._name, self._timeouts, self._enter = name, timeouts, enter
         self._handovers: dict[int, _Handover] = {}
         self._rooms: dict[str, int] = {}
 
-    def __len__(self) -> int:
+    @property
+    def rooms(self) -> int:
         """Rooms that have not ended."""
         return len(self._handovers)
 
@@ -102,7 +110,12 @@ class Sender:
             # The room goes on; its other half is a mistake of a client that chose the number.
             return
         request_id = f"{self._name}-{ask.room}"
-        self._handovers[ask.room] = _Handover(rooms.begin_prefill(self._clock(), self._timeouts), request_id)
+        try:
+            leave = self._enter(len(ask.tokens))
+        except RequestError as error:
+            self._send(Failed(ask.room, str(error)))
+            return
+        self._handovers[ask.room] = _Handover(rooms.begin_prefill(self._clock(), self._timeouts), request_id, leave)
         self._rooms[request_id] = ask.room
         try:
             request = Request(
@@ -138,6 +151,7 @@ class Sender:
             self._do(number, handover, do)
         if room.stage is Stage.ENDED:
             del self._handovers[number], self._rooms[handover.request_id]
+            handover.leave()
 
     def _do(self, number: int, handover: _Handover, do: Do) -> None:
         match do:

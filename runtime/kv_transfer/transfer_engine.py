@@ -6,11 +6,21 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ...graphs.errors import NpucompileError
-from .segments import Segment
+
+PROTOCOLS = ("tcp", "rdma", "ascend")
+"""How engines move bytes."""
 
 
 class TransferError(NpucompileError):
     """Raised when an engine cannot start, or memory cannot be registered."""
+
+
+class Segment(NamedTuple):
+    """So many bytes from one address to another."""
+
+    source: int
+    target: int
+    nbytes: int
 
 
 class Memory(NamedTuple):

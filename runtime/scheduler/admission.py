@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...graphs.errors import RequestError
-from ...graphs.types import Limits
-from ..request import Request, Sampling
+from ...graphs.types import Bucket, Limits
+from ..request import RECEIVE, SEND, Request, Sampling
+
+
+def check_kind(request: Request, buckets: Iterable[Bucket]) -> None:
+    """Checks that there are buckets for a request.
+
+    Raises:
+        RequestError: a server of one kind of bucket is asked for more than its part of a handover.
+    """
+    kinds = {bucket.kind for bucket in buckets}
+    if "prefill" not in kinds and request.handover != RECEIVE:
+        raise RequestError("this server has no prefill buckets; legal are prompts that a prefill server hands over", code="no_bucket")
+    if "decode" not in kinds and request.handover != SEND:
+        raise RequestError("this server has no decode buckets; legal are prompts for a decode server", code="no_bucket")
 
 
 def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, max_ranked: int = 0) -> None:

@@ -150,11 +150,15 @@ class KVCacheManager:
         known = 0 if request.num_computed_tokens == request.num_tokens - 1 else request.num_computed_tokens // self.limits.page_size
         pages = tuple(self._shares[request.id].table[:count])
         tokens = request.token_ids(0, request.num_tokens)
-        return ParkedEvent(request.id, group, pages, self.state_slots.owned(request.id)[0], known, tokens)
+        return ParkedEvent(request.id, group, pages, self.state_slot(request.id), known, tokens)
 
     def request_slot(self, request_id: str) -> int:
         """The request slot of a running request."""
         return self.request_slots.owned(request_id)[0]
+
+    def state_slot(self, request_id: str) -> int:
+        """The first state slot of a running request."""
+        return self.state_slots.owned(request_id)[0]
 
     def computed(self, rows: Sequence[Computed]) -> None:
         """Keeps what rows have computed, once that is known; before their requests are released."""

@@ -26,8 +26,8 @@ class Policy:
         ageing: how many times a prompt's tokens may be admitted past it, before it is next whatever its priority (`turns.py`).
 
     Raises:
-        SpecError: when a request of max_model_len could never be served, a kind of bucket is missing, or a decode bucket or the
-            state slots of a request do not fit the drafts.
+        SpecError: when a request of max_model_len could never be served, there is no bucket, or a decode bucket or, where there is one,
+            the state slots of a request do not fit the drafts. A server of one kind of bucket does its part of handovers alone.
     """
 
     limits: Limits
@@ -51,7 +51,10 @@ class Policy:
                 f"{limits.num_pages} pages leave {limits.num_pages - 1} beside the null page; one request of max_model_len "
                 f"{limits.max_model_len} takes {limits.pages_per_request}, so legal is at least {limits.pages_per_request + 1}"
             )
-        if limits.slots_per_request != self.candidates:
+        if not self.buckets:
+            raise SpecError("there is no bucket; legal is at least one, and of both kinds where nothing is handed over")
+        decode = [bucket for bucket in self.buckets if bucket.kind == "decode"]
+        if decode and limits.slots_per_request != self.candidates:
             raise SpecError(
                 f"{limits.slots_per_request} state slots per request with {limits.drafts} drafts; decoding needs {self.candidates}, "
                 "one for each candidate token"
@@ -61,16 +64,15 @@ class Policy:
                 f"{limits.num_slots} state slots leave {limits.num_slots - 1} beside the null slot; one request takes "
                 f"{limits.slots_per_request}, so legal is at least {limits.slots_per_request + 1}"
             )
-        of_kind(self.buckets, "prefill")
-        for bucket in of_kind(self.buckets, "decode"):
+        for bucket in decode:
             if bucket.q_len != self.candidates:
                 drafts = f"with {limits.drafts} drafts, legal is {self.candidates}"
                 raise SpecError(f"bucket {bucket.name} decodes {bucket.q_len} tokens per request; {drafts}")
 
     @property
     def max_prompts(self) -> int:
-        """Most prompts of one group in a prefill step."""
-        return max(bucket.batch for bucket in self.buckets if bucket.kind == "prefill")
+        """Most prompts of one group in a prefill step; 0 without a prefill bucket."""
+        return max((bucket.batch for bucket in self.buckets if bucket.kind == "prefill"), default=0)
 
     @functools.cached_property
     def fixed_price(self) -> float:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+from starlette.websockets import WebSocket
+
 from ...graphs.errors import RequestError
 from ...runtime.bitmasks import check_first
 from ...runtime.delivery import Sink
@@ -59,6 +61,20 @@ class EngineClient(Protocol):
     def stats(self) -> Mapping[str, Any]:
         """Numbers by name; `bucket_steps` maps bucket names to numbers, `backends` to backend names, and
         `spec_decode_num_accepted_tokens_per_pos` positions of draft tokens, from 0, to numbers."""
+
+
+class Handovers(Protocol):
+    """The interface of `fleet.prefill_hub` that the server uses."""
+
+    async def serve(self, websocket: WebSocket, enter: Callable[[int], Callable[[], None]]) -> None:
+        """Serves the connection of a decode server to its end.
+
+        Args:
+            enter: takes a place for a prompt of so many tokens, and returns what gives it back; raises RequestError where there is none.
+        """
+
+    def stats(self) -> Mapping[str, Any]:
+        """Numbers by name."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,7 @@ class Service:
 
     Attributes:
         tracing: makes a span for each request; None for none.
+        handovers: what decode servers connect to, on a prefill server; it answers no requests of its own.
     """
 
     def __init__(
@@ -134,6 +151,7 @@ class Service:
         # Tenants are told apart without saying who they are, which journals would keep.
         self._tenant_key = secrets.token_bytes(16)
         self.tracing: Tracing | None = None
+        self.handovers: Handovers | None = None
         self._mailbox: Mailbox | None = None
         self._holding = False
         self._engine = engine
@@ -245,6 +263,8 @@ class Service:
         Raises:
             RequestError: there is no room, or the engine refuses one; the others are cancelled, and `deliver` is never called.
         """
+        if self.handovers is not None:
+            raise Refusal("prefill_role")
         mailbox = self._open_mailbox()
         leave = self.admission.enter(client, len(requests), sum(len(request.prompt) for request in requests))
         tenant = self._tenant(client)
@@ -316,7 +336,7 @@ class Service:
 
     def stats(self) -> Mapping[str, Any]:
         """The engine's numbers."""
-        return self._engine.stats()
+        return {**self._engine.stats(), **(self.handovers.stats() if self.handovers else {})}
 
     def _max_tokens(self, prompt_tokens: int, param: str, options: GenerationOptions) -> int:
         limit, wanted, name = self.model.max_model_len, options.max_tokens, options.max_tokens_field

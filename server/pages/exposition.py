@@ -46,6 +46,14 @@ HELP: Mapping[str, str] = {
     "bucket_steps_total": "Steps run per bucket.",
     "decode_batch_steps_total": "Decode steps run per live rows, of the dp group that has most.",
     "bucket_info": "What runs each bucket; always 1.",
+    "kv_transfer_rooms": "Prompts of handovers that are computed, kept, or on their way.",
+    "kv_transfer_connections": "Servers of the other role that are connected.",
+    "kv_transfer_withheld": "Handovers whose pages nobody may use, since the prefill server does not say whether it still writes.",
+    "kv_transfer_requests_total": "Requests whose prompts were handed over.",
+    "kv_transfer_seconds_total": "From asking for a prompt to having it, added up.",
+    "kv_transfer_bytes_total": "Bytes written to decode servers.",
+    "kv_transfer_local_total": "Requests of a decode server whose prompts it computed itself.",
+    "kv_transfer_failures_total": "Handovers that failed per cause; a request is then handed over by another server.",
     "websocket_connections": "Sockets open.",
     "draining": "1 from the moment that the server was told to end.",
     "requests_not_finite_total": "Requests that failed because the model returned what is no number.",
@@ -69,6 +77,7 @@ HELP: Mapping[str, str] = {
 LABELS: Mapping[str, tuple[str, str]] = {
     "bucket_steps": ("bucket_steps_total", "bucket"),
     "degraded_steps": ("degraded_steps_total", "bucket"),
+    "kv_transfer_failures": ("kv_transfer_failures_total", "cause"),
     "decode_batch_steps": ("decode_batch_steps_total", "batch_size"),
     "spec_decode_num_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos_total", "position"),
 }
@@ -130,7 +139,7 @@ def _ours(stats: Mapping[str, Any]) -> dict[str, Samples]:
             continue
         if name in LABELS:
             metric, label = LABELS[name]
-            order = str if label == "bucket" else int
+            order = int if label in ("batch_size", "position") else str
             metrics[metric] = [({label: key}, value[key]) for key in sorted(value, key=order)]
         elif name == "backends":
             metrics["bucket_info"] = [({"bucket": bucket, "backend": backend}, 1) for bucket, backend in sorted(value.items())]

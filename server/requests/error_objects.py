@@ -28,6 +28,8 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "starting": 503,
     "draining": 503,
     "engine_stopped": 503,
+    "no_prefill_server": 503,
+    "not_handed_over": 503,
     "timeout": 504,
 }
 """HTTP status of an error by its code; every other refusal is 400."""
@@ -57,6 +59,9 @@ REFUSALS: Mapping[str, str] = {
     "starting": "the server is starting: its model is being built or loaded, and /ready says when it is",
     "no_role": "{field} asks for a handover between a prefill and a decode server, and this server has neither role "
     "(`npucompile serve --role`); legal is null or absent",
+    "no_prefill_role": "this server computes no prompts for decode servers; legal is a server started with `--role prefill`",
+    "prefill_role": "this server computes prompts for decode servers (`--role prefill`) and answers none itself; ask one of those",
+    "no_prefill_server": "no prefill server is connected: {reasons}",
     "draining": "the server is ending and takes no new requests",
     "too_many_streams": "{count} responses run or wait on this socket; the limit is {most}",
     "stream_in_use.response": "response {response} is open on this socket already; legal is one whose connection was lost",

@@ -123,7 +123,7 @@ class Pair:
         for _ in range(50):
             while self.go_on():
                 pass
-            if not any(map(len, [*self.senders, *self.receivers])):
+            if not any(part.rooms for part in (*self.senders, *self.receivers)):
                 return
             self.wait()
         raise AssertionError("rooms are left open")

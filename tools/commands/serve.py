@@ -34,12 +34,13 @@ from ..ranks.launch import ABORT_S, exit_after, open_named_artifact, opened_rank
 from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..ranks.torchrun import launcher_config
 from ..serve.options import HOST, PORT, SECTIONS
+from ..serve.pairing import Pairing, transfer_variables
 from ..serve.recording import facts_of
 from ..serve.serving import BackgroundBuild, RunningService, incomplete, said_of_ends, start_service
 from .family_option import family_option
 from .option_groups import grouped
 from .other_names import KnowsOtherNames
-from .server_options import api_settings, prefix_cache_settings, server_options, serving_settings
+from .server_options import api_settings, prefix_cache_settings, read_keys, server_options, serving_settings
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def command(
     family: str | None,
     no_build: bool,
     access_log: str | None,
+    transfer_port: int | None,
     otlp_traces_endpoint: str | None,
     record: Path | None,
     verbose: bool,
@@ -103,6 +105,7 @@ def command(
         run_rank(artifact, config, settings)
         return
     serving, api = serving_settings(home.environment, options), api_settings(options)
+    pairing = Pairing.of({**options, "record": record}, host, read_keys(options["api_key"], home.environment))
     warn_if_open(host, serving.access)
     allow_open_files()
     tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint else None
@@ -123,7 +126,8 @@ def command(
         if build:
             stack.callback(build.stop)
         settings = settled(artifact, settings)
-        home = applied(home, artifact, settings, progress)
+        pairing.check(artifact)
+        home = applied(home, artifact, settings, progress).with_variables(transfer_variables(transfer_port, artifact))
         load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
         limit_s = settings.step_limit_s + SILENCE_MARGIN_S
         served = start_service(
@@ -135,8 +139,10 @@ def command(
             step_limit_s=limit_s,
             itl_target_ms=itl_target,
             prefix_cache=prefix_cache_settings(options),
+            pairing=pairing,
         )
         stack.callback(served.engine.stop, drain=False)
+        stack.push(served.closing)
         if access:
             served.engine.on_end = access.ended
         if tracing:

@@ -15,10 +15,15 @@ from typing import Any
 import click
 
 from ...graphs.errors import SpecError
+from ...runtime.kv_transfer.room import DEFAULTS
+from ...runtime.kv_transfer.transfer_engine import PROTOCOLS
 from ...server.guard.limits import LEAST_CONNECTIONS, SocketLimits
 from ...server.requests.bounds import MAX_PRIORITY
 
 HOST, PORT = "127.0.0.1", 8000
+BOTH, PREFILL, DECODE = ROLES = ("both", "prefill", "decode")
+TRANSFER_PORTS = 8
+"""Of a rank: an engine takes two, and one that has to be replaced two more."""
 API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"
 DEVICES = ("auto", "cpu", "npu", "emulated")
 _DEFAULTS = SocketLimits()
@@ -161,6 +166,19 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
                     same=("--watchdog-timeout",)),
         ServeOption("join-timeout", "Seconds that ranks wait for each other.", click.FloatRange(1), 60.0,
                     same=("--dist-timeout", "--distributed-timeout-seconds")),
+    ),
+    "Prefill and decode apart": (
+        ServeOption("role", "What this server does: both; prefill computes prompts for decode servers; decode has them computed by prefill "
+                    "servers.", click.Choice(ROLES), BOTH, same=("--disaggregation-mode",)),
+        ServeOption("prefill", "Prefill servers of a decode server, http://HOST:PORT separated by commas; they need the first key of "
+                    "--api-key, where there are keys.", extra={"metavar": "URL,URL"}),
+        ServeOption("transfer-host", "Address of this machine by which the other servers of a pair write to its memory.  [default: of the "
+                    "route to the first prefill server, or else --host]", extra={"metavar": "ADDRESS"}),
+        ServeOption("transfer-port", f"First of {TRANSFER_PORTS} ports that the transfer engine of each rank may take, rank by rank.  "
+                    "[default: free ones]", click.IntRange(1024, 65535 - TRANSFER_PORTS)),
+        ServeOption("transfer-protocol", "How the transfer engine moves bytes.", click.Choice(PROTOCOLS), PROTOCOLS[0]),
+        ServeOption("handover-timeout", "Seconds that a prompt may be computed for a decode server, that its pages wait there, and that "
+                    "their transfer may take, each.", _SECONDS, DEFAULTS.asked),
     ),
     "What is built and read first": (
         ServeOption("no-build", "Serve only what is built; compile nothing in the background.", extra={"is_flag": True}),

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from ...server.engine.service import ServedModel, Service
 from ...server.guard.limits import SocketLimits
 from ...server.text.tokenizer import TextTokenizer
 from .api_settings import ApiSettings
+from .pairing import Pairing
+
+NO_PAIR = Pairing()
 
 POLL_S = 0.1
 WATCH_POLLS = 8
@@ -35,10 +39,11 @@ BUILD_NICENESS = 10
 
 @dataclass(frozen=True)
 class RunningService:
-    """A service and the engine under it."""
+    """A service, the engine under it, and what is closed before that."""
 
     service: Service
     engine: Engine
+    closing: ExitStack
 
 
 def tokenizer_of(artifact: Artifact, checkpoint: Path | None = None) -> TextTokenizer | None:
@@ -70,6 +75,7 @@ def start_service(
     step_limit_s: float = math.inf,
     itl_target_ms: float | None = None,
     prefix_cache: PrefixCacheSettings | None = None,
+    pairing: Pairing = NO_PAIR,
 ) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
@@ -82,6 +88,7 @@ def start_service(
         step_limit_s: how long a step may take before the engine counts as hanging; a thread watches it.
         itl_target_ms: see `runtime.scheduler.policy.Policy`.
         prefix_cache: how prefixes are kept; None keeps none.
+        pairing: with which servers it works together.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -120,7 +127,11 @@ def start_service(
         status = "stuck" if step_age_s > step_limit_s else "ok" if engine.alive else "failed" if engine.failure else "stopped"
         return {"status": status, "buckets": len(backends), "compiled_buckets": compiled, "step_age_s": round(step_age_s, 3)}
 
-    return RunningService(Service(engine, codec, model, chat=chat, readiness=readiness, limits=limits), engine)
+    closing = ExitStack()
+    client, join = pairing.joined(engine, artifact, closing)
+    service = Service(client, codec, model, chat=chat, readiness=readiness, limits=limits)
+    join(service)
+    return RunningService(service, engine, closing)
 
 
 def watch(engine: Engine, limit_s: float) -> None:

@@ -13,7 +13,7 @@ from npucompile.runtime.kv_transfer.messages import Abort, Ask, Computed, Done, 
 @pytest.mark.parametrize(
     "message",
     [
-        Hello(1, {"model": "m"}, ["host:1"], 4),
+        Hello(1, {"model": "m"}, ["host:1"]),
         Ask(2**62, [1, 2], "salt", "tenant", 0),
         *(Computed(1, 16), Ready(1, 0, [3, 4], 1, 5), Done(1), Failed(1, "why"), Abort(1), Gone(1)),
     ],

@@ -13,8 +13,7 @@ import torch
 
 from npucompile.graphs.errors import SpecError
 from npucompile.runtime.kv_transfer.mooncake import Mooncake
-from npucompile.runtime.kv_transfer.segments import Segment
-from npucompile.runtime.kv_transfer.transfer_engine import Memory, TransferError
+from npucompile.runtime.kv_transfer.transfer_engine import Memory, Segment, TransferError
 from tests.support import optional
 
 PAGE, PAGES = 4096, 2500

@@ -17,8 +17,7 @@ from npucompile.runtime.scheduler.request_state import RequestState
         ({"pages": 4}, "4 pages leave 3 .* takes 4, so legal is at least 5"),
         ({"requests": 0, "drafts": 2}, "1 state slots leave 0 .* takes 3, so legal is at least 4"),
         ({"burst": 0}, "prefill_burst is 0; legal is at least 1"),
-        ({"decode": ()}, "no decode bucket"),
-        ({"prefill": ()}, "no prefill bucket"),
+        ({"decode": (), "prefill": ()}, "there is no bucket"),
     ],
 )
 def test_sizes_that_cannot_serve_are_refused(sizes, message):

@@ -34,6 +34,7 @@ SIZES = [
     ((10, 1999), (32, 3648), 114),
 ]
 
+
 @pytest.mark.parametrize(("size", "resized", "tokens"), SIZES)
 def test_sizes_are_those_of_the_published_function(size: tuple[int, int], resized: tuple[int, int], tokens: int) -> None:
     assert PROCESSOR.resized(*size) == resized

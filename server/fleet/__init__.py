@@ -1,0 +1,1 @@
+"""Prefill and decode servers that work together: the connection between them, and who asks whom."""

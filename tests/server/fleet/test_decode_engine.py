@@ -1,0 +1,153 @@
+"""A decode server over sockets and the real transfer engine: what it answers, and what happens when a prefill server does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.fleet import Answer, Fleet, until
+
+from npucompile.graphs.errors import RequestError
+from npucompile.runtime.kv_transfer.room import DEFAULTS
+from npucompile.runtime.request import Logprobs, Request, Sampling
+from tests.support import optional
+
+PROMPT = tuple(3 + (7 * place) % 50 for place in range(40))
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7, presence_penalty=0.5, repetition_penalty=1.2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needed() -> None:
+    optional.transfer_engine()
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_artifact: Path) -> Iterator[Fleet]:
+    """Two prefill servers, and a decode server that has prefill buckets, so that it can be asked for what it would answer alone."""
+    fleet = Fleet(tiny_artifact, 2, mixed=True)
+    fleet.connected()
+    yield fleet
+    fleet.close()
+
+
+def alone(fleet: Fleet, request: Request) -> Answer:
+    answer = Answer()
+    fleet.engine.submit(replace(request, id=f"{request.id} alone", skip_reading_prefix_cache=True), answer)
+    return answer.wait()
+
+
+def compare(values: Sequence[Logprobs], expected: Sequence[Logprobs]) -> None:
+    assert [[token for token, _ in value.top] for value in values] == [[token for token, _ in value.top] for value in expected]
+    assert [value.logprob for value in values] == pytest.approx([value.logprob for value in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("length", [40, 1, 2, 3, 15, 16, 17, 18, 31, 33])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_answer_is_that_of_one_server(fleet: Fleet, length: int, sampling: Sampling) -> None:
+    # A salt of its own, so that every prompt is computed.
+    request = Request(f"{length} {sampling.temperature}", PROMPT[:length], 12, sampling, logprobs=2, cache_salt=f"{length}{sampling}")
+    before = fleet.decode.stats()["kv_transfer_requests_total"]
+    answer = fleet.ask(request).wait()
+    assert fleet.decode.stats()["kv_transfer_requests_total"] == before + (length > 1)
+    expected = alone(fleet, request)
+    assert answer.end is not None
+    assert expected.end is not None
+    # The last token of the prompt is computed by a decode step and not by a prefill step, which rounds in another way.
+    assert answer.tokens == expected.tokens
+    compare(answer.logprobs, expected.logprobs)
+    assert answer.end.reason == expected.end.reason == "length"
+    assert answer.end.record.queue_ms <= answer.end.record.first_token_ms
+    fleet.check()
+
+
+def test_prompts_are_scored(fleet: Fleet) -> None:
+    request = Request("scored", PROMPT, 4, prompt_logprobs=2, prompt_logprobs_from=20, logprobs=2)
+    answer = fleet.ask(request).wait()
+    expected = alone(fleet, request)
+    assert answer.tokens == expected.tokens
+    assert len(answer.scored) == 20
+    compare(answer.scored, expected.scored)
+
+
+def test_many_at_once_end_right(fleet: Fleet) -> None:
+    requests = [Request(f"many {n}", PROMPT[n % 7 : 2 + n], 8, Sampling(temperature=0.8, seed=n)) for n in range(6, 36)]
+    before = fleet.decode.stats()["kv_transfer_requests_total"]
+    answers = [fleet.ask(request) for request in requests]
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.wait().tokens == alone(fleet, request).tokens
+    assert fleet.decode.stats()["kv_transfer_requests_total"] == before + len(requests)
+    fleet.check()
+
+
+def test_clients_that_leave_leave_nothing_behind(fleet: Fleet) -> None:
+    answers = [fleet.ask(Request(f"leaves {n}", (60 + n, *PROMPT), 14)) for n in range(20)]
+    for n in range(0, 20, 2):
+        fleet.decode.cancel(f"leaves {n}")
+    reasons = [answer.wait().end.reason for answer in answers]  # type: ignore[union-attr]
+    assert set(reasons[1::2]) == {"length"}
+    assert set(reasons[::2]) <= {"cancelled", "length"}
+    fleet.check()
+
+
+def test_a_deadline_holds_for_a_prompt_that_is_being_computed(fleet: Fleet) -> None:
+    assert fleet.ask(Request("late", (61, *PROMPT), 14, timeout_ms=0.01)).wait().end.reason == "timeout"  # type: ignore[union-attr]
+    fleet.check()
+
+
+def test_another_prefill_server_computes_what_one_has_lost(tiny_artifact: Path) -> None:
+    fleet = Fleet(tiny_artifact, 2)
+    fleet.connected()
+    answers = [fleet.ask(Request(f"{n}", (60 + n, *PROMPT), 10)) for n in range(12)]
+    fleet.prefills[0].stop()
+    more = [fleet.ask(Request(f"more {n}", (60 + n, *PROMPT), 10)) for n in range(12)]
+    ends = [answer.wait().end for answer in (*answers, *more)]
+    assert {end.reason for end in ends if end} == {"length"}
+    for first, second in zip(answers, more, strict=True):
+        assert first.tokens == second.tokens
+    fleet.prefills[0].start()
+    fleet.connected()
+    fleet.check()
+    fleet.close()
+
+
+def test_without_a_prefill_server_requests_are_refused_or_computed_here(tiny_artifact: Path) -> None:
+    fleet = Fleet(tiny_artifact, timeouts=DEFAULTS._replace(in_flight=0.1))
+    fleet.connected()
+    running = [fleet.ask(Request(f"{n}", (60 + n, *PROMPT), 10)) for n in range(8)]
+    fleet.prefills[0].stop()
+    for answer in running:
+        end = answer.wait().end
+        assert end is not None
+        assert end.reason in ("length", "error")
+        assert end.reason == "length" or (end.code == "not_handed_over" and "disconnected" in (end.message or ""))
+    fleet.connected(0)
+    with pytest.raises(RequestError, match="no prefill server is connected: http"):
+        fleet.ask(Request("refused", PROMPT, 4))
+    fleet.check()
+    fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model": "another"}, "model: another and "),
+        ({"page_size": 32}, "page size: 32 and 16"),
+    ],
+)
+def test_servers_that_differ_are_no_pair(tiny_artifact: Path, change: dict[str, object], text: str) -> None:
+    fleet = Fleet(tiny_artifact, change=lambda instance: replace(instance, **change))
+    until(lambda: text in fleet.decode.links[0].state)
+    with pytest.raises(RequestError, match=text):
+        fleet.ask(Request("refused", PROMPT, 4))
+    fleet.close()
+
+
+def test_a_prefill_server_with_keys_is_shown_one(tiny_artifact: Path) -> None:
+    fleet = Fleet(tiny_artifact, keys=["secret"])
+    until(lambda: "status 401" in fleet.decode.links[0].state)
+    fleet.close()
+    fleet = Fleet(tiny_artifact, keys=["secret"], headers={"Authorization": "Bearer secret"})
+    fleet.connected()
+    fleet.close()

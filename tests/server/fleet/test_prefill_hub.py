@@ -1,0 +1,63 @@
+"""What a prefill server says to whom it does not know; `test_decode_engine.py` has decode servers."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.fleet import Fleet, until
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from npucompile.runtime.kv_transfer.messages import Ask, from_json, to_json
+from npucompile.server.fleet.prefill_hub import PATH
+from tests.support import optional
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_artifact: Path) -> Iterator[Fleet]:
+    optional.transfer_engine()
+    fleet = Fleet(tiny_artifact)
+    fleet.connected()
+    yield fleet
+    fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("greeting", "text"),
+    [
+        ("{", "Expecting"),
+        ("{}", "legal are objects"),
+        (json.dumps(to_json(Ask(1, [1, 2], "", "", 0))), "a greeting of version 1"),
+        (json.dumps({"type": "hello", "version": 2, "instance": {}, "sessions": []}), "a greeting of version 1"),
+        (json.dumps({"type": "hello", "version": 1, "instance": {}, "sessions": []}), "describes itself in another way"),
+    ],
+)
+def test_a_greeting_that_is_none_is_answered_by_what_is_wrong(fleet: Fleet, greeting: str, text: str) -> None:
+    with connect(f"ws://127.0.0.1:{fleet.prefills[0].port}{PATH}") as socket:
+        socket.send(greeting)
+        assert text in getattr(from_json(json.loads(socket.recv())), "reason", "")
+    until(lambda: fleet.prefills[0].hub.stats()["kv_transfer_connections"] == 1)
+
+
+def test_it_answers_no_requests_of_its_own(fleet: Fleet) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    address = f"http://127.0.0.1:{fleet.prefills[0].port}/v1/completions"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(address, body, {"content-type": "application/json"}))
+    assert json.loads(refused.value.read())["error"]["code"] == "prefill_role"
+
+
+def test_another_server_takes_no_handovers(fleet: Fleet) -> None:
+    service = fleet.prefills[0].service
+    hub, service.handovers = service.handovers, None
+    try:
+        with pytest.raises(InvalidStatus) as refused, connect(f"ws://127.0.0.1:{fleet.prefills[0].port}{PATH}"):
+            pass
+    finally:
+        service.handovers = hub
+    assert json.loads(refused.value.response.body)["error"]["code"] == "no_prefill_role"

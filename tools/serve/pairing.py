@@ -1,0 +1,134 @@
+"""What the options of a prefill or decode server come to, and how its service joins its pair."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...graphs.errors import SpecError
+from ...graphs.types import Mesh
+from ...lowering.artifact.artifact import Artifact
+from ...runtime.engine import Engine
+from ...runtime.kv_transfer.layout import instance_of
+from ...runtime.kv_transfer.messages import VERSION, Hello
+from ...runtime.kv_transfer.opening import open_pools
+from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
+from ...server.engine.service import EngineClient, Service
+from ...server.fleet.decode_engine import DecodeEngine
+from ...server.fleet.prefill_hub import PrefillHub
+from ...server.fleet.prefill_link import socket_url
+from .options import BOTH, DECODE, PREFILL, TRANSFER_PORTS
+
+WILDCARDS = ("0.0.0.0", "::", "")
+_ROLE_OF = {"prefill": PREFILL, "decode": DECODE}
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """What a server of a pair is told.
+
+    Attributes:
+        role: "both" where nothing is handed over.
+        prefill: URLs of the prefill servers of a decode server.
+        host: address by which the other servers write to this machine's memory.
+        protocol: of the transfer engine.
+        timeouts: of rooms.
+        key: what it shows to prefill servers; "" for none.
+    """
+
+    role: str = BOTH
+    prefill: tuple[str, ...] = ()
+    host: str = ""
+    protocol: str = "tcp"
+    timeouts: Timeouts = DEFAULTS
+    key: str = ""
+
+    @staticmethod
+    def of(options: Mapping[str, Any], host: str, keys: Sequence[str]) -> Pairing:
+        """What the options of serve come to.
+
+        Args:
+            host: address that the server listens on.
+            keys: that clients may use.
+
+        Raises:
+            SpecError: options that do not belong to the role, or are missing for it.
+        """
+        role, given = options["role"], options["prefill"]
+        urls = tuple(url.strip().rstrip("/") for url in (given or "").split(",") if url.strip())
+        for url in urls:
+            socket_url(url)
+        if (role == DECODE) != bool(urls):
+            legal = f"`--role {DECODE} --prefill URL`, or neither"
+            raise SpecError(f"--role {role} {'with' if urls else 'without'} --prefill{f' {given}' if urls else ''}; legal is {legal}")
+        if options["record"] and role == DECODE:
+            raise SpecError("--record with --role decode: a journal has no pages of other servers; legal is to record the prefill server")
+        seconds = options["handover_timeout"]
+        timeouts = DEFAULTS._replace(asked=seconds, held=seconds, receiving=seconds)
+        address = options["transfer_host"] or (_own_address(urls[0]) if urls else "127.0.0.1" if host in WILDCARDS else host)
+        return Pairing(role, urls, address, options["transfer_protocol"], timeouts, keys[0] if keys else "")
+
+    def check(self, artifact: Artifact) -> None:
+        """Refuses a role that the buckets of an artifact cannot have.
+
+        Raises:
+            SpecError: a kind of bucket is missing.
+        """
+        kinds = {entry.bucket.kind for entry in artifact.manifest.graphs}
+        wanted = set(_ROLE_OF) if self.role == BOTH else {kind for kind, role in _ROLE_OF.items() if role == self.role}
+        if wanted - kinds:
+            legal = " or ".join(f"`--role {_ROLE_OF[kind]}`" for kind in sorted(kinds & set(_ROLE_OF)))
+            missing = " and ".join(sorted(wanted - kinds))
+            raise SpecError(f"--role {self.role}: {artifact.path} has no {missing} bucket; legal is {legal}, or a build with both kinds")
+
+    def joined(self, engine: Engine, artifact: Artifact, closing: ExitStack) -> tuple[EngineClient, Callable[[Service], None]]:
+        """The engine as its server sees it, and what is to be done to the service.
+
+        Raises:
+            TransferError: the transfer engine cannot be used.
+            LayoutError: the model has a pool that no handover knows.
+        """
+        if self.role == BOTH:
+            return engine, lambda _: None
+        pools = open_pools(engine.executor, self.host, self.protocol)
+        closing.callback(pools.close)
+        instance = replace(instance_of(artifact.manifest), ranks=pools.ranks)
+        if self.role == PREFILL:
+
+            def join(service: Service) -> None:
+                service.handovers = PrefillHub(engine, pools, instance, self.timeouts)
+
+            return engine, join
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        decoding = DecodeEngine(engine, Hello(VERSION, instance.to_json(), pools.sessions), self.prefill, headers, self.timeouts)
+        closing.callback(decoding.close)
+        return decoding, lambda _: None
+
+
+def transfer_variables(port: int | None, artifact: Artifact) -> Mapping[str, str]:
+    """Variables by which transfer engines take ports from this one on; none where any will do."""
+    if port is None:
+        return {}
+    last = port + TRANSFER_PORTS * Mesh.parse(artifact.manifest.mesh).size - 1
+    return {"MC_MIN_RPC_PORT": str(port), "MC_MAX_RPC_PORT": str(last)}
+
+
+def _own_address(url: str) -> str:
+    """The address of this machine on the route to a server.
+
+    Raises:
+        SpecError: its name is not known, or there is no route.
+    """
+    parts = urlsplit(url)
+    try:
+        kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            # Nothing is sent: it only looks the route up.
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise SpecError(f"--prefill {url}: {error}; legal is a server that this machine has a route to, or --transfer-host") from None
