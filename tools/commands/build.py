@@ -69,9 +69,14 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
         return
     # Imported late, so that a build that is up to date does not load torch.
     build_all = importlib.import_module("..builder.build_all", __package__).build_all
-    for path in build_all(model, options, out, home.artifacts, home.cache, jobs, nice):
+    paths = build_all(model, options, out, home.artifacts, home.cache, jobs, nice)
+    for path in paths:
         importlib.import_module("..ranks.precompile", __package__).precompile(home, path, precompile, Progress())
         # The device's compiler may touch the files it keeps whenever it reads them.
         files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
         stamp.write(path, fingerprint, [file.as_posix() for file in files if file.parts[0] != SHIPPED])
         click.echo(path)
+    if options["deployment"]:
+        lines = importlib.import_module("..serve.lines", __package__)
+        for line in lines.of_built(options["deployment"], options["phase"], paths):
+            Progress().say(line)

@@ -16,6 +16,7 @@ from ..launch_lines.findings import Finding
 from ..launch_lines.imported import Imported, Role, import_text
 from ..launch_lines.proposal import Proposal
 from ..launch_lines.verdicts import STATUSES
+from ..serve.lines import OR_REPLICAS
 
 HEADINGS = {
     "carried": "carried: the same meaning and the same value",
@@ -42,7 +43,8 @@ def command(
 ) -> None:
     """Say what becomes of every flag and variable of LINE, a launch of SGLang or vLLM in quotes, a file with such lines, or - for input.
 
-    Nothing is run. A script may set variables and launch several servers and routers: each is built for itself.
+    Nothing is run. A script may set variables and launch several servers, prefill and decode apart, and routers: the commands at the end
+    build what they serve and start each server, a line a machine.
 
     \b
     Examples: npucompile import 'vllm serve Qwen/Qwen3-32B --tensor-parallel-size 4 --max-model-len 8192'
@@ -90,12 +92,14 @@ def report(imported: Imported) -> list[str]:
     counts = {status: sum(finding.status == status for finding in imported.findings) for status in STATUSES}
     lines.append(", ".join(f"{count} {status}" for status, count in counts.items()))
     if imported.commands:
-        lines += ["", *(f"  {command}" for command in imported.commands)]
+        lines += ["", *(f"  {command}" for command in imported.commands), *(f"  {note}" for note in imported.notes)]
+    for role in imported.roles:
+        lines += ["", f"or {OR_REPLICAS}", *(f"  {command}" for command in role.replicas)] if role.replicas else []
     return lines
 
 
 def _role_lines(role: Role) -> list[str]:
-    where = f"line {role.lines[0]}" if len(role.lines) == 1 else f"lines {', '.join(map(str, role.lines))}, a machine each"
+    where = f"line {role.lines[0]}" if len(role.lines) == 1 else f"lines {', '.join(map(str, role.lines))}"
     lines = [f"{role.engine}, {role.name} ({where})"]
     for status in STATUSES:
         findings = [finding for finding in role.findings if finding.status == status]
@@ -108,10 +112,6 @@ def _role_lines(role: Role) -> list[str]:
         lines.append(f"  this is the published deployment {proposal.deployment.id} ({proposal.deployment.source})")
     lines += [f"  assumed: {text}" for text in proposal.assumed]
     lines += _planned(proposal)
-    if role.instead and (both := role.instead.proposal):
-        lines.append(f"  not served: serve takes no artifact that can only {role.name}, which is what `{role.build}` makes")
-        lines += ["  instead, a server that prefills and decodes:", *(f"    assumed: {text}" for text in both.assumed)]
-        lines += [f"  {line}" for line in _planned(both)]
     return lines
 
 

@@ -71,7 +71,8 @@ class Facts:
     @property
     def nodes(self) -> int:
         """Machines of the instance."""
-        return self.number("nodes") or self.nodes_seen
+        local, groups = self.number("dp_local") or 0, self.mesh.axis("dp")
+        return self.number("nodes") or (groups // local if 0 < local < groups else self.nodes_seen)
 
     @property
     def drafting(self) -> str:

@@ -10,16 +10,20 @@ from typing import Any
 
 from ...graphs.errors import SpecError
 from ..builder.targets import target
+from ..serve.lines import BOTH, DECODE, PAIRS_ITSELF, PREFILL, Server, paired
+from .commands import build_command, build_commands, place_of, replicated
 from .facts import Facts
 from .findings import Finding, findings_of, router_findings
 from .flags import Given, read_flags
 from .launches import Launch, launches
-from .proposal import Proposal, mixed, named, propose
+from .proposal import Named, Proposal, named, propose
 from .shell import Script, read
 from .tables import engine
 from .verdicts import Context, Verdict
 
 SGLANG_PORT = 30_000
+LOCAL = ("", "0.0.0.0", "::", "127.0.0.1", "localhost")
+"""Addresses by which no other machine reaches one."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,10 @@ class Role:
         name: "mixed", "prefill", "decode" or "router".
         lines: numbers of the lines that launch it, one a machine.
         findings: of all of them, equal ones once.
-        build, serve: commands; "" for a router, and serve for a build that prefills or decodes alone, which no server takes.
-        instead: of those, a server that does both with the same sizes.
+        servers: one for each instance; none for a router.
+        routes: lines of a router that run as they are.
+        needless: why a router is not needed here.
+        replicas: commands that serve each dp group by itself, behind a router, where groups share nothing.
     """
 
     name: str
@@ -39,14 +45,20 @@ class Role:
     lines: tuple[int, ...]
     findings: tuple[Finding, ...]
     proposal: Proposal | None = None
-    build: str = ""
-    serve: str = ""
-    instead: Role | None = None
+    servers: tuple[Server, ...] = ()
+    routes: tuple[str, ...] = ()
+    needless: str = ""
+    replicas: tuple[str, ...] = ()
 
     @property
-    def served(self) -> Role:
-        """What can be built and served."""
-        return self.instead or self
+    def build(self) -> str:
+        """The command that builds the artifact; "" for a router."""
+        return build_command(self.proposal) if self.proposal else ""
+
+    @property
+    def serve(self) -> str:
+        """The commands that serve it, a line a machine; "" for a router."""
+        return "\n".join(line for server in self.servers for line in server.lines())
 
 
 @dataclass(frozen=True)
@@ -66,15 +78,24 @@ class Imported:
 
     @property
     def commands(self) -> list[str]:
-        """Build commands, then serve commands, each once."""
-        served = [role.served for role in self.roles]
-        return list(dict.fromkeys(word for word in (*(role.build for role in served), *(role.serve for role in served)) if word))
+        """Build commands, then serve commands, a machine each, then those of routers; each once."""
+        builds = build_commands([role.proposal for role in self.roles if role.proposal])
+        serves = (line for role in self.roles for server in role.servers for line in server.lines())
+        return list(dict.fromkeys((*builds, *serves, *(line for role in self.roles for line in role.routes))))
+
+    @property
+    def notes(self) -> list[str]:
+        """What is said of the commands."""
+        names = [role.name for role in self.roles]
+        pairs = [PAIRS_ITSELF] if DECODE in names and "router" not in names else []
+        return [*pairs, *dict.fromkeys(role.needless for role in self.roles if role.needless)]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values: `flags` and `command` of the whole script, and `roles` with their own."""
         return {
             "flags": [asdict(finding) for finding in self.findings],
             "command": "\n".join(self.commands),
+            "notes": self.notes,
             "roles": [_role_dict(role) for role in self.roles],
         }
 
@@ -103,12 +124,37 @@ def import_text(
             "`python -m vllm.entrypoints.openai.api_server ...`, a router's, or a file with such lines"
         )
     groups = _instances(found)
-    among = _shared_rows([_facts_of(group) for group in groups if group[0].launch.engine != "router"], model, target_name)
-    roles = [_role(group, script, model, target_name, out, among) for group in groups]
+    servers = [_facts_of(group) for group in groups if group[0].launch.engine != "router"]
+    known = {facts.values.get("model"): named(facts, model, target_name) for facts in servers if named(facts, model, target_name).known}
+    shared = _Shared(model, target_name, _shared_rows(servers, model, target_name), known)
+    roles = [_role(group, script, shared, out) for group in groups]
     names = [role.name for role in roles if role.proposal]
-    if len(names) > 1 and out is None:
-        roles = [_in_its_own_directory(role, names) for role in roles]
-    return Imported(tuple(roles))
+    if len(names) > 1:
+        roles = [_in_its_own_directory(role, names, out) for role in roles]
+    return Imported(tuple(_paired(roles, groups)))
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What is the same for all servers of a script: what the user says, and what one line says for another.
+
+    Attributes:
+        among: ids of the deployments that they may be.
+        known: what a line says of the checkpoint that it names, by that name.
+    """
+
+    model: str | None
+    target: str | None
+    among: frozenset[str]
+    known: Mapping[Any, Named]
+
+    def propose(self, facts: Facts, out: str | None) -> Proposal:
+        """The build of one of them."""
+        same = self.known.get(facts.values.get("model"))
+        if same is None or named(facts, self.model, self.target).known:
+            return propose(facts, self.model, self.target, out, self.among)
+        schemes = {row.quantization for row, _ in same.rows}
+        return propose(facts, same.model, self.target, out, self.among, schemes.pop() if len(schemes) == 1 else None)
 
 
 def _shared_rows(servers: Sequence[Facts], model: str | None, target_name: str | None) -> frozenset[str]:
@@ -120,8 +166,10 @@ def _shared_rows(servers: Sequence[Facts], model: str | None, target_name: str |
 def _facts_of(group: Sequence[_Read]) -> Facts:
     """The facts of an instance, with how many machines and instances its launches are for."""
     facts = group[0].facts
-    facts = replace(facts, nodes_seen=len({repr(each.facts.values.get("node_rank", each.facts.values.get("dp_local"))) for each in group}))
-    return replace(facts, instances=max(len(group) // facts.nodes, 1))
+    seen = {repr(each.facts.values.get("node_rank", each.facts.values.get("dp_start"))) for each in group}
+    facts = replace(facts, nodes_seen=len(seen))
+    # A process of vLLM for each dp group is a part of one server here.
+    return replace(facts, instances=1 if "dp_rank" in facts.values else max(len(group) // facts.nodes, 1))
 
 
 @dataclass(frozen=True)
@@ -135,7 +183,7 @@ class _Read:
     @property
     def settings(self) -> tuple[Any, ...]:
         """What is equal on all machines of an instance."""
-        own = ("node_rank", "nodes", "rendezvous", "rendezvous_port", "dp_local")
+        own = ("node_rank", "nodes", "rendezvous", "rendezvous_port", "dp_local", "dp_start", "dp_rank", "bootstrap_port")
         values = {name: value for name, value in self.facts.values.items() if name not in own}
         return (self.launch.engine, self.facts.role, repr(sorted(values.items(), key=lambda item: item[0])))
 
@@ -177,15 +225,18 @@ def _merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     return out
 
 
-def _role(group: list[_Read], script: Script, model: str | None, target_name: str | None, out: str | None, among: frozenset[str]) -> Role:
+def _role(group: list[_Read], script: Script, shared: _Shared, out: str | None) -> Role:
     name = group[0].launch.engine
     lines = tuple(dict.fromkeys(each.launch.line for each in group))
     if name == "router":
-        return Role("router", name, lines, _unique(one for each in group for one in router_findings(each.launch, each.given, script)))
+        said = _unique(one for each in group for one in router_findings(each.launch, each.given, script))
+        needless = tuple(dict.fromkeys(filter(None, (each.launch.needless for each in group))))
+        routes = tuple(shlex.join((*each.launch.start, *each.launch.words)) for each in group if not each.launch.needless)
+        return Role("router", name, lines, said, routes=routes, needless="; ".join(needless))
     facts = _facts_of(group)
-    proposal = propose(facts, model, target_name, out, among)
+    proposal = shared.propose(facts, out)
     context = Context(facts, proposal)
-    serve = _Serve()
+    serve, machines = _Serve(), []
     findings = []
     for each in group:
         own = _Serve()
@@ -193,13 +244,11 @@ def _role(group: list[_Read], script: Script, model: str | None, target_name: st
             findings.append(finding)
             own.add(verdict)
         serve.join(own)
+        machines.append(own)
     proposal = replace(proposal, assumed=(*proposal.assumed, *serve.defaults(name), *serve.several(facts)))
-    role = Role(facts.role, name, lines, _unique(findings), proposal, _build_command(proposal), serve.command(context))
-    if "phase" not in proposal.arguments:
-        return role
-    both = mixed(facts, proposal, f"{_place(proposal)}-mixed")
-    instead = Role("mixed", name, lines, (), both, _build_command(both), serve.command(Context(facts, both)))
-    return replace(role, serve="", instead=instead)
+    servers = tuple(serve.server(context, machines[at : at + facts.nodes]) for at in range(0, facts.instances * facts.nodes, facts.nodes))
+    several = replicated(facts, proposal, servers[0])
+    return Role(facts.role, name, lines, _unique(findings), proposal, servers, replicas=several)
 
 
 class _Serve:
@@ -242,40 +291,57 @@ class _Serve:
             said.append("host 127.0.0.1: vLLM listens on all addresses where the line names none (--host 0.0.0.0, with --api-key)")
         return said
 
-    def command(self, context: Context) -> str:
-        """`npucompile serve ...`, under torchrun where there are several machines."""
-        facts, proposal = context.facts, context.proposal
-        place = _place(proposal)
-        words = [place, *(word for words in self.options.values() for word in words)]
-        start = ["npucompile", "serve"]
-        if facts.nodes > 1:
-            host = str(facts.values.get("rendezvous") or "HOST").partition(":")[0]
-            start = ["torchrun", "--nnodes", str(facts.nodes), "--nproc-per-node", str(facts.npus_per_node())]
-            start += ["--master-addr", host, "-m", "npucompile.tools.cli", "serve"]
-        settings = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        return " ".join([*settings, *(shlex.quote(word) for word in (*start, *words))])
+    def server(self, context: Context, machines: Sequence[_Serve]) -> Server:
+        """One instance.
+
+        Args:
+            machines: what the lines of its machines say themselves; fewer than it has where one line stands for all.
+        """
+        facts, several = context.facts, context.facts.nodes > 1
+        options = [self.options | own.options for own in machines] or [self.options]
+        hosts = [(own.get("--host") or ("", ""))[1] for own in options]
+        host, _, port = str(facts.values.get("rendezvous") or "").partition(":")
+        port = port or str(facts.values.get("rendezvous_port") or "")
+        first = hosts[0] if hosts[0] not in LOCAL else host or "HOST"
+        known = [hosts[rank] if rank < len(hosts) and hosts[rank] not in LOCAL else f"{first}-{rank}" for rank in range(facts.nodes)]
+        return Server(
+            place_of(context.proposal),
+            BOTH if facts.role == "mixed" else facts.role,
+            (first, *known[1:]) if several or hosts[0] not in LOCAL else ("",),
+            tuple(tuple(word for words in own.values() for word in words) for own in options),
+            self.variables,
+            f"{host or first}{f':{port}' if port else ''}",
+        )
 
 
-def _place(proposal: Proposal) -> str:
-    """What `serve` calls the artifact."""
-    out = proposal.arguments.get("out")
-    name = proposal.model.rstrip("/").rpartition("/")[2] if "/" in proposal.model else proposal.model
-    phase = proposal.arguments.get("phase")
-    return out or (f"{name}-{phase}" if phase else name)
-
-
-def _build_command(proposal: Proposal) -> str:
-    return " ".join(shlex.quote(word) for word in ("npucompile", "build", *proposal.words))
-
-
-def _in_its_own_directory(role: Role, names: list[str]) -> Role:
+def _in_its_own_directory(role: Role, names: list[str], out: str | None) -> Role:
     """A role with an artifact directory of its own, where several would be built into one."""
-    if role.proposal is None or "phase" in role.proposal.arguments or names.count(role.name) == len(names) == 1:
+    if role.proposal is None or (out is None and ("phase" in role.proposal.arguments or names.count(role.name) == len(names) == 1)):
         return role
-    place = f"{_place(role.proposal)}-{role.name}-{'-'.join(map(str, role.lines))}"
+    phase, alone = role.proposal.arguments.get("phase"), names.count(role.name) == 1
+    place = f"{place_of(role.proposal)}-{phase or role.name}" + ("" if alone and out else f"-{'-'.join(map(str, role.lines))}")
     proposal = replace(role.proposal, arguments={**role.proposal.arguments, "out": place})
-    serve = role.serve.replace(f"serve {shlex.quote(_place(role.proposal))}", f"serve {shlex.quote(place)}", 1)
-    return replace(role, proposal=proposal, build=_build_command(proposal), serve=serve)
+    return replace(role, proposal=proposal, servers=tuple(replace(server, artifact=place) for server in role.servers))
+
+
+def _paired(roles: Sequence[Role], groups: Sequence[Sequence[_Read]]) -> list[Role]:
+    """The roles, of which those that decode know those that prefill: servers of the script, else those that its routers name."""
+    routed = tuple(
+        flag.texts[0] for group in groups for each in group for flag in each.given
+        if each.launch.engine == "router" and flag.row and flag.row.name == "--prefill" and flag.texts
+    )  # fmt: skip
+    servers = iter(paired([server for role in roles for server in role.servers]))
+    found = []
+    starts = [server for role in roles for server in role.servers if server.role == PREFILL]
+    for role in roles:
+        own = tuple(next(servers) for _ in role.servers)
+        if role.name == DECODE and routed and not (starts and all(server.machines[0] for server in starts)):
+            own = tuple(replace(server, prefill=tuple(dict.fromkeys(routed))) for server in own)
+        elif role.name == DECODE and role.proposal and not starts:
+            said = "prefill servers: the script starts none; put their addresses in place of PREFILL"
+            role = replace(role, proposal=replace(role.proposal, assumed=(*role.proposal.assumed, said)))
+        found.append(replace(role, servers=own))
+    return found
 
 
 def _unique(findings: Any) -> tuple[Finding, ...]:
@@ -285,8 +351,12 @@ def _unique(findings: Any) -> tuple[Finding, ...]:
 def _role_dict(role: Role) -> dict[str, Any]:
     proposal = role.proposal
     plain: dict[str, Any] = {"name": role.name, "engine": role.engine, "lines": list(role.lines)}
-    plain |= {"flags": [asdict(finding) for finding in role.findings], "build": role.build, "serve": role.serve}
-    plain |= {"instead": _role_dict(role.instead) if role.instead else None}
+    plain |= {
+        "flags": [asdict(finding) for finding in role.findings],
+        "build": role.build,
+        "serve": role.serve,
+        "router": list(role.routes),
+    }
     if proposal is not None:
         plain |= {"model": proposal.model, "model_known": proposal.known, "target": proposal.target}
         plain |= {"deployment": proposal.deployment.id if proposal.deployment else None, "also": list(proposal.also)}

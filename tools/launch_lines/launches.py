@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from .shell import Script, ShellCommand, read
@@ -23,6 +24,10 @@ STARTS = {
 }
 """Two words that begin a launch, the first without its directory, and the program whose flags follow."""
 
+ROUTERS = re.compile(r"vllm-router|(load_balance_proxy\w*|toy_proxy_server|disagg_proxy\w*)\.py")
+"""Programs that are a word alone: vLLM's router, and the proxies among the examples of vllm-ascend and vLLM."""
+
+LAYERWISE = "a proxy for layerwise handovers asks the decode server first; here a decode server asks a prefill server itself"
 SHELLS = ("bash", "sh", "zsh")
 
 
@@ -36,6 +41,8 @@ class Launch:
         words: flags and values.
         line: number of the line that it begins in.
         variables: of its environment, as far as the script sets them.
+        start: the words that begin it.
+        needless: of a router, why it is not needed here.
     """
 
     engine: str
@@ -43,6 +50,8 @@ class Launch:
     words: tuple[str, ...]
     line: int
     variables: Mapping[str, str]
+    start: tuple[str, ...] = ()
+    needless: str = ""
 
 
 def launches(script: Script) -> list[Launch]:
@@ -65,13 +74,19 @@ def _launches_of(command: ShellCommand, settings: Mapping[str, str]) -> list[Lau
             and "serve" in words[at + 2 :][:1]
         ):
             engine, words = words[at + 1].split(".")[0], (*words[: at + 2], *words[at + 3 :])
+        taken = 2
+        if ROUTERS.fullmatch(first) and words[0] != "pip":
+            engine, taken = "router", 1
         if engine is not None:
-            before = words[:at]
-            return [Launch(engine, before, words[at + 2 :], command.line, {**command.variables, **_container_variables(before)})]
+            before, start = words[:at], words[at : at + taken]
+            variables = {**command.variables, **_container_variables(before)}
+            python = ("python",) if start[0] == "-m" or start[0].endswith(".py") else ()
+            needless = LAYERWISE if "layerwise" in first else ""
+            return [Launch(engine, before, words[at + taken :], command.line, variables, (*python, *start), needless)]
         if first in SHELLS and words[at + 1].startswith("-") and words[at + 1].endswith("c") and at + 2 < len(words):
             variables = {**command.variables, **_container_variables(words[:at])}
             inner = launches(read(words[at + 2], variables, settings))
-            return [Launch(each.engine, (*words[:at], *each.before), each.words, command.line, each.variables) for each in inner]
+            return [replace(each, before=(*words[:at], *each.before), line=command.line) for each in inner]
     return []
 
 

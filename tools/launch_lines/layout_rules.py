@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..builder.targets import target
 from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, rule_of
+
+HANDOVERS = ("MooncakeConnector", "MooncakeConnectorV1", "MooncakeLayerwiseConnector", "NixlConnector")
+"""Connectors of vLLM and vllm-ascend by which one server hands a computed prompt to another."""
 
 
 @rule_of("sglang_tp", "attention_dp", "vllm_tp", "vllm_dp")
@@ -33,10 +37,12 @@ def dp_attention(value: Any, context: Context) -> Verdict:
     return mesh(value, context)
 
 
-@rule
+@rule_of("dp_local", "dp_start", "dp_rank")
 def dp_local(value: Any, context: Context) -> Verdict:
-    """Which groups a machine runs."""
-    return Verdict(MAPPED, f"torchrun --nnodes {context.facts.nodes} gives each machine its ranks of the mesh")
+    """Which groups a machine, or a process, runs."""
+    if context.facts.nodes == 1:
+        return Verdict(UNNECESSARY, "one server runs all dp groups of the mesh")
+    return Verdict(MAPPED, f"serve --nnodes {context.facts.nodes} --node-rank I gives each machine its ranks of the mesh")
 
 
 @rule
@@ -44,7 +50,7 @@ def nodes(value: Any, context: Context) -> Verdict:
     """Machines of an instance."""
     if value == 1:
         return Verdict(UNNECESSARY, "serve starts a process for each NPU of this machine")
-    return Verdict(MAPPED, f"torchrun --nnodes {value}, the same line on each machine")
+    return Verdict(CARRIED, f"serve --nnodes {value}, a line a machine")
 
 
 @rule
@@ -52,7 +58,7 @@ def node_rank(value: Any, context: Context) -> Verdict:
     """Number of a machine."""
     if context.facts.nodes == 1:
         return Verdict(UNNECESSARY, "serve starts a process for each NPU of this machine")
-    return Verdict(MAPPED, f"torchrun --node-rank {value}")
+    return Verdict(CARRIED, f"serve --node-rank {value}")
 
 
 @rule
@@ -60,8 +66,7 @@ def rendezvous(value: Any, context: Context) -> Verdict:
     """Where ranks meet."""
     if context.facts.nodes == 1:
         return Verdict(UNNECESSARY, "the ranks of one machine need no address to meet")
-    host, _, port = str(value).rpartition(":") if ":" in str(value) else (str(value), "", "")
-    return Verdict(MAPPED, f"torchrun --master-addr {host}" + (f" --master-port {port}" if port else ""))
+    return Verdict(MAPPED, f"serve --master-addr {value}")
 
 
 @rule
@@ -69,7 +74,7 @@ def rendezvous_port(value: Any, context: Context) -> Verdict:
     """The port where ranks meet."""
     if context.facts.nodes == 1:
         return Verdict(UNNECESSARY, "the ranks of one machine need no address to meet")
-    return Verdict(MAPPED, f"torchrun --master-port {value}")
+    return Verdict(MAPPED, f"serve --master-addr HOST:{value}")
 
 
 @rule
@@ -120,18 +125,59 @@ def disaggregation(value: Any, context: Context) -> Verdict:
 
 
 def _one_side(context: Context) -> Verdict:
-    if context.proposal.deployment:
-        return Verdict(MAPPED, f"build --phase {context.facts.role}, {context.row}; {topics()['transfer'].why}")
-    return Verdict(REFUSED, topics()["transfer"].why)
+    role = context.facts.role
+    paired = " --prefill URL" if role == "decode" else ""
+    return Verdict(MAPPED, f"{f'build --phase {role}, {context.row}; ' if context.row else ''}serve --role {role}{paired}")
+
+
+@rule
+def transfer_backend(value: Any, context: Context) -> Verdict:
+    """Which engine moves keys and values."""
+    if context.facts.role == "mixed":
+        return Verdict(UNNECESSARY, "a server that prefills and decodes moves nothing")
+    return Verdict(MAPPED, f"Mooncake's transfer engine moves pages and states in place of {value}")
+
+
+@rule
+def bootstrap_port(value: Any, context: Context) -> Verdict:
+    """Where decode servers ask a prefill server of SGLang."""
+    return Verdict(UNNECESSARY, "decode servers ask a prefill server at its --port")
+
+
+@rule
+def handover_timeout(value: Any, context: Context) -> Verdict:
+    """How long one side of a pair waits for the other, in seconds."""
+    if context.facts.role == "mixed":
+        return Verdict(UNNECESSARY, "a server that prefills and decodes waits for no other")
+    try:
+        seconds = float(value)
+    except ValueError:
+        return Verdict(REFUSED, f"{value!r} is no number of seconds; legal is serve --handover-timeout SECONDS")
+    if seconds <= 0:
+        return Verdict(REFUSED, f"{value} is no time to wait; legal is serve --handover-timeout SECONDS with more than 0")
+    return Verdict(MAPPED, f"serve --handover-timeout {seconds:g}", ("--handover-timeout", f"{seconds:g}"))
 
 
 @rule
 def kv_transfer(value: Any, context: Context) -> Verdict:
-    """vLLM's connector between servers."""
-    connector = value.get("kv_connector", "") if isinstance(value, dict) else ""
-    if context.facts.role != "mixed":
-        return _one_side(context)
-    return Verdict(REFUSED, f"{connector or 'the connector'}: {topics()['tiered_cache'].why}")
+    """vLLM's connector between servers; of several, those that hand over are here."""
+    if not isinstance(value, dict):
+        return Verdict(REFUSED, "it is no JSON object")
+    several = value.get("kv_connector_extra_config", {}).get("connectors") if value.get("kv_connector") == "MultiConnector" else None
+    connectors = [each for each in several or [value] if isinstance(each, dict)]
+    moving = [each for each in connectors if str(each.get("kv_connector", "")) in HANDOVERS or not several]
+    stores = [str(each.get("kv_connector")) for each in connectors if each not in moving]
+    if context.facts.role == "mixed":
+        return Verdict(REFUSED, f"{value.get('kv_connector') or 'the connector'}: {topics()['tiered_cache'].why}")
+    if stores:
+        return Verdict(
+            REFUSED, f"{', '.join(stores)}: {topics()['tiered_cache'].why}; {_one_side(context).why} takes the place of the others"
+        )
+    verdict, port = _one_side(context), str(next((each["kv_port"] for each in moving if "kv_port" in each), ""))
+    if not port.isdigit():
+        return verdict
+    # The first port of a rank's there, too (kv_port + its device).
+    return replace(verdict, why=f"{verdict.why} --transfer-port {port}", serve=("--transfer-port", port))
 
 
 @rule

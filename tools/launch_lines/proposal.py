@@ -107,7 +107,12 @@ def named(facts: Facts, model: str | None = None, target_name: str | None = None
 
 
 def propose(
-    facts: Facts, model: str | None = None, target_name: str | None = None, out: str | None = None, among: Collection[str] = ()
+    facts: Facts,
+    model: str | None = None,
+    target_name: str | None = None,
+    out: str | None = None,
+    among: Collection[str] = (),
+    scheme: str | None = None,
 ) -> Proposal:
     """The build for a line.
 
@@ -116,6 +121,7 @@ def propose(
         target_name: the machine, where the user says it.
         out: the artifact's directory.
         among: ids of the deployments that the other servers of the script may be; the line is one of those where it can be.
+        scheme: of the weights, where another line of the script says it of the same checkpoint.
     """
     found = named(facts, model, target_name)
     rows = [each for each in found.rows if each[0].id in among] or list(found.rows)
@@ -128,14 +134,7 @@ def propose(
     machine, why = _target(facts, target_name)
     if why:
         assumed.append(why)
-    return _checked(_derived(facts, found.model, found.known, machine, assumed, out))
-
-
-def mixed(facts: Facts, proposal: Proposal, out: str) -> Proposal:
-    """A server that prefills and decodes with the sizes of a line that does one of them, of the deployment that the line is."""
-    row = proposal.deployment
-    scheme = "none" if row is None or row.quantization == "bf16" else row.quantization
-    return _checked(_derived(facts, proposal.model, proposal.known, target(proposal.target), [], out, scheme))
+    return _checked(_derived(facts, found.model, found.known, machine, assumed, out, scheme))
 
 
 def _is_here(path: str) -> bool:
@@ -168,31 +167,27 @@ def _published(facts: Facts, model: str, rows: list[tuple[Deployment, Phase]], a
     return _checked(_planned(Proposal(model, True, arguments, row.target, row, also, assumed)))
 
 
-def _derived(
-    facts: Facts, model: str, known: bool, machine: Target, assumed: list[str], out: str | None, scheme: str | None = None
-) -> Proposal:
-    """A build of the line's own sizes, derived as those of a published deployment are.
-
-    Args:
-        scheme: of the weights; by default what the line says.
-    """
+def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: list[str], out: str | None, scheme: str | None) -> Proposal:
+    """A build of the line's own sizes, derived as those of a published deployment are."""
     source = None
     if known:
         source = registry.find(model)
         assumed += _context_note(facts, source)
     draft = _draft(facts, model)
     drafts = _drafts(facts, source, draft)
-    scheme = scheme or facts.scheme
+    scheme = "none" if scheme == "bf16" else scheme or facts.scheme
+    # A prefill server runs no decode steps, and a build has one bucket of them at least.
+    decode = (1,) if facts.role == "prefill" else facts.buckets
     arguments = {"target": machine.name, "mesh": str(facts.mesh)}
     if scheme not in (None, "none") and (source is None or source.checkpoint_dir is None):
         arguments["quantization"] = str(scheme)
-    if not facts.buckets:
+    if not decode:
         assumed.append("buckets: the line bounds no batch; those of a build by default are taken (--buckets)")
     if facts.role != "mixed":
-        assumed.append(f"no server hands keys and values to another: this one does not only {facts.role}, it prefills and decodes")
-    if facts.buckets:
-        arguments["buckets"] = format_buckets(facts.buckets[-512:])
-    phase = replace(phase_of(facts), name="mixed", num_speculative_tokens=drafts, buckets=facts.buckets)
+        assumed.append("phase: no published deployment has these sizes, so the build has both; this server does one of them")
+    if decode:
+        arguments["buckets"] = format_buckets(decode[-512:])
+    phase = replace(phase_of(facts), name="mixed", num_speculative_tokens=drafts, buckets=decode)
     longest = source.max_position_embeddings if source else facts.context
     if longest is not None:
         context = min(facts.context or longest, longest) // machine.page_size * machine.page_size

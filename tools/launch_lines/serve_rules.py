@@ -21,7 +21,7 @@ ADDITIONAL = {
     "multistream_overlap_shared_expert": "overlap",
     "multistream_overlap_gate": "overlap",
     "enable_async_exponential": "overlap",
-    "recompute_scheduler_enable": "transfer",
+    "recompute_scheduler_enable": "recompute",
     "eplb_config": "expert_balance",
     "dynamic_eplb": "expert_balance",
     "torchair_graph_config": "compile",

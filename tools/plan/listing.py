@@ -11,6 +11,7 @@ from ..builder.deployments import DEFAULT, Deployment, Phase, limits_for, prefil
 from ..builder.deviations import deviations, source_of, why_not
 from ..builder.targets import target
 from ..notation import format_buckets
+from ..serve.lines import RowLines, lines_of
 
 NOT_BUILT = "not built"
 
@@ -41,7 +42,15 @@ def as_dict(row: Deployment) -> dict[str, Any]:
     phases = {name: _phase_dict(row, phase) for name, phase in row.phases.items()}
     chunk, prompts = (prefill_chunk(row), prefill_sizes(row)[-1].prompts) if row.phases else (None, None)
     sizes = {"nodes": row.nodes, "npus": row.npus, "prefill_chunk": chunk, "prefill_prompts": prompts}
-    return {**fields, **sizes, "buildable": buildable(row), "why": why_not(row), "phases": phases}
+    return {**fields, **sizes, "buildable": buildable(row), "why": why_not(row), "commands": as_commands(row), "phases": phases}
+
+
+def as_commands(row: Deployment) -> dict[str, Any] | None:
+    """What builds and serves a row as plain values; None for one that is not built."""
+    if not buildable(row):
+        return None
+    found = commands_of(row)
+    return {"build": found.build, "serve": found.lines, "replicas": list(found.replicas)}
 
 
 def table(rows: list[Deployment]) -> list[str]:
@@ -56,7 +65,7 @@ def table(rows: list[Deployment]) -> list[str]:
         shown += ["", f"{NOT_BUILT}:", *lines[1 + len(built) :]]
     named = next((row for row in built if DEFAULT.get(row.model) == row.id), built[0] if built else None)
     if named is not None:
-        shown += ["", f"* the default of its model; build another by its id: {_build_line(named)}"]
+        shown += ["", f"* the default of its model; build another by its id: {lines_of(named).build}"]
     return shown
 
 
@@ -78,7 +87,12 @@ def details(row: Deployment) -> list[str]:
         lines.append(f"note          {row.note}")
     for phase in row.phases.values():
         lines += ["", *_phase_lines(row, phase)]
-    return [*lines, "", f"build it: {_build_line(row)}" if buildable(row) else f"{NOT_BUILT}: {why_not(row)}"]
+    return [*lines, "", *(commands_of(row).shown() if buildable(row) else (f"{NOT_BUILT}: {why_not(row)}",))]
+
+
+def commands_of(row: Deployment) -> RowLines:
+    """What builds and serves a row."""
+    return lines_of(row, dense=not getattr(source_of(row).model.config, "num_experts", 0))
 
 
 def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
@@ -119,10 +133,6 @@ def _cells(row: Deployment) -> tuple[str, ...]:
     traffic = f"{row.input_len}/{row.output_len}" if row.input_len is not None else "-"
     name = row.id + ("*" if DEFAULT.get(row.model) == row.id else "")
     return name, row.model, row.target, meshes or "-", row.quantization, traffic, str(row.num_speculative_tokens), buckets
-
-
-def _build_line(row: Deployment) -> str:
-    return f"npucompile build {row.model} --deployment {row.id}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,18 +7,21 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...graphs.errors import NpucompileError
+from ...graphs.types import Mesh
 from ...models.presets import DRAFT_PRESETS
 from ...models.registry import find
 from ..builder.fit import FREE_SHARE
 from ..builder.memory import GIB
 from ..builder.plan import Options, plan
+from ..builder.targets import target
 from ..notation import PrefillSize, format_buckets, format_prefill
+from ..serve.lines import Server, alike, paired
 from .buckets import BucketList, build_list, prefill_sizes
 from .candidates import Candidate, Question
 from .parameters import Parameters, fitted
 from .prefill import prefill_time
 from .search import Found
-from .system import Serving, Workload
+from .system import Layout, Serving, Workload
 
 MOST_BUCKETS = 16
 """Decode buckets of a build; published rows have 1 to 17."""
@@ -116,12 +119,35 @@ def serve_command(subject: str, serving: Serving, work: Workload) -> str:
     Args:
         subject: the artifact, or the model of a build.
     """
-    words = [subject]
+    return Server(subject, options=(_serve_options(serving, work),)).lines()[0]
+
+
+def serve_commands(question: Question, candidate: Candidate) -> list[str]:
+    """The command lines of all servers of a candidate's builds, a machine each; of one instance where it has several that are alike."""
+    case = candidate.case
+    options = _serve_options(case.serving, question.workload)
+    decode = target(question.target).nodes(_mesh(case.decode.layout))
+    if case.prefill is None:
+        servers = list(alike(question.model, "mixed", decode, 1, options))
+    else:
+        layout = case.prefill.layout
+        prefill = target(question.target).nodes(_mesh(layout))
+        name = question.model.rstrip("/").rpartition("/")[2]
+        servers = [*alike(f"{name}-prefill", "prefill", prefill, layout.instances), *alike(f"{name}-decode", "decode", decode, 1, options)]
+    return [line for server in paired(servers) for line in server.lines()]
+
+
+def _mesh(layout: Layout) -> Mesh:
+    return Mesh.parse(f"dp={layout.dp},tp={layout.tp}")
+
+
+def _serve_options(serving: Serving, work: Workload) -> tuple[str, ...]:
+    words = list[str]()
     if serving.itl_target_ms is not None:
         words += ["--itl-target", f"{serving.itl_target_ms:g}"]
     if (most_urgent := min(work.priorities, default=0)) < 0:
         words += ["--min-priority", str(most_urgent)]
-    return "npucompile serve " + shlex.join(words)
+    return tuple(words)
 
 
 def refusal(every: Sequence[Options]) -> str:

@@ -20,6 +20,7 @@ from ..builder.deployments import deployments
 from ..builder.targets import target
 from . import buckets, pictures, recipe
 from .candidates import Question, schemes_of, stored_scheme
+from .listing import as_commands, buildable, commands_of
 from .measurements import measured
 from .parameters import FILE, Parameters, fitted
 from .predict import Prediction, predict
@@ -82,6 +83,9 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
             f"measured   TPOT {own.tpot_ms:.1f} ms, {own.output_tok_s:,.0f} tok/s, TTFT {own.ttft_ms:,.0f} ms, E2E {own.e2e_ms:,.0f} ms"
         )
     lines += ["", *buckets.curve_lines(lists, case, published)] if lists else []
+    if buildable(row):
+        lines += ["", *commands_of(row).shown()]
+        data["commands"] = as_commands(row)
     return View(data, lines, chosen, lambda path: pictures.write(path, name, [(name, case, prediction)], parameters))
 
 
@@ -101,11 +105,10 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
     case = (legal or checked[0])[0].candidate.case
     lists, _ = _lists(prediction, case, options, {case.serving.max_running})
     commands = [recipe.command_of(each) for each in legal[1]] if legal else []
-    # Instances of one phase are not served by this engine.
-    serving = recipe.serve_command(question.model, case.serving, question.workload) if legal and case.prefill is None else None
+    serving = recipe.serve_commands(question, legal[0].candidate) if legal else []
     lines = [*_header(question, answer), "", *table_of(question, answer), "", *_near(question)]
     if legal:
-        lines += ["", f"build {legal[0].candidate.label}:", *(f"  {command}" for command in (*commands, serving) if command), ""]
+        lines += ["", f"build {legal[0].candidate.label}:", *(f"  {command}" for command in (*commands, *serving)), ""]
         lines += [f"each of {legal[0].candidate.share} instances"] if legal[0].candidate.share > 1 else []
         lines += prediction_lines(prediction)
         sizes = recipe.prefill_of(legal[0].candidate, parameters)
@@ -121,7 +124,7 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
         "meets": answer.meets,
         "best": [_as_dict(found, refusals.get(id(found))) for found in answer.best],
         "build": commands,
-        "serve": serving,
+        "serve": "\n".join(serving) or None,
         "published": published_rows(question),
         "refused": refused,
     }

@@ -36,7 +36,7 @@ def test_every_flag_stands_in_the_table_under_what_becomes_of_it():
 
 def test_json_has_the_flags_and_the_commands():
     data = json.loads(said("--json", LINE))
-    assert {"flags", "command", "roles"} == set(data)
+    assert {"flags", "command", "notes", "roles"} == set(data)
     assert all({"name", "status", "why"} <= set(flag) for flag in data["flags"])
     assert len(data["flags"]) == 6
     built, served = data["command"].splitlines()
@@ -94,18 +94,19 @@ def test_a_build_that_no_rank_can_hold_is_not_said_to_be_planned(line):
     assert (role["planned"], "too much" in role["problem"]) == (False, True)
 
 
-def test_a_part_of_serving_is_not_served_and_what_can_be_is_said():
+def test_a_part_of_serving_has_its_role_and_a_line_a_machine():
     text = (
         "sglang serve DeepSeek-V3.2-w8a8 --tp-size 32 --dp-size 8 --enable-dp-attention --nnodes 2 --disaggregation-mode decode "
         "--max-running-requests 32 --cuda-graph-bs 1 2 3 4 --quantization modelslim --speculative-algorithm NEXTN --speculative-num-steps 3"
     )
     shown = said(text)
-    assert (
-        "not served: serve takes no artifact that can only decode, which is what `npucompile build deepseek-v3.2 --deployment dsv32"
-        in shown
-    )
-    data = json.loads(said("--json", text))
-    (role,) = data["roles"]
-    assert (role["serve"], role["instead"]["planned"]) == ("", True)
-    assert data["command"].splitlines() == [role["instead"]["build"], role["instead"]["serve"]]
-    assert "--prefill" in role["instead"]["build"]
+    built, *served = json.loads(said("--json", text))["command"].splitlines()
+    assert built == "npucompile build deepseek-v3.2 --deployment dsv32-a3x32-pd-64k-1k-30ms --phase decode"
+    assert served == [
+        f"npucompile serve deepseek-v3.2-decode --role decode --prefill http://PREFILL:8000 --port 30000 "
+        f"--nnodes 2 --node-rank {rank} --master-addr HOST"
+        for rank in (0, 1)
+    ]
+    assert [line.strip() for line in shown.splitlines()[-4:-1]] == [built, *served]
+    assert shown.endswith("no router is needed: a decode server chooses one of its prefill servers itself\n")
+    assert "assumed: prefill servers: the script starts none" in shown

@@ -7,13 +7,13 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npucompile.graphs.errors import LoweringError, SpecError
-from npucompile.runtime.executor import check_serving
+from npucompile.graphs.errors import SpecError
 from npucompile.tools.builder import plan as planning
 from npucompile.tools.commands import build, serve
 from npucompile.tools.launch_lines.imported import Imported, import_text
@@ -45,10 +45,26 @@ def flags_by_shlex(text: str) -> set[str]:
     return names
 
 
+FLEETS = ("--role", "--prefill", "--transfer-port", "--handover-timeout", "--nnodes", "--node-rank", "--master-addr")
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """What serve takes a line for."""
+    words = shlex.split(line)
+    words = words[words.index("npucompile") :]
+    assert words[:2] == ["npucompile", "serve"]
+    known = {name for option in serve.command.params for name in option.opts}
+    for option in ("--checkpoint", "--chat-template", *(option for option in FLEETS if option not in known)):
+        # The first two must exist, which is another machine's; the others are options from when serve has them.
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
+    return serve.command.make_context("serve", words[2:]).params
+
+
 def legal(imported: Imported) -> int:
     """Parses every command by the command itself, and asks the server whether it takes the build; the number of builds that are planned."""
     planned = 0
-    for role in [*imported.roles, *(role.instead for role in imported.roles if role.instead)]:
+    for role in imported.roles:
         if role.proposal is None:
             continue
         words = shlex.split(role.build)
@@ -58,23 +74,12 @@ def legal(imported: Imported) -> int:
             options = planning.Options(**{name: params[name] for name in planning.Options.__dataclass_fields__})
             assert options == options_of(role.proposal)
             planned += 1
-            if role.serve:
-                check_serving(role.proposal.plan.buckets, {})
-            else:
-                with pytest.raises(LoweringError, match="serving needs at least one"):
-                    check_serving(role.proposal.plan.buckets, {})
-        if role.instead:
-            assert not role.serve
-            assert role.serve not in imported.commands
-            assert {role.instead.build, role.instead.serve} <= set(imported.commands)
-            continue
-        served = shlex.split(role.serve)
-        given = served[served.index("serve") + 1 :]
-        for option in ("--checkpoint", "--chat-template"):
-            # Those must exist, which is another machine's.
-            if option in given:
-                del given[given.index(option) : given.index(option) + 2]
-        serve.command.make_context("serve", given)
+            kinds = {bucket.kind for bucket in role.proposal.plan.buckets}
+            assert kinds >= ({"prefill", "decode"} if role.name == "mixed" else {role.name})
+        assert set(role.serve.splitlines()) <= set(imported.commands)
+        assert sum(len(server.machines) for server in role.servers) == len(role.serve.splitlines())
+        for line in role.serve.splitlines():
+            parsed(line)
     return planned
 
 
@@ -124,16 +129,21 @@ def test_a_script_of_several_servers_has_a_role_for_each():
     prefill, decode, router = imported.roles
     assert "TASK_QUEUE_ENABLE" in {finding.name for finding in prefill.findings}
     assert "TASK_QUEUE_ENABLE" not in {finding.name for finding in decode.findings}
-    assert decode.serve.startswith(
-        "HCCL_SOCKET_IFNAME=eth0 torchrun --nnodes 2 --nproc-per-node 16 --master-addr h -m npucompile.tools.cli serve"
-    )
+    place = shlex.split(decode.build)[-1]
+    for rank, line in enumerate(decode.serve.splitlines()):
+        assert line == (
+            f"HCCL_SOCKET_IFNAME=eth0 npucompile serve {place} --role decode --prefill http://p:8000 --checkpoint "
+            f"/models/DeepSeek-R1-W8A8 --port 30000 --nnodes 2 --node-rank {rank} --master-addr h:5000"
+        )
     assert len({role.build for role in imported.roles[:2]}) == 2
     assert "--out" in prefill.build
-    assert {finding.status for finding in router.findings if finding.kind == "flag"} == {"refused"}
+    assert {finding.status for finding in router.findings if finding.name in ("--prefill", "--decode")} == {"unnecessary"}
     assert {finding.status for finding in router.findings if finding.name.startswith("HCCL")} == {"unnecessary"}
     assert next(f.why for f in router.findings if f.name == "--polcy") == "router has no flag --polcy; the nearest is --policy"
-    assert (router.build, router.serve) == ("", "")
+    assert (router.build, router.serve, imported.commands[-1]) == ("", "", router.routes[0])
+    assert router.routes[0].startswith("python -m sglang_router.launch_router --pd-disaggregation --prefill http://p:8000 8998")
     assert imported.as_dict()["command"].splitlines() == imported.commands
+    assert imported.notes == []
 
 
 def test_variables_are_carried_unnecessary_or_misspelt():
@@ -181,3 +191,75 @@ def test_the_order_of_flags_does_not_matter(flags):
     assert got.roles[0].build == wanted.roles[0].build
     assert sorted((f.name, f.status, f.why) for f in got.findings) == sorted((f.name, f.status, f.why) for f in wanted.findings)
     assert legal(got) == 1
+
+
+PAIR = """
+vllm serve qwen3.5-397b -tp 2 -dp 8 --max-num-seqs 8 --max-model-len 4096 --host 10.0.0.1 --port 30050 --kv-transfer-config
+'{"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer", "kv_port": "23010", "engine_id": "0"}'
+export VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=480
+for start in 0 8; do
+vllm serve qwen3.5-397b -tp 2 -dp 16 -dpl 8 -dpr $start -dpa 10.0.0.2 -dpp 6884 --max-num-seqs 8 --max-model-len 4096 --host 0.0.0.0 \\
+  --port 9 --kv-transfer-config '{"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_consumer", "kv_port": "36010", "engine_id": "1"}'
+done
+PROXY
+""".replace("--kv-transfer-config\n'", "--kv-transfer-config '")
+
+
+@pytest.mark.parametrize("out", [None, "there"])
+def test_a_pair_of_vllm_is_two_builds_and_a_line_a_machine(out):
+    proxy = "python load_balance_proxy_server_example.py --port 8000 --prefiller-hosts 10.0.0.1 --decoder-hosts 10.0.0.2"
+    imported = import_text(PAIR.replace("PROXY", proxy), out=out)
+    places = ["there-prefill", "there-decode"] if out else ["qwen3.5-397b-prefill-2", "qwen3.5-397b-decode-5"]
+    built = [shlex.split(line) for line in imported.commands[:2]]
+    assert [words[words.index("--out") + 1] for words in built] == places
+    assert imported.commands[2:] == [
+        f"npucompile serve {places[0]} --role prefill --host 10.0.0.1 --port 30050 --transfer-port 23010",
+        *(
+            f"npucompile serve {places[1]} --role decode --prefill http://10.0.0.1:30050 --host 0.0.0.0 --port 9 --transfer-port 36010 "
+            f"--handover-timeout 480 --nnodes 2 --node-rank {rank} --master-addr 10.0.0.2:6884"
+            for rank in (0, 1)
+        ),
+        proxy,
+    ]
+    assert imported.notes == []
+    layerwise = import_text(PAIR.replace("PROXY", proxy.replace("proxy", "proxy_layerwise")))
+    assert [role.routes for role in layerwise.roles] == [()] * 3
+    assert layerwise.notes == [
+        "a proxy for layerwise handovers asks the decode server first; here a decode server asks a prefill server itself"
+    ]
+    assert import_text(PAIR.replace("PROXY", "")).notes == [
+        "no router is needed: a decode server chooses one of its prefill servers itself"
+    ]
+
+
+def test_both_phases_of_a_deployment_are_one_build():
+    (entry,) = (
+        each for each in CORPUS if set(each["deployments"]) == {f"dsr1-a3x32-pd-3.5k-1.5k-50ms/{name}" for name in ("prefill", "decode")}
+    )
+    commands = import_text(entry["text"]).commands
+    assert commands[0] == "npucompile build deepseek-r1 --deployment dsr1-a3x32-pd-3.5k-1.5k-50ms --dtype bfloat16"
+    first, second, *decode = map(parsed, commands[1:])
+    assert [each["host"] for each in (first, second, *decode)] == [
+        f"your {name} ip{number}" for name in ("prefill", "decode") for number in (1, 2)
+    ]
+    named = import_text(entry["text"], out="there").commands
+    assert named[0] == f"{commands[0]} --out there"
+    assert [next(word for word in shlex.split(line) if "there" in word) for line in named[1:]] == [
+        *["there-prefill"] * 2,
+        *["there-decode"] * 2,
+    ]
+
+
+def test_lines_that_name_one_checkpoint_are_of_one_model():
+    (entry,) = (each for each in CORPUS if each["deployments"] == ["dsr1-a3x32-pd-6k-1.6k-20ms/prefill"])
+    prefill, decode = import_text(entry["text"]).roles
+    assert decode.proposal.model == prefill.proposal.model == "deepseek-r1"
+    assert decode.proposal.deployment is None
+    assert decode.proposal.arguments["quantization"] == "w8a8"
+    assert decode.proposal.planned
+
+
+def test_a_process_of_vllm_for_each_group_is_one_server():
+    text = "for i in 0 1 2 3; do vllm serve qwen3-32b -tp 2 -dp 4 -dpn $i --max-num-seqs 4 --max-model-len 4096; done"
+    (role,) = import_text(text).roles
+    assert role.serve == "npucompile serve qwen3-32b"

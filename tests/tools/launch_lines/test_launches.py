@@ -43,3 +43,25 @@ def test_what_only_names_an_engine_is_no_launch():
 def test_launches_come_in_order_with_their_lines():
     found = launches(read("vllm serve a\n\nif x; then\n  sglang serve b &\nfi\n"))
     assert [(launch.engine, launch.line) for launch in found] == [("vllm", 1), ("sglang", 4)]
+
+
+@pytest.mark.parametrize(
+    ("line", "start", "needless"),
+    [
+        ("python3 -m sglang_router.launch_router --mini-lb", ("python", "-m", "sglang_router.launch_router"), False),
+        ("/usr/bin/smg launch --port 1", ("/usr/bin/smg", "launch"), False),
+        ("vllm-router --policy round_robin", ("vllm-router",), False),
+        ("python3 a/load_balance_proxy_server_example.py --port 1", ("python", "a/load_balance_proxy_server_example.py"), False),
+        ("python toy_proxy_server.py --port 1", ("python", "toy_proxy_server.py"), False),
+        ("python load_balance_proxy_layerwise_server_example.py --port 1", None, True),
+    ],
+)
+def test_a_router_can_be_started_as_it_is(line, start, needless):
+    (launch,) = launches(read(line))
+    assert launch.engine == "router"
+    assert start is None or launch.start == start
+    assert bool(launch.needless) == needless
+
+
+def test_what_installs_a_router_is_no_launch():
+    assert launches(read("pip install vllm-router --upgrade")) == []

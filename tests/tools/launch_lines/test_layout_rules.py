@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.launch_lines import finding
 
@@ -16,13 +18,13 @@ from npucompile.tools.launch_lines.imported import import_text
         ("sglang", "--dp-size 2", "mapped", "replicas are dp groups of one server"),
         ("vllm", "--data-parallel-size 2", "mapped", "--mesh dp=2,tp=16"),
         ("vllm", "-dp 2", "mapped", "--mesh dp=2,tp=16"),
-        ("vllm", "--data-parallel-size-local 1 --nnodes 2", "mapped", "torchrun --nnodes 2"),
+        ("vllm", "--data-parallel-size-local 1 --nnodes 2", "mapped", "serve --nnodes 2 --node-rank I"),
         ("vllm", "--headless", "unnecessary", "rank 0 alone listens"),
         ("sglang", "--nnodes 1", "unnecessary", "a process for each NPU"),
-        ("sglang", "--nnodes 4", "mapped", "torchrun --nnodes 4"),
-        ("sglang", "--node-rank 1 --nnodes 2", "mapped", "torchrun --node-rank 1"),
-        ("sglang", "--dist-init-addr 10.0.0.1:5000 --nnodes 2", "mapped", "torchrun --master-addr 10.0.0.1 --master-port 5000"),
-        ("vllm", "--data-parallel-rpc-port 13389 --nnodes 2", "mapped", "torchrun --master-port 13389"),
+        ("sglang", "--nnodes 4", "carried", "serve --nnodes 4"),
+        ("sglang", "--node-rank 1 --nnodes 2", "carried", "serve --node-rank 1"),
+        ("sglang", "--dist-init-addr 10.0.0.1:5000 --nnodes 2", "mapped", "serve --master-addr 10.0.0.1:5000"),
+        ("vllm", "--data-parallel-rpc-port 13389 --nnodes 2", "mapped", "serve --master-addr HOST:13389"),
         ("vllm", "--data-parallel-address 10.0.0.1", "unnecessary", "the ranks of one machine need no address"),
         ("sglang", "--ep-size 16", "mapped", "whole experts are spread over all 16 ranks"),
         ("sglang", "--ep-size 4", "refused", "other groups are built for published deployments alone"),
@@ -35,7 +37,13 @@ from npucompile.tools.launch_lines.imported import import_text
         ("vllm", "--device-ids 4,5", "mapped", "ASCEND_RT_VISIBLE_DEVICES=4,5"),
         ("sglang", "--pp-size 1", "unnecessary", "it asks for what is so here"),
         ("sglang", "--pp-size 2", "refused", "layers are not spread over ranks"),
-        ("sglang", "--disaggregation-mode decode", "refused", "no server hands keys and values to another"),
+        ("sglang", "--disaggregation-mode decode", "mapped", "serve --role decode --prefill URL"),
+        ("sglang", "--disaggregation-transfer-backend nixl", "unnecessary", "moves nothing"),
+        ("sglang", "--disaggregation-transfer-backend ascend --disaggregation-mode prefill", "mapped", "in place of ascend"),
+        ("sglang", "--disaggregation-bootstrap-port 8998", "unnecessary", "ask a prefill server at its --port"),
+        ("sglang", "--disaggregation-decode-enable-offload-kvcache", "refused", "stay on the NPUs"),
+        ("vllm", "--data-parallel-start-rank 8", "unnecessary", "runs all dp groups"),
+        ("vllm", "--kv-transfer-config []", "refused", "no JSON object"),
         ("sglang", "--disaggregation-mode null", "unnecessary", "a server prefills and decodes"),
         ("vllm", "--max-model-len 8K", "carried", "--max-model-len 8192"),
         ("sglang", "--context-length 8200", "mapped", "--max-model-len 8192: a multiple of 128 tokens"),
@@ -79,6 +87,37 @@ def test_connectors_are_refused_with_their_name():
     found = next(each for each in import_text(text).findings if each.name == "--kv-transfer-config")
     assert found.status == "refused"
     assert found.why.startswith("AscendStore: cached keys and values stay on the NPUs")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "value", "status", "why"),
+    [
+        ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "decode", "600", "mapped", "serve --handover-timeout 600"),
+        ("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "prefill", "12.5", "mapped", "serve --handover-timeout 12.5"),
+        ("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "null", "600", "unnecessary", "waits for no other"),
+        ("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "decode", "long", "refused", "'long' is no number of seconds"),
+        ("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "decode", "0", "refused", "0 is no time to wait"),
+        ("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "decode", "5", "unnecessary", "within bounds that are set for it"),
+        ("ASCEND_TRANSFER_TIMEOUT", "decode", "9000", "carried", "set for serve"),
+        ("MMC_LOCAL_CONFIG_PATH", "decode", "a", "refused", "stay on the NPUs"),
+    ],
+)
+def test_variables_of_pairs(name, mode, value, status, why):
+    imported = import_text(f"{name}={value} sglang serve qwen3-32b --tp-size 4 --max-running-requests 4 --disaggregation-mode {mode}")
+    (found,) = (each for each in imported.findings if each.name == name)
+    assert (found.status, why in found.why) == (status, True), found
+    assert ("--handover-timeout" in imported.roles[0].serve) == (status == "mapped")
+
+
+def test_of_several_connectors_those_that_keep_are_refused():
+    connectors = [{"kv_connector": "MooncakeConnectorV1", "kv_port": "20001"}, {"kv_connector": "AscendStoreConnector"}]
+    config = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"connectors": connectors}}
+    (role,) = import_text(f"vllm serve qwen3-32b -tp 4 --kv-transfer-config '{json.dumps(config)}'").roles
+    found = next(each for each in role.findings if each.name == "--kv-transfer-config")
+    assert found.status == "refused"
+    assert found.why.startswith("AscendStoreConnector: cached keys and values stay on the NPUs")
+    assert "serve --role prefill takes the place of the others" in found.why
+    assert "--role prefill" in role.serve
 
 
 def test_a_dense_model_has_no_experts_to_spread():

@@ -61,7 +61,7 @@ def test_no_path_of_a_machine_is_in_the_data(file):
 
 WORDS = {
     "lora": {"LORA"}, "elastic": {"ELASTIC"}, "ray": {"RAY"}, "grpc": {"GRPC"}, "pipeline": {"PP"}, "watermark": set(),
-    "events": {"EVENTS"}, "session": {"SESSION"}, "simulate": {"SIMULATE", "FORCE"}, "logprobs_mode": {"LOGPROB", "LOGPROBS"},
+    "events": {"EVENTS"}, "session": {"SESSION"}, "simulate": {"SIMULATE", "FORCE", "PROB"}, "logprobs_mode": {"LOGPROB", "LOGPROBS"},
     "deterministic": {"DETERMINISTIC", "BATCH"}, "expert_balance": {"EPLB", "EXPERT", "WATERFILL", "BALANCEDNESS"},
     "long_context": {"LONG", "LONGER"}, "drafting": {"DSPARK", "DFLASH", "NGRAM"}, "thinking_limit": {"THINK", "REASONING"},
     "weights_update": {"WEIGHTS", "WEIGHT", "SLEEP"},

@@ -55,7 +55,11 @@ def test_columns_line_up():
 def test_teaches_how_to_build():
     assert f"npucompile build qwen3.5-397b --deployment {PUBLISHED}" in said()
     name = "qwen35-397b-a3x8-in16k-out1k-50ms"
-    assert said(name).splitlines()[-1] == f"build it: npucompile build qwen3.5-397b --deployment {name}"
+    assert said(name).splitlines()[-3:] == [
+        f"build it: npucompile build qwen3.5-397b --deployment {name}",
+        "serve it, a line on its machine:",
+        "  npucompile serve qwen3.5-397b",
+    ]
     last = said("dsv32-reference-values").splitlines()[-1]
     assert last == "not built: no launch command is published: parameter values for comparison, not a launch line"
 
