@@ -141,12 +141,12 @@ BUDGETS: dict[str, int] = {
     "tools/commands": 2060,
     "tools/inspection": 880,
     "tools/lab": 3020,
-    "tools/launch_lines": 2630,
+    "tools/launch_lines": 2810,
     "tools/plan": 4160,
     "tools/prove": 4040,
     "tools/quantize": 1210,
     "tools/ranks": 1160,
-    "tools/serve": 730,
+    "tools/serve": 920,
 }
 
 
