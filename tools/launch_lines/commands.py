@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from ..serve.lines import DECODE, PREFILL, Server, replicas
-from ..serve.options import HOST, PORT
+from ..serve.lines import Server, replicas
+from ..serve.options import DECODE, HOST, PORT, PREFILL
 from .facts import Facts
 from .proposal import Proposal
 

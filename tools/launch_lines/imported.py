@@ -10,7 +10,8 @@ from typing import Any
 
 from ...graphs.errors import SpecError
 from ..builder.targets import target
-from ..serve.lines import BOTH, DECODE, PAIRS_ITSELF, PREFILL, Server, paired
+from ..serve.lines import PAIRS_ITSELF, Server, paired
+from ..serve.options import BOTH, DECODE, PREFILL
 from .commands import build_command, build_commands, place_of, replicated
 from .facts import Facts
 from .findings import Finding, findings_of, router_findings

@@ -9,9 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..builder.deployments import Deployment, deployment
-from .options import HOST, PORT
+from .options import BOTH, DECODE, HOST, PORT, PREFILL
 
-BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 HOSTS = {BOTH: "HOST", PREFILL: "PREFILL", DECODE: "DECODE"}
 """What stands for the machines of each role where nobody has named them; their numbers follow."""
 

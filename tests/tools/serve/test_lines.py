@@ -10,6 +10,7 @@ from npucompile.models import registry
 from npucompile.tools.builder.deployments import deployment, deployments
 from npucompile.tools.commands import build, serve
 from npucompile.tools.serve.lines import PAIRS_ITSELF, Server, lines_of, paired, replicas
+from npucompile.tools.serve.pairing import Pairing
 
 ROWS = [row for row in deployments().values() if row.phases]
 PAIRS = [row for row in ROWS if "prefill" in row.phases]
@@ -84,6 +85,12 @@ def test_a_published_pair_names_every_prefill_server(row):
     assert len({server.url for server in found.servers}) == len(found.servers)
     assert [server.artifact for server in found.servers] == ["here/p"] * len(prefill) + ["here/d"] * len(decode)
     assert list(found.shown())[-1].strip() == PAIRS_ITSELF
+    for server in found.servers:
+        words = shlex.split(server.lines()[0])[2:]
+        end = words.index("--nnodes") if "--nnodes" in words else len(words)
+        params = serve.command.make_context("serve", [*words[:end], "--transfer-host", "10.0.0.1"]).params
+        pairing = Pairing.of(params, params["host"], ())
+        assert (pairing.role, pairing.prefill) == (server.role, server.prefill)
 
 
 def test_the_lines_of_a_pair_as_they_are_documented():
