@@ -130,6 +130,14 @@ class Instance:
             raise LayoutError(f"dp group {number}; legal are 0 to {groups - 1}")
         return range(number * self.tp, (number + 1) * self.tp)
 
+    def item_bytes(self, axis: str) -> int:
+        """Bytes of one page, or of the state of one request, in all pools: the shares of a group's ranks together, a whole pool once."""
+        return sum(region.item_bytes * (self.tp if region.split else 1) for region in self.ranks[0] if region.axis == axis)
+
+    def request_bytes(self, tokens: int) -> int:
+        """Bytes that travel for a prompt of so many tokens: the pages of all but its last token, and a state."""
+        return -(-(tokens - 1) // self.page_size) * self.item_bytes(PAGES) + self.item_bytes(SLOTS) if tokens > 1 else 0
+
     def to_json(self) -> dict[str, Any]:
         """As it is sent: the pools once, and their addresses on each rank."""
         fields = {name: value for name, value in vars(self).items() if name != "ranks"}

@@ -10,9 +10,12 @@ import click
 
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact, GraphEntry
+from ...runtime.kv_transfer.layout import LayoutError
 from ..cli import Home
-from ..inspection import cost, flame, legality, summary, views
+from ..inspection import cost, flame, legality, pair, summary, views
 from ..locate import artifact_path
+from ..serve.options import DECODE, PREFILL
+from ..serve.pairing import Pairing
 
 
 @click.command("inspect")
@@ -29,7 +32,15 @@ from ..locate import artifact_path
 @click.option("--census", is_flag=True, help="Print operator counts, costs and a roofline estimate.")
 @click.option("--cost", "costs", is_flag=True, help="Print the estimated time of a step by layer, cause and operator.")
 @click.option("--assumptions", is_flag=True, help="Print what is assumed of CANN's operators without a public source.")
-@click.option("--context", type=int, metavar="N", help="Cached tokens of each request for --cost.  [default: half of the longest]")
+@click.option(
+    "--pair", "other", metavar="B", help="Print what a prefill server of ARTIFACT hands over to a decode server of B, or why not."
+)
+@click.option(
+    "--context",
+    type=int,
+    metavar="N",
+    help="Cached tokens of each request for --cost, or of the prompt for --pair.  [default: half of the longest]",
+)
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also draw --cost as nested rectangles into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; without another option, everything but graphs.")
 @click.pass_obj
@@ -44,6 +55,7 @@ def command(
     census: bool,
     costs: bool,
     assumptions: bool,
+    other: str | None,
     context: int | None,
     html: Path | None,
     as_json: bool,
@@ -54,14 +66,28 @@ def command(
     Examples: npucompile inspect qwen3.5-tiny --bucket 4 --stage partitioned
               npucompile inspect qwen3.5-397b --bucket 8 --collectives
               npucompile inspect qwen3.5-397b --bucket 32 --cost --html step.html
+              npucompile inspect deepseek-r1-prefill --pair deepseek-r1-decode --context 3500
     """
     options = {"--stage": stage, "--collectives": collectives, "--memory": memory, "--environment": environment, "--census": census}
-    chosen = [name for name, is_set in (options | {"--cost": costs, "--assumptions": assumptions}).items() if is_set]
+    chosen = [name for name, is_set in (options | {"--cost": costs, "--assumptions": assumptions, "--pair": other}).items() if is_set]
     if len(chosen) > 1:
-        raise SpecError(f"{' and '.join(chosen)} are given together; legal is one of {', '.join((*options, '--cost', '--assumptions'))}")
-    if (context is not None or html) and not costs:
-        raise SpecError(f"{'--context' if context is not None else '--html'} is given without --cost, which it is for")
+        raise SpecError(
+            f"{' and '.join(chosen)} are given together; legal is one of {', '.join((*options, '--cost', '--assumptions', '--pair'))}"
+        )
+    if html and not costs:
+        raise SpecError("--html is given without --cost, which it is for")
+    if context is not None and not (costs or other):
+        raise SpecError("--context is given without --cost or --pair, which it is for")
     opened = Artifact.open(artifact_path(home.artifacts, artifact))
+    if other is not None:
+        sides = opened, Artifact.open(artifact_path(home.artifacts, other))
+        for role, side in zip((PREFILL, DECODE), sides, strict=True):
+            Pairing(role).check(side)
+        view, refused = pair.pair(*sides, context)
+        show([view], as_json, one=True)
+        if refused:
+            raise LayoutError(refused)
+        return
     manifest = opened.manifest
     entries = [summary.find(manifest, bucket)] if bucket is not None else list(manifest.graphs)
     if stage and bucket is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from support import tiny
@@ -46,3 +47,20 @@ def test_one_thing_is_shown_at_a_time(tmp_path, tiny_artifact):
 )
 def test_what_an_artifact_for_this_machine_has_not_is_refused(tmp_path, tiny_artifact, view, message):
     assert message in tiny.refused(tmp_path, "inspect", tiny_artifact, f"--{view}")
+
+
+def test_a_pair_is_checked_before_it_is_served(tmp_path, tiny_artifact):
+    shown = tiny.cli(tmp_path, "inspect", tiny_artifact, "--pair", tiny_artifact, "--context", "17")
+    assert shown.exit_code == 0, shown.output
+    assert "bytes for 17 tokens" in shown.stdout
+    data = json.loads(tiny.cli(tmp_path, "inspect", tiny_artifact, "--pair", tiny_artifact, "--context", "17", "--json").stdout)
+    assert data["request_bytes"] == 16 * data["token_bytes"] + data["state_bytes"]
+    other = tiny.published(tiny.copied(tiny_artifact, tmp_path / "other"), lambda manifest, _: replace(manifest, source_digest="another"))
+    message = tiny.refused(tmp_path, "inspect", tiny_artifact, "--pair", other.path)
+    assert "the prefill and the decode server differ: model: qwen3_5 in f32" in message
+    decodes = tiny.published(
+        tiny.copied(tiny_artifact, tmp_path / "decodes"),
+        lambda manifest, _: replace(manifest, graphs=tuple(entry for entry in manifest.graphs if entry.bucket.kind == "decode")),
+    )
+    assert "--role prefill: " in tiny.refused(tmp_path, "inspect", decodes.path, "--pair", tiny_artifact)
+    assert "--context is given without --cost or --pair" in tiny.refused(tmp_path, "inspect", tiny_artifact, "--context", "1")
