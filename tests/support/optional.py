@@ -36,10 +36,17 @@ def browser() -> str:
 
 def curl() -> str:
     """Path of curl; skips the test where there is none."""
-    path = shutil.which("curl")
-    if path is None:
-        _missing("curl is not installed: apt-get install curl", "curl")
-    return str(path)
+    return _program("curl", "curl")
+
+
+def haproxy() -> str:
+    """Path of haproxy; skips the test where there is none."""
+    return _program("haproxy", "haproxy")
+
+
+def nginx() -> str:
+    """Path of nginx; skips the test where there is none."""
+    return _program("nginx", "nginx-light")
 
 
 def transfer_engine() -> None:
@@ -58,6 +65,14 @@ def network_namespaces() -> None:
     # `ip netns` mounts what `unshare` does not need, and wants root itself.
     if os.geteuid() != 0 or subprocess.run(probe, capture_output=True, check=False).returncode:
         _missing("this process may not make network namespaces: root with CAP_NET_ADMIN and CAP_SYS_ADMIN may", "network-namespaces")
+
+
+def _program(name: str, package: str) -> str:
+    # Debian keeps servers where only root looks.
+    path = shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+    if path is None:
+        _missing(f"{name} is not installed: apt-get install {package}", package)
+    return str(path)
 
 
 def _missing(what: str, package: str = "") -> None:
