@@ -21,8 +21,8 @@ class StepInput:
         doc: what it holds.
         padding: value in rows of padding, and in the unused part of a live row.
         kind: the kind of bucket that has it; "" for both kinds.
-        needs: "drafts", "logprobs", "bitmasks" or "adjustments" for an input that only graphs which draft, which return log
-            probabilities, or which take bitmasks or adjustments of logits have.
+        needs: "drafts", "logprobs", "bitmasks", "adjustments" or "pictures" for an input that only graphs which draft, which return log
+            probabilities, or which take bitmasks, adjustments of logits or pictures have.
     """
 
     name: str
@@ -50,12 +50,18 @@ UNDECIDED = -1
 NON_FINITE = -2
 """In place of a sampled token: the row's largest logit is no finite number, and the request fails."""
 
+AXES = 3
+"""Axes of positions where there are pictures: time, row and column."""
+
 STEP_INPUTS = (
     StepInput("tokens", "BQ", _I32, "token ids, left-aligned", kind="prefill"),
     StepInput("num_computed_tokens", "B", _I32, "tokens of the row's request that are in the cache already", kind="prefill"),
     StepInput("query_lens", "B", _I32, "valid tokens of the row; 0 in a row of padding", kind="prefill"),
     StepInput("state_slots_in", "B", _I32, "state slot to start from; not read where starts is 0", kind="prefill"),
     StepInput("next_tokens", "B", _I32, "prompt token after the row's last one; -1 where it is sampled", -1, "prefill", "drafts"),
+    StepInput("positions", "BQX", _I32, "position of each token in time, row and column", kind="prefill", needs="pictures"),
+    # Of one token more than the chunk has: what follows its last one.
+    StepInput("picture_rows", "BP", _I32, "row of a picture in the token's place; 0 is none", kind="prefill", needs="pictures"),
     StepInput("drafts", "B", _I32, "how many of the row's drafts are verified, 0 to k", kind="decode"),
     StepInput("base", "B", _I32, "smallest position at which the row can start, for all the host knows", kind="decode"),
     StepInput("request_slots", "B", _I32, "request slot (models/request_slots.py); 0, the null slot, in a row of padding"),
@@ -90,6 +96,10 @@ OPTIONAL_ROWS = {"bitmask": ("bitmask_rows",), "seen": ("seen_rows",), "adjustme
 LAYER_INPUTS = ("tokens", "page_table", "num_computed_tokens", "query_lens", "state_slots_in", "state_slots_out")
 """The inputs that a model's layers read. Of these, a decode step finds all but page_table and state_slots_out in the request slots."""
 
+PICTURE_INPUTS = ("positions", "picture_rows", "picture_pool", "position_offsets")
+"""What they read besides in a graph that takes pictures: positions [B, Q, 3] and rows [B, Q] of a chunk, and the pool [R, M] that these are
+of; where there are no positions, what is added to indices of tokens to give them, [B]."""
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -105,13 +115,13 @@ class StepInputs:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """B, Q and N (graphs/types.py), W state slots written per row, U random numbers per row, C bitmasks of M words a token, and A
-        adjustments of V logits, with as many sets of tokens in S words."""
+        """B, Q and N (graphs/types.py), X axes of positions, P tokens with the one that follows, W state slots written per row, U random
+        numbers per row, C bitmasks of M words a token, and A adjustments of V logits, with as many sets of tokens in S words."""
         B, Q, W, limits = self.bucket.batch, self.bucket.q_len, write_width(self.bucket), self.limits
         masks = {"C": min(limits.bitmasks, B), "M": limits.bitmask_words}
         # No row has more than two.
         masks |= {"A": min(limits.logit_adjustments, 2 * B), "V": limits.adjusted_tokens, "S": -(-limits.adjusted_tokens // WORD_BITS)}
-        return {"B": B, "Q": Q, "N": limits.pages_per_request, "W": W, "U": 2 * W - 1, **masks}
+        return {"B": B, "Q": Q, "N": limits.pages_per_request, "X": AXES, "P": Q + 1, "W": W, "U": 2 * W - 1, **masks}
 
     def shapes(self, names: Sequence[str] = ()) -> list[tuple[StepInput, tuple[int, ...]]]:
         """The graph's inputs, or those of these names whether the graph has them or not, each with its shape."""
@@ -130,7 +140,7 @@ class StepInputs:
     def _has(self, field: StepInput) -> bool:
         limits = self.limits
         offered = {"": True, "drafts": limits.drafts > 0, "logprobs": self.logprobs, "bitmasks": limits.bitmasks > 0}
-        offered |= {"adjustments": limits.logit_adjustments > 0}
+        offered |= {"adjustments": limits.logit_adjustments > 0, "pictures": limits.picture_rows > 0}
         return field.kind in ("", self.bucket.kind) and offered[field.needs]
 
 

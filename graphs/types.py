@@ -273,6 +273,7 @@ class Limits:
         logit_adjustments: A, adjustments of logits that a step takes; 0 takes none. A row has up to two.
         adjusted_tokens: V, where there are adjustments.
         checkpoint_slots: slots of num_slots that no request in flight needs, for the states after prefixes that are kept.
+        picture_rows: R, rows of pictures that are kept for prompts, the null row included; 0 takes no pictures.
     """
 
     page_size: int
@@ -286,6 +287,7 @@ class Limits:
     logit_adjustments: int = 0
     adjusted_tokens: int = 0
     checkpoint_slots: int = 0
+    picture_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "num_slots", "max_model_len", "slots_per_request"):
@@ -302,6 +304,8 @@ class Limits:
         if self.logit_adjustments < 0 or (self.logit_adjustments > 0) != (self.adjusted_tokens > 0):
             sizes = f"{self.logit_adjustments} adjustments of {self.adjusted_tokens} logits"
             raise SpecError(f"{sizes}; legal is at least 1 of both, or 0 of both")
+        if self.picture_rows < 0 or self.picture_rows == 1:
+            raise SpecError(f"{self.picture_rows} rows of pictures; legal is at least 2, of which one is the null row, or 0")
         if not 0 <= self.checkpoint_slots < self.num_slots:
             raise SpecError(
                 f"{self.checkpoint_slots} of {self.num_slots} state slots are for checkpoints; legal is 0 to {self.num_slots - 1}"

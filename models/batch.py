@@ -37,11 +37,21 @@ class Batch:
 
     @staticmethod
     def of(inputs: Tree, rotary: Rotary) -> Batch:
-        """The batch of a step whose layers read `inputs` (LAYER_INPUTS)."""
+        """The batch of a step whose layers read `inputs` (LAYER_INPUTS, PICTURE_INPUTS)."""
         B, Q = inputs["tokens"].shape
-        cos, sin = rotary.angles(ops.positions(inputs["num_computed_tokens"], Q))
+        cos, sin = rotary.angles(_positions(inputs, Q))
         names = ("page_table", "num_computed_tokens", "query_lens", "state_slots_in", "state_slots_out")
         return Batch(B, Q, inputs["tokens"].reshape(-1), cos, sin, **{name: inputs[name] for name in names})
+
+
+def _positions(inputs: Tree, q_len: int) -> torch.Tensor:
+    """[T], or [T, 3] of a chunk that may have pictures."""
+    if "positions" in inputs:
+        positions: torch.Tensor = inputs["positions"].flatten(0, 1)
+        return positions
+    start = inputs["num_computed_tokens"]
+    on_one_axis: torch.Tensor = ops.positions(start + inputs["position_offsets"] if "position_offsets" in inputs else start, q_len)
+    return on_one_axis
 
 
 _TENSORS = ("tokens", "cos", "sin", "page_table", "num_computed_tokens", "query_lens", "state_slots_in", "state_slots_out")

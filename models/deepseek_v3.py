@@ -240,7 +240,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
     """
     layers = [(kind, cfg.mixer.apply) for kind in cfg.layer_kinds]
-    return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary))
+    return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary), inputs)
 
 
 def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[Tree, Tree]:
@@ -250,7 +250,7 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
     whole on every device. `first` changes nothing: the head treats hidden states of the model and its own alike.
     """
     own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
-    stream, x = mtp.merged(cfg, own, params["embed"], batch, hidden)
+    stream, x = mtp.merged(cfg, own, params["embed"], batch, inputs, hidden)
     rows, entries = cfg.mixer.compress(cfg, own["layer"]["mixer"], x, batch.size * batch.q_len)
     pool = cfg.mixer.write(cfg, own["layer"]["mixer"], state[DRAFT], batch, entries)
     return {"stream": stream, **rows}, {**state, DRAFT: pool}

@@ -14,6 +14,9 @@ from . import sequence_parallel
 from .family import DraftHead
 from .sampling import best
 
+_OF_CHUNKS = ("positions", "picture_rows", "picture_pool")
+"""What a chunk of a prompt has that may have pictures, and no draft (PICTURE_INPUTS)."""
+
 Extended = tuple[Tree, Tree, Tree]
 """Result of writing tokens to the head's cache: what the head drafts from, of each row's last token; where that token lies, as
 `num_computed_tokens` and `query_lens` [B]; and the new pools."""
@@ -31,8 +34,8 @@ def draft(
     Args:
         head: draft head of the model's family.
         params, state: of the whole model.
-        step: `tokens` [B, Q], in each column the token that follows that column's token of the model's pass; page_table, starts,
-            state_slots_in and state_slots_out as in that pass.
+        step: `tokens` [B, Q], in each column the token that follows that column's token of the model's pass, and `picture_rows` likewise;
+            page_table, starts, state_slots_in, state_slots_out and positions as in that pass.
         features: `Intermediates.features` of that pass, [T, ...].
         counts: [B] accepted tokens of each row; 0 in a row of padding.
 
@@ -44,6 +47,8 @@ def draft(
     pools = {head.key: state[head.key]}
     # Nothing is computed between the calls: each run of nodes there would be one more body to convert.
     inputs = {**step, "tokens": tokens, "query_lens": counts}
+    # What is drafted is text.
+    step = {name: value for name, value in step.items() if name not in _OF_CHUNKS}
     rows, place, pools = block("extend_draft_cache", _extend_accepted, (head, cfg), weights, pools, inputs, features)
     token, hidden = block("draft", _draft, (head, cfg), weights, pools, {**step, **place}, rows)
     drafts = [token]

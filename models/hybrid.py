@@ -210,7 +210,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         state: tree of `abstract_state`; `mtp` passes through.
         inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
     """
-    return decoder.forward(cfg, _layers(cfg), params, state, Batch.of(inputs, cfg.rotary))
+    return decoder.forward(cfg, _layers(cfg), params, state, Batch.of(inputs, cfg.rotary), inputs)
 
 
 def _layers(cfg: Config) -> Sequence[tuple[str, decoder.Mixer]]:
@@ -225,7 +225,7 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
     [T, M], whole on every device. `first` changes nothing: the head treats hidden states of the model and its own alike.
     """
     own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
-    stream, x = mtp.merged(cfg, own, params["embed"], batch, hidden)
+    stream, x = mtp.merged(cfg, own, params["embed"], batch, inputs, hidden)
     pool = attention.write_kv(cfg, own["layer"]["mixer"], state[DRAFT], batch, x)
     return {"stream": stream, "normed": x}, {**state, DRAFT: pool}
 

@@ -28,20 +28,23 @@ def params(
     return {"norm_embedding": embedding, "norm_hidden": hidden, "fc": joining, "layer": layer, "norm": final}
 
 
-def merged(cfg: decoder.DecoderSizes, head: Tree, embed: Tree, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merged(
+    cfg: decoder.DecoderSizes, head: Tree, embed: Tree, batch: Batch, inputs: Tree, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The head's residual stream, of a token and the hidden state before it, each under a norm of its own; and its layer's input.
 
     Args:
         head: weights `norm_embedding`, `norm_hidden`, `fc` [M, 2M], whose first half is the token's, and `layer`.
         embed: the model's table of embeddings [V, M].
         batch: of the tokens.
+        inputs: that the batch is of.
         hidden: [T, M], laid out as the residual stream (sequence_parallel.py).
 
     Returns:
         stream and its norm, each [T, M], whole on every device.
     """
     eps, offset = cfg.rms_norm_eps, cfg.norm_offset
-    token = norms.rms_norm(sequence_parallel.embed(batch.tokens, embed), head["norm_embedding"], eps, offset)
+    token = norms.rms_norm(sequence_parallel.embed_with_pictures(batch.tokens, embed, inputs), head["norm_embedding"], eps, offset)
     hidden = norms.rms_norm(hidden, head["norm_hidden"], eps, offset)
     stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), head["fc"]), batch.size * batch.q_len)
     return stream, norms.rms_norm(stream, head["layer"]["input_norm"], eps, offset)

@@ -144,7 +144,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
     """
     layers = [(kind, attention.apply) for kind in cfg.layer_kinds]
-    return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary))
+    return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary), inputs)
 
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:

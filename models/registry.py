@@ -141,7 +141,7 @@ def published_name(source: ModelSource) -> str:
 
 def _comparable(model: Model) -> Any:
     config: Any = model.config.target if isinstance(model.config, WithDraftModel) else model.config
-    return replace(config, rotary=replace(config.rotary, scaling=None, positions=0), max_position_embeddings=0, variant=PLAIN)
+    return replace(config, rotary=replace(config.rotary, scaling=None, positions=0, sections=()), max_position_embeddings=0, variant=PLAIN)
 
 
 def from_config(name: str, values: Mapping[str, Any], where: str = "config.json", family: FamilyFile | None = None) -> Model:

@@ -25,35 +25,43 @@ class DecodeStart(NamedTuple):
         num_computed_tokens: [B] position of the first, within the longest context.
         query_lens: [B] valid candidates; 0 in rows of padding and where the context is full.
         state_slots_in: [B] state slot to start from.
+        position_offsets: [B], what is added to indices of tokens to give their positions; None in graphs that take no pictures.
     """
 
     tokens: torch.Tensor
     num_computed_tokens: torch.Tensor
     query_lens: torch.Tensor
     state_slots_in: torch.Tensor
+    position_offsets: torch.Tensor | None = None
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Those that the step has, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 def state(limits: Limits) -> Aval:
-    """The pool of request slots: [C, 2 + k + 1] i32."""
-    return Aval((limits.num_request_slots, TOKENS + limits.drafts + 1), torch.int32, ("request_slots", None))
+    """The pool of request slots: [C, 2 + k + 1] i32, and one column more for `position_offsets` where graphs take pictures."""
+    return Aval((limits.num_request_slots, TOKENS + limits.drafts + 1 + bool(limits.picture_rows)), torch.int32, ("request_slots", None))
 
 
 def read(pool: torch.Tensor, inputs: Tree, limits: Limits) -> DecodeStart:
     """Where the rows of a decode step start; no row goes beyond the longest context.
 
     Args:
-        pool: [C, 2 + Q].
+        pool: [C, 2 + Q], or a column more.
         inputs: of a decode step (graphs/step_inputs.py).
     """
     Q = limits.drafts + 1
-    start, accepted, tokens = pool.index_select(0, inputs["request_slots"]).split([1, 1, Q], 1)
+    columns = [1, 1, Q, *[1] * bool(limits.picture_rows)]
+    start, accepted, tokens, *offsets = pool.index_select(0, inputs["request_slots"]).split(columns, 1)
     state_slots_in = inputs["state_slots_out"].gather(1, accepted.clamp(0, limits.drafts).to(torch.int64)).view(-1)
     num_computed_tokens = start.reshape(-1)
     longest = torch.full((), limits.max_model_len, dtype=torch.int32, device=pool.device)
     query_lens = torch.minimum(inputs["drafts"] + 1, longest - num_computed_tokens)
     # Attention looks up the page of a row's first token, whether that token is valid or not.
     num_computed_tokens = num_computed_tokens.clamp(max=limits.max_model_len - 1)
-    return DecodeStart(tokens.contiguous(), num_computed_tokens, torch.where(inputs["request_slots"] > 0, query_lens, 0), state_slots_in)
+    tokens, query_lens = tokens.contiguous(), torch.where(inputs["request_slots"] > 0, query_lens, 0)
+    return DecodeStart(tokens, num_computed_tokens, query_lens, state_slots_in, *(each.reshape(-1) for each in offsets))
 
 
 def write(
@@ -65,7 +73,8 @@ def write(
         request_slots: [B] request slots.
         num_computed_tokens: [B] position of the first token.
         accepted: [B] index, among the request's state slots, of the one with the state before it.
-        tokens: the last token that was sampled and accepted, [B, 1], and the drafts after it, [B, k]; or both as [B, Q].
+        tokens: the last token that was sampled and accepted, [B, 1], and the drafts after it, [B, k]; or both as [B, Q]. Behind them
+            `position_offsets` [B, 1] in graphs that take pictures.
     """
     values = torch.cat([num_computed_tokens[:, None], accepted[:, None], *tokens], 1)
     pool_after: torch.Tensor = ops.request_slot_write(pool, request_slots, values)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..graphs import ops
 from ..graphs.errors import ConfigError
+from ..graphs.step_inputs import AXES
 from .config import Fields
 
-# "mrope" has several axes, on all of which a text token has the same position: its angles are those of one axis.
+# "mrope" has several axes, on all of which a text token has the same position: its angles are those of one axis, unless there are pictures.
 KINDS = ("default", "mrope", "linear", "yarn")
+
+SECTIONS = (11, 11, 10)
+"""Of a file that names none (transformers 5.23, Qwen3_5TextRotaryEmbedding)."""
 
 _FIELDS = {
     "attention_factor", "beta_fast", "beta_slow", "factor", "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim",
@@ -48,21 +52,33 @@ class Rotary:
         theta: base; channel pair i turns by `theta^(-2i/dim)` a token.
         scaling: None for the frequencies of training.
         positions: most tokens that the scaling is meant for; 0 where it names none.
+        sections: of three axes of positions, how many frequencies turn by each; empty where the file names none.
     """
 
     dim: int
     theta: float
     scaling: Scaling | None = None
     positions: int = 0
+    sections: tuple[int, ...] = ()
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of each position [T], each [T, dim / 2] f32."""
+        """Cosine and sine of each position [T], or [T, 3] in time, row and column, each [T, dim / 2] f32."""
+        if positions.dim() == 2:
+            cosines, sines = zip(*(self.angles(positions[:, axis].contiguous()) for axis in range(AXES)), strict=True)
+            return self._interleaved(*cosines), self._interleaved(*sines)
         if self.scaling is None:
             cos, sin = ops.rope_angles(positions, self.dim, self.theta)
         else:
             scaling = self.scaling
             cos, sin = ops.scaled_rope_angles(positions, self.dim, self.theta, scaling.factor, scaling.low, scaling.high, scaling.magnitude)
         return cos, sin
+
+    def _interleaved(self, time: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """Every third frequency is a row's, and every third a column's, as far as their sections go; all others are of the time."""
+        _, rows, columns = self.sections or SECTIONS
+        index = torch.arange(self.dim // 2, dtype=torch.int32, device=time.device)
+        of_row = torch.where((index % AXES == 1) & (index < AXES * rows), row, time)
+        return torch.where((index % AXES == 2) & (index < AXES * columns), column, of_row)
 
     def longest(self, stated: int) -> int:
         """Most tokens of a context whose configuration states `max_position_embeddings`, which people leave when they add a scaling."""
@@ -93,13 +109,21 @@ def read_rotary(text: Fields, width: int, *, partial: float = 1.0) -> Rotary:
     if not 0 < dim <= width or dim % 2:
         raise ConfigError(f"{text.where}: head_dim * partial_rotary_factor is {dim}; expected an even number of at most {width}")
     theta = next((fields for fields in [fields for fields in (scaling, parameters, text) if fields.has("rope_theta")]), scaling)
-    rotary = Rotary(dim, theta.get(float, "rope_theta", minimum=1))
+    sections = next((_sections(fields) for fields in (scaling, parameters) if fields.has("mrope_section")), ())
+    rotary = Rotary(dim, theta.get(float, "rope_theta", minimum=1), sections=sections)
     kind = scaling.get(str, "rope_type", default=scaling.get(str, "type", default="default"))
     if kind == "linear":
         factor, all_dim = scaling.get(float, "factor", minimum=1), scaling.get(float, "mscale_all_dim", default=0.0, minimum=0)
         # Beyond `high` at every index: all frequencies are divided.
-        return Rotary(dim, rotary.theta, Scaling(factor, -1.0, 0.0, softmax=_softmax(factor, all_dim)))
+        return replace(rotary, scaling=Scaling(factor, -1.0, 0.0, softmax=_softmax(factor, all_dim)))
     return _yarn(rotary, scaling, text) if kind == "yarn" else rotary
+
+
+def _sections(fields: Fields) -> tuple[int, ...]:
+    value = fields.values["mrope_section"]
+    if not isinstance(value, list | tuple) or len(value) != AXES or not all(type(count) is int and count >= 0 for count in value):
+        raise ConfigError(f"{fields.where}: mrope_section is {value!r}; expected {AXES} numbers of frequencies")
+    return tuple(value)
 
 
 def _yarn(rotary: Rotary, fields: Fields, text: Fields) -> Rotary:
@@ -129,7 +153,7 @@ def _yarn(rotary: Rotary, fields: Fields, text: Fields) -> Rotary:
         fields.get(float, "attention_factor", default=inferred, minimum=0),
         _softmax(factor, all_dim),
     )
-    return Rotary(rotary.dim, rotary.theta, scaling, int(original * factor))
+    return replace(rotary, scaling=scaling, positions=int(original * factor))
 
 
 def _turning(rotary: Rotary, context: int, turns: float) -> float:

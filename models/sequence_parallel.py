@@ -60,6 +60,18 @@ def embed(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return constrain(x, "tokens", None)
 
 
+def embed_with_pictures(tokens: torch.Tensor, table: torch.Tensor, inputs: Tree) -> torch.Tensor:
+    """The same, with rows of pictures in the places of tokens that have them (PICTURE_INPUTS); other steps have none."""
+    stream = embed(tokens, table)
+    if "picture_rows" not in inputs:
+        return stream
+    rows = inputs["picture_rows"].reshape(-1)
+    missing = stream.shape[0] - rows.shape[0]
+    rows = constrain(torch.cat([rows, rows.new_zeros(missing)]) if missing else rows, "tokens")
+    pictures = constrain(ops.embed(rows, inputs["picture_pool"]), "tokens", None)
+    return torch.where((rows > 0)[:, None], pictures, stream)
+
+
 def _local_rows(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rows of this device's part of the table, zeros for tokens of other parts."""
     index = tokens - axis_index("vocab") * table.shape[0]

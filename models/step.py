@@ -10,8 +10,8 @@ import torch
 
 from ..graphs import ops
 from ..graphs.errors import SpecError
-from ..graphs.step_inputs import LAYER_INPUTS, StepInputs
-from ..graphs.types import Bucket, Limits, Program, Tree
+from ..graphs.step_inputs import LAYER_INPUTS, PICTURE_INPUTS, StepInputs
+from ..graphs.types import Aval, Bucket, Limits, Program, Tree
 from . import draft_vocabulary, drafts, request_slots, sequence_parallel
 from .family import Family, Intermediates
 from .head_padding import PaddedHeads, widened, with_real_sources
@@ -19,6 +19,9 @@ from .padding import padded
 from .params import avals
 from .quant.declare import stored
 from .sampling import sample_tokens
+
+PICTURES = "picture_pool"
+"""Key of the pool of rows of pictures in the state of programs that take them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,10 @@ class Model:
 
     def state(self, limits: Limits, dtype: torch.dtype) -> Tree:
         """Tree of Aval of the programs' state: the family's pools, and the request slots."""
-        return {**self._used(self.family.abstract_state(self.wide, limits, dtype)), "request_slots": request_slots.state(limits)}
+        pools = {**self._used(self.family.abstract_state(self.wide, limits, dtype)), "request_slots": request_slots.state(limits)}
+        if limits.picture_rows:
+            pools[PICTURES] = Aval((limits.picture_rows, self.config.hidden_size), dtype, ("picture_rows", None))
+        return pools
 
     def _used(self, tree: Tree) -> dict[str, Any]:
         return {name: value for name, value in tree.items() if self.drafting or name not in (self.family.draft_key, draft_vocabulary.KEY)}
@@ -84,7 +90,7 @@ class _Step:
     def decode(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
         """Samples after each row's last token and its drafts, accepts drafts that equal what was sampled, and drafts again."""
         Q, start = self.bucket.q_len, request_slots.read(state["request_slots"], inputs, self.limits)
-        step = {**inputs, **start._asdict()}
+        step = {**inputs, **start.inputs()}
         hidden, state, intermediates = self._forward(params, state, step)
         hidden = sequence_parallel.whole(hidden, self.bucket.tokens)
         sampled = self._sample(params, hidden, inputs, request_slots.uniforms(inputs, start.num_computed_tokens, Q))
@@ -97,26 +103,43 @@ class _Step:
         # A row whose context is full samples nothing, and its request slot stays as it is.
         advanced = torch.where(counts > 0, inputs["request_slots"], 0)
         following = start.num_computed_tokens + counts
-        pool = request_slots.write(state["request_slots"], advanced, following, accepted, last, *drafted.values())
+        offsets = [] if start.position_offsets is None else [start.position_offsets[:, None]]
+        pool = request_slots.write(state["request_slots"], advanced, following, accepted, last, *drafted.values(), *offsets)
         return {**sampled, "counts": counts, **drafted}, {**state, "request_slots": pool}
 
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
         """Computes a chunk of each row's prompt; what is sampled and drafted means something after a prompt's last chunk only."""
         query_lens = inputs["query_lens"]
+        inputs, behind, offsets = self._pictures(state, inputs)
         hidden, state, intermediates = self._forward(params, state, inputs)
         hidden = ops.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), query_lens)
         sampled = self._sample(params, hidden, inputs, inputs["uniform"])
         tokens = sampled["tokens"].clamp(min=0)
         last = tokens[:, 0]
-        step = {**inputs, "tokens": self._next_tokens(inputs, last)} if self.limits.drafts else inputs
+        step = {**inputs, **behind, "tokens": self._next_tokens(inputs, last)} if self.limits.drafts else inputs
         drafted, state = self._draft(params, state, step, intermediates.features, query_lens)
         following = inputs["num_computed_tokens"] + query_lens
         accepted = torch.zeros(query_lens.shape, dtype=torch.int32, device=query_lens.device)
-        pool = request_slots.write(state["request_slots"], inputs["request_slots"], following, accepted, tokens, *drafted.values())
+        values = (tokens, *drafted.values(), *offsets)
+        pool = request_slots.write(state["request_slots"], inputs["request_slots"], following, accepted, *values)
         return {**sampled, **drafted}, {**state, "request_slots": pool}
 
+    def _pictures(self, state: Tree, inputs: Tree) -> tuple[Tree, Tree, list[torch.Tensor]]:
+        """A chunk's inputs with rows of pictures in the places of its tokens; what is other in the places of the tokens behind each; and
+        what is added to indices of tokens behind the chunk, [B, 1], for its request slots. Without pictures all as it is."""
+        if not self.limits.picture_rows:
+            return inputs, {}, []
+        rows, times = inputs["picture_rows"], inputs["positions"][..., 0]
+        # The last token of a prompt is text, which has one position on all axes.
+        query_lens = inputs["query_lens"][:, None]
+        last = times.gather(1, (query_lens - 1).clamp(min=0).to(torch.int64))
+        offsets = last + 1 - (inputs["num_computed_tokens"][:, None] + query_lens)
+        inputs = {**inputs, "picture_rows": rows[:, :-1], "picture_pool": state[PICTURES]}
+        return inputs, {"picture_rows": rows[:, 1:], "position_offsets": offsets.view(-1)}, [offsets]
+
     def _forward(self, params: Tree, state: Tree, step: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
-        return self.model.family.forward(self.model.wide, params, state, {name: step[name] for name in LAYER_INPUTS})
+        names = [*LAYER_INPUTS, *(name for name in PICTURE_INPUTS if name in step)]
+        return self.model.family.forward(self.model.wide, params, state, {name: step[name] for name in names})
 
     def _sample(self, params: Tree, hidden: torch.Tensor, inputs: Tree, uniform: torch.Tensor) -> dict[str, Any]:
         logits = self.model.family.head(self.model.wide, params, hidden)
@@ -128,7 +151,8 @@ class _Step:
         head = self.model.family.draft_head
         if head is None or not self.limits.drafts:
             return {}, state
-        inputs = {name: step[name] for name in ("tokens", "page_table", "num_computed_tokens", "state_slots_in", "state_slots_out")}
+        names = ("tokens", "page_table", "num_computed_tokens", "state_slots_in", "state_slots_out")
+        inputs = {name: step[name] for name in (*names, *PICTURE_INPUTS) if name in step}
         tokens, state = drafts.draft(head, self.model.wide, self.limits, params, state, inputs, features, counts)
         return {"drafts": tokens}, state
 
@@ -155,12 +179,14 @@ def program(
         max_logprobs: for how many of the most likely tokens log probabilities are returned; with 0 none are.
 
     Raises:
-        SpecError: a decode bucket of another width, or drafts of a model without a draft head.
+        SpecError: a decode bucket of another width, drafts of a model without a draft head, or pictures of one without a tower.
     """
     if bucket.kind == "decode" and bucket.q_len != limits.drafts + 1:
         raise SpecError(f"{bucket.name} with {limits.drafts} drafts; legal is q_len {limits.drafts + 1}: the last token and its drafts")
     if limits.drafts and not model.has_draft_head:
         raise SpecError(f"{limits.drafts} drafts a step, and {model.name} has no draft head; legal is 0")
+    if limits.picture_rows and model.family.tower is None:
+        raise SpecError(f"{limits.picture_rows} rows of pictures, and {model.family.name} has no vision tower; legal is 0")
     model = replace(model, drafting=limits.drafts > 0)
     step = _Step(model, bucket, limits, emit_logits, max_logprobs)
     inputs = StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()

@@ -115,6 +115,8 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
     fields, text = outer.sub("vision_config"), outer.sub("text_config")
     fields.only("model_type", *_TYPES)
     fields.only("hidden_act", "gelu_pytorch_tanh")
+    for name in ("rope_parameters", "rope_scaling"):
+        text.sub(name).only("mrope_interleaved", True)
     rotation = fields.sub("rope_parameters")
     rotation.only("rope_type", "axial", "default")
     if fields.has("deepstack_visual_indexes") and (taps := fields.values["deepstack_visual_indexes"]):

@@ -28,6 +28,6 @@ def test_the_stream_is_the_token_beside_the_hidden_state(offset: float) -> None:
         return torch.nn.functional.rms_norm(x, (M,), weights[name] + offset, 1e-5)
 
     want = torch.cat([norm(embed[tokens], "norm_embedding"), norm(hidden, "norm_hidden")], -1) @ fc.t()
-    stream, normed = mtp.merged(cfg, head, embed, batch, hidden)
+    stream, normed = mtp.merged(cfg, head, embed, batch, {}, hidden)
     torch.testing.assert_close(stream, want)
     torch.testing.assert_close(normed, norm(want, "input_norm"))

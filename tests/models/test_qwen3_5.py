@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from support import oracle
@@ -22,8 +23,10 @@ def test_wrapped_and_older_configurations_read_the_same():
     plain = qwen3_5.read_config(values)
     assert qwen3_5.read_config({"text_config": values, "vision_config": {"depth": 3}}) == plain
     older = {key: value for key, value in values.items() if key != "rope_parameters"}
-    older.update(rope_theta=10000, partial_rotary_factor=0.25, rope_scaling={"type": "mrope", "mrope_section": [1, 1, 0]})
+    older.update(rope_theta=10000, partial_rotary_factor=0.25, rope_scaling={"type": "mrope"})
     assert qwen3_5.read_config(older) == plain
+    older["rope_scaling"]["mrope_section"] = [1, 1, 0]
+    assert qwen3_5.read_config(older) == replace(plain, rotary=replace(plain.rotary, sections=(1, 1, 0)))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,7 @@ def test_wrapped_and_older_configurations_read_the_same():
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "head_dim * partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": math.inf}}, "partial_rotary_factor is inf"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling: type is 'dynamic'"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1]}}, "mrope_section is [1, 1]; expected 3 numbers"),
         ({"num_experts": 4}, "num_experts_per_tok is missing"),
         ({"num_experts": 4, "num_experts_per_tok": 5, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}, "must not exceed"),
     ],

@@ -228,8 +228,8 @@ def weights(model: step.Model) -> Tree:
 class OneDevice:
     """One group served by one device, by calling the untraced program."""
 
-    def __init__(self, model: step.Model, drafts: int = 0) -> None:
-        self.limits = limits(drafts)
+    def __init__(self, model: step.Model, drafts: int = 0, picture_rows: int = 0) -> None:
+        self.limits = replace(limits(drafts), picture_rows=picture_rows)
         self.model = replace(model, drafting=drafts > 0)
         self.weights = weights(self.model)
         self.state = tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), self.model.state(self.limits, F32))
@@ -269,6 +269,7 @@ class Fleet:
         form: turns a partitioned graph into the form to run; a form that returns no new state writes it in place.
         machine: runs that form: an `Interpreter`, or devices.
         drafts: k.
+        picture_rows: R.
         state: by rank, pools in the order of the signature.
     """
 
@@ -280,11 +281,12 @@ class Fleet:
     emit_logits: bool = True
     drafts: int = 0
     max_logprobs: int = 0
+    picture_rows: int = 0
     state: list[list[torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rules, ranks = self.rules(1), range(self.mesh.size)
-        self.limits = limits(self.drafts)
+        self.limits = replace(limits(self.drafts), picture_rows=self.picture_rows)
         self.model = replace(self.model, drafting=self.drafts > 0)
         flat = [tensor for _, tensor in tree.flatten(weights(self.model))]
         avals = [param.aval for _, param in tree.flatten(self.model.params(F32))]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
+import random
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,13 @@ import torch
 from support import oracle
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
+
+from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.types import Bucket, Limits
+from npucompile.models import checkpoint, registry, step
+from npucompile.models.params import initialise
+from npucompile.models.quant.declare import stored
+from npucompile.runtime.picture_spans import Span, positions, spans
 
 IDS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
 TEXT = oracle.settings("lllf", 0.5, rope_parameters={
@@ -30,6 +40,9 @@ def model(name: str) -> Any:
     config = Qwen3_5Config(text_config=TEXT, vision_config={**settings, "out_hidden_size": TEXT["hidden_size"]}, **IDS)
     theirs = Qwen3_5ForConditionalGeneration(config).eval()
     oracle.draw(theirs, 36)
+    with torch.no_grad():
+        # Sampled, they would be taken for pictures by transformers.
+        theirs.lm_head.weight[list(IDS.values())] = 0
     return theirs
 
 
@@ -52,3 +65,146 @@ def rows(name: str, pixels: torch.Tensor, grids: list[tuple[int, int, int]]) -> 
     """What transformers' tower makes of them: [all patches / 4, M] f32."""
     made: torch.Tensor = model(name).model.visual(pixels, grid_thw=torch.tensor(grids)).pooler_output
     return made
+
+
+PAGE = 8
+"""Tokens of a page in what `Server` runs."""
+
+
+@dataclass
+class Prompt:
+    """A request with pictures.
+
+    Attributes:
+        tokens: so far, those that were sampled included.
+        grids: of its pictures, in order.
+        pixels: [all patches, patch_dim] of them.
+        place: which of the requests of a server it is.
+        rows: row of the pool that stands in the place of each token, 0 for none.
+        count: tokens of the prompt.
+        spans: where its pictures stand.
+    """
+
+    tokens: list[int]
+    grids: list[tuple[int, int, int]]
+    pixels: torch.Tensor
+    place: int = 0
+    rows: list[int] = field(default_factory=list)
+    count: int = 0
+    spans: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.count = len(self.tokens)
+        self.spans = spans(self.tokens, {IDS["image_token_id"]: self.grids}, 2)
+
+    @torch.no_grad()
+    def logits(self, name: str) -> torch.Tensor:
+        """Of transformers, after every token: [n, V]."""
+        theirs = model(name)
+        theirs.model.rope_deltas = None
+        types = torch.tensor([[int(i < self.count and token == IDS["image_token_id"]) for i, token in enumerate(self.tokens)]])
+        pictures = {"pixel_values": self.pixels, "image_grid_thw": torch.tensor(self.grids)} if self.grids else {}
+        made: torch.Tensor = theirs(input_ids=torch.tensor([self.tokens]), mm_token_type_ids=types, **pictures).logits[0]
+        return made
+
+
+def prompt(name: str, parts: list[int | tuple[int, int]], seed: int) -> Prompt:
+    """Numbers of random text tokens, and rows and columns of patches of pictures between them."""
+    draw, tokens, grids = random.Random(seed), [], []
+    for part in parts:
+        if isinstance(part, int):
+            tokens += [draw.randrange(1, 90) for _ in range(part)]
+        else:
+            grids.append((1, *part))
+            tokens += [IDS["vision_start_token_id"], *[IDS["image_token_id"]] * (part[0] * part[1] // 4), IDS["vision_end_token_id"]]
+    return Prompt(tokens, grids, patches(name, grids, seed) if grids else torch.zeros(0, 0))
+
+
+class Server:
+    """Runs programs that take pictures over one set of pools, which start as NaN; every row is greedy.
+
+    Args:
+        drafts: k; its head is random, since transformers has none.
+    """
+
+    def __init__(self, name: str, directory: Path, drafts: int = 0, requests: int = 3) -> None:
+        found = registry.find(directory).model
+        config = replace(found.config, mtp_num_hidden_layers=int(drafts > 0))
+        self.model = replace(found, config=config, drafting=drafts > 0)
+        self.limits = Limits(
+            PAGE, 20 * requests + 1, (drafts + 1) * requests + 1, 160, slots_per_request=drafts + 1, drafts=drafts, picture_rows=200
+        )
+        tower = self.model.family.tower
+        assert tower is not None
+        self.tower = tower.read_config(json.loads((directory / "config.json").read_text()), "config.json")
+        declared = self.model.params(torch.float32)
+        read = {key: value for key, value in declared.items() if key != "mtp"}
+        read[tower.key] = stored(tower.abstract_params(self.tower, torch.float32), self.tower.variant)
+        self.weights = checkpoint.load(checkpoint.open_checkpoint(directory), read)
+        self.encoder = self.weights.pop(tower.key)
+        if drafts:
+            self.weights["mtp"] = initialise({"mtp": declared["mtp"]}, torch.Generator().manual_seed(5))["mtp"]
+        self.state = oracle.poisoned(self.model.state(self.limits, torch.float32))
+        self.used, self.drafted = 1, 0
+
+    @torch.no_grad()
+    def encode(self, request: Prompt) -> None:
+        """Puts the rows of a request's pictures into the pool."""
+        request.rows = [0] * request.count
+        behind = 0
+        for (_, h, w), span in zip(request.grids, request.spans, strict=True):
+            pixels, behind = request.pixels[behind : behind + h * w], behind + h * w
+            inputs = {"patches": pixels[None], "grids": torch.tensor([[h, w]], dtype=torch.int32)}
+            made = self.model.family.tower.encode(self.tower, self.encoder, inputs)[0]
+            places = range(self.used, self.used + len(made))
+            self.state["picture_pool"][self.used : places.stop] = made
+            request.rows[span.first : span.end] = places
+            self.used = places.stop
+
+    @torch.no_grad()
+    def run(self, bucket: Bucket, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Outputs of the live rows of a step; each row names its inputs, and all else is padding."""
+        operands = StepInputs(bucket, self.limits).padding()
+        for name, tensor in operands.items():
+            for b, row in enumerate(rows):
+                if name in row:
+                    value = torch.as_tensor(row[name], dtype=tensor.dtype)
+                    tensor[b] = value if value.dim() == 0 else torch.cat([value, tensor[b, len(value) :]])
+        program = step.program(self.model, bucket, self.limits, torch.float32)
+        outputs, self.state = program.forward(self.weights, self.state, operands)
+        return {name: tensor[: len(rows)] for name, tensor in outputs.items()}
+
+    def prefill(self, bucket: Bucket, requests: list[Prompt], begin: int, end: int) -> dict[str, torch.Tensor]:
+        """Tokens `begin` to `end` of each prompt, or as many of them as it has."""
+        rows = []
+        for request in requests:
+            stop = min(end, request.count)
+            places = positions(request.count, request.spans)
+            rows.append(
+                self._place(request)
+                | {"tokens": request.tokens[begin:stop], "num_computed_tokens": begin, "query_lens": stop - begin}
+                | {"state_slots_in": self._slots(request)[0], "state_slots_out": self._slots(request)[:1]}
+                | {"next_tokens": request.tokens[stop] if stop < request.count else -1}
+                | {"positions": places[begin:stop], "picture_rows": request.rows[begin : stop + 1]}
+            )
+        return self.run(bucket, rows)
+
+    def decode(self, bucket: Bucket, requests: list[Prompt]) -> dict[str, torch.Tensor]:
+        """A step behind the last token of each; the tokens that it accepts are added."""
+        rows = [
+            self._place(request)
+            | {"drafts": self.limits.drafts, "base": len(request.tokens) - 1, "state_slots_out": self._slots(request)}
+            for request in requests
+        ]
+        out = self.run(bucket, rows)
+        for request, tokens, count in zip(requests, out["tokens"].tolist(), out["counts"].tolist(), strict=True):
+            request.tokens += tokens[:count]
+            self.drafted += count - 1
+        return out
+
+    def _place(self, request: Prompt) -> dict[str, Any]:
+        return {"request_slots": request.place + 1, "page_table": [1 + 20 * request.place + i for i in range(20)]}
+
+    def _slots(self, request: Prompt) -> list[int]:
+        width = self.limits.slots_per_request
+        return [1 + request.place * width + i for i in range(width)]
