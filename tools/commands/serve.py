@@ -126,7 +126,7 @@ def command(
         if build:
             stack.callback(build.stop)
         settings = settled(artifact, settings)
-        pairing.check(artifact)
+        pairing = pairing.settled(artifact, settings.device, checkpoint)
         home = applied(home, artifact, settings, progress).with_variables(transfer_variables(transfer_port, artifact))
         load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
         limit_s = settings.step_limit_s + SILENCE_MARGIN_S

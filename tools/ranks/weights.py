@@ -101,6 +101,18 @@ def check_checkpoint(artifact: Artifact, checkpoint: Path | None) -> None:
         )
 
 
+def served_digest(artifact: Artifact, checkpoint: Path | None) -> str:
+    """Digest of the checkpoint whose weights are served: the artifact's, or where it was built without one that of the named directory.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    own = artifact.manifest.source_digest
+    if own != NO_DIGEST or checkpoint is None:
+        return own
+    return safetensors_files.digest(open_both(checkpoint, recorded(artifact.manifest.model)))
+
+
 def _stored(artifact: Artifact, leaves: tuple[Leaf, ...], shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
     """From the artifact's file, in its order."""
     file = artifact.path / str(artifact.manifest.weights)

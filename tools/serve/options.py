@@ -176,7 +176,8 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
                     "route to the first prefill server, or else --host]", extra={"metavar": "ADDRESS"}),
         ServeOption("transfer-port", f"First of {TRANSFER_PORTS} ports that the transfer engine of each rank may take, rank by rank.  "
                     "[default: free ones]", click.IntRange(1024, 65535 - TRANSFER_PORTS)),
-        ServeOption("transfer-protocol", "How the transfer engine moves bytes.", click.Choice(PROTOCOLS), PROTOCOLS[0]),
+        ServeOption("transfer-protocol", "How the transfer engine moves bytes.  [default: ascend on NPUs, tcp elsewhere]",
+                    click.Choice(PROTOCOLS)),
         ServeOption("handover-timeout", "Seconds that a prompt may be computed for a decode server, that its pages wait there, and that "
                     "their transfer may take, each.", _SECONDS, DEFAULTS.asked),
     ),

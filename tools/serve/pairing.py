@@ -6,12 +6,14 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
+from ...lowering.device import NPU
 from ...runtime.engine import Engine
 from ...runtime.kv_transfer.layout import instance_of
 from ...runtime.kv_transfer.messages import VERSION, Hello
@@ -21,6 +23,7 @@ from ...server.engine.service import EngineClient, Service
 from ...server.fleet.decode_engine import DecodeEngine
 from ...server.fleet.prefill_hub import PrefillHub
 from ...server.fleet.prefill_link import socket_url
+from ..ranks.weights import served_digest
 from .options import BOTH, DECODE, PREFILL, TRANSFER_PORTS
 
 WILDCARDS = ("0.0.0.0", "::", "")
@@ -35,17 +38,19 @@ class Pairing:
         role: "both" where nothing is handed over.
         prefill: URLs of the prefill servers of a decode server.
         host: address by which the other servers write to this machine's memory.
-        protocol: of the transfer engine.
+        protocol: of the transfer engine; "" where the kind of device decides.
         timeouts: of rooms.
         key: what it shows to prefill servers; "" for none.
+        source: digest of the checkpoint that is served.
     """
 
     role: str = BOTH
     prefill: tuple[str, ...] = ()
     host: str = ""
-    protocol: str = "tcp"
+    protocol: str = ""
     timeouts: Timeouts = DEFAULTS
     key: str = ""
+    source: str = ""
 
     @staticmethod
     def of(options: Mapping[str, Any], host: str, keys: Sequence[str]) -> Pairing:
@@ -70,7 +75,7 @@ class Pairing:
         seconds = options["handover_timeout"]
         timeouts = DEFAULTS._replace(asked=seconds, held=seconds, receiving=seconds)
         address = options["transfer_host"] or (_own_address(urls[0]) if urls else "127.0.0.1" if host in WILDCARDS else host)
-        return Pairing(role, urls, address, options["transfer_protocol"], timeouts, keys[0] if keys else "")
+        return Pairing(role, urls, address, options["transfer_protocol"] or "", timeouts, keys[0] if keys else "")
 
     def check(self, artifact: Artifact) -> None:
         """Refuses a role that the buckets of an artifact cannot have.
@@ -85,6 +90,20 @@ class Pairing:
             missing = " and ".join(sorted(wanted - kinds))
             raise SpecError(f"--role {self.role}: {artifact.path} has no {missing} bucket; legal is {legal}, or a build with both kinds")
 
+    def settled(self, artifact: Artifact, device: str, checkpoint: Path | None) -> Pairing:
+        """With what an artifact and its place decide.
+
+        Args:
+            device: kind of device that runs it.
+            checkpoint: directory of the weights that the user named, or None.
+
+        Raises: as `check`, and CheckpointError where the directory cannot be read.
+        """
+        self.check(artifact)
+        if self.role == BOTH:
+            return self
+        return replace(self, protocol=self.protocol or ("ascend" if device == NPU else "tcp"), source=served_digest(artifact, checkpoint))
+
     def joined(self, engine: Engine, artifact: Artifact, closing: ExitStack) -> tuple[EngineClient, Callable[[Service], None]]:
         """The engine as its server sees it, and what is to be done to the service.
 
@@ -96,7 +115,7 @@ class Pairing:
             return engine, lambda _: None
         pools = open_pools(engine.executor, self.host, self.protocol)
         closing.callback(pools.close)
-        instance = replace(instance_of(artifact.manifest), ranks=pools.ranks)
+        instance = replace(instance_of(artifact.manifest, source=self.source), ranks=pools.ranks)
         if self.role == PREFILL:
 
             def join(service: Service) -> None:

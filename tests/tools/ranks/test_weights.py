@@ -19,7 +19,7 @@ from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.models import checkpoint as checkpoints
 from npucompile.models.quant.description import formats_in
 from npucompile.tools.builder.describe import describe
-from npucompile.tools.ranks.weights import check_checkpoint, rank_params
+from npucompile.tools.ranks.weights import check_checkpoint, rank_params, served_digest
 
 SCHEMES = ["none", "w8a8", "w4a8"]
 
@@ -204,5 +204,7 @@ def test_what_does_not_fit_is_refused_by_name(model, tmp_path):
     smaller = tiny.write_checkpoint(tmp_path / "smaller", **{**tiny.NPU_SIZES, "num_experts": 4})
     without = Artifact(artifact.path, replace(artifact.manifest, source_digest="none"), "")
     check_checkpoint(without, smaller)
+    assert served_digest(artifact, smaller) == artifact.manifest.source_digest == served_digest(without, model)
+    assert served_digest(without, smaller) not in (artifact.manifest.source_digest, served_digest(without, None))
     with pytest.raises(CheckpointError, match="has a wrong shape"):
         read(without, checkpoint=smaller)

@@ -72,6 +72,18 @@ def test_a_role_needs_its_kind_of_bucket(role: str, kinds: list[str], text: str)
         Pairing(role).check(artifact)
 
 
+def test_the_place_decides_how_bytes_move_where_nobody_says(tiny_artifact: Path) -> None:
+    artifact = Artifact.open(tiny_artifact)
+    assert [Pairing("prefill").settled(artifact, device, None).protocol for device in ("npu", "emulated", "cpu")] == [
+        "ascend",
+        "tcp",
+        "tcp",
+    ]
+    asked = pairing(role="prefill", transfer_protocol="rdma").settled(artifact, "npu", None)
+    assert (asked.protocol, asked.source) == ("rdma", artifact.manifest.source_digest)
+    assert Pairing().settled(artifact, "npu", None) == Pairing()
+
+
 def test_ports_are_taken_from_a_first_one_on(tiny_artifact: Path) -> None:
     artifact = Artifact.open(tiny_artifact)
     assert transfer_variables(None, artifact) == {}
