@@ -8,7 +8,7 @@ once an event that was recorded behind it has come.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -47,6 +47,14 @@ class DerivedValue(NamedTuple):
 
     expression: str
     sources: tuple[int, ...]
+
+
+class MemoryPart(NamedTuple):
+    """Bytes `start` to `stop` - 1 of a tensor in the device's memory."""
+
+    tensor: torch.Tensor
+    start: int
+    stop: int
 
 
 class DeviceExecutable(Executable, Protocol):
@@ -128,6 +136,18 @@ class Device(Protocol):
 
     def record(self) -> Event:
         """An event behind everything queued so far."""
+        ...
+
+    def expect(self, parts: Iterable[MemoryPart]) -> None:
+        """Says that other devices are going to write these parts past the stream; nothing that is queued uses them."""
+        ...
+
+    def arrived(self, parts: Iterable[MemoryPart]) -> None:
+        """Says that they were written, for what is queued from now on.
+
+        Raises:
+            LoweringError: the device has failed.
+        """
         ...
 
     def load_packages(self, packages: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.backend import open_executable
 from ..lowering.executable import Executable, HostExecutable, check_operands
 from .buckets import with_all_rows
-from .executor import FinishedStep, Inputs, check_step, clear_state, compile_evidence, has_recurrent_states
+from .executor import FinishedStep, Inputs, Numbers, check_step, clear_state, compile_evidence, has_recurrent_states
 from .kv_transfer.layout import Region, regions
 from .pool_memory import PoolMemory
 
@@ -113,6 +113,13 @@ class CpuExecutor:
             clear_state(self._leaves, self._state, state_slot)
         self._request_slots[request_slot] = request_slot_start(position, token, self.limits.drafts)
 
+    def receive(self, group: int, numbers: Numbers, ready: Callable[[], None]) -> None:
+        """Nothing runs while this is called (`Executor.receive`)."""
+        ready()
+
+    def landed(self, group: int, numbers: Numbers) -> None:
+        """What peers write is in the memory that steps read (`Executor.landed`)."""
+
     def refresh(self) -> bool:
         """Loads executables that a build has finished since the last call; returns whether any bucket changed.
 
@@ -142,7 +149,7 @@ class CpuExecutor:
             self._release()
         return changed
 
-    def give_back(self, numbers: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    def give_back(self, numbers: Sequence[Numbers]) -> None:
         """Returns memory of pages and state slots of the one dp group to the system."""
         self._pools.give_back(numbers[0])
 

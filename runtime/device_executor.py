@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +17,20 @@ from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.fixed_cost import fixed_tokens
 from ..lowering.artifact.shards import local_leaves, local_signature
-from ..lowering.device import Device, DeviceExecutable, Event
+from ..lowering.device import Device, DeviceExecutable, Event, MemoryPart
 from .buckets import without_unused
 from .device_params import DeviceParams, LoadParams
-from .executor import ExecutorError, Inputs, Outputs, check_serving, check_step, clear_state, compile_evidence, has_recurrent_states
+from .executor import (
+    ExecutorError,
+    Inputs,
+    Numbers,
+    Outputs,
+    check_serving,
+    check_step,
+    clear_state,
+    compile_evidence,
+    has_recurrent_states,
+)
 from .kv_transfer.layout import Region, regions
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 
@@ -166,18 +176,41 @@ class DeviceExecutor:
         return LaunchedStep(event, outputs, results, self._step_timeout_s)
 
     def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
-        """Queues the copy of the request slot of the one dp group (`Executor.start_decoding`)."""
-        if not position:
-            clear_state(self._leaves, [self.state[leaf.name] for leaf in self._leaves], state_slot)
+        """Queues the copy of the request slot of the one dp group (`Executor.start_decoding`).
+
+        Raises:
+            ExecutorError: the device has failed.
+        """
         host = self._starts[request_slot]
         host.copy_(request_slot_start(position, token, self.limits.drafts))
-        self.state["state.request_slots"][request_slot].copy_(host, non_blocking=True)
+        try:
+            if not position:
+                clear_state(self._leaves, [self.state[leaf.name] for leaf in self._leaves], state_slot)
+            self.state["state.request_slots"][request_slot].copy_(host, non_blocking=True)
+        except LoweringError as error:
+            raise ExecutorError(str(error)) from error
+
+    def receive(self, group: int, numbers: Numbers, ready: Callable[[], None]) -> None:
+        """Tells the device what is going to be written past its stream (`Executor.receive`)."""
+        self.device.expect(self._parts(numbers))
+        ready()
+
+    def landed(self, group: int, numbers: Numbers) -> None:
+        """Tells the device what was (`Executor.landed`).
+
+        Raises:
+            ExecutorError: the device has failed.
+        """
+        try:
+            self.device.arrived(self._parts(numbers))
+        except LoweringError as error:
+            raise ExecutorError(str(error)) from error
 
     def refresh(self) -> bool:
         """Changes nothing: a device keeps the executables that it started with."""
         return False
 
-    def give_back(self, numbers: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    def give_back(self, numbers: Sequence[Numbers]) -> None:
         """Changes nothing: a device keeps its pools whole."""
 
     def compiles(self) -> int:
@@ -187,6 +220,13 @@ class DeviceExecutor:
     def close(self) -> None:
         """Waits for the device and frees it."""
         self.device.close()
+
+    def _parts(self, numbers: Numbers) -> Iterator[MemoryPart]:
+        for region in self.regions:
+            pool = self.state[f"state.{region.name}"]
+            for number in numbers.get(region.axis, ()):
+                first = number * region.stride_bytes
+                yield MemoryPart(pool, first, first + region.item_bytes)
 
     def _compile(
         self, executables: Mapping[Bucket, DeviceExecutable], cache_dir: Path | None, report: Report

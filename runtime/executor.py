@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
@@ -20,17 +20,10 @@ Inputs = Mapping[str, npt.NDArray[Any]]
 Outputs = Mapping[str, npt.NDArray[Any]]
 """Outputs of one dp group's step by name: at least `tokens` int32 [B,W] and, of decode, `counts` int32 [B]."""
 
+Numbers = Mapping[str, Sequence[int]]
+"""Numbers of pages and state slots of one dp group, by axis of pools: "pages" and "slots"."""
 
 PAGED_AXES = ("pages", "request_slots")
-
-
-def clear_state(leaves: Sequence[Leaf], pools: Sequence[torch.Tensor], state_slot: int) -> None:
-    """Sets the recurrent states of a slot to 0, as they are before a request's first token."""
-    for leaf, pool in zip(leaves, pools, strict=True):
-        if leaf.aval.axes[0] not in PAGED_AXES:
-            pool[state_slot].zero_()
-
-
 """First axes of pools that hold nothing of a prompt but its pages; a request slot is written at the end of the prompt."""
 
 COMPILER_MODULES = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
@@ -149,15 +142,28 @@ class Executor(Protocol):
         """
         ...
 
+    def receive(self, group: int, numbers: Numbers, ready: Callable[[], None]) -> None:
+        """Says that peers are going to write pages and slots past all steps. No step that is launched from now on uses them before
+        `landed`; those of this process that were launched before have ended.
+
+        Args:
+            ready: called once peers may, by any thread; never if a rank is lost.
+        """
+        ...
+
+    def landed(self, group: int, numbers: Numbers) -> None:
+        """Says that they were written; the steps that are launched from now on read them."""
+        ...
+
     def refresh(self) -> bool:
         """Loads executables that a build has finished since the last call; returns whether any bucket changed."""
         ...
 
-    def give_back(self, numbers: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    def give_back(self, numbers: Sequence[Numbers]) -> None:
         """Frees memory of pages and state slots, where the device can; called while no step is in flight.
 
         Args:
-            numbers: an item per dp group: by axis of pools, "pages" and "slots", what no step reads before a step has written it.
+            numbers: an item per dp group: what no step reads before a step has written it.
         """
         ...
 
@@ -169,6 +175,13 @@ class Executor(Protocol):
 def has_recurrent_states(state: Sequence[Leaf]) -> bool:
     """Whether any pool of these leaves holds what pages do not, so that a request cannot begin after pages alone."""
     return any(leaf.aval.axes[0] not in PAGED_AXES for leaf in state)
+
+
+def clear_state(leaves: Sequence[Leaf], pools: Sequence[torch.Tensor], state_slot: int) -> None:
+    """Sets the recurrent states of a slot to 0, as they are before a request's first token."""
+    for leaf, pool in zip(leaves, pools, strict=True):
+        if leaf.aval.axes[0] not in PAGED_AXES:
+            pool[state_slot].zero_()
 
 
 def compile_evidence() -> int:

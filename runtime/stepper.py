@@ -6,6 +6,7 @@ waits for this loop. Results for a request that has ended meanwhile are dropped.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -19,7 +20,7 @@ from . import step_outputs
 from .adjustments import Adjuster
 from .bitmasks import bitmasks
 from .constraint import ConstraintError
-from .executor import Executor, ExecutorError, Pending
+from .executor import Executor, ExecutorError, Numbers, Pending
 from .idle_memory import IdleMemory
 from .journal import Journal, NoJournal
 from .mask_filling import MaskFilling
@@ -55,7 +56,7 @@ class Stepper:
         journal: is told every input and decision; to be set before the first request.
         masks: fills the bitmasks of constrained requests; a replay sets it.
         now_ms: what time it is for requests; a replay sets it.
-        on_parked: told when a request of a handover has its pages, or has computed them.
+        on_parked: told when a request of a handover has its pages, or has computed them; by any thread.
         took_ms: how long a step took that was launched and that ended then, both in ms of `now_ms`; a replay sets it.
 
     Args:
@@ -106,6 +107,9 @@ class Stepper:
         self._adjuster, self.masks = Adjuster(executor.vocab_size), MaskFilling(limits.bitmask_words)
         # Each with the missing bucket that it would have run in, if any, and when it was launched.
         self._in_flight: deque[tuple[ScheduledStep, Bucket | None, float, Pending]] = deque()
+        # Requests that are to be received, and how many steps must have ended until peers may write their pages.
+        self._reserved: deque[tuple[int, Collection[int]]] = deque()
+        self._num_ended = 0
         self._last_result_ms = 0.0
         self.took_ms: Callable[[float, float], float] = self._took_ms
         self._refresher = Refresher(executor, refresh_every_s, clock)
@@ -181,6 +185,7 @@ class Stepper:
                 if request.parked and request.arrival in arrivals:
                     (token,) = request.token_ids(request.num_tokens - 1, 1)
                     slots = manager.request_slot(request.id), manager.state_slot(request.id)
+                    self.executor.landed(group, _received(manager.parked(request, group)))
                     self.executor.start_decoding(group, *slots, request.num_tokens - 1, token)
         self._advance(advance.landed(self.state, arrivals, self.now_ms()), ())
 
@@ -192,8 +197,17 @@ class Stepper:
         for manager, own in zip(self.cache_managers, reserved, strict=True):
             manager.reserve(own)
         self._advance(advance.reserve(self.state, reserved), ())
-        self._tell_parked({item.state.arrival for own in reserved for item in own})
+        # Requests that have ended may have had these pages, and be written to by a step in flight.
+        self._reserved.append((self._num_ended + len(self._in_flight), {item.state.arrival for own in reserved for item in own}))
+        self._receive()
         return True
+
+    def _receive(self) -> None:
+        """Has peers write the pages of reserved requests that no step in flight can use."""
+        while self._reserved and self._reserved[0][0] <= self._num_ended:
+            _, arrivals = self._reserved.popleft()
+            for event in self._parked(arrivals):
+                self.executor.receive(event.group, _received(event), functools.partial(self.on_parked, event))
 
     def fail_all(self, message: str) -> None:
         """Ends all requests with an error."""
@@ -237,6 +251,7 @@ class Stepper:
     def _finish_oldest(self) -> None:
         """Waits for the oldest step in flight, commits its results and sends the events."""
         step, wanted, launched_ms, pending = self._in_flight.popleft()
+        self._num_ended += 1
         try:
             results = step_outputs.read_outputs(pending.result(), step, self.state, self.executor.vocab_size)
         except ExecutorError:
@@ -255,7 +270,9 @@ class Stepper:
                     manager.computed(rows)
             state, events = advance.commit(self.state, step, results, now_ms, took_ms)
             self._advance(state, events, lambda metrics: metrics.count_results(step, results, wanted, now_ms))
-            self._tell_parked({row.state.arrival for part in step.groups for row in part.rows if row.request.handover})
+            for event in self._parked({row.state.arrival for part in step.groups for row in part.rows if row.request.handover}):
+                self.on_parked(event)
+        self._receive()
 
     def _took_ms(self, launched_ms: float, now_ms: float) -> float:
         # A step that was launched while another one ran began when that ended.
@@ -282,13 +299,21 @@ class Stepper:
         self.state = state
         self._publish(state, events, count)
 
-    def _tell_parked(self, arrivals: Collection[int]) -> None:
-        """Tells where those of these requests that are parked have their pages."""
-        for number, (group, manager) in enumerate(zip(self.state.groups, self.cache_managers, strict=True)):
-            for request in group.running:
-                if request.parked and request.arrival in arrivals:
-                    self.on_parked(manager.parked(request, number))
+    def _parked(self, arrivals: Collection[int]) -> list[ParkedEvent]:
+        """Where those of these requests that are parked have their pages."""
+        groups = enumerate(zip(self.state.groups, self.cache_managers, strict=True))
+        return [
+            manager.parked(request, number)
+            for number, (group, manager) in groups
+            for request in group.running
+            if request.parked and request.arrival in arrivals
+        ]
 
     def _with_writes(self, end: FinishEvent) -> FinishEvent:
         written = sum(manager.num_kept(end.request_id) for manager in self.cache_managers)
         return replace(end, record=end.record._replace(cache_write_tokens=written)) if written else end
+
+
+def _received(event: ParkedEvent) -> Numbers:
+    """What peers write of a request: nothing where its prompt is one token."""
+    return {"pages": event.pages[event.known :], "slots": (event.slot,) if event.pages else ()}

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...graphs.errors import LoweringError
+from ..device import MemoryPart
 from ..device_event import StreamEvent
 from . import device as ge
 from . import packages as operator_packages
@@ -104,6 +105,12 @@ class NpuDevice:
         event = self._torch_npu.npu.Event()
         event.record()
         return StreamEvent(event, self.name, self.enter, WHEN_LATE)
+
+    def expect(self, parts: Iterable[MemoryPart]) -> None:
+        """Does nothing: links write the NPU's memory without it."""
+
+    def arrived(self, parts: Iterable[MemoryPart]) -> None:
+        """Does nothing: kernels that are launched afterwards read what the links have written."""
 
     def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:
         """HCCL's names of the communicators of these groups; every rank of a group must make this call."""

@@ -14,7 +14,7 @@ from ..kv_transfer.mooncake import Mooncake
 from ..kv_transfer.pools import WAITING, Peer, RankWriter
 from .control_plane import error_text
 
-KINDS = ("transfer", "peer", "write")
+KINDS = ("transfer", "peer", "write", "receive")
 """Messages of rank 0 that are for this."""
 
 MOST_PEERS = 64
@@ -46,8 +46,8 @@ class RankTransfers:
         """Handles one message.
 
         Args:
-            later: calls a function once the steps that were launched have ended. They may still fill pages that are to be sent: rank 0
-                has heard of their end from the first rank of each group alone.
+            later: calls a function once the steps that were launched have ended. They may still use pages that are to be sent, or
+                overwritten by a peer: rank 0 has heard of their end from the first rank of each group alone.
         """
         if kind == "transfer":
             self._open(**fields)
@@ -55,8 +55,11 @@ class RankTransfers:
             self._peers[fields["peer"]] = Peer(Instance.from_json(fields["instance"]), fields["sessions"])
             while len(self._peers) > MOST_PEERS:
                 del self._peers[next(iter(self._peers))]
-        else:
+        elif kind == "write":
             later(self._write(**fields))
+        else:
+            number, numbers = fields["number"], fields["numbers"]
+            later(lambda: self._executor.receive(0, numbers, lambda: self._answer(number, "")))
 
     def close(self) -> None:
         """Waits for the writes in flight, and answers them."""
@@ -65,6 +68,8 @@ class RankTransfers:
             self._writer.close()
 
     def _open(self, number: int, host: str, protocol: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
         own, other = self._stream.getsockname()[0], self._stream.getpeername()[0]
         try:
             # On the machine of rank 0 peers reach this rank as they reach that one.

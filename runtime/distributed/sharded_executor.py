@@ -6,12 +6,15 @@ outputs, so only the first rank of each group returns them, and only those that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...graphs.types import Bucket, Limits
 from ..buckets import without_unused
-from ..executor import Executor, Inputs, Outputs, Pending, check_serving, check_step
+from ..executor import Executor, Inputs, Numbers, Outputs, Pending, check_serving, check_step
 from ..kv_transfer.layout import Region
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
@@ -166,12 +169,34 @@ class ShardedExecutor:
 
     def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
         """Writes the request slot on all ranks of the group (`Executor.start_decoding`)."""
-        frame = encode("start", request_slot=request_slot, state_slot=state_slot, position=position, token=token)
-        for rank in self.control_plane.ranks:
-            if self._group[rank] == group:
-                self.control_plane.send(rank, frame)
+        self._send(group, encode("start", request_slot=request_slot, state_slot=state_slot, position=position, token=token))
         if not group:
             self.local.start_decoding(0, request_slot, state_slot, position, token)
+
+    def receive(self, group: int, numbers: Numbers, ready: Callable[[], None]) -> None:
+        """Asks all ranks of the group: the steps of some may end after those of its first one (`Executor.receive`)."""
+        ranks = [rank for rank, own in self._group.items() if own == group]
+        waiting, lock = set(ranks), threading.Lock()
+
+        def answered(rank: int, fields: Mapping[str, Any]) -> None:
+            with lock:
+                # One that is lost stays.
+                waiting.difference_update(() if fields["reason"] else (rank,))
+                last = not waiting
+            if last:
+                ready()
+
+        for rank in ranks:
+            if rank:
+                self.control_plane.ask(rank, "receive", functools.partial(answered, rank), numbers=dict(numbers))
+            else:
+                self.local.receive(0, numbers, lambda: answered(0, {"reason": ""}))
+
+    def landed(self, group: int, numbers: Numbers) -> None:
+        """Tells all ranks of the group, before their next step (`Executor.landed`)."""
+        self._send(group, encode("landed", numbers=dict(numbers)))
+        if not group:
+            self.local.landed(0, numbers)
 
     def refresh(self) -> bool:
         """Changes nothing: all ranks keep the executables that they started with.
@@ -182,13 +207,19 @@ class ShardedExecutor:
         self.control_plane.check()
         return False
 
-    def give_back(self, numbers: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    def give_back(self, numbers: Sequence[Numbers]) -> None:
         """Frees memory of this rank; the others are told nothing, and keep theirs."""
         self.local.give_back(numbers[:1])
 
     def compiles(self) -> int:
         """Of this process."""
         return self.local.compiles()
+
+    def _send(self, group: int, frame: bytes) -> None:
+        """Sends a message to all ranks of a group but rank 0."""
+        for rank in self.control_plane.ranks:
+            if self._group[rank] == group:
+                self.control_plane.send(rank, frame)
 
     def _failure(self, bucket: Bucket, error: Exception) -> RankError:
         """The cause of an error in a local step: usually the end of another rank, which a collective noticed first."""

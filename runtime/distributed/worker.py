@@ -64,16 +64,19 @@ class Worker:
         with self._transfers(executor) as transfers, self._finisher(executor.run_ahead) as later:
             while (message := self._next()).kind != "stop":
                 step = message.fields
-                if message.kind == "start":
-                    executor.start_decoding(0, **step)
-                    continue
                 if message.kind in KINDS:
                     transfers.received(message.kind, step, later)
                     continue
                 try:
+                    if message.kind == "start":
+                        executor.start_decoding(0, **step)
+                        continue
+                    if message.kind == "landed":
+                        executor.landed(0, **step)
+                        continue
                     pending = executor.launch(buckets[step["bucket"]], [step["inputs"]])
                 except Exception as error:
-                    raise self._fail(str(step.get("bucket")), error) from error
+                    raise self._fail(str(step.get("bucket", message.kind)), error) from error
                 later(functools.partial(self._finish, step, pending, outputs))
 
     def close(self) -> None:

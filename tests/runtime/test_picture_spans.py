@@ -35,9 +35,7 @@ def of_transformers(tokens: list[int], grids: dict[int, list[Grid]]) -> tuple[to
     types = torch.tensor([[1 if token == PICTURE else 2 if token == VIDEO else 0 for token in tokens]])
     given = {mark: torch.tensor(each) if each else None for mark, each in grids.items()}
     model = towers.model("small patches").model
-    found, delta = model.get_rope_index(
-        torch.tensor([tokens]), types, image_grid_thw=given[PICTURE], video_grid_thw=given[VIDEO]
-    )
+    found, delta = model.get_rope_index(torch.tensor([tokens]), types, image_grid_thw=given[PICTURE], video_grid_thw=given[VIDEO])
     return found[:, 0].T, int(delta)
 
 

@@ -17,7 +17,7 @@ from npucompile.graphs.errors import RequestError, SpecError
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.delivery import BatchSink
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+from npucompile.runtime.request import RECEIVE, FinishEvent, Request, Sampling, TokenEvent
 from npucompile.runtime.scheduler import advance
 from npucompile.runtime.scheduler.pools import OwnershipError
 
@@ -293,6 +293,36 @@ def test_the_next_step_is_launched_before_the_outcome_of_the_one_before_is_read(
     served.drain()
     served.device.check_order(1)
     assert all(sink.end.reason == "length" for sink in sinks)
+
+
+def test_peers_write_to_pages_once_no_step_in_flight_can_use_them():
+    served = toy.serving(toy.limits_of(4, 40, 8, 64, 2), refresh_every_s=None)
+    device, told, parked = served.device, [], []
+    device.receive = lambda group, numbers, ready: told.append((group, numbers, list(device.log), ready))
+    served.engine.stepper.on_parked = parked.append
+    running = served.submit(ask("a", max_tokens=60))
+    while len(running.tokens) < 10:
+        served.engine.step()
+    before = device.runs
+    served.submit(replace(ask("b", range(1, 10)), handover=RECEIVE))
+    while not told:
+        served.engine.step()
+    (group, numbers, log, ready), state = told.pop(), ("result", before)
+    assert (group, len(numbers["pages"]), len(numbers["slots"])) == (0, 2, 1)
+    assert log[-1] == state
+    assert ("launch", before + 1) in log
+    assert parked == []
+    ready()
+    assert [(event.request_id, event.pages, event.slot) for event in parked] == [("b", numbers["pages"], *numbers["slots"])]
+    served.engine.cancel("b")
+    served.drain()
+    # With nothing in flight they may at once.
+    served.submit(replace(ask("c", range(1, 10)), handover=RECEIVE))
+    served.engine.step()
+    told.pop()[-1]()
+    assert parked[-1].request_id == "c"
+    served.engine.cancel("c")
+    served.drain()
 
 
 @pytest.mark.parametrize("how", ["fail_at", "refuse_at"])

@@ -7,13 +7,14 @@ graph, the memory, the stream, and the communicators, which exchange over gloo.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ....graphs.errors import LoweringError
+from ...device import MemoryPart
 from ..acl_graph import file
 from ..acl_graph.executable import AclExecutable
 from ..device import GeEngine, GeExecutable
@@ -23,7 +24,7 @@ from .checks import declared_model
 from .communicator import Communicator
 from .device_state import DeviceState
 from .emulated_graph import EmulatedGraph
-from .memory import DeviceTensor, PinnedMemory, allocate, to_nz
+from .memory import DeviceTensor, PinnedMemory, allocate, check_arrived, forget, to_nz
 from .stream import Stream, StreamEvent
 
 VERSION = "emulated-1"
@@ -65,6 +66,16 @@ class EmulatedDevice:
     def record(self) -> StreamEvent:
         """An event behind everything queued so far."""
         return self._state.stream.record()
+
+    def expect(self, parts: Iterable[MemoryPart]) -> None:
+        """Makes these parts memory that nothing was written to."""
+        for part in parts:
+            forget(part)
+
+    def arrived(self, parts: Iterable[MemoryPart]) -> None:
+        """Queues a look at these parts; the device fails where nothing was written."""
+        expected = list(parts)
+        self._state.stream.launch(f"a look at {len(expected)} parts that arrived", lambda: check_arrived(expected))
 
     def communicators(self, groups: Mapping[str, Any], rank: int) -> dict[str, str]:
         """Names of communicators over gloo process groups; every rank of a group must make this call.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from ....graphs.errors import LoweringError
+from ...device import MemoryPart
 from ..acl_graph.formats import fills_tiles
 from ..convert import shape_of
 from .stream import Stream
@@ -21,7 +22,7 @@ from .stream import Stream
 ND, NZ = 2, 29
 """ACL's numbers of row-major memory and of the tiled format of matrix units (ACL_FORMAT_ND, ACL_FORMAT_FRACTAL_NZ)."""
 FORMAT_NAMES = {ND: "ND", NZ: "NZ"}
-_PATTERN = 0x5A
+_PATTERN, _RUN_BYTES = 0x5A, 16
 _ATEN = torch.ops.aten
 _VIEWS = {
     _ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.view.dtype, _ATEN.slice.Tensor, _ATEN.select.int, _ATEN.as_strided.default,
@@ -203,6 +204,41 @@ def allocate(stream: Stream, pinned: PinnedMemory, shape: Sequence[int], dtype: 
     else:
         memory.fill_(True)
     return DeviceTensor(Allocation(stream, memory), memory, pinned)
+
+
+def forget(part: MemoryPart) -> None:
+    """Fills a part of a tensor with the pattern of memory that was never written, at once and past the stream, as peers write it.
+
+    Graphs read a pool as a whole, so it is no part that they must not read. A value of the pattern spoils what depends on it, and not
+    what is masked.
+    """
+    _bytes_of(part).fill_(_PATTERN)
+
+
+def check_arrived(parts: Sequence[MemoryPart]) -> None:
+    """Looks for the pattern in parts that peers were to write; for the stream.
+
+    Raises:
+        LoweringError: a run of 16 bytes, or all of a shorter part, has it.
+    """
+    for part in parts:
+        content = _bytes_of(part)
+        size = min(_RUN_BYTES, len(content))
+        whole = len(content) // size * size
+        runs = torch.cat([content[:whole], content[-size:]]).view(-1, size)
+        left = (runs == _PATTERN).all(1)
+        if left.any():
+            first = min(int(left.nonzero()[0]) * size, len(content) - size) + part.start
+            raise LoweringError(
+                f"bytes {part.start} to {part.stop - 1} of {part.tensor!r} were to come from a peer, and nothing was written to bytes"
+                f" {first} to {first + size - 1}; legal is all of them"
+            )
+
+
+def _bytes_of(part: MemoryPart) -> torch.Tensor:
+    tensor = part.tensor
+    assert isinstance(tensor, DeviceTensor)
+    return tensor.held.flatten().view(torch.uint8)[part.start : part.stop]
 
 
 def to_nz(weight: torch.Tensor) -> DeviceTensor:

@@ -38,13 +38,20 @@ class Local:
     def compiles(self):
         return 5
 
+    def receive(self, group, numbers, ready):
+        self.peers = [(group, numbers)]
+        ready()
+
+    def landed(self, group, numbers):
+        self.peers.append((group, numbers))
+
 
 class Ranks:
     """The ranks of a mesh; threads of the test play all but rank 0, and each adds a hundred times its rank."""
 
     def __init__(self, mesh, silent=(), missing=()):
         self.mesh, self.silent, self.received, self.local = Mesh.parse(mesh), silent, {}, Local()
-        self.missing = dict(missing)
+        self.missing, self.told = dict(missing), []
         pairs = {rank: ranks.connected() for rank in range(1, self.mesh.size)}
         self.far = {rank: far for rank, (_, far) in pairs.items()}
         self.control_plane = ControlPlane(self.mesh, {rank: near for rank, (near, _) in pairs.items()})
@@ -59,7 +66,12 @@ class Ranks:
         stream.settimeout(WAIT_S)
         stream.sendall(encode("ready", missing=self.missing.get(rank, {})))
         first_of_group = rank % self.mesh.axis("tp") == 0
-        while (message := ranks.next_message(stream)).kind == "step":
+        while (message := ranks.next_message(stream)).kind != "stop":
+            if message.kind != "step":
+                self.told.append((rank, message))
+                if message.kind == "receive" and rank not in self.silent:
+                    stream.sendall(encode("answer", number=message.fields["number"], reason=""))
+                continue
             self.received.setdefault(rank, []).append(message.fields)
             if first_of_group and rank not in self.silent:
                 tokens = message.fields["inputs"]["tokens"] + 100 * rank
@@ -217,3 +229,34 @@ def test_a_rank_that_does_not_answer_is_named(make_cluster):
     executor = make_cluster("dp=3", silent=(2,)).executor(step_timeout_s=0.2)
     with pytest.raises(RankError, match=r"no outputs from rank 2 within 0.2 s"):
         run(executor, *inputs(1, 2, 3))
+
+
+NUMBERS = {"pages": (3, 4), "slots": (1,)}
+SENT = {"pages": [3, 4], "slots": [1]}
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_peers_may_write_when_all_ranks_of_the_group_say_so(make_cluster, group):
+    cluster, ready = make_cluster("dp=2,tp=2"), threading.Event()
+    executor = cluster.executor()
+    executor.receive(group, NUMBERS, ready.set)
+    assert ready.wait(WAIT_S)
+    executor.landed(group, NUMBERS)
+    own = [rank for rank in (2 * group, 2 * group + 1) if rank]
+    ranks.eventually(lambda: len(cluster.told) == 2 * len(own))
+    assert sorted((rank, message.kind, message.fields["numbers"]) for rank, message in cluster.told) == [
+        (rank, kind, SENT) for rank in own for kind in ("landed", "receive")
+    ]
+    assert getattr(cluster.local, "peers", []) == ([(0, NUMBERS)] * 2 if not group else [])
+
+
+def test_peers_may_not_write_where_a_rank_says_nothing_or_is_lost(make_cluster):
+    cluster, ready = make_cluster("tp=3", silent=(2,)), threading.Event()
+    executor = cluster.executor()
+    executor.receive(0, NUMBERS, ready.set)
+    ranks.eventually(lambda: len(cluster.told) == 2)
+    assert not ready.is_set()
+    cluster.far[2].shutdown(2)
+    assert executor.control_plane.wait_for_failure(WAIT_S) is not None
+    cluster.control_plane.close()
+    assert not ready.is_set()

@@ -14,7 +14,7 @@ from npucompile.graphs.types import Bucket, Mesh
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.worker import Worker
-from npucompile.runtime.executor import FinishedStep
+from npucompile.runtime.executor import ExecutorError, FinishedStep
 
 BUCKET = Bucket("decode", 2, 1)
 WAIT_S = 20
@@ -34,6 +34,15 @@ class Executor:
         logprobs = np.zeros((2, 1), np.float32)
         outputs = {"tokens": inputs["tokens"] * 2, "counts": np.ones(2, np.int32), "logits": np.zeros(3), "chosen_logprobs": logprobs}
         return FinishedStep([outputs])
+
+    def receive(self, group, numbers, ready):
+        self.ran.append(("receive", group, numbers))
+        ready()
+
+    def landed(self, group, numbers):
+        self.ran.append(("landed", group, numbers))
+        if not numbers["pages"]:
+            raise ExecutorError("nothing arrived")
 
 
 class Running:
@@ -143,6 +152,26 @@ def test_the_next_step_is_launched_while_the_last_one_runs_and_answers_come_in_o
     assert [running.receive().fields["step"] for _ in range(2)] == [1, 2]
     running.send("stop")
     assert running.end() == "stopped"
+
+
+def test_peers_may_write_once_the_steps_before_have_ended(start_worker):
+    slow = Slow()
+    running = start_worker(2, "dp=2,tp=2", lambda: slow)
+    running.receive()
+    running.step(1, 1)
+    running.send("receive", number=7, numbers={"pages": [3]})
+    running.send("landed", numbers={"pages": [4]})
+    while len(slow.ran) < 2:
+        assert running.ended.empty()
+    # What has landed is for the next step to be launched, and the step that runs is none of its business.
+    assert slow.ran[1:] == [("landed", 0, {"pages": [4]})]
+    slow.gate.put(None)
+    assert running.receive().fields["step"] == 1
+    assert running.receive() == ("answer", {"number": 7, "reason": ""})
+    assert slow.ran[2:] == [("receive", 0, {"pages": [3]})]
+    running.send("landed", numbers={"pages": []})
+    assert running.receive() == ("failed", {"message": "landed: nothing arrived"})
+    assert running.end() == "rank 2 failed: landed: nothing arrived"
 
 
 def test_a_step_that_fails_after_it_was_launched_is_reported(start_worker):

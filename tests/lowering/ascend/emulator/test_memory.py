@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.emulator.memory import NZ, DeviceTensor, PinnedMemory, WrittenBytes, allocate, to_nz
+from npucompile.lowering.ascend.emulator.memory import (
+    NZ,
+    DeviceTensor,
+    PinnedMemory,
+    WrittenBytes,
+    allocate,
+    check_arrived,
+    forget,
+    to_nz,
+)
 from npucompile.lowering.ascend.emulator.stream import Stream
+from npucompile.lowering.device import MemoryPart
 
 
 class Memory:
@@ -186,3 +196,34 @@ def test_written_bytes_are_those_that_were_written(intervals: list[tuple[int, in
         first = missing[0]
         last = next((i for i in range(first, stop) if flags[i]), stop)
         assert gap == (first, last)
+
+
+@pytest.mark.parametrize("length", [4, 16, 40, 64])
+def test_what_did_not_arrive_is_found_wherever_it_is(memory: Memory, length: int) -> None:
+    there = memory.empty(8, 32, dtype=torch.int8)
+    there.zero_()
+    memory.stream.record().wait(30)
+    part, run = MemoryPart(there, 32, 32 + length), min(length, 16)
+    check_arrived([part])
+    forget(part)
+    # A peer writes it, but for one run.
+    content = there.held.flatten()[32 : 32 + length]
+    assert not there.held.flatten()[:32].any()
+    for first in {0, length // 2 // run * run, length - run}:
+        content.zero_()
+        content[first : first + run] = 0x5A
+        with pytest.raises(
+            LoweringError, match=rf"bytes 32 to {31 + length} of .* nothing was written to bytes {32 + first} to {31 + first + run}"
+        ):
+            check_arrived([part])
+    content[first] = 0
+    check_arrived([part])
+
+
+def test_memory_that_a_peer_is_to_write_is_finite(memory: Memory) -> None:
+    """Else what is masked of it would spoil what it is masked from."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        there = memory.empty(4, 8, dtype=dtype)
+        forget(MemoryPart(there, 0, there.nbytes))
+        assert there.held.isfinite().all()
+        assert (there.held.float() > 100).all()
