@@ -34,6 +34,7 @@ class Ask(NamedTuple):
 
     Attributes:
         tokens: all known tokens: of a request that lost its pages also those that it has generated.
+        routed: the number by which a router told both servers of the request; 0 for none.
     """
 
     room: int
@@ -41,6 +42,19 @@ class Ask(NamedTuple):
     cache_salt: str
     tenant: str
     priority: int
+    routed: int
+
+
+class Declined(NamedTuple):
+    """A request that a router sent to both servers is not asked for: its answer was a status and why.
+
+    Attributes:
+        routed: see `Ask`.
+    """
+
+    routed: int
+    status: int
+    reason: str
 
 
 class Computed(NamedTuple):
@@ -94,9 +108,10 @@ class Gone(NamedTuple):
     room: int
 
 
-Message = Hello | Refused | Ask | Computed | Ready | Done | Failed | Abort | Gone
+Message = Hello | Refused | Ask | Declined | Computed | Ready | Done | Failed | Abort | Gone
 
-_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Hello, Refused, Ask, Computed, Ready, Done, Failed, Abort, Gone)}
+_ALL = (Hello, Refused, Ask, Declined, Computed, Ready, Done, Failed, Abort, Gone)
+_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in _ALL}
 M = TypeVar("M", bound=Message)
 
 

@@ -13,8 +13,11 @@ from ..delivery import BatchSink, Sink
 from ..engine import Engine
 from ..request import RECEIVE, Event, FinishEvent, ParkedEvent, Request
 from . import room as rooms
-from .messages import Abort, Ask, Computed, Done, Failed, Gone, Message, Ready
+from .messages import Abort, Ask, Computed, Declined, Done, Failed, Gone, Message, Ready
 from .room import DEFAULTS, Do, Kind, Room, Stage, Timeouts
+
+OK = 200
+"""The status of a request of which nothing is to be computed."""
 
 
 class _Handover(NamedTuple):
@@ -88,12 +91,13 @@ class Receiver(BatchSink):
         """When `tick` is due; infinity where nothing waits."""
         return min((handover.room.deadline_s for handover in self._handovers.values()), default=math.inf)
 
-    def ask(self, request: Request, sink: Sink, failed: Callable[[str], None]) -> None:
+    def ask(self, request: Request, sink: Sink, failed: Callable[[str], None], routed: int = 0) -> None:
         """Asks for a prompt; one of a single token begins at once, as nothing is to be computed before it.
 
         Args:
             sink: gets the request's events once it has landed, from the engine's thread. Its times count from now on.
             failed: called instead where it is not handed over, with the reason; the request may then be computed elsewhere.
+            routed: see `messages.Ask`.
         """
         handover = _Handover(rooms.begin_decode(self._clock(), self._timeouts), request, sink, failed, self._clock())
         if len(request.prompt) - request.num_scored == 1:
@@ -103,9 +107,11 @@ class Receiver(BatchSink):
             except RequestError as error:
                 del self._landed[request.id]
                 failed(str(error))
+            if routed:
+                self.decline(routed, OK, "")
             return
         # Tokens that are scored are computed by decode steps, one after the other.
-        self._ask(handover, request.prompt[: len(request.prompt) - request.num_scored])
+        self._ask(handover, request.prompt[: len(request.prompt) - request.num_scored], routed)
 
     def ask_again(self, request: Request, sink: Sink, failed: Callable[[str], None], parked: ParkedEvent) -> None:
         """Asks for all tokens of a request that had landed, has lost its pages, and is parked again."""
@@ -172,10 +178,14 @@ class Receiver(BatchSink):
             if handover.room.deadline_s <= now_s:
                 self._step(number, Kind.TIMEOUT)
 
-    def _ask(self, handover: _Handover, tokens: Sequence[int]) -> None:
+    def decline(self, routed: int, status: int, reason: str) -> None:
+        """Says that a request of a router is not asked for."""
+        self._send(Declined(routed, status, reason))
+
+    def _ask(self, handover: _Handover, tokens: Sequence[int], routed: int = 0) -> None:
         number, request = self._number(), handover.request
         self._handovers[number], self._rooms[request.id] = handover, number
-        self._send(Ask(number, list(tokens), request.cache_salt, request.tenant, request.priority))
+        self._send(Ask(number, list(tokens), request.cache_salt, request.tenant, request.priority, routed))
         if not self.connected:
             self._step(number, Kind.DISCONNECTED)
 

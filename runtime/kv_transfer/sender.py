@@ -16,11 +16,12 @@ from .room import DEFAULTS, Do, Kind, Room, Stage, Timeouts
 
 
 class _Handover(NamedTuple):
-    """A room, the id of its request, what gives its place back, where it is parked, and where it goes."""
+    """A room, the id of its request, what gives its place back, a router's number of it, where it is parked, and where it goes."""
 
     room: Room
     request_id: str
     leave: Callable[[], None]
+    routed: int
     source: ParkedEvent | None = None
     target: Ready | None = None
 
@@ -40,6 +41,7 @@ class Sender:
         call: has the thread of this object call a function.
         clock: monotonic seconds.
         name: unique for each connection; begins the ids of its requests.
+        ended: told of each room that a router knows (`messages.Ask`) when it ends: its number, and why it was given up.
         enter: takes a place for a prompt of so many tokens, and returns what gives it back; raises RequestError where there is none.
     """
 
@@ -54,9 +56,10 @@ class Sender:
         name: str,
         timeouts: Timeouts = DEFAULTS,
         enter: Callable[[int], Callable[[], None]] = lambda _: _stay,
+        ended: Callable[[int, str], None] = lambda number, reason: None,
     ) -> None:
         self._engine, self._pools, self._peer, self._send, self._call, self._clock = engine, pools, peer, send, call, clock
-        self._name, self._timeouts, self._enter = name, timeouts, enter
+        self._name, self._timeouts, self._enter, self._ended = name, timeouts, enter, ended
         self._handovers: dict[int, _Handover] = {}
         self._rooms: dict[str, int] = {}
 
@@ -114,8 +117,9 @@ class Sender:
             leave = self._enter(len(ask.tokens))
         except RequestError as error:
             self._send(Failed(ask.room, str(error)))
+            self._tell(ask.routed, str(error))
             return
-        self._handovers[ask.room] = _Handover(rooms.begin_prefill(self._clock(), self._timeouts), request_id, leave)
+        self._handovers[ask.room] = _Handover(rooms.begin_prefill(self._clock(), self._timeouts), request_id, leave, ask.routed)
         self._rooms[request_id] = ask.room
         try:
             request = Request(
@@ -152,6 +156,11 @@ class Sender:
         if room.stage is Stage.ENDED:
             del self._handovers[number], self._rooms[handover.request_id]
             handover.leave()
+            self._tell(handover.routed, room.reason)
+
+    def _tell(self, routed: int, reason: str) -> None:
+        if routed:
+            self._ended(routed, reason)
 
     def _do(self, number: int, handover: _Handover, do: Do) -> None:
         match do:

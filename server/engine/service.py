@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from ...graphs.errors import RequestError
@@ -24,11 +25,13 @@ from ..guard.door import has_key
 from ..guard.limits import SocketLimits
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
+from ..requests.router_fields import HandoverFields
 from ..requests.structured_output import OutputFormat
 from ..storage.store import ResponseStore
 from ..telemetry.trace_context import carrier
 from ..telemetry.tracing import Tracing
 from ..text.tokenizer import TextTokenizer
+from .choice import Choice
 from .generation import GenerationOptions, completion_id, completion_seed
 from .mailbox import Mailbox
 
@@ -73,8 +76,18 @@ class Handovers(Protocol):
             enter: takes a place for a prompt of so many tokens, and returns what gives it back; raises RequestError where there is none.
         """
 
+    async def answer(self, fields: HandoverFields, path: str, streams: bool) -> Response:
+        """Answers a router that has sent a request to this server and to a decode server."""
+
     def stats(self) -> Mapping[str, Any]:
         """Numbers by name."""
+
+
+class Decoding(Protocol):
+    """The interface of `fleet.decode_engine` that the server uses beside that of an engine."""
+
+    def decline(self, choice: Choice, status: int, reason: str) -> None:
+        """Tells the prefill server of a router's choice that its requests are not asked for."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,7 @@ class Service:
     Attributes:
         tracing: makes a span for each request; None for none.
         handovers: what decode servers connect to, on a prefill server; it answers no requests of its own.
+        decoding: the engine of a decode server, for what routers choose.
     """
 
     def __init__(
@@ -152,6 +166,7 @@ class Service:
         self._tenant_key = secrets.token_bytes(16)
         self.tracing: Tracing | None = None
         self.handovers: Handovers | None = None
+        self.decoding: Decoding | None = None
         self._mailbox: Mailbox | None = None
         self._holding = False
         self._engine = engine

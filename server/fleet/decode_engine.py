@@ -20,6 +20,7 @@ from ...runtime.kv_transfer.receiver import Receiver
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
 from ...runtime.request import Event, ExecutionRecord, FinishEvent, ParkedEvent, Request
 from ...runtime.scheduler import admission
+from ..engine.choice import Choice, chosen
 from ..requests.error_objects import Refusal
 from .prefill_link import PrefillLink
 
@@ -78,6 +79,11 @@ class DecodeEngine:
         """
         executor = self._engine.executor
         admission.check(request, executor.limits, executor.vocab_size, executor.max_logprobs, executor.max_ranked)
+        choice = chosen.get()
+        if choice is not None:
+            link, room = self._named(choice), choice.take()
+            self._call(lambda: self._begin(request, sink, link, room))
+            return
         if not any(link.receiver for link in self.links):
             if not self._local:
                 raise Refusal("no_prefill_server", reasons="; ".join(f"{link.url} {link.state}" for link in self.links))
@@ -146,11 +152,38 @@ class DecodeEngine:
         self._counts["landed"] += 1
         self._seconds += seconds
 
-    def _begin(self, request: Request, sink: Sink) -> None:
+    def _named(self, choice: Choice) -> PrefillLink:
+        """The prefill server that a router has chosen.
+
+        Raises:
+            RequestError: it is none of this server's, or not connected.
+        """
+        link = next((link for link in self.links if link.is_at(choice.place)), None)
+        if link is None:
+            legal = ", ".join(link.url for link in self.links)
+            raise Refusal("unknown_prefill_server", param=choice.field, field=choice.field, place=choice.place, legal=legal)
+        if link.receiver is None:
+            raise Refusal("no_prefill_server", reasons=f"{link.url} {link.state}")
+        return link
+
+    def decline(self, choice: Choice, status: int, reason: str) -> None:
+        """Tells the prefill server of a router's choice that its requests are not asked for."""
+        link = next((link for link in self.links if link.is_at(choice.place)), None)
+        if link is not None and (receiver := link.receiver) is not None:
+            for room in choice.rooms:
+                self._call(functools.partial(receiver.decline, room, status, reason))
+
+    def _begin(self, request: Request, sink: Sink, link: PrefillLink | None = None, routed: int = 0) -> None:
         waits_ms = [ms for ms in (request.timeout_ms, request.first_token_timeout_ms) if ms is not None]
         if waits_ms:
             self._loop.call_later(min(waits_ms) / 1e3, self._expire, request.id)
-        self._place(request, sink, {})
+        if link is None:
+            self._place(request, sink, {})
+        elif link.receiver is None:
+            self._end(request, sink, "error", f"{link.url} {link.state}", "not_handed_over")
+        else:
+            # The router has told one prefill server, so another one is for it to choose.
+            link.receiver.ask(request, sink, functools.partial(self._failed, request, sink, {link.url: ""}, other=False), routed)
 
     def _place(self, request: Request, sink: Sink, tried: Mapping[str, str]) -> None:
         """Asks the next prefill server, computes the prompt here, or ends the request.
@@ -189,14 +222,17 @@ class DecodeEngine:
 
         return max((link for link in links if link.rooms <= least + IMBALANCE), key=affinity)
 
-    def _failed(self, request: Request, sink: Sink, tried: dict[str, str], reason: str) -> None:
+    def _failed(self, request: Request, sink: Sink, tried: dict[str, str], reason: str, other: bool = True) -> None:
         """Called instead of the request's first event."""
         if reason == CANCELLED:
             self._give_up(request, sink)
             return
         self._failures[next((cause for cause in CAUSES if reason.startswith(cause)), REFUSED)] += 1
         tried[next(reversed(tried))] = reason
-        self._place(request, sink, tried)
+        if other:
+            self._place(request, sink, tried)
+        else:
+            self._end(request, sink, "error", f"the prefill server did not compute the prompt: {reason}", "not_handed_over")
 
     def _lost(self, request: Request, sink: Sink, _: Callable[[str], None], parked: ParkedEvent) -> None:
         """A request that had landed has lost its pages to others; what it has generated is computed with its prompt."""

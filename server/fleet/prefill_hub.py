@@ -6,29 +6,38 @@ import asyncio
 import itertools
 import json
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ...graphs.errors import NpucompileError, RequestError
 from ...runtime.engine import Engine
 from ...runtime.kv_transfer import layout
 from ...runtime.kv_transfer.layout import Instance
-from ...runtime.kv_transfer.messages import VERSION, Hello, Message, Refused, from_json, to_json
+from ...runtime.kv_transfer.messages import VERSION, Declined, Hello, Message, Refused, from_json, to_json
 from ...runtime.kv_transfer.pools import Peer, Pools
+from ...runtime.kv_transfer.receiver import OK
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
 from ...runtime.kv_transfer.sender import Sender
 from ...runtime.request import ParkedEvent
 from ..engine.lifecycle import Lifecycle
 from ..guard.door import CLIENT, refuse
-from ..requests.error_objects import Refusal, error_reply
+from ..requests.error_objects import ErrorReply, Refusal, Relayed, error_reply
+from ..requests.router_fields import HandoverFields
+from .routed import answered, is_probe, rooms_of
 
 log = logging.getLogger(__name__)
 
 PATH = "/v1/handover"
 TICK_S, GREETING_S = 0.1, 10.0
+MOST_ENDED = 10_000
+"""Rooms whose ends are kept for a router that has not asked yet."""
+SSE_END = b"data: [DONE]\n\n"
+_VLLM = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [], "remote_host": None, "remote_port": None}
 
 
 class PrefillHub:
@@ -47,6 +56,9 @@ class PrefillHub:
         # Replaced and never changed: the engine's thread goes through it.
         self._senders: tuple[Sender, ...] = ()
         engine.stepper.on_parked = self._parked
+        # Rooms that routers know: who waits for one, and how it ended where nobody has asked yet.
+        self._waiting: dict[int, asyncio.Future[ErrorReply | None]] = {}
+        self._ended: dict[int, ErrorReply | None] = {}
 
     @property
     def rooms(self) -> int:
@@ -76,17 +88,63 @@ class PrefillHub:
 
         name = f"handover-{next(self._names)}"
         sender = Sender(
-            self._engine, self._pools, peer, outgoing.put_nowait, call, time.monotonic, name, timeouts=self._timeouts, enter=enter
+            self._engine, self._pools, peer, outgoing.put_nowait, call, time.monotonic, name, self._timeouts, enter, self._room_ended
         )
         self._senders = (*self._senders, sender)
         try:
             await websocket.send_text(_text(self._hello))
-            await _until_closed(websocket, sender, outgoing)
+            await _until_closed(websocket, sender, outgoing, self._declined)
         finally:
             sender.disconnected()
             while sender.rooms:
                 await asyncio.sleep(TICK_S)
             self._senders = tuple(other for other in self._senders if other is not sender)
+
+    async def answer(self, fields: HandoverFields, path: str, streams: bool) -> Response:
+        """Answers a router: SGLang's when the rooms that it names have ended, vLLM's at once with a room.
+
+        Raises:
+            RequestError: a room is missing, was declined by the decode server, or was given up.
+        """
+        if is_probe(fields):
+            return JSONResponse(answered(path, {}))
+        rooms = rooms_of(fields)
+        if not rooms:
+            if not (fields.kv_transfer_params or {}).get("do_remote_decode"):
+                raise Refusal("prefill_role")
+            joined = {"remote_engine_id": self._hello.sessions[0], "remote_request_id": str(secrets.randbits(62) + 1)}
+            return JSONResponse(answered(path, {"kv_transfer_params": {**_VLLM, **joined}}))
+        for room in rooms:
+            if (reply := await self._end_of(room)) is not None:
+                raise Relayed(reply)
+        return Response(SSE_END, media_type="text/event-stream") if streams else JSONResponse(answered(path, {}))
+
+    async def _end_of(self, room: int) -> ErrorReply | None:
+        if room in self._ended:
+            return self._ended.pop(room)
+        future = self._waiting.setdefault(room, asyncio.get_running_loop().create_future())
+        try:
+            return await asyncio.wait_for(asyncio.shield(future), self._timeouts.asked)
+        except TimeoutError:
+            return ErrorReply(503, f"no decode server asked for room {room} within {self._timeouts.asked:g} s", "not_handed_over")
+        finally:
+            self._waiting.pop(room, None)
+
+    def _room_ended(self, room: int, reason: str) -> None:
+        self._end(room, ErrorReply(503, f"room {room} was given up: {reason}", "not_handed_over") if reason else None)
+
+    def _declined(self, message: Declined) -> None:
+        self._end(message.routed, None if message.status == OK else ErrorReply(message.status, message.reason, "declined"))
+
+    def _end(self, room: int, reply: ErrorReply | None) -> None:
+        waiting = self._waiting.get(room)
+        if waiting is not None:
+            if not waiting.done():
+                waiting.set_result(reply)
+            return
+        self._ended[room] = reply
+        while len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     async def _greeted(self, websocket: WebSocket) -> Peer:
         hello = from_json(json.loads(await websocket.receive_text()))
@@ -120,12 +178,18 @@ def handover_endpoint(lifecycle: Lifecycle) -> Callable[[WebSocket], Awaitable[N
     return endpoint
 
 
-async def _until_closed(websocket: WebSocket, sender: Sender, outgoing: asyncio.Queue[Message]) -> None:
+async def _until_closed(
+    websocket: WebSocket, sender: Sender, outgoing: asyncio.Queue[Message], declined: Callable[[Declined], None]
+) -> None:
     """Passes messages in both directions until the connection ends or one of them is wrong."""
 
     async def receive() -> None:
         async for text in websocket.iter_text():
-            sender.received(from_json(json.loads(text)))
+            message = from_json(json.loads(text))
+            if isinstance(message, Declined):
+                declined(message)
+            else:
+                sender.received(message)
 
     async def send() -> None:
         while True:

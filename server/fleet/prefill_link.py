@@ -62,11 +62,17 @@ class PrefillLink:
         self._socket = socket_url(url)
         self.state = "was not reached yet"
         self.receiver: Receiver | None = None
+        self._sessions: list[str] = []
 
     @property
     def rooms(self) -> int:
         """Open ones."""
         return self.receiver.rooms if self.receiver else 0
+
+    def is_at(self, place: str) -> bool:
+        """Whether this is the prefill server of a router's choice (`routed.Choice`)."""
+        parts = urlsplit(self.url)
+        return place in (parts.netloc, parts.hostname) or place in self._sessions
 
     async def run(self) -> None:
         """Keeps the connection, for ever."""
@@ -98,6 +104,7 @@ class PrefillLink:
             raise layout.LayoutError(f"refuses this server: {answer.reason}")
         if not isinstance(answer, Hello) or answer.version != self._hello.version:
             raise ProtocolError(f"a greeting of version {self._hello.version} was expected, not {str(answer)[:80]}")
+        self._sessions = answer.sessions
         layout.check(Instance.from_json(answer.instance), Instance.from_json(self._hello.instance))
 
     async def _serve(self, connection: ClientConnection) -> None:

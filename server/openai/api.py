@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
 
 from ...graphs.errors import RequestError
 from ...runtime.request import Request
+from ..engine.choice import chosen
 from ..engine.generation import Generation, GenerationOptions, Output
 from ..engine.lifecycle import Lifecycle
 from ..engine.service import Service
+from ..fleet.routed import choice_of, is_probe
 from ..guard.door import CLIENT
 from ..requests.create_body import INLINE_PROMPT_CHARS
-from ..requests.error_objects import Refusal
+from ..requests.error_objects import Refusal, error_reply
 from ..requests.router_fields import HandoverFields
 from ..requests.structured_output import OutputFormat
 from ..response.run import ResponseRun
 from .live import MAX_WAITING, Core, Live, Out
 from .request_models import ChatRequest, CompletionRequest, SamplingFields
+from .sse import EventStream
 
 MAX_BODY_BYTES = 4 * 2**20
 
@@ -48,11 +53,37 @@ class Api:
         self.max_body_bytes = max_body_bytes
         self.live: dict[str, Live[Any] | ResponseRun] = {}
 
-    def check_role(self, handover: HandoverFields | None) -> None:
-        """Raises RequestError where a request is to be handed over, which a server without a role cannot do."""
-        if handover is not None:
-            field = next(iter(handover.model_fields_set))
+    async def handed_over(
+        self, fields: HandoverFields, path: str, streams: bool, run: Callable[[], Awaitable[Response]], receive: Receive
+    ) -> Response:
+        """Answers a request that a router has sent to a prefill and a decode server, as the one that this is.
+
+        A stream begins when its first output has come: what fails before has a status, and the router tries again.
+
+        Raises:
+            RequestError: this server has neither role, or the request cannot be served.
+        """
+        service = self.service()
+        if service.handovers is not None:
+            return await service.handovers.answer(fields, path, streams)
+        if service.decoding is None:
+            field = next(iter(fields.model_fields_set))
             raise Refusal("no_role", param=field, field=field)
+        if is_probe(fields):
+            return await run()
+        choice = choice_of(fields)
+        token = chosen.set(choice)
+        try:
+            response = await run()
+            if isinstance(response, EventStream):
+                await response.begun(receive)
+        except Exception as error:
+            reply = error_reply(error)
+            service.decoding.decline(choice, reply.status, reply.message)
+            raise
+        finally:
+            chosen.reset(token)
+        return response
 
     def start(self, request_id: str, requests: Sequence[Request], core: Core[Out], client: str, *, streams: bool) -> Live[Out]:
         """Submits requests of a client (`client_of`), whose events `core` turns into outputs.

@@ -99,7 +99,7 @@ async def server_info(api: Api, _: Request) -> Response:
         "dp_size": model.dp,
         "pp_size": 1,
         "load_balance_method": "auto",
-        "disaggregation_mode": "null",
+        "disaggregation_mode": "prefill" if service.handovers else "decode" if service.decoding else "null",
         "weight_version": model.artifact,
         "vocab_size": model.vocab_size,
         "artifact": model.artifact,

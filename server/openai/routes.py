@@ -141,9 +141,14 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
 def _posted(api: Api, post: Post) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         body = await read_json(request, api.max_body_bytes)
-        if post.completes:
-            api.check_role(handover_of(body, post.path))
-        return await post.endpoint(api, validate(post.model, body, post.path) if post.model else body, request)
+        handover = handover_of(body, post.path) if post.completes else None
+
+        async def run() -> Response:
+            return await post.endpoint(api, validate(post.model, body, post.path) if post.model else body, request)
+
+        if handover is None:
+            return await run()
+        return await api.handed_over(handover, post.path, body.get("stream") is True, run, request.receive)
 
     return answer
 

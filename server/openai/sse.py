@@ -15,8 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..engine.output_stream import CompletionEnd
 from ..requests.error_objects import error_reply, failure_of
-from .errors import failure_object
+from .errors import failure, failure_object
 from .live import TooSlow
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,31 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._live: Source[Any] = live
         self._frames: Frames[Any] = frames
+        self._ahead: list[Any] = []
+
+    async def begun(self, receive: Receive) -> None:
+        """Waits for the first output.
+
+        Raises:
+            Exception: it is the failure of a completion.
+            ClientGone: nobody waits for it any more.
+        """
+        taking, leaving = asyncio.ensure_future(self._live.take()), asyncio.ensure_future(gone(receive))
+        try:
+            await asyncio.wait([taking, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                raise ClientGone
+            self._ahead = taking.result()
+            for entry in self._ahead:
+                end = entry[1] if isinstance(entry, tuple) else None
+                if isinstance(end, CompletionEnd) and end.reason == "error":
+                    raise failure(end)
+        except BaseException:
+            self._live.cancel()
+            raise
+        finally:
+            taking.cancel()
+            leaving.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks = [asyncio.create_task(part) for part in (self._write(send), gone(receive), self._live.overflow.wait())]
@@ -119,7 +145,8 @@ class EventStream(Response):
         """The frames; where they cannot be made, those of an error are the last."""
         try:
             yield self._frames.begin()
-            while not self._frames.failed and (outputs := await self._live.take()):
+            while not self._frames.failed and (outputs := self._ahead or await self._live.take()):
+                self._ahead = []
                 yield self._frames.feed(outputs)
             if not self._frames.failed:
                 yield self._frames.end()

@@ -81,7 +81,8 @@ def validate(model: type[B], body: dict[str, Any], where: str) -> B:
     known = marks(model)
     for name, value in fields.items():
         if name not in known:
-            legal = ", ".join(known)
+            # What a field asks for, before what is accepted and asks for nothing.
+            legal = ", ".join(sorted(known, key=lambda field: isinstance(known[field], Neutral)))
             raise FieldError(f"{where} has no field {show(name)}; it has {legal}", param=name[:MAX_PARAM_CHARS], code="unknown_field")
         mark = known[name]
         if isinstance(mark, Neutral) and not any(_same(value, neutral) for neutral in mark.values):

@@ -61,6 +61,7 @@ REFUSALS: Mapping[str, str] = {
     "(`npucompile serve --role`); legal is null or absent",
     "no_prefill_role": "this server computes no prompts for decode servers; legal is a server started with `--role prefill`",
     "prefill_role": "this server computes prompts for decode servers (`--role prefill`) and answers none itself; ask one of those",
+    "unknown_prefill_server": "{field} names the prefill server {place}; legal are those of `npucompile serve --prefill`: {legal}",
     "no_prefill_server": "no prefill server is connected: {reasons}",
     "draining": "the server is ending and takes no new requests",
     "too_many_streams": "{count} responses run or wait on this socket; the limit is {most}",
@@ -138,8 +139,22 @@ class ErrorReply:
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
+class Relayed(RequestError):
+    """Raised for a refusal that another server has given.
+
+    Attributes:
+        reply: what that server told its client.
+    """
+
+    def __init__(self, reply: ErrorReply) -> None:
+        super().__init__(reply.message, code=reply.code or "server_error")
+        self.reply = reply
+
+
 def error_reply(error: Exception) -> ErrorReply:
     """What to tell of an exception. Those that are neither ProtocolError nor RequestError are the server's own, and told without detail."""
+    if isinstance(error, Relayed):
+        return error.reply
     if not isinstance(error, (ProtocolError, RequestError)):
         return ErrorReply(500, "the server failed to handle this message; its log has the reason", "internal_error")
     message = _cut(str(error), MAX_MESSAGE_CHARS) or type(error).__name__

@@ -11,7 +11,7 @@ import pytest
 SERVER = Path(__file__).resolve().parents[2] / "server"
 ORDER = (
     *(("text",), ("pictures",), ("requests",), ("grammar",), ("parsers",), ("chat",), ("telemetry",), ("guard",), ("storage",)),
-    *(("engine",), ("response",), ("socket", "openai", "pages")),
+    *(("engine",), ("fleet", "response"), ("socket", "openai", "pages")),
 )
 """A room may import itself and those before it; the files beside the rooms import any room, and no room imports them."""
 

@@ -125,7 +125,11 @@ class Pairing:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         decoding = DecodeEngine(engine, Hello(VERSION, instance.to_json(), pools.sessions), self.prefill, headers, self.timeouts)
         closing.callback(decoding.close)
-        return decoding, lambda _: None
+
+        def join_decoding(service: Service) -> None:
+            service.decoding = decoding
+
+        return decoding, join_decoding
 
 
 def transfer_variables(port: int | None, artifact: Artifact) -> Mapping[str, str]:

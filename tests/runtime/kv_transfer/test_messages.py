@@ -7,14 +7,15 @@ import json
 import pytest
 
 from npucompile.graphs.errors import ProtocolError
-from npucompile.runtime.kv_transfer.messages import Abort, Ask, Computed, Done, Failed, Gone, Hello, Ready, from_json, to_json
+from npucompile.runtime.kv_transfer.messages import Abort, Ask, Computed, Declined, Done, Failed, Gone, Hello, Ready, from_json, to_json
 
 
 @pytest.mark.parametrize(
     "message",
     [
         Hello(1, {"model": "m"}, ["host:1"]),
-        Ask(2**62, [1, 2], "salt", "tenant", 0),
+        Ask(2**62, [1, 2], "salt", "tenant", 0, 7),
+        Declined(7, 400, "why"),
         *(Computed(1, 16), Ready(1, 0, [3, 4], 1, 5), Done(1), Failed(1, "why"), Abort(1), Gone(1)),
     ],
 )

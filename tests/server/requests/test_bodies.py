@@ -48,7 +48,7 @@ def test_null_is_absent_and_marks_say_what_may_come():
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"sise": 1}, ("unknown_field", "sise", "/path has no field 'sise'; it has size, parts, nothing, never, user")),
+        ({"sise": 1}, ("unknown_field", "sise", "/path has no field 'sise'; it has size, parts, user, nothing, never")),
         ({"size": "1"}, ("invalid_field", "size", "size is '1'; legal is an integer")),
         ({"size": True}, ("invalid_field", "size", "size is True; legal is an integer")),
         ({"size": 0}, ("invalid_field", "size", "size is 0; legal is a number of at least 1")),
