@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...graphs.errors import NpucompileError
@@ -28,10 +30,25 @@ Answered = Callable[[Mapping[str, Any]], None]
 
 SETTLE_S = 0.4
 STALLED_S = 5 * HEARTBEAT_S
+CODE = re.compile(r"\[([a-z_]+)\]$")
 
 
 class RankError(ExecutorError):
-    """Raised when the ranks do not match, or one of them is lost; no step can run after that."""
+    """Raised when the ranks do not match, or one of them is lost; no step can run after that.
+
+    Args:
+        message: both sides of the disagreement.
+        code: a short name for programs, which is printed behind the message in brackets.
+    """
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(f"{message} [{code}]" if code else message)
+
+    @property
+    def code(self) -> str:
+        """The short name; "" where there is none. It crosses machines as part of the text."""
+        named = CODE.search(str(self))
+        return named.group(1) if named else ""
 
 
 class FailureReport(NamedTuple):
@@ -55,6 +72,7 @@ class ControlPlane:
         exit_reason: how the process of a lost rank ended ("killed by SIGKILL"); None if that is not known.
         on_failure: called once, from a thread of the control plane, with the failure.
         silence_s: how long a rank may be silent.
+        nodes: which machine a rank runs on, as words; empty where all are on one.
     """
 
     def __init__(
@@ -65,8 +83,10 @@ class ControlPlane:
         exit_reason: Callable[[int], str | None] = lambda _: None,
         on_failure: Callable[[RankError], None] = lambda _: None,
         silence_s: float = SILENCE_S,
+        nodes: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.mesh = mesh
+        self._nodes = nodes
         self.failure: RankError | None = None
         self._exit_reason, self._on_failure = exit_reason, on_failure
         self._answers: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
@@ -227,7 +247,7 @@ class ControlPlane:
             if rank not in reported and peer.silent_s > STALLED_S
         ]
         cause = next((report for report in (*reports, *stalled) if report.lost and report.rank not in reported), reports[0])
-        self.failure = RankError(self._describe(cause))
+        self.failure = self._described(cause, {report.rank for report in (*reports, *stalled) if report.lost} - reported)
         abort = encode("abort", message=str(self.failure))
         for rank, peer in self._peers.items():
             if rank != cause.rank:
@@ -239,11 +259,20 @@ class ControlPlane:
         except Exception:
             log.exception("the callback for the failure raised")
 
-    def _describe(self, cause: FailureReport) -> str:
+    def _described(self, cause: FailureReport, lost: set[int]) -> RankError:
+        """The failure, and the machine that it happened on; a machine all of whose ranks are lost is lost itself."""
+        node = self._nodes.get(cause.rank, "")
+        who = f"rank {cause.rank} of mesh {self.mesh}{f' on {node}' if node else ''}"
         if not cause.lost:
-            return f"rank {cause.rank} of mesh {self.mesh} failed: {cause.text}; all ranks end"
+            return RankError(f"{who} failed: {cause.text}; all ranks end", "rank_failed" if node else "")
         reason = self._exit_reason(cause.rank)
-        return f"rank {cause.rank} of mesh {self.mesh} {f'died: {reason}' if reason else f'was lost: {cause.text}'}; all ranks end"
+        if reason:
+            return RankError(f"{who} died: {reason}; all ranks end")
+        on_node = {rank for rank, other in self._nodes.items() if other == node}
+        if node and on_node <= lost:
+            ranks = ", ".join(map(str, sorted(on_node)))
+            return RankError(f"{node} with rank {ranks} of mesh {self.mesh} was lost: {cause.text}; all ranks end", "node_lost")
+        return RankError(f"{who} was lost: {cause.text}; all ranks end", "rank_lost" if node else "")
 
 
 def error_text(error: BaseException) -> str:

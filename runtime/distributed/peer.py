@@ -1,7 +1,8 @@
 """The connection to one other rank: messages both ways, and one callback with the reason when it is lost.
 
 A thread reads, so that the end of the other rank is seen while this process waits in a collective or for a request. The thread also
-sends a heartbeat every second; a rank whose machine or network is gone closes nothing, and is lost when its heartbeats stop.
+sends a heartbeat every second; a rank whose machine or network is gone closes nothing, and is lost when its heartbeats stop. Sooner,
+where the system tells it: a machine that is there acknowledges heartbeats even if the process that they are for cannot read them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from .messages import FrameDecoder, RankMessage, encode
 HEARTBEAT_S = 1.0
 SILENCE_S = 20.0
 """How long a peer may send nothing, not even a heartbeat, before it counts as lost."""
+
+GONE_S = 8.0
+"""How long a machine may acknowledge nothing of what was sent to it; a switch that takes over needs less."""
+
+TCP_INFO_BYTES, RETRANSMITS, LAST_ACK_MS = 60, struct.Struct("2xB"), struct.Struct("56xI")
+"""Of Linux's `struct tcp_info`: how often unacknowledged bytes were sent again, and milliseconds since the last acknowledgement."""
 
 READ_BYTES = 1 << 18
 HEARTBEAT = "heartbeat"
@@ -124,6 +131,10 @@ class Peer:
                 self._end(f"it has been silent for {self.silent_s:.0f} s")
                 return
             if now - sent_s >= self._heartbeat_s:
+                # Before the next heartbeat, so that there was time to acknowledge the last one.
+                if (unanswered_s := unacknowledged_s(self._stream)) > GONE_S:
+                    self._end(f"its machine has not answered for {unanswered_s:.0f} s")
+                    return
                 sent_s = now
                 self._send_heartbeat()
 
@@ -134,6 +145,16 @@ class Peer:
                 self._stream.sendall(encode(HEARTBEAT))
             finally:
                 self._sending.release()
+
+
+def unacknowledged_s(stream: socket.socket) -> float:
+    """Seconds since the other machine last acknowledged anything, while bytes are sent to it again; 0 if none are, or nobody knows."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0.0
+    info = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    if len(info) < TCP_INFO_BYTES or not RETRANSMITS.unpack_from(info)[0]:
+        return 0.0
+    return float(LAST_ACK_MS.unpack_from(info)[0]) / 1e3
 
 
 def _reason(error: Exception, silence_s: float) -> str:

@@ -3,6 +3,8 @@
 Rank 0 listens and the others connect to it; nothing is allocated before all match. The store of torch, which gloo needs anyway, only
 says at which port. It answers whoever reaches it, so it listens where it was asked to and nowhere else, and the token that proves that a
 connection comes from a rank is not in it: whoever starts the ranks gives it to each.
+
+Over several machines everybody is told who is still missing, and before ranks are accepted each machine has reached each other one.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ...graphs.errors import ProtocolError
 from .control_plane import RankError
 from .messages import RankMessage, encode, receive
+from .nodes import CONNECT_S, Node, Reminder, Say, family, missing_nodes, reachable, unreached, wait_for_listener
 
 CONTROL = "control"
 """Substore in which rank 0 says where it listens."""
@@ -45,6 +50,8 @@ class RendezvousConfig:
         hosts_store: whether this process creates the store; port 0 takes a free one.
         local_rank: number of this rank on its machine.
         token: the same on all ranks, and known to nobody else.
+        node: this machine.
+        starts_ranks: whether this process starts the other ranks of its machine.
     """
 
     rank: int
@@ -57,10 +64,39 @@ class RendezvousConfig:
     hosts_store: bool = False
     local_rank: int = 0
     token: str = field(default="", repr=False)
+    node: Node = field(default_factory=Node)
+    starts_ranks: bool = False
+
+    @property
+    def on_node(self) -> str:
+        """Which machine this is, behind the number of a rank; "" where there is one machine."""
+        return f" on {self.node}" if self.node.count > 1 else ""
 
 
-def open_store(config: RendezvousConfig) -> TCPStore:
+@dataclass(frozen=True)
+class Arrival:
+    """A rank that rank 0 has accepted.
+
+    Attributes:
+        stream: connected to it.
+        node: its machine.
+        port: where the other machines reach it (`nodes.reachable`); 0 on all but the first rank of a machine.
+    """
+
+    stream: socket.socket
+    node: Node
+    port: int = 0
+
+
+def _silent(_: str) -> None:
+    """Says nothing."""
+
+
+def open_store(config: RendezvousConfig, say: Say = _silent) -> TCPStore:
     """The store that all ranks share.
+
+    Args:
+        say: is told whom this machine waits for.
 
     Raises:
         RankError: when it cannot be reached, or created.
@@ -68,6 +104,8 @@ def open_store(config: RendezvousConfig) -> TCPStore:
     timeout = datetime.timedelta(seconds=config.timeout_s)
     try:
         if not config.hosts_store:
+            if config.node.rank:
+                wait_for_listener(config.node, config.host, config.port, config.timeout_s, say)
             return TCPStore(config.host, config.port, None, False, timeout, wait_for_workers=False)
         # By itself it would listen on all addresses of the machine.
         with _listener(config.host, config.port, config.world_size) as listener:
@@ -85,64 +123,114 @@ def substore(store: TCPStore, config: RendezvousConfig, purpose: str) -> Store:
 
 
 def accept_ranks(
-    config: RendezvousConfig, store: TCPStore, identity: Mapping[str, str], exited: Callable[[], str | None] = lambda: None
-) -> dict[int, socket.socket]:
+    config: RendezvousConfig,
+    store: TCPStore,
+    identity: Mapping[str, str],
+    exited: Callable[[], str | None] = lambda: None,
+    say: Say = _silent,
+) -> dict[int, Arrival]:
     """Rank 0: waits for all other ranks, and accepts them if all match.
 
     Args:
         identity: what must be equal on all ranks, by name.
         exited: describes a rank's process that has already ended; None while there is none.
-
-    Returns:
-        A connected socket for every other rank.
+        say: is told which machines are missing.
 
     Raises:
         RankError: naming the ranks that did not connect in time, or both ranks and both values of what differs.
     """
-    connections: dict[int, socket.socket] = {}
+    arrivals: dict[int, Arrival] = {}
+    turned_away: list[str] = []
     refusal: str | None = None
-    deadline = time.monotonic() + config.timeout_s
+    deadline, reminder = time.monotonic() + config.timeout_s, Reminder(say)
     with _listening(config, store) as listener:
         try:
-            while refusal is None and len(connections) < config.world_size - 1:
-                refusal = _accept_one(listener, connections, config, identity) or _late(connections, config, deadline) or exited()
+            while refusal is None and len(arrivals) < config.world_size - 1:
+                refusal = _accept_one(listener, arrivals, config, identity, turned_away, say)
+                refusal = refusal or _ended(arrivals) or _late(arrivals, config, deadline, turned_away) or exited()
+                if config.node.count > 1 and refusal is None and reminder.due():
+                    _remind(config, arrivals, turned_away, deadline, say)
+            refusal = refusal or _apart(config, arrivals)
             answer = encode("welcome") if refusal is None else encode("refused", message=refusal)
-            for stream in connections.values():
-                stream.sendall(answer)
-        except OSError as error:
+            for arrival in arrivals.values():
+                arrival.stream.sendall(answer)
+        except (OSError, ProtocolError) as error:
             refusal = f"a rank was lost during the rendezvous: {error}"
     if refusal is not None:
-        for stream in connections.values():
-            stream.close()
+        for arrival in arrivals.values():
+            arrival.stream.close()
         raise RankError(refusal)
-    return connections
+    return arrivals
 
 
-def connect_to_rank_0(config: RendezvousConfig, store: TCPStore, identity: Mapping[str, str]) -> socket.socket:
+def connect_to_rank_0(
+    config: RendezvousConfig,
+    store: TCPStore,
+    identity: Mapping[str, str],
+    exited: Callable[[], str | None] = lambda: None,
+    say: Say = _silent,
+) -> socket.socket:
     """Any other rank: connects to rank 0 and waits until all ranks have.
+
+    Args:
+        exited: describes a process that this one started and that has already ended; None while there is none.
+        say: is told which machines are missing, by rank 0.
 
     Raises:
         RankError: when rank 0 is not there in time, or refuses; with its reason.
     """
-    me = f"rank {config.rank} of {config.world_size}"
+    me = f"rank {config.rank} of {config.world_size}{config.on_node}"
     try:
         port = int(substore(store, config, CONTROL).get(ADDRESS))
     except RuntimeError as error:
         late = f"rank 0 did not come to {config.host} port {config.port} within {config.timeout_s:g} s"
-        raise RankError(f"{me}: {late}: {_first_line(error)}") from None
-    with contextlib.ExitStack() as stack:
+        raise RankError(f"{me}: {late}: {_first_line(error)}", "node_late" if config.node.rank else "") from None
+    # One rank of a machine answers for it.
+    node = config.node if config.local_rank == 0 else Node()
+    with contextlib.ExitStack() as stack, reachable(node) as own_port:
         try:
-            stream = stack.enter_context(socket.create_connection((config.host, port), timeout=config.timeout_s))
-            stream.sendall(encode("hello", token=config.token, rank=config.rank, world_size=config.world_size, identity=dict(identity)))
-            # Rank 0 may wait as long for the others as this rank waited for it.
-            stream.settimeout(2 * config.timeout_s)
-            answer = receive(stream)
+            source = (config.node.address, 0) if config.node.address else None
+            stream = stack.enter_context(socket.create_connection((config.host, port), config.timeout_s, source))
+            stream.sendall(encode("hello", **_hello(config, identity, own_port)))
+            answer = _answer(stream, config, exited, say)
+        except ConnectionRefusedError:
+            # Its store is there, so it was: it listens no longer once all have come, or were refused.
+            text = f"rank 0 at {config.host} takes no ranks any more: another process has come as this one, or all were refused"
+            raise RankError(f"{me} is too late: {text}", "node_rank_taken") from None
         except (OSError, ProtocolError) as error:
             raise RankError(f"{me} lost rank 0 at {config.host} during the rendezvous: {error}") from None
         if answer.kind != "welcome":
             raise RankError(str(answer.fields.get("message", f"rank 0 answered {answer.kind!r}")))
         stack.pop_all()
         return stream
+
+
+def _hello(config: RendezvousConfig, identity: Mapping[str, str], port: int) -> dict[str, Any]:
+    node = config.node
+    place = {"node_rank": node.rank, "nodes": node.count, "host": node.host, "address": node.address, "port": port}
+    return {"token": config.token, "rank": config.rank, "world_size": config.world_size, "identity": dict(identity), **place}
+
+
+def _answer(stream: socket.socket, config: RendezvousConfig, exited: Callable[[], str | None], say: Say) -> RankMessage:
+    """Rank 0's last word, after others; raises `OSError` where there is none."""
+    # Rank 0 may wait as long for the others as this rank waited for it.
+    deadline = time.monotonic() + 2 * config.timeout_s
+    stream.settimeout(HELLO_S)
+    while True:
+        while not select.select([stream], [], [], POLL_S)[0]:
+            if reason := exited():
+                stream.sendall(encode("ended", message=reason))
+                raise RankError(reason)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it said nothing for {2 * config.timeout_s:g} s")
+        message = receive(stream)
+        if message.kind == "waiting":
+            say(str(message.fields["message"]))
+        elif message.kind == "peers":
+            others = {int(rank): (str(address), int(port)) for rank, address, port in message.fields["peers"]}
+            stream.sendall(encode("reached", unreached=list(unreached(config.node, others).items())))
+        else:
+            return message
 
 
 @contextlib.contextmanager
@@ -159,15 +247,20 @@ def _listening(config: RendezvousConfig, store: TCPStore) -> Iterator[socket.soc
 
 
 def _listener(host: str, port: int, backlog: int) -> socket.socket:
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog)
+    return socket.create_server((host, port), family=family(host), backlog=backlog)
 
 
 def _accept_one(
-    listener: socket.socket, connections: dict[int, socket.socket], config: RendezvousConfig, identity: Mapping[str, str]
+    listener: socket.socket,
+    arrivals: dict[int, Arrival],
+    config: RendezvousConfig,
+    identity: Mapping[str, str],
+    turned_away: list[str],
+    say: Say,
 ) -> str | None:
     """Accepts one rank if one is connecting; returns the reason if all must be refused because of it."""
     try:
-        stream, _ = listener.accept()
+        stream, (address, *_) = listener.accept()
     except TimeoutError:
         return None
     stream.settimeout(HELLO_S)
@@ -177,12 +270,25 @@ def _accept_one(
         hello = None
     # Whoever does not know the token is not a rank; the rendezvous goes on without that connection.
     if hello is None or hello.kind != "hello" or not _is_token(hello.fields.get("token"), config.token):
+        if hello is not None and hello.kind == "hello":
+            _turn_away(stream, address, turned_away, say)
         stream.close()
         return None
-    refusal = _mismatch(hello, connections, config, identity)
-    rank = hello.fields["rank"]
-    connections[rank if rank not in connections else -1] = stream
+    fields = hello.fields
+    rank, node = fields["rank"], Node(fields["node_rank"], fields["nodes"], fields["host"], fields["address"])
+    refusal = _mismatch(fields, node, arrivals, config, identity)
+    arrivals[rank if rank not in arrivals else -1] = Arrival(stream, node, fields["port"])
     return refusal
+
+
+def _turn_away(stream: socket.socket, address: str, turned_away: list[str], say: Say) -> None:
+    """Tells a rank that its token is wrong, and once who it was."""
+    with contextlib.suppress(OSError):
+        message = "rank 0 has another token than this rank, or none; legal is the same on all machines [rank_token]"
+        stream.sendall(encode("refused", message=message))
+    if address not in turned_away:
+        turned_away.append(address)
+        say(f"turned away a process at {address}: it has another token than rank 0, or none [rank_token]")
 
 
 def _is_token(given: object, token: str) -> bool:
@@ -190,28 +296,89 @@ def _is_token(given: object, token: str) -> bool:
 
 
 def _mismatch(
-    hello: RankMessage, connections: Mapping[int, socket.socket], config: RendezvousConfig, identity: Mapping[str, str]
+    hello: Mapping[str, Any], node: Node, arrivals: Mapping[int, Arrival], config: RendezvousConfig, identity: Mapping[str, str]
 ) -> str | None:
-    rank, size, other = hello.fields["rank"], hello.fields["world_size"], hello.fields["identity"]
+    rank, size, other, own = hello["rank"], hello["world_size"], hello["identity"], config.node
+    if node.count != own.count:
+        legal = "legal is one --nnodes on all machines"
+        return f"{node} was started as one of {node.count} machines, {own} as one of {own.count}; {legal} [nnodes_mismatch]"
+    twin = next((each for each in (own, *(arrival.node for arrival in arrivals.values())) if each.rank == node.rank and each != node), None)
+    if twin is not None or not 0 <= node.rank < own.count:
+        came = f"{node} and {twin} are two machines" if twin else f"{node} is none"
+        return f"{came}; legal is each --node-rank from 0 to {own.count - 1} once [node_rank_taken]"
+    different = [name for name in sorted({*identity, *other}) if identity.get(name) != other.get(name)]
+    if different:
+        unknown, there = "not known", f"rank {rank}{f' on {node}' if own.count > 1 else ''}"
+        here = f"rank 0{config.on_node}"
+        values = [f"{name} is {other.get(name, unknown)} on {there} and {identity.get(name, unknown)} on {here}" for name in different]
+        code = " [artifact_mismatch]" if "artifact" in different else ""
+        return f"the ranks do not match: {'; '.join(values)}; all must run the same artifact with the same versions{code}"
     if size != config.world_size:
         return f"rank {rank} was started as one of {size} ranks, rank 0 as one of {config.world_size}; all ranks are to be started together"
-    if not 0 < rank < config.world_size or rank in connections:
+    if not 0 < rank < config.world_size or rank in arrivals:
         return f"two processes came as rank {rank}; the ranks are 0 to {config.world_size - 1}, each once"
-    different = [name for name in sorted({*identity, *other}) if identity.get(name) != other.get(name)]
-    if not different:
-        return None
-    unknown = "not known"
-    values = [f"{name} is {other.get(name, unknown)} on rank {rank} and {identity.get(name, unknown)} on rank 0" for name in different]
-    return f"the ranks do not match: {'; '.join(values)}; all must run the same artifact with the same versions"
+    return None
 
 
-def _late(connections: Mapping[int, socket.socket], config: RendezvousConfig, deadline: float) -> str | None:
-    if time.monotonic() < deadline or len(connections) == config.world_size - 1:
+def _ended(arrivals: Mapping[int, Arrival]) -> str | None:
+    """Which rank that had come has ended, and what it said of it."""
+    streams = {arrival.stream: rank for rank, arrival in arrivals.items()}
+    for stream in select.select(list(streams), [], [], 0)[0]:
+        rank = streams[stream]
+        node = arrivals[rank].node
+        who = f"rank {rank}{f' on {node}' if node.count > 1 else ''}"
+        try:
+            return f"{who}: {receive(stream).fields.get('message')}"
+        except (OSError, ProtocolError):
+            return f"{who} ended before all ranks had come; it says why where it runs"
+    return None
+
+
+def _late(arrivals: Mapping[int, Arrival], config: RendezvousConfig, deadline: float, turned_away: list[str]) -> str | None:
+    if time.monotonic() < deadline or len(arrivals) == config.world_size - 1:
         return None
-    missing = ", ".join(str(rank) for rank in range(1, config.world_size) if rank not in connections)
-    present = ", ".join(map(str, sorted(connections))) or "none"
     timeout = f"{config.host} within {config.timeout_s:g} s"
+    if config.node.count > 1:
+        missing = missing_nodes(config.world_size, config.node.count, {0, *arrivals})
+        return f"{missing} of {config.node.count} machines did not come to {timeout}; {_present(config, arrivals, turned_away)} [node_late]"
+    missing = ", ".join(str(rank) for rank in range(1, config.world_size) if rank not in arrivals)
+    present = ", ".join(map(str, sorted(arrivals))) or "none"
     return f"ranks {missing} of {config.world_size} did not come to {timeout}; those that came: {present}"
+
+
+def _present(config: RendezvousConfig, arrivals: Mapping[int, Arrival], turned_away: list[str]) -> str:
+    """Which machines have come, and who was no rank."""
+    nodes = sorted({config.node, *(arrival.node for arrival in arrivals.values())}, key=lambda node: node.rank)
+    came = f"those that came: {', '.join(map(str, nodes))}"
+    return came + (f"; turned away for another token: {', '.join(turned_away)}" if turned_away else "")
+
+
+def _remind(config: RendezvousConfig, arrivals: Mapping[int, Arrival], turned_away: list[str], deadline: float, say: Say) -> None:
+    """Tells this machine, and one rank of each other one, who is missing."""
+    missing = missing_nodes(config.world_size, config.node.count, {0, *arrivals})
+    left_s = max(0.0, deadline - time.monotonic())
+    where = f"{config.host} port {config.port}"
+    text = f"waiting for {missing} at {where}, {left_s:.0f} s more; {_present(config, arrivals, turned_away)} [node_late]"
+    say(text)
+    for arrival in arrivals.values():
+        if arrival.port:
+            arrival.stream.sendall(encode("waiting", message=text))
+
+
+def _apart(config: RendezvousConfig, arrivals: Mapping[int, Arrival]) -> str | None:
+    """Which machine does not reach which other one; every one tries all others but this one, which all have reached."""
+    first = {arrival.node.rank: arrival for arrival in arrivals.values() if arrival.port}
+    peers = {rank: (arrival.node.address, arrival.port) for rank, arrival in first.items()}
+    question = encode("peers", peers=[[rank, *place] for rank, place in peers.items()])
+    for arrival in first.values():
+        arrival.stream.sendall(question)
+    failures = [(config.node, unreached(config.node, peers))]
+    for arrival in first.values():
+        arrival.stream.settimeout(HELLO_S + CONNECT_S * len(peers))
+        failures.append((arrival.node, dict(receive(arrival.stream).fields["unreached"])))
+    apart = [f"{node} does not reach {first[rank].node}: {why}" for node, reasons in failures for rank, why in reasons.items()]
+    legal = "legal is an address of each machine that all others reach (--host-address), and no firewall between them"
+    return f"{'; '.join(apart)}; {legal} [node_unreachable]" if apart else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,12 +31,23 @@ class Worker:
         stream: connected to rank 0.
         on_end: called from another thread when the ranks have failed: whatever this process waits for may never come.
         silence_s: how long rank 0 may be silent.
+        node: which machine this is, behind the number of this rank in messages; "" where there is one machine.
+        rank_0: rank 0 in messages.
     """
 
     def __init__(
-        self, rank: int, mesh: Mesh, stream: socket.socket, *, on_end: Callable[[str], None] = lambda _: None, silence_s: float = SILENCE_S
+        self,
+        rank: int,
+        mesh: Mesh,
+        stream: socket.socket,
+        *,
+        on_end: Callable[[str], None] = lambda _: None,
+        silence_s: float = SILENCE_S,
+        node: str = "",
+        rank_0: str = "rank 0",
     ) -> None:
         self.rank, self._mesh, self._stream = rank, mesh, stream
+        self._node, self._rank_0_name = node, rank_0
         # The ranks of a tp group compute the same outputs; rank 0 reads those of the first.
         self._answers = mesh.coordinates(rank)["tp"] == 0
         self._on_end = on_end
@@ -143,6 +154,6 @@ class Worker:
 
     def _lost(self, reason: str) -> None:
         if not self._stopped:
-            text = f"rank {self.rank} lost rank 0: {reason}"
+            text = f"rank {self.rank}{self._node} lost {self._rank_0_name}: {reason}{' [node_lost]' if self._node else ''}"
             self._inbox.put(RankMessage("abort", {"message": text}))
             self._on_end(text)

@@ -192,8 +192,7 @@ class Server:
     def decode(self, bucket: Bucket, requests: list[Prompt]) -> dict[str, torch.Tensor]:
         """A step behind the last token of each; the tokens that it accepts are added."""
         rows = [
-            self._place(request)
-            | {"drafts": self.limits.drafts, "base": len(request.tokens) - 1, "state_slots_out": self._slots(request)}
+            self._place(request) | {"drafts": self.limits.drafts, "base": len(request.tokens) - 1, "state_slots_out": self._slots(request)}
             for request in requests
         ]
         out = self.run(bucket, rows)

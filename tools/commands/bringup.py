@@ -60,7 +60,7 @@ def command(
     has_weights = checkpoint or opened.manifest.weights or opened.manifest.checkpoint
     settings = RankSettings(device=kind, checkpoint=checkpoint, cache=home.cache, random_weights=not has_weights)
     config = launcher_config(home.environment, settings)
-    home = applied(home, opened, settings, progress)
+    home = applied(home, opened, settings, progress, config.node.address if config else "")
     if config and config.rank:
         run_rank(opened, config, replace(settings, before_loading=CollectivesCheck()))
         return

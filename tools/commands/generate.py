@@ -94,7 +94,7 @@ def command(
             artifact = stack.enter_context(opened(home, artifact_or_model, dtype, draft_model, family))
         manifest, progress = artifact.manifest, Progress(quiet=as_json)
         settings = settled(artifact, settings)
-        home = applied(home, artifact, settings, progress)
+        home = applied(home, artifact, settings, progress, config.node.address if config else "")
         if config and config.rank:
             run_rank(artifact, config, settings)
             return

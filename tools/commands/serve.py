@@ -16,6 +16,8 @@ from ...graphs.errors import ArtifactMissing, ModelError, NpucompileError, SpecE
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...models.presets import BUNDLED
+from ...runtime.distributed.rendezvous import RendezvousConfig
+from ...runtime.engine import Engine
 from ...runtime.journal import Journal, JournalFile
 from ...server.app import WEBSOCKET_PATH
 from ...server.engine.lifecycle import Lifecycle
@@ -31,6 +33,7 @@ from ..progress import Progress
 from ..ranks.environment import applied
 from ..ranks.executors import settled
 from ..ranks.launch import ABORT_S, exit_after, open_named_artifact, opened_ranks, run_rank
+from ..ranks.nodes import TOKEN_VARIABLE, NodeOptions, node_config, read_token, said_of
 from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..ranks.torchrun import launcher_config
 from ..serve.options import HOST, PORT, SECTIONS
@@ -79,6 +82,11 @@ def command(
     otlp_traces_endpoint: str | None,
     record: Path | None,
     verbose: bool,
+    nnodes: int,
+    node_rank: int,
+    master_addr: str | None,
+    host_address: str | None,
+    rank_token: Path | None,
     **options: Any,
 ) -> None:
     """Serve an artifact, or build and serve a model.
@@ -90,22 +98,27 @@ def command(
 
     Buckets without an executable run uncompiled; a background build adds executables, and the server swaps them in. An artifact has all
     that serving needs. For NPUs it runs on NPUs or, with --device emulated, on this CPU by interpreting its graphs: a rehearsal, for small
-    models. For several devices it runs as a process per device, which this command starts; or start them yourself, on one machine or
-    several: torchrun --nproc-per-node N -m npucompile.tools.cli serve ARTIFACT
+    models. For several devices it runs as a process per device, which this command starts, on several machines with --nnodes; torchrun
+    may start them, too: torchrun --nproc-per-node N -m npucompile.tools.cli serve ARTIFACT
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     if threads:
         torch.set_num_threads(threads)
-    settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, home.cache)
-    config = launcher_config(home.environment, settings)
+    settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, home.cache, host_address=host_address)
+    config = rank_config(home, artifact_or_model, settings, NodeOptions(nnodes, node_rank, master_addr, rank_token))
+    address = config.node.address if config else ""
+    if config and config.local_rank == 0 and address:
+        Progress().say(said_of(config))
     if config and config.rank:
         artifact = open_named_artifact(home, artifact_or_model, config.local_rank)
-        settings = settled(artifact, settings)
-        applied(home, artifact, settings, Progress())
-        run_rank(artifact, config, settings)
+        settings, progress = settled(artifact, settings), Progress(quiet=config.local_rank > 0)
+        home = applied(home, artifact, settings, progress, address).with_variables(transfer_variables(transfer_port, artifact))
+        run_rank(artifact, config, settings, home.environment, progress)
         return
     serving, api = serving_settings(home.environment, options), api_settings(options)
-    pairing = Pairing.of({**options, "record": record}, host, read_keys(options["api_key"], home.environment))
+    pairing = Pairing.of(
+        {**options, "record": record, "host_address": host_address or address}, host, read_keys(options["api_key"], home.environment)
+    )
     warn_if_open(host, serving.access)
     allow_open_files()
     tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint else None
@@ -127,8 +140,17 @@ def command(
             stack.callback(build.stop)
         settings = settled(artifact, settings)
         pairing = pairing.settled(artifact, settings.device, checkpoint)
-        home = applied(home, artifact, settings, progress).with_variables(transfer_variables(transfer_port, artifact))
-        load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
+        home = applied(home, artifact, settings, progress, address).with_variables(transfer_variables(transfer_port, artifact))
+        engines: list[Engine] = []
+
+        def ranks_failed(reason: str) -> None:
+            if address:
+                # A machine that is cut off leaves this one waiting in a step; its error comes when it is ended by force.
+                progress.say(reason)
+            for engine in engines:
+                engine.give_up(reason)
+
+        load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress, ranks_failed))
         limit_s = settings.step_limit_s + SILENCE_MARGIN_S
         served = start_service(
             artifact,
@@ -141,6 +163,7 @@ def command(
             prefix_cache=prefix_cache_settings(options),
             pairing=pairing,
         )
+        engines.append(served.engine)
         stack.callback(served.engine.stop, drain=False)
         stack.push(served.closing)
         if access:
@@ -160,6 +183,25 @@ def command(
             # A step that hangs may hold this process at its end.
             exit_after(ABORT_S, 1, f"Error: {served.engine.failure}")
             raise NpucompileError(served.engine.failure)
+
+
+def rank_config(home: Home, name: str | None, settings: RankSettings, options: NodeOptions) -> RendezvousConfig | None:
+    """Which rank this process is, as torchrun or the options say; None where it is the only one, or starts all others on this machine.
+
+    Raises:
+        SpecError: both say it, or what they say is not legal.
+        RankError: there is no route to the other machines.
+    """
+    environment = {**home.environment, TOKEN_VARIABLE: read_token(options.rank_token, home.environment)}
+    config = launcher_config(environment, settings)
+    if config and options.nnodes > 1:
+        raise SpecError(
+            f"torchrun started this process as rank {config.rank}, and --nnodes {options.nnodes} starts ranks; legal is one of both"
+        )
+    if config or (options.nnodes == 1 and not options.node_rank):
+        return config
+    mesh = Mesh.parse(open_named_artifact(home, name, local_rank=1).manifest.mesh)
+    return node_config(options, mesh, environment, settings.join_timeout_s, settings.host_address)
 
 
 def opened_log(file: str | None) -> AbstractContextManager[AccessLog | None]:

@@ -12,8 +12,9 @@ from ..cli import Home
 from ..progress import Progress
 from .rank_settings import RankSettings
 
-OTHER_NAMES = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
-"""Variables that torch_npu also reads by another name; it ends the process when both are set (TorchNPU, PYTORCH_NPU_ALLOC_CONF)."""
+OTHER_NAMES = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF", "HCCL_IF_IP": "HCCL_SOCKET_IFNAME"}
+"""Variables that say the same. torch_npu ends the process when both of its own are set (TorchNPU, PYTORCH_NPU_ALLOC_CONF); HCCL prefers
+the address to the interface, so that one of ours would overrule an interface of the user's (CANN, HCCL_IF_IP)."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,16 @@ def merged(planned: Mapping[str, Setting], environment: Mapping[str, str]) -> Me
     return MergedEnvironment(variables, tuple(notes))
 
 
-def applied(home: Home, artifact: Artifact, settings: RankSettings, progress: Progress) -> Home:
-    """Sets the variables of an artifact for NPUs in this process, and for those that it starts; says which ones keep the user's value."""
+def applied(home: Home, artifact: Artifact, settings: RankSettings, progress: Progress, address: str = "") -> Home:
+    """Sets the variables of an artifact for NPUs in this process, and for those that it starts; says which ones keep the user's value.
+
+    Args:
+        address: of this machine, as the other machines reach it; "" where there are none.
+    """
     if settings.device == CPU:
         return home
-    environment = merged(artifact.manifest.environment, home.environment)
+    own = {"HCCL_IF_IP": Setting(address, "by it the other machines reach this one")} if address else {}
+    environment = merged({**artifact.manifest.environment, **own}, home.environment)
     for note in environment.notes:
         progress.say(note)
     return home.with_variables(environment.variables)

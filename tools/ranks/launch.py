@@ -1,7 +1,7 @@
 """Starts the ranks of an artifact for several devices, a process each, or joins those that torchrun started.
 
 Under torchrun every rank is started with the same command line, and reads its number from the environment. Otherwise this process is
-rank 0 and starts the others as `python -m npucompile.tools.ranks.rank`.
+the first rank of its machine and starts the others as `python -m npucompile.tools.ranks.rank`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -117,7 +118,12 @@ class Cluster:
 
 @contextmanager
 def lead_ranks(
-    artifact: Artifact, config: RendezvousConfig | None, settings: RankSettings, environment: Mapping[str, str]
+    artifact: Artifact,
+    config: RendezvousConfig | None,
+    settings: RankSettings,
+    environment: Mapping[str, str],
+    progress: Progress | None = None,
+    on_failure: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Cluster | None]:
     """Rank 0: starts or accepts all other ranks, and ends them on leaving; None for an artifact of one device.
 
@@ -125,38 +131,48 @@ def lead_ranks(
     is ended with status 1.
 
     Args:
-        config: of a launcher; None starts the other ranks on this machine.
+        config: of a launcher, or of several machines; None starts all other ranks on this one.
         environment: of the processes that are started.
+        progress: says which machines are waited for.
+        on_failure: called with the reason as soon as the ranks have failed; this process may wait for a lost one in a step meanwhile.
 
     Raises:
         ArtifactError: the artifact has no weights.
         SpecError: the number of ranks is wrong.
         RankError: some did not connect, or do not match; or, on leaving, one was lost meanwhile.
     """
+    progress = progress or Progress(quiet=True)
     mesh = check_world_size(artifact, config)
     check_weights(artifact, settings)
     if mesh.size == 1:
         yield None
         return
-    starts_ranks = config is None
-    own = RendezvousConfig(0, mesh.size, LOCALHOST, 0, mesh.size, settings.join_timeout_s, hosts_store=True, token=secrets.token_hex(16))
-    config = config or own
+    config = config or RendezvousConfig(
+        0, mesh.size, LOCALHOST, 0, mesh.size, settings.join_timeout_s, hosts_store=True, token=secrets.token_hex(16), starts_ranks=True
+    )
     _divide_threads(settings, config.local_world_size)
     with ExitStack() as stack:
         store = open_store(config)
         processes = RankProcesses()
-        if starts_ranks:
+        if config.starts_ranks:
             stack.callback(processes.stop)
             processes.start(artifact.path, replace(config, port=store.port), settings, environment)
-        connections = accept_ranks(config, store, rank_identity(artifact, settings), processes.first_exit)
-        address = next(iter(connections.values())).getsockname()[0]
+        arrivals = accept_ranks(config, store, rank_identity(artifact, settings), processes.first_exit, progress.say)
+        connections = {rank: arrival.stream for rank, arrival in arrivals.items()}
+        address = config.node.address or next(iter(connections.values())).getsockname()[0]
         left = threading.Event()
+
+        def failed(error: RankError) -> None:
+            on_failure(str(error))
+            _interrupt(error, left)
+
         control_plane = ControlPlane(
             mesh,
             connections,
             exit_reason=processes.exit_reason,
-            on_failure=lambda error: _interrupt(error, left),
+            on_failure=failed,
             silence_s=settings.silence_s,
+            nodes={rank: str(arrival.node) for rank, arrival in arrivals.items() if arrival.node.count > 1},
         )
         stack.callback(left.set)
         stack.callback(control_plane.close)
@@ -173,46 +189,90 @@ def lead_ranks(
 
 @contextmanager
 def opened_ranks(
-    artifact: Artifact, config: RendezvousConfig | None, settings: RankSettings, environment: Mapping[str, str], progress: Progress
+    artifact: Artifact,
+    config: RendezvousConfig | None,
+    settings: RankSettings,
+    environment: Mapping[str, str],
+    progress: Progress,
+    on_failure: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Callable[[], Executor]]:
     """Rank 0, whether or not there are others: the function that loads the executor of all, to be called on the thread that steps.
 
     Args and Raises as `lead_ranks`.
     """
-    with lead_ranks(artifact, config, settings, environment) as cluster, ExitStack() as stack:
+    with lead_ranks(artifact, config, settings, environment, progress, on_failure) as cluster, ExitStack() as stack:
         if cluster is None:
             yield lambda: load_executor(artifact, settings, stack, progress)
         else:
             yield lambda: cluster.load_executor(progress)
 
 
-def run_rank(artifact: Artifact, config: RendezvousConfig, settings: RankSettings) -> None:
-    """Any other rank: connects to rank 0, and runs its steps until it sends "stop".
+def run_rank(
+    artifact: Artifact,
+    config: RendezvousConfig,
+    settings: RankSettings,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    progress: Progress | None = None,
+) -> None:
+    """Any other rank: connects to rank 0, and runs its steps until it sends "stop". The first one of a machine may start the others of it.
+
+    Args:
+        environment: of the processes that are started.
+        progress: says which machines are waited for.
 
     Raises:
         SpecError: the number of ranks is wrong.
         RankError: this rank was refused, or a rank failed.
     """
+    progress = progress or Progress(quiet=True)
     mesh = check_world_size(artifact, config)
     _divide_threads(settings, config.local_world_size)
-    # Ctrl-C goes to all ranks at once, and torchrun sends SIGTERM to all; rank 0 ends them in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, _: exit_after(EXIT_S, 128 + number))
+    if not config.starts_ranks:
+        _leave_signals_to_rank_0()
     check_weights(artifact, settings)
-    store = open_store(config)
-    stream = connect_to_rank_0(config, store, rank_identity(artifact, settings))
-    place = RankPlace(mesh, config.rank, config.local_rank, substore(store, config, GROUPS), stream.getsockname()[0])
+    store = open_store(config, progress.say)
+    processes = RankProcesses()
+    with ExitStack() as stack:
+        try:
+            if config.starts_ranks:
+                processes.start(artifact.path, config, settings, environment)
+            stream = connect_to_rank_0(config, store, rank_identity(artifact, settings), processes.first_exit, progress.say)
+        except BaseException:
+            processes.stop(within_s=0)
+            raise
+        stack.callback(processes.stop)
+        _leave_signals_to_rank_0(ends_by_interrupt=config.starts_ranks)
+        address = config.node.address or stream.getsockname()[0]
+        place = RankPlace(mesh, config.rank, config.local_rank, substore(store, config, GROUPS), address)
 
-    def end(text: str) -> None:
-        exit_after(ABORT_S, 1, f"Error: {text}")
+        def end(text: str) -> None:
+            exit_after(ABORT_S, 1, f"Error: {text}")
 
-    worker = Worker(config.rank, mesh, stream, on_end=end, silence_s=settings.silence_s)
-    with ExitStack() as stack, closing(worker):
+        rank_0 = f"rank 0 at {config.host}" if config.node.count > 1 else "rank 0"
+        worker = Worker(config.rank, mesh, stream, on_end=end, silence_s=settings.silence_s, node=config.on_node, rank_0=rank_0)
+        stack.callback(worker.close)
+        loaded = stack.enter_context(ExitStack())
+        try:
+            worker.serve(lambda: load_executor(artifact, settings, loaded, Progress(quiet=True), place))
+        except RankError:
+            # Rank 0 sees that they are gone; how, only this process knows.
+            for text in processes.killed():
+                progress.say(text)
+            raise
 
-        def load() -> Executor:
-            return load_executor(artifact, settings, stack, Progress(quiet=True), place)
 
-        worker.serve(load)
+def _leave_signals_to_rank_0(ends_by_interrupt: bool = False) -> None:
+    """Rank 0 ends all ranks in order: torchrun sends SIGTERM to all at once, and so does Ctrl-C send SIGINT on one machine.
+
+    Args:
+        ends_by_interrupt: whether Ctrl-C here ends this rank as SIGTERM does, as on a machine without rank 0.
+    """
+
+    def end(number: int, _: object) -> None:
+        exit_after(EXIT_S, 128 + number)
+
+    signal.signal(signal.SIGINT, end if ends_by_interrupt else signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
 
 
 def _divide_threads(settings: RankSettings, ranks: int) -> None:

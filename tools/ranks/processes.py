@@ -1,4 +1,4 @@
-"""The processes of the other ranks, which rank 0 starts on its machine and ends."""
+"""The processes of the other ranks of a machine, which its first rank starts and ends."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class RankProcesses:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, path: Path, config: RendezvousConfig, settings: RankSettings, environment: Mapping[str, str]) -> None:
-        """Starts every rank but 0 on this machine."""
+        """Starts the ranks of this machine behind this one, `config.rank`."""
         description = pickle.dumps((config, replace(settings, threads=torch.get_num_threads())))
-        for rank in range(1, config.world_size):
+        for rank in range(config.rank + 1, config.rank + config.local_world_size):
             command = [sys.executable, "-m", f"{__package__}.rank", str(path), str(rank)]
             process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
             self._processes[rank] = process
@@ -60,9 +60,13 @@ class RankProcesses:
             return f"process {process.pid} was killed by signal {-status} ({signal.Signals(-status).name})"
         return f"process {process.pid} ended with status {status}"
 
-    def stop(self) -> None:
+    def killed(self) -> list[str]:
+        """Which ranks a signal has ended."""
+        return [f"rank {rank}: {self.exit_reason(rank)}" for rank, process in self._processes.items() if (process.poll() or 0) < 0]
+
+    def stop(self, within_s: float = EXIT_S) -> None:
         """Waits until all have ended, and kills those that do not end in time."""
-        deadline = time.monotonic() + EXIT_S
+        deadline = time.monotonic() + within_s
         for process in self._processes.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The process of one rank that rank 0 starts; nobody types its command line."""
+"""The process of one rank that the first rank of its machine starts; nobody types its command line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .launch import run_rank
 
 
 def main(path: Path, rank: int) -> None:
-    """Runs a rank as rank 0 describes it on standard input, where nobody else reads the token of the rendezvous."""
+    """Runs a rank as the first one of its machine describes it on standard input, where nobody else reads the token of the rendezvous."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s %(message)s")
     config, settings = pickle.load(sys.stdin.buffer)
     try:
-        # Rank 0 has compared the files with the manifest; the rendezvous compares the manifests.
+        # The first rank has compared the files with the manifest; the rendezvous compares the manifests.
         artifact = Artifact.open(path, check=False)
-        run_rank(artifact, replace(config, rank=rank, local_rank=rank, hosts_store=False), settings)
+        run_rank(artifact, replace(config, rank=rank, local_rank=rank - config.rank, hosts_store=False, starts_ranks=False), settings)
     except NpucompileError as error:
         text = str(error)
         print(text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}", file=sys.stderr, flush=True)

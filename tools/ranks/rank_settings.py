@@ -30,6 +30,7 @@ class RankSettings:
         random_weights: whether to draw weights in place of reading them, where the artifact has none.
         before_loading: called on each rank of several with its device, its place and its communicators, before anything is loaded.
         ship_compiled: whether compiled graphs are kept in the artifact, in place of `cache`.
+        host_address: of this machine, as the other machines reach it; None finds it by the route to them.
     """
 
     threads: int | None = None
@@ -41,6 +42,7 @@ class RankSettings:
     random_weights: bool = False
     before_loading: BeforeLoading | None = None
     ship_compiled: bool = False
+    host_address: str | None = None
 
     @property
     def step_limit_s(self) -> float:

@@ -6,23 +6,23 @@ import logging
 from collections.abc import Mapping
 
 from ...graphs.errors import SpecError
+from ...runtime.distributed.nodes import Node
 from ...runtime.distributed.rendezvous import RendezvousConfig
+from .nodes import LOOPBACK, TOKEN_VARIABLE, located
 from .rank_settings import RankSettings
 
 log = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "NPUCOMPILE_RANK_TOKEN"
-"""What ranks prove that they are ranks with. Without it whoever reaches rank 0 may be one: all else that torchrun gives its ranks is in
-its store, which answers everybody."""
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+GROUP = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+"""torchrun's number of this machine, and of machines, and what they are where another launcher sets neither."""
 
 
 def launcher_config(environment: Mapping[str, str], settings: RankSettings) -> RendezvousConfig | None:
     """The rank that torchrun, or a launcher that sets the same variables, made this process; None without a launcher.
 
     Raises:
-        SpecError: variables are missing or are not numbers.
+        SpecError: variables are missing or are not numbers, or as `nodes.located`.
+        RankError: as `nodes.located`.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
@@ -38,7 +38,8 @@ def launcher_config(environment: Mapping[str, str], settings: RankSettings) -> R
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else size
     run, restart = environment.get("TORCHELASTIC_RUN_ID", ""), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     agent_hosts_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RendezvousConfig(
+    machine, machines = (_number(environment, name) if name in environment else default for name, default in GROUP.items())
+    config = RendezvousConfig(
         rank,
         size,
         environment["MASTER_ADDR"],
@@ -49,7 +50,9 @@ def launcher_config(environment: Mapping[str, str], settings: RankSettings) -> R
         hosts_store=rank == 0 and not agent_hosts_store,
         local_rank=_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank % local_size,
         token=token,
+        node=Node(machine, machines),
     )
+    return config if machines == 1 else located(config, settings.host_address)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -172,14 +172,22 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
                     "servers.", click.Choice(ROLES), BOTH, same=("--disaggregation-mode",)),
         ServeOption("prefill", "Prefill servers of a decode server, http://HOST:PORT separated by commas; they need the first key of "
                     "--api-key, where there are keys.", extra={"metavar": "URL,URL"}),
-        ServeOption("transfer-host", "Address of this machine by which the other servers of a pair write to its memory.  [default: of the "
-                    "route to the first prefill server, or else --host]", extra={"metavar": "ADDRESS"}),
         ServeOption("transfer-port", f"First of {TRANSFER_PORTS} ports that the transfer engine of each rank may take, rank by rank.  "
                     "[default: free ones]", click.IntRange(1024, 65535 - TRANSFER_PORTS)),
         ServeOption("transfer-protocol", "How the transfer engine moves bytes.  [default: ascend on NPUs, tcp elsewhere]",
                     click.Choice(PROTOCOLS)),
         ServeOption("handover-timeout", "Seconds that a prompt may be computed for a decode server, that its pages wait there, and that "
                     "their transfer may take, each.", _SECONDS, DEFAULTS.asked),
+    ),
+    "Several machines": (
+        ServeOption("nnodes", "Machines that share the ranks evenly; the same line on each, with its own --node-rank.", _COUNT, 1),
+        ServeOption("node-rank", "Number of this machine; 0 has the clients' port.", _AMOUNT, 0),
+        ServeOption("master-addr", "Where node rank 0 is; the port is 29500 by default.", extra={"metavar": "HOST[:PORT]"},
+                    same=("--dist-init-addr",)),
+        ServeOption("host-address", "This machine's address for others: of its ranks, gloo, HCCL, and of transfers in a pair.  [default: of "
+                    "the route to --master-addr, or in a pair to the first prefill server, or else --host]", extra={"metavar": "ADDRESS"}),
+        ServeOption("rank-token", "File of the token that all machines share.  [default: $NPUCOMPILE_RANK_TOKEN]", _FILE,
+                    extra={"metavar": "FILE"}),
     ),
     "What is built and read first": (
         ServeOption("no-build", "Serve only what is built; compile nothing in the background.", extra={"is_flag": True}),

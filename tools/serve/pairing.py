@@ -74,7 +74,7 @@ class Pairing:
             raise SpecError("--record with --role decode: a journal has no pages of other servers; legal is to record the prefill server")
         seconds = options["handover_timeout"]
         timeouts = DEFAULTS._replace(asked=seconds, held=seconds, receiving=seconds)
-        address = options["transfer_host"] or (_own_address(urls[0]) if urls else "127.0.0.1" if host in WILDCARDS else host)
+        address = options["host_address"] or (_own_address(urls[0]) if urls else "127.0.0.1" if host in WILDCARDS else host)
         return Pairing(role, urls, address, options["transfer_protocol"] or "", timeouts, keys[0] if keys else "")
 
     def check(self, artifact: Artifact) -> None:
@@ -154,4 +154,4 @@ def _own_address(url: str) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise SpecError(f"--prefill {url}: {error}; legal is a server that this machine has a route to, or --transfer-host") from None
+        raise SpecError(f"--prefill {url}: {error}; legal is a server that this machine has a route to, or --host-address") from None

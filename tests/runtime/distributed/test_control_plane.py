@@ -172,3 +172,30 @@ def test_a_question_to_a_rank_that_lives_is_open_when_another_one_is_lost(make_w
     assert answers.empty()
     world.far[1].sendall(encode("answer", number=1, reason="aborted"))
     assert answers.get(timeout=WAIT_S) == (1, "aborted")
+
+
+NODES = {1: "node rank 0 (a at 1)", 2: "node rank 1 (b at 2)", 3: "node rank 1 (b at 2)"}
+
+
+@pytest.mark.parametrize(
+    ("ended", "text", "code"),
+    [
+        ((2, 3), "node rank 1 (b at 2) with rank 2, 3 of mesh dp=2,tp=2 was lost: it closed its connection; all ranks end", "node_lost"),
+        ((3,), "rank 3 of mesh dp=2,tp=2 on node rank 1 (b at 2) was lost: it closed its connection; all ranks end", "rank_lost"),
+    ],
+)
+def test_a_machine_all_of_whose_ranks_are_lost_is_lost_itself(make_world, ended, text, code):
+    world = make_world(nodes=NODES)
+    for rank in ended:
+        world.far[rank].close()
+    failure = world.failures.get(timeout=WAIT_S)
+    assert str(failure) == f"{text} [{code}]"
+    assert failure.code == code
+
+
+def test_an_error_says_on_which_machine(make_world):
+    world = make_world(nodes=NODES)
+    world.far[2].sendall(encode("failed", message="out of memory"))
+    failure = world.failures.get(timeout=WAIT_S)
+    assert str(failure) == "rank 2 of mesh dp=2,tp=2 on node rank 1 (b at 2) failed: out of memory; all ranks end [rank_failed]"
+    assert RankError("ranks [0, 1] differ").code == RankError("as [it] is").code == ""

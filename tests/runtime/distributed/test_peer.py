@@ -11,7 +11,9 @@ import threading
 import numpy as np
 import pytest
 from support import ranks
+from support.machines import machines
 
+from npucompile.runtime.distributed import peer
 from npucompile.runtime.distributed.messages import FrameDecoder, encode
 from npucompile.runtime.distributed.peer import Peer
 
@@ -155,3 +157,20 @@ def test_a_handler_that_raises_ends_the_connection_and_is_reported():
         far.sendall(encode("x"))
         assert "no such thing" in lost.get(timeout=WAIT_S)
     peer.close()
+
+
+def test_a_machine_that_answers_nothing_is_lost_whatever_its_processes_do(monkeypatch):
+    """A process that does not read is not lost by that: its machine answers for it."""
+    monkeypatch.setattr(peer, "GONE_S", 1.0)
+    with machines(2) as (first, second), contextlib.ExitStack() as stack:
+        with first.inside():
+            listener = stack.enter_context(socket.create_server((first.address, 0)))
+        with second.inside():
+            far = stack.enter_context(socket.create_connection(listener.getsockname()))
+        near = Ends(listener.accept()[0], heartbeat_s=0.1)
+        stack.callback(near.peer.close)
+        with pytest.raises(queue.Empty):
+            near.lost.get(timeout=2)
+        assert peer.unacknowledged_s(far) == 0.0
+        second.cut()
+        assert near.lost.get(timeout=WAIT_S) in ("its machine has not answered for 1 s", "its machine has not answered for 2 s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import sys
 import threading
@@ -11,26 +12,40 @@ from dataclasses import replace
 import pytest
 from support import ranks
 
-from npucompile.runtime.distributed import rendezvous
+from npucompile.runtime.distributed import nodes, rendezvous
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.distributed.messages import encode
+from npucompile.runtime.distributed.nodes import Node
 from npucompile.runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, connect_to_rank_0, open_store, substore
 
 IDENTITY = {"artifact": "abc", "mesh": "tp=3", "torch version": "2"}
 WAIT_S = 30
 
 
+WRONG_TOKEN = encode("refused", message="rank 0 has another token than this rank, or none; legal is the same on all machines [rank_token]")
+
+
+def told(stream):
+    """All that rank 0 sends before it closes a connection."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := stream.recv(1 << 16):
+            data += part
+    return data
+
+
 class Rank(threading.Thread):
     """A rank that connects to rank 0, in a thread."""
 
-    def __init__(self, config, identity=IDENTITY):
+    def __init__(self, config, identity=IDENTITY, **callbacks):
         super().__init__(daemon=True)
+        self.callbacks = callbacks
         self.config, self.identity, self.error, self.stream = config, identity, None, None
         self.start()
 
     def run(self):
         try:
-            self.stream = connect_to_rank_0(self.config, open_store(self.config), self.identity)
+            self.stream = connect_to_rank_0(self.config, open_store(self.config), self.identity, **self.callbacks)
         except RankError as error:
             self.error = str(error)
 
@@ -62,9 +77,9 @@ def test_ranks_that_fit_are_connected(first):
     for rank in others:
         rank.join(WAIT_S)
         assert rank.error is None
-        assert connections[rank.config.rank].getpeername() == rank.stream.getsockname()
+        assert connections[rank.config.rank].stream.getpeername() == rank.stream.getsockname()
         rank.stream.close()
-        connections[rank.config.rank].close()
+        connections[rank.config.rank].stream.close()
 
 
 @pytest.mark.parametrize(
@@ -134,14 +149,13 @@ def test_strangers_are_turned_away_and_stop_nothing(first, monkeypatch):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.settimeout(WAIT_S)
             stranger.sendall(data)
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(100) == b""
+            assert told(stranger) in (b"", WRONG_TOKEN)
     others = [Rank(other(config, rank)) for rank in (1, 2)]
     waiting.join(WAIT_S)
     assert sorted(connections) == [1, 2]
     assert [rank.ended() for rank in others] == [None, None]
-    for stream in connections.values():
-        stream.close()
+    for arrival in connections.values():
+        arrival.stream.close()
 
 
 def test_a_missing_rank_0_is_named(first):
@@ -189,14 +203,129 @@ def test_whoever_reads_the_store_is_no_rank(first):
     for token in (known, "", "the toke", None):
         with socket.create_connection(("127.0.0.1", int(known.split()[0])), timeout=WAIT_S) as stream:
             stream.sendall(encode("hello", token=token, rank=1, world_size=3, identity=IDENTITY))
-            refused.append(stream.recv(100))
-    assert refused == [b""] * 4
+            refused.append(told(stream))
+    assert refused == [WRONG_TOKEN] * 4
     good = [Rank(other(config, rank)) for rank in (1, 2)]
     thread.join(WAIT_S)
     assert [rank.ended() for rank in good] == [None, None]
-    for stream in accepted[0].values():
-        stream.close()
+    for arrival in accepted[0].values():
+        arrival.stream.close()
 
 
 def test_the_token_is_not_printed(first):
     assert "the token" not in repr(first[0])
+
+
+# --- several machines, for which other addresses of this one stand ---
+
+
+def node(rank, count=3):
+    return Node(rank, count, f"host{rank}", f"127.0.0.{rank + 1}")
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    """The first of three machines of one rank each, its store, and what it says."""
+    monkeypatch.setattr(nodes, "FIRST_SAID_S", 0.3)
+    config = RendezvousConfig(0, 3, "127.0.0.1", 0, 1, timeout_s=20, hosts_store=True, token="the token", node=node(0))
+    store = open_store(config)
+    return replace(config, port=store.port), store
+
+
+def test_machines_that_reach_each_other_are_accepted(machines):
+    config, store = machines
+    others = [Rank(other(config, rank, node=node(rank))) for rank in (1, 2)]
+    arrivals = accept_ranks(config, store, IDENTITY)
+    assert {rank: str(arrival.node) for rank, arrival in arrivals.items()} == {
+        rank: f"node rank {rank} (host{rank} at 127.0.0.{rank + 1})" for rank in (1, 2)
+    }
+    # They come from the address that they say.
+    assert {arrival.stream.getpeername()[0] for arrival in arrivals.values()} == {"127.0.0.2", "127.0.0.3"}
+    assert [rank.ended() for rank in others] == [None, None]
+    for arrival in arrivals.values():
+        arrival.stream.close()
+
+
+def test_every_machine_is_told_which_one_is_missing(machines):
+    config, store = machines
+    waiting, said = [], []
+    late = Rank(other(config, 2, node=node(2)), say=waiting.append)
+    with pytest.raises(RankError) as caught:
+        accept_ranks(replace(config, timeout_s=3), store, IDENTITY, say=said.append)
+    came = r"those that came: node rank 0 \(host0 at 127.0.0.1\), node rank 2 \(host2 at 127.0.0.3\) \[node_late\]"
+    assert re.fullmatch(rf"node rank 1 \(rank 1\) of 3 machines did not come to 127.0.0.1 within 3 s; {came}", str(caught.value))
+    assert caught.value.code == "node_late"
+    assert late.ended() == str(caught.value)
+    assert waiting
+    assert set(waiting) <= set(said)
+    assert re.fullmatch(rf"waiting for node rank 1 \(rank 1\) at 127.0.0.1 port {config.port}, \d s more; {came}", waiting[-1])
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (node(1, 2), "node rank 1 (host1 at 127.0.0.2) was started as one of 2 machines, node rank 0 (host0 at 127.0.0.1) as one of 3; "
+         "legal is one --nnodes on all machines [nnodes_mismatch]"),
+        (replace(node(2), host="twin"), "node rank 2 (twin at 127.0.0.3) and node rank 2 (host2 at 127.0.0.3) are two machines; legal is "
+         "each --node-rank from 0 to 2 once [node_rank_taken]"),
+        (replace(node(0), host="twin"), "node rank 0 (twin at 127.0.0.1) and node rank 0 (host0 at 127.0.0.1) are two machines"),
+        (node(3), "node rank 3 (host3 at 127.0.0.4) is none; legal is each --node-rank from 0 to 2 once [node_rank_taken]"),
+    ],
+)  # fmt: skip
+def test_machines_that_count_otherwise_are_refused_on_all_sides(machines, monkeypatch, which, message):
+    config, store = machines
+    good, bad, late = Rank(other(config, 2, node=node(2))), [], rendezvous._late
+
+    def once_the_good_one_is_in(arrivals, *rest):
+        if arrivals and not bad:
+            bad.append(Rank(other(config, 1, node=which)))
+        return late(arrivals, *rest)
+
+    monkeypatch.setattr(rendezvous, "_late", once_the_good_one_is_in)
+    with pytest.raises(RankError) as caught:
+        accept_ranks(config, store, IDENTITY)
+    assert message in str(caught.value)
+    assert good.ended() == bad[0].ended() == str(caught.value)
+
+
+def test_machines_that_do_not_reach_each_other_are_named(machines, monkeypatch):
+    config, store = machines
+    others = [Rank(other(config, rank, node=node(rank))) for rank in (1, 2)]
+    tried = nodes.reach
+    monkeypatch.setattr(
+        nodes, "reach", lambda own, host, port: "cut" if (own, host) == ("127.0.0.3", "127.0.0.2") else tried(own, host, port)
+    )
+    with pytest.raises(RankError) as caught:
+        accept_ranks(config, store, IDENTITY)
+    apart = "node rank 2 (host2 at 127.0.0.3) does not reach node rank 1 (host1 at 127.0.0.2): cut; legal is an address of each machine"
+    assert str(caught.value).startswith(apart)
+    assert caught.value.code == "node_unreachable"
+    assert {rank.ended() for rank in others} == {str(caught.value)}
+
+
+def test_another_token_is_named_on_both_sides(machines):
+    config, store = machines
+    wrong, said = Rank(other(config, 1, node=node(1), token="wrong")), []
+    with pytest.raises(RankError, match=r"; turned away for another token: 127.0.0.2 \[node_late\]$"):
+        accept_ranks(replace(config, timeout_s=2), store, IDENTITY, say=said.append)
+    assert wrong.ended() == "rank 0 has another token than this rank, or none; legal is the same on all machines [rank_token]"
+    assert said[0] == "turned away a process at 127.0.0.2: it has another token than rank 0, or none [rank_token]"
+
+
+def test_a_rank_that_ends_before_all_have_come_is_named(machines):
+    config, store = machines
+    ended = Rank(other(config, 2, node=node(2)), exited=lambda: "rank 3 was killed")
+    with pytest.raises(RankError, match=r"^rank 2 on node rank 2 \(host2 at 127.0.0.3\): rank 3 was killed$"):
+        accept_ranks(config, store, IDENTITY)
+    assert ended.ended() == "rank 3 was killed"
+
+
+def test_who_comes_when_all_have_come_is_told_so(machines):
+    config, store = machines
+    others = [Rank(other(config, rank, node=node(rank))) for rank in (1, 2)]
+    arrivals = accept_ranks(config, store, IDENTITY)
+    late = Rank(other(config, 1, node=node(1))).ended()
+    assert "takes no ranks any more: another process has come as this one, or all were refused [node_rank_taken]" in late
+    assert [rank.ended() for rank in others] == [None, None]
+    for arrival in arrivals.values():
+        arrival.stream.close()

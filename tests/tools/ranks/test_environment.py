@@ -52,6 +52,19 @@ def test_an_artifact_for_npus_sets_its_plan_and_says_what_it_leaves(monkeypatch,
     assert output.getvalue() == "".join(f"{note}\n" for note in merged(PLAN, {"HCCL_BUFFSIZE": "2000"}).notes)
 
 
+def test_the_address_of_a_machine_yields_to_an_interface_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("HCCL_IF_IP", "")
+    monkeypatch.delenv("HCCL_IF_IP")
+    artifact, output = SimpleNamespace(manifest=SimpleNamespace(environment={})), io.StringIO()
+    settings = RankSettings(device="npu")
+    assert applied(Home(tmp_path, {}), artifact, settings, Progress(output), "10.0.0.2").environment == {"HCCL_IF_IP": "10.0.0.2"}
+    own = {"HCCL_SOCKET_IFNAME": "eth7"}
+    assert applied(Home(tmp_path, own), artifact, settings, Progress(output), "10.0.0.2").environment == own
+    assert output.getvalue().startswith(
+        "HCCL_SOCKET_IFNAME is 'eth7' in this environment and stays so; the artifact plans HCCL_IF_IP=10.0.0.2"
+    )
+
+
 def test_an_artifact_for_this_cpu_changes_no_variable(tmp_path):
     home, output = Home(tmp_path, {}), io.StringIO()
     artifact = SimpleNamespace(manifest=SimpleNamespace(environment=PLAN))

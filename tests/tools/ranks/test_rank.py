@@ -40,8 +40,8 @@ class Rank1:
         settings = RankSettings(threads=1, step_timeout_s=step_timeout_s)
         command = [sys.executable, "-m", "npucompile.tools.ranks.rank", path, 1]
         self.process = ranks.spawn(command, ranks.environment(), pickle.dumps((config, settings)))
-        connections = accept_ranks(config, self.store, rank_identity(self.artifact, settings))
-        self.control_plane = ControlPlane(mesh, connections)
+        arrivals = accept_ranks(config, self.store, rank_identity(self.artifact, settings))
+        self.control_plane = ControlPlane(mesh, {rank: arrival.stream for rank, arrival in arrivals.items()})
         self.groups = ProcessGroups(mesh, 0, substore(self.store, config, GROUPS), "127.0.0.1", step_timeout_s)
         self.control_plane.gather([1], "ready", ranks.TIMEOUT_S)
 

@@ -33,6 +33,13 @@ def test_the_configuration_of_torchrun():
     assert (restarted.hosts_store, restarted.prefix) == (False, "npucompile/job/2")
 
 
+def test_machines_of_torchrun_are_located():
+    several = TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "NPUCOMPILE_RANK_TOKEN": "secret"}
+    config = launcher_config(several, RankSettings(host_address="127.0.0.3"))
+    assert (config.node.rank, config.node.count, config.node.address, config.host) == (1, 2, "127.0.0.3", "node0")
+    assert not config.starts_ranks
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

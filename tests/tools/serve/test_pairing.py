@@ -18,7 +18,7 @@ from npucompile.tools.serve.options import OPTIONS
 from npucompile.tools.serve.pairing import Pairing, transfer_variables
 from tests.support import optional
 
-DEFAULTS = {option.name: option.default for option in OPTIONS} | {"record": None, "prefill": None, "transfer_host": None}
+DEFAULTS = {option.name: option.default for option in OPTIONS} | {"record": None, "prefill": None, "host_address": None}
 
 
 def pairing(host: str = "127.0.0.1", keys: tuple[str, ...] = (), **options: Any) -> Pairing:
@@ -31,7 +31,7 @@ def test_a_decode_server_writes_and_shows_keys_by_what_it_is_told() -> None:
     assert pair.timeouts[:3] == (7, 7, 7)
     assert pairing("10.1.2.3", role="prefill").host == "10.1.2.3"
     assert pairing("0.0.0.0", role="prefill").host == "127.0.0.1"
-    assert pairing("0.0.0.0", role="prefill", transfer_host="10.0.0.9").host == "10.0.0.9"
+    assert pairing("0.0.0.0", role="prefill", host_address="10.0.0.9").host == "10.0.0.9"
     assert pairing() == Pairing(host="127.0.0.1")
 
 
