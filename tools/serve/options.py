@@ -184,7 +184,7 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("node-rank", "Number of this machine; 0 has the clients' port.", _AMOUNT, 0),
         ServeOption("master-addr", "Where node rank 0 is; the port is 29500 by default.", extra={"metavar": "HOST[:PORT]"},
                     same=("--dist-init-addr",)),
-        ServeOption("host-address", "This machine's address for others: of its ranks, gloo, HCCL, and of transfers in a pair.  [default: of "
+        ServeOption("host-address", "This machine's address for others: of its ranks, gloo, HCCL and transfers in a pair.  [default: of "
                     "the route to --master-addr, or in a pair to the first prefill server, or else --host]", extra={"metavar": "ADDRESS"}),
         ServeOption("rank-token", "File of the token that all machines share.  [default: $NPUCOMPILE_RANK_TOKEN]", _FILE,
                     extra={"metavar": "FILE"}),

@@ -88,7 +88,7 @@ def test_a_published_pair_names_every_prefill_server(row):
     for server in found.servers:
         words = shlex.split(server.lines()[0])[2:]
         end = words.index("--nnodes") if "--nnodes" in words else len(words)
-        params = serve.command.make_context("serve", [*words[:end], "--transfer-host", "10.0.0.1"]).params
+        params = serve.command.make_context("serve", [*words[:end], "--host-address", "10.0.0.1"]).params
         pairing = Pairing.of(params, params["host"], ())
         assert (pairing.role, pairing.prefill) == (server.role, server.prefill)
 
