@@ -61,6 +61,20 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     return JSONResponse(answer)
 
 
+async def render_chat(api: Api, body: ChatRequest, _: Request) -> Response:
+    """Token ids of a chat's prompt, in vLLM's answer; vllm-router asks for them before each request.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
+    service = api.serving()
+    service.check_model(body.model)
+    chat = chat_of(body, service)
+    chars = sum(len(str(message["content"])) for message in chat.messages)
+    prompt = (await off_loop(takes_long(chars), lambda: _encoded(service, chat)))[1]
+    return JSONResponse({"token_ids": prompt})
+
+
 def chat_of(body: ChatRequest, service: Service) -> Chat:
     """What the chat template is rendered with.
 

@@ -50,6 +50,19 @@ async def completions(api: Api, body: CompletionRequest, request: Request) -> Re
     return JSONResponse(whole_answer(header, choices, body.n, await whole(live, request.receive)))
 
 
+async def render_completions(api: Api, body: CompletionRequest, _: Request) -> Response:
+    """Token ids of each prompt, in vLLM's answer; vllm-router asks for them before each request.
+
+    Raises:
+        RequestError: one cannot be served.
+    """
+    service = api.serving()
+    service.check_model(body.model)
+    chars = sum(map(len, body.prompt))
+    encoded = await off_loop(takes_long(chars), lambda: [_encoded(service, body, prompt) for prompt in body.prompt])
+    return JSONResponse([{"token_ids": ids} for ids in encoded])
+
+
 def _encoded(service: Service, body: CompletionRequest, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return service.encode(prompt, "prompt", add_special=body.add_special_tokens)

@@ -19,8 +19,8 @@ from ..requests.fields import show
 from ..requests.frames import decode_json
 from ..requests.router_fields import handover_of
 from .api import Api
-from .chat import chat_completions
-from .completions import completions
+from .chat import chat_completions, render_chat
+from .completions import completions, render_completions
 from .control import (
     AbortRequest,
     abort_request,
@@ -67,6 +67,8 @@ POSTS = (
     Post("/v1/completions", CompletionRequest, completions, completes=True),
     Post("/v1/chat/completions", ChatRequest, chat_completions, completes=True),
     Post("/v1/responses", None, responses, completes=True),
+    Post("/v1/completions/render", CompletionRequest, render_completions),
+    Post("/v1/chat/completions/render", ChatRequest, render_chat),
     Post("/tokenize", TokenizeRequest, tokenize),
     Post("/detokenize", DetokenizeRequest, detokenize),
     Post("/generate", GenerateRequest, generate, completes=True),

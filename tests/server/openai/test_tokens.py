@@ -33,12 +33,23 @@ def test_a_conversation_has_tokens(client):
     assert byte_codec().decode(tokens) == "a1False"
 
 
+def test_bodies_of_completions_have_the_tokens_that_are_completed(client):
+    asked = {"prompt": ["ab", [7, 8]], "max_tokens": 3, "stream": True}
+    rendered = client.post("/v1/completions/render", json=asked).json()
+    assert rendered == [{"token_ids": list(byte_codec().encode("ab"))}, {"token_ids": [7, 8]}]
+    body = {"messages": [{"role": "user", "content": "a"}], "stream": False, "return_token_ids": True}
+    rendered = client.post("/v1/chat/completions/render", json=body).json()
+    assert rendered["token_ids"] == client.post("/v1/chat/completions", json=body).json()["choices"][0]["prompt_token_ids"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/v1/completions/render", {"prompt": [256]}, "prompt"),
+        ("/v1/chat/completions/render", {"messages": [], "n": 1}, "messages"),
         ("/detokenize", {"tokens": [256]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
     ],
