@@ -226,12 +226,12 @@ class Rules:
         return tuple(slices)
 
 
-KINDS = ("decode", "prefill")
+KINDS = ("decode", "encode", "prefill")
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One static graph size: `batch` requests (B) of `q_len` new tokens (Q) each."""
+    """One static graph size: `batch` requests (B) of `q_len` new tokens (Q) each, or of `encode` segments of patches of pictures."""
 
     kind: str
     batch: int

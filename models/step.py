@@ -70,7 +70,9 @@ class Model:
         """Tree of Aval of the programs' state: the family's pools, and the request slots."""
         pools = {**self._used(self.family.abstract_state(self.wide, limits, dtype)), "request_slots": request_slots.state(limits)}
         if limits.picture_rows:
-            pools[PICTURES] = Aval((limits.picture_rows, self.config.hidden_size), dtype, ("picture_rows", None))
+            # A page of one row of one head: what writes pages writes it.
+            shape, axes = (limits.picture_rows, 1, 1, self.config.hidden_size), ("picture_rows", None, None, None)
+            pools[PICTURES] = Aval(shape, dtype, axes)
         return pools
 
     def _used(self, tree: Tree) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class _Step:
         query_lens = inputs["query_lens"][:, None]
         last = times.gather(1, (query_lens - 1).clamp(min=0).to(torch.int64))
         offsets = last + 1 - (inputs["num_computed_tokens"][:, None] + query_lens)
-        inputs = {**inputs, "picture_rows": rows[:, :-1], "picture_pool": state[PICTURES]}
+        inputs = {**inputs, "picture_rows": rows[:, :-1], "picture_pool": state[PICTURES].flatten(0, 2)}
         return inputs, {"picture_rows": rows[:, 1:], "position_offsets": offsets.view(-1)}, [offsets]
 
     def _forward(self, params: Tree, state: Tree, step: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:

@@ -169,7 +169,7 @@ def test_slices_of_all_ranks_cover_a_value_evenly(axes: list[str | None], text: 
 
 @pytest.mark.parametrize("sizes", [("verify", 1, 1), ("decode", 0, 1), ("prefill", 1, 0), ("decode", -1, 1)])
 def test_bucket_refuses(sizes: tuple[str, int, int]) -> None:
-    with pytest.raises(SpecError, match=r"/".join(map(str, sizes)) + r": kind is one of \('decode', 'prefill'\)"):
+    with pytest.raises(SpecError, match=r"/".join(map(str, sizes)) + r": kind is one of \('decode', 'encode', 'prefill'\)"):
         Bucket(*sizes)
 
 

@@ -108,7 +108,7 @@ def as_vocabulary(server: Server, request: Prompt) -> None:
     """Makes the rows of a request's pictures tokens of a longer table: another way to read them, which needs no pool."""
     server.encode(request)
     table = server.weights["embed"]
-    server.weights = {**server.weights, "embed": torch.cat([table, server.state["picture_pool"][: server.used].nan_to_num()])}
+    server.weights = {**server.weights, "embed": torch.cat([table, server.state["picture_pool"][: server.used].flatten(0, 2).nan_to_num()])}
     request.tokens = [len(table) + row if row else token for token, row in zip(request.tokens, request.rows, strict=True)]
     request.rows = [0] * request.count
 
@@ -166,7 +166,7 @@ def test_ranks_give_what_one_device_gives(mesh: str, experts: bool) -> None:
     plain = fleets.model(experts=experts)
     devices = [fleets.OneDevice(plain, drafts, rows) for _ in range(where.axis("dp"))]
     draw = torch.Generator().manual_seed(4)
-    pool = torch.randn(rows, plain.config.hidden_size, generator=draw)
+    pool = torch.randn(rows, 1, 1, plain.config.hidden_size, generator=draw)
     pool[0] = float("nan")
     for device in devices:
         device.state["picture_pool"] = pool.clone()

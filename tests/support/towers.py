@@ -16,7 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGe
 
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.models import checkpoint, registry, step
+from npucompile.models import checkpoint, encode_step, registry, step
 from npucompile.models.params import initialise
 from npucompile.models.quant.declare import stored
 from npucompile.runtime.picture_spans import Span, positions, spans
@@ -155,11 +155,14 @@ class Server:
         for (_, h, w), span in zip(request.grids, request.spans, strict=True):
             pixels, behind = request.pixels[behind : behind + h * w], behind + h * w
             inputs = {"patches": pixels[None], "grids": torch.tensor([[h, w]], dtype=torch.int32)}
-            made = self.model.family.tower.encode(self.tower, self.encoder, inputs)[0]
-            places = range(self.used, self.used + len(made))
-            self.state["picture_pool"][self.used : places.stop] = made
+            places = list(range(self.used, self.used + h * w // 4))
+            inputs["picture_rows"] = torch.tensor([places], dtype=torch.int32)
+            program = encode_step.program(self.model, self.tower, Bucket("encode", 1, h * w), self.limits, torch.float32)
+            outputs, pool = program.forward({"vision": self.encoder}, {"picture_pool": self.state["picture_pool"]}, inputs)
+            assert outputs["finite"].all()
+            self.state |= pool
             request.rows[span.first : span.end] = places
-            self.used = places.stop
+            self.used += len(places)
 
     @torch.no_grad()
     def run(self, bucket: Bucket, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,69 @@
+"""The program of an encode bucket: patches of pictures -> rows in the pool that prompts read (models/step.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..graphs import ops
+from ..graphs.errors import SpecError
+from ..graphs.types import Aval, Bucket, Limits, Program, Tree
+from .family import Tower
+from .params import avals
+from .quant.declare import stored
+from .step import PICTURES, Model
+
+
+def params(model: Model, cfg: Any, dtype: torch.dtype) -> Tree:
+    """Tree of Param that encode programs read, under the tower's key.
+
+    Args:
+        cfg: configuration of the tower (`Tower.read_config`), with the variant that a deployment stores it in.
+
+    Raises:
+        SpecError: the model's family has no tower.
+    """
+    tower = _tower(model)
+    return {tower.key: stored(tower.abstract_params(cfg, dtype), cfg.variant)}
+
+
+def _tower(model: Model) -> Tower[Any]:
+    if model.family.tower is None:
+        raise SpecError(f"{model.name} is of the family {model.family.name}, which has no vision tower; legal is a family with one")
+    return model.family.tower
+
+
+def program(model: Model, cfg: Any, bucket: Bucket, limits: Limits, dtype: torch.dtype) -> Program:
+    """The program of B segments of N patches: `(params, state, inputs) -> (outputs, state)`.
+
+    Inputs: `patches` [B, N, patch_dim] and `grids` [B, 2] i32 as of `vision.encode`, and `picture_rows` [B, N / merged] i32, the row of the
+    pool that each row of a segment is written to; 0, the null row, behind its own. Outputs: `finite` [B] i32, 0 where a row of a segment is
+    not finite: a request with it fails, as one does whose logits are not.
+
+    Args:
+        cfg: as of `params`.
+
+    Raises:
+        SpecError: the family has no tower, the limits no rows, or N no whole number of rows.
+    """
+    tower, (B, N) = _tower(model), (bucket.batch, bucket.q_len)
+    if bucket.kind != "encode" or N % cfg.merged:
+        raise SpecError(f"{bucket.name}: legal are encode buckets of a multiple of {cfg.merged} patches")
+    if not limits.picture_rows:
+        raise SpecError(f"{bucket.name}, and no rows of pictures are kept; legal is at least 2")
+
+    def forward(params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
+        rows = tower.encode(cfg, params[tower.key], inputs)
+        places = inputs["picture_rows"]
+        pool = ops.paged_write(state[PICTURES], rows.flatten(0, 1)[:, None], places.reshape(-1))
+        finite = (rows.isfinite().all(-1) | (places == 0)).all(-1)
+        return {"finite": finite.to(torch.int32)}, {**state, PICTURES: pool}
+
+    inputs = {
+        "patches": Aval((B, N, cfg.patch_dim), dtype),
+        "grids": Aval((B, 2), torch.int32),
+        "picture_rows": Aval((B, N // cfg.merged), torch.int32),
+    }
+    state = {PICTURES: model.state(limits, dtype)[PICTURES]}
+    return Program(f"{model.name}/{bucket.name}", bucket, forward, avals(params(model, cfg, dtype)), state, inputs)
