@@ -10,7 +10,7 @@ from typing import Any
 
 from ...graphs.errors import SpecError
 from ..builder.targets import target
-from ..serve.lines import PAIRS_ITSELF, Server, paired
+from ..serve.lines import Server, notes_of, paired
 from ..serve.options import BOTH, DECODE, PREFILL
 from .commands import build_command, build_commands, place_of, replicated
 from .facts import Facts
@@ -87,9 +87,9 @@ class Imported:
     @property
     def notes(self) -> list[str]:
         """What is said of the commands."""
-        names = [role.name for role in self.roles]
-        pairs = [PAIRS_ITSELF] if DECODE in names and "router" not in names else []
-        return [*pairs, *dict.fromkeys(role.needless for role in self.roles if role.needless)]
+        routed = any(role.name == "router" for role in self.roles)
+        said = notes_of([server for role in self.roles for server in role.servers], routed)
+        return [*said, *dict.fromkeys(role.needless for role in self.roles if role.needless)]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values: `flags` and `command` of the whole script, and `roles` with their own."""

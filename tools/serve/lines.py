@@ -19,6 +19,8 @@ PORTS = {BOTH: PORT, PREFILL: PORT, DECODE: PORT + 1}
 
 ROUTER_PORT = 6688
 PAIRS_ITSELF = "no router is needed: a decode server chooses one of its prefill servers itself"
+TOKEN = "the machines of one server need the same $NPUCOMPILE_RANK_TOKEN"
+NAMES = "names in capitals stand for addresses; a server that others reach by a name needs --allowed-host NAME"
 OR_REPLICAS = "a server for each dp group behind a router, for they share nothing:"
 _WILDCARDS = ("", "0.0.0.0", "::", "localhost", "127.0.0.1")
 
@@ -78,6 +80,17 @@ def paired(servers: Sequence[Server]) -> list[Server]:
     return [replace(server, prefill=urls or (Server("", PREFILL).url,)) if server.role == DECODE else server for server in servers]
 
 
+def notes_of(servers: Sequence[Server], routed: bool = False) -> list[str]:
+    """What is said of lines.
+
+    Args:
+        routed: whether there is a router before them.
+    """
+    pairs = any(server.role == DECODE for server in servers) and not routed
+    several = any(len(server.machines) > 1 for server in servers)
+    return [*([PAIRS_ITSELF] if pairs else []), *([TOKEN] if several else [])]
+
+
 def replicas(
     artifact: str, count: int, npus: int, host: str = HOST, port: int = PORT, options: Sequence[str] = (), variables: Mapping[str, str] = {}
 ) -> tuple[list[Server], str]:
@@ -93,7 +106,7 @@ def replicas(
         own = {**variables, "ASCEND_RT_VISIBLE_DEVICES": ",".join(str(number * npus + device) for device in range(npus))}
         found.append(Server(artifact, options=(("--port", str(port + 1 + number), *options),), variables=own, machines=("127.0.0.1",)))
     words = ["python", "-m", "sglang_router.launch_router", "--worker-urls", *(server.url for server in found)]
-    return found, shlex.join([*words, "--policy", "cache_aware", "--host", host, "--port", str(port)])
+    return found, shlex.join([*words, "--policy", "cache_aware", "--health-check-endpoint", "/ready", "--host", host, "--port", str(port)])
 
 
 @dataclass(frozen=True)
@@ -120,8 +133,7 @@ class RowLines:
         yield f"build it: {self.build}"
         yield f"serve it, a line {'a machine' if len(self.lines) > 1 else 'on its machine'}:"
         yield from (f"  {line}" for line in self.lines)
-        if any(server.role == DECODE for server in self.servers):
-            yield f"  {PAIRS_ITSELF}"
+        yield from (f"  {note}" for note in (*notes_of(self.servers), *((NAMES,) if len(self.lines) > 1 else ())))
         if self.replicas:
             yield f"or {OR_REPLICAS}"
             yield from (f"  {line}" for line in self.replicas)
@@ -158,7 +170,10 @@ def of_built(name: str, phase: str | None, paths: Sequence[Path]) -> list[str]:
     lines = [line for server in servers if server.artifact for line in server.lines()]
     if len(lines) == 1 and not phase:
         return []
-    return [f"serve {'them' if len(built) > 1 else 'it'}, a line a machine:", *(f"  {line}" for line in lines)]
+    return [
+        f"serve {'them' if len(built) > 1 else 'it'}, a line a machine:",
+        *(f"  {line}" for line in (*lines, *notes_of(servers), NAMES)),
+    ]
 
 
 def alike(artifact: str, phase: str, nodes: int, instances: int, options: tuple[str, ...] = ()) -> Iterator[Server]:

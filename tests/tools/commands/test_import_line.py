@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from npucompile.graphs.errors import SpecError
 from npucompile.tools.commands import build
 from npucompile.tools.commands.import_line import command
+from npucompile.tools.serve.lines import PAIRS_ITSELF, TOKEN
 
 LINE = (
     "sglang serve /models/Qwen3-32B-w8a8 --tp-size 4 --quantization modelslim --max-running-requests 16 --context-length 8192 --enable-lroa"
@@ -107,6 +108,5 @@ def test_a_part_of_serving_has_its_role_and_a_line_a_machine():
         f"--nnodes 2 --node-rank {rank} --master-addr HOST"
         for rank in (0, 1)
     ]
-    assert [line.strip() for line in shown.splitlines()[-4:-1]] == [built, *served]
-    assert shown.endswith("no router is needed: a decode server chooses one of its prefill servers itself\n")
+    assert [line.strip() for line in shown.splitlines()[-5:]] == [built, *served, PAIRS_ITSELF, TOKEN]
     assert "assumed: prefill servers: the script starts none" in shown

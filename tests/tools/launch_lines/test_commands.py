@@ -50,7 +50,7 @@ def test_groups_that_share_nothing_may_be_servers_of_their_own():
         assert (params["port"], params["host"], params["names"]) == (9001 + number, "127.0.0.1", ("q",))
         assert f"http://127.0.0.1:{9001 + number}" in shlex.split(router)
     assert len(lines) == 3
-    assert router.endswith("--policy cache_aware --host 0.0.0.0 --port 9000")
+    assert router.endswith("--policy cache_aware --health-check-endpoint /ready --host 0.0.0.0 --port 9000")
     assert role.serve.startswith("TASK_QUEUE_ENABLE=1 npucompile serve qwen3.5-27b ")
 
 

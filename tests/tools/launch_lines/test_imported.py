@@ -17,9 +17,11 @@ from npucompile.graphs.errors import SpecError
 from npucompile.tools.builder import plan as planning
 from npucompile.tools.commands import build, serve
 from npucompile.tools.launch_lines.imported import Imported, import_text
+from npucompile.tools.launch_lines.launches import LAYERWISE
 from npucompile.tools.launch_lines.proposal import options_of
 from npucompile.tools.launch_lines.tables import variables
 from npucompile.tools.launch_lines.verdicts import STATUSES
+from npucompile.tools.serve.lines import PAIRS_ITSELF, TOKEN
 
 CORPUS = json.loads(Path(__file__).with_name("corpus.json").read_text())
 """Launch scripts of the public guides of SGLang and vllm-ascend, without comments and lines that launch nothing; each with its source."""
@@ -143,7 +145,7 @@ def test_a_script_of_several_servers_has_a_role_for_each():
     assert (router.build, router.serve, imported.commands[-1]) == ("", "", router.routes[0])
     assert router.routes[0].startswith("python -m sglang_router.launch_router --pd-disaggregation --prefill http://p:8000 8998")
     assert imported.as_dict()["command"].splitlines() == imported.commands
-    assert imported.notes == []
+    assert imported.notes == ["the machines of one server need the same $NPUCOMPILE_RANK_TOKEN"]
 
 
 def test_variables_are_carried_unnecessary_or_misspelt():
@@ -221,15 +223,11 @@ def test_a_pair_of_vllm_is_two_builds_and_a_line_a_machine(out):
         ),
         proxy,
     ]
-    assert imported.notes == []
+    assert imported.notes == [TOKEN]
     layerwise = import_text(PAIR.replace("PROXY", proxy.replace("proxy", "proxy_layerwise")))
     assert [role.routes for role in layerwise.roles] == [()] * 3
-    assert layerwise.notes == [
-        "a proxy for layerwise handovers asks the decode server first; here a decode server asks a prefill server itself"
-    ]
-    assert import_text(PAIR.replace("PROXY", "")).notes == [
-        "no router is needed: a decode server chooses one of its prefill servers itself"
-    ]
+    assert layerwise.notes == [TOKEN, LAYERWISE]
+    assert import_text(PAIR.replace("PROXY", "")).notes == [PAIRS_ITSELF, TOKEN]
 
 
 def test_both_phases_of_a_deployment_are_one_build():

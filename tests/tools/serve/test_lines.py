@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
 from npucompile.models import registry
 from npucompile.tools.builder.deployments import deployment, deployments
 from npucompile.tools.commands import build, serve
-from npucompile.tools.serve.lines import PAIRS_ITSELF, Server, lines_of, paired, replicas
+from npucompile.tools.serve.lines import NAMES, PAIRS_ITSELF, TOKEN, Server, lines_of, of_built, paired, replicas
 from npucompile.tools.serve.pairing import Pairing
 
 ROWS = [row for row in deployments().values() if row.phases]
@@ -84,7 +85,10 @@ def test_a_published_pair_names_every_prefill_server(row):
     assert {server.prefill for server in decode} == {tuple(server.url for server in prefill)}
     assert len({server.url for server in found.servers}) == len(found.servers)
     assert [server.artifact for server in found.servers] == ["here/p"] * len(prefill) + ["here/d"] * len(decode)
-    assert list(found.shown())[-1].strip() == PAIRS_ITSELF
+    said = [line.strip() for line in found.shown()]
+    assert PAIRS_ITSELF in said
+    assert (TOKEN in said) == any(len(server.machines) > 1 for server in found.servers)
+    assert said[-1] == NAMES
     for server in found.servers:
         words = shlex.split(server.lines()[0])[2:]
         end = words.index("--nnodes") if "--nnodes" in words else len(words)
@@ -120,7 +124,7 @@ def test_the_four_dense_deployments_may_be_replicas():
         assert shlex.split(router) == [
             *("python", "-m", "sglang_router.launch_router", "--worker-urls"),
             *urls,
-            *("--policy", "cache_aware", "--host", "127.0.0.1", "--port", "8000"),
+            *("--policy", "cache_aware", "--health-check-endpoint", "/ready", "--host", "127.0.0.1", "--port", "8000"),
         ]
     assert all(not lines_of(row, dense=False).replicas for row in ROWS)
 
@@ -131,3 +135,16 @@ def test_replicas_listen_for_their_router_alone():
         f"ASCEND_RT_VISIBLE_DEVICES={number} npucompile serve a --port {9001 + number}" for number in (0, 1)
     ]
     assert router.endswith("--host 0.0.0.0 --port 9000")
+
+
+def test_a_build_says_what_serves_its_artifacts():
+    paths = [Path("here/r1-prefill"), Path("here/r1-decode")]
+    row = deployment("dsr1-a3x32-pd-6k-1.6k-20ms")
+    shown = of_built(row.id, None, paths)
+    assert shown[0] == "serve them, a line a machine:"
+    assert [line.strip() for line in shown[1:5]] == lines_of(row, dict(zip(row.phases, map(str, paths), strict=True))).lines
+    alone = of_built(row.id, "prefill", paths[:1])
+    assert [line.strip() for line in alone[1:3]] == [line.strip() for line in shown[1:3]]
+    assert len(alone) == len(shown) - 2
+    assert of_built("qwen35-397b-a3x8-in16k-out1k-50ms", None, paths[:1]) == []
+    assert len(of_built("qwen3-480b-a3x16-mix-3.5k-1.5k-50ms", None, paths[:1])) == 5
