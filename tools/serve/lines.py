@@ -19,7 +19,7 @@ PORTS = {BOTH: PORT, PREFILL: PORT, DECODE: PORT + 1}
 
 ROUTER_PORT = 6688
 PAIRS_ITSELF = "no router is needed: a decode server chooses one of its prefill servers itself"
-TOKEN = "the machines of one server need the same $NPUCOMPILE_RANK_TOKEN"
+TOKEN = "the machines of one server need the same token: $NPUCOMPILE_RANK_TOKEN, or --rank-token FILE"
 NAMES = "names in capitals stand for addresses; a server that others reach by a name needs --allowed-host NAME"
 OR_REPLICAS = "a server for each dp group behind a router, for they share nothing:"
 _WILDCARDS = ("", "0.0.0.0", "::", "localhost", "127.0.0.1")

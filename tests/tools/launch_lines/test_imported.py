@@ -47,17 +47,13 @@ def flags_by_shlex(text: str) -> set[str]:
     return names
 
 
-FLEETS = ("--role", "--prefill", "--transfer-port", "--handover-timeout", "--nnodes", "--node-rank", "--master-addr")
-
-
 def parsed(line: str) -> dict[str, Any]:
     """What serve takes a line for."""
     words = shlex.split(line)
     words = words[words.index("npucompile") :]
     assert words[:2] == ["npucompile", "serve"]
-    known = {name for option in serve.command.params for name in option.opts}
-    for option in ("--checkpoint", "--chat-template", *(option for option in FLEETS if option not in known)):
-        # The first two must exist, which is another machine's; the others are options from when serve has them.
+    for option in ("--checkpoint", "--chat-template"):
+        # Those must exist, which is another machine's.
         if option in words:
             del words[words.index(option) : words.index(option) + 2]
     return serve.command.make_context("serve", words[2:]).params
@@ -145,7 +141,7 @@ def test_a_script_of_several_servers_has_a_role_for_each():
     assert (router.build, router.serve, imported.commands[-1]) == ("", "", router.routes[0])
     assert router.routes[0].startswith("python -m sglang_router.launch_router --pd-disaggregation --prefill http://p:8000 8998")
     assert imported.as_dict()["command"].splitlines() == imported.commands
-    assert imported.notes == ["the machines of one server need the same $NPUCOMPILE_RANK_TOKEN"]
+    assert imported.notes == [TOKEN]
 
 
 def test_variables_are_carried_unnecessary_or_misspelt():

@@ -9,7 +9,9 @@ import pytest
 
 from npucompile.models import registry
 from npucompile.tools.builder.deployments import deployment, deployments
+from npucompile.tools.builder.targets import target
 from npucompile.tools.commands import build, serve
+from npucompile.tools.ranks.nodes import TOKEN_VARIABLE, NodeOptions, node_config
 from npucompile.tools.serve.lines import NAMES, PAIRS_ITSELF, TOKEN, Server, lines_of, of_built, paired, replicas
 from npucompile.tools.serve.pairing import Pairing
 
@@ -77,6 +79,18 @@ def test_a_published_deployment_has_a_line_a_machine(row):
         ]
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if any(phase.nodes > 1 for phase in row.phases.values())], ids=lambda row: row.id)
+def test_machines_of_a_published_deployment_share_its_ranks(row):
+    for server in (server for server in lines_of(row).servers if len(server.machines) > 1):
+        mesh = row.phases["mixed" if server.role == "both" else server.role].mesh
+        npus = target(row.target).npus_per_node
+        for rank, line in enumerate(server.lines()):
+            params = serve.command.make_context("serve", shlex.split(line)[2:]).params
+            options = NodeOptions(params["nnodes"], params["node_rank"], params["master_addr"].replace(server.machines[0], "127.0.0.1"))
+            config = node_config(options, mesh, {TOKEN_VARIABLE: "token"}, 60, "127.0.0.1")
+            assert (config.rank, config.local_world_size, config.world_size) == (rank * npus, npus, mesh.size)
+
+
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: row.id)
 def test_a_published_pair_names_every_prefill_server(row):
     found = lines_of(row, {"prefill": "here/p", "decode": "here/d"})
@@ -91,8 +105,7 @@ def test_a_published_pair_names_every_prefill_server(row):
     assert said[-1] == NAMES
     for server in found.servers:
         words = shlex.split(server.lines()[0])[2:]
-        end = words.index("--nnodes") if "--nnodes" in words else len(words)
-        params = serve.command.make_context("serve", [*words[:end], "--host-address", "10.0.0.1"]).params
+        params = serve.command.make_context("serve", [*words, "--host-address", "10.0.0.1"]).params
         pairing = Pairing.of(params, params["host"], ())
         assert (pairing.role, pairing.prefill) == (server.role, server.prefill)
 
