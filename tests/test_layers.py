@@ -146,7 +146,7 @@ BUDGETS: dict[str, int] = {
     "tools/prove": 4040,
     "tools/quantize": 1210,
     "tools/ranks": 1440,
-    "tools/serve": 920,
+    "tools/serve": 960,
 }
 
 
