@@ -246,6 +246,9 @@ def run_rank(
         place = RankPlace(mesh, config.rank, config.local_rank, substore(store, config, GROUPS), address)
 
         def end(text: str) -> None:
+            if config.node.count > 1:
+                # This rank may wait for a machine that is gone until it is ended by force.
+                progress.say(text)
             exit_after(ABORT_S, 1, f"Error: {text}")
 
         rank_0 = f"rank 0 at {config.host}" if config.node.count > 1 else "rank 0"

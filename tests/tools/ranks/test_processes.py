@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
 
+from npucompile.runtime.distributed.rendezvous import RendezvousConfig
 from npucompile.tools.ranks import processes as module
 from npucompile.tools.ranks.processes import RankProcesses
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 
 def started(processes, *codes):
@@ -23,6 +26,7 @@ def test_how_a_rank_ended_is_known():
     processes._processes[1].kill()
     assert processes.exit_reason(1) == f"process {processes._processes[1].pid} was killed by signal 9 (SIGKILL)"
     assert processes.exit_reason(7) is None
+    assert processes.killed() == [f"rank 1: {processes.exit_reason(1)}"]
 
 
 def test_a_rank_that_does_not_end_is_killed(monkeypatch):
@@ -33,3 +37,23 @@ def test_a_rank_that_does_not_end_is_killed(monkeypatch):
     processes.stop()
     assert processes._processes[1].returncode == -signal.SIGKILL
     assert processes._processes[2].returncode == 0
+
+
+def test_nobody_waits_for_ranks_that_are_not_wanted(monkeypatch):
+    processes = started(RankProcesses(), "import time; time.sleep(60)")
+    processes.stop(within_s=0)
+    assert processes._processes[1].returncode == -signal.SIGKILL
+
+
+def test_ranks_behind_the_first_one_of_a_machine_are_started(monkeypatch, tmp_path):
+    commands = []
+
+    class Started:
+        stdin = io.BytesIO()
+
+        def __init__(self, command, **_):
+            commands.append(command[-2:])
+
+    monkeypatch.setattr(module.subprocess, "Popen", Started)
+    RankProcesses().start(tmp_path, RendezvousConfig(3, 9, "host", 1, 2), RankSettings(), {})
+    assert commands == [[str(tmp_path), "4"]]
