@@ -143,9 +143,12 @@ def test_emulated_devices_over_two_machines(npu_artifact, start, tmp_path, mesh)
     with emulated(Artifact.open(npu_artifact(mesh)), tmp_path / "cache") as executor:
         reference = expected(executor)
     with machines(2) as members:
-        first, _ = (start(machine, rank, npu_artifact(mesh), "--device", "emulated") for rank, machine in enumerate(members))
+        first, second = (start(machine, rank, npu_artifact(mesh), "--device", "emulated") for rank, machine in enumerate(members))
         first.said("talk to it")
         assert first.ask() == reference
+        # The first machine ends all of them in order.
+        first.process.terminate()
+        assert [process.process.wait(WAIT_S) for process in (first, second)] == [0, 0]
 
 
 @pytest.mark.long
