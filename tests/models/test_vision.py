@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from npucompile.graphs.quantise import quantise_w8
 from npucompile.graphs.types import Tree
 from npucompile.models import checkpoint, params, qwen3_5, registry, vision
 from npucompile.models.quant.declare import stored
+from npucompile.models.quant.description import formats_in
+from npucompile.models.variant import Variant
 
 TOWER = qwen3_5.FAMILY.tower
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -202,19 +205,31 @@ def test_a_tower_that_does_not_fit_is_refused(folder: Path, name: str, value: to
     checkpoint.load(checkpoint.open_checkpoint(directory), registry.find(directory).model.params(torch.float32))
 
 
-def test_matrices_of_layers_may_be_int8(own: Any) -> None:
-    """As ModelSlim quantises the 397B: every matrix of the layers but the second of the feed-forward."""
-    cfg, weights = own("width 72")
-    grids = [(1, 6, 10)]
-    pixels = towers.patches("width 72", grids, 6)
-    wanted = encoded((cfg, weights), padded(pixels, grids, 64))
-
-    def rounded(weight: Tree) -> Tree:
-        integers, scale = quantise_w8(weight["weight"].t())
-        return {"weight": integers, "scale": scale, "bias": weight["bias"]}
-
-    blocks = [{name: rounded(w) if name in ("qkv", "out", "up") else w for name, w in layer.items()} for layer in weights["blocks"]]
-    made = encoded((cfg, {**weights, "blocks": blocks}), padded(pixels, grids, 64))
+@pytest.mark.parametrize("prefix", ["model.visual.", "visual."])
+def test_layers_of_int8_are_read_as_modelslim_writes_them(own: Any, folder: Path, prefix: str) -> None:
+    """As its recipe of the 397B has them: every matrix of the layers but the second of the feed-forward, with its bias beside it."""
+    directory = towers.saved("width 72", folder / f"int8 {prefix}")
+    tensors = {name.replace("model.visual.", prefix): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
+    types = dict.fromkeys(tensors, "FLOAT")
+    for name in [name for name in tensors if ".blocks." in name and tensors[name].dim() == 2 and "linear_fc2" not in name]:
+        matrix = name.removesuffix(".weight")
+        integers, scale = quantise_w8(tensors[name].t())
+        tensors |= {name: integers.t(), f"{matrix}.weight_scale": scale[:, None], f"{matrix}.weight_offset": torch.zeros(len(scale), 1)}
+        types |= dict.fromkeys((name, f"{matrix}.weight_scale", f"{matrix}.weight_offset"), "W8A8_DYNAMIC")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    description = {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", **types}
+    (directory / "quant_model_description.json").write_text(json.dumps(description))
+    formats = formats_in(directory)
+    assert formats is not None
+    cfg, floats = own("width 72")
+    variant = Variant(formats=formats)
+    text = registry.find(directory).model
+    declared = replace(text, config=replace(text.config, variant=variant)).params(torch.float32)
+    tower = stored(TOWER.abstract_params(cfg, torch.float32), variant)
+    weights = checkpoint.load(checkpoint.open_checkpoint(directory), {**declared, TOWER.key: tower})[TOWER.key]
+    assert sum(leaf.dtype == torch.int8 for _, leaf in tree.flatten(weights)) == 3 * cfg.depth
+    pixels = towers.patches("width 72", [(1, 6, 10)], 6)
+    made, wanted = (encoded((cfg, each), padded(pixels, [(1, 6, 10)], 64)) for each in (weights, floats))
     assert 0 < (made - wanted).pow(2).mean().sqrt() < 0.03 * wanted.pow(2).mean().sqrt()
 
 
