@@ -23,6 +23,18 @@ Arrays = dict[str, npt.NDArray[Any]]
 DTYPES = {torch.int32: np.int32, torch.float32: np.float32}
 
 
+class Places(NamedTuple):
+    """Where the tokens of a chunk stand whose prompt has pictures.
+
+    Attributes:
+        positions: [tokens, 3] in time, row and column (picture_spans.py).
+        picture_rows: [tokens + 1] rows of the pool in the places of the tokens and of the one behind them; 0 is none.
+    """
+
+    positions: npt.NDArray[np.int32]
+    picture_rows: Sequence[int]
+
+
 class PrefillRow(NamedTuple):
     """One request's chunk in a prefill step, with the pages and slots that it reads and writes.
 
@@ -39,6 +51,7 @@ class PrefillRow(NamedTuple):
         bitmask: [1, words] of the sampled token; None restricts nothing.
         adjustment: of the logits of the sampled token; None changes nothing.
         start_slot: state slot to start from; None is the one that it writes.
+        places: of its tokens, if its prompt has pictures.
     """
 
     tokens: Sequence[int]
@@ -53,6 +66,7 @@ class PrefillRow(NamedTuple):
     bitmask: Bitmask | None = None
     adjustment: Adjustment | None = None
     start_slot: int | None = None
+    places: Places | None = None
 
 
 class DecodeRow(NamedTuple):
@@ -207,6 +221,23 @@ def _fill_prefill(arrays: Arrays, bucket: Bucket, rows: Sequence[PrefillRow], li
     arrays["uniform"][live, 0] = [row.uniform for row in rows]
     if "next_tokens" in arrays:
         arrays["next_tokens"][live] = [row.next_token for row in rows]
+    for i, row in enumerate(rows):
+        _fill_places(arrays, i, row, limits)
+
+
+def _fill_places(arrays: Arrays, i: int, row: PrefillRow, limits: Limits) -> None:
+    """Positions on three axes and rows of pictures, in graphs that take them; text is at its index on all axes."""
+    count, places = len(row.tokens), row.places
+    if "positions" in arrays:
+        indices = np.arange(row.start, row.start + count, dtype=np.int32)[:, None]
+        arrays["positions"][i, :count] = indices if places is None else places.positions
+        if places is not None:
+            if not 0 <= min(places.picture_rows) <= max(places.picture_rows) < limits.picture_rows:
+                used = f"{min(places.picture_rows)} to {max(places.picture_rows)}"
+                raise SpecError(f"a row with rows of pictures {used}; legal is 0 to {limits.picture_rows - 1}")
+            arrays["picture_rows"][i, : count + 1] = places.picture_rows
+    elif places is not None:
+        raise SpecError(f"a row with pictures, and the graphs keep {limits.picture_rows} rows of pictures; legal is a row without")
 
 
 def _fill_decode(arrays: Arrays, bucket: Bucket, rows: Sequence[DecodeRow], limits: Limits) -> None:

@@ -1,5 +1,6 @@
 """runtime/buckets.py: the smallest bucket that fits is chosen, and rows are packed by the step convention."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,8 @@ from npucompile.graphs.errors import SpecError
 from npucompile.graphs.ops.sample import Sample, sample_reference
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.runtime.buckets import DecodeRow, PrefillRow, choose, of_kind, pack
+from npucompile.runtime import picture_spans
+from npucompile.runtime.buckets import DecodeRow, Places, PrefillRow, choose, of_kind, pack
 from npucompile.runtime.request import Sampling
 
 LIMITS = {drafts: Limits(4, 20, 1 + 4 * (drafts + 1), 16, drafts + 1, drafts) for drafts in (0, 2)}
@@ -193,3 +195,25 @@ def test_a_top_p_below_what_float32_knows_keeps_the_most_likely_token():
     sampling = (torch.from_numpy(arrays[name]) for name in ("temperature", "top_k", "top_p", "min_p"))
     # It was token 0: with a top_p of 0 none is kept.
     assert sample_reference(Sample(logits, *sampling, torch.tensor([[0.5]]))).tolist() == [[2]]
+
+
+def test_places_of_a_prompt_with_pictures_are_packed_and_text_is_at_its_index() -> None:
+    limits = Limits(8, 9, 5, 64, picture_rows=20)
+    spans = picture_spans.spans([7, 90, 90, 8, 9], {90: [(1, 2, 4)]}, 2)
+    places = Places(picture_spans.positions(5, spans)[1:4], [11, 12, 0, 0])
+    rows = [PrefillRow((90, 90, 8), 1, (1,), 1, 1, places=places), PrefillRow((3, 4), 2, (2,), 2, 2)]
+    arrays = pack(Bucket("prefill", 3, 4), rows, limits)
+    assert arrays["positions"].tolist() == [
+        [[1, 1, 1], [1, 1, 2], [3, 3, 3], [0, 0, 0]],
+        [[2, 2, 2], [3, 3, 3], [0, 0, 0], [0, 0, 0]],
+        [[0, 0, 0]] * 4,
+    ]
+    assert arrays["picture_rows"].tolist() == [[11, 12, 0, 0, 0], [0] * 5, [0] * 5]
+
+
+def test_pictures_that_a_graph_does_not_take_are_refused() -> None:
+    row = PrefillRow((90,), 0, (1,), 1, 1, places=Places(np.zeros((1, 3), np.int32), [20, 0]))
+    with pytest.raises(SpecError, match="a row with pictures, and the graphs keep 0 rows of pictures; legal is a row without"):
+        pack(Bucket("prefill", 1, 4), [row], Limits(8, 9, 5, 64))
+    with pytest.raises(SpecError, match="a row with rows of pictures 0 to 20; legal is 0 to 19"):
+        pack(Bucket("prefill", 1, 4), [row], Limits(8, 9, 5, 64, picture_rows=20))
