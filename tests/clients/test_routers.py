@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import OpenAI, OpenAIError, Stream
+from openai.types import Completion
 from support import bundled, ranks, tiny
 from support.servers import Server
 
@@ -78,6 +79,15 @@ def artifact(tmp_path_factory):
     out: Path = tmp_path_factory.mktemp("replicas") / "tiny"
     tiny.built(tiny.planned("qwen3.5-tiny", **SIZES), out)
     return out
+
+
+def reason(stream: Stream[Completion]) -> str:
+    """Why the rest of a stream ends; "" where it breaks off."""
+    found = ""
+    with contextlib.suppress(OpenAIError, httpx.HTTPError):
+        for chunk in stream:
+            found = next((choice.finish_reason for choice in chunk.choices if choice.finish_reason), found)
+    return found
 
 
 @contextlib.contextmanager
@@ -185,13 +195,17 @@ def test_prompts_that_begin_alike_go_to_the_replica_that_has_their_prefix(router
 
 
 @pytest.mark.long
-def test_a_replica_that_is_killed_costs_no_later_request(router, artifact, replicas, tmp_path):
+def test_a_replica_that_is_killed_costs_its_own_streams_and_no_later_request(router, artifact, replicas, tmp_path):
     with replica(artifact) as victim, routed(router, tmp_path, "round_robin", replicas[0], victim) as client:
         for _ in range(2):
             client.completions.create(prompt="a", **ASKED)
-        assert metric(victim, "npucompile:prompt_tokens_total") > 0
+        long: dict[str, Any] = {**ASKED, "max_tokens": 60, "stream": True, "extra_body": {"ignore_eos": True}}
+        streams = [client.completions.create(prompt="a", **long) for _ in range(2)]
+        assert all(next(stream).choices for stream in streams)
+        assert metric(victim, "npucompile:num_requests_running") == 1
         victim.process.kill()
         victim.process.wait()
+        assert sorted(map(reason, streams)) == ["", "length"]
         for _ in range(6):
             assert client.completions.create(prompt="a", **ASKED).usage.completion_tokens == ASKED["max_tokens"]
 
