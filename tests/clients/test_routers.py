@@ -55,6 +55,8 @@ MODULES = {"sglang-router": "sglang_router", "smg": "smg", "vllm-router": "vllm_
 SIZES: dict[str, Any] = {"buckets": (4,), "prefill": (32,), "max_model_len": 512, "max_logprobs": 2}
 TEXT = "And God said, Let there be light: and there was light. " * 6
 ASKED = {"model": "tiny", "max_tokens": 6, "temperature": 0}
+KEY = "key-of-all"
+BEARER = {"Authorization": f"Bearer {KEY}"}
 CANCELLED = 'npucompile:requests_finished_total{reason="cancelled"}'
 
 
@@ -66,7 +68,8 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def metric(server: Server, name: str) -> float:
-    return sum(float(line.rpartition(" ")[2]) for line in server.metrics().splitlines() if line.startswith(f"{name} "))
+    lines = httpx.get(f"{place(server)}/metrics", headers=BEARER).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
 
 
 def place(server: Server) -> str:
@@ -92,7 +95,9 @@ def reason(stream: Stream[Completion]) -> str:
 
 @contextlib.contextmanager
 def replica(artifact: Path, *options: object) -> Iterator[Server]:
-    server = Server(artifact, "--served-model-name", "tiny", *options)
+    keys = artifact.parent / "keys"
+    keys.write_text(KEY)
+    server = Server(artifact, "--served-model-name", "tiny", "--api-key", keys, *options)
     try:
         yield server
     finally:
@@ -107,7 +112,7 @@ def replicas(artifact):
 
 def healthy(url: str) -> set[str]:
     """Servers that a router takes for healthy."""
-    answer = httpx.get(f"{url}/workers")
+    answer = httpx.get(f"{url}/workers", headers=BEARER)
     workers = answer.json()["workers"] if answer.status_code == 200 else []
     return {worker["url"] for worker in workers if worker["is_healthy"]}
 
@@ -117,7 +122,14 @@ def routed(router: str, folder: Path, policy: str, *servers: Server, **more: obj
     """A client of a router that has found these servers; `more` are options of the router."""
     port, metrics, urls = ranks.free_port(), ranks.free_port(), [place(server) for server in servers]
     python = PROGRAMS / router / "bin" / "python"
-    options = {"--host": "127.0.0.1", "--port": port, "--policy": policy, "--prometheus-host": "127.0.0.1", "--prometheus-port": metrics}
+    options = {
+        "--host": "127.0.0.1",
+        "--api-key": KEY,
+        "--port": port,
+        "--policy": policy,
+        "--prometheus-host": "127.0.0.1",
+        "--prometheus-port": metrics,
+    }
     options |= {f"--{name.replace('_', '-')}": value for name, value in more.items()}
     arguments = [str(part) for option in options.items() for part in option]
     command = [str(python), "-m", f"{MODULES[router]}.launch_router", *arguments, "--worker-urls", *urls]
@@ -132,7 +144,7 @@ def routed(router: str, folder: Path, policy: str, *servers: Server, **more: obj
                 return False
 
             until(found)
-            with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            with OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
                 yield client
         finally:
             process.kill()
@@ -150,7 +162,7 @@ def test_answers_are_those_of_a_server_and_a_client_that_leaves_ends_its_request
     messages: Any = [{"role": "user", "content": "Who made the light?"}]
     with (
         routed(router, tmp_path, "round_robin", *replicas) as client,
-        OpenAI(base_url=f"{place(replicas[0])}/v1", api_key="none") as direct,
+        OpenAI(base_url=f"{place(replicas[0])}/v1", api_key=KEY) as direct,
     ):
         expected = direct.chat.completions.create(messages=messages, **ASKED).choices[0].message.content
         continued = direct.completions.create(prompt=TEXT, **ASKED).choices[0].text
