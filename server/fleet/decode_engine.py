@@ -192,17 +192,17 @@ class DecodeEngine:
             tried: what those said that were asked, by URL.
         """
         link = self._chosen(request, tried)
+        attempt, told = request, sink
+        if tried:
+            # The engine may have the last attempt still, since a prefill server writes to its pages.
+            attempt = replace(request, id=f"{request.id}/{len(tried)}")
+            self._names[request.id], told = attempt.id, functools.partial(self._renamed, sink, request.id)
         if link is not None and link.receiver is not None:
-            failed = functools.partial(self._failed, request, sink, {**tried, link.url: ""})
-            if tried:
-                name = self._names[request.id] = f"{request.id}/{len(tried)}"
-                link.receiver.ask(replace(request, id=name), functools.partial(self._renamed, sink, request.id), failed)
-            else:
-                link.receiver.ask(request, sink, failed)
+            link.receiver.ask(attempt, told, functools.partial(self._failed, request, sink, {**tried, link.url: ""}))
         elif self._local:
             self._counts["local"] += 1
             try:
-                self._engine.submit(request, sink)
+                self._engine.submit(attempt, told)
             except RequestError as error:
                 self._end(request, sink, "error", str(error), error.code)
         else:

@@ -156,9 +156,9 @@ def started(executor: Any) -> Engine:
     return engine
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool], seconds: float = LONGEST_S) -> None:
     """Waits for something that other threads bring about."""
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
