@@ -106,7 +106,7 @@ UPWARD: dict[tuple[str, str], int] = {
 
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
-    "docs (words)": 45260,
+    "docs (words)": 45000,
     "graphs": 8450,
     "lowering": 1500,
     "lowering/artifact": 1150,

@@ -95,11 +95,11 @@ def command(
     npucompile serve                            the newest artifact that runs here, or else the bundled model
     npucompile serve qwen3.5-tiny --port 8001   a model, built first where it is not
     npucompile serve DIR --api-key keys.txt     an artifact, for who has one of these keys
+    npucompile serve A --role prefill           of a pair; the other is B --role decode --prefill http://HOST:8000
 
-    Buckets without an executable run uncompiled; a background build adds executables, and the server swaps them in. An artifact has all
-    that serving needs. For NPUs it runs on NPUs or, with --device emulated, on this CPU by interpreting its graphs: a rehearsal, for small
-    models. For several devices it runs as a process per device, which this command starts, on several machines with --nnodes; torchrun
-    may start them, too: torchrun --nproc-per-node N -m npucompile.tools.cli serve ARTIFACT
+    Buckets without an executable run uncompiled; a background build adds executables, and the server swaps them in. An artifact for NPUs
+    runs on NPUs or, with --device emulated, on this CPU: a rehearsal, for small models. For several devices it runs as a process per
+    device, which this command or torchrun starts, on several machines with --nnodes.
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     if threads:
