@@ -1,11 +1,14 @@
-"""What becomes of one flag of a launch line."""
+"""What becomes of one flag of a launch line, and what serve takes a printed line for."""
 
 from __future__ import annotations
 
 import functools
+import shlex
+from typing import Any
 from unittest import mock
 
 from npucompile.tools.builder import plan as planning
+from npucompile.tools.commands import serve
 from npucompile.tools.launch_lines.imported import Finding, import_text
 
 # Most flags change nothing of the build, whose plan takes most of the time.
@@ -24,3 +27,15 @@ def finding(engine: str, flags: str, name: str | None = None) -> Finding:
     with mock.patch.object(planning, "plan", PLANNED):
         findings = import_text(f"{BASE[engine]} {flags}").findings
     return next(found for found in reversed(findings) if wanted in (found.name, found.given.split()[0]))
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """What serve takes a line for."""
+    words = shlex.split(line)
+    words = words[words.index("npucompile") :]
+    assert words[:2] == ["npucompile", "serve"]
+    for option in ("--checkpoint", "--chat-template"):
+        # Those must exist, which is another machine's.
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
+    return serve.command.make_context("serve", words[2:]).params

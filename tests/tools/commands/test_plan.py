@@ -24,7 +24,10 @@ def test_a_published_row_as_json() -> None:
     name = "dsr1-a3x16-pd-2k-2k-50ms"
     result = run("--deployment", name, "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["predicted"] == predict(case_of(name)).as_dict()
+    data = json.loads(result.stdout)
+    assert data["predicted"] == predict(case_of(name)).as_dict()
+    assert data["commands"] == json.loads(CliRunner().invoke(main, ["deployments", name, "--json"]).stdout)["commands"]
+    assert [words.split()[3:5] for words in data["commands"]["serve"]] == [["--role", "prefill"], ["--role", "decode"]]
 
 
 def test_a_search_with_a_build_a_page_and_buckets(tmp_path: Path) -> None:

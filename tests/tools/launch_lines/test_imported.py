@@ -7,15 +7,15 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.launch_lines import parsed
 
 from npucompile.graphs.errors import SpecError
 from npucompile.tools.builder import plan as planning
-from npucompile.tools.commands import build, serve
+from npucompile.tools.commands import build
 from npucompile.tools.launch_lines.imported import Imported, import_text
 from npucompile.tools.launch_lines.launches import LAYERWISE
 from npucompile.tools.launch_lines.proposal import options_of
@@ -45,18 +45,6 @@ def flags_by_shlex(text: str) -> set[str]:
             continue
         names |= {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word) and " " not in word}
     return names
-
-
-def parsed(line: str) -> dict[str, Any]:
-    """What serve takes a line for."""
-    words = shlex.split(line)
-    words = words[words.index("npucompile") :]
-    assert words[:2] == ["npucompile", "serve"]
-    for option in ("--checkpoint", "--chat-template"):
-        # Those must exist, which is another machine's.
-        if option in words:
-            del words[words.index(option) : words.index(option) + 2]
-    return serve.command.make_context("serve", words[2:]).params
 
 
 def legal(imported: Imported) -> int:

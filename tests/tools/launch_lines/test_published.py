@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.launch_lines import parsed
 
 from npucompile.models import registry
 from npucompile.tools.builder.deployments import Deployment, Phase, deployments
@@ -53,7 +54,49 @@ def test_the_line_of_a_row_is_that_row(row, phase):
     same = deployments()[proposal.deployment.id].phases[phase.name]
     assert (same.mesh, same.buckets, same.max_running_requests) == (phase.mesh, phase.buckets, phase.max_running_requests)
     assert proposal.problem == ""
-    assert not [finding for finding in role.findings if finding.status == "refused" and finding.name != "--disaggregation-mode"]
+    assert not [finding for finding in role.findings if finding.status == "refused"]
+    groups = phase.mesh.axis("dp")
+    replicated = phase.name == "mixed" and phase.nodes == 1 and groups > 1 and not proposal.plan.model.config.num_experts
+    assert len(role.replicas) == (groups + 2 if replicated else 0)
+
+
+@pytest.fixture
+def unplanned(monkeypatch):
+    """Which row a line is does not depend on plans, which take seconds."""
+    monkeypatch.setattr(proposal, "_planned", lambda proposed: proposed)
+
+
+PAIRS = [row for row in deployments().values() if "prefill" in row.phases]
+
+
+@pytest.mark.usefixtures("unplanned")
+@pytest.mark.parametrize("row", PAIRS, ids=lambda row: row.id)
+def test_the_lines_of_a_published_pair_come_back_as_one_build_and_a_line_a_machine(row):
+    """Each phase's line as often as it has machines; a machine's number and address are what tells them apart."""
+    lines, rank = [], "--node-rank" if row.engine == "sglang" else "--data-parallel-start-rank"
+    for name, phase in row.phases.items():
+        for instance in range(phase.instances):
+            for node in range(phase.nodes):
+                own = f"--nnodes {phase.nodes} {rank} {node} --port 9000" if phase.nodes > 1 else "--port 9000"
+                lines.append(f"{line_of(row, phase)} {own} --host 10.0.{name == 'decode':d}.{instance * phase.nodes + node}")
+    imported = import_text("\n".join(lines), target_name=row.target)
+    assert [role.name for role in imported.roles] == ["prefill", "decode"]
+    ids = {name for role in imported.roles for name in (role.proposal.deployment.id, *role.proposal.also)}
+    assert row.id in ids
+    build, *served = imported.commands
+    assert build.startswith(f"npucompile build {row.model} --deployment ")
+    assert "--phase" not in build
+    params = [parsed(line) for line in served]
+    assert len(params) == row.nodes
+    first = row.phases["prefill"]
+    urls = ",".join(f"http://10.0.0.{instance * first.nodes}:9000" for instance in range(first.instances))
+    assert {(each["role"], each["prefill"]) for each in params} == {("prefill", None), ("decode", urls)}
+    for role in ("prefill", "decode"):
+        same, nodes = [each for each in params if each["role"] == role], row.phases[role].nodes
+        assert [(each["nnodes"], each["node_rank"]) for each in same] == [(nodes, node) for node in range(nodes)] * row.phases[
+            role
+        ].instances
+    assert "refused" not in {finding.status for finding in imported.findings}
 
 
 def test_a_row_is_no_longer_meant_when_any_of_its_sizes_differs():
@@ -85,12 +128,6 @@ def _facts(text: str):
 
 R1 = {name: deployments()[f"dsr1-a3x{name}-3.5k-1.5k-50ms"] for name in ("32-pd", "16-pd")}
 """Two rows whose prefill servers have the same flags, with other weights and other decode servers."""
-
-
-@pytest.fixture
-def unplanned(monkeypatch):
-    """Which row a line is does not depend on plans, which take seconds."""
-    monkeypatch.setattr(proposal, "_planned", lambda proposed: proposed)
 
 
 def _rows(text: str) -> list[str | None]:

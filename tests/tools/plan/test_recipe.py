@@ -7,10 +7,12 @@ import shlex
 import pytest
 
 from npucompile.tools.builder.plan import Options, plan
+from npucompile.tools.builder.targets import target as machine_target
 from npucompile.tools.commands.build import command as build
+from npucompile.tools.commands.serve import command as serve
 from npucompile.tools.plan.candidates import Question, schemes_of
 from npucompile.tools.plan.parameters import fitted
-from npucompile.tools.plan.recipe import command_of, options_of, refusal, serve_command
+from npucompile.tools.plan.recipe import command_of, options_of, refusal, serve_command, serve_commands
 from npucompile.tools.plan.search import search
 from npucompile.tools.plan.shape import shape_of
 from npucompile.tools.plan.system import Serving, Workload
@@ -30,6 +32,13 @@ def test_the_command_is_legal_and_says_what_the_candidate_is(model: str, npus: i
         every = options_of(asked, found)
         assert not refusal(every)
         assert len(every) == (2 if found.candidate.case.prefill else 1)
+        case = found.candidate.case
+        parts = [(case.decode.layout, 1), *([(case.prefill.layout, case.prefill.layout.instances)] if case.prefill else [])]
+        started = serve_commands(asked, found.candidate)
+        node = machine_target(target).npus_per_node
+        assert len(started) == sum(-(-layout.ranks // node) * instances for layout, instances in parts)
+        roles = [serve.make_context("serve", shlex.split(line)[2:]).params["role"] for line in started]
+        assert set(roles) == ({"prefill", "decode"} if case.prefill else {"both"})
         for options in every:
             words = shlex.split(command_of(options))
             assert words[:2] == ["npucompile", "build"]
