@@ -10,7 +10,7 @@ from typing import Any
 
 from ...graphs.errors import SpecError
 from ..builder.targets import target
-from ..serve.lines import Server, notes_of, paired
+from ..serve.lines import HOSTS, Server, notes_of, paired
 from ..serve.options import BOTH, DECODE, PREFILL
 from .commands import build_command, build_commands, place_of, replicated
 from .facts import Facts
@@ -23,6 +23,7 @@ from .tables import engine
 from .verdicts import Context, Verdict
 
 SGLANG_PORT = 30_000
+NOWHERE = f"prefill servers: no line says where others reach them; put their addresses in place of {HOSTS[PREFILL]}"
 LOCAL = ("", "0.0.0.0", "::", "127.0.0.1", "localhost")
 """Addresses by which no other machine reaches one."""
 
@@ -338,9 +339,8 @@ def _paired(roles: Sequence[Role], groups: Sequence[Sequence[_Read]]) -> list[Ro
         own = tuple(next(servers) for _ in role.servers)
         if role.name == DECODE and routed and not (starts and all(server.machines[0] for server in starts)):
             own = tuple(replace(server, prefill=tuple(dict.fromkeys(routed))) for server in own)
-        elif role.name == DECODE and role.proposal and not starts:
-            said = "prefill servers: the script starts none; put their addresses in place of PREFILL"
-            role = replace(role, proposal=replace(role.proposal, assumed=(*role.proposal.assumed, said)))
+        if role.name == DECODE and role.proposal and any(f"//{HOSTS[PREFILL]}:" in url for server in own for url in server.prefill):
+            role = replace(role, proposal=replace(role.proposal, assumed=(*role.proposal.assumed, NOWHERE)))
         found.append(replace(role, servers=own))
     return found
 

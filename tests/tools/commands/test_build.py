@@ -185,3 +185,15 @@ def test_a_build_with_nothing_to_do_plans_nothing(tmp_path, plans, monkeypatch):
 def test_the_old_name_of_an_option_is_still_understood():
     parsed = [build.command.make_context("build", ["model", option, "7"]).params["nice"] for option in ("--nice", "--patience")]
     assert parsed == [7, 7]
+
+
+@pytest.mark.parametrize(("phase", "machines"), [((), 4), (("--phase", "decode"), 2)])
+def test_both_phases_of_a_deployment_are_one_command_that_says_what_serves_them(tmp_path, plans, phase, machines):
+    words = ["build", "deepseek-r1", "--deployment", "dsr1-a3x32-pd-3.5k-1k-20ms", "--precompile", "none", *phase]
+    result = tiny.cli(tmp_path, *words)
+    assert result.exit_code == 0, result.output
+    assert [plan.phase for plan, *_ in plans] == (["decode"] if phase else ["prefill", "decode"])
+    served = [shlex.split(line) for line in result.stderr.splitlines() if line.startswith("  npucompile serve ")]
+    assert len(served) == machines
+    decode = str(tmp_path / "artifacts" / "deepseek-r1-decode")
+    assert [words[2:5] == [decode, "--role", "decode"] for words in served] == [False] * (machines - 2) + [True] * 2

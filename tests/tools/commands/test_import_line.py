@@ -109,4 +109,4 @@ def test_a_part_of_serving_has_its_role_and_a_line_a_machine():
         for rank in (0, 1)
     ]
     assert [line.strip() for line in shown.splitlines()[-5:]] == [built, *served, PAIRS_ITSELF, TOKEN]
-    assert "assumed: prefill servers: the script starts none" in shown
+    assert "assumed: prefill servers: no line says where others reach them; put their addresses in place of PREFILL" in shown

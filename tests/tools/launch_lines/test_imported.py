@@ -16,7 +16,7 @@ from support.launch_lines import parsed
 from npucompile.graphs.errors import SpecError
 from npucompile.tools.builder import plan as planning
 from npucompile.tools.commands import build
-from npucompile.tools.launch_lines.imported import Imported, import_text
+from npucompile.tools.launch_lines.imported import NOWHERE, Imported, import_text
 from npucompile.tools.launch_lines.launches import LAYERWISE
 from npucompile.tools.launch_lines.proposal import options_of
 from npucompile.tools.launch_lines.tables import variables
@@ -245,3 +245,12 @@ def test_a_process_of_vllm_for_each_group_is_one_server():
     text = "for i in 0 1 2 3; do vllm serve qwen3-32b -tp 2 -dp 4 -dpn $i --max-num-seqs 4 --max-model-len 4096; done"
     (role,) = import_text(text).roles
     assert role.serve == "npucompile serve qwen3-32b"
+
+
+def test_a_prefill_server_that_no_other_machine_reaches_is_said():
+    proxy = import_text(PAIR.replace("PROXY", "").replace("--host 10.0.0.1 ", ""))
+    (decode,) = (role for role in proxy.roles if role.name == "decode")
+    assert decode.servers[0].prefill == ("http://PREFILL:30050",)
+    assert NOWHERE in decode.proposal.assumed
+    (known,) = (role for role in import_text(PAIR.replace("PROXY", "")).roles if role.name == "decode")
+    assert NOWHERE not in known.proposal.assumed
