@@ -23,8 +23,8 @@ from ...runtime.executor import Executor
 from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ...server.engine.service import ServedModel, Service
 from ...server.guard.limits import SocketLimits
-from ...server.text.tokenizer import TextTokenizer
 from .api_settings import ApiSettings
+from .artifact_tokenizer import tokenizer_of
 from .pairing import Pairing
 
 NO_PAIR = Pairing()
@@ -32,7 +32,6 @@ NO_PAIR = Pairing()
 POLL_S = 0.1
 WATCH_POLLS = 8
 """How often within the limit of a step it is looked whether one has ended."""
-TOKENIZER = "tokenizer.json"
 BUILD_NICENESS = 10
 """Of compilers that run beside a server."""
 
@@ -44,17 +43,6 @@ class RunningService:
     service: Service
     engine: Engine
     closing: ExitStack
-
-
-def tokenizer_of(artifact: Artifact, checkpoint: Path | None = None) -> TextTokenizer | None:
-    """The tokenizer of an artifact, or else of the checkpoint that it is served with; None where neither has one.
-
-    Raises:
-        ModelError: the checkpoint's tokenizer cannot be used.
-    """
-    stored = artifact.manifest.tokenizer
-    path = artifact.path / stored if stored else checkpoint / TOKENIZER if checkpoint else None
-    return TextTokenizer.load(path) if path and path.is_file() else None
 
 
 def said_of_ends(running: RunningService) -> str:
