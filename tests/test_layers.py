@@ -145,7 +145,7 @@ BUDGETS: dict[str, int] = {
     "tools/plan": 4160,
     "tools/prove": 4040,
     "tools/quantize": 1210,
-    "tools/ranks": 1440,
+    "tools/ranks": 1460,
     "tools/serve": 960,
 }
 

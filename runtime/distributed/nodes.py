@@ -62,14 +62,20 @@ class Reminder:
 
 
 def missing_nodes(world_size: int, count: int, present: Collection[int]) -> str:
-    """The node ranks of which ranks are missing, with these ranks; every machine has as many.
+    """The machines that are missing, and ranks of those that are not, which are still starting; every machine has as many.
 
     Args:
         present: ranks, with rank 0.
     """
     size = world_size // count
-    lacking = {node: [rank for rank in range(node * size, (node + 1) * size) if rank not in present] for node in range(count)}
-    return ", ".join(f"node rank {node} ({numbered(ranks)})" for node, ranks in lacking.items() if ranks)
+    missing = []
+    for node in range(count):
+        own = range(node * size, (node + 1) * size)
+        lacking = [rank for rank in own if rank not in present]
+        if lacking:
+            absent = len(lacking) == size
+            missing.append(f"node rank {node} ({numbered(lacking)})" if absent else f"{numbered(lacking)} of node rank {node}")
+    return ", ".join(missing)
 
 
 def numbered(ranks: Sequence[int]) -> str:
@@ -79,11 +85,13 @@ def numbered(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def wait_for_listener(node: Node, host: str, port: int, timeout_s: float, say: Say) -> None:
+def wait_for_listener(
+    node: Node, host: str, port: int, timeout_s: float, say: Say, exited: Callable[[], str | None] = lambda: None
+) -> None:
     """Waits until node rank 0 listens, and says meanwhile what keeps it.
 
     Raises:
-        RankError: it does not within this time.
+        RankError: it does not within this time, or a process without which nothing is to be waited for has `exited`.
     """
     deadline, reminder = time.monotonic() + timeout_s, Reminder(say)
     where = f"{host} port {port}"
@@ -93,6 +101,8 @@ def wait_for_listener(node: Node, host: str, port: int, timeout_s: float, say: S
             text, code = "nothing listens there yet", "node_late"
         if time.monotonic() > deadline:
             raise RankError(f"node rank {node.rank} did not find node rank 0 at {where} within {timeout_s:g} s: {text}", code)
+        if reason := exited():
+            raise RankError(reason)
         if reminder.due():
             say(f"waiting for node rank 0 at {where}: {text} [{code}]")
         time.sleep(POLL_S)

@@ -92,11 +92,12 @@ def _silent(_: str) -> None:
     """Says nothing."""
 
 
-def open_store(config: RendezvousConfig, say: Say = _silent) -> TCPStore:
+def open_store(config: RendezvousConfig, say: Say = _silent, exited: Callable[[], str | None] = lambda: None) -> TCPStore:
     """The store that all ranks share.
 
     Args:
         say: is told whom this machine waits for.
+        exited: describes a process that has ended, without which this one need not wait; None while there is none.
 
     Raises:
         RankError: when it cannot be reached, or created.
@@ -105,7 +106,7 @@ def open_store(config: RendezvousConfig, say: Say = _silent) -> TCPStore:
     try:
         if not config.hosts_store:
             if config.node.rank:
-                wait_for_listener(config.node, config.host, config.port, config.timeout_s, say)
+                wait_for_listener(config.node, config.host, config.port, config.timeout_s, say, exited)
             return TCPStore(config.host, config.port, None, False, timeout, wait_for_workers=False)
         # By itself it would listen on all addresses of the machine.
         with _listener(config.host, config.port, config.world_size) as listener:
@@ -173,7 +174,7 @@ def connect_to_rank_0(
     """Any other rank: connects to rank 0 and waits until all ranks have.
 
     Args:
-        exited: describes a process that this one started and that has already ended; None while there is none.
+        exited: describes a process that has ended, without which this one need not wait; None while there is none.
         say: is told which machines are missing, by rank 0.
 
     Raises:
@@ -330,7 +331,7 @@ def _ended(arrivals: Mapping[int, Arrival]) -> str | None:
         try:
             return f"{who}: {receive(stream).fields.get('message')}"
         except (OSError, ProtocolError):
-            return f"{who} ended before all ranks had come; it says why where it runs"
+            return f"{who} ended before all ranks had come; it says why where it runs{' [rank_lost]' if node.count > 1 else ''}"
     return None
 
 

@@ -213,12 +213,14 @@ def run_rank(
     settings: RankSettings,
     environment: Mapping[str, str] = MappingProxyType({}),
     progress: Progress | None = None,
+    abandoned: Callable[[], str | None] | None = None,
 ) -> None:
     """Any other rank: connects to rank 0, and runs its steps until it sends "stop". The first one of a machine may start the others of it.
 
     Args:
         environment: of the processes that are started.
         progress: says which machines are waited for.
+        abandoned: says so when the process that started this one has ended.
 
     Raises:
         SpecError: the number of ranks is wrong.
@@ -230,13 +232,14 @@ def run_rank(
     if not config.starts_ranks:
         _leave_signals_to_rank_0()
     check_weights(artifact, settings)
-    store = open_store(config, progress.say)
     processes = RankProcesses()
+    exited = abandoned or processes.first_exit
+    store = open_store(config, progress.say, exited)
     with ExitStack() as stack:
         try:
             if config.starts_ranks:
                 processes.start(artifact.path, config, settings, environment)
-            stream = connect_to_rank_0(config, store, rank_identity(artifact, settings), processes.first_exit, progress.say)
+            stream = connect_to_rank_0(config, store, rank_identity(artifact, settings), exited, progress.say)
         except BaseException:
             processes.stop(within_s=0)
             raise

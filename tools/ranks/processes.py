@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
 import signal
 import subprocess
@@ -35,7 +36,7 @@ class RankProcesses:
         """Starts the ranks of this machine behind this one, `config.rank`."""
         description = pickle.dumps((config, replace(settings, threads=torch.get_num_threads())))
         for rank in range(config.rank + 1, config.rank + config.local_world_size):
-            command = [sys.executable, "-m", f"{__package__}.rank", str(path), str(rank)]
+            command = [sys.executable, "-m", f"{__package__}.rank", str(path), str(rank), str(os.getpid())]
             process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
             self._processes[rank] = process
             # Unlike a command line, nobody else can read it: the token is part of it.

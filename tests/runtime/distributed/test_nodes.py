@@ -20,7 +20,7 @@ def test_ranks_in_words(numbers, words):
 
 
 def test_what_is_missing_is_counted_by_machine():
-    assert missing_nodes(6, 3, {0, 1, 4}) == "node rank 1 (ranks 2, 3), node rank 2 (rank 5)"
+    assert missing_nodes(6, 3, {0, 1, 4}) == "node rank 1 (ranks 2, 3), rank 5 of node rank 2"
     assert missing_nodes(6, 3, set(range(6))) == ""
 
 
@@ -46,6 +46,8 @@ def test_who_waits_for_the_first_machine_says_so_and_names_it(monkeypatch):
     assert said == [f"waiting for {where}: nothing listens there yet [node_late]"]
     assert str(caught.value) == f"node rank 1 did not find {where} within 0.5 s: nothing listens there yet [node_late]"
     assert caught.value.code == "node_late"
+    with pytest.raises(RankError, match=r"^rank 3 was killed$"):
+        wait_for_listener(NODES[1], NODES[0].address, port, 20, lambda _: None, lambda: "rank 3 was killed")
     with reachable(NODES[0]) as port:
         wait_for_listener(NODES[1], NODES[0].address, port, 20, said.append)
     assert len(said) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -52,8 +53,8 @@ def test_ranks_behind_the_first_one_of_a_machine_are_started(monkeypatch, tmp_pa
         stdin = io.BytesIO()
 
         def __init__(self, command, **_):
-            commands.append(command[-2:])
+            commands.append(command[-3:])
 
     monkeypatch.setattr(module.subprocess, "Popen", Started)
     RankProcesses().start(tmp_path, RendezvousConfig(3, 9, "host", 1, 2), RankSettings(), {})
-    assert commands == [[str(tmp_path), "4"]]
+    assert commands == [[str(tmp_path), "4", str(os.getpid())]]

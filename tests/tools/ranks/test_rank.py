@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -21,7 +22,7 @@ from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.distributed.control_plane import ControlPlane
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.process_groups import ProcessGroups
-from npucompile.runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, open_store, substore
+from npucompile.runtime.distributed.rendezvous import ADDRESS, CONTROL, RendezvousConfig, accept_ranks, open_store, substore
 from npucompile.tools.ranks.launch import GROUPS, check_world_size, rank_identity
 from npucompile.tools.ranks.rank_settings import RankSettings
 
@@ -38,7 +39,7 @@ class Rank1:
         self.store = open_store(config)
         config = replace(config, port=self.store.port)
         settings = RankSettings(threads=1, step_timeout_s=step_timeout_s)
-        command = [sys.executable, "-m", "npucompile.tools.ranks.rank", path, 1]
+        command = [sys.executable, "-m", "npucompile.tools.ranks.rank", path, 1, os.getpid()]
         self.process = ranks.spawn(command, ranks.environment(), pickle.dumps((config, settings)))
         arrivals = accept_ranks(config, self.store, rank_identity(self.artifact, settings))
         self.control_plane = ControlPlane(mesh, {rank: arrival.stream for rank, arrival in arrivals.items()})
@@ -97,3 +98,15 @@ def test_it_ends_by_itself_when_nobody_ends_it(start_rank1):
     status, _, _ = rank1.ended()
     assert status == 128 + signal.SIGTERM
     assert time.monotonic() - began > 4
+
+
+def test_it_does_not_wait_for_others_when_the_process_that_started_it_has_ended(sharded):
+    config = RendezvousConfig(0, 2, "127.0.0.1", 0, 2, ranks.TIMEOUT_S, hosts_store=True)
+    store = open_store(config)
+    # Rank 0 says where it listens, and never answers; the parent is another process than the test.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        substore(store, config, CONTROL).set(ADDRESS, str(listener.getsockname()[1]))
+        command = [sys.executable, "-m", "npucompile.tools.ranks.rank", sharded("tp=2"), 1, 1]
+        given = pickle.dumps((replace(config, port=store.port), RankSettings(threads=1)))
+        status, _, stderr = ranks.finished(ranks.spawn(command, ranks.environment(), given))
+    assert (status, stderr) == (1, "rank 1: the process that started rank 1 has ended\n")
