@@ -270,7 +270,9 @@ class Stepper:
                     manager.computed(rows)
             state, events = advance.commit(self.state, step, results, now_ms, took_ms)
             self._advance(state, events, lambda metrics: metrics.count_results(step, results, wanted, now_ms))
-            for event in self._parked({row.state.arrival for part in step.groups for row in part.rows if row.request.handover}):
+            # A prompt is parked when its last chunk is launched, and the one before it ends while that is in flight.
+            running = set().union(*(_handed_over(later) for later, *_ in self._in_flight))
+            for event in self._parked(_handed_over(step) - running):
                 self.on_parked(event)
         self._receive()
 
@@ -312,6 +314,11 @@ class Stepper:
     def _with_writes(self, end: FinishEvent) -> FinishEvent:
         written = sum(manager.num_kept(end.request_id) for manager in self.cache_managers)
         return replace(end, record=end.record._replace(cache_write_tokens=written)) if written else end
+
+
+def _handed_over(step: ScheduledStep) -> set[int]:
+    """Arrivals of the requests of handovers that a step runs."""
+    return {row.state.arrival for part in step.groups for row in part.rows if row.request.handover}
 
 
 def _received(event: ParkedEvent) -> Numbers:

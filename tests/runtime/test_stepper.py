@@ -17,7 +17,7 @@ from npucompile.graphs.errors import RequestError, SpecError
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.delivery import BatchSink
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.request import RECEIVE, FinishEvent, Request, Sampling, TokenEvent
+from npucompile.runtime.request import RECEIVE, SEND, FinishEvent, Request, Sampling, TokenEvent
 from npucompile.runtime.scheduler import advance
 from npucompile.runtime.scheduler.pools import OwnershipError
 
@@ -293,6 +293,21 @@ def test_the_next_step_is_launched_before_the_outcome_of_the_one_before_is_read(
     served.drain()
     served.device.check_order(1)
     assert all(sink.end.reason == "length" for sink in sinks)
+
+
+def test_a_prompt_is_computed_when_its_last_chunk_has_ended():
+    """That is in flight when the chunk before it ends."""
+    served = toy.serving(toy.limits_of(4, 40, 8, 64, 2), refresh_every_s=None)
+    parked = []
+    served.engine.stepper.on_parked = lambda event: parked.append((event.request_id, list(served.device.log)))
+    served.submit(replace(ask("a", [place % VOCAB for place in range(50)], 1), handover=SEND))
+    for _ in range(30):
+        served.engine.step()
+    ((name, log),) = parked
+    assert (name, log[-1]) == ("a", ("result", served.device.runs))
+    assert served.device.runs > 1
+    served.engine.cancel("a")
+    served.drain()
 
 
 def test_peers_write_to_pages_once_no_step_in_flight_can_use_them():
