@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support import optional, ranks, tiny
+from support import optional, ranks, servers, tiny
 from support.handovers import Server, hand_over
 from support.once import made_once
 
@@ -39,16 +41,33 @@ def needed() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def paired(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Artifacts by mesh with pages for both requests of a handover."""
+Artifacts = Callable[[str], Path]
+
+
+def by_mesh(factory: pytest.TempPathFactory, name: str, drafts: int, **sizes: Any) -> Artifacts:
+    """Artifacts of one checkpoint by mesh, with pages for both requests of a handover."""
 
     def build(home: Path, mesh: str) -> None:
-        checkpoint = tiny.write_checkpoint(home / "model", seed=7, agreeing=True, **ranks.SIZES)
-        plan = tiny.planned(checkpoint, buckets=(1, 4), prefill=(16,), max_model_len=48, mesh=mesh)
-        tiny.built(plan, home / "artifact", fresh=True)
+        checkpoint = tiny.write_checkpoint(home / "model", seed=7, agreeing=bool(drafts), **sizes)
+        options = {"buckets": (1, 4), "prefill": (16,), "max_model_len": 48, "num_speculative_tokens": drafts}
+        tiny.built(tiny.planned(checkpoint, mesh=mesh, **options), home / "artifact", fresh=True)
 
-    return lambda mesh: made_once(tmp_path_factory, f"paired-{mesh}", lambda home: build(home, mesh)) / "artifact"
+    return lambda mesh: made_once(factory, f"{name}-{mesh}", lambda home: build(home, mesh)) / "artifact"
+
+
+@pytest.fixture(scope="module")
+def paired(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    """Of a hybrid with three drafts, whose ranks share heads."""
+    return by_mesh(tmp_path_factory, "paired", 3, **ranks.SIZES)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    """Of a model with latent attention, whose ranks hold all of each page."""
+    from support import oracle  # after transformers has been told that there is no torch_npu
+
+    fields = oracle.latent(2, vocab_size=tiny.VOCAB, architectures=["DeepseekV3ForCausalLM"])
+    return by_mesh(tmp_path_factory, "latent", 0, **dict.fromkeys(tiny.CONFIG) | fields)
 
 
 @contextmanager
@@ -74,7 +93,7 @@ def check_tokens(executor: Executor, artifact: Artifact) -> set[tuple[int, int]]
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
-def test_tokens_after_a_handover_are_those_without(mesh: str, paired: Callable[[str], Path]) -> None:
+def test_tokens_after_a_handover_are_those_without(mesh: str, paired: Artifacts) -> None:
     with cluster(paired(mesh)) as opened:
         assert check_tokens(*opened) == {(0, 1)}
 
@@ -138,7 +157,7 @@ def check_engines(executor: Executor) -> None:
         open_pools(executor, "203.0.113.1")
 
 
-def test_two_ranks_hand_over_until_one_is_lost(paired: Callable[[str], Path]) -> None:
+def test_two_ranks_hand_over_until_one_is_lost(paired: Artifacts) -> None:
     """In one test, because a process leads one set of ranks at a time, and starting them takes longest."""
 
     def serve(executor: Executor, artifact: Artifact) -> None:
@@ -150,3 +169,43 @@ def test_two_ranks_hand_over_until_one_is_lost(paired: Callable[[str], Path]) ->
     died = r"rank 1 of mesh tp=2 died: process \d+ was killed by signal 9"
     with pytest.raises(RankError, match=died), cluster(paired("tp=2")) as opened:
         serve(*opened)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "tp=2"), ("dp=2,tp=2", "tp=2"), ("", "dp=2"), ("dp=2", "")])
+def test_servers_of_several_ranks_are_a_pair(prefill: str, decode: str, paired: Artifacts) -> None:
+    """Two commands, each with ranks in processes of their own, and one server of both roles."""
+    check_pair(paired(prefill), paired(decode), PROMPTS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", ""), ("", "tp=2"), ("dp=2", "tp=2")])
+def test_servers_of_latents_are_a_pair_whatever_their_ranks(prefill: str, decode: str, latent: Artifacts) -> None:
+    check_pair(latent(prefill), latent(decode), PROMPTS)
+
+
+@pytest.mark.long
+def test_emulated_devices_of_two_ranks_are_a_pair(npu_artifact: Artifacts) -> None:
+    """Of one mesh: others round otherwise, since their experts are on other ranks."""
+    prompts = [PROMPTS[0], [3 + (7 * place) % 50 for place in range(120)]]
+    check_pair(npu_artifact("tp=2"), npu_artifact("tp=2"), prompts, "--device", "emulated")
+
+
+def check_pair(prefill: Path, decode: Path, prompts: list[list[int]], *options: object) -> None:
+    """Compares the tokens of a pair with those of a server of the decode server's artifact alone."""
+    with ExitStack() as stack:
+
+        def started(artifact: Path, *role: object) -> servers.Server:
+            return stack.enter_context(closing(servers.Server(artifact, "--no-build", *options, *role)))
+
+        first = started(prefill, "--role", "prefill")
+        url = first.url.replace("ws:", "http:").removesuffix("/v1/responses")
+        second = started(decode, "--role", "decode", "--prefill", url)
+        ranks.eventually(lambda: "kv_transfer_connections 1.0" in second.metrics())
+        answers = [asyncio.run(second.ask(6, prompt)) for prompt in prompts]
+        assert f"npucompile:kv_transfer_requests_total {len(prompts)}.0" in second.metrics()
+        assert "npucompile:kv_transfer_rooms 0.0" in first.metrics()
+        for server in (first, second):
+            assert "npucompile:compiles_after_ready_total 0" in server.metrics()
+    with closing(servers.Server(decode, "--no-build", *options)) as alone:
+        assert answers == [asyncio.run(alone.ask(6, prompt)) for prompt in prompts]
