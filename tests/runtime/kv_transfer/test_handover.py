@@ -24,7 +24,7 @@ class Server:
 
     def __init__(self, artifact: Path, **settings: Any) -> None:
         self.executor = CpuExecutor(Artifact.open(artifact))
-        self.engine = Engine(self.executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings(), **settings)
+        self.engine = Engine(self.executor, **{"refresh_every_s": None, "prefix_cache": PrefixCacheSettings(), **settings})
         self.events: dict[str, list[TokenEvent | FinishEvent]] = {}
         self.parked: dict[str, ParkedEvent] = {}
         self.engine.stepper.on_parked = lambda event: self.parked.update({event.request_id: event})
@@ -84,6 +84,19 @@ def test_the_answer_is_that_of_one_server(servers, sampling, length):
     for server in servers:
         server.engine.stepper.check()
         assert not server.parked
+
+
+def test_servers_that_keep_no_prefixes_hand_over_too(tiny_artifact):
+    """As the published pairs do, which turn the cache of prefixes off on both sides."""
+    alone, sender, receiver = (Server(tiny_artifact, prefix_cache=None) for _ in range(3))
+    for length in (2, 16, 17, 40):
+        request = Request(f"{length}", PROMPT[:length], 9, SAMPLED)
+        alone.submit(request)
+        alone.run()
+        hand_over(sender, receiver, request)
+        assert receiver.end(request.id)[0] == alone.end(request.id)[0]
+        for server in (alone, sender, receiver):
+            server.engine.stepper.check()
 
 
 @pytest.mark.parametrize("first", [16, 33, 40])
