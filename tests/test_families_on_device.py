@@ -5,20 +5,21 @@ The oracle is the same quantised checkpoint on one device, eager and without dra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import eagle, oracle, served, tiny
+from support import eagle, optional, oracle, served, tiny
+from support.handovers import Server, hand_over
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import registry
 from npucompile.models.quant.description import DESCRIPTION
 from npucompile.runtime.request import Sampling
 from npucompile.tools.quantize.driver import Settings, quantize
-from npucompile.tools.ranks.offline import complete
+from npucompile.tools.ranks.offline import OfflineCompletion, complete
 
 SIZES = {"buckets": (2,), "prefill": (64,), "max_model_len": 256, "max_num_seqs": 2}
 PROMPTS = [[1, 2, 3], list(range(100, 190)), [7] * 5]
@@ -103,6 +104,7 @@ def checkpoints(case: Case, home: Path) -> tuple[Path, dict[str, str]]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.short_cases("qwen3", "qwen3.5")
 def test_it_serves_what_one_device_computes(name, tmp_path):
+    optional.transfer_engine()
     case = CASES[name]
     directory, options = checkpoints(case, tmp_path)
     plan = tiny.planned_device(directory, mesh=case.mesh, backend=case.backend, num_speculative_tokens=DRAFTS, **{**SIZES, **options})
@@ -113,9 +115,16 @@ def test_it_serves_what_one_device_computes(name, tmp_path):
     with served.emulated(artifact, tmp_path / "cache") as executor:
         drafted = complete(executor, PROMPTS, Sampling(), TOKENS, frozenset())
         plain = complete(executor, PROMPTS, Sampling(), TOKENS, frozenset(), speculative_tokens=0)
+        # What a family's pools hold travels with a prompt: from this server's memory into other pages of it.
+        server, handed = Server(executor, artifact), list[OfflineCompletion]()
+        for prompt, completion in zip(PROMPTS, plain, strict=True):
+            server.start()
+            handed.append(replace(completion, token_ids=tuple(hand_over(server, server, prompt, TOKENS))))
+        server.pools.close()
         assert executor.compiles() == 0
     assert sum(sum(completion.record.accepted_per_position) for completion in drafted) > 0, "drafts are right now and then"
     checked = served.Checked(directory, "none", plan.model.config.variant.shards)
     checked.check(PROMPTS, drafted, plain)
     checked.check(PROMPTS, plain, drafted)
+    checked.check(PROMPTS, handed, plain)
     assert checked.decided >= 8

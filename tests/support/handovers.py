@@ -74,10 +74,10 @@ class Server:
         self.run()
 
 
-def hand_over(source: Server, target: Server, prompt: Sequence[int]) -> list[int]:
+def hand_over(source: Server, target: Server, prompt: Sequence[int], max_tokens: int = 6) -> list[int]:
     """The tokens of a prompt that one server has computed, and another one, or itself, goes on with."""
     source.compute(prompt)
-    tokens = target.reserve(prompt)
+    tokens = target.reserve(prompt, max_tokens)
     assert (source.write(target), tokens) == ("", [])
     source.free()
     target.land()
