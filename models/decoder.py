@@ -73,7 +73,7 @@ def layer_params(cfg: DecoderSizes, dtype: torch.dtype, prefix: str, mixer: Tree
 
 
 def forward(
-    cfg: DecoderSizes, layers: Sequence[tuple[str, Mixer]], params: Tree, state: Tree, batch: Batch, inputs: Tree
+    cfg: DecoderSizes, layers: Sequence[tuple[str, Mixer]], params: Tree, state: Tree, batch: Batch, inputs: Tree | None = None
 ) -> tuple[torch.Tensor, Tree, Intermediates]:
     """Runs all layers over one step.
 
@@ -81,13 +81,13 @@ def forward(
         layers: the kind of each layer, which names its body in graphs, and its mixer, a function of a module.
         params: tree of which `embed`, `layers` and `norm` are read.
         state: tree with the pools of each layer in `layers`; the rest passes through.
-        inputs: that the batch is of.
+        inputs: that the batch is of; None where they have no pictures.
 
     Returns:
         hidden [T, M] after the final norm, laid out as the residual stream (sequence_parallel.py), the new state, and intermediate
         values, of which the features are the same hidden states and the streams those of all layers.
     """
-    stream = sequence_parallel.embed_with_pictures(batch.tokens, params["embed"], inputs)
+    stream = sequence_parallel.embed_with_pictures(batch.tokens, params["embed"], inputs or {})
     following = [*(layer["input_norm"] for layer in params["layers"][1:]), params["norm"]]
     x = norms.rms_norm(stream, params["layers"][0]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
     pools, routers, streams = [], [], [stream]
