@@ -33,6 +33,9 @@ def _stay() -> None:
 class Sender:
     """Rooms of one connection. All methods are called by one thread; what engines tell from theirs is passed on by `call`.
 
+    Attributes:
+        writes, pages_written: of all rooms so far, each with a state.
+
     Args:
         engine: computes the prompts.
         pools: of this server.
@@ -62,6 +65,7 @@ class Sender:
         self._name, self._timeouts, self._enter, self._ended = name, timeouts, enter, ended
         self._handovers: dict[int, _Handover] = {}
         self._rooms: dict[str, int] = {}
+        self.writes = self.pages_written = 0
 
     @property
     def rooms(self) -> int:
@@ -153,6 +157,9 @@ class Sender:
         self._handovers[number] = handover = handover._replace(room=room)
         for do in todo:
             self._do(number, handover, do)
+        if kind is Kind.WRITTEN and handover.target is not None:
+            self.writes += 1
+            self.pages_written += len(handover.target.pages) - handover.target.known
         if room.stage is Stage.ENDED:
             del self._handovers[number], self._rooms[handover.request_id]
             handover.leave()

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ...graphs.errors import NpucompileError, RequestError
 from ...runtime.engine import Engine
 from ...runtime.kv_transfer import layout
-from ...runtime.kv_transfer.layout import Instance
+from ...runtime.kv_transfer.layout import PAGES, SLOTS, Instance
 from ...runtime.kv_transfer.messages import VERSION, Declined, Hello, Message, Refused, from_json, to_json
 from ...runtime.kv_transfer.pools import Peer, Pools
 from ...runtime.kv_transfer.receiver import OK
@@ -55,6 +55,8 @@ class PrefillHub:
         self._names = itertools.count()
         # Replaced and never changed: the engine's thread goes through it.
         self._senders: tuple[Sender, ...] = ()
+        # Of connections that have ended.
+        self._writes = self._pages_written = 0
         engine.stepper.on_parked = self._parked
         # Rooms that routers know: who waits for one, and how it ended where nobody has asked yet.
         self._waiting: dict[int, asyncio.Future[ErrorReply | None]] = {}
@@ -67,7 +69,12 @@ class PrefillHub:
 
     def stats(self) -> Mapping[str, Any]:
         """Numbers by name."""
-        return {"kv_transfer_rooms": self.rooms, "kv_transfer_connections": len(self._senders)}
+        senders = self._senders
+        writes = self._writes + sum(sender.writes for sender in senders)
+        pages = self._pages_written + sum(sender.pages_written for sender in senders)
+        nbytes = pages * self._instance.item_bytes(PAGES) + writes * self._instance.item_bytes(SLOTS)
+        own = {"kv_transfer_requests_total": writes, "kv_transfer_bytes_total": nbytes}
+        return {"kv_transfer_rooms": self.rooms, "kv_transfer_connections": len(senders), **own}
 
     async def serve(self, websocket: WebSocket, enter: Callable[[int], Callable[[], None]]) -> None:
         """See `Handovers`; lets writes that are in flight at the end of a connection end."""
@@ -98,6 +105,8 @@ class PrefillHub:
             sender.disconnected()
             while sender.rooms:
                 await asyncio.sleep(TICK_S)
+            self._writes += sender.writes
+            self._pages_written += sender.pages_written
             self._senders = tuple(other for other in self._senders if other is not sender)
 
     async def answer(self, fields: HandoverFields, path: str, streams: bool) -> Response:

@@ -82,12 +82,17 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def padded(name: str) -> str:
+    return f"padded {name}"
+
+
 @functools.cache
 def random(name: str) -> oracle.Oracle:
     """The model in transformers and here, with a draft head where its family has one."""
     built = oracle.build(MODELS[name])
     own = built if name.startswith("plain") else oracle.with_head(built)
-    fleets.OTHERS[name] = oracle.split(own.model.family.abstract_params(own.model.config, F32), own.weights)
+    # The fleets of other tests know models by the same names.
+    fleets.OTHERS[padded(name)] = oracle.split(own.model.family.abstract_params(own.model.config, F32), own.weights)
     return own
 
 
@@ -96,7 +101,8 @@ def model(name: str, mesh: str, formats: Formats = PLAIN) -> Model:
     config, where = random(name).model.config, Mesh.parse(mesh)
     rules = sharding_rules.rules(where, experts=config.num_experts, tokens=where.axis("tp"))
     options = {"recurrent": F32, "dispatches": False, "local": True, "backend": "eager", "platform": Platform()}
-    return replace(random(name).model, name=name, config=replace(config, variant=deployed(config, formats, where, rules, **options)))
+    variant = deployed(config, formats, where, rules, **options)
+    return replace(random(name).model, name=padded(name), config=replace(config, variant=variant))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,7 @@ def test_ranks_say_what_transformers_says(name, tp, drafts):
     """Prompts in two chunks, then decode steps; drafts are those of one device without padding."""
     small, batch = model(name, f"tp={tp}"), 4
     assert small.config.variant.heads
-    one_device = replace(random(name).model, name=name)
+    one_device = replace(random(name).model, name=padded(name))
     fleet, alone = fleets.Fleet(small, Mesh.parse(f"tp={tp}"), drafts=drafts), fleets.OneDevice(one_device, drafts)
     serving = fleets.Serving(batch, drafts, [batch])
     for bucket, inputs in serving.steps(3):
@@ -143,7 +149,7 @@ FORMS = [None, "w8a8_dynamic", "w8a8", "w4a8_dynamic", "w4a16"]
 def test_a_rank_reads_its_heads_and_gets_its_slice_of_all_places(name, tp, form):
     formats = Formats((("*.self_attn.[qkvo]_proj", form), ("*.in_proj_qkv", form), ("*.in_proj_z", form))) if form else PLAIN
     own, mesh = model(name, f"tp={tp}", formats), Mesh.parse(f"tp={tp}")
-    rules, checkpoint, compared = sharding_rules.rules(mesh, experts=own.config.num_experts, tokens=tp), fleets.OTHERS[name], 0
+    rules, checkpoint, compared = sharding_rules.rules(mesh, experts=own.config.num_experts, tokens=tp), fleets.OTHERS[padded(name)], 0
     for path, param in tree.flatten(own.params(F32)):
         if not {"q_heads", "kv_heads", "delta_heads"} & set(param.aval.axes):
             continue

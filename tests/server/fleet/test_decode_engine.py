@@ -78,6 +78,12 @@ def test_many_at_once_end_right(fleet: Fleet) -> None:
     for request, answer in zip(requests, answers, strict=True):
         assert answer.wait().tokens == alone(fleet, request).tokens
     assert fleet.decode.stats()["kv_transfer_requests_total"] == before + len(requests)
+    written = [prefill.hub.stats() for prefill in fleet.prefills]
+    assert sum(stats["kv_transfer_requests_total"] for stats in written) >= len(requests)
+    # Of 90 pages and more at least one a request was not known before; each has a state beside it.
+    instance = fleet.prefills[0].hub._instance
+    least = len(requests) * (instance.item_bytes("pages") + instance.item_bytes("slots"))
+    assert sum(stats["kv_transfer_bytes_total"] for stats in written) >= least
     fleet.check()
 
 

@@ -32,7 +32,7 @@ def fleet(tiny_artifact: Path) -> Iterator[Fleet]:
     [
         ("{", "Expecting"),
         ("{}", "legal are objects"),
-        (json.dumps(to_json(Ask(1, [1, 2], "", "", 0))), "a greeting of version 1"),
+        (json.dumps(to_json(Ask(1, [1, 2], "", "", 0, 0))), "a greeting of version 1"),
         (json.dumps({"type": "hello", "version": 2, "instance": {}, "sessions": []}), "a greeting of version 1"),
         (json.dumps({"type": "hello", "version": 1, "instance": {}, "sessions": []}), "describes itself in another way"),
     ],

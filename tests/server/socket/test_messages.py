@@ -79,11 +79,11 @@ def test_a_refusal_names_the_thing_and_the_legal_values(message, code, param, na
 @pytest.mark.parametrize(
     ("message", "stream_id"),
     [
-        (CREATE | {"stream_id": "a", "top_k": -1}, "a"),
-        ({"type": "response.create", "response": {"stream_id": "b", "top_k": -1}}, "b"),
+        (CREATE | {"stream_id": "a", "top_k": -2}, "a"),
+        ({"type": "response.create", "response": {"stream_id": "b", "top_k": -2}}, "b"),
         (CREATE | {"stream_id": "c", "response": 1}, "c"),
-        (CREATE | {"stream_id": 7, "top_k": -1}, None),
-        (CREATE | {"top_k": -1}, None),
+        (CREATE | {"stream_id": 7, "top_k": -2}, None),
+        (CREATE | {"top_k": -2}, None),
     ],
 )
 def test_a_refusal_carries_the_stream_it_is_about(message, stream_id):
