@@ -26,8 +26,11 @@ from support.machines import Machine, machines
 PORT, TOKENS, CLIENTS, REQUESTS = 8000, 12, 6, 1000
 PROMPTS = [" ".join(["and God said let there be light"] * (1 + number % 9)) + f" {number}" for number in range(24)]
 
-CODES = {"not_handed_over", "no_prefill_server", "queue_full", "starting", "draining"}
+CODES = {"not_handed_over", "no_prefill_server", "queue_full"}
 """What a request may end with instead of its tokens."""
+
+AGAIN = {"unreachable", "starting", "draining"}
+"""Of a decode server that is not there yet, or no more: the client tries again."""
 
 
 class Node:
@@ -98,7 +101,8 @@ class Clients:
                     if next(self._numbers, None) is None:
                         return
                 prompt = draw.choice(PROMPTS)
-                outcome = self._ask(client, prompt, draw)
+                while (outcome := self._ask(client, prompt, draw)) in AGAIN:
+                    time.sleep(0.5)
                 with self._lock:
                     self.outcomes[outcome] += 1
 
@@ -120,14 +124,15 @@ class Clients:
                         if "error" in chunk:
                             return self._named(chunk["error"]["code"], prompt)
                         text += chunk["choices"][0]["text"]
+        except httpx.ConnectError:
+            return "unreachable"
         except (httpx.HTTPError, OSError):
-            time.sleep(0.2)
             # What came so far is the beginning of the answer.
             return "connection" if self._expected[prompt].startswith(text) else self._named("corrupted", prompt)
         return "right" if ended and text == self._expected[prompt] else self._named(f"wrong: {text!r}", prompt)
 
     def _named(self, code: str, prompt: str) -> str:
-        if code not in CODES:
+        if code not in CODES | AGAIN:
             self.wrong.append((code, prompt))
         return code
 
