@@ -7,5 +7,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # Mooncake reads them when it is imported. With its own bounds a peer that was sent many segments at a time is never reached again.
 os.environ.setdefault("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")
 os.environ.setdefault("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "65535")
+# It says on standard error what it opens and closes.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
 __version__ = "0.1.0"
