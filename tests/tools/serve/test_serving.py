@@ -24,6 +24,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.server.client import Client
 from npucompile.server.run import serving
+from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.builder import driver
 from npucompile.tools.builder.pool import run_all
 from npucompile.tools.serve import serving as module
@@ -132,7 +133,7 @@ print(json.dumps([executor.compiles(), executor.backends, completion.token_ids, 
 
 def start_codec(path):
     artifact = Artifact.open(path)
-    return module.TextTokenizer.load(path / artifact.manifest.tokenizer)
+    return TextTokenizer.load(path / artifact.manifest.tokenizer)
 
 
 # --- without compiling ---
