@@ -31,7 +31,7 @@ class Server:
         self.process = ranks.spawn(arguments, ranks.environment(home))
         self.output = ""
         assert self.process.stderr is not None
-        while "talk to it" not in self.output:
+        while not any(last in self.output for last in ("talk to it", "computes prompts for")):
             line = self.process.stderr.readline()
             assert line, self.output
             self.output += line

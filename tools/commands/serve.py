@@ -233,6 +233,9 @@ def announce(
             progress.say("  uncompiled buckets run the reference graph until the build behind this server has compiled them")
         base = f"http{url.removeprefix('ws').removesuffix(WEBSOCKET_PATH)}"
         progress.say(f"  websocket  {url}   health  {base}/health   chat page  {base}/")
+        if running.service.handovers is not None:
+            progress.say(f"  computes prompts for decode servers: npucompile serve ... --role decode --prefill {base}")
+            return
         progress.say(f'  talk to it: npucompile chat "In the beginning"{"" if url == websocket_url(HOST, PORT) else f" --url {url}"}')
 
     return ready
