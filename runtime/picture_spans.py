@@ -33,6 +33,24 @@ class Span:
         return self.first + self.rows * self.columns
 
 
+@dataclass(frozen=True, eq=False)
+class PictureInput:
+    """A segment of what a vision tower encodes for a prompt: a picture, or a pair of frames of a video.
+
+    Attributes:
+        span: the places of its rows in the prompt.
+        patches: [N, C T P P] u8, a row a patch, by channel, frame, row and column in it, in the order of `server/pictures/processor.py`.
+            A picture has the same in all T frames, and may have [N, C P P] instead.
+        grid: rows and columns of patches; N is their product.
+        digest: of the patches, their shape and what made them: rows of equal digests are equal.
+    """
+
+    span: Span
+    patches: npt.NDArray[np.uint8]
+    grid: tuple[int, int]
+    digest: bytes
+
+
 def spans(tokens: Sequence[int], grids: Mapping[int, Iterable[Grid]], merge: int) -> tuple[Span, ...]:
     """The spans of a prompt, in order.
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..graphs.errors import RequestError
 from .constraint import Constraint
+from .picture_spans import PictureInput
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -155,6 +156,7 @@ class Request:
         handover: SEND computes all of the prompt but its last token, and keeps it until the request is cancelled; RECEIVE gets pages and
             slots for it, and begins with that token once they are filled (`Landed`). Each says so by a `ParkedEvent`. "" does neither.
         waited_ms: how long before its submission it came in, because its prompt was computed elsewhere.
+        pictures: of the prompt, in order of their places; its last token is none of theirs.
     """
 
     id: str
@@ -175,6 +177,7 @@ class Request:
     prompt_logprobs_from: int = 1
     handover: str = ""
     waited_ms: float = 0.0
+    pictures: tuple[PictureInput, ...] = field(default=(), compare=False)
 
     @property
     def num_scored(self) -> int:
