@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,6 +30,8 @@ MOST_RATIO = 200
 _DIGEST_VERSION = b"npucompile picture 1"
 
 _Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_F = TypeVar("_F", bound="PatchFile")
+_P = TypeVar("_P", bound="PatchProcessor")
 _Channels = Annotated[list[float], Field(min_length=CHANNELS, max_length=CHANNELS)]
 
 
@@ -39,11 +41,10 @@ class _Sizes(BaseModel):
     longest_edge: _Size
 
 
-class _File(BaseModel):
+class PatchFile(BaseModel):
     """Fields of a processor's file; those with one legal value are ones that change what is computed, and only that is implemented."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    image_processor_type: Literal["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"]
     patch_size: _Size
     temporal_patch_size: _Size
     merge_size: _Size
@@ -65,14 +66,41 @@ class _File(BaseModel):
     default_to_square: bool | None = None
     disable_grouping: bool | None = None
 
+    def common(self, where: str) -> dict[str, Any]:
+        """Values of the fields of `PatchProcessor`, by name.
+
+        Raises:
+            ConfigError: naming the field that is missing or that no picture could be prepared by.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value and not name.startswith("_"):
+                message = f"{name} is {value!r}, and nothing here reads it; legal is a file without the field, or with it off"
+                raise ConfigError(f"{where}: {message}")
+        size = self.size
+        least, most = self.min_pixels or (size and size.shortest_edge), self.max_pixels or (size and size.longest_edge)
+        if not least or not most:
+            raise ConfigError(f"{where}: size is missing; expected an object with shortest_edge and longest_edge, in pixels of area")
+        factor = self.patch_size * self.merge_size
+        if not max(least, factor**2) <= most:
+            raise ConfigError(f"{where}: size is {least} to {most} pixels; expected a range, up to {factor**2} pixels of a token or more")
+        if not all(self.image_std):
+            raise ConfigError(f"{where}: image_std is {self.image_std}; expected numbers other than 0")
+        statistics = {"image_mean": tuple(self.image_mean), "image_std": tuple(self.image_std), "rescale_factor": self.rescale_factor}
+        sides = {name: getattr(self, name) for name in ("patch_size", "temporal_patch_size", "merge_size")}
+        return sides | statistics | {"min_pixels": least, "max_pixels": most}
+
+
+class _PictureFile(PatchFile):
+    image_processor_type: Literal["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"]
+
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that was resized and cut into patches.
+    """A picture, or the frames of a video that one patch spans, resized and cut into patches.
 
     Attributes:
-        pixels: [N, 3 P P] u8, a row a patch, by channel, row and column in it. Patches are in blocks of merge x merge: by block row, block
-            column, row in the block, column in the block.
+        pixels: [N, 3 F P P] u8, a row a patch, by channel, frame (one of a picture), row and column in it. Patches are in blocks of
+            merge x merge: by block row, block column, row in the block, column in the block.
         grid: patches in time (1), rows and columns; their product is N.
         merge: side of a block, which is one token of the language model.
     """
@@ -94,15 +122,15 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class PictureProcessor:
-    """What a checkpoint's file says of preprocessing; names are the file's.
+class PatchProcessor:
+    """What a checkpoint's file says of preprocessing, of pictures or of videos; names are the file's.
 
     Attributes:
         patch_size: side of a patch in pixels.
         temporal_patch_size: frames of a patch; a picture is repeated as often.
         merge_size: patches of a token are a square of this side.
         image_mean, image_std: of the channels of values that `rescale_factor` was multiplied with.
-        min_pixels, max_pixels: area of a resized picture.
+        min_pixels, max_pixels: area of a resized picture, or of all frames of a video together.
     """
 
     patch_size: int
@@ -118,6 +146,39 @@ class PictureProcessor:
     def factor(self) -> int:
         """Sides of resized pictures are multiples of it."""
         return self.patch_size * self.merge_size
+
+    def cut(self, frames: torch.Tensor, size: tuple[int, int]) -> Picture:
+        """Resizes frames, or a picture as the only one, and cuts them into patches.
+
+        Args:
+            frames: [F, 3, height, width] u8.
+            size: height and width to resize to, multiples of `factor`.
+        """
+        if size != tuple(frames.shape[2:]):
+            frames = torch.nn.functional.interpolate(frames, size=size, mode="bicubic", antialias=True, align_corners=False)
+        side, merge = self.patch_size, self.merge_size
+        grid = (1, size[0] // side, size[1] // side)
+        blocks = frames.reshape(-1, CHANNELS, grid[1] // merge, merge, side, grid[2] // merge, merge, side)
+        return Picture(blocks.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(-1, CHANNELS * len(frames) * side * side), grid, merge)
+
+    def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Patches as a tower reads them.
+
+        Args:
+            pixels: [N, 3 F P P] u8 of `Picture`.
+
+        Returns:
+            [N, 3 T P P] f32: by channel, frame, row and column; all T frames hold the same picture where F is 1.
+        """
+        mean, std = (torch.tensor(each) * (1.0 / self.rescale_factor) for each in (self.image_mean, self.image_std))
+        values = pixels.view(len(pixels), CHANNELS, -1, self.patch_size**2).float()
+        values = values.sub_(mean[:, None, None]).div_(std[:, None, None])
+        return values.expand(-1, -1, self.temporal_patch_size, -1).reshape(len(pixels), -1)
+
+
+@dataclass(frozen=True)
+class PictureProcessor(PatchProcessor):
+    """The processor of pictures."""
 
     def with_limits(self, min_pixels: int | None = None, max_pixels: int | None = None) -> PictureProcessor:
         """The same with other limits on the area, of a request or of a server.
@@ -170,25 +231,7 @@ class PictureProcessor:
             RequestError: of `resized`.
         """
         _, height, width = rgb.shape
-        if (size := self.resized(height, width, param)) != (height, width):
-            rgb = torch.nn.functional.interpolate(rgb[None], size=size, mode="bicubic", antialias=True, align_corners=False)[0]
-        side, merge = self.patch_size, self.merge_size
-        grid = (1, size[0] // side, size[1] // side)
-        blocks = rgb.view(CHANNELS, grid[1] // merge, merge, side, grid[2] // merge, merge, side)
-        return Picture(blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, CHANNELS * side * side), grid, merge)
-
-    def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Patches as a tower reads them.
-
-        Args:
-            pixels: [N, 3 P P] u8 of `Picture`.
-
-        Returns:
-            [N, 3 T P P] f32: by channel, frame, row and column; all T frames hold the same picture.
-        """
-        mean, std = (torch.tensor(each) * (1.0 / self.rescale_factor) for each in (self.image_mean, self.image_std))
-        values = pixels.view(len(pixels), CHANNELS, -1).float().sub_(mean[:, None]).div_(std[:, None])
-        return values[:, :, None].expand(-1, -1, self.temporal_patch_size, -1).reshape(len(pixels), -1)
+        return self.cut(rgb[None], self.resized(height, width, param))
 
 
 def processor_of(values: Mapping[str, Any], where: str) -> PictureProcessor:
@@ -200,37 +243,24 @@ def processor_of(values: Mapping[str, Any], where: str) -> PictureProcessor:
     Raises:
         ConfigError: naming the field that is missing, malformed, of a value that is not implemented, or that nothing here reads.
     """
+    return PictureProcessor(**read_fields(_PictureFile, values, where).common(where))
+
+
+def read_fields(form: type[_F], values: Mapping[str, Any], where: str) -> _F:
+    """The fields of a file in their form.
+
+    Raises:
+        ConfigError: naming the field that is missing, malformed, or of a value that is not implemented.
+    """
     try:
         # A field that is null counts as absent, as for transformers.
-        file = _File.model_validate({name: value for name, value in values.items() if value is not None})
+        return form.model_validate({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
             raise ConfigError(f"{where}: {name} is missing; expected the field that the checkpoint was published with") from None
         raise ConfigError(f"{where}: {name} is {first['input']!r}; {first['msg']}") from None
-    for name, value in (file.model_extra or {}).items():
-        if value and not name.startswith("_"):
-            raise ConfigError(f"{where}: {name} is {value!r}, and nothing here reads it; legal is a file without the field, or with it off")
-    size = file.size
-    least, most = file.min_pixels or (size and size.shortest_edge), file.max_pixels or (size and size.longest_edge)
-    if not least or not most:
-        raise ConfigError(f"{where}: size is missing; expected an object with shortest_edge and longest_edge, in pixels of area")
-    factor = file.patch_size * file.merge_size
-    if not max(least, factor**2) <= most:
-        raise ConfigError(f"{where}: size is {least} to {most} pixels; expected a range, up to {factor**2} pixels of a token or more")
-    if not all(file.image_std):
-        raise ConfigError(f"{where}: image_std is {file.image_std}; expected numbers other than 0")
-    return PictureProcessor(
-        file.patch_size,
-        file.temporal_patch_size,
-        file.merge_size,
-        tuple(file.image_mean),
-        tuple(file.image_std),
-        file.rescale_factor,
-        least,
-        most,
-    )
 
 
 def read_processor(directory: Path) -> PictureProcessor:
@@ -239,18 +269,32 @@ def read_processor(directory: Path) -> PictureProcessor:
     Raises:
         ConfigError: it has none, two that disagree, or one that `processor_of` refuses.
     """
-    found: dict[Path, PictureProcessor] = {}
-    for name in FILES:
+    return read_files(directory, FILES, NESTED, processor_of, "pictures")
+
+
+def read_files(directory: Path, files: tuple[str, str], nested: str, read: Callable[[Mapping[str, Any], str], _P], what: str) -> _P:
+    """What a checkpoint's directory says of preprocessing.
+
+    Args:
+        files: a file with the fields, and one that has them in an object of the name `nested`.
+        read: makes a processor of the fields and of the file's name.
+        what: is prepared by it, for errors.
+
+    Raises:
+        ConfigError: it has neither, two that disagree, or one that `read` refuses.
+    """
+    found: dict[Path, _P] = {}
+    for name in files:
         path = directory / name
         if not path.is_file():
             continue
         values = _read_json(path)
-        if name == FILES[1]:
-            values = values.get(NESTED)
+        if name == files[1]:
+            values = values.get(nested)
         if isinstance(values, dict):
-            found[path] = processor_of(values, str(path))
+            found[path] = read(values, str(path))
     if not found:
-        raise ConfigError(f"{directory}: has neither {FILES[0]} nor {FILES[1]} with {NESTED}; pictures are prepared as it says")
+        raise ConfigError(f"{directory}: has neither {files[0]} nor {files[1]} with {nested}; {what} are prepared as it says")
     (path, processor), *others = found.items()
     for other, differing in others:
         if differing != processor:

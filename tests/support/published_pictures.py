@@ -32,6 +32,7 @@ FIELDS: dict[str, Any] = {
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pictures.json"
 MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "CMYK")
+_TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
 _COEFFICIENTS = ((3, 5, 1, 4), (2, 7, 3, 6), (11, 1, 5, 3), (1, 2, 9, 5), (7, 3, 2, 2))
 
 
@@ -73,12 +74,15 @@ def _cases() -> list[tuple[int, int, int, str]]:
     return [(*size, draw.randint(0, 99), modes[i % len(modes)]) for i, size in enumerate(legal)]
 
 
-def _published() -> Any:
+def declare_torchvision() -> None:
+    """Declares operators of torchvision's library, which its Python needs; that of a wheel for CUDA loads beside no torch for CPUs."""
     sys.modules["torch_npu"] = None  # type: ignore[assignment]
-    # Operators of torchvision's library that its Python declares shapes of; that of a wheel for CUDA does not load beside a torch for CPUs.
-    library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _TORCHVISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _published() -> Any:
+    declare_torchvision()
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
     return Qwen2VLImageProcessor(**{name: value for name, value in FIELDS.items() if not name.endswith(("_type", "_class"))})
