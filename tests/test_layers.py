@@ -107,10 +107,10 @@ UPWARD: dict[tuple[str, str], int] = {
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 8450,
+    "graphs": 8470,
     "lowering": 1490,
     "lowering/artifact": 1150,
-    "lowering/ascend": 16380,
+    "lowering/ascend": 16420,
     "lowering/backends": 1610,
     "models": 8920,
     "runtime": 4040,

@@ -1,6 +1,6 @@
 """Gaussian error linear unit."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,16 @@ def _abstract(args: Gelu) -> Tensor:
 def gelu_reference(args: Gelu) -> Tensor:
     """`x * Phi(x)` with the normal distribution's Phi, exact or by a hyperbolic tangent (arXiv:1606.08415); they differ by up to 5e-4.
 
-    There is no lowering for NPUs yet: torchair's converter of `aten.gelu` takes the second formula whatever it is asked for.
-
     Returns:
         [T, F], dtype of x.
     """
     return torch.nn.functional.gelu(args.x.contiguous(), approximate="tanh" if args.tanh else "none")
+
+
+@gelu.lowering("npu")
+def _npu(args: Gelu) -> Any:
+    """The operator of both formulas: torchair's converter of `aten.gelu` takes the second one whatever it is asked for."""
+    return torch.ops.npu.npu_gelu(args.x.contiguous(), approximate="tanh" if args.tanh else "none")
 
 
 @gelu.cost

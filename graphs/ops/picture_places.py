@@ -52,11 +52,14 @@ def picture_places_reference(args: PicturePlaces) -> tuple[Tensor, ...]:
 
 def _taps(index: Tensor, size: Tensor, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Neighbours on one axis of the table, [S, N] i32, and their weights, [S, N] f32."""
-    source = index.float() * (side - 1) / (size - 1).clamp(min=1)
-    before = source.floor()
-    share = source - before
-    first = before.to(torch.int32)
-    return (first, (first + 1).clamp(max=side - 1)), (1 - share, share)
+    # In integers, so that the index of a row never depends on floats (lowering/ascend/index_bounds.py).
+    steps, scaled = (size - 1).clamp(min=1), index * (side - 1)
+    first = (scaled // steps).clamp(0, side - 1)
+    share = scaled.float() / steps.float() - first.float()
+    return (first, (first + 1).clamp(max=side - 1)), (share.neg() + 1, share)
+
+
+picture_places.lowering("npu")(picture_places_reference)
 
 
 @picture_places.cost

@@ -68,6 +68,34 @@ def _cpu(args: SegmentAttention) -> Any:
     return _without_padding(out.transpose(1, 2), live).contiguous()
 
 
+# Heads of the fused kernel fill tiles of 16 channels (lowering/ascend/operators/legality/attention.json).
+_NPU_WIDTH = 16
+
+
+@segment_attention.lowering("npu")
+def _npu(args: SegmentAttention) -> Any:
+    """The fused kernel without pages or mask; the numbers of keys are operands, so that one graph serves all lengths.
+
+    Padding must be finite, and gives finite numbers: every query attends to the keys of its segment, in one of padding to the first place.
+    Heads of other widths get channels of zeros; who declares heads of whole tiles pays for no copies.
+    """
+    q, k, v, lengths, scale = args
+    H, D = q.shape[2:]
+    if D % _NPU_WIDTH:
+        zeros = q.new_zeros(*q.shape[:3], -D % _NPU_WIDTH)
+        q, k, v = (torch.cat([x, zeros], -1) for x in (q, k, v))
+    out, _ = torch.ops.air.npu_fused_infer_attention_score(
+        *(x.contiguous() for x in (q, k, v)),
+        actual_seq_lengths_kv=lengths.clamp(min=1).to(torch.int64),
+        num_heads=H,
+        num_key_value_heads=H,
+        scale=scale,
+        input_layout="BSND",
+        sparse_mode=0,
+    )
+    return out[..., :D].contiguous() if D % _NPU_WIDTH else out
+
+
 @segment_attention.cost
 def _cost(args: SegmentAttention) -> Cost:
     q, k, v, lengths, _ = args

@@ -55,15 +55,18 @@ def npu_fused_infer_attention_score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over paged caches: query i of Lq sees keys j <= i + Lkv - Lq (sparse_mode 3), or all (sparse_mode 0).
 
+    Without a page table keys lie where queries do, in BSND and sparse_mode 0.
+
     A key that a query does not see does not affect its result, even if it is NaN.
 
     Args:
         query: TND [T, H, D], BSND [B, Q, H, D] or BSH [B, Q, H*D].
-        key, value: caches [pages, P, G*D] or [pages, G, P, D]; query head h reads head h // (H/G). Of int8 where scales are given.
+        key, value: caches [pages, P, G*D] or [pages, G, P, D], without pages [B, K, G, D]; query head h reads head h // (H/G). Of int8
+            where scales are given.
         atten_mask: the compressed mask, `causal_mask()`; None in sparse_mode 0.
         actual_seq_lengths: int64 [B]: TND running sums of query tokens, else query tokens of each sequence (absent: all Q).
         actual_seq_lengths_kv: int64 [B] keys of each sequence.
-        block_table: int32 [B, N] pages of each sequence.
+        block_table: int32 [B, N] pages of each sequence; None where each has its own keys.
         query_rope, key_rope: further channels of queries and keys, laid out as those; values have none.
         key_antiquant_scale, value_antiquant_scale: of int8 caches, for one query of a sequence: of the dtype of query and with a number for
             each of G*D channels (mode 0), or f32 [pages, G, P] (mode 5).
@@ -76,6 +79,14 @@ def npu_fused_infer_attention_score(
     if input_layout not in ("TND", "BSND", "BSH"):
         raise LoweringError(f"{op}: input_layout is {input_layout!r}; legal is 'TND', 'BSND' or 'BSH'")
     _check_mask(op, atten_mask, sparse_mode)
+    if block_table is None:
+        unread = (query_rope, key_rope, key_antiquant_scale, value_antiquant_scale, actual_seq_lengths)
+        if input_layout != "BSND" or sparse_mode or any(each is not None for each in unread):
+            raise LoweringError(
+                f"{op}: block_table is absent in layout {input_layout} and sparse_mode {sparse_mode}; legal without pages are BSND and 0, "
+                "lengths of keys, and neither rotary parts, scales nor lengths of queries"
+            )
+        return _without_pages(op, query, key, value, actual_seq_lengths_kv, num_heads, scale), torch.empty(0)
     tables = require(op, "block_table", block_table, (torch.int32,), (2,))
     G = num_key_value_heads or num_heads
     keys, values = _pages(op, "key", key, G, block_size), _pages(op, "value", value, G, block_size)
@@ -99,6 +110,27 @@ def npu_fused_infer_attention_score(
         k, v = (pool[pages].flatten(0, 1)[:length].transpose(0, 1).float() for pool in (keys, values))
         _attend(flat[low:high], k, v, scale, sparse_mode == 3, out[low:high])
     return out.reshape(*query.shape[:-1], -1), torch.empty(0)
+
+
+_MOST_SCORES = 2**24
+
+
+def _without_pages(
+    op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor | None, H: int, scale: float
+) -> torch.Tensor:
+    """Every query of a sequence [Q, H, D] over its first keys [K, G, D], in blocks of queries."""
+    for name, each in (("key", key), ("value", value)):
+        require(op, name, each, (require(op, "query", query, FLOATS, (4,)).dtype,), (4,))
+        require_shape(op, name, each, (query.shape[0], key.shape[1], key.shape[2], query.shape[3]))
+    lengths = require(op, "actual_seq_lengths_kv", keys, (torch.int64,), (1,)).tolist()
+    if query.shape[2] != H or H % key.shape[2] or len(lengths) != len(query) or not all(0 <= n <= key.shape[1] for n in lengths):
+        raise LoweringError(f"{op}: num_heads {H}, query {tuple(query.shape)}, key {tuple(key.shape)}, key lengths {lengths}")
+    out = undefined(*query.shape, dtype=query.dtype)
+    for rows, k, v, length, to in zip(query, key, value, lengths, out, strict=True):
+        k, v = (each[:length].transpose(0, 1).float() for each in (k, v))
+        for start in range(0, len(rows), most := max(1, _MOST_SCORES // (H * max(length, 1)))):
+            _attend(rows[start : start + most], k, v, scale, False, to[start : start + most])
+    return out
 
 
 # Limits of the host tiling of ops-transformer@c29bc10, for a page table and no rotary part beside the query: widths of TND in
@@ -269,7 +301,8 @@ def _tensor(lengths: Lengths) -> torch.Tensor | None:
 
 
 def _attention_work(op: Node, facts: work.Facts) -> work.Work:
-    """Paged attention reads the cached keys and values of each request once; of latent keys the values are a part."""
+    """Paged attention reads the cached keys and values of each request once; of latent keys the values are a part. Without pages every
+    query sees every key."""
     query, key = facts.types[op.tensor("query")], facts.types[op.tensor("key0")]
     heads = op.attributes.get("num_heads", 0)
     kv_heads = op.attributes.get("num_key_value_heads", 0) or heads
@@ -290,7 +323,8 @@ def _attention_work(op: Node, facts: work.Facts) -> work.Work:
     # Scales in pages are of a token and head; those of channels are read once.
     beside = 2 * kv_heads * 4 if scales is not None and len(scales.shape) == 3 else 0
     streamed = 1.0 * batch * keys * (entry * key.nbytes / max(key.elements, 1) + beside)
-    ops = 2.0 * tokens * heads * (2 * width + (rotary.shape[-1] if rotary else 0)) * max(keys - new / 2, 1.0)
+    seen = keys - new / 2 if table is not None else keys
+    ops = 2.0 * tokens * heads * (2 * width + (rotary.shape[-1] if rotary else 0)) * max(seen, 1.0)
     moved = work.bytes_moved(facts, work.whole_tensors(facts, [op.tensor("query"), *work.results_of(op, facts)]))
     # Long queries are split into blocks of rows as well.
     tasks = int(batch * kv_heads * max(1, new * heads / kv_heads // 128))

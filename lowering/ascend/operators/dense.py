@@ -1,4 +1,4 @@
-"""Row-wise operators and dense matrix products.
+"""Quantising, activations, rotations and dense matrix products.
 
 Semantics of the kernels: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu). Everything is computed in
 float32 or wider and rounded once, to the dtype of the activations.
@@ -25,79 +25,10 @@ from .checks import (
     require,
     require_shape,
     signed,
-    to_int8,
-    undefined,
 )
 from .product_rules import int4_groups, transposed_product
 from .record import NpuOperator, TorchForm
 from .trials import Trial
-
-
-def _normed(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    over = tuple(range(-gamma.dim(), 0))
-    wide = x.float()
-    rstd = torch.rsqrt(wide.square().mean(over, keepdim=True) + epsilon)
-    return wide * rstd * gamma.float(), rstd
-
-
-def npu_rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., M] and gamma [M] -> y like x, and rstd f32 [..., 1]."""
-    require_shape("npu_rms_norm", "gamma", gamma, x.shape[x.dim() - gamma.dim() :])
-    y, rstd = _normed(require("npu_rms_norm", "input", x, FLOATS), gamma, epsilon)
-    return y.to(x.dtype), rstd
-
-
-def npu_add_rms_norm(
-    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x1, x2 [..., M] -> y of the sum, rstd f32 [..., 1], and the sum rounded to their dtype."""
-    total = _sum("npu_add_rms_norm", x1, x2)
-    y, rstd = npu_rms_norm(total, gamma, epsilon)
-    return y, rstd, total
-
-
-def _sum(op: str, x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
-    require(op, "x2", x2, (require(op, "x1", x1, FLOATS).dtype,))
-    require_shape(op, "x2", x2, x1.shape)
-    return x1 + x2
-
-
-def npu_add_rms_norm_quant(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    gamma: torch.Tensor,
-    scales1: torch.Tensor,
-    zero_points1: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
-    scales2: torch.Tensor | None = None,
-    zero_points2: torch.Tensor | None = None,
-    *,
-    axis: int = -1,
-    epsilon: float = 1e-6,
-    div_mode: bool = True,
-    dst_type: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x1, x2 [..., M] -> int8 y1 [..., M], y2 by the second scales (undefined without them), and the sum.
-
-    The norm is quantised from float32; scales and zero points have the shape of gamma (norm/add_rms_norm_quant of hicann/ops-nn).
-    """
-    op = "npu_add_rms_norm_quant"
-    if axis != -1:
-        raise LoweringError(f"{op}: axis={axis} has no CPU kernel; legal is -1")
-    refuse_options(op, {"dst_type": dst_type})
-    total = _sum(op, x1, x2)
-    require_shape(op, "gamma", gamma, x1.shape[x1.dim() - gamma.dim() :])
-    wide, _ = _normed(total, gamma, epsilon)
-    wide = wide if beta is None else wide + beta.float()
-
-    def quantised(scales: torch.Tensor | None, zero_points: torch.Tensor | None) -> torch.Tensor:
-        if scales is None:
-            return undefined(*x1.shape, dtype=torch.int8)
-        require_shape(op, "scales", scales, gamma.shape)
-        scaled = wide / scales.float() if div_mode else wide * scales.float()
-        return to_int8(scaled if zero_points is None else scaled + zero_points.float())
-
-    return quantised(scales1, zero_points1), quantised(scales2, zero_points2), total
 
 
 def npu_swiglu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -305,26 +236,6 @@ def _weight_quant_matmul(call: Call) -> Results:
 
 
 OPERATORS = (
-    NpuOperator(
-        ("RmsNorm",),
-        torch=(TorchForm("npu.npu_rms_norm.default", npu_rms_norm),),
-        run=form(npu_rms_norm, "x gamma", attributes={"epsilon": 1e-6}),
-        widens=True,
-        work=functools.partial(work.generic, passes=6.0),
-    ),
-    NpuOperator(
-        ("AddRmsNorm",),
-        torch=(TorchForm("npu.npu_add_rms_norm.default", npu_add_rms_norm),),
-        run=form(npu_add_rms_norm, "x1 x2 gamma", attributes={"epsilon": 1e-6}),
-        widens=True,
-        work=functools.partial(work.generic, passes=6.0),
-    ),
-    # torchair has no converter for it: captured graphs alone may have it.
-    NpuOperator(
-        acl=("AddRmsNormQuant",),
-        torch=(TorchForm("npu.npu_add_rms_norm_quant.default", npu_add_rms_norm_quant),),
-        work=functools.partial(work.generic, passes=6.0),
-    ),
     NpuOperator(
         ("SwiGlu",),
         torch=(TorchForm("npu.npu_swiglu.default", npu_swiglu),),

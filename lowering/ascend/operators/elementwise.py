@@ -10,7 +10,8 @@ import torch
 
 from ....graphs.errors import LoweringError
 from . import type_rules, work
-from .call import Call, Function, Results, binary, same_dtype, unary
+from .call import Call, Function, Results, binary, form, same_dtype, unary
+from .checks import FLOATS, require
 from .record import Converter, NpuOperator, TorchForm
 from .trials import ANY_INTEGERS, DISTINCT, LARGE, POSITIVE, Trial
 
@@ -94,6 +95,12 @@ def _softplus(call: Call) -> Results:
     if not x.is_floating_point():
         raise LoweringError(f"{call.op} takes {x.dtype}; legal are floats")
     return torch.nn.functional.softplus(x.float(), beta, threshold).to(x.dtype)
+
+
+def npu_gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    """x of floats -> `x * Phi(x)`, exact ("none") or with a hyperbolic tangent ("tanh"); in float32, rounded once."""
+    wide = require("npu_gelu", "self", x, FLOATS).float()
+    return torch.nn.functional.gelu(wide, approximate=approximate).to(x.dtype)
 
 
 def _real_div(call: Call) -> Results:
@@ -251,6 +258,15 @@ OPERATORS = (
     _like_first("Swish", _floats(torch.nn.functional.silu, scale=1.0)),
     _like_first("Softplus", _floats(torch.nn.functional.softplus)),
     NpuOperator(("SoftplusV2",), run=_softplus, converters={"aten.softplus.default": _convert_softplus}),
+    # torchair's converter of aten.gelu takes another operator, Gelu, which has the second formula alone.
+    NpuOperator(
+        ("GeluV2",),
+        torch=(TorchForm("npu.npu_gelu.default", npu_gelu),),
+        run=form(npu_gelu, "x", attributes={"approximate": "none"}),
+        types=type_rules.same,
+        widens=True,
+        work=functools.partial(work.generic, passes=8.0),
+    ),
     _like_first("Tanh", _floats(torch.tanh)),
     _like_first("Relu", unary(torch.relu)),
     _like_first("Floor", unary(torch.floor)),

@@ -6,12 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....graphs.errors import LoweringError
-from . import attention, collectives, dense, elementwise, exchange, experts, fused_experts, of_packages, routing, shapes, sparse, state
+from . import (
+    attention,
+    collectives,
+    dense,
+    elementwise,
+    exchange,
+    experts,
+    fused_experts,
+    norms,
+    of_packages,
+    routing,
+    shapes,
+    sparse,
+    state,
+)
 from .call import Function, GroupFunction
 from .node import Node
 from .record import Converter, GroupKernel, Kernel, NpuOperator, TorchForm
 
-_GROUPS = (attention, collectives, dense, elementwise, exchange, experts, fused_experts, of_packages, routing, shapes, sparse, state)
+_GROUPS = (attention, collectives, dense, elementwise, exchange, experts, fused_experts, norms, of_packages, routing, shapes, sparse, state)
 OPERATORS: tuple[NpuOperator, ...] = tuple(operator for group in _GROUPS for operator in group.OPERATORS)
 
 BY_TYPE: Mapping[str, NpuOperator] = {kind: operator for operator in OPERATORS for kind in (*operator.ge, *operator.acl)}

@@ -67,6 +67,14 @@ def test_attention_reads_each_request_s_context_once():
     assert most.streamed_bytes == 2 * attended.streamed_bytes, "a page table of 8 pages of 16 tokens holds 128"
 
 
+def test_attention_without_pages_is_of_every_query_over_every_key():
+    heads = dict.fromkeys(("query", "key0", "value0"), "bf16[2,256,4,80]")
+    operands = {**heads, "actual_seq_lengths_kv": "i64[2]"}
+    attended = work("FusedInferAttentionScore", operands, ["bf16[2,256,4,80]"], num_heads=4, input_layout="BSND")
+    assert (attended.tasks, attended.attention_ops) == (2 * 4 * 2, 4 * 2 * 256 * 4 * 80 * 256)
+    assert attended.streamed_bytes == 2 * 2 * 256 * 4 * 80 * 2
+
+
 def test_attention_over_int8_reads_a_byte_a_channel_and_a_scale_a_head():
     paged = {"query": "bf16[3,1,256]", "key0": "i8[32,16,128]", "value0": "i8[32,16,128]", "block_table": "i32[3,8]"}
     attrs = {"num_heads": 4, "num_key_value_heads": 2, "block_size": 16}

@@ -214,3 +214,42 @@ def test_attention_over_int8_refuses_what_the_tiling_refuses(changes: dict[str, 
     kernels.npu_fused_infer_attention_score(key=cache, value=cache, **arguments)
     with pytest.raises(LoweringError, match=message):
         kernels.npu_fused_infer_attention_score(key=cache, value=cache, **{**arguments, **changes})
+
+
+def segments(**changes: object) -> torch.Tensor:
+    """Three segments of 5, 2 and no keys of 5, the others NaN."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(3, 5, 4, 16) for _ in range(3))
+    for x in (k, v):
+        x[1, 2:], x[2] = NAN, NAN
+    options = {"actual_seq_lengths_kv": torch.tensor([5, 2, 0]), "num_heads": 4, "scale": 0.3, "input_layout": "BSND"} | changes
+    return kernels.npu_fused_infer_attention_score(options.pop("query", q), k, v, **options)[0]
+
+
+def test_without_pages_each_sequence_has_its_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(3, 5, 4, 16).double().transpose(1, 2) for _ in range(3))
+    wanted = [scaled_dot_product_attention(q[b], k[b, :, :n], v[b, :, :n], scale=0.3).transpose(0, 1) for b, n in ((0, 5), (1, 2))]
+    made = segments()
+    for b, want in enumerate(wanted):
+        gc.near(made[b], want)
+    assert made[2].isnan().all()
+    monkeypatch.setattr(kernels, "_MOST_SCORES", 20)
+    gc.near(segments()[0], wanted[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_layout": "BSH"}, "block_table is absent in layout BSH and sparse_mode 0; legal without pages are BSND and 0"),
+        ({"sparse_mode": 3, "atten_mask": kernels.causal_mask()}, "sparse_mode 3; legal without pages"),
+        ({"actual_seq_lengths": torch.tensor([5, 2, 0])}, "nor lengths of queries"),
+        ({"actual_seq_lengths_kv": torch.tensor([6, 2, 0])}, r"key lengths \[6, 2, 0\]"),
+        ({"actual_seq_lengths_kv": None}, "actual_seq_lengths_kv is absent"),
+        ({"num_heads": 2}, "num_heads 2, query"),
+        ({"query": torch.zeros(3, 5, 4, 8)}, r"key is \(3, 5, 4, 16\)"),
+    ],
+)
+def test_attention_without_pages_of_another_form_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(LoweringError, match=message):
+        segments(**changes)

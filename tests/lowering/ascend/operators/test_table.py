@@ -44,6 +44,11 @@ def attention(layout: str, **more: Any) -> Arguments:
     return (query, d(3, 16, 128, seed=1), d(3, 16, 128, seed=2)), options | more
 
 
+def segments() -> Arguments:
+    options = {"actual_seq_lengths_kv": torch.tensor([5, 2]), "num_heads": 4, "scale": 0.2, "input_layout": "BSND"}
+    return tuple(d(2, 5, 4, 16, seed=seed) for seed in range(3)), options
+
+
 SPARSE = {"block_table": torch.tensor([[2, 1], [3, 0]], dtype=I32), "layout_query": "BSND", "sparse_mode": 3}
 
 
@@ -124,6 +129,9 @@ CASES: list[tuple[str, str, Arguments]] = [
     ("RmsNorm", "npu.npu_rms_norm", ((d(3, 16, dtype=F32), d(16, dtype=F32), 1e-6), {})),
     ("AddRmsNorm", "npu.npu_add_rms_norm", ((*NORM, 1e-3), {})),
     ("", "npu.npu_add_rms_norm_quant", ((*NORM, d(16), None), {"scales2": d(16)})),
+    ("LayerNormV3", "aten.native_layer_norm", ((d(2, 3, 16), [16], d(16, seed=1), d(16, seed=2), 1e-3), {})),
+    ("GeluV2", "npu.npu_gelu", ((d(4, 16),), {})),
+    ("GeluV2", "npu.npu_gelu", ((d(4, 16),), {"approximate": "tanh"})),
     ("SwiGlu", "npu.npu_swiglu", ((d(4, 16),), {})),
     ("SwiGlu", "npu.npu_swiglu", ((d(4, 16), 0), {})),
     ("RotaryMul", "npu.npu_rotary_mul", ((d(1, 4, 3, 8), d(1, 4, 1, 8, seed=1), d(1, 4, 1, 8, seed=2)), {})),
@@ -160,6 +168,7 @@ CASES: list[tuple[str, str, Arguments]] = [
     ("FusedInferAttentionScore", "air.npu_fused_infer_attention_score", attention("BSND")),
     ("FusedInferAttentionScore", "air.npu_fused_infer_attention_score", attention("BSH")),
     ("FusedInferAttentionScore", "air.npu_fused_infer_attention_score", latent_attention()),
+    ("FusedInferAttentionScore", "air.npu_fused_infer_attention_score", segments()),
     ("", "npu.npu_fused_infer_attention_score", attention("BSH", actual_seq_lengths=[3, 3], actual_seq_lengths_kv=[5, 4])),
     ("LightningIndexer", "npu.npu_lightning_indexer", ((d(2, 3, 4, 16), d(5, 8, 1, 16, seed=1), d(2, 3, 4, seed=2)), {
         **SPARSE, "actual_seq_lengths_key": gc.i32(11, 5), "layout_key": "PA_BSND", "sparse_count": 4})),
