@@ -121,12 +121,14 @@ class Tower(Generic[V]):
             ConfigError naming the field.
         abstract_params: (cfg, dtype) -> tree of Param.
         encode: (cfg, params, inputs) -> a row of the language model's width for each place of a picture in a prompt.
+        in_tiles: cfg -> the configuration whose parameters are stored as NPUs take them.
     """
 
     key: str
     read_config: Callable[[Mapping[str, Any], str], V | None]
     abstract_params: Callable[[V, torch.dtype], Tree]
     encode: Callable[[V, Tree, Tree], torch.Tensor]
+    in_tiles: Callable[[V], V]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from . import quant
 from .config import Fields
 from .config_fields import WITHOUT_EFFECT
 from .family import Tower
-from .params import Param, Source, norm
+from .head_padding import PaddedHeads, with_real_sources
+from .params import Param, Parts, Source, SourceAxis, norm
 from .variant import PLAIN, Variant
 
 PREFIX = "model.visual."
@@ -36,6 +37,12 @@ EPS = 1e-6
 
 THETA = 1e4
 """Base of the rotation where a file does not say it."""
+
+_CHANNELS = "channels of a head"
+"""Kind of what is padded, for sources of parameters."""
+
+_TILE = 8
+"""Channels of half a tile of NPUs' matrix unit."""
 
 _SIZES = (
     *("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "num_position_embeddings"),
@@ -53,6 +60,7 @@ class Config:
         out_hidden_size: width of the language model.
         num_position_embeddings: of the square table of learned positions.
         spatial_merge_size: patches of a row of the result are a square of this side.
+        stored_width: channels that each head is stored with, zeros behind those of each half of it (`in_tiles`); 0: those that it has.
         image_token_id: stands in a prompt for each row of a picture, between `vision_start_token_id` and `vision_end_token_id`.
     """
 
@@ -72,10 +80,16 @@ class Config:
     vision_start_token_id: int
     vision_end_token_id: int
     variant: Variant = PLAIN
+    stored_width: int = 0
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Channels of a head as it is stored."""
+        return self.stored_width or self.head_dim
 
     @property
     def side(self) -> int:
@@ -131,20 +145,40 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
     return config
 
 
+def in_tiles(cfg: Config) -> Config:
+    """A configuration for NPUs, whose fused attention takes heads of whole tiles: each half is padded, since rotations pair the halves.
+
+    Zeros in the matrices cost a tenth of two products of a layer; to pad queries, keys and values, and cut the result, costs eight passes
+    over them.
+    """
+    return replace(cfg, stored_width=2 * _TILE * math.ceil(cfg.head_dim / 2 / _TILE))
+
+
+def _placed(cfg: Config) -> tuple[PaddedHeads, ...]:
+    """Where the channels of heads lie that are padded, by units that divide both widths of a half."""
+    if cfg.head_width == cfg.head_dim:
+        return ()
+    half, stored = cfg.head_dim // 2, cfg.head_width // 2
+    unit = math.gcd(half, stored)
+    real, wide, halves = half // unit, stored // unit, 2 * cfg.num_heads
+    places = tuple(part * real + i if i < real else -1 for part in range(halves) for i in range(wide))
+    return (PaddedHeads(_CHANNELS, halves * real, places, (), 1),)
+
+
 def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     """Tree of Param: `patch`, `positions`, `blocks`, `merger`; what a checkpoint may quantise are matrices with biases.
 
     A patch's weights of all frames are kept apart, so that videos share them.
     """
     width, wide, joined = cfg.hidden_size, cfg.intermediate_size, cfg.hidden_size * cfg.merged
-    table = (cfg.num_position_embeddings, width)
+    table, mixed = (cfg.num_position_embeddings, width), cfg.num_heads * cfg.head_width
 
     def layer(index: int) -> dict[str, Tree]:
         prefix = f"{PREFIX}blocks.{index}."
         return {
             "attention_norm": _norm(prefix + "norm1", width, dtype),
-            "qkv": _matrix(prefix + "attn.qkv", 3 * width, width, dtype),
-            "out": _matrix(prefix + "attn.proj", width, width, dtype),
+            "qkv": _matrix(prefix + "attn.qkv", 3 * mixed, width, dtype, (Parts(_CHANNELS, (mixed,) * 3), None)),
+            "out": _matrix(prefix + "attn.proj", width, mixed, dtype, (None, _CHANNELS)),
             "mlp_norm": _norm(prefix + "norm2", width, dtype),
             "up": _matrix(prefix + "mlp.linear_fc1", wide, width, dtype),
             "down": _matrix(prefix + "mlp.linear_fc2", width, wide, dtype),
@@ -153,7 +187,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     return {
         "patch": _patch(cfg, dtype),
         "positions": Param(Aval(table, dtype), Source((PREFIX + "pos_embed.weight",), (table,)), "embedding"),
-        "blocks": [layer(index) for index in range(cfg.depth)],
+        "blocks": [with_real_sources(layer(index), _placed(cfg)) for index in range(cfg.depth)],
         "merger": {
             "norm": _norm(PREFIX + "merger.norm", width, dtype),
             "up": _matrix(PREFIX + "merger.linear_fc1", joined, joined, dtype),
@@ -162,8 +196,9 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     }
 
 
-def _matrix(name: str, rows: int, columns: int, dtype: torch.dtype) -> Param:
-    return Param(Aval((rows, columns), dtype), Source((name + ".weight",), ((rows, columns),)), role="column", biased=True)
+def _matrix(name: str, rows: int, columns: int, dtype: torch.dtype, axes: tuple[SourceAxis, ...] = (None, None)) -> Param:
+    source = Source((name + ".weight",), ((rows, columns),), axes=(axes,))
+    return Param(Aval((rows, columns), dtype), source, role="column", biased=True)
 
 
 def _norm(name: str, width: int, dtype: torch.dtype) -> Param:
@@ -218,11 +253,11 @@ def _layer(
     cfg: Config, segments: int, layer: Tree, lengths: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
     """One layer of the residual stream [S N, h]."""
-    heads = quant.linear(_layer_norm(x, layer["attention_norm"]), layer["qkv"]).view(-1, 3, cfg.num_heads, cfg.head_dim)
+    heads = quant.linear(_layer_norm(x, layer["attention_norm"]), layer["qkv"]).view(-1, 3, cfg.num_heads, cfg.head_width)
     q, k, v = heads.unbind(1)
-    q, k, v = (each.reshape(segments, -1, cfg.num_heads, cfg.head_dim) for each in (ops.rope(q, cos, sin), ops.rope(k, cos, sin), v))
+    q, k, v = (each.reshape(segments, -1, cfg.num_heads, cfg.head_width) for each in (ops.rope(q, cos, sin), ops.rope(k, cos, sin), v))
     mixed: torch.Tensor = ops.segment_attention(q, k, v, lengths, cfg.head_dim**-0.5)
-    x = x + quant.linear(mixed.view(x.shape), layer["out"])
+    x = x + quant.linear(mixed.view(len(x), -1), layer["out"])
     return x + quant.linear(ops.gelu(quant.linear(_layer_norm(x, layer["mlp_norm"]), layer["up"]), True), layer["down"])
 
 
@@ -231,5 +266,5 @@ def _layer_norm(x: torch.Tensor, weights: Tree) -> torch.Tensor:
     return normed
 
 
-TOWER = Tower("vision", read_config, abstract_params, encode)
+TOWER = Tower("vision", read_config, abstract_params, encode, in_tiles)
 """The record for `Family.tower`."""

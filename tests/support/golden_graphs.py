@@ -13,7 +13,7 @@ from typing import Any
 
 from support import ranks, tiny
 
-from npucompile.graphs.types import Bucket
+from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.ascend.acl_graph import inspect_acl
 from npucompile.lowering.ascend.acl_graph.file import decode as acl_decode
 from npucompile.lowering.ascend.cost.estimate import estimate
@@ -136,23 +136,24 @@ def texts(case: Case, home: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
             staged = stage(of, bucket)
             data = chosen.compile(staged.lowered, cache_dir=home, threads=0).data
         assert isinstance(data, bytes)
-        yield bucket.name, {"file": data, **_analyses(of, data)}
+        yield bucket.name, {"file": data, **analyses(of.backend, of.platform, of.mesh, data)}
 
 
-def _analyses(of: Plan, data: bytes) -> dict[str, bytes]:
-    speeds = parameters(of.platform.chip)
-    if of.backend == "ge":
+def analyses(chosen: str, own: Platform, mesh: Mesh, data: bytes) -> dict[str, bytes]:
+    """What is said of a graph, besides its bytes."""
+    speeds = parameters(own.chip)
+    if chosen == "ge":
         ge_file = decode(data)
-        cost = estimate(ge_file, speeds, of.mesh, CONTEXT, of.platform)
+        cost = estimate(ge_file, speeds, mesh, CONTEXT, own)
         counts = census(ge_file.graph)
         started = [op.name for op in launches(parse(ge_file.graph).graph[0].op)]
-        legality = [_legality(check.examine(ge_file, platform), platform) for platform in platforms(of.platform)]
+        legality = [_legality(check.examine(ge_file, platform), platform) for platform in platforms(own)]
     else:
         acl_file = acl_decode(data)
-        cost = estimate(acl_file, speeds, of.mesh, CONTEXT, of.platform)
+        cost = estimate(acl_file, speeds, mesh, CONTEXT, own)
         counts = inspect_acl.census(acl_file)
         started = [name for names in inspect_acl.launches_by_body(acl_file).values() for name in names]
-        legality = [_legality(check.examine(acl_file, platform), platform) for platform in platforms(of.platform)]
+        legality = [_legality(check.examine(acl_file, platform), platform) for platform in platforms(own)]
     return {
         "cost": _json({"as dict": cost.as_dict(), "all": repr(cost)}),
         "census": _json({"operators": counts, "launches": started}),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import golden_emulation, golden_graphs
+from support import encode_graphs, golden_emulation, golden_graphs
 from support.ge_threads import OPERATOR, file_of
 from support.golden_graphs import Case
 from support.legal_graph import violations
@@ -51,6 +51,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_graphs_and_what_is_said_of_them_are_the_stored_ones(case: Case, home: Path, digests: Compare) -> None:
     for bucket, parts in golden_graphs.texts(case, home):
         digests(f"{case.name} {bucket}", {what: golden_graphs.digest(data) for what, data in parts.items()})
+
+
+ENCODED = [pytest.param(case, id=case.name, marks=() if case.depth else pytest.mark.long) for case in encode_graphs.cases()]
+
+
+@pytest.mark.parametrize("case", ENCODED)
+def test_graphs_of_towers_are_legal_and_the_stored_ones(case: encode_graphs.Case, home: Path, digests: Compare) -> None:
+    parts = case.texts(home)
+    digests(case.name, {what: golden_graphs.digest(data) for what, data in parts.items()})
 
 
 @pytest.mark.parametrize("chip", ["ascend910_93", "ascend910b"])
