@@ -265,13 +265,15 @@ def _config(lifecycle: Lifecycle, settings: Serving) -> uvicorn.Config:
     def most() -> tuple[int, int]:
         return limits.connections(lifecycle.service.model.max_running if lifecycle.service else 1)
 
-    http, websocket = protocols(Connections(most, settings.access.trusts), limits.handshake_s)
+    def frame_bytes() -> int:
+        return limits.transport_frame_bytes + (lifecycle.service.picture_bytes if lifecycle.service else 0)
+
+    http, websocket = protocols(Connections(most, settings.access.trusts), limits.handshake_s, frame_bytes)
     app = create_app(lifecycle, limits, settings.access)
     config = uvicorn.Config(
         settings.access_log.around(app) if settings.access_log else app,
         http=http,
         ws=websocket,
-        ws_max_size=limits.transport_frame_bytes,
         # Deltas are too small for compression to pay.
         ws_per_message_deflate=False,
         lifespan="off",

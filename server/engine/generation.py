@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ...runtime.picture_spans import PictureInput
 from ...runtime.request import Event, Request, Sampling, TokenEvent
 from ..requests.generation_fields import GenerationFields
 from ..requests.structured_output import OutputFormat
@@ -138,6 +139,8 @@ class Generation:
                 self._stopped.append(event.request_id)
             return [(index, delta)] if delta else []
         last, end = stream.finish(event)
+        if places := image_tokens(self.requests[index].pictures):
+            end = replace(end, usage=replace(end.usage, image_tokens=places))
         self._ends[event.request_id] = end
         return [(index, last), (index, end)] if last else [(index, end)]
 
@@ -147,6 +150,11 @@ class Generation:
             return ()
         stopped, self._stopped = tuple(self._stopped), []
         return stopped
+
+
+def image_tokens(pictures: Sequence[PictureInput]) -> int:
+    """Tokens of a prompt that stand for its pictures."""
+    return sum(picture.span.end - picture.span.first for picture in pictures)
 
 
 def completion_id(base: str, index: int) -> str:

@@ -21,12 +21,13 @@ STATUS_BY_REASON: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts and execution record of a completion; reasoning is part of the output."""
+    """Token counts and execution record of a completion; reasoning is part of the output, places of pictures are part of the input."""
 
     input_tokens: int
     output_tokens: int
     record: ExecutionRecord
     reasoning_tokens: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,14 @@ from starlette.websockets import WebSocket
 from ...graphs.errors import RequestError
 from ...runtime.bitmasks import check_first
 from ...runtime.delivery import Sink
+from ...runtime.picture_spans import PictureInput
 from ...runtime.request import Event, FinishEvent, Request, Sampling
 from ..chat.format import ChatFormat
 from ..grammar.compiler import GrammarCompiler, GrammarConstraint
 from ..guard.admission import Admission
 from ..guard.door import has_key
 from ..guard.limits import SocketLimits
+from ..pictures.reader import PictureReader
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
 from ..requests.router_fields import HandoverFields
@@ -37,6 +39,11 @@ from .mailbox import Mailbox
 
 FIELD_OF = {"logprobs": "top_logprobs", "constraint": "text"}
 """Names in the API of request fields that have another name in the runtime."""
+
+TEXT_ALONE = (
+    "its artifact has no encode buckets; legal is text, or a server of an artifact that `npucompile build --encode LIST` made of a "
+    "checkpoint with a vision tower"
+)
 
 
 class EngineClient(Protocol):
@@ -136,8 +143,10 @@ class Service:
         readiness: what the probes say; `status` is "ok" or what is wrong with the engine, the rest is detail.
         limits: of requests: how many wait or run, how urgent they are, and how long they take.
         clock: Unix time in seconds.
+        pictures: reads those of requests; None takes text alone.
 
     Attributes:
+        without_pictures: why that is so, and what would take pictures.
         tracing: makes a span for each request; None for none.
         handovers: what decode servers connect to, on a prefill server; it answers no requests of its own.
         decoding: the engine of a decode server, for what routers choose.
@@ -153,6 +162,7 @@ class Service:
         readiness: Callable[[], Mapping[str, Any]] = _always_ok,
         limits: SocketLimits | None = None,
         clock: Callable[[], float] = time.time,
+        pictures: PictureReader | None = None,
     ) -> None:
         self.limits = limits = limits or SocketLimits()
         self.store = ResponseStore(limits.max_stored_bytes, limits.stored_s)
@@ -160,6 +170,7 @@ class Service:
         self.tokenizer = tokenizer
         self.chat = chat or ChatFormat()
         self.readiness = readiness
+        self.pictures, self.without_pictures = pictures, TEXT_ALONE
         tokens = limits.max_queued_tokens, limits.max_tokens_per_client
         self.admission = Admission(model.max_running + limits.max_queue, limits.max_requests_per_client, *tokens)
         # Tenants are told apart without saying who they are, which journals would keep.
@@ -171,6 +182,11 @@ class Service:
         self._holding = False
         self._engine = engine
         self._clock = clock
+
+    @property
+    def picture_bytes(self) -> int:
+        """What pictures add to the largest message of a client."""
+        return self.pictures.body_bytes if self.pictures else 0
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestError when a request names another model than the one that is served."""
@@ -184,11 +200,19 @@ class Service:
         Raises:
             RequestError: the prompt cannot be served.
         """
+        return self.checked(self.encode_pieces([text], 0, param, add_special=add_special)[0], param)
+
+    def encode_pieces(self, pieces: Sequence[str], places: int, param: str, *, add_special: bool) -> list[tuple[int, ...]]:
+        """Token ids of each piece of a prompt that has so many places of pictures besides; what the tokenizer adds is of the first.
+
+        Raises:
+            RequestError: they are too many.
+        """
         # Known before any token is looked at, which would take seconds for a text of megabytes.
-        least = self.tokenizer.fewest_tokens(text)
+        least = sum(map(self.tokenizer.fewest_tokens, pieces)) + places
         if least >= self.model.max_model_len:
-            raise self._too_long(f"{len(text)} characters, which are at least {least} tokens,", param)
-        return self.checked(self.tokenizer.encode(text, add_special=add_special), param)
+            raise self.too_long(f"{sum(map(len, pieces))} characters, which are at least {least} tokens,", param)
+        return [self.tokenizer.encode(piece, add_special=add_special and not index) for index, piece in enumerate(pieces)]
 
     def checked(self, prompt: tuple[int, ...], param: str) -> tuple[int, ...]:
         """The prompt itself.
@@ -197,7 +221,7 @@ class Service:
             RequestError: it is empty, too long, or holds ids outside the vocabulary.
         """
         if len(prompt) >= self.model.max_model_len:
-            raise self._too_long(f"{len(prompt)} tokens", param)
+            raise self.too_long(f"{len(prompt)} tokens", param)
         if not prompt:
             raise RequestError(f"{param} holds no tokens; legal is a prompt of at least 1", param=param, code="empty_prompt")
         illegal = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
@@ -206,18 +230,22 @@ class Service:
             raise RequestError(message, param=param, code="token_out_of_range")
         return prompt
 
-    def requests(self, base_id: str, prompt: tuple[int, ...], options: GenerationOptions, param: str) -> tuple[Request, ...]:
+    def requests(
+        self, base_id: str, prompt: tuple[int, ...], options: GenerationOptions, param: str, pictures: tuple[PictureInput, ...] = ()
+    ) -> tuple[Request, ...]:
         """Engine requests for the completions of a prompt; they differ in id (`completion_id`) and seed (`completion_seed`).
 
         A large grammar takes up to a second, so that this may be called on any thread.
 
         Args:
             param: the prompt's field, for errors.
+            pictures: in the prompt.
 
         Raises:
-            RequestError: prompt and output do not fit into the context, what the output must be is no grammar, or the request is more
-                urgent than it may be or wants more time.
+            RequestError: prompt and output do not fit into the context, what the output must be is no grammar, the request is more
+                urgent than it may be or wants more time, or the prompt ends in a picture, or is scored from before its last one.
         """
+        _check_places(prompt, pictures, options, param)
         self.limits.check_priority(options.priority)
         first_token_s = self.limits.first_token_timeout_s
         sampling = self._sampling(options)
@@ -240,6 +268,7 @@ class Service:
             first_token_timeout_ms=None if first_token_s is None else 1e3 * first_token_s,
             cache_salt=options.cache_salt,
             skip_reading_prefix_cache=options.skip_reading_prefix_cache,
+            pictures=pictures,
         )
         check_first(first, self.model.vocab_size)
         others = (
@@ -361,6 +390,17 @@ class Service:
             raise RequestError(message, param=name, code="context_length_exceeded")
         return room if wanted is None else wanted
 
-    def _too_long(self, what: str, param: str) -> RequestError:
+    def too_long(self, what: str, param: str) -> RequestError:
+        """The error of a prompt that does not fit into the context."""
         message = f"{param} has {what} and needs room for 1 more; the context of {self.model.name!r} is {self.model.max_model_len} tokens"
         return RequestError(message, param=param, code="context_length_exceeded")
+
+
+def _check_places(prompt: tuple[int, ...], pictures: Sequence[PictureInput], options: GenerationOptions, param: str) -> None:
+    end = pictures[-1].span.end if pictures else 0
+    if end and end == len(prompt):
+        raise RequestError(f"{param} ends in a picture; legal is a prompt whose last token is text", param=param, code="invalid_image")
+    if end and options.prompt_logprobs is not None and options.prompt_logprobs_from <= end:
+        field = options.prompt_logprobs_field
+        message = f"{field} asks for position {options.prompt_logprobs_from}; legal are positions behind the pictures, from {end + 1}"
+        raise RequestError(message, param=field, code="unsupported_value")

@@ -7,9 +7,10 @@ want its places, another may have room, and routers ask it (503). Who of those t
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..requests.error_objects import Refusal
 
@@ -71,6 +72,16 @@ class Admission:
                 del self._held[client], self._held_tokens[client]
 
         return leave
+
+    @contextlib.contextmanager
+    def reserved(self, client: str, count: int, tokens: int) -> Iterator[None]:
+        """Holds places for requests that are prepared; raises what `enter` does."""
+        leave = self.enter(client, count, tokens)
+        try:
+            yield
+        finally:
+            for _ in range(count):
+                leave()
 
     def _check_alone(self, count: int, tokens: int) -> None:
         """Refuses what has no room however long it waits."""

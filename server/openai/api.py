@@ -39,7 +39,7 @@ class Api:
 
     Args:
         lifecycle: of the server.
-        max_body_bytes: largest legal body.
+        max_body_bytes: largest legal body without pictures.
 
     Attributes:
         service: returns the service for a new response; raises RequestError where there is none now.
@@ -50,8 +50,14 @@ class Api:
     def __init__(self, lifecycle: Lifecycle, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self.service = lifecycle.admitting
         self.serving = lifecycle.serving
-        self.max_body_bytes = max_body_bytes
+        self._lifecycle, self._max_body_bytes = lifecycle, max_body_bytes
         self.live: dict[str, Live[Any] | ResponseRun] = {}
+
+    @property
+    def body_bytes(self) -> int:
+        """Of the largest legal body: a server that takes pictures takes larger ones."""
+        service = self._lifecycle.service
+        return self._max_body_bytes + (service.picture_bytes if service else 0)
 
     async def handed_over(
         self, fields: HandoverFields, path: str, streams: bool, run: Callable[[], Awaitable[Response]], receive: Receive

@@ -11,13 +11,14 @@ from ...graphs.errors import RequestError
 from ...runtime.request import Request as EngineRequest
 from ..chat.reply_grammar import check_choice
 from ..chat.template import Chat
+from ..engine.prompts import Prompt, counted, prompt_of, reading, rendered
 from ..engine.service import Service
 from ..parsers.message import MessageParser
 from ..requests.tool_fields import NamedChoice, ToolUse
 from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
 from .chat_choice import ChatChoice
 from .choices import ChunkFrames, Header, whole_answer
-from .messages import messages_of
+from .messages import messages_of, pictures_of
 from .request_models import ChatRequest
 from .sse import EventStream, whole
 
@@ -44,13 +45,20 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     so_far = str(chat.messages[-1]["content"]) if chat.continue_final_message else ""
     takes = takes_long(sum(len(str(message["content"])) for message in chat.messages), options) or use.constrains
 
-    def prepared() -> tuple[str, tuple[int, ...], tuple[EngineRequest, ...]]:
-        text, prompt = _encoded(service, chat)
-        form = service.chat.reply(text, use, options.format, so_far=so_far)
-        return text, prompt, service.requests(header.id, prompt, replace(options, format=form), "messages")
+    pictures = pictures_of(body.messages)
 
-    text, prompt, requests = await off_loop(takes, prepared)
-    choices = [ChatChoice(index, _parser(body, service, text, so_far), body, prompt, service.tokenizer) for index in range(body.n)]
+    async with reading(service, pictures, body.mm_processor_kwargs, client_of(request), body.n) as read:
+
+        def prepared() -> tuple[Prompt, tuple[EngineRequest, ...]]:
+            prompt = prompt_of(service, chat, read, "messages")
+            form = service.chat.reply(prompt.text, use, options.format, so_far=so_far)
+            form_options = replace(options, format=form)
+            return prompt, service.requests(header.id, prompt.token_ids, form_options, "messages", prompt.pictures)
+
+        prompt, requests = await off_loop(takes, prepared)
+    choices = [
+        ChatChoice(index, _parser(body, service, prompt.text, so_far), body, prompt.token_ids, service.tokenizer) for index in range(body.n)
+    ]
     live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)
     if body.stream:
         return EventStream(live, ChunkFrames(header, choices, body.n, usage))
@@ -71,7 +79,8 @@ async def render_chat(api: Api, body: ChatRequest, _: Request) -> Response:
     service.check_model(body.model)
     chat = chat_of(body, service)
     chars = sum(len(str(message["content"])) for message in chat.messages)
-    prompt = (await off_loop(takes_long(chars), lambda: _encoded(service, chat)))[1]
+    counts = await counted(service, pictures_of(body.messages), body.mm_processor_kwargs)
+    prompt = (await off_loop(takes_long(chars), lambda: rendered(service, chat, counts, "messages")))[1]
     return JSONResponse({"token_ids": prompt})
 
 
@@ -91,11 +100,6 @@ def chat_of(body: ChatRequest, service: Service) -> Chat:
         continue_final_message=body.continue_final_message,
         variables=service.chat.variables(body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort"),
     )
-
-
-def _encoded(service: Service, chat: Chat) -> tuple[str, tuple[int, ...]]:
-    text = service.chat.render(chat)
-    return text, service.encode(text, "messages", add_special=False)
 
 
 def _parser(body: ChatRequest, service: Service, prompt: str, so_far: str) -> MessageParser:

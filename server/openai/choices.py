@@ -153,12 +153,14 @@ def usage_object(completions: Sequence[Usage], n: int = 1) -> dict[str, Any]:
     prompt_tokens = sum(several[0].input_tokens for several in prompts)
     output_tokens = sum(usage.output_tokens for usage in completions)
     # What a stop string or a limit cut off was accepted, and is not in the output.
+    image_tokens = sum(several[0].image_tokens for several in prompts)
     accepted = sum(min(usage.output_tokens, sum(usage.record.accepted_per_position)) for usage in completions)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(min(usage.record.cached_tokens for usage in several) for several in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(min(usage.record.cached_tokens for usage in several) for several in prompts)}
+        | ({"image_tokens": image_tokens, "text_tokens": prompt_tokens - image_tokens} if image_tokens else {}),
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(usage.record.drafted_tokens for usage in completions) - accepted,

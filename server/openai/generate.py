@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -15,11 +16,17 @@ from ...runtime.request import Request as EngineRequest
 from ...runtime.request import Sampling
 from ..engine.generation import GenerationOptions, Output
 from ..engine.output_stream import CompletionEnd, TextDelta
+from ..engine.prompts import Prompt as EnginePrompt
+from ..engine.prompts import reading, with_pictures
 from ..engine.service import Service
+from ..pictures.processor import Picture
+from ..pictures.prompt import encoded, expanded
 from ..requests.bodies import Body, FailFast, Ignored, Neutral, validate
 from ..requests.bounds import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..requests.error_objects import failure_of
+from ..requests.fields import show
 from ..requests.generation_fields import LogitBias, Priority, StopString, TokenId, chosen, stop_strings
+from ..requests.pictures import PicturePart, ProcessorFields, picture_part
 from ..requests.router_fields import UNKNOWN_MODEL, RouterFields
 from ..requests.structured_output import OutputFormat
 from ..text.tokenizer import TextTokenizer
@@ -80,7 +87,8 @@ class GenerateRequest(RouterFields):
     rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     extra_key: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
     lora_path: Annotated[Any, Absent] = None
-    image_data: Annotated[Any, Neutral(([],), "prompts are text")] = None
+    image_data: Any = None
+    mm_processor_kwargs: ProcessorFields | None = None
     input_embeds: Annotated[Any, Absent] = None
     token_ids_logprob: Annotated[Any, Absent] = None
     return_routed_experts: Annotated[Any, Neutral((False,), "graphs return none")] = None
@@ -111,12 +119,23 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
     options = _options(params, service, body)
     base = new_id("gen-")
 
-    def prepared() -> list[EngineRequest]:
-        encoded = [_encoded(service, prompt, param) for prompt in given]
-        _check_start(body, encoded)
-        return [request for index, ids in enumerate(encoded) for request in service.requests(f"{base}-{index}", ids, options, param)]
+    images = _images(body.image_data, len(given))
+    parts = [part for several in images for part in several]
 
-    requests = await off_loop(takes_long(sum(map(len, given)), options), prepared)
+    async with reading(service, parts, body.mm_processor_kwargs, client_of(request), params.n) as read:
+        left = iter(read)
+        pictures = [[next(left) for _ in several] for several in images]
+
+        def prepared() -> list[EngineRequest]:
+            prompts = [_encoded(service, prompt, param, shown) for prompt, shown in zip(given, pictures, strict=True)]
+            _check_start(body, [prompt.token_ids for prompt in prompts])
+            return [
+                request
+                for index, prompt in enumerate(prompts)
+                for request in service.requests(f"{base}-{index}", prompt.token_ids, options, param, prompt.pictures)
+            ]
+
+        requests = await off_loop(takes_long(sum(map(len, given)), options), prepared)
     several = len(requests) > 1 or (isinstance(body.text, tuple) and len(body.text) > 1)
     rids = [rid] if len(requests) == 1 else [f"{rid}-{index}" for index in range(len(requests))]
     answers = [Answer(index, rids[index], body, engine_request.prompt, service.tokenizer) for index, engine_request in enumerate(requests)]
@@ -144,8 +163,36 @@ def _prompts(body: GenerateRequest) -> tuple[tuple[Prompt, ...], str]:
     return body.input_ids, "input_ids"
 
 
-def _encoded(service: Service, prompt: Prompt, param: str) -> tuple[int, ...]:
-    return service.encode(prompt, param) if isinstance(prompt, str) else service.checked(prompt, param)
+def _images(image_data: Any, prompts: int) -> list[list[PicturePart]]:
+    """The pictures of each prompt: of one a URL or a list of them, of several a list with one of these, or null, for each.
+
+    Raises:
+        RequestError: `image_data` is of another form.
+    """
+    if image_data in (None, []):
+        return [[] for _ in range(prompts)]
+    if prompts > 1 and not (isinstance(image_data, list) and len(image_data) == prompts):
+        message = f"image_data is {show(image_data)}; legal is a list with an entry for each of the {prompts} prompts"
+        raise RequestError(message, param="image_data")
+    entries = [("image_data", image_data)] if prompts == 1 else [(f"image_data[{i}]", entry) for i, entry in enumerate(image_data)]
+    return [
+        [picture_part(url, f"{where}[{i}]") for i, url in enumerate(entry)]
+        if isinstance(entry, list)
+        else [] if entry is None else [picture_part(entry, where)]
+        for where, entry in entries
+    ]
+
+
+def _encoded(service: Service, prompt: Prompt, param: str, pictures: Sequence[Picture]) -> EnginePrompt:
+    if service.pictures is None or not pictures:
+        ids = service.encode(prompt, param) if isinstance(prompt, str) else service.checked(prompt, param)
+        return EnginePrompt(ids)
+    vision, counts = service.pictures.vision, [picture.tokens for picture in pictures]
+    if isinstance(prompt, str):
+        ids = encoded(prompt, "", counts, vision, partial(service.encode_pieces, param=param, add_special=True), param)
+    else:
+        ids = expanded(prompt, counts, vision, param)
+    return EnginePrompt(service.checked(ids, param), with_pictures(service, ids, pictures))
 
 
 def _check_start(body: GenerateRequest, encoded: Sequence[tuple[int, ...]]) -> None:

@@ -8,16 +8,36 @@ from typing import Any
 from ...graphs.errors import RequestError
 from ..requests.fields import show
 from ..requests.items import read_arguments
-from .request_models import Message, MessageToolCall, TextPart
+from ..requests.pictures import PicturePart, picture_part
+from .request_models import ImagePart, Message, MessageToolCall, TextPart
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages: content is text, arguments of calls are objects, or text where they are no JSON.
+    """The messages: content is text, or a list of parts where there are pictures; arguments of calls are objects, or text where they are no
+    JSON.
 
     Raises:
         RequestError: a message is not legal.
     """
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def pictures_of(messages: Sequence[Message]) -> list[PicturePart]:
+    """The pictures of the messages, in order.
+
+    Raises:
+        RequestError: one has no legal URL, or is where no picture may be.
+    """
+    pictures: list[PicturePart] = []
+    for index, message in enumerate(messages):
+        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if not isinstance(part, ImagePart):
+                continue
+            where = f"messages[{index}].content[{number}]"
+            if message.role == "assistant":
+                raise RequestError(f"{where} is a picture of the assistant; legal is text, which models write alone", param=where)
+            pictures.append(picture_part(part.image_url.url, f"{where}.image_url.url"))
+    return pictures
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
@@ -33,13 +53,19 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     return values
 
 
-def _content(message: Message, where: str) -> str:
+def _content(message: Message, where: str) -> str | list[dict[str, Any]]:
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where}.content is missing; only messages of the assistant may have none", param=f"{where}.content")
     if not isinstance(message.content, list):
         return message.content or ""
+    if any(isinstance(part, ImagePart) for part in message.content):
+        return [
+            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": _part(part, f"{where}.content[{index}]")}
+            for index, part in enumerate(message.content)
+        ]
     # As vLLM joins parts for templates that read a text.
-    return "\n".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(message.content))
+    texts = (part for part in message.content if isinstance(part, TextPart))
+    return "\n".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(texts))
 
 
 def _part(part: TextPart, where: str) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag
 
 from ..requests.bodies import Body, FailFast, Ignored, Neutral
 from ..requests.bounds import MAX_TOP_LOGPROBS
 from ..requests.generation_fields import GenerationFields, TokenId
+from ..requests.pictures import Detail, ProcessorFields
 from ..requests.structured_output import OutputFormat, of_chat
 from ..requests.tool_fields import Choice, Effort, NamedChoice, Tool
 
@@ -78,11 +79,32 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(Body):
-    """A part of a message's content."""
+    """Text in a message's content."""
 
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
+
+
+class ImageUrl(Body):
+    """`image_url` of a part."""
+
+    url: str
+    detail: Detail | None = None
+
+
+class ImagePart(Body):
+    """A picture in a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _kind_of_part(part: Any) -> str:
+    return "ImagePart" if isinstance(part, dict) and part.get("type") == "image_url" else "TextPart"
+
+
+Part = Annotated[Annotated[TextPart, Tag("TextPart")] | Annotated[ImagePart, Tag("ImagePart")], Discriminator(_kind_of_part)]
 
 
 class FunctionCall(Body):
@@ -105,7 +127,7 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], FailFast()] | None = None
+    content: str | Annotated[list[Part], FailFast()] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -129,6 +151,7 @@ class ChatRequest(SamplingFields):
     tool_choice: Choice | NamedChoice | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    mm_processor_kwargs: ProcessorFields | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ..engine.prompts import reading
 from ..engine.service import Service
 from ..guard.door import OWNER
 from ..requests.create_body import ResponseCreate, read_create
@@ -37,10 +38,14 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     create = _create(fields, service)
     streams = bool(create.fields.stream)
     _check_stream_options(fields.get("stream_options", {}), streams)
+    # What is read of them may be megabytes of pictures.
+    fields.clear()
+    body.clear()
     owners = Owners(str(request.scope.get(OWNER, "")))
     what_is_kept = keeping(service, create, owners)
     whole_body, response_id = continued(service, create, owners), new_response_id()
-    prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, response_id))
+    async with reading(service, whole_body.pictures, create.fields.mm_processor_kwargs, client_of(request), create.fields.n) as read:
+        prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, response_id, pictures=read))
     run = ResponseRun(service, prepared, what_is_kept, on_end=lambda: api.live.pop(response_id, None))
     reader = EventReader(service, MAX_WAITING if streams else None)
     reader.follow(run)

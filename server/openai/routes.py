@@ -142,11 +142,16 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
 
 def _posted(api: Api, post: Post) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        body = await read_json(request, api.max_body_bytes)
+        body = await read_json(request, api.body_bytes)
         handover = handover_of(body, post.path) if post.completes else None
 
         async def run() -> Response:
-            return await post.endpoint(api, validate(post.model, body, post.path) if post.model else body, request)
+            if post.model is None:
+                return await post.endpoint(api, body, request)
+            fields = validate(post.model, body, post.path)
+            # What is read of it may be megabytes of pictures, which would stay as long as the answer takes.
+            body.clear()
+            return await post.endpoint(api, fields, request)
 
         if handover is None:
             return await run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -10,12 +11,14 @@ from starlette.responses import JSONResponse, Response
 
 from ...graphs.errors import RequestError
 from ..chat.template import Chat
+from ..engine.prompts import counted, rendered
 from ..engine.service import Service
 from ..requests.bodies import Body, FailFast
 from ..requests.generation_fields import TokenId
+from ..requests.pictures import ProcessorFields
 from ..requests.tool_fields import Tool
 from .api import Api, off_loop, takes_long
-from .messages import messages_of
+from .messages import messages_of, pictures_of
 from .request_models import Message
 
 
@@ -29,6 +32,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    mm_processor_kwargs: ProcessorFields | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -51,7 +55,8 @@ async def tokenize(api: Api, body: TokenizeRequest, _: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt and messages: legal is exactly one of them", param="prompt")
     chars = len(body.prompt or "") + sum(len(str(message.content)) for message in body.messages or ())
-    tokens = await off_loop(takes_long(chars), lambda: _tokens(service, body))
+    counts = await counted(service, pictures_of(body.messages or ()), body.mm_processor_kwargs)
+    tokens = await off_loop(takes_long(chars), lambda: _tokens(service, body, counts))
     texts = [service.tokenizer.token_text(token).text for token in tokens] if body.return_token_strs else None
     return JSONResponse({"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens, "token_strs": texts})
 
@@ -64,7 +69,7 @@ async def detokenize(api: Api, body: DetokenizeRequest, _: Request) -> Response:
     return JSONResponse({"prompt": service.tokenizer.decode(tokens, skip_special=False)})
 
 
-def _tokens(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
+def _tokens(service: Service, body: TokenizeRequest, counts: Sequence[int]) -> tuple[int, ...]:
     if body.messages is None:
         add_special = True if body.add_special_tokens is None else body.add_special_tokens
         return service.tokenizer.encode(body.prompt or "", add_special=add_special)
@@ -75,4 +80,4 @@ def _tokens(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
-    return service.tokenizer.encode(service.chat.render(chat), add_special=bool(body.add_special_tokens))
+    return rendered(service, chat, counts, "messages", add_special=bool(body.add_special_tokens), bounded=False)[1]

@@ -5,22 +5,20 @@ Which format it is, is read from the bytes. What a decoder says is never told: i
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
-from ...graphs.errors import RequestError, SpecError
+from ...graphs.errors import RequestError
+from .limits import MOST_PIXELS, PictureLimits
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Legal formats by their names in Pillow, which tries no other: EPS starts Ghostscript, and PSD wrote out of bounds (CVE-2026-25990)."""
-
-MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 2**26
-"""Above it Pillow takes a picture for a decompression bomb: 89,478,485."""
 
 _WHITE = (255, 255, 255, 255)
 _ORIENTATION = 0x0112  # tag of EXIF (CIPA DC-008)
@@ -34,24 +32,6 @@ _UPRIGHT: Mapping[object, Image.Transpose] = {
     8: Image.Transpose.ROTATE_90,
 }
 """What turns a picture upright, by its orientation."""
-
-
-@dataclass(frozen=True)
-class PictureLimits:
-    """Limits on one picture.
-
-    Attributes:
-        max_bytes: of its file.
-        max_pixels: of the picture that the file holds, before it is resized; RGB takes 3 bytes each, and alpha one more meanwhile.
-    """
-
-    max_bytes: int = 20 * 2**20
-    max_pixels: int = 2**26
-
-    def __post_init__(self) -> None:
-        for name, most in (("max_bytes", 2**31 - 1), ("max_pixels", MOST_PIXELS)):
-            if not 1 <= (value := getattr(self, name)) <= most:
-                raise SpecError(f"{name} of a picture is {value}; legal is 1 to {most}")
 
 
 DEFAULT_LIMITS = PictureLimits()
@@ -72,6 +52,19 @@ def decode(data: bytes, limits: PictureLimits = DEFAULT_LIMITS, param: str | Non
     Raises:
         RequestError: it is empty, larger than a limit, of another format, or damaged; its code is one of OpenAI's.
     """
+    with _opened(data, limits, param) as image:
+        return _pixels(image)
+
+
+def size(data: bytes, limits: PictureLimits = DEFAULT_LIMITS, param: str | None = None) -> tuple[int, int]:
+    """Height and width of a picture as its header says them, before it is turned; no pixel is decoded. Arguments and errors of `decode`."""
+    with _opened(data, limits, param) as image:
+        return image.height, image.width
+
+
+@contextlib.contextmanager
+def _opened(data: bytes, limits: PictureLimits, param: str | None) -> Iterator[Image.Image]:
+    """A picture whose header is read and legal; whatever is raised within becomes the request's error."""
     if not data:
         raise RequestError("the picture has no bytes; legal is a file of " + _legal(), param=param, code="empty_image_file")
     if len(data) > limits.max_bytes:
@@ -82,7 +75,7 @@ def decode(data: bytes, limits: PictureLimits = DEFAULT_LIMITS, param: str | Non
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > limits.max_pixels:
                 raise _too_large(f"{image.width}x{image.height} pixels", limits, param)
-            return _pixels(image)
+            yield image
     except RequestError:
         raise
     except UnidentifiedImageError:

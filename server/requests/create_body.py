@@ -34,7 +34,8 @@ from .bounds import (
 )
 from .fields import FieldError
 from .generation_fields import GenerationFields
-from .items import ChatMessage, Item, read_items, template_messages, text_of
+from .items import ChatMessage, Item, pictures_of, read_items, template_messages, text_of
+from .pictures import PicturePart, ProcessorFields
 from .structured_output import OutputFormat, of_responses
 from .tool_fields import MAX_TOOLS, Choice, FunctionTool, NamedFunction, Reasoning, ToolUse
 
@@ -110,6 +111,7 @@ class CreateFields(GenerationFields):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    mm_processor_kwargs: ProcessorFields | None = None
     truncation: Annotated[Any, Neutral(("disabled",), "prompts are not cut")] = None
     prompt: Annotated[Any, Neutral((), "prompts are not kept")] = None
     conversation: Annotated[Any, Neutral((), "conversations are not kept")] = None
@@ -157,6 +159,11 @@ class ResponseCreate:
         if isinstance(self.prompt, Conversation):
             return self.prompt.items
         return (ChatMessage("user", self.prompt),) if isinstance(self.prompt, str) else ()
+
+    @property
+    def pictures(self) -> list[PicturePart]:
+        """The pictures of the prompt, in order."""
+        return pictures_of(self.items)
 
     def after(self, previous: tuple[Item, ...]) -> ResponseCreate:
         """The same behind the items of a conversation so far."""

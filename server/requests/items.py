@@ -6,14 +6,15 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from .fields import FieldError, refuse_unknown, show
+from .pictures import Content, Detail, PicturePart, picture_part
 
 MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 256
 ROLES = ("user", "system", "developer", "assistant")
-TEXT_PARTS = ("input_text", "output_text")
+TEXT_PARTS, IMAGE = ("input_text", "output_text"), "input_image"
 ITEM_BYTES = 128
 """What an item is counted for beside its text, where memory is bounded."""
 
@@ -22,10 +23,15 @@ _HALF, _HALF_ESCAPE = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD]")
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """What somebody says."""
+    """What somebody says.
+
+    Attributes:
+        parts: its text and pictures in order; empty where there are no pictures.
+    """
 
     role: str
     text: str
+    parts: tuple[Content, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,17 +52,23 @@ class CallItem:
 
 @dataclass(frozen=True)
 class CallOutput:
-    """What a tool returned."""
+    """What a tool returned; `parts` as of `ChatMessage`."""
 
     call_id: str
     text: str
+    parts: tuple[Content, ...] = ()
 
 
 Item = ChatMessage | ReasoningItem | CallItem | CallOutput
 
 
+def pictures_of(items: Sequence[Item]) -> list[PicturePart]:
+    """The pictures of items, in order."""
+    return [part for item in items for part in getattr(item, "parts", ()) if isinstance(part, PicturePart)]
+
+
 def size_bytes(items: Sequence[Item]) -> int:
-    """What items are counted for, where memory is bounded."""
+    """What items are counted for, where memory is bounded, beside their pictures."""
     return sum(ITEM_BYTES + len(text_of(item).encode()) for item in items)
 
 
@@ -86,10 +98,10 @@ def template_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     for item in items:
         if isinstance(item, CallOutput):
             named = {"name": names[item.call_id]} if item.call_id in names else {}
-            messages.append({"role": "tool", "tool_call_id": item.call_id, **named, "content": item.text})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, **named, "content": _content(item)})
             turn = None
         elif isinstance(item, ChatMessage) and item.role != "assistant":
-            messages.append({"role": item.role, "content": item.text})
+            messages.append({"role": item.role, "content": _content(item)})
             turn = None
         else:
             if turn is None or not _continues(turn, item):
@@ -97,6 +109,13 @@ def template_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                 messages.append(turn)
             _add(turn, item)
     return messages
+
+
+def _content(item: ChatMessage | CallOutput) -> str | list[dict[str, Any]]:
+    """The content for a chat template: a text, or a list of parts where there are pictures."""
+    if not item.parts:
+        return item.text
+    return [{"type": "image"} if isinstance(part, PicturePart) else {"type": "text", "text": part} for part in item.parts]
 
 
 def _continues(turn: Mapping[str, Any], item: Item) -> bool:
@@ -159,7 +178,8 @@ def _message(item: Mapping[str, Any], where: str) -> ChatMessage:
     refuse_unknown(item, ("type", "role", "content", "id", "status", "phase"), where)
     if item.get("role") not in ROLES:
         raise FieldError(f"{where}.role is {show(item.get('role'))}; legal are {list(ROLES)}", param=f"{where}.role")
-    return ChatMessage(item["role"], _text(item.get("content"), f"{where}.content", TEXT_PARTS))
+    may_show = item["role"] != "assistant"
+    return ChatMessage(item["role"], *_parts(item.get("content"), f"{where}.content", may_show))
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> ReasoningItem:
@@ -180,7 +200,7 @@ def _call(item: Mapping[str, Any], where: str) -> CallItem:
 
 def _output(item: Mapping[str, Any], where: str) -> CallOutput:
     refuse_unknown(item, ("type", "id", "call_id", "output", "status"), where)
-    return CallOutput(_required(item, "call_id", where), _text(item.get("output"), f"{where}.output", TEXT_PARTS))
+    return CallOutput(_required(item, "call_id", where), *_parts(item.get("output"), f"{where}.output", True))
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Item]] = {
@@ -199,6 +219,33 @@ def _required(item: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
+def _parts(content: Any, where: str, may_show: bool) -> tuple[str, tuple[Content, ...]]:
+    """The text of a content, and its parts if there are pictures among them."""
+    pictures = [i for i, part in enumerate(content) if _is_picture(part)] if isinstance(content, list) and may_show else []
+    if not pictures:
+        return _text(content, where, (*TEXT_PARTS, IMAGE) if may_show else TEXT_PARTS), ()
+    if len(content) > MAX_MESSAGES:
+        raise FieldError(f"{where} has {len(content)} parts; legal are at most {MAX_MESSAGES}", param=where)
+    parts = tuple(
+        _picture(part, f"{where}[{i}]") if i in set(pictures) else _text_of(part, f"{where}[{i}]", (*TEXT_PARTS, IMAGE))
+        for i, part in enumerate(content)
+    )
+    return "".join(part for part in parts if isinstance(part, str)), parts
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == IMAGE
+
+
+def _picture(part: Mapping[str, Any], where: str) -> PicturePart:
+    part = {name: value for name, value in part.items() if value is not None}
+    refuse_unknown(part, ("type", "image_url", "detail"), where)
+    if part.get("detail", "auto") not in get_args(Detail):
+        at = f"{where}.detail"
+        raise FieldError(f"{at} is {show(part['detail'])}; legal are {list(get_args(Detail))}", param=at)
+    return picture_part(part.get("image_url"), f"{where}.image_url")
+
+
 def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
     """The text of a content, which is a string or a list of parts."""
     if isinstance(content, str):
@@ -207,8 +254,10 @@ def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
         raise FieldError(f"{where} is {show(content)}; legal is a string or a list of parts", param=where)
     if len(content) > MAX_MESSAGES:
         raise FieldError(f"{where} has {len(content)} parts; legal are at most {MAX_MESSAGES}", param=where)
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            at = f"{where}[{i}]"
-            raise FieldError(f"{at} is {show(part)}; legal is an object with type in {list(kinds)} and text", param=at)
-    return "".join(part["text"] for part in content)
+    return "".join([_text_of(part, f"{where}[{i}]", kinds) for i, part in enumerate(content)])
+
+
+def _text_of(part: Any, where: str, kinds: Sequence[str]) -> str:
+    if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+        raise FieldError(f"{where} is {show(part)}; legal is an object with type in {list(kinds)} and text", param=where)
+    return str(part["text"])

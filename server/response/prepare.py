@@ -13,8 +13,10 @@ from ...runtime.request import Request
 from ..chat.reply_grammar import check_choice
 from ..chat.template import Chat
 from ..engine.generation import GenerationOptions
+from ..engine.prompts import rendered, with_pictures
 from ..engine.service import Service
 from ..parsers.message import MessageParser
+from ..pictures.processor import Picture
 from ..requests.create_body import Conversation, ResponseCreate
 from ..requests.structured_output import OutputFormat
 from ..requests.tool_fields import AUTO
@@ -79,10 +81,13 @@ def new_response_id() -> str:
     return f"resp_{uuid.uuid4().hex}"
 
 
-def prepare(service: Service, body: ResponseCreate, response_id: str, stream_id: str = "") -> PreparedResponse:
+def prepare(
+    service: Service, body: ResponseCreate, response_id: str, stream_id: str = "", pictures: Sequence[Picture] = ()
+) -> PreparedResponse:
     """Validates a body against the model and tokenizes its prompt; on any thread.
 
     Args:
+        pictures: of the body, read.
         stream_id: lane of the socket that its events name; "" for none.
 
     Raises:
@@ -90,8 +95,11 @@ def prepare(service: Service, body: ResponseCreate, response_id: str, stream_id:
     """
     service.check_model(body.fields.model)
     check_choice(body.use, service.chat.tool_calls)
-    prompt = _prompt(service, body) if body.fields.generate else _prefix(service, body)
-    requests = () if prompt is None else service.requests(response_id, prompt.token_ids, _options(body, prompt), "input")
+    prompt = _prompt(service, body, pictures) if body.fields.generate else _prefix(service, body, pictures)
+    requests: tuple[Request, ...] = ()
+    if prompt is not None:
+        places = with_pictures(service, prompt.token_ids, pictures)
+        requests = service.requests(response_id, prompt.token_ids, _options(body, prompt), "input", places)
     marks = service.chat.marks(tools=bool(body.use.offered)) if prompt is not None and prompt.parser is not None else ()
     return PreparedResponse(
         info=_info(service, body, response_id, stream_id, requests),
@@ -148,17 +156,17 @@ def _options(body: ResponseCreate, prompt: _Prompt) -> GenerationOptions:
     return replace(options, sampling=body.sampling, logprobs=body.logprobs, format=prompt.format)
 
 
-def _prefix(service: Service, body: ResponseCreate) -> _Prompt | None:
+def _prefix(service: Service, body: ResponseCreate, pictures: Sequence[Picture]) -> _Prompt | None:
     """The prompt of a response without an output; None for a conversation that has no prompt yet."""
     try:
-        return replace(_prompt(service, body), parser=None, format=None)
+        return replace(_prompt(service, body, pictures), parser=None, format=None)
     except RequestError as error:
         if error.code in ("chat_template_error", "empty_prompt"):
             return None
         raise
 
 
-def _prompt(service: Service, body: ResponseCreate) -> _Prompt:
+def _prompt(service: Service, body: ResponseCreate, pictures: Sequence[Picture]) -> _Prompt:
     prompt, form = body.prompt, service.chat
     if isinstance(prompt, str):
         return _Prompt(service.encode(prompt, "input"), format=body.format)
@@ -166,17 +174,16 @@ def _prompt(service: Service, body: ResponseCreate) -> _Prompt:
         return _Prompt(service.checked(prompt, "input_token_ids"), format=body.format)
     try:
         # Without an output the next turn goes on here, and may have more to say first.
-        text = form.render(
-            Chat(
-                prompt.messages(),
-                tools=body.use.offered or None,
-                add_generation_prompt=body.fields.generate,
-                variables=form.variables(body.fields.chat_template_kwargs, body.fields.reasoning.effort, "reasoning.effort"),
-            )
+        chat = Chat(
+            prompt.messages(),
+            tools=body.use.offered or None,
+            add_generation_prompt=body.fields.generate,
+            variables=form.variables(body.fields.chat_template_kwargs, body.fields.reasoning.effort, "reasoning.effort"),
         )
+        text, token_ids = rendered(service, chat, [picture.tokens for picture in pictures], "input")
     except RequestError as error:
         error.param = "input" if error.param == "messages" else error.param
         raise
     parses = body.fields.n == 1 and (form.reasoning is not None or bool(body.use.offered and form.tool_calls))
     parser = partial(form.parser, text, body.use.offered) if parses else None
-    return _Prompt(service.encode(text, "input", add_special=False), parser, form.reply(text, body.use, body.format))
+    return _Prompt(token_ids, parser, form.reply(text, body.use, body.format))

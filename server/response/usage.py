@@ -1,8 +1,9 @@
 """The usage object of a response, in OpenAI's format.
 
-Extension: `npucompile` has the execution record of a single completion, or for several {"completions": [...]}, their records in the order
-of the output items, each with its `output_tokens`. A record has the fields of `runtime.request.ExecutionRecord`, `decode_steps` as an
-object, and `acceptance_length` (tokens per verify step, or null).
+Extensions: `input_tokens_details.image_tokens` where the prompt has pictures, as OpenAI's chats have it. `npucompile` has the execution
+record of a single completion, or for several {"completions": [...]}, their records in the order of the output items, each with its
+`output_tokens`. A record has the fields of `runtime.request.ExecutionRecord`, `decode_steps` as an object, and `acceptance_length` (tokens
+per verify step, or null).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def usage_object(completions: Sequence[Usage]) -> dict[str, Any]:
         "input_tokens_details": {
             "cached_tokens": min(usage.record.cached_tokens for usage in completions),
             "cache_write_tokens": min(input_tokens, sum(usage.record.cache_write_tokens for usage in completions)),
-        },
+        }
+        | ({"image_tokens": completions[0].image_tokens} if completions[0].image_tokens else {}),
         "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in completions)},
         "total_tokens": input_tokens + output_tokens,

@@ -37,14 +37,25 @@ SMALL_FRAMES_PER_S = 500
 POLICY_VIOLATION = 1008
 
 
-def protocols(connections: Connections, handshake_s: float) -> tuple[type[asyncio.Protocol], type[asyncio.Protocol]]:
-    """The classes that `uvicorn.Config` takes for HTTP and for websockets."""
+def protocols(
+    connections: Connections, handshake_s: float, frame_bytes: Callable[[], int]
+) -> tuple[type[asyncio.Protocol], type[asyncio.Protocol]]:
+    """The classes that `uvicorn.Config` takes for HTTP and for websockets.
+
+    Args:
+        frame_bytes: size of a frame at which a socket that is opened now is closed; it depends on the model, which is loaded later.
+    """
 
     class Http(LimitedHttp):
         limits = connections
         timeout_s = handshake_s
 
-    return Http, LimitedWebSocket
+    class WebSocket(LimitedWebSocket):
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            config.ws_max_size = frame_bytes()
+            super().__init__(config, *args, **kwargs)
+
+    return Http, WebSocket
 
 
 class LimitedHttp(H11Protocol):

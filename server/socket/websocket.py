@@ -26,6 +26,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ...graphs.errors import ProtocolError, RequestError
 from ..engine.lifecycle import Lifecycle
+from ..engine.prompts import reading
 from ..engine.service import Service
 from ..guard.door import CLIENT, OWNER, refuse
 from ..guard.limits import SocketLimits
@@ -86,7 +87,7 @@ class _Socket:
         self._service = service
         self._lifecycle = lifecycle
         self._limits = limits
-        max_frame_bytes = limits.frame_bytes(service.model.max_model_len)
+        max_frame_bytes = limits.frame_bytes(service.model.max_model_len) + service.picture_bytes
         self._connection = Connection(subprotocol, max_frame_bytes=max_frame_bytes, max_streams=limits.max_streams)
         self._client = websocket.scope.get(CLIENT, "")
         self._refusals = refusals
@@ -206,10 +207,10 @@ class _Socket:
         if create.body.fields.previous_response_id is not None:
             create = replace(create, body=continued(service, create.body, self._owners))
         keeping = keeping_of(service, create.body, self._owners)
-        if create.body.takes_long:
-            prepared = await asyncio.to_thread(prepare, service, create.body, create.response_id, create.stream_id)
-        else:
-            prepared = prepare(service, create.body, create.response_id, create.stream_id)
+        body = create.body
+        async with reading(service, body.pictures, body.fields.mm_processor_kwargs, self._client, body.fields.n) as read:
+            arguments = service, body, create.response_id, create.stream_id, read
+            prepared = await asyncio.to_thread(prepare, *arguments) if body.takes_long else prepare(*arguments)
         if self._closed:
             return
         run = ResponseRun(service, prepared, keeping)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
-from ..requests.items import Item, size_bytes
+from ..requests.items import Item, pictures_of, size_bytes
+from ..requests.pictures import PictureFile
 from .replay import Replay
 
 ENTRY_BYTES = 1024
@@ -72,9 +73,15 @@ class StoredResponse:
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes."""
+        """About what it takes beside its pictures."""
         texts = 0 if self.items is None else size_bytes(self.items)
         return ENTRY_BYTES + texts + len(self.body or b"") + (self.replay.size_bytes if self.replay else 0)
+
+
+    @property
+    def pictures(self) -> frozenset[PictureFile]:
+        """The pictures of its conversation; equal ones are one (`pictures.reader`)."""
+        return frozenset(part.file for part in pictures_of(self.items or ()) if part.file is not None)
 
 
 class ResponseStore:
@@ -88,7 +95,9 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
-        self._entries: OrderedDict[str, tuple[StoredResponse, int, float]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[StoredResponse, int, float, frozenset[PictureFile]]] = OrderedDict()
+        # Each counts once, however many conversations have it.
+        self._pictures: Counter[PictureFile] = Counter()
         self.size_bytes = 0
 
     @property
@@ -103,8 +112,10 @@ class ResponseStore:
         """Keeps a response, or counts anew one that has changed; others may go for it, and it too if it is larger than all may be."""
         self.remove(entry.response_id)
         size = entry.size_bytes
-        self._entries[entry.response_id] = (entry, size, self._clock())
-        self.size_bytes += size
+        pictures = entry.pictures
+        self._entries[entry.response_id] = (entry, size, self._clock(), pictures)
+        self.size_bytes += size + sum(len(file.data) for file in pictures if not self._pictures[file])
+        self._pictures.update(pictures)
         self._expire()
         while self.size_bytes > self._max_bytes:
             self._evict(next(iter(self._entries)))
@@ -147,11 +158,16 @@ class ResponseStore:
     def remove(self, response_id: str) -> None:
         """Forgets a response; one that is not kept is left alone."""
         if response_id in self._entries:
-            self.size_bytes -= self._entries.pop(response_id)[1]
+            _, size, _, pictures = self._entries.pop(response_id)
+            self._pictures.subtract(pictures)
+            gone = [file for file in pictures if not self._pictures[file]]
+            for file in gone:
+                del self._pictures[file]
+            self.size_bytes -= size + sum(len(file.data) for file in gone)
 
     def forget(self, owner: str) -> None:
         """Forgets all responses of an owner."""
-        for response_id in [name for name, (entry, _, _) in self._entries.items() if entry.owner == owner]:
+        for response_id in [name for name, (entry, *_) in self._entries.items() if entry.owner == owner]:
             self.remove(response_id)
 
     def _expire(self) -> None:

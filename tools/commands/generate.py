@@ -36,6 +36,10 @@ from .family_option import family_option
 @click.argument("artifact_or_model")
 @click.option("--prompt", help="Text to continue.")
 @click.option("--token-ids", help="Token ids to continue, e.g. 1,2,3.")
+@click.option(
+    "--image", "images", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Picture that stands before the text, which is then a user's message; may be repeated.",
+)  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens to generate.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
@@ -56,6 +60,7 @@ def command(
     artifact_or_model: str,
     prompt: str | None,
     token_ids: str | None,
+    images: tuple[Path, ...],
     max_tokens: int,
     temperature: float,
     top_k: int,
@@ -101,11 +106,17 @@ def command(
         codec = tokenizer_of(artifact, checkpoint)
         if prompt is not None and codec is None:
             raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
-        ids = codec.encode(prompt) if codec and prompt is not None else prompt_ids
+        ids, pictures = codec.encode(prompt) if codec and prompt is not None else prompt_ids, None
+        if images:
+            # Here, as it loads the server.
+            from ..serve.offline_pictures import prompt_of
+
+            ids, places = prompt_of(artifact, codec, prompt_ids if prompt is None else prompt, images)
+            pictures = [places]
         executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))()
         stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
         options = {"logprobs": logprobs, "speculative_tokens": speculative_tokens}
-        (completion,) = complete(executor, [ids], sampling, max_tokens, stop, **options)
+        (completion,) = complete(executor, [ids], sampling, max_tokens, stop, pictures=pictures, **options)
     if completion.reason == "length" and completion.completion_tokens < max_tokens:
         most = f"prompt and output fill the context of {manifest.limits.max_model_len} tokens"
         click.echo(f"cut at {completion.completion_tokens} of --max-tokens {max_tokens}: {most}", err=True)

@@ -43,7 +43,7 @@ from ..serve.serving import BackgroundBuild, RunningService, incomplete, said_of
 from .family_option import family_option
 from .option_groups import grouped
 from .other_names import KnowsOtherNames
-from .server_options import api_settings, prefix_cache_settings, read_keys, server_options, serving_settings
+from .server_options import api_settings, media_limits, prefix_cache_settings, read_keys, server_options, serving_settings
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def command(
         home = applied(home, artifact, settings, progress, address).with_variables(transfer_variables(transfer_port, artifact))
         run_rank(artifact, config, settings, home.environment, progress)
         return
-    serving, api = serving_settings(home.environment, options), api_settings(options)
+    serving, api, media = serving_settings(home.environment, options), api_settings(options), media_limits(options)
     pairing = Pairing.of(
         {**options, "record": record, "host_address": host_address or address}, host, read_keys(options["api_key"], home.environment)
     )
@@ -162,6 +162,7 @@ def command(
             itl_target_ms=itl_target,
             prefix_cache=prefix_cache_settings(options),
             pairing=pairing,
+            media=media,
         )
         engines.append(served.engine)
         stack.callback(served.engine.stop, drain=False)

@@ -10,9 +10,12 @@ from ...graphs.errors import SpecError
 from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ...server.guard.access import Access
 from ...server.guard.limits import SocketLimits
+from ...server.pictures.limits import DecoderLimits, MediaLimits, PictureLimits, RequestLimits
+from ...server.pictures.media import Hosts
 from ...server.run import Serving
 from ..serve.api_settings import ApiSettings
 from ..serve.options import API_KEY_VARIABLE, OPTIONS
+from ..serve.per_prompt import read_per_prompt
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +49,24 @@ def serving_settings(environment: Mapping[str, str], options: Mapping[str, Any])
     if key and not cert:
         raise SpecError(f"--tls-key is {key} without --tls-cert; legal is a key beside its certificate")
     return Serving(limits, access, cert, key, options["drain_timeout"], options["drain_notice"])
+
+
+def media_limits(options: Mapping[str, Any]) -> MediaLimits:
+    """What pictures may be.
+
+    Raises:
+        SpecError: a host that is none.
+    """
+    images = read_per_prompt(options["limit_mm_per_prompt"] or "{}").get("image", RequestLimits.images)
+    picture = PictureLimits(options["max_image_bytes"], options["max_image_pixels"])
+    hosts = tuple(options["allowed_media_host"])
+    Hosts(hosts, picture.max_bytes)
+    return MediaLimits(
+        picture,
+        DecoderLimits(options["image_decoders"], options["image_timeout"], options["image_memory"]),
+        RequestLimits(images, hosts=hosts),
+        options["language_model_only"] or not images,
+    )
 
 
 def prefix_cache_settings(options: Mapping[str, Any]) -> PrefixCacheSettings | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...graphs.errors import NpucompileError
 from ...runtime.engine import Engine
 from ...runtime.executor import Executor
+from ...runtime.picture_spans import PictureInput
 from ...runtime.request import Event, ExecutionRecord, FinishEvent, Logprobs, Request, Sampling, TokenEvent
 
 
@@ -43,11 +44,13 @@ def complete(
     *,
     logprobs: int | None = None,
     speculative_tokens: int | None = None,
+    pictures: Sequence[tuple[PictureInput, ...]] | None = None,
 ) -> list[OfflineCompletion]:
     """Completes prompts, batched together as by a server.
 
     Args:
         logprobs, speculative_tokens: as in `Request`.
+        pictures: of each prompt; None where no prompt has any.
 
     Raises:
         RequestError: a prompt can never be served.
@@ -55,8 +58,10 @@ def complete(
     """
     engine = Engine(executor, refresh_every_s=None)
     collectors = [_Collector() for _ in prompts]
-    for i, (prompt, sink) in enumerate(zip(prompts, collectors, strict=True)):
-        engine.submit(Request(str(i), tuple(prompt), max_tokens, sampling, stop_token_ids, logprobs, speculative_tokens), sink)
+    shown = pictures or [() for _ in prompts]
+    for i, (prompt, places, sink) in enumerate(zip(prompts, shown, collectors, strict=True)):
+        request = Request(str(i), tuple(prompt), max_tokens, sampling, stop_token_ids, logprobs, speculative_tokens, pictures=places)
+        engine.submit(request, sink)
     # To the end of what is in flight, so that another engine may use the executor.
     while engine.step():
         pass

@@ -18,6 +18,7 @@ from ...graphs.errors import SpecError
 from ...runtime.kv_transfer.room import DEFAULTS
 from ...runtime.kv_transfer.transfer_engine import PROTOCOLS
 from ...server.guard.limits import LEAST_CONNECTIONS, SocketLimits
+from ...server.pictures.limits import MOST_PIXELS, DecoderLimits, PictureLimits, RequestLimits
 from ...server.requests.bounds import MAX_PRIORITY
 
 HOST, PORT = "127.0.0.1", 8000
@@ -27,6 +28,7 @@ TRANSFER_PORTS = 8
 API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"
 DEVICES = ("auto", "cpu", "npu", "emulated")
 _DEFAULTS = SocketLimits()
+_PICTURE, _DECODERS, _REQUEST = PictureLimits(), DecoderLimits(), RequestLimits()
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _COUNT, _AMOUNT, _SECONDS = click.IntRange(1), click.IntRange(0), click.FloatRange(0, min_open=True)
 _PARSED = "; auto looks at the chat template."
@@ -137,6 +139,18 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
                     click.FloatRange(0), 0.0),
         ServeOption("drain-timeout", "Seconds that streams may go on after SIGTERM.", click.FloatRange(0), 30.0,
                     same=("--shutdown-timeout",)),
+    ),
+    "What pictures may be": (
+        ServeOption("language-model-only", "Take text alone, whatever the artifact encodes.", extra={"is_flag": True}),
+        ServeOption("limit-mm-per-prompt", f"Most pictures of a request, image=N or JSON.  [default: image={_REQUEST.images}]", None,
+                    extra={"metavar": "image=N"}, same=("--limit-mm-data-per-request",)),
+        ServeOption("max-image-bytes", "Of the file of a picture.", _COUNT, _PICTURE.max_bytes),
+        ServeOption("max-image-pixels", "Of a picture before it is resized.", click.IntRange(1, MOST_PIXELS), _PICTURE.max_pixels),
+        ServeOption("image-decoders", "Processes that decode pictures.", _COUNT, _DECODERS.processes),
+        ServeOption("image-timeout", "Seconds that a picture may take to be decoded.", _SECONDS, _DECODERS.time_s),
+        ServeOption("image-memory", "Bytes that a picture may take while it is decoded.", click.IntRange(2**24), _DECODERS.memory_bytes),
+        ServeOption("allowed-media-host", "Host whose pictures may be named by URL; may be repeated.  [default: none, data URLs alone]",
+                    extra={"multiple": True, "metavar": "HOST[:PORT]"}),
     ),
     "What is kept of prompts": (
         ServeOption("no-prefix-cache", "Keep nothing of prompts and outputs for later prompts that begin with them.",

@@ -23,9 +23,12 @@ from ...runtime.executor import Executor
 from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ...server.engine.service import ServedModel, Service
 from ...server.guard.limits import SocketLimits
+from ...server.pictures.limits import MediaLimits
 from .api_settings import ApiSettings
 from .artifact_tokenizer import tokenizer_of
+from .options import BOTH
 from .pairing import Pairing
+from .vision import reader_of, vision_of
 
 NO_PAIR = Pairing()
 
@@ -64,6 +67,7 @@ def start_service(
     itl_target_ms: float | None = None,
     prefix_cache: PrefixCacheSettings | None = None,
     pairing: Pairing = NO_PAIR,
+    media: MediaLimits | None = None,
 ) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
@@ -77,6 +81,7 @@ def start_service(
         itl_target_ms: see `runtime.scheduler.policy.Policy`.
         prefix_cache: how prefixes are kept; None keeps none.
         pairing: with which servers it works together.
+        media: limits of pictures.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -118,6 +123,12 @@ def start_service(
     closing = ExitStack()
     client, join = pairing.joined(engine, artifact, closing)
     service = Service(client, codec, model, chat=chat, readiness=readiness, limits=limits)
+    vision = vision_of(artifact, codec, media or MediaLimits(), paired=pairing.role != BOTH)
+    if isinstance(vision, str):
+        service.without_pictures = vision
+    else:
+        service.pictures = reader_of(vision, media or MediaLimits())
+        closing.callback(service.pictures.close)
     join(service)
     return RunningService(service, engine, closing)
 

@@ -7,6 +7,7 @@ import pytest
 from support.devtools import opened
 from support.optional import browser
 from support.scripted import MODEL, ScriptedEngine
+from support.shown import showing, url
 from support.texts import byte_codec
 
 from npucompile.server.chat.format import ChatFormat
@@ -104,3 +105,40 @@ def test_a_key_is_asked_for(server):
         say(page, "</think>yes")
         assert last(page, "completed") == "yes"
         assert "the-key" not in str(requested(page))
+
+
+DROP = """(async () => {
+  const bytes = Uint8Array.from(atob('%s'), (letter) => letter.charCodeAt(0));
+  const files = new DataTransfer();
+  files.items.add(new File([bytes], 'a.png', { type: '%s' }));
+  const event = '%s' === 'drop' ? new DragEvent('drop', { dataTransfer: files, bubbles: true, cancelable: true })
+    : new ClipboardEvent('paste', { clipboardData: files, bubbles: true, cancelable: true });
+  $('text').dispatchEvent(event);
+  return event.defaultPrevented;
+})()"""
+
+
+def test_a_picture_is_dropped_or_pasted_shown_and_sent():
+    with showing(lambda _: "seen") as (address, engine), opened(browser(), address.removesuffix("v1")) as page:
+        page.until("$('state').textContent === 'connected'")
+        data = url(64, 96).partition(",")[2]
+        assert page.run(DROP % (data, "image/png", "drop"))
+        page.until("document.querySelectorAll('#shown img').length === 1 && document.querySelector('#shown img').naturalWidth === 96")
+        assert page.run(DROP % (url(32, 32).partition(",")[2], "image/png", "paste"))
+        page.until("document.querySelectorAll('#shown img').length === 2")
+        page.run(DROP % (data, "text/html", "drop"))
+        page.until("$('state').textContent === 'a.png is no picture'")
+        say(page, "what?")
+        assert "seen" in last(page, "completed")
+        assert [shown.grid for shown in engine.requests[-1].pictures] == [(4, 6), (2, 2)]
+        assert page.run("document.querySelectorAll('#shown img').length") == 0
+        assert page.run("document.querySelectorAll('#log .user img').length") == 2
+        # A second turn has them still; one that is clicked away is not sent.
+        page.run(DROP % (data, "image/png", "drop"))
+        page.until("!!document.querySelector('#shown img')")
+        page.run("document.querySelector('#shown img').click()")
+        page.until("!document.querySelector('#shown img')")
+        say(page, "again")
+        page.until("$('log').children.length === 4 && $('log').lastElementChild.dataset.status === 'completed'")
+        assert len(engine.requests[-1].pictures) == 2
+        assert not [entry for entry in page.said("Log.entryAdded") if entry["entry"]["level"] == "error" and "favicon" not in str(entry)]

@@ -17,7 +17,8 @@ from support.published_pictures import MODES, encoded, picture
 from transformers.image_transforms import convert_to_rgb
 
 from npucompile.graphs.errors import RequestError, SpecError
-from npucompile.server.pictures.decoding import FORMATS, MOST_PIXELS, PictureLimits, decode
+from npucompile.server.pictures.decoding import FORMATS, decode
+from npucompile.server.pictures.limits import MOST_PIXELS, PictureLimits
 
 CODES = {"empty_image_file", "image_file_too_large", "image_too_large", "unsupported_image_media_type", "image_parse_error"}
 DAMAGED = ("image_parse_error", "unsupported_image_media_type")
@@ -189,6 +190,10 @@ def test_pixels_of_a_limit_are_legal_and_one_more_is_not() -> None:
     data = encoded(picture(64, 64, 2))
     assert decode(data, PictureLimits(max_pixels=4096)).shape == (3, 64, 64)
     assert str(refused(data, PictureLimits(max_pixels=4095))) == "the picture has 64x64 pixels; legal are up to 4095"
+
+
+def test_the_largest_limit_is_where_pillow_takes_a_picture_for_a_bomb():
+    assert MOST_PIXELS == Image.MAX_IMAGE_PIXELS
 
 
 @pytest.mark.parametrize("values", [{"max_bytes": 0}, {"max_pixels": 0}, {"max_pixels": MOST_PIXELS + 1}])

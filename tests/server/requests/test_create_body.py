@@ -142,7 +142,7 @@ REFUSED = [
     ({"input": [{"role": ["user"], "content": "x"}]}, "invalid_field", "input[0].role", "['user']"),
     ({"input": [{"role": "user", "content": 1}]}, "invalid_field", "input[0].content", "1"),
     ({"input": [{"role": "user"}]}, "invalid_field", "input[0].content", "None"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "invalid_field", "input[0].content[0]", "input_image"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "invalid_image_url", "input[0].content[0].image_url", "data URL"),
     ({"input": [{"role": "user", "content": "x", "name": 1}]}, "unknown_field", "name", "input[0]"),
     ({"input": [{"type": "web_search_call"}]}, "invalid_field", "input[0].type", "'reasoning'"),
     *(({"input": None, "input_token_ids": ids}, "invalid_field", "input_token_ids", "integers") for ids in ("12", [1, True], [1.0])),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from npucompile.server.requests.error_objects import Refusal
 from npucompile.server.requests.items import ChatMessage
+from npucompile.server.requests.pictures import PictureFile, PicturePart
 from npucompile.server.storage.store import ENTRY_BYTES, ResponseStore, StoredResponse
 
 
@@ -106,3 +107,26 @@ def test_a_store_without_room_keeps_nothing():
     store = ResponseStore(0, 100.0)
     store.put(entry("a"))
     assert (store.keeps, len(store), store.size_bytes) == (False, 0, 0)
+
+
+def test_stored_pictures_count_once():
+    file = PictureFile(bytes(10**6))
+    part = PicturePart("", "p", file)
+
+    def entry(name, *parts):
+        return StoredResponse(name, "", (ChatMessage("user", "", parts),))
+
+    store = ResponseStore(3 * 10**6, 100)
+    store.put(entry("a", part))
+    store.put(entry("b", part, PicturePart("", "q", file)))
+    store.put(entry("c", part))
+    assert 10**6 < store.size_bytes < 1.1 * 10**6
+    store.remove("a")
+    store.put(entry("b", part))
+    assert 10**6 < store.size_bytes < 1.1 * 10**6
+    store.put(entry("d", PicturePart("", "p", PictureFile(bytes(10**6)))))
+    assert 2 * 10**6 < store.size_bytes < 2.1 * 10**6
+    store.remove("b")
+    store.remove("c")
+    store.remove("d")
+    assert store.size_bytes == 0

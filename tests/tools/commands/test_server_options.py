@@ -8,8 +8,16 @@ import pytest
 from npucompile.graphs.errors import SpecError
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.server.guard.access import digest
+from npucompile.server.pictures.limits import DecoderLimits, MediaLimits, PictureLimits, RequestLimits
 from npucompile.server.run import Serving
-from npucompile.tools.commands.server_options import api_settings, prefix_cache_settings, read_keys, server_options, serving_settings
+from npucompile.tools.commands.server_options import (
+    api_settings,
+    media_limits,
+    prefix_cache_settings,
+    read_keys,
+    server_options,
+    serving_settings,
+)
 from npucompile.tools.serve.api_settings import OPENAI, ApiSettings
 
 
@@ -90,3 +98,17 @@ def test_the_model_presents_itself_as_the_options_say(tmp_path):
     arguments = ["--served-model-name", "a", "--served-model-name", "b", "--chat-template", file]
     arguments += ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes", "--default-sampling", "openai"]
     assert api_settings(parsed(*arguments)) == ApiSettings(("a", "b"), file, "qwen3", "hermes", OPENAI)
+
+
+def test_what_pictures_may_be_is_told_by_options():
+    assert media_limits(parsed()) == MediaLimits()
+    chosen = media_limits(parsed(
+        "--limit-mm-per-prompt", "image=2,video=0", "--max-image-bytes", 3, "--max-image-pixels", 4, "--image-decoders", 5,
+        "--image-timeout", 6, "--image-memory", 2**25, "--allowed-media-host", "a.example", "--allowed-media-host", "[::1]:8",
+    ))  # fmt: skip
+    hosts = ("a.example", "[::1]:8")
+    assert chosen == MediaLimits(PictureLimits(3, 4), DecoderLimits(5, 6, 2**25), RequestLimits(2, hosts=hosts))
+    assert media_limits(parsed("--language-model-only")).text_alone
+    assert media_limits(parsed("--limit-mm-per-prompt", '{"image": 0}')).text_alone
+    with pytest.raises(SpecError, match="is no host"):
+        media_limits(parsed("--allowed-media-host", "http://a"))

@@ -1,0 +1,174 @@
+"""A bounded pool of processes that decode pictures (`decoder`): one that crashes, hangs or grows too large costs its picture alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+
+import msgspec
+import torch
+
+from ...graphs.errors import RequestError
+from . import decoder
+from .decoder import Outcome, Task, read, write
+from .limits import DecoderLimits, PictureLimits
+from .processor import CHANNELS, Picture, PictureProcessor
+
+log = logging.getLogger(__name__)
+
+DECODER = ("-m", decoder.__name__)
+START_S = 120.0
+"""A process may take so long to import what it needs."""
+
+HEAD_BYTES = 2**16
+"""Of an outcome beside its pixels."""
+
+CODES = frozenset({
+    "empty_image_file", "image_file_too_large", "image_too_large", "image_parse_error", "invalid_image", "unsupported_image_media_type",
+})  # fmt: skip
+"""Of errors that a decoder may tell."""
+
+
+class DecoderPool:
+    """Decodes pictures in other processes. They start at once, and end with the pool or with this process.
+
+    Args:
+        limits: on these processes.
+        pictures: on each picture.
+        program: what the processes run: arguments of Python.
+
+    Attributes:
+        decoded, killed: pictures so far, and processes that did not survive theirs.
+    """
+
+    def __init__(self, limits: DecoderLimits, pictures: PictureLimits, program: Sequence[str] = DECODER) -> None:
+        self._limits, self._pictures, self._program = limits, pictures, program
+        self.decoded = self.killed = 0
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
+        self._started: set[int] = set()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._threads = ThreadPoolExecutor(limits.processes, "npucompile-pictures")
+        for _ in range(limits.processes):
+            self._start()
+
+    @property
+    def process_ids(self) -> frozenset[int]:
+        """Of the processes that run."""
+        return frozenset(process.pid for process in self._processes)
+
+    def size(self, data: bytes, param: str) -> Future[tuple[int, int]]:
+        """Height and width in the header of a picture; raises what `decoding.size` does."""
+        return self._threads.submit(lambda: self._run(self._task(data), param).size)
+
+    def picture(self, data: bytes, processor: PictureProcessor, param: str) -> Future[Picture]:
+        """A picture as `processor` makes it; raises what `decoding.decode` and it do."""
+        return self._threads.submit(lambda: self._picture(data, processor, param))
+
+    def close(self) -> None:
+        """Ends the processes, whatever they do."""
+        with self._lock:
+            self._closed = True
+            for process in self._processes:
+                process.kill()
+        self._idle.put(None)
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            _end(process)
+        self._processes.clear()
+
+    def _task(self, data: bytes, processor: PictureProcessor | None = None) -> Task:
+        fields = None if processor is None else asdict(processor)
+        return Task(data, self._pictures.max_bytes, self._pictures.max_pixels, self._limits.time_s, fields)
+
+    def _picture(self, data: bytes, processor: PictureProcessor, param: str) -> Picture:
+        done = self._run(self._task(data, processor), param)
+        grid = done.grid
+        width = CHANNELS * processor.patch_size**2
+        if not done.pixels or len(done.pixels) != grid[1] * grid[2] * width:
+            raise self._failed(param)
+        self.decoded += 1
+        pixels = torch.frombuffer(bytearray(done.pixels), dtype=torch.uint8).view(-1, width)
+        return Picture(pixels, grid, processor.merge_size)
+
+    def _run(self, task: Task, param: str) -> Outcome:
+        process = self._idle.get()
+        if process is None:
+            self._idle.put(None)
+            raise self._failed(param)
+        most = self._pictures.max_pixels if task.processor is None else int(task.processor["max_pixels"])  # type: ignore[arg-type]
+        done = None
+        if process.pid in self._started or self._exchange(process, None, START_S, HEAD_BYTES):
+            self._started.add(process.pid)
+            # What is resized to a least area may be larger than the most.
+            done = self._exchange(process, task, self._limits.time_s, HEAD_BYTES + 2 * CHANNELS * most)
+        if done is None:
+            self._replace(process)
+            raise self._failed(param)
+        self._idle.put(process)
+        if done.error:
+            code = done.code if done.code in CODES else "image_parse_error"
+            raise RequestError(done.error, param=param, code=code)
+        return done
+
+    def _exchange(self, process: subprocess.Popen[bytes], task: Task | None, time_s: float, most_bytes: int) -> Outcome | None:
+        """What a process makes of a task, or says once it has started; None where it did not survive that."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        late = threading.Timer(time_s, process.kill)
+        late.start()
+        try:
+            if task is not None:
+                write(process.stdin, task)
+            payload = read(process.stdout, most_bytes)
+            return None if payload is None else msgspec.msgpack.decode(payload, type=Outcome)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        finally:
+            late.cancel()
+
+    def _failed(self, param: str) -> RequestError:
+        most = f"{self._limits.time_s:g} s and {self._limits.memory_bytes >> 20} MiB"
+        message = f"the picture cannot be decoded within {most}, or its file is damaged; legal is one that can"
+        return RequestError(message, param=param, code="image_parse_error")
+
+    def _replace(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._processes.discard(process)
+            self._started.discard(process.pid)
+            self.killed += 1
+        _end(process)
+        if not self._closed:
+            log.warning("a process that decodes pictures ended within one, with status %s", process.returncode)
+            self._start()
+
+    def _start(self) -> None:
+        # Nothing of this process's environment: it may hold keys.
+        variables = {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        }  # fmt: skip
+        command = [sys.executable, *self._program, str(self._limits.memory_bytes)]
+        with self._lock:
+            if self._closed:
+                return
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=variables)
+            self._processes.add(process)
+        self._idle.put(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()

@@ -1,0 +1,126 @@
+"""Where the pictures of a request stand in its prompt: the places that the template gives them, as many tokens as each has rows.
+
+What users typed is guarded before the template sees it, so that every mark of a place in its text is the template's own: a private
+character (U+E000 to U+F8FF) stands within each mark that a user typed, and text is encoded piece by piece between such characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...graphs.errors import RequestError
+from ...runtime.picture_spans import PictureInput, spans
+from ..chat.template import Chat
+from .processor import Picture
+from .reader import Vision
+
+GUARDS = range(0xE000, 0xF900)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A conversation whose texts have no marks of pictures.
+
+    Attributes:
+        guard: stands within the marks that they had; "" where they had none.
+    """
+
+    chat: Chat
+    guard: str = ""
+
+
+def guarded(chat: Chat, vision: Vision) -> Guarded:
+    """A conversation with a guard within each mark of a picture in its messages, tools and variables."""
+    marks = re.compile("|".join(map(re.escape, vision.marks)))
+    values = [chat.messages, chat.tools, chat.variables]
+    texts = list(_texts(values))
+    if not any(map(marks.search, texts)):
+        return Guarded(chat)
+    taken = set("".join(texts))
+    guard = next((chr(code) for code in GUARDS if chr(code) not in taken), None)
+    if guard is None:
+        message = f"the messages have a mark of a picture, such as {vision.image}, and all private characters; legal is one of both"
+        raise RequestError(message, param="messages")
+
+    def split(value: Any) -> Any:
+        if isinstance(value, str):
+            return marks.sub(lambda mark: f"{mark[0][0]}{guard}{mark[0][1:]}", value)
+        if isinstance(value, dict):
+            return {split(name): split(entry) for name, entry in value.items()}
+        return [split(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    messages, tools, variables = split(values)
+    return Guarded(replace(chat, messages=messages, tools=tools, variables=variables), guard)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            yield from _texts(name)
+            yield from _texts(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts(entry)
+
+
+Encode = Callable[[Sequence[str], int], list[tuple[int, ...]]]
+"""(pieces of text, tokens between them) -> the token ids of each piece; raises RequestError where they are too many."""
+
+
+def encoded(text: str, guard: str, counts: Sequence[int], vision: Vision, encode: Encode, param: str) -> tuple[int, ...]:
+    """Token ids of a text that has one mark of an image for each picture.
+
+    Args:
+        guard: of `Guarded`; leaves the text.
+        counts: tokens of each picture.
+        param: the field of the prompt, for errors.
+
+    Raises:
+        RequestError: the text has more or fewer marks.
+    """
+    between = text.split(vision.image)
+    _check_count(len(between) - 1, len(counts), vision, param)
+    pieces = [piece.split(guard) if guard else [piece] for piece in between]
+    ids = iter(encode([part for piece in pieces for part in piece], sum(counts)))
+    tokens: list[int] = []
+    for piece, count in zip(pieces, (*counts, 0), strict=True):
+        for _ in piece:
+            tokens += next(ids)
+        tokens += [vision.image_token_id] * count
+    return tuple(tokens)
+
+
+def expanded(tokens: Sequence[int], counts: Sequence[int], vision: Vision, param: str) -> tuple[int, ...]:
+    """Token ids with as many places for each picture as it has tokens, of ids that have one place for each.
+
+    Raises:
+        RequestError: they have more or fewer places.
+    """
+    mark = vision.image_token_id
+    _check_count(sum(token == mark for token in tokens), len(counts), vision, param)
+    left = iter(counts)
+    return tuple(place for token in tokens for place in ([mark] * next(left) if token == mark else [token]))
+
+
+def inputs(tokens: Sequence[int], pictures: Sequence[Picture], vision: Vision) -> tuple[PictureInput, ...]:
+    """The pictures of a prompt as an engine takes them."""
+    places = spans(tokens, {vision.image_token_id: [picture.grid for picture in pictures]}, vision.processor.merge_size)
+    return tuple(
+        PictureInput(span, picture.pixels.numpy(), picture.grid[1:], picture.digest) for span, picture in zip(places, pictures, strict=True)
+    )
+
+
+def before_text(text: str, count: int, vision: Vision) -> str:
+    """The prompt of a model without a chat template: its pictures, then its text."""
+    return f"{vision.start}{vision.image}{vision.end}" * count + text
+
+
+def _check_count(marks: int, pictures: int, vision: Vision, param: str) -> None:
+    if marks != pictures:
+        message = f"{param} has {marks} places for pictures ({vision.image}), and the request has {pictures}; legal is one for each"
+        raise RequestError(message, param=param, code="invalid_image")

@@ -1,0 +1,196 @@
+"""Pictures of a request, from its URLs to patches: counted and measured before a pixel is decoded, and decoded elsewhere (`pool`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+from ...graphs.errors import RequestError
+from ..requests.pictures import PictureFile, PicturePart, ProcessorFields, data_of, is_data
+from .limits import PictureLimits, RequestLimits
+from .pool import DecoderPool
+from .processor import Picture, PictureProcessor
+
+INLINE_CHARS = 2**16
+"""Longer URLs are read on a thread."""
+
+NO_FIELDS = ProcessorFields()
+
+
+@dataclass(frozen=True)
+class Vision:
+    """What a served model's tower takes.
+
+    Attributes:
+        processor: of the checkpoint, with no larger pictures than the largest encode bucket takes.
+        max_patches: of that bucket.
+        image, video: texts of the tokens that stand in a prompt for each row of a picture and of a video.
+        start, end: texts of those around them.
+        image_token_id: of `image`.
+    """
+
+    processor: PictureProcessor
+    max_patches: int
+    image: str
+    video: str
+    start: str
+    end: str
+    image_token_id: int
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that a user may type, and that mean pictures in a prompt alone."""
+        return self.image, self.video, self.start, self.end
+
+    def processor_for(self, fields: ProcessorFields) -> PictureProcessor:
+        """The processor of a request.
+
+        Raises:
+            RequestError: it asks for larger pictures than are legal here, or for a range without one.
+        """
+        most = self.processor.max_pixels
+        if fields.max_pixels is not None and fields.max_pixels > most:
+            message = f"max_pixels is {fields.max_pixels}; legal are up to {most}, the largest picture that this server encodes"
+            raise RequestError(message, param="mm_processor_kwargs.max_pixels", code="image_too_large")
+        try:
+            return self.processor.with_limits(fields.min_pixels, fields.max_pixels)
+        except RequestError as error:
+            error.param = "mm_processor_kwargs"
+            raise
+
+    def check_patches(self, count: int, what: str, param: str) -> None:
+        """Raises RequestError where a picture takes more patches than an encode bucket has; `what` begins the sentence."""
+        if count > self.max_patches:
+            raise RequestError(f"{what} takes {count} patches; legal are up to {self.max_patches}", param=param, code="image_too_large")
+
+    def tokens(self, processor: PictureProcessor, height: int, width: int, param: str) -> int:
+        """Tokens of a picture, the same whether it is turned or not.
+
+        Raises:
+            RequestError: it is too long for its width, or takes more patches than an encode bucket has.
+        """
+        _, rows, columns = processor.grid(height, width, param)
+        self.check_patches(rows * columns, f"the picture is {width}x{height} and", param)
+        return rows * columns // processor.merge_size**2
+
+
+Fetch = Callable[[str, str], Awaitable[bytes]]
+"""(URL, param) -> the bytes there; raises RequestError."""
+
+
+async def fetch_nothing(url: str, param: str) -> bytes:
+    """Raises RequestError."""
+    message = f"{param} is a URL to fetch, and this server fetches nothing (`npucompile serve --allowed-media-host`); legal is a data URL"
+    raise RequestError(message, param=param, code="invalid_image_url")
+
+
+BASE64_CHARS = 4 / 3
+"""Of a byte."""
+
+URL_CHARS = 2**12
+"""Of a URL to fetch, and of what stands around the base64 in any."""
+
+
+class PictureReader:
+    """Reads pictures of requests; used on the event loop alone.
+
+    Args:
+        vision: of the model.
+        pictures, requests: limits.
+        pool: decodes.
+        fetch: gets what is at http and https URLs.
+    """
+
+    def __init__(
+        self, vision: Vision, pictures: PictureLimits, requests: RequestLimits, pool: DecoderPool, fetch: Fetch = fetch_nothing
+    ) -> None:
+        self.vision, self.limits, self.pool = vision, requests, pool
+        self._pictures, self._fetch = pictures, fetch
+        # Equal pictures of stored conversations are one.
+        self._files: WeakValueDictionary[bytes, PictureFile] = WeakValueDictionary()
+        self._cache: OrderedDict[tuple[bytes, PictureProcessor], Picture] = OrderedDict()
+        self._cached_bytes = 0
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.pool.close()
+
+    @property
+    def body_bytes(self) -> int:
+        """What pictures add to the largest body of a request."""
+        return int(self.limits.images * (BASE64_CHARS * self._pictures.max_bytes + URL_CHARS))
+
+    async def counts(self, parts: Sequence[PicturePart], fields: ProcessorFields = NO_FIELDS) -> tuple[int, ...]:
+        """Tokens of each picture of a request, by its header.
+
+        Raises:
+            RequestError: there are too many, or one is not legal.
+        """
+        if len(parts) > (most := self.limits.images):
+            message = f"{len(parts)} pictures in a request; legal are up to {most} (`npucompile serve --limit-mm-per-prompt`)"
+            raise RequestError(message, param=parts[most].param, code="too_many_images")
+        processor = self.vision.processor_for(fields)
+        return await _in_order([self._count(part, processor) for part in parts])
+
+    async def pictures(self, parts: Sequence[PicturePart], fields: ProcessorFields = NO_FIELDS) -> tuple[Picture, ...]:
+        """The pictures, whose `counts` are legal.
+
+        Raises:
+            RequestError: one of them cannot be decoded.
+        """
+        processor = self.vision.processor_for(fields)
+        return await _in_order([self._picture(part, processor) for part in parts])
+
+    async def _count(self, part: PicturePart, processor: PictureProcessor) -> int:
+        file = await self._file(part)
+        if (known := self._cache.get((file.digest, processor))) is not None:
+            return known.tokens
+        height, width = await asyncio.wrap_future(self.pool.size(file.data, part.param))
+        return self.vision.tokens(processor, height, width, part.param)
+
+    async def _picture(self, part: PicturePart, processor: PictureProcessor) -> Picture:
+        file = await self._file(part)
+        key = file.digest, processor
+        if (known := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+            return known
+        picture = await asyncio.wrap_future(self.pool.picture(file.data, processor, part.param))
+        if key not in self._cache:
+            self._cache[key] = picture
+            self._cached_bytes += picture.pixels.numel()
+        while self._cached_bytes > self.limits.cache_bytes:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].pixels.numel()
+        return picture
+
+    async def _file(self, part: PicturePart) -> PictureFile:
+        if part.file is None:
+            if not is_data(part.url):
+                data = await self._fetch(part.url, part.param)
+                file = PictureFile(data)
+            elif len(part.url) <= INLINE_CHARS:
+                file = self._data(part)
+            else:
+                file = await asyncio.to_thread(self._data, part)
+            part.file, part.url = self._files.setdefault(file.digest, file), ""
+        return part.file
+
+    def _data(self, part: PicturePart) -> PictureFile:
+        file = PictureFile(data_of(part.url, part.param, self._pictures.max_bytes))
+        _ = file.digest  # here, as this may be a thread
+        return file
+
+
+T = TypeVar("T")
+
+
+async def _in_order(work: Sequence[Awaitable[T]]) -> tuple[T, ...]:
+    """Results of work that is done at once; raises the first error in order, when all is done."""
+    outcomes = await asyncio.gather(*work, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return tuple(outcome for outcome in outcomes if not isinstance(outcome, BaseException))

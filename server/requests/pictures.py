@@ -1,0 +1,114 @@
+"""Pictures as requests have them: data URLs, and URLs of hosts that a server may fetch from."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ...graphs.errors import RequestError
+from .bodies import Body
+from .fields import FieldError, show
+
+DATA, FETCHED = "data:", ("http://", "https://")
+BASE64 = "base64"
+
+Detail = Literal["auto", "low", "high", "original"]
+"""Legal, and without effect, as in vLLM: `mm_processor_kwargs` says how large pictures are read."""
+
+
+class ProcessorFields(Body):
+    """`mm_processor_kwargs`: the area in pixels that pictures of a request are resized to."""
+
+    min_pixels: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_pixels: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PictureFile:
+    """The bytes of a picture that a client sent, or that was fetched."""
+
+    data: bytes
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256."""
+        return hashlib.sha256(self.data).digest()
+
+
+@dataclass(eq=False)
+class PicturePart:
+    """A picture in the content of a message.
+
+    Attributes:
+        url: that it has in the request; "" once it is a file.
+        param: the field of the request that has the URL, for errors.
+        file: None until the URL is read.
+    """
+
+    url: str
+    param: str
+    file: PictureFile | None = None
+
+    def __repr__(self) -> str:
+        """Without what the picture shows, as logs may have it."""
+        return f"PicturePart({self.param}, {self.size_bytes} bytes)"
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the URL, or of the file in its place."""
+        return len(self.url) if self.file is None else len(self.file.data)
+
+
+Content = str | PicturePart
+"""A part of a message: text or a picture."""
+
+
+def picture_part(url: object, param: str) -> PicturePart:
+    """A picture of a URL, whose file is not looked at yet.
+
+    Raises:
+        FieldError: it is no URL of a kind that may be legal (code invalid_image_url).
+    """
+    if isinstance(url, str) and url[:8].lower().startswith((DATA, *FETCHED)):
+        return PicturePart(url, param)
+    message = f"{param} is {show(url)}; legal is a data URL, data:image/png;base64,... with the picture in base64"
+    raise FieldError(message, param=param, code="invalid_image_url")
+
+
+def is_data(url: str) -> bool:
+    """Whether a URL has its picture in itself."""
+    return url[: len(DATA)].lower() == DATA
+
+
+def data_of(url: str, param: str, max_bytes: int) -> bytes:
+    """The bytes in a data URL. Of what type it says they are, only that it is an image: which one is read from the bytes.
+
+    Raises:
+        RequestError: it is of another type, no strict base64 (RFC 4648, section 4), or has more bytes than are legal.
+    """
+    head, comma, text = url[len(DATA) :].partition(",")
+    kind, *parameters = head.lower().split(";")
+    if not comma or BASE64 not in parameters[-1:]:
+        message = f"{param} is a data URL without base64; legal is data:image/png;base64,..."
+        raise RequestError(message, param=param, code="invalid_image_url")
+    if not kind.startswith("image/"):
+        message = f"{param} is a data URL of type {show(kind)}; legal is a type of image/"
+        raise RequestError(message, param=param, code="unsupported_image_media_type")
+    # Known before anything is decoded; base64 makes 4 characters of 3 bytes.
+    if (least := len(text) // 4 * 3 - 2) > max_bytes:
+        message = f"{param} has at least {least} bytes; legal are up to {max_bytes}"
+        raise RequestError(message, param=param, code="image_file_too_large")
+    try:
+        # The library lets three padding characters pass.
+        if len(text) % 4 or text.endswith("==="):
+            raise ValueError
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        message = f"{param} holds other than base64; legal are its 64 characters without blanks, padded with ="
+        raise RequestError(message, param=param, code="invalid_base64_image") from None

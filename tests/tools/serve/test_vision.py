@@ -1,0 +1,48 @@
+"""tools/serve/vision.py: what a manifest says of pictures."""
+
+from __future__ import annotations
+
+import pytest
+from support.shown import IDS, IMAGE, IMAGE_ID, MARKS, VISION, artifact, codec
+from support.texts import byte_codec
+
+from npucompile.server.pictures.limits import MediaLimits, RequestLimits
+from npucompile.tools.serve.vision import reader_of, vision_of
+
+
+def test_the_largest_bucket_bounds_pictures():
+    vision = vision_of(artifact(), codec())
+    assert (vision.image, vision.image_token_id, vision.max_patches) == (IMAGE, IMAGE_ID, 256)
+    assert set(vision.marks) == set(MARKS)
+    assert vision.processor == VISION.processor
+    assert vision_of(artifact((64,)), codec()).processor.max_pixels == 64 * 256
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "said"),
+    [
+        (artifact(tower=False), {}, "--encode LIST"),
+        (artifact(()), {}, "--encode LIST"),
+        (artifact(), {"media": MediaLimits(text_alone=True)}, "--language-model-only"),
+        (artifact(), {"paired": True}, "--role both"),
+        (artifact(ids=IDS | {"image_token_id": 999}), {}, "whose tokenizer has the tokens"),
+    ],
+)
+def test_where_text_alone_is_taken_it_is_said_why(made, options, said):
+    why = vision_of(made, codec(), **options)
+    assert isinstance(why, str)
+    assert said in why
+
+
+def test_a_tokenizer_without_the_marks_takes_text_alone():
+    assert isinstance(vision_of(artifact(), byte_codec()), str)
+
+
+def test_a_reader_has_the_limits():
+    one = reader_of(VISION, MediaLimits(request=RequestLimits(3)))
+    try:
+        assert one.limits.images == 3
+        assert len(one.pool.process_ids) == 2
+    finally:
+        one.close()
+    assert not one.pool.process_ids
