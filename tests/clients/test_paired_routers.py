@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from clients.test_routers import ASKED, CANCELLED, MODULES, PROGRAMS, TEXT, metric, place, replica, until
+from clients.test_routers import ASKED, BEARER, CANCELLED, KEY, MODULES, PROGRAMS, TEXT, metric, place, replica, until
 from openai import APIStatusError, OpenAI
 from support import optional, ranks, tiny
 from support.servers import Server
@@ -54,12 +55,28 @@ def client(request, pair, tmp_path_factory) -> Iterator[OpenAI]:
         pytest.skip("`make clients` installs the routers that nobody here wrote; CI does")
     folder, port, metrics = tmp_path_factory.mktemp(router), ranks.free_port(), ranks.free_port()
     python = PROGRAMS / router / "bin" / "python"
-    command = [python, "-m", f"{MODULES[router]}.launch_router", PAIRED[router], "--policy", "round_robin", "--host", "127.0.0.1"]
-    command += ["--port", port, "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics, "--decode", place(pair.decode)]
+    command = [python, "-m", f"{MODULES[router]}.launch_router", PAIRED[router], "--policy", "round_robin", "--api-key", KEY]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--prometheus-host",
+        "127.0.0.1",
+        "--prometheus-port",
+        metrics,
+        "--decode",
+        place(pair.decode),
+    ]
     for server in pair.prefills:
         url = place(server)
         command += ["--prefill", url, *([url.rpartition(":")[2]] if router == "sglang-router" else [])]
-    with (folder / "log").open("w") as log, subprocess.Popen([*map(str, command)], stdout=log, stderr=log, cwd=folder) as process:
+    # vllm-router asks pairs with the key that its environment has.
+    named = {**os.environ, "OPENAI_API_KEY": KEY}
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen([*map(str, command)], stdout=log, stderr=log, cwd=folder, env=named) as process,
+    ):
         try:
             url = f"http://127.0.0.1:{port}"
 
@@ -67,18 +84,18 @@ def client(request, pair, tmp_path_factory) -> Iterator[OpenAI]:
                 assert process.poll() is None, (folder / "log").read_text()
                 with contextlib.suppress(httpx.TransportError):
                     body = {"model": "tiny", "prompt": "a b", "max_tokens": 1}
-                    return httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+                    return httpx.post(f"{url}/v1/completions", json=body, headers=BEARER, timeout=60).status_code == 200
                 return False
 
             until(works)
-            with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            with OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
                 yield client
         finally:
             process.kill()
 
 
 def direct(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{place(server)}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=f"{place(server)}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.mark.long
@@ -126,6 +143,6 @@ def test_a_client_that_leaves_ends_its_request(client, pair):
 @pytest.mark.long
 def test_a_prefill_server_that_is_not_the_decode_servers_own_is_refused(pair):
     body = {"prompt": "And God said", "bootstrap_host": "10.9.9.9", "bootstrap_port": 8998, "bootstrap_room": 5}
-    answer = httpx.post(f"{place(pair.decode)}/v1/completions", json=body)
+    answer = httpx.post(f"{place(pair.decode)}/v1/completions", json=body, headers=BEARER)
     assert answer.status_code == 400
     assert "10.9.9.9:8998; legal are those of `npucompile serve --prefill`: http://" in answer.json()["error"]["message"]

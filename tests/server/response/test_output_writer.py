@@ -86,10 +86,13 @@ def test_events_add_up_to_the_items_however_the_text_is_cut(words, status, data)
     assert [item["status"] for item in items[:-1]] == ["completed"] * (len(items) - 1) if items else True
     tokens = [token for event in events for token in event.get("token_ids", [])]
     assert tokens == [ord(character) for character in text][: len(tokens)]
+    # A token whose text goes on into a later item has its entry in the item that it begins in.
+    entries = ""
     for item in items:
         if item["type"] == "message":
             said = "".join(part["text"] for part in item["content"])
-            assert said in "".join(entry["token"] for part in item["content"] for entry in part["logprobs"])
+            entries += "".join(entry["token"] for part in item["content"] for entry in part["logprobs"])
+            assert said in entries
     assert len(items) == len(written([text], status)[0].objects())
     # Each character is a token, however many come at once.
     assert made.reasoning_tokens == written(list(text), status)[0].reasoning_tokens
