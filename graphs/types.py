@@ -228,6 +228,9 @@ class Rules:
 
 KINDS = ("decode", "encode", "prefill")
 
+PICTURE_ROWS = "picture_rows"
+"""Logical axis of pools of rows of pictures, which encode buckets write and others read."""
+
 
 @dataclass(frozen=True, order=True)
 class Bucket:

@@ -37,7 +37,7 @@ def _tower(model: Model) -> Tower[Any]:
 def program(model: Model, cfg: Any, bucket: Bucket, limits: Limits, dtype: torch.dtype) -> Program:
     """The program of B segments of N patches: `(params, state, inputs) -> (outputs, state)`.
 
-    Inputs: `patches` [B, N, patch_dim] and `grids` [B, 2] i32 as of `vision.encode`, and `picture_rows` [B, N / merged] i32, the row of the
+    Inputs: `patches` [B, N, patch_dim] u8, `grids` [B, 2] i32 as of `vision.encode`, and `picture_rows` [B, N / merged] i32, the row of the
     pool that each row of a segment is written to; 0, the null row, behind its own. Outputs: `finite` [B] i32, 0 where a row of a segment is
     not finite: a request with it fails, as one does whose logits are not.
 
@@ -54,7 +54,7 @@ def program(model: Model, cfg: Any, bucket: Bucket, limits: Limits, dtype: torch
         raise SpecError(f"{bucket.name}, and no rows of pictures are kept; legal is at least 2")
 
     def forward(params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
-        rows = tower.encode(cfg, params[tower.key], inputs)
+        rows = tower.encode(cfg, params[tower.key], {**inputs, "patches": tower.normalised(cfg, inputs["patches"], dtype)})
         places = inputs["picture_rows"]
         pool = ops.paged_write(state[PICTURES], rows.flatten(0, 1)[:, None], places.reshape(-1))
         # What is not finite has a difference to itself; a sum shows it, whatever a maximum makes of it (ops/sample.py).
@@ -64,7 +64,7 @@ def program(model: Model, cfg: Any, bucket: Bucket, limits: Limits, dtype: torch
         return {"finite": finite.to(torch.int32)}, {**state, PICTURES: pool}
 
     inputs = {
-        "patches": Aval((B, N, cfg.patch_dim), dtype),
+        "patches": Aval((B, N, cfg.patch_dim), torch.uint8),
         "grids": Aval((B, 2), torch.int32),
         "picture_rows": Aval((B, N // cfg.merged), torch.int32),
     }

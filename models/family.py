@@ -119,14 +119,18 @@ class Tower(Generic[V]):
         key: of its parameters, beside those of the language model.
         read_config: (fields of a config.json, its name in errors) -> the tower's configuration, None where the file has none; raises
             ConfigError naming the field.
+        prepared: (cfg, mean and standard deviation of each channel, factor of the bytes that these are of) -> the configuration with them.
         abstract_params: (cfg, dtype) -> tree of Param.
+        normalised: (cfg, patches u8, dtype) -> the patches that `encode` reads.
         encode: (cfg, params, inputs) -> a row of the language model's width for each place of a picture in a prompt.
         in_tiles: cfg -> the configuration whose parameters are stored as NPUs take them.
     """
 
     key: str
     read_config: Callable[[Mapping[str, Any], str], V | None]
+    prepared: Callable[[V, Sequence[float], Sequence[float], float], V]
     abstract_params: Callable[[V, torch.dtype], Tree]
+    normalised: Callable[[V, torch.Tensor, torch.dtype], torch.Tensor]
     encode: Callable[[V, Tree, Tree], torch.Tensor]
     in_tiles: Callable[[V], V]
 

@@ -8,6 +8,7 @@ import json
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,27 @@ class ModelSource:
     def max_position_embeddings(self) -> int:
         """Most tokens, prompt and output together, that the model supports."""
         return int(self.model.config.max_position_embeddings)
+
+    @cached_property
+    def tower(self) -> Any:
+        """Configuration of its vision tower; None in a family without one, and where the file describes none.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        tower = self.model.family.tower
+        return tower and tower.read_config(json.loads(self.text), "config.json")
+
+    def has_tower(self) -> bool:
+        """Whether its checkpoint has any of the tower that the file describes: many that were made for text have none.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read.
+        """
+        tower, directory = self.model.family.tower, self.checkpoint_dir
+        if tower is None or self.tower is None or directory is None or not has_weights(directory):
+            return False
+        return holds_any(open_checkpoint(directory), tower.abstract_params(self.tower, torch.float32))
 
     @property
     def has_draft_head(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from ..graphs import ops
 from ..graphs.errors import SpecError
 from ..graphs.step_inputs import LAYER_INPUTS, PICTURE_INPUTS, StepInputs
-from ..graphs.types import Aval, Bucket, Limits, Program, Tree
+from ..graphs.types import PICTURE_ROWS, Aval, Bucket, Limits, Program, Tree
 from . import draft_vocabulary, drafts, request_slots, sequence_parallel
 from .family import Family, Intermediates
 from .head_padding import PaddedHeads, widened, with_real_sources
@@ -33,12 +33,14 @@ class Model:
         family: its functions.
         config: that family's configuration.
         drafting: its programs draft, so its parameters and state include the draft head's.
+        tower: configuration of the family's vision tower, in the variant that its encode programs have it in; None without pictures.
     """
 
     name: str
     family: Family[Any]
     config: Any
     drafting: bool = False
+    tower: Any = None
 
     @cached_property
     def has_draft_head(self) -> bool:
@@ -71,7 +73,7 @@ class Model:
         pools = {**self._used(self.family.abstract_state(self.wide, limits, dtype)), "request_slots": request_slots.state(limits)}
         if limits.picture_rows:
             # A page of one row of one head: what writes pages writes it.
-            shape, axes = (limits.picture_rows, 1, 1, self.config.hidden_size), ("picture_rows", None, None, None)
+            shape, axes = (limits.picture_rows, 1, 1, self.config.hidden_size), (PICTURE_ROWS, None, None, None)
             pools[PICTURES] = Aval(shape, dtype, axes)
         return pools
 

@@ -11,7 +11,7 @@ where ranks that share its heads need two.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,7 @@ class Config:
         num_position_embeddings: of the square table of learned positions.
         spatial_merge_size: patches of a row of the result are a square of this side.
         stored_width: channels that each head is stored with, zeros behind those of each half of it (`in_tiles`); 0: those that it has.
+        mean, std: of the bytes of each channel, as published unless a checkpoint's file says something else (`prepared`).
         image_token_id: stands in a prompt for each row of a picture, between `vision_start_token_id` and `vision_end_token_id`.
     """
 
@@ -79,6 +80,8 @@ class Config:
     video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
+    mean: tuple[float, ...] = (127.5,) * 3
+    std: tuple[float, ...] = (127.5,) * 3
     variant: Variant = PLAIN
     stored_width: int = 0
 
@@ -111,6 +114,7 @@ class Config:
             (self.hidden_size % self.num_heads, "hidden_size must be a multiple of num_heads"),
             (self.head_dim % 4, "the width of a head must be a multiple of 4: half of it turns by rows, half by columns"),
             (self.side**2 != self.num_position_embeddings, "num_position_embeddings must be a square"),
+            (not len(self.mean) == len(self.std) == self.in_channels, "each of in_channels needs a mean and a standard deviation"),
         )
         for broken, rule in checks:
             if broken:
@@ -163,6 +167,22 @@ def _placed(cfg: Config) -> tuple[PaddedHeads, ...]:
     real, wide, halves = half // unit, stored // unit, 2 * cfg.num_heads
     places = tuple(part * real + i if i < real else -1 for part in range(halves) for i in range(wide))
     return (PaddedHeads(_CHANNELS, halves * real, places, (), 1),)
+
+
+def prepared(cfg: Config, mean: Sequence[float], std: Sequence[float], rescale: float) -> Config:
+    """The configuration with the mean and standard deviation of a processor's file, which are of bytes times `rescale`."""
+    # In f32, as the published processor folds them.
+    means, stds = (tuple((torch.tensor(each) * (1.0 / rescale)).tolist()) for each in (mean, std))
+    return replace(cfg, mean=means, std=stds)
+
+
+def normalised(cfg: Config, patches: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Patches [S, N, patch_dim] u8 as `encode` reads them, bit for bit what the published processor makes of them, and then in `dtype`."""
+    channels = list(zip(cfg.mean, cfg.std, strict=True))
+    if len(set(channels)) == 1:
+        channels = channels[:1]  # one operation, where all are alike
+    parts = [((part.float() - mean) / std).to(dtype) for part, (mean, std) in zip(patches.chunk(len(channels), -1), channels, strict=True)]
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
@@ -266,5 +286,5 @@ def _layer_norm(x: torch.Tensor, weights: Tree) -> torch.Tensor:
     return normed
 
 
-TOWER = Tower("vision", read_config, abstract_params, encode, in_tiles)
+TOWER = Tower("vision", read_config, prepared, abstract_params, normalised, encode, in_tiles)
 """The record for `Family.tower`."""

@@ -71,7 +71,8 @@ class CpuExecutor:
         self._signatures = {bucket: local_signature(manifest, entry) for bucket, entry in self._entries.items()}
         self._input_rows = {bucket: {leaf.path: leaf.aval.shape[0] for leaf in s.inputs} for bucket, s in self._signatures.items()}
         self._output_names = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
-        self._derived: dict[Bucket, tuple[int, ...]] = {}
+        self._places = {bucket: manifest.operands(bucket) for bucket in self._entries}
+        self._derived: dict[Bucket, set[int]] = {}
         self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
         self._release()
         self._compiles_before_ready = compile_evidence()
@@ -104,7 +105,7 @@ class CpuExecutor:
         arrays = inputs[0]
         rows = self._input_rows[bucket]
         tensors = [self._coords if name == COORDS else torch.from_numpy(with_all_rows(arrays[name], rows[name])) for name in rows]
-        results = self._executables[bucket]([*self._params, *self._state, *tensors])
+        results = self._executables[bucket]([*self._operands(bucket), *tensors])
         return FinishedStep([{name: value.numpy() for name, value in zip(self._output_names[bucket], results, strict=True)}])
 
     def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
@@ -166,15 +167,21 @@ class CpuExecutor:
         executable = self._open(entry)
         signature = self._signatures[entry.bucket]
         blank = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.inputs]
-        check_operands([*self._params, *self._state, *blank], signature)
-        self._derived[entry.bucket] = executable.prepare(self._params)
+        operands, (places, _) = self._operands(entry.bucket), self._places[entry.bucket]
+        check_operands([*operands, *blank], signature)
+        self._derived[entry.bucket] = {places[i] for i in executable.prepare(operands[: len(places)])}
         self.backends[entry.bucket.name] = executable.backend
         return executable
 
+    def _operands(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Parameters and pools that a bucket's executable takes."""
+        params, state = self._places[bucket]
+        return [*(self._params[i] for i in params), *(self._state[i] for i in state)]
+
     def _release(self) -> None:
         """Gives back the memory of parameters that no bucket reads as they are stored; they stay mapped."""
-        unread = set.intersection(*map(set, self._derived.values())) if self._derived else set()
-        mapped.release(self._params[i] for i in sorted(unread))
+        reads = {bucket: set(self._places[bucket][0]) - derived for bucket, derived in self._derived.items()}
+        mapped.release(self._params[i] for i in sorted(set(range(len(self._params))) - set().union(*reads.values())))
 
     def _open(self, entry: GraphEntry) -> HostExecutable:
         if entry.compiled is None:

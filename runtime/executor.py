@@ -11,7 +11,7 @@ import torch
 
 from ..graphs import compile_count
 from ..graphs.errors import LoweringError, NpucompileError, SpecError
-from ..graphs.types import Bucket, Leaf, Limits
+from ..graphs.types import PICTURE_ROWS, Bucket, Leaf, Limits
 from .kv_transfer.layout import Region
 
 Inputs = Mapping[str, npt.NDArray[Any]]
@@ -23,8 +23,8 @@ Outputs = Mapping[str, npt.NDArray[Any]]
 Numbers = Mapping[str, Sequence[int]]
 """Numbers of pages and state slots of one dp group, by axis of pools: "pages" and "slots"."""
 
-PAGED_AXES = ("pages", "request_slots")
-"""First axes of pools that hold nothing of a prompt but its pages; a request slot is written at the end of the prompt."""
+PAGED_AXES = ("pages", "request_slots", PICTURE_ROWS)
+"""First axes of pools that hold nothing of a prompt but its pages: a request slot is written at its end, rows of pictures are shared."""
 
 COMPILER_MODULES = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
 """Modules that a process imports only to compile."""

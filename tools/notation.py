@@ -1,4 +1,4 @@
-"""Parses and formats lists of bucket sizes, as in `2,4,...,64`, and of prefill sizes, as in `2048,4x512`."""
+"""Parses and formats lists of bucket sizes, as in `2,4,...,64`, prefill sizes, as in `2048,4x512`, and encode sizes, as in `256x4`."""
 
 from __future__ import annotations
 
@@ -112,6 +112,46 @@ def parse_prefill(text: str) -> tuple[PrefillSize, ...]:
 def format_prefill(sizes: Sequence[PrefillSize]) -> str:
     """Formats prefill sizes: those of one prompt first; parse_prefill reads them back, in that order."""
     return ",".join(map(str, sorted(sizes, key=lambda size: (size.prompts > 1, size))))
+
+
+class EncodeSize(NamedTuple):
+    """The size of an encode step: at most so many patches of each segment, and so many segments (of one dp group)."""
+
+    patches: int
+    segments: int = 1
+
+    def __str__(self) -> str:
+        return str(self.patches) if self.segments == 1 else f"{self.patches}x{self.segments}"
+
+
+NO_PICTURES = "none"
+
+
+def parse_encode(text: str) -> tuple[EncodeSize, ...]:
+    """Reads encode sizes: patches of one segment as `parse_buckets` does, and anywhere after their series any number of PATCHESxSEGMENTS;
+    `none` is no sizes.
+
+    Returns:
+        in the order in which they are written, each once.
+
+    Raises:
+        SpecError: on anything else, with the rule.
+    """
+    if text.strip() == NO_PICTURES:
+        return ()
+    turned = ",".join("x".join(reversed(item.strip().split("x"))) for item in text.split(","))
+    try:
+        return tuple(EncodeSize(*size) for size in parse_prefill(turned))
+    except SpecError:
+        raise SpecError(
+            f"sizes {text!r}: legal are patches of a segment, in the notation of bucket sizes, behind them any number of PATCHESxSEGMENTS, "
+            f"each once, as in 1024,4096,256x4; or {NO_PICTURES}"
+        ) from None
+
+
+def format_encode(sizes: Sequence[EncodeSize]) -> str:
+    """Formats encode sizes: those of one segment first; parse_encode reads them back, in that order."""
+    return ",".join(map(str, sorted(sizes, key=lambda size: (size.segments > 1, size)))) or NO_PICTURES
 
 
 def format_buckets(sizes: Sequence[int]) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ...graphs.types import Mesh, Rules
 from ..machines import NPUS
 from .manifest import Manifest
-from .shards import local_leaves
+from .shards import local_signature
 
 FLOPS_PER_BYTE = {chip: round(npu.bf16_ops_per_s / npu.hbm_bytes_per_s) for chip, npu in NPUS.items()}
 """Operations that a machine computes while it reads a byte of its memory, by chip: nameplate bfloat16 products over nameplate bandwidth."""
@@ -31,17 +30,16 @@ def fixed_tokens(manifest: Manifest, tiles: bool | None = None) -> int:
     """How many tokens take as long to compute as a rank's parameters take to read: the fixed part of a step's cost; at least 1.
 
     That is bytes of parameters x operations a byte (the machine's) / operations a token (the largest graph's, without those on cached
-    tokens). All parameters count, also a table of embeddings of which a step reads few rows, and experts that no token chooses. Launches
-    and messages between ranks do not count.
+    tokens). All that the graph takes count, also a table of embeddings of which a step reads few rows, and experts that no token chooses.
+    Launches and messages between ranks do not count.
 
     Args:
         tiles: whether the CPU that serves has AMX; None asks this one. Of other platforms it says nothing.
     """
-    mesh, rules = Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
     entry = max(manifest.graphs, key=lambda entry: (entry.bucket.kind == "prefill", entry.bucket.tokens))
     # Builds before there was a count of cached_flops take attention over a full context for a token's own cost.
     flops = entry.cost["flops"] - entry.cost.get("cached_flops", 0)
-    params = sum(leaf.aval.nbytes for leaf in local_leaves(manifest.params, mesh, rules))
+    params = sum(leaf.aval.nbytes for leaf in local_signature(manifest, entry).params)
     return max(round(params * balance(manifest, tiles) * entry.bucket.tokens / flops), 1)
 
 

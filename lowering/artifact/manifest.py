@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
-from ...graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Signature
+from ...graphs.types import DTYPE_NAMES, DTYPES, PICTURE_ROWS, Aval, Bucket, Leaf, Limits, Signature
 
 FORMAT = 8
 
@@ -121,13 +121,14 @@ class Manifest:
         model: name, family, config (its config.json), vocab_size, eos_ids, special_tokens (texts that the chat template names), sampling
             (what its generation_config.json recommends); `draft_model` (name, config, parts, checkpoint) where its draft
             head is of a second checkpoint, whose parameters are among `params`; `family_file` (name, sha256, path, text) where its family
-            is of a file of the user's.
+            is of a file of the user's; `tower` (key, and `processor`, fields of `server.pictures.processor.PictureProcessor`) where the
+            build takes pictures.
         dtype: name of the dtype that the model computes in.
         mesh: e.g. "dp=8,tp=2"; "1" is one device.
         rules: logical axis to mesh axes.
         target: kind of machine it is for (tools/builder/targets.py).
         backend: name of the backend that the build compiles with.
-        params, state: flat operands shared by all graphs.
+        params, state: flat operands of all graphs, each of which takes those that are for its kind of bucket (`operands`).
         graphs: buckets that are served.
         references: eager graphs of one row, with which rows of larger buckets are compared; not served.
         weights, tokenizer, chat_template: paths, or None where the artifact was built without them.
@@ -177,9 +178,19 @@ class Manifest:
     platform: Mapping[str, Any] = field(default_factory=dict)
     decided_by: Mapping[str, str] = field(default_factory=dict)
 
+    def operands(self, bucket: Bucket) -> tuple[list[int], list[int]]:
+        """Which of `params` and of `state` the graph of a bucket takes, in its order.
+
+        Encode buckets read the vision tower and write the pool of rows of pictures, and nothing else; others take all but the tower.
+        """
+        encodes, prefix = bucket.kind == "encode", f"{self.model.get('tower', {}).get('key')}."
+        params = [i for i, leaf in enumerate(self.params) if leaf.path.startswith(prefix) == encodes]
+        return params, [i for i, leaf in enumerate(self.state) if not encodes or leaf.aval.axes[0] == PICTURE_ROWS]
+
     def signature(self, entry: GraphEntry) -> Signature:
         """Calling convention of one graph."""
-        return Signature(self.params, self.state, entry.inputs, entry.outputs)
+        params, state = self.operands(entry.bucket)
+        return Signature(tuple(self.params[i] for i in params), tuple(self.state[i] for i in state), entry.inputs, entry.outputs)
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -20,8 +20,8 @@ def local_leaves(leaves: Iterable[Leaf], mesh: Mesh, rules: Rules) -> tuple[Leaf
 
 def local_signature(manifest: Manifest, entry: GraphEntry) -> Signature:
     """Calling convention of one graph on one rank. A manifest's params and state are global; a graph's inputs and outputs are local."""
-    mesh, rules = Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
-    return Signature(local_leaves(manifest.params, mesh, rules), local_leaves(manifest.state, mesh, rules), entry.inputs, entry.outputs)
+    mesh, rules, whole = Mesh.parse(manifest.mesh), Rules.of(manifest.rules), manifest.signature(entry)
+    return Signature(local_leaves(whole.params, mesh, rules), local_leaves(whole.state, mesh, rules), entry.inputs, entry.outputs)
 
 
 def load_shard(artifact: Artifact, rank: int = 0) -> dict[str, torch.Tensor]:

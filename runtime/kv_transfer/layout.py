@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...graphs.errors import NpucompileError
-from ...graphs.types import Leaf, Limits, Mesh, Rules
+from ...graphs.types import PICTURE_ROWS, Leaf, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import Manifest
 from ...lowering.artifact.shards import local_leaves
 
@@ -60,8 +60,8 @@ class Region:
 def regions(state: Sequence[Leaf], limits: Limits, addresses: Mapping[str, int], rules: Rules) -> tuple[Region, ...]:
     """The pools of one rank that travel, in the order of the state.
 
-    A request slot does not: the host of a decode server writes it. Where all windows of a convolution are in a request's first slot
-    (graphs/ops/causal_conv.py), the first of them travels.
+    A request slot does not: the host of a decode server writes it; nor do rows of pictures, which prefill alone reads. Where all windows
+    of a convolution are in a request's first slot (graphs/ops/causal_conv.py), the first of them travels.
 
     Args:
         state: with the shapes of the rank's shards (`lowering.artifact.shards.local_leaves`).
@@ -75,7 +75,7 @@ def regions(state: Sequence[Leaf], limits: Limits, addresses: Mapping[str, int],
     found = []
     for leaf in state:
         axis, shape = leaf.aval.axes[0], leaf.aval.shape
-        if axis == REQUEST_SLOTS:
+        if axis in (REQUEST_SLOTS, PICTURE_ROWS):
             continue
         if axis not in (PAGES, SLOTS, FIRST_SLOTS):
             raise LayoutError(f"{leaf.path} is a pool of {axis}; what can travel are {PAGES}, {SLOTS} and {FIRST_SLOTS}")

@@ -234,6 +234,10 @@ class PictureProcessor(PatchProcessor):
         return self.cut(rgb[None], self.resized(height, width, param))
 
 
+PUBLISHED = PictureProcessor(16, 2, 2, (0.5,) * CHANNELS, (0.5,) * CHANNELS, 1 / 255, 65_536, 16_777_216)
+"""Of Qwen3.5 and 3.6."""
+
+
 def processor_of(values: Mapping[str, Any], where: str) -> PictureProcessor:
     """The processor that the fields of a file describe. A class's own defaults are those of older models, so that none is taken.
 

@@ -43,16 +43,16 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, vision.Config
 
 
 def operands() -> tuple[torch.Tensor, dict[str, torch.Tensor], list[list[int]]]:
-    """A pool of NaN, inputs with NaN in padding, and the pool's rows of each segment."""
+    """A pool of NaN, inputs with white in padding, and the pool's rows of each segment."""
     pixels = towers.patches(NAME, GRIDS, 1)
     inputs = {
-        "patches": torch.full((4, 64, pixels.shape[1]), float("nan")),
+        "patches": torch.full((4, 64, pixels.shape[1]), 255, dtype=torch.uint8),
         "grids": torch.zeros(4, 2, dtype=torch.int32),
         "picture_rows": torch.zeros(4, 16, dtype=torch.int32),
     }
     places, at = [], 0
     for i, (_, h, w) in enumerate(GRIDS):
-        inputs["patches"][i, : h * w], at = pixels[at : at + h * w], at + h * w
+        inputs["patches"][i, : h * w], at = towers.as_bytes(pixels[at : at + h * w]), at + h * w
         inputs["grids"][i] = torch.tensor([h, w])
         before = sum(map(len, places))
         places.append([7 * (before + place) % 59 + 1 for place in range(h * w // 4)])
@@ -90,9 +90,13 @@ def test_the_traced_program_writes_the_rows_of_transformers_in_place(read: Any, 
 
 def test_a_segment_that_overflows_says_so(read: Any, partitioned: Partitioned) -> None:
     pool, inputs, _ = operands()
-    inputs["patches"][1, 0, 0] = float("inf")
+    weights = [weight.clone() for weight in read[2]]
+    place = next(i for i, leaf in enumerate(partitioned.signature.params) if leaf.path == "vision.patch.weight")
+    # Two values of one patch are not nearly 0, and the sum of their products is too large.
+    inputs["patches"][:, :, :2], weights[place][0, :2] = 127, 3e38
+    inputs["patches"][1, 0, :2] = 255
     with torch.no_grad():
-        (finite,) = lower_eager(partitioned).graph(*ordered(partitioned, read[2], pool, inputs))
+        (finite,) = lower_eager(partitioned).graph(*ordered(partitioned, weights, pool, inputs))
     assert finite.tolist() == [1, 0, 1, 1]
 
 

@@ -57,7 +57,12 @@ def patches(name: str, grids: list[tuple[int, int, int]], seed: int) -> torch.Te
     vision = model(name).config.vision_config
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     count = sum(t * h * w for t, h, w in grids)
-    return torch.rand(count, width, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    return (torch.randint(0, 256, (count, width), generator=torch.Generator().manual_seed(seed)).float() - 127.5) / 127.5
+
+
+def as_bytes(normalised: torch.Tensor) -> torch.Tensor:
+    """Patches as encode steps take them: u8."""
+    return (normalised * 127.5 + 127.5).round().to(torch.uint8)
 
 
 @torch.no_grad()
@@ -154,7 +159,7 @@ class Server:
         behind = 0
         for (_, h, w), span in zip(request.grids, request.spans, strict=True):
             pixels, behind = request.pixels[behind : behind + h * w], behind + h * w
-            inputs = {"patches": pixels[None], "grids": torch.tensor([[h, w]], dtype=torch.int32)}
+            inputs = {"patches": as_bytes(pixels)[None], "grids": torch.tensor([[h, w]], dtype=torch.int32)}
             places = list(range(self.used, self.used + h * w // 4))
             inputs["picture_rows"] = torch.tensor([places], dtype=torch.int32)
             program = encode_step.program(self.model, self.tower, Bucket("encode", 1, h * w), self.limits, torch.float32)

@@ -12,7 +12,7 @@ from ...graphs.errors import VerifyError
 from ...graphs.types import Leaf, Signature
 from ...lowering.executable import Executable
 from .poisoned_steps import LiveRow, PoisonedStep, run_step
-from .pools import filled_pages, is_paged, is_request_slots, keeps_first_slots, tokens_second
+from .pools import filled_pages, is_paged, is_picture_pool, is_request_slots, keeps_first_slots, tokens_second
 from .tolerances import DEVIATION, INT8_STEPS, INTEGERS, RELATIVE, Measure, Tolerance, difference
 
 TOKENS = ("tokens", "counts", "drafts")
@@ -26,7 +26,7 @@ class Differences:
     Attributes:
         rows: live rows compared.
         logits_error: largest measure of logits, or of log probabilities, in any case.
-        state_error: largest measure of any pool's live state in any case.
+        state_error: largest measure of any pool's live state in any case, rows of pictures among them.
         token_mismatches: rows whose greedy tokens, drafts, or counts of accepted drafts differ.
     """
 
@@ -110,6 +110,8 @@ def _of_main_layers(leaf: Leaf) -> bool:
 
 def _live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
     """Values of live rows in a pool, flat; with `counts` [B] only those of accepted tokens."""
+    if is_picture_pool(leaf):
+        return pool.new_zeros(0)  # encode steps alone write it
     if is_request_slots(leaf):
         return pool[[row.request_slot for row in live]]
     if not is_paged(leaf):

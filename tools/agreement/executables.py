@@ -8,13 +8,14 @@ from dataclasses import asdict
 import torch
 
 from ...graphs.step_inputs import OPTIONAL_ROWS
-from ...graphs.types import DTYPES, Bucket
+from ...graphs.types import DTYPES, Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.backend import open_executable
 from ...lowering.executable import Executable
 from ..heap import give_back_heap
 from ..progress import Progress
 from .compare import Differences, check_tolerance, compare
+from .encode_steps import PADDINGS, compare_encode, poisoned_encode
 from .poisoned_steps import drafted_step, live_counts
 from .tolerances import tolerance_of
 
@@ -33,8 +34,14 @@ def verify(artifact: Artifact, progress: Progress) -> dict[str, dict[str, float]
         for entry in artifact.manifest.graphs:
             measured = dict(verify_entry(artifact, entry, params))
             measurements[entry.bucket.name] = measured
-            bar.step(f"{entry.bucket.name} ({entry.backend}) logits within {measured['logits_error']:.1e}")
+            bar.step(f"{entry.bucket.name} ({entry.backend}) {said(entry.bucket, measured)}")
     return measurements
+
+
+def said(bucket: Bucket, measured: Mapping[str, float]) -> str:
+    """How far the results of a bucket are off, for the terminal."""
+    what, name = ("rows", "state_error") if bucket.kind == "encode" else ("logits", "logits_error")
+    return f"{what} within {measured[name]:.1e}"
 
 
 def load_params(artifact: Artifact) -> list[torch.Tensor]:
@@ -63,7 +70,7 @@ def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.T
         VerifyError: as for `verify`.
     """
     manifest = artifact.manifest
-    signature = manifest.signature(entry)
+    signature, params = manifest.signature(entry), [params[i] for i in manifest.operands(entry.bucket)[0]]
     tolerance = tolerance_of(DTYPES[manifest.dtype], signature)
     vocab = int(manifest.model["vocab_size"])
     eager, rows = open_executable(artifact.path / entry.reference, "eager"), _row_by_row(artifact, entry)
@@ -72,6 +79,10 @@ def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.T
     measured = dict.fromkeys(references, Differences())
 
     def compared(live: int, seed: int) -> dict[str, Differences]:
+        if entry.bucket.kind == "encode":
+            one, other = (poisoned_encode(entry.bucket, signature, live, 17 * seed + live, padding) for padding in PADDINGS)
+            runs = {name: (reference, candidate, params, (one, other), signature) for name, reference in references.items()}
+            return {name: compare_encode(*run, tolerance.measure) for name, run in runs.items()}
         generator = torch.Generator().manual_seed(17 * seed + live)
         case = drafted_step(eager, entry.bucket, signature, manifest.limits, params, vocab, live, generator)
         return {name: compare(reference, candidate, [case], signature, tolerance.measure) for name, reference in references.items()}
@@ -93,7 +104,7 @@ def _row_by_row(artifact: Artifact, entry: GraphEntry) -> Executable | None:
     single = next((e for e in (*artifact.manifest.graphs, *artifact.manifest.references) if e.bucket == bucket), None)
     if single is None or entry.bucket.batch == 1:
         return None
-    return RowByRow(open_executable(artifact.path / single.reference, "eager"), entry, artifact)
+    return RowByRow(open_executable(artifact.path / single.reference, "eager"), entry, artifact.manifest.signature(entry))
 
 
 class RowByRow:
@@ -101,10 +112,9 @@ class RowByRow:
 
     backend = "eager"
 
-    def __init__(self, single: Executable, entry: GraphEntry, artifact: Artifact) -> None:
+    def __init__(self, single: Executable, entry: GraphEntry, signature: Signature) -> None:
         self.single = single
-        manifest = artifact.manifest
-        self.shared = len(manifest.params) + len(manifest.state)
+        self.shared = len(signature.params) + len(signature.state)
         self.inputs = [leaf.path for leaf in entry.inputs]
         self.outputs = [(leaf.aval.shape, leaf.aval.dtype) for leaf in entry.outputs]
 
@@ -112,7 +122,8 @@ class RowByRow:
         """Outputs of the batch; rows of padding are zero."""
         results = [torch.zeros(shape, dtype=dtype) for shape, dtype in self.outputs]
         inputs = dict(zip(self.inputs, operands[self.shared :], strict=True))
-        for row in torch.nonzero(inputs["request_slots"]).flatten().tolist():
+        live = inputs["request_slots"] if "request_slots" in inputs else inputs["grids"][:, 0]
+        for row in torch.nonzero(live).flatten().tolist():
             own = {name: operand[row : row + 1] for name, operand in inputs.items()} | _own_tables(inputs, row)
             for result, value in zip(results, self.single([*operands[: self.shared], *own.values()]), strict=True):
                 result[row] = value[0]

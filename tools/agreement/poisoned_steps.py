@@ -7,7 +7,7 @@ any of it leaks into a live row, a compared value becomes NaN, and NaN agrees wi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,7 +16,17 @@ from ...graphs.types import Bucket, Leaf, Limits, Signature
 from ...lowering.executable import Executable
 from ...models import request_slots
 from .poison import filled as filled_tensor
-from .pools import FreePlaces, fill, filled_pages, is_paged, is_request_slots, keeps_first_slots, request_slot_pool, unread_value
+from .pools import (
+    FreePlaces,
+    fill,
+    filled_pages,
+    is_paged,
+    is_picture_pool,
+    is_request_slots,
+    keeps_first_slots,
+    request_slot_pool,
+    unread_value,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class LiveRow:
         pages: its pages, with room for drafts.
         slots: state slots it writes.
         read: the state slot it starts from.
+        pictures: of each new token, and of the one that follows, the row of a picture in its place, or 0; [] where graphs take none.
     """
 
     row: int
@@ -39,6 +50,7 @@ class LiveRow:
     pages: list[int]
     slots: list[int]
     read: int
+    pictures: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -62,10 +74,15 @@ def poisoned_step(
     tokens = torch.randint(0, vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
     filled = [page for row in rows for page in filled_pages(row.pages, row.start, limits.page_size)]
     state = [_random_pool(leaf, filled, [_slot_read(leaf, row) for row in rows], generator) for leaf in signature.state]
+    for pool in (pool for leaf, pool in zip(signature.state, state, strict=True) if is_picture_pool(leaf)):
+        for place in (place for row in rows for place in row.pictures if place):
+            pool[place] = torch.randn(pool.shape[1:], generator=generator).to(pool.dtype)
     for row in rows if bucket.kind == "decode" else ():
         slot = state[request_slot_pool(signature.state)][row.request_slot]
         slot[request_slots.START], slot[request_slots.ACCEPTED] = row.start, row.slots.index(row.read)
-        slot[request_slots.TOKENS :] = tokens[row.row]
+        slot[request_slots.TOKENS : request_slots.TOKENS + bucket.q_len] = tokens[row.row]
+        if limits.picture_rows:
+            slot[-1] = -_random(0, row.start, generator)  # what is added to indices to give positions
     inputs = _inputs(bucket, limits, rows, tokens, vocab, generator)
     return PoisonedStep([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 
@@ -77,7 +94,7 @@ def _random_rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Gen
     width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free.pages) // max(1, live))
     # A prefill reads and writes the same slot when served; with two slots a state that was not written shows as NaN.
     separate = not decode and len(free.slots) >= 2 * live
-    rows = []
+    rows, unread = [], list(range(1, limits.picture_rows))
     for row in sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist()):
         ahead = 2 * limits.drafts
         count = Q if decode else _random(1, max(1, min(Q, most_pages * P - ahead)), generator)
@@ -85,8 +102,22 @@ def _random_rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Gen
         pages = [free.pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
         slots = [free.slots.pop() for _ in range(width)]
         read = free.slots.pop() if separate else slots[_random(0, width - 1, generator)]
-        rows.append(LiveRow(row, free.request_slots.pop(), start, count, pages, slots, read))
+        pictures = [] if decode or not limits.picture_rows else _random_pictures(count, unread, live, generator)
+        rows.append(LiveRow(row, free.request_slots.pop(), start, count, pages, slots, read, pictures))
     return rows
+
+
+def _random_pictures(count: int, unread: list[int], live: int, generator: torch.Generator) -> list[int]:
+    """Rows of a picture in the places of some of a chunk's tokens, and of the one that follows, which are taken from `unread`.
+
+    The last token of a chunk is text, as that of a prompt is: what its position is decides those of what follows.
+    """
+    begin = _random(0, count - 1, generator)
+    length = min(_random(0, count - 1 - begin, generator), len(unread) // live - 1) if count > 1 else 0
+    places = [0] * (count + 1)
+    for token in (*range(begin, begin + max(length, 0)), *([count] if unread and _random(0, 1, generator) else ())):
+        places[token] = unread.pop()
+    return places
 
 
 def _inputs(
@@ -99,6 +130,12 @@ def _inputs(
         numbers |= {"base": row.start, "logprobs": row.row % 2, "next_tokens": _random(-1, vocab - 1, generator)}
         new_tokens = tokens[row.row, : row.count].tolist()
         fill_row(inputs, row.row, row.pages, row.slots, new_tokens, request_slots=row.request_slot, **numbers)
+        if row.pictures:
+            offset = _random(0, row.start, generator)
+            inputs["picture_rows"][row.row, : row.count + 1] = torch.tensor(row.pictures)
+            for i, place in enumerate(row.pictures[: row.count]):
+                behind = [0, _random(0, 9, generator), _random(0, 9, generator)] if place else [0, 0, 0]
+                inputs["positions"][row.row, i] = torch.tensor([row.start - offset + i + axis for axis in behind])
     masks = inputs["bitmask"]
     for place, row in enumerate(rows[::2][: len(masks)]):
         inputs["bitmask_rows"][row.row] = place + 1
@@ -185,7 +222,8 @@ def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature
     Which draft is right depends on those before it, so the reference runs once for each of the k places.
     """
     pool = case.operands[len(signature.params) + request_slot_pool(signature.state)]
-    for place in range(pool.shape[1] - request_slots.TOKENS - 1):
+    drafts = pool.shape[1] - request_slots.TOKENS - 1 - any(map(is_picture_pool, signature.state))
+    for place in range(drafts):
         sampled = run_step(reference, case, signature)[0]["tokens"]
         for i, live in enumerate(case.live):
             if i % sampled.shape[1] > place:
@@ -214,6 +252,8 @@ def _written_places(leaf: Leaf, live: Sequence[LiveRow]) -> list[int]:
     """The null place of a pool, which rows of padding write, and those of the live rows."""
     if is_request_slots(leaf):
         return [0, *(row.request_slot for row in live)]
+    if is_picture_pool(leaf):
+        return []
     return [0, *(place for row in live for place in (row.pages if is_paged(leaf) else row.slots))]
 
 

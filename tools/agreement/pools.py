@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ...graphs.types import Leaf, Limits
+from ...graphs.types import PICTURE_ROWS, Leaf, Limits
 
 NAN = float("nan")
 
@@ -46,7 +46,7 @@ def fill(leaf: Leaf, pool: torch.Tensor, pages: Iterable[tuple[int, int]], slots
         for page, used in pages:
             tokens = tokens_second(leaf, pool)[page, :used]
             tokens.copy_(random_cache(leaf, tokens.shape, generator))
-    elif not is_request_slots(leaf):
+    elif not (is_request_slots(leaf) or is_picture_pool(leaf)):
         for slot in slots:
             pool[slot] = (0.3 * torch.randn(pool.shape[1:], generator=generator)).to(pool.dtype)
 
@@ -79,6 +79,11 @@ def rounds_caches(leaves: Iterable[Leaf]) -> bool:
 def keeps_first_slots(leaf: Leaf) -> bool:
     """Whether a state leaf is a pool that keeps all of a request in the first of its slots (ops/causal_conv.py)."""
     return leaf.aval.axes[0] == "first_slots"
+
+
+def is_picture_pool(leaf: Leaf) -> bool:
+    """Whether a state leaf is the pool of rows of pictures."""
+    return leaf.aval.axes[0] == PICTURE_ROWS
 
 
 def is_request_slots(leaf: Leaf) -> bool:

@@ -78,7 +78,7 @@ def plan_lines(plan: planning.Plan) -> list[str]:
 def _series(plan: planning.Plan) -> list[str]:
     """Names of the buckets; many decode buckets are written in the notation of `--buckets`."""
     decode = [b for b in plan.buckets if b.kind == "decode"]
-    prefill = [b.name for b in plan.buckets if b.kind == "prefill"]
+    prefill = [b.name for b in plan.buckets if b.kind != "decode"]
     if len(decode) < 8:
         return [*prefill, *(b.name for b in decode)]
     return [*prefill, f"decode of {format_buckets(tuple(b.batch for b in decode))} requests, {decode[0].q_len} tokens each"]

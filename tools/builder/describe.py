@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from ...graphs.ir.trace import signature_of
 from ...graphs.types import DTYPE_NAMES
 from ...lowering.artifact.artifact import ArtifactWriter, Manifest
 from ...lowering.backend import backend
 from ...lowering.toolchain import toolchain
-from ...models import step
+from ...models import programs
 from ...server.text.tokenizer import TextTokenizer
 from ..progress import Progress
 from .planned import Plan
@@ -22,7 +21,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
     Raises:
         ModelError: the checkpoint or its tokenizer cannot be used.
     """
-    signature = signature_of(step.program(plan.model, plan.buckets[0], plan.limits, plan.dtype))
+    signature = programs.leaves(plan.model, plan.limits, plan.dtype)
     weights, checkpoint, source, tokenizer = None, None, "none", None
     if plan.weights == "stored":
         weights, source = store_weights(plan, signature.params, writer, progress)
@@ -31,7 +30,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
     if plan.source.tokenizer:
         TextTokenizer.load(plan.source.tokenizer)  # refuses an unusable file now, not when serving
         tokenizer = writer.add("tokenizer", plan.source.tokenizer.read_bytes(), "json")
-    template = plan.source.chat_template
+    template, tower = plan.source.chat_template, plan.model.family.tower
     chosen = backend(plan.backend)
     return Manifest(
         model={
@@ -44,6 +43,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
             "special_tokens": dict(plan.source.special_tokens),
             "sampling": dict(plan.source.sampling),
             **({"draft_model": plan.source.draft.as_fields()} if plan.source.draft else {}),
+            **({"tower": {"key": tower.key, "processor": asdict(plan.pictures)}} if tower and plan.pictures else {}),
         },
         dtype=DTYPE_NAMES[plan.dtype],
         mesh=str(plan.mesh),

@@ -96,6 +96,7 @@ def facts(plan: Plan, bucket: Bucket) -> tuple[object, ...]:
         plan.source.text,
         plan.source.family_file.digest if plan.source.family_file else "",
         repr(plan.model.config),
+        repr(plan.model.tower),
         repr(bucket),
         repr(plan.limits),
         plan.max_logprobs,
@@ -261,8 +262,7 @@ def _build_local(state: _Build, began: float) -> float:
     with progress.bar(f"compile and verify ({state.backend.name})", len(todo)) as bar:
         for result in run_all(jobs, state.jobs):
             bucket = state.add_result(result).bucket
-            error = state.verify(bucket)["logits_error"]
-            bar.step(f"{bucket.name} {result.seconds:.1f} s, logits within {error:.1e}")
+            bar.step(f"{bucket.name} {result.seconds:.1f} s, {executables.said(bucket, state.verify(bucket))}")
     return ready_seconds
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...graphs import tree
 from ...graphs.errors import SpecError
+from ...models import programs
 from ...models.variant import MOST_DISPATCHED
 from . import memory
 from .decisions import changed
@@ -29,7 +30,7 @@ def fit_dispatch(plan: Plan) -> Plan:
     """
     config = plan.model.config
     experts, variant = config.num_experts, config.variant
-    most = max(-(-bucket.tokens // plan.mesh.axis("tp")) for bucket in plan.buckets)
+    most = max(-(-bucket.tokens // plan.mesh.axis("tp")) for bucket in plan.buckets if bucket.kind != "encode")
     if variant.fuses(min(most, MOST_DISPATCHED)):
         # The window of fused experts holds a device's own rows, not those of all others: 82 MiB where a dispatch takes 4.6 GiB.
         return plan
@@ -141,7 +142,7 @@ def check_memory(plan: Plan) -> Plan:
 def check_split(plan: Plan) -> Plan:
     """Refuses a model whose parameters or pools do not divide by the mesh."""
     rules = plan.rules()
-    params = [(name, param.aval) for name, param in tree.flatten(plan.model.params(plan.dtype))]
+    params = [(name, param.aval) for name, param in tree.flatten(programs.params(plan.model, plan.dtype))]
     for name, aval in (*params, *tree.flatten(plan.model.state(plan.limits, plan.dtype))):
         rules.check(aval, plan.mesh, name)
     return plan

@@ -11,8 +11,9 @@ import torch
 from ...graphs import tree
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
-from ...models import registry, sharding_rules, step
-from ..notation import PrefillSize
+from ...models import programs, registry, sharding_rules, step
+from ...server.pictures.processor import PictureProcessor
+from ..notation import EncodeSize, PrefillSize
 from .decisions import Decided, format_decided
 from .memory import local_bytes
 from .settings.table import SETTINGS
@@ -55,6 +56,8 @@ class Options:
     checkpoint_slots: int | None = None
     kv_cache_memory: int | None = None
     draft_vocab_size: int | None = None
+    encode: tuple[EncodeSize, ...] | None = None
+    language_model_only: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Plan:
         weights: "stored" in the artifact, "bound" to it by reference, or "none".
         platform: what the graphs are lowered for.
         expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
+        pictures: how pictures are prepared; None in a build that takes none.
         decided_by: who decided each setting; plans that differ in nothing else are equal.
     """
 
@@ -93,6 +97,7 @@ class Plan:
     weights: str = "none"
     platform: Platform = CPU
     expert_parallel: bool = True
+    pictures: PictureProcessor | None = None
     decided_by: Decided = field(default=(), compare=False)
 
     def noted(self, *notes: str | None) -> Plan:
@@ -148,7 +153,7 @@ class Plan:
     def params_bytes(self) -> int:
         """Bytes of one device's parameters."""
         rules = self.rules()
-        return sum(local_bytes(p.aval, self.mesh, rules) for _, p in tree.flatten(self.model.params(self.dtype)))
+        return sum(local_bytes(p.aval, self.mesh, rules) for _, p in tree.flatten(programs.params(self.model, self.dtype)))
 
     @property
     def state_bytes(self) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...graphs.ir.trace import signature_of
 from ...graphs.ops import fused_experts
 from ...graphs.types import WORLD, Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ...lowering.collectives_check import EXPERT_GROUPS
-from ...models import step
+from ...models import programs
 from ...models.variant import Variant
 from ..artifact_model import share
 from . import memory
@@ -42,7 +41,7 @@ def rank_memory(plan: Plan, leaves: Manifest | Signature, entries: Sequence[Grap
 
 def planned_memory(plan: Plan) -> memory.MemoryPlan:
     """The memory plan of one rank before anything is traced: its weights, pools and communication."""
-    return rank_memory(plan, signature_of(step.program(plan.model, plan.buckets[0], plan.limits, plan.dtype)), ())
+    return rank_memory(plan, programs.leaves(plan.model, plan.limits, plan.dtype), ())
 
 
 def communicator_bytes(plan: Plan, entries: Sequence[GraphEntry]) -> dict[str, int]:
@@ -121,7 +120,7 @@ def _rank_tokens(plan: Plan, fused: bool) -> Iterator[int]:
     """Tokens of one rank in each pass over layers whose experts are fused or not: the model's, and the draft head's with one token a row,
     whose experts are not quantised and so never fused."""
     variant, tp = plan.model.config.variant, plan.mesh.axis("tp")
-    for bucket in plan.buckets:
+    for bucket in (bucket for bucket in plan.buckets if bucket.kind != "encode"):
         tokens = share(bucket, bucket.tokens, tp)
         if variant.fuses(tokens) == fused:
             yield tokens
@@ -142,7 +141,7 @@ def fit_prompts(plan: Plan) -> Plan:
     together = max((bucket for bucket in plan.buckets if bucket.kind == "prefill"), default=None)
     if not plan.deployment or together is None or together.batch == 1:
         return plan
-    signature = signature_of(step.program(plan.model, together, plan.limits, plan.dtype))
+    signature = programs.leaves(plan.model, plan.limits, plan.dtype)
     if not rank_memory(plan, signature, ()).fits:
         return plan
     needed = _memory_with(plan, signature, together)

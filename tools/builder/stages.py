@@ -13,7 +13,7 @@ from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.types import Bucket
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
-from ...models import step
+from ...models import programs
 from .planned import Plan
 
 STAGES = ("traced", "partitioned", "lowered")
@@ -48,7 +48,7 @@ def partition_bucket(plan: Plan, bucket: Bucket) -> tuple[Traced | None, Partiti
         GraphError: naming the stage or pass that failed.
     """
     # Verification compares logits. Graphs for NPUs do not emit them: no device ever holds the whole vocabulary.
-    program = step.program(plan.model, bucket, plan.limits, plan.dtype, emit_logits=plan.target.local, max_logprobs=plan.max_logprobs)
+    program = programs.program(plan.model, bucket, plan.limits, plan.dtype, emit_logits=plan.target.local, max_logprobs=plan.max_logprobs)
     traced = trace(program) if plan.mesh.size == 1 else None
     return traced, optimise(partition(traced or program, plan.mesh, plan.rules(bucket)))
 

@@ -19,11 +19,16 @@ from .plan import Options, plan
 
 
 @contextmanager
-def opened(home: Home, name: str, dtype: str | None, draft_model: str | None = None, family: str | None = None) -> Iterator[Artifact]:
+def opened(
+    home: Home, name: str, dtype: str | None, draft_model: str | None = None, family: str | None = None, pictures: bool = False
+) -> Iterator[Artifact]:
     """The artifact of that name, or an uncompiled build of the model of that name.
 
     With `dtype` or `draft_model` an artifact's model is built uncompiled too. Such builds are temporary: checking one for changes takes
     as long as building it.
+
+    Args:
+        pictures: whether such a build takes pictures, if its checkpoint has a vision tower.
 
     Raises:
         ArtifactStale: the artifact was built with another family than the file's.
@@ -44,7 +49,15 @@ def opened(home: Home, name: str, dtype: str | None, draft_model: str | None = N
         family = own.path if own else None
         if draft_model is None and (draft := recorded(artifact.manifest.model)):
             draft_model = str(draft.directory or draft.name)
-    options = Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager", draft_model=draft_model, family=family)
+    options = Options(
+        model,
+        buckets=(1,),
+        dtype=dtype or "auto",
+        backend="eager",
+        draft_model=draft_model,
+        family=family,
+        language_model_only=not pictures or None,
+    )
     planned = plan(options)
     home.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.cache, prefix="generate-") as scratch:

@@ -9,7 +9,7 @@ import torch
 from ...graphs.errors import SpecError
 from ...graphs.types import DTYPE_NAMES, Leaf
 from ...lowering.artifact.artifact import ArtifactWriter
-from ...models import safetensors_files
+from ...models import programs, safetensors_files
 from ...models.checkpoint import ParamReader
 from ...models.draft_source import open_both
 from ..progress import Progress
@@ -38,7 +38,7 @@ def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, 
     previous = writer.previous.manifest if writer.previous else None
     if previous and previous.weights and (previous.source_digest, previous.params) == (digest, leaves) and writer.keep(previous.weights):
         return previous.weights, digest
-    reader = ParamReader(checkpoint, plan.model.params(plan.dtype))
+    reader = ParamReader(checkpoint, programs.params(plan.model, plan.dtype))
     path = writer.add_parts("weights", _parts(reader, leaves, progress), "safetensors")
     size = sum(leaf.aval.nbytes for leaf in leaves)
     progress.say(f"read {size / 1e6:.1f} MB of {DTYPE_NAMES[plan.dtype]} weights from {checkpoint.directory}")
@@ -55,7 +55,7 @@ def bind_weights(plan: Plan) -> tuple[str, str]:
     if plan.source.checkpoint_dir is None:
         raise SpecError(f"{plan.source.name} is a set of sizes without weights; legal is a path to a checkpoint directory")
     checkpoint = open_both(plan.source.checkpoint_dir.resolve(), plan.source.draft)
-    ParamReader(checkpoint, plan.model.params(plan.dtype))
+    ParamReader(checkpoint, programs.params(plan.model, plan.dtype))
     return str(checkpoint.directory), safetensors_files.digest(checkpoint)
 
 

@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Encoder:
-    """The program of a small tower, and operands for it: padding is NaN where it is float, and so is the pool."""
+    """The program of a small tower, and operands for it: padding is white, and the pool NaN."""
 
     def __init__(self, name: str, home: Path, dtype: torch.dtype, quantised: bool = False) -> None:
         self.name, self.dtype = name, dtype
@@ -55,13 +55,13 @@ class Encoder:
         self.partitioned = encode_graphs.partitioned(model, self.cfg, BUCKET, LIMITS, dtype)
         pixels = towers.patches(name, GRIDS, 1)
         self.inputs: dict[str, Any] = {
-            "patches": torch.full((4, 64, pixels.shape[1]), float("nan"), dtype=dtype),
+            "patches": torch.full((4, 64, pixels.shape[1]), 255, dtype=torch.uint8),
             "grids": torch.zeros(4, 2, dtype=torch.int32),
             "picture_rows": torch.zeros(4, 16, dtype=torch.int32),
         }
         self.places, at = list[int](), 0
         for i, (_, h, w) in enumerate(GRIDS):
-            self.inputs["patches"][i, : h * w], at = pixels[at : at + h * w].to(dtype), at + h * w
+            self.inputs["patches"][i, : h * w], at = towers.as_bytes(pixels[at : at + h * w]), at + h * w
             self.inputs["grids"][i] = torch.tensor([h, w])
             rows = [7 * (len(self.places) + place) % 59 + 1 for place in range(h * w // 4)]
             self.inputs["picture_rows"][i, : len(rows)] = torch.tensor(rows)

@@ -9,7 +9,7 @@ from ....graphs.types import DTYPES, Mesh
 from ....lowering.artifact.manifest import Manifest
 from ....models import draft_vocabulary, registry
 from ....models.family_file import FamilyFile
-from ...notation import PrefillSize, format_buckets, format_prefill
+from ...notation import EncodeSize, PrefillSize, format_buckets, format_encode, format_prefill
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,13 @@ class Recorded:
         """Prefill sizes, in the notation of the option; None where there are none."""
         buckets = [entry.bucket for entry in self.manifest.graphs if entry.bucket.kind == "prefill"]
         return format_prefill(list({PrefillSize(bucket.q_len, bucket.batch) for bucket in buckets})) if buckets else None
+
+    @property
+    def encode(self) -> str | None:
+        """Encode sizes, in the notation of the option; None where there are none."""
+        buckets = [entry.bucket for entry in self.manifest.graphs if entry.bucket.kind == "encode"]
+        sizes = [EncodeSize(bucket.q_len, bucket.batch) for bucket in buckets]
+        return format_encode(sizes) if sizes else None
 
     @property
     def dtype(self) -> str:

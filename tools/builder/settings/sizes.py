@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ...byte_sizes import parse_bytes
-from ...notation import PrefillSize, format_buckets, format_prefill, parse_buckets, parse_prefill
-from .record import DEFAULT, PLAN, ROW, Setting, by_row
+from ...notation import EncodeSize, PrefillSize, format_buckets, format_encode, format_prefill, parse_buckets, parse_encode, parse_prefill
+from .record import DEFAULT, PLAN, ROW, Setting, by_plan, by_row
 
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16)
 DEFAULT_PREFILL = (PrefillSize(32), PrefillSize(128))
+
+DEFAULT_ENCODE = (EncodeSize(256), EncodeSize(1024), EncodeSize(4096))
+"""Patches of the smallest picture of published processors, and of pictures of 512x512 and 1024x1024 pixels."""
 
 _OR_ROW = "or the deployment's]"
 _FEWER_PAGES = "with fewer pages requests wait, or are preempted, sooner"
@@ -64,6 +67,26 @@ PREFILL = Setting(
         "--max-num-batched-tokens": f"it counts decode steps too; {_CHUNK}",
         "--max-prefill-tokens": f"it counts all prompts of a step; {_CHUNK}, or --prefill 4x512 for several",
     },
+)
+ENCODE = Setting(
+    "encode",
+    "Encode sizes, for pictures: patches of one segment (a picture, or two frames), or PATCHESxSEGMENTS (of one dp group), e.g. "
+    f"256x4,1024; none takes no pictures.  [default: {format_encode(DEFAULT_ENCODE)} for a checkpoint with a vision tower on this machine, "
+    "else none]",
+    lambda plan: format_encode([EncodeSize(b.q_len, b.batch) for b in plan.buckets if b.kind == "encode"]) if plan.source.tower else "",
+    read=parse_encode,
+    extra={"metavar": "LIST"},
+    by=by_plan,
+    recorded=lambda recorded: recorded.encode,
+    what=lambda value, recorded: f"Encode steps take pictures of {value} patches{recorded.group}.",
+    planned="The plan took what the context has room for.",
+    change="the largest bounds a picture; more of them leave less padding and take longer to build",
+)
+LANGUAGE_MODEL_ONLY = Setting(
+    "language-model-only",
+    f"The same as --encode {format_encode(())}: no vision tower is read, and a prompt has no pictures.",
+    lambda plan: "",
+    extra={"is_flag": True, "default": None},
 )
 MAX_MODEL_LEN = Setting(
     "max-model-len",

@@ -10,6 +10,8 @@ from .record import Setting
 SETTINGS = (
     sizes.BUCKETS,
     sizes.PREFILL,
+    sizes.ENCODE,
+    sizes.LANGUAGE_MODEL_ONLY,
     sizes.MAX_MODEL_LEN,
     sizes.MAX_NUM_SEQS,
     sizes.MAX_TOTAL_TOKENS,

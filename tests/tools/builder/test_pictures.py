@@ -1,0 +1,163 @@
+"""tools/builder/pictures.py: a build with a tower takes pictures, is proved, and its steps give what transformers gives."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import published_pictures, tiny, towers
+
+from npucompile.graphs.errors import ConfigError, SpecError
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.buckets import DecodeRow, Places, PrefillRow, Row, pack
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.picture_spans import positions
+from npucompile.server.pictures.processor import PUBLISHED
+from npucompile.tools.agreement.executables import verify
+from npucompile.tools.builder.plan import Plan
+from npucompile.tools.notation import EncodeSize
+
+NAME = "width 72"
+ENCODE = (EncodeSize(32, 2), EncodeSize(64))
+FIELDS = published_pictures.FIELDS
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = towers.saved(NAME, tmp_path_factory.mktemp("tower"))
+    (directory / "preprocessor_config.json").write_text(json.dumps(FIELDS))
+    return directory
+
+
+def planned(directory: Path, **options: Any) -> Plan:
+    return tiny.planned(directory, **{"buckets": (1, 2), "prefill": (8, 32), "encode": ENCODE, **options})
+
+
+def without_processor(checkpoint: Path, directory: Path) -> Path:
+    shutil.copytree(checkpoint, directory)
+    (directory / "preprocessor_config.json").unlink()
+    return directory
+
+
+def test_a_plan_with_pictures(checkpoint: Path) -> None:
+    plan = planned(checkpoint)
+    assert plan.buckets[:3] == (Bucket("encode", 1, 64), Bucket("encode", 2, 32), Bucket("prefill", 1, 8))
+    # A chunk of 32 tokens between halves of pictures of 16 rows, and an encode step of 16.
+    assert plan.limits.picture_rows == 1 + 64 + 16
+    assert plan.pictures == PUBLISHED
+    assert "pictures of up to 64 patches, 80 rows of them are kept" in plan.notes
+    assert plan.model.tower.mean == plan.model.tower.std == (127.5,) * 3
+    words = plan.arguments
+    assert words[words.index("--encode") + 1] == "64,32x2"
+    assert plan.references == (Bucket("encode", 1, 32),)
+
+
+def test_text_alone_is_the_same_with_and_without_a_tower(checkpoint: Path) -> None:
+    for options in ({"encode": ()}, {"encode": None, "language_model_only": True}):
+        plan = planned(checkpoint, **options)
+        assert {bucket.kind for bucket in plan.buckets} == {"prefill", "decode"}
+        assert (plan.pictures, plan.model.tower, plan.limits.picture_rows) == (None, None, 0)
+        assert plan.arguments[plan.arguments.index("--encode") + 1] == "none"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encode": (EncodeSize(30),)}, "--encode 30: 30 has no whole rows; legal are multiples of 4 patches"),
+        ({"encode": (EncodeSize(260),)}, "--encode 260: no picture fits max_model_len 64; legal are up to 256 patches"),
+        ({"language_model_only": True}, "--language-model-only and --encode 64,32x2; legal is one of them"),
+    ],
+)
+def test_what_a_tower_cannot_take_is_refused(checkpoint: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)):
+        planned(checkpoint, **options)
+
+
+def test_a_model_without_a_tower_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="--encode 64,32x2: text has no vision tower; legal is none"):
+        planned(tiny.write_checkpoint(tmp_path / "text"))
+
+
+def test_sizes_longer_than_the_context_are_left_out(checkpoint: Path) -> None:
+    plan = planned(checkpoint, encode=(EncodeSize(64), EncodeSize(512)))
+    assert [bucket.q_len for bucket in plan.buckets if bucket.kind == "encode"] == [64]
+    assert "no encode of 512 patches: more rows than the context of 64" in plan.notes
+
+
+def test_pictures_are_prepared_as_the_checkpoint_says_or_as_published(checkpoint: Path, tmp_path: Path) -> None:
+    bare = without_processor(checkpoint, tmp_path / "bare")
+    plan = planned(bare)
+    assert plan.pictures == PUBLISHED
+    assert any("pictures are prepared as published" in note for note in plan.notes)
+    (bare / "preprocessor_config.json").write_text(json.dumps(FIELDS | {"image_mean": [0.25, 0.5, 0.75]}))
+    assert planned(bare).model.tower.mean == (63.75, 127.5, 191.25)
+    (bare / "preprocessor_config.json").write_text(json.dumps(FIELDS | {"patch_size": 14}))
+    with pytest.raises(ConfigError, match="vision tower's patch_size is 16, its processor's 14; expected the same"):
+        planned(bare)
+
+
+@pytest.fixture(scope="module")
+def artifact(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    out = tmp_path_factory.mktemp("built") / "out"
+    tiny.built(planned(checkpoint), out)
+    return Artifact.open(out)
+
+
+def test_the_artifact_says_how_its_pictures_are_prepared(artifact: Artifact) -> None:
+    recorded = artifact.manifest.model["tower"]
+    assert recorded["key"] == "vision"
+    assert recorded["processor"] == asdict(PUBLISHED) | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+def test_every_bucket_is_proved(artifact: Artifact) -> None:
+    measured = verify(artifact, tiny.QUIET)
+    assert set(measured) == {"encode-b1-q64", "encode-b2-q32", "prefill-b1-q8", "prefill-b1-q32", "decode-b1-q1", "decode-b2-q1"}
+    assert all(each["rows"] > 0 and each["state_error"] < 1e-5 for each in measured.values())
+
+
+def encode(executor: CpuExecutor, request: towers.Prompt) -> None:
+    """Launches an encode step for each picture of a request, whose rows stand one behind the other."""
+    request.rows, behind = [0] * request.count, 0
+    for (_, h, w), span in zip(request.grids, request.spans, strict=True):
+        bucket = next(bucket for bucket in sorted(executor.buckets) if bucket.kind == "encode" and bucket.q_len >= h * w)
+        inputs: dict[str, Any] = {
+            "patches": np.full((bucket.batch, bucket.q_len, 1536), 255, np.uint8),
+            "grids": np.zeros((bucket.batch, 2), np.int32),
+            "picture_rows": np.zeros((bucket.batch, bucket.q_len // 4), np.int32),
+        }
+        inputs["patches"][-1, : h * w] = towers.as_bytes(request.pixels[behind : behind + h * w])
+        inputs["grids"][-1], behind = (h, w), behind + h * w
+        first = max(request.rows) + 1
+        rows = list(range(first, first + h * w // 4))
+        inputs["picture_rows"][-1, : len(rows)] = request.rows[span.first : span.end] = rows
+        assert executor.launch(bucket, [inputs]).result()[0]["finite"].all()
+
+
+def step(executor: CpuExecutor, bucket: Bucket, row: Row) -> Any:
+    """Outputs of a step with one request."""
+    return executor.launch(bucket, [pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs)]).result()[0]
+
+
+def test_its_steps_give_the_tokens_of_transformers(artifact: Artifact) -> None:
+    executor, request = CpuExecutor(artifact), towers.prompt(NAME, [3, (4, 6), 2, (6, 10), 5], seed=7)
+    encode(executor, request)
+    expected, places = request.logits(NAME), positions(request.count, request.spans)
+    for begin in range(0, request.count, 8):
+        end = min(begin + 8, request.count)
+        behind = request.tokens[end] if end < request.count else -1
+        of_chunk = Places(places[begin:end], request.rows[begin : end + 1] + [0] * (end == request.count))
+        row = PrefillRow(request.tokens[begin:end], begin, [1, 2, 3, 4], 1, 1, behind, places=of_chunk)
+        outputs = step(executor, Bucket("prefill", 1, 8), row)
+        torch.testing.assert_close(torch.from_numpy(outputs["logits"][0, -1]), expected[end - 1], rtol=1e-4, atol=1e-4)
+    for _ in range(12):
+        request.tokens.append(int(outputs["tokens"][0, -1]))
+        assert request.tokens[-1] == int(request.logits(NAME)[-2].argmax())
+        outputs = step(executor, Bucket("decode", 2, 1), DecodeRow(1, len(request.tokens) - 1, [1, 2, 3, 4], [1]))
