@@ -11,7 +11,8 @@ from ...runtime.picture_spans import PictureInput
 from ..chat.template import Chat
 from ..pictures.processor import Picture
 from ..pictures.prompt import encoded, guarded, inputs
-from ..pictures.reader import NO_FIELDS, PictureReader
+from ..pictures.reader import NO_FIELDS, Count, PictureReader, count_of, tokens_of
+from ..pictures.videos import Video
 from ..requests.pictures import PicturePart, ProcessorFields
 from .service import Service
 
@@ -46,9 +47,9 @@ def reader_of(service: Service, parts: Sequence[PicturePart]) -> PictureReader:
 @contextlib.asynccontextmanager
 async def reading(
     service: Service, parts: Sequence[PicturePart], fields: ProcessorFields | None, client: str, completions: int = 1
-) -> AsyncIterator[tuple[Picture, ...]]:
-    """The pictures of a request, read. Their tokens hold places of the client for the length of the `with`, from before they are decoded:
-    what waits to be decoded is bounded by what may run.
+) -> AsyncIterator[tuple[Picture | Video, ...]]:
+    """The pictures and videos of a request, read. Their tokens hold places of the client for the length of the `with`, from before they are
+    decoded: what waits for that is bounded by what may run.
 
     Args:
         fields: `mm_processor_kwargs` of the request.
@@ -62,14 +63,15 @@ async def reading(
         return
     reader = reader_of(service, parts)
     counts = await reader.counts(parts, fields or NO_FIELDS)
-    if sum(counts) >= service.model.max_model_len:
-        raise service.too_long(f"{len(counts)} pictures of {sum(counts)} tokens", parts[-1].param)
-    with service.admission.reserved(client, completions, completions * sum(counts)):
+    tokens = sum(map(tokens_of, counts))
+    if tokens >= service.model.max_model_len:
+        raise service.too_long(f"{len(counts)} pictures of {tokens} tokens", parts[-1].param)
+    with service.admission.reserved(client, completions, completions * tokens):
         yield await reader.pictures(parts, fields or NO_FIELDS)
 
 
-async def counted(service: Service, parts: Sequence[PicturePart], fields: ProcessorFields | None) -> tuple[int, ...]:
-    """Tokens of the pictures of a request, none of which is decoded.
+async def counted(service: Service, parts: Sequence[PicturePart], fields: ProcessorFields | None) -> tuple[Count, ...]:
+    """What stands for the pictures and videos of a request, none of which is decoded.
 
     Raises:
         RequestError: one of them is not legal.
@@ -78,12 +80,12 @@ async def counted(service: Service, parts: Sequence[PicturePart], fields: Proces
 
 
 def rendered(
-    service: Service, chat: Chat, counts: Sequence[int], param: str, *, add_special: bool = False, bounded: bool = True
+    service: Service, chat: Chat, counts: Sequence[Count], param: str, *, add_special: bool = False, bounded: bool = True
 ) -> tuple[str, tuple[int, ...]]:
     """Text and token ids of a conversation, with the places of its pictures.
 
     Args:
-        counts: tokens of each picture.
+        counts: what stands for each picture and video.
         param: the field of the conversation, for errors.
         bounded: whether they have to fit into the context.
 
@@ -107,12 +109,12 @@ def rendered(
     return text, service.checked(ids, param) if bounded else ids
 
 
-def prompt_of(service: Service, chat: Chat, pictures: Sequence[Picture], param: str) -> Prompt:
+def prompt_of(service: Service, chat: Chat, pictures: Sequence[Picture | Video], param: str) -> Prompt:
     """The prompt of a conversation; raises what `rendered` does."""
-    text, ids = rendered(service, chat, [picture.tokens for picture in pictures], param)
+    text, ids = rendered(service, chat, [count_of(picture) for picture in pictures], param)
     return Prompt(ids, with_pictures(service, ids, pictures), text)
 
 
-def with_pictures(service: Service, token_ids: tuple[int, ...], pictures: Sequence[Picture]) -> tuple[PictureInput, ...]:
+def with_pictures(service: Service, token_ids: tuple[int, ...], pictures: Sequence[Picture | Video]) -> tuple[PictureInput, ...]:
     """The pictures of token ids that have their places."""
     return inputs(token_ids, pictures, service.pictures.vision) if service.pictures is not None and pictures else ()

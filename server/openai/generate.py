@@ -21,6 +21,7 @@ from ..engine.prompts import reading, with_pictures
 from ..engine.service import Service
 from ..pictures.processor import Picture
 from ..pictures.prompt import encoded, expanded
+from ..pictures.videos import Video
 from ..requests.bodies import Body, FailFast, Ignored, Neutral, validate
 from ..requests.bounds import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..requests.error_objects import failure_of
@@ -178,12 +179,14 @@ def _images(image_data: Any, prompts: int) -> list[list[PicturePart]]:
     return [
         [picture_part(url, f"{where}[{i}]") for i, url in enumerate(entry)]
         if isinstance(entry, list)
-        else [] if entry is None else [picture_part(entry, where)]
+        else []
+        if entry is None
+        else [picture_part(entry, where)]
         for where, entry in entries
     ]
 
 
-def _encoded(service: Service, prompt: Prompt, param: str, pictures: Sequence[Picture]) -> EnginePrompt:
+def _encoded(service: Service, prompt: Prompt, param: str, pictures: Sequence[Picture | Video]) -> EnginePrompt:
     if service.pictures is None or not pictures:
         ids = service.encode(prompt, param) if isinstance(prompt, str) else service.checked(prompt, param)
         return EnginePrompt(ids)

@@ -9,7 +9,7 @@ from ...graphs.errors import RequestError
 from ..requests.fields import show
 from ..requests.items import read_arguments
 from ..requests.pictures import PicturePart, picture_part
-from .request_models import ImagePart, Message, MessageToolCall, TextPart
+from .request_models import ImagePart, Message, MessageToolCall, Part, TextPart, VideoPart
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def pictures_of(messages: Sequence[Message]) -> list[PicturePart]:
-    """The pictures of the messages, in order.
+    """The pictures and videos of the messages, in order.
 
     Raises:
         RequestError: one has no legal URL, or is where no picture may be.
@@ -31,12 +31,16 @@ def pictures_of(messages: Sequence[Message]) -> list[PicturePart]:
     pictures: list[PicturePart] = []
     for index, message in enumerate(messages):
         for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if not isinstance(part, ImagePart):
+            if isinstance(part, TextPart):
                 continue
             where = f"messages[{index}].content[{number}]"
             if message.role == "assistant":
-                raise RequestError(f"{where} is a picture of the assistant; legal is text, which models write alone", param=where)
-            pictures.append(picture_part(part.image_url.url, f"{where}.image_url.url"))
+                what = "a picture" if isinstance(part, ImagePart) else "a video"
+                raise RequestError(f"{where} is {what} of the assistant; legal is text, which models write alone", param=where)
+            if isinstance(part, ImagePart):
+                pictures.append(picture_part(part.image_url.url, f"{where}.image_url.url"))
+            else:
+                pictures.append(picture_part(part.video_url.url, f"{where}.video_url.url", "video"))
     return pictures
 
 
@@ -58,14 +62,18 @@ def _content(message: Message, where: str) -> str | list[dict[str, Any]]:
         raise RequestError(f"{where}.content is missing; only messages of the assistant may have none", param=f"{where}.content")
     if not isinstance(message.content, list):
         return message.content or ""
-    if any(isinstance(part, ImagePart) for part in message.content):
-        return [
-            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": _part(part, f"{where}.content[{index}]")}
-            for index, part in enumerate(message.content)
-        ]
+    if any(isinstance(part, ImagePart | VideoPart) for part in message.content):
+        return [_shown(part, f"{where}.content[{index}]") for index, part in enumerate(message.content)]
     # As vLLM joins parts for templates that read a text.
     texts = (part for part in message.content if isinstance(part, TextPart))
     return "\n".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(texts))
+
+
+def _shown(part: Part, where: str) -> dict[str, Any]:
+    """A part as chat templates read it; that of Qwen3.5 refuses the type video_url."""
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": _part(part, where)}
+    return {"type": "image" if isinstance(part, ImagePart) else "video"}
 
 
 def _part(part: TextPart, where: str) -> str:

@@ -100,11 +100,30 @@ class ImagePart(Body):
     image_url: ImageUrl
 
 
+class VideoUrl(Body):
+    """`video_url` of a part."""
+
+    url: str
+
+
+class VideoPart(Body):
+    """A video in a message's content, as vLLM and SGLang have it; OpenAI's API has none."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
+_SHOWN = {"image_url": "ImagePart", "video_url": "VideoPart"}
+
+
 def _kind_of_part(part: Any) -> str:
-    return "ImagePart" if isinstance(part, dict) and part.get("type") == "image_url" else "TextPart"
+    return _SHOWN.get(str(part.get("type")), "TextPart") if isinstance(part, dict) else "TextPart"
 
 
-Part = Annotated[Annotated[TextPart, Tag("TextPart")] | Annotated[ImagePart, Tag("ImagePart")], Discriminator(_kind_of_part)]
+Part = Annotated[
+    Annotated[TextPart, Tag("TextPart")] | Annotated[ImagePart, Tag("ImagePart")] | Annotated[VideoPart, Tag("VideoPart")],
+    Discriminator(_kind_of_part),
+]
 
 
 class FunctionCall(Body):

@@ -13,6 +13,7 @@ from ...graphs.errors import RequestError
 from ..chat.template import Chat
 from ..engine.prompts import counted, rendered
 from ..engine.service import Service
+from ..pictures.reader import Count
 from ..requests.bodies import Body, FailFast
 from ..requests.generation_fields import TokenId
 from ..requests.pictures import ProcessorFields
@@ -69,7 +70,7 @@ async def detokenize(api: Api, body: DetokenizeRequest, _: Request) -> Response:
     return JSONResponse({"prompt": service.tokenizer.decode(tokens, skip_special=False)})
 
 
-def _tokens(service: Service, body: TokenizeRequest, counts: Sequence[int]) -> tuple[int, ...]:
+def _tokens(service: Service, body: TokenizeRequest, counts: Sequence[Count]) -> tuple[int, ...]:
     if body.messages is None:
         add_special = True if body.add_special_tokens is None else body.add_special_tokens
         return service.tokenizer.encode(body.prompt or "", add_special=add_special)

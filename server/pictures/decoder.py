@@ -6,6 +6,7 @@ files to write and nothing of the server's to read; what they say to the server 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
@@ -18,8 +19,10 @@ import torch
 
 from ...graphs.errors import RequestError
 from .decoding import decode, size
-from .limits import PictureLimits
+from .limits import PictureLimits, VideoLimits
 from .processor import PictureProcessor
+from .video_file import read_header, read_video
+from .videos import VideoProcessor
 
 NICENESS = 3
 """Steps of a model on the same CPU come first, and leave a share."""
@@ -29,48 +32,66 @@ _LENGTH_BYTES = 8
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What is to become of a picture.
+    """What is to become of a picture, or of a video.
 
     Attributes:
         data: its file.
-        max_bytes, max_pixels: of `PictureLimits`.
+        max_bytes, max_pixels: of `PictureLimits`, or of `VideoLimits`.
         time_s: after which the process ends itself; its server does it earlier, if it still runs.
-        processor: of `PictureProcessor`; None asks for the size alone.
+        processor: of `PictureProcessor`, or of `VideoProcessor`; None asks for what the header says.
+        max_frames: of `VideoLimits`; 0 for a picture.
     """
 
     data: bytes
     max_bytes: int
     max_pixels: int
     time_s: float
-    processor: dict[str, int | float | tuple[float, ...]] | None = None
+    processor: dict[str, int | float | tuple[float, ...] | None] | None = None
+    max_frames: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """What has become of it.
 
     Attributes:
-        size: height and width in its header.
-        grid, pixels: of `processor.Picture`.
+        size, frames, rate: height and width in its header, and of a video what `VideoHeader` has.
+        grid, pixels: of `processor.Picture`, or of all pairs of frames of a video, one behind the other.
+        seconds: of each of these.
         error, code: of the request, if the picture is not legal.
     """
 
     size: tuple[int, int] = (0, 0)
+    frames: int = 0
+    rate: float | None = None
     grid: tuple[Literal[1], int, int] = (1, 0, 0)
     pixels: bytes = b""
+    seconds: tuple[float, ...] = ()
     error: str = ""
     code: str = ""
 
 
 def outcome(task: Task) -> Outcome:
-    """Decodes a picture."""
-    limits = PictureLimits(task.max_bytes, task.max_pixels)
+    """Decodes a picture or a video."""
     try:
+        if task.max_frames:
+            return _video(task)
+        limits = PictureLimits(task.max_bytes, task.max_pixels)
         if task.processor is None:
             return Outcome(size(task.data, limits))
         picture = PictureProcessor(**task.processor).picture(decode(task.data, limits))  # type: ignore[arg-type]
     except RequestError as error:
         return Outcome(error=str(error), code=error.code or "image_parse_error")
     return Outcome(grid=(1, *picture.grid[1:]), pixels=picture.pixels.numpy().tobytes())
+
+
+def _video(task: Task) -> Outcome:
+    limits = VideoLimits(task.max_bytes, task.max_pixels, task.max_frames, task.time_s)
+    if task.processor is None:
+        header = read_header(task.data, limits)
+        return Outcome((header.height, header.width), header.frames, header.rate)
+    pairs = read_video(task.data, VideoProcessor(**task.processor), limits)  # type: ignore[arg-type]
+    pixels = b"".join(pair.picture.pixels.numpy().tobytes() for pair in pairs)
+    return Outcome(grid=(1, *pairs[0].picture.grid[1:]), pixels=pixels, seconds=tuple(pair.seconds for pair in pairs))
 
 
 def write(stream: IO[bytes], message: Task | Outcome) -> None:
@@ -111,6 +132,8 @@ def main(memory_bytes: int) -> None:
     # A terminal's Ctrl-C is for the server, which still answers what it has.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    with contextlib.suppress(ImportError):
+        import av  # noqa: F401 - what it takes is not a video's
     limit(memory_bytes)
     # It has started: from now on its tasks are timed.
     write(sys.stdout.buffer, Outcome())

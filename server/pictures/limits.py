@@ -29,6 +29,28 @@ class PictureLimits:
 
 
 @dataclass(frozen=True)
+class VideoLimits:
+    """Limits on one video.
+
+    Attributes:
+        max_bytes: of its file.
+        max_pixels: of a frame before it is resized.
+        max_frames: of the file, each of which is decoded, whether it is sampled or not.
+        max_seconds: that decoding may take.
+    """
+
+    max_bytes: int = 32 * 2**20
+    max_pixels: int = 2**23
+    max_frames: int = 2**15
+    max_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("max_bytes", 2**31 - 1), ("max_pixels", 2**26), ("max_frames", 2**20), ("max_seconds", 3600)):
+            if not 0 < (value := getattr(self, name)) <= most:
+                raise SpecError(f"{name} of a video is {value}; legal is above 0, up to {most}")
+
+
+@dataclass(frozen=True)
 class DecoderLimits:
     """Limits on the processes that decode.
 
@@ -53,12 +75,13 @@ class RequestLimits:
     """Limits on the pictures of requests.
 
     Attributes:
-        images: of a request.
+        images, videos: of a request.
         cache_bytes: of patches that are kept for requests with the same picture.
         hosts: from which pictures are fetched, as `media.Hosts` reads them.
     """
 
     images: int = 8
+    videos: int = 1
     cache_bytes: int = 2**28
     hosts: tuple[str, ...] = ()
 
@@ -75,3 +98,4 @@ class MediaLimits:
     decoders: DecoderLimits = field(default_factory=DecoderLimits)
     request: RequestLimits = field(default_factory=RequestLimits)
     text_alone: bool = False
+    video: VideoLimits = field(default_factory=VideoLimits)

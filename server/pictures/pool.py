@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from typing import Any
 
 import msgspec
 import torch
@@ -19,8 +20,10 @@ import torch
 from ...graphs.errors import RequestError
 from . import decoder
 from .decoder import Outcome, Task, read, write
-from .limits import DecoderLimits, PictureLimits
+from .limits import DecoderLimits, PictureLimits, VideoLimits
 from .processor import CHANNELS, Picture, PictureProcessor
+from .video_file import DEFAULT_LIMITS, VideoHeader
+from .videos import FramePair, Video, VideoProcessor
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ HEAD_BYTES = 2**16
 
 CODES = frozenset({
     "empty_image_file", "image_file_too_large", "image_too_large", "image_parse_error", "invalid_image", "unsupported_image_media_type",
+    "empty_video_file", "video_file_too_large", "video_too_large", "video_parse_error", "invalid_video", "unsupported_video_media_type",
 })  # fmt: skip
 """Of errors that a decoder may tell."""
 
@@ -42,15 +46,17 @@ class DecoderPool:
 
     Args:
         limits: on these processes.
-        pictures: on each picture.
+        pictures, videos: on each.
         program: what the processes run: arguments of Python.
 
     Attributes:
-        decoded, killed: pictures so far, and processes that did not survive theirs.
+        decoded, killed: pictures and videos so far, and processes that did not survive theirs.
     """
 
-    def __init__(self, limits: DecoderLimits, pictures: PictureLimits, program: Sequence[str] = DECODER) -> None:
-        self._limits, self._pictures, self._program = limits, pictures, program
+    def __init__(
+        self, limits: DecoderLimits, pictures: PictureLimits, program: Sequence[str] = DECODER, videos: VideoLimits = DEFAULT_LIMITS
+    ) -> None:
+        self._limits, self._pictures, self._videos, self._program = limits, pictures, videos, program
         self.decoded = self.killed = 0
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         self._started: set[int] = set()
@@ -74,6 +80,14 @@ class DecoderPool:
         """A picture as `processor` makes it; raises what `decoding.decode` and it do."""
         return self._threads.submit(lambda: self._picture(data, processor, param))
 
+    def header(self, data: bytes, param: str) -> Future[VideoHeader]:
+        """What the file of a video says of it; raises what `video_file.read_header` does."""
+        return self._threads.submit(lambda: self._header(data, param))
+
+    def video(self, data: bytes, processor: VideoProcessor, param: str) -> Future[Video]:
+        """A video as `processor` makes it; raises what `video_file.read_video` does."""
+        return self._threads.submit(lambda: self._video(data, processor, param))
+
     def close(self) -> None:
         """Ends the processes, whatever they do."""
         with self._lock:
@@ -91,32 +105,51 @@ class DecoderPool:
         return Task(data, self._pictures.max_bytes, self._pictures.max_pixels, self._limits.time_s, fields)
 
     def _picture(self, data: bytes, processor: PictureProcessor, param: str) -> Picture:
-        done = self._run(self._task(data, processor), param)
+        done = self._run(task := self._task(data, processor), param)
         grid = done.grid
         width = CHANNELS * processor.patch_size**2
         if not done.pixels or len(done.pixels) != grid[1] * grid[2] * width:
-            raise self._failed(param)
+            raise self._failed(param, task)
         self.decoded += 1
         pixels = torch.frombuffer(bytearray(done.pixels), dtype=torch.uint8).view(-1, width)
         return Picture(pixels, grid, processor.merge_size)
+
+    def _video_task(self, data: bytes, processor: VideoProcessor | None = None) -> Task:
+        limits, fields = self._videos, None if processor is None else asdict(processor)
+        return Task(data, limits.max_bytes, limits.max_pixels, limits.max_seconds, fields, limits.max_frames)
+
+    def _header(self, data: bytes, param: str) -> VideoHeader:
+        done = self._run(self._video_task(data), param)
+        return VideoHeader(done.frames, done.rate, *done.size)
+
+    def _video(self, data: bytes, processor: VideoProcessor, param: str) -> Video:
+        done = self._run(task := self._video_task(data, processor), param)
+        width = CHANNELS * processor.temporal_patch_size * processor.patch_size**2
+        patches = done.grid[1] * done.grid[2]
+        if not done.pixels or len(done.pixels) != len(done.seconds) * patches * width:
+            raise self._failed(param, task)
+        self.decoded += 1
+        pixels = torch.frombuffer(bytearray(done.pixels), dtype=torch.uint8).view(-1, patches, width)
+        pictures = (Picture(each, done.grid, processor.merge_size) for each in pixels)
+        return Video(tuple(FramePair(*each) for each in zip(pictures, done.seconds, strict=True)))
 
     def _run(self, task: Task, param: str) -> Outcome:
         process = self._idle.get()
         if process is None:
             self._idle.put(None)
-            raise self._failed(param)
-        most = self._pictures.max_pixels if task.processor is None else int(task.processor["max_pixels"])  # type: ignore[arg-type]
+            raise self._failed(param, task)
+        most = 0 if task.processor is None else _most_pixels(task.processor)
         done = None
         if process.pid in self._started or self._exchange(process, None, START_S, HEAD_BYTES):
             self._started.add(process.pid)
             # What is resized to a least area may be larger than the most.
-            done = self._exchange(process, task, self._limits.time_s, HEAD_BYTES + 2 * CHANNELS * most)
+            done = self._exchange(process, task, task.time_s, HEAD_BYTES + 2 * CHANNELS * most)
         if done is None:
             self._replace(process)
-            raise self._failed(param)
+            raise self._failed(param, task)
         self._idle.put(process)
         if done.error:
-            code = done.code if done.code in CODES else "image_parse_error"
+            code = done.code if done.code in CODES else _damaged(task)
             raise RequestError(done.error, param=param, code=code)
         return done
 
@@ -136,10 +169,11 @@ class DecoderPool:
         finally:
             late.cancel()
 
-    def _failed(self, param: str) -> RequestError:
-        most = f"{self._limits.time_s:g} s and {self._limits.memory_bytes >> 20} MiB"
-        message = f"the picture cannot be decoded within {most}, or its file is damaged; legal is one that can"
-        return RequestError(message, param=param, code="image_parse_error")
+    def _failed(self, param: str, task: Task) -> RequestError:
+        most = f"{task.time_s:g} s and {self._limits.memory_bytes >> 20} MiB"
+        what = "video" if task.max_frames else "picture"
+        message = f"the {what} cannot be decoded within {most}, or its file is damaged; legal is one that can"
+        return RequestError(message, param=param, code=_damaged(task))
 
     def _replace(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
@@ -163,6 +197,16 @@ class DecoderPool:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=variables)
             self._processes.add(process)
         self._idle.put(process)
+
+
+def _most_pixels(processor: dict[str, Any]) -> int:
+    """Of what a processor makes, but for what it rounds up: a frame of a video has a token at least."""
+    token = int(processor["patch_size"] * processor["merge_size"]) ** 2
+    return max(int(processor["max_pixels"]), int(processor.get("max_frames", 1)) * token)
+
+
+def _damaged(task: Task) -> str:
+    return "video_parse_error" if task.max_frames else "image_parse_error"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -114,6 +114,11 @@ class Picture:
         """Tokens of the language model that it takes the places of."""
         return len(self.pixels) // self.merge**2
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the patches."""
+        return self.pixels.numel()
+
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the pixels and of their shape: the bytes alone are the same for pictures of 30x100 and 100x30 (CVE-2025-46722)."""

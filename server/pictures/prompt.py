@@ -15,7 +15,8 @@ from ...graphs.errors import RequestError
 from ...runtime.picture_spans import PictureInput, spans
 from ..chat.template import Chat
 from .processor import Picture
-from .reader import Vision
+from .reader import Count, Vision
+from .videos import Video
 
 GUARDS = range(0xE000, 0xF900)
 
@@ -72,26 +73,48 @@ Encode = Callable[[Sequence[str], int], list[tuple[int, ...]]]
 """(pieces of text, tokens between them) -> the token ids of each piece; raises RequestError where they are too many."""
 
 
-def encoded(text: str, guard: str, counts: Sequence[int], vision: Vision, encode: Encode, param: str) -> tuple[int, ...]:
-    """Token ids of a text that has one mark of an image for each picture.
+def encoded(text: str, guard: str, counts: Sequence[Count], vision: Vision, encode: Encode, param: str) -> tuple[int, ...]:
+    """Token ids of a text that has one mark of an image for each picture, and for each video a mark between those of start and end.
+
+    The three of a video give way to what stands for each pair of its frames: when it is seen, start, its tokens, and end.
 
     Args:
         guard: of `Guarded`; leaves the text.
-        counts: tokens of each picture.
+        counts: tokens of each picture and video.
         param: the field of the prompt, for errors.
 
     Raises:
         RequestError: the text has more or fewer marks.
     """
-    between = text.split(vision.image)
-    _check_count(len(between) - 1, len(counts), vision, param)
-    pieces = [piece.split(guard) if guard else [piece] for piece in between]
-    ids = iter(encode([part for piece in pieces for part in piece], sum(counts)))
+    start, end = vision.start, vision.end
+    first, *rest = re.split(f"({re.escape(vision.image)}|{re.escape(start + vision.video + end)})", text)
+    marks, between = rest[::2], rest[1::2]
+    _check_count(marks.count(vision.image), sum(isinstance(count, int) for count in counts), vision, param)
+    if [mark == vision.image for mark in marks] != [isinstance(count, int) for count in counts]:
+        message = (
+            f"{param} has other places for videos ({vision.video}), or in another order, than the request has videos; legal is one for each"
+        )
+        raise RequestError(message, param=param, code="invalid_video")
+
+    def split(piece: str) -> list[str]:
+        return piece.split(guard) if guard else [piece]
+
+    pieces, places = [split(first)], list[tuple[int, int]]()
+    for count, piece in zip(counts, between, strict=True):
+        if isinstance(count, int):
+            places.append((vision.image_token_id, count))
+            pieces.append(split(piece))
+            continue
+        # Apart from the text before it, as vLLM encodes it.
+        pieces[-1].append(count.texts[0] + start)
+        pieces += [[end + text + start] for text in count.texts[1:]] + [split(end + piece)]
+        places += [(vision.video_token_id, count.each)] * len(count.texts)
+    ids = iter(encode([part for piece in pieces for part in piece], sum(number for _, number in places)))
     tokens: list[int] = []
-    for piece, count in zip(pieces, (*counts, 0), strict=True):
+    for piece, (mark, number) in zip(pieces, [*places, (0, 0)], strict=True):
         for _ in piece:
             tokens += next(ids)
-        tokens += [vision.image_token_id] * count
+        tokens += [mark] * number
     return tuple(tokens)
 
 
@@ -107,11 +130,15 @@ def expanded(tokens: Sequence[int], counts: Sequence[int], vision: Vision, param
     return tuple(place for token in tokens for place in ([mark] * next(left) if token == mark else [token]))
 
 
-def inputs(tokens: Sequence[int], pictures: Sequence[Picture], vision: Vision) -> tuple[PictureInput, ...]:
-    """The pictures of a prompt as an engine takes them."""
-    places = spans(tokens, {vision.image_token_id: [picture.grid for picture in pictures]}, vision.processor.merge_size)
+def inputs(tokens: Sequence[int], shown: Sequence[Picture | Video], vision: Vision) -> tuple[PictureInput, ...]:
+    """The pictures of a prompt, and the pairs of frames of its videos, as an engine takes them."""
+    grids = {vision.image_token_id: [each.grid for each in shown if isinstance(each, Picture)]}
+    if pairs := [pair.picture.grid for each in shown if isinstance(each, Video) for pair in each.pairs]:
+        grids[vision.video_token_id] = pairs
+    segments = [picture for each in shown for picture in ([each] if isinstance(each, Picture) else [pair.picture for pair in each.pairs])]
+    places = spans(tokens, grids, vision.processor.merge_size)
     return tuple(
-        PictureInput(span, picture.pixels.numpy(), picture.grid[1:], picture.digest) for span, picture in zip(places, pictures, strict=True)
+        PictureInput(span, picture.pixels.numpy(), picture.grid[1:], picture.digest) for span, picture in zip(places, segments, strict=True)
     )
 
 

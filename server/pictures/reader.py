@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from ...graphs.errors import RequestError
-from ..requests.pictures import PictureFile, PicturePart, ProcessorFields, data_of, is_data
-from .limits import PictureLimits, RequestLimits
+from ..requests.pictures import NOUNS, Kind, PictureFile, PicturePart, ProcessorFields, data_of, is_data
+from .limits import PictureLimits, RequestLimits, VideoLimits
 from .pool import DecoderPool
-from .processor import Picture, PictureProcessor
+from .processor import PatchProcessor, Picture, PictureProcessor
+from .video_file import DEFAULT_LIMITS
+from .videos import Video, VideoProcessor, text_at
 
 INLINE_CHARS = 2**16
 """Longer URLs are read on a thread."""
@@ -30,7 +32,8 @@ class Vision:
         max_patches: of that bucket.
         image, video: texts of the tokens that stand in a prompt for each row of a picture and of a video.
         start, end: texts of those around them.
-        image_token_id: of `image`.
+        image_token_id, video_token_id: of `image` and of `video`.
+        videos: their processor, whose frames are no larger than pictures; or a sentence that says why there is none.
     """
 
     processor: PictureProcessor
@@ -40,6 +43,8 @@ class Vision:
     start: str
     end: str
     image_token_id: int
+    video_token_id: int
+    videos: VideoProcessor | str
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -62,6 +67,21 @@ class Vision:
             error.param = "mm_processor_kwargs"
             raise
 
+    def video_processor_for(self, fields: ProcessorFields, param: str) -> VideoProcessor:
+        """The processor of a video of a request.
+
+        Raises:
+            RequestError: no videos are taken here, or it asks for what is not legal.
+        """
+        if isinstance(self.videos, str):
+            message = f"{param} is a video, and this server takes none: {self.videos}"
+            raise RequestError(message, param=param, code="unsupported_value")
+        try:
+            return self.videos.with_options(fields.fps, fields.max_frames, fields.min_pixels, fields.max_pixels)
+        except RequestError as error:
+            error.param = "mm_processor_kwargs"
+            raise
+
     def check_patches(self, count: int, what: str, param: str) -> None:
         """Raises RequestError where a picture takes more patches than an encode bucket has; `what` begins the sentence."""
         if count > self.max_patches:
@@ -76,6 +96,35 @@ class Vision:
         _, rows, columns = processor.grid(height, width, param)
         self.check_patches(rows * columns, f"the picture is {width}x{height} and", param)
         return rows * columns // processor.merge_size**2
+
+
+@dataclass(frozen=True)
+class Frames:
+    """What stands in a prompt for a video.
+
+    Attributes:
+        texts: before each pair of frames.
+        each: tokens of a pair.
+    """
+
+    texts: tuple[str, ...]
+    each: int
+
+
+Count = int | Frames
+"""What stands in a prompt for a picture, its number of tokens, or for a video."""
+
+
+def tokens_of(count: Count) -> int:
+    """Tokens of a picture, or of the frames of a video."""
+    return count if isinstance(count, int) else len(count.texts) * count.each
+
+
+def count_of(shown: Picture | Video) -> Count:
+    """What stands in a prompt for a picture or a video."""
+    if isinstance(shown, Picture):
+        return shown.tokens
+    return Frames(tuple(pair.text for pair in shown.pairs), shown.pairs[0].picture.tokens)
 
 
 Fetch = Callable[[str, str], Awaitable[bytes]]
@@ -100,19 +149,26 @@ class PictureReader:
 
     Args:
         vision: of the model.
-        pictures, requests: limits.
+        pictures, requests, videos: limits.
         pool: decodes.
         fetch: gets what is at http and https URLs.
     """
 
     def __init__(
-        self, vision: Vision, pictures: PictureLimits, requests: RequestLimits, pool: DecoderPool, fetch: Fetch = fetch_nothing
+        self,
+        vision: Vision,
+        pictures: PictureLimits,
+        requests: RequestLimits,
+        pool: DecoderPool,
+        fetch: Fetch = fetch_nothing,
+        videos: VideoLimits = DEFAULT_LIMITS,
     ) -> None:
         self.vision, self.limits, self.pool = vision, requests, pool
-        self._pictures, self._fetch = pictures, fetch
+        self._most_bytes: Mapping[Kind, int] = {"image": pictures.max_bytes, "video": videos.max_bytes}
+        self._fetch = fetch
         # Equal pictures of stored conversations are one.
         self._files: WeakValueDictionary[bytes, PictureFile] = WeakValueDictionary()
-        self._cache: OrderedDict[tuple[bytes, PictureProcessor], Picture] = OrderedDict()
+        self._cache: OrderedDict[tuple[bytes, PatchProcessor], Picture | Video] = OrderedDict()
         self._cached_bytes = 0
 
     def close(self) -> None:
@@ -122,55 +178,71 @@ class PictureReader:
     @property
     def body_bytes(self) -> int:
         """What pictures add to the largest body of a request."""
-        return int(self.limits.images * (BASE64_CHARS * self._pictures.max_bytes + URL_CHARS))
+        most = {"image": self.limits.images, "video": 0 if isinstance(self.vision.videos, str) else self.limits.videos}
+        return int(sum(most[kind] * (BASE64_CHARS * size + URL_CHARS) for kind, size in self._most_bytes.items()))
 
-    async def counts(self, parts: Sequence[PicturePart], fields: ProcessorFields = NO_FIELDS) -> tuple[int, ...]:
-        """Tokens of each picture of a request, by its header.
+    async def counts(self, parts: Sequence[PicturePart], fields: ProcessorFields = NO_FIELDS) -> tuple[Count, ...]:
+        """What stands for each picture and video of a request, by its header.
 
         Raises:
             RequestError: there are too many, or one is not legal.
         """
-        if len(parts) > (most := self.limits.images):
-            message = f"{len(parts)} pictures in a request; legal are up to {most} (`npucompile serve --limit-mm-per-prompt`)"
-            raise RequestError(message, param=parts[most].param, code="too_many_images")
-        processor = self.vision.processor_for(fields)
-        return await _in_order([self._count(part, processor) for part in parts])
+        kinds: Mapping[Kind, int] = {"image": self.limits.images, "video": self.limits.videos}
+        for kind, most in kinds.items():
+            if len(several := [part for part in parts if part.kind == kind]) > most:
+                what = f"{len(several)} {NOUNS[kind]}s in a request"
+                message = f"{what}; legal are up to {most} (`npucompile serve --limit-mm-per-prompt`)"
+                raise RequestError(message, param=several[most].param, code=f"too_many_{kind}s")
+        return await _in_order([self._count(part, self._processor(part, fields)) for part in parts])
 
-    async def pictures(self, parts: Sequence[PicturePart], fields: ProcessorFields = NO_FIELDS) -> tuple[Picture, ...]:
-        """The pictures, whose `counts` are legal.
+    async def pictures(self, parts: Sequence[PicturePart], fields: ProcessorFields = NO_FIELDS) -> tuple[Picture | Video, ...]:
+        """The pictures and videos, whose `counts` are legal.
 
         Raises:
             RequestError: one of them cannot be decoded.
         """
-        processor = self.vision.processor_for(fields)
-        return await _in_order([self._picture(part, processor) for part in parts])
+        return await _in_order([self._shown(part, self._processor(part, fields)) for part in parts])
 
-    async def _count(self, part: PicturePart, processor: PictureProcessor) -> int:
+    def _processor(self, part: PicturePart, fields: ProcessorFields) -> PictureProcessor | VideoProcessor:
+        if part.kind == "video":
+            return self.vision.video_processor_for(fields, part.param)
+        return self.vision.processor_for(fields)
+
+    async def _count(self, part: PicturePart, processor: PictureProcessor | VideoProcessor) -> Count:
         file = await self._file(part)
         if (known := self._cache.get((file.digest, processor))) is not None:
-            return known.tokens
-        height, width = await asyncio.wrap_future(self.pool.size(file.data, part.param))
-        return self.vision.tokens(processor, height, width, part.param)
+            return count_of(known)
+        if isinstance(processor, PictureProcessor):
+            height, width = await asyncio.wrap_future(self.pool.size(file.data, part.param))
+            return self.vision.tokens(processor, height, width, part.param)
+        header = await asyncio.wrap_future(self.pool.header(file.data, part.param))
+        _, rows, columns = processor.grid(header.frames, header.rate, header.height, header.width, part.param)
+        self.vision.check_patches(rows * columns, f"a frame of {header.width}x{header.height}", part.param)
+        seconds = processor.seconds(processor.sampled(header.frames, header.rate), header.rate)
+        return Frames(tuple(map(text_at, seconds)), rows * columns // processor.merge_size**2)
 
-    async def _picture(self, part: PicturePart, processor: PictureProcessor) -> Picture:
+    async def _shown(self, part: PicturePart, processor: PictureProcessor | VideoProcessor) -> Picture | Video:
         file = await self._file(part)
         key = file.digest, processor
         if (known := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return known
-        picture = await asyncio.wrap_future(self.pool.picture(file.data, processor, part.param))
+        shown: Picture | Video
+        if isinstance(processor, PictureProcessor):
+            shown = await asyncio.wrap_future(self.pool.picture(file.data, processor, part.param))
+        else:
+            shown = await asyncio.wrap_future(self.pool.video(file.data, processor, part.param))
         if key not in self._cache:
-            self._cache[key] = picture
-            self._cached_bytes += picture.pixels.numel()
+            self._cache[key] = shown
+            self._cached_bytes += shown.size_bytes
         while self._cached_bytes > self.limits.cache_bytes:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].pixels.numel()
-        return picture
+            self._cached_bytes -= self._cache.popitem(last=False)[1].size_bytes
+        return shown
 
     async def _file(self, part: PicturePart) -> PictureFile:
         if part.file is None:
             if not is_data(part.url):
-                data = await self._fetch(part.url, part.param)
-                file = PictureFile(data)
+                file = PictureFile(await self._fetched(part))
             elif len(part.url) <= INLINE_CHARS:
                 file = self._data(part)
             else:
@@ -178,8 +250,15 @@ class PictureReader:
             part.file, part.url = self._files.setdefault(file.digest, file), ""
         return part.file
 
+    async def _fetched(self, part: PicturePart) -> bytes:
+        try:
+            return await self._fetch(part.url, part.param)
+        except RequestError as error:
+            error.code = (error.code or "").replace("image", part.kind)
+            raise
+
     def _data(self, part: PicturePart) -> PictureFile:
-        file = PictureFile(data_of(part.url, part.param, self._pictures.max_bytes))
+        file = PictureFile(data_of(part.url, part.param, self._most_bytes[part.kind], part.kind))
         _ = file.digest  # here, as this may be a thread
         return file
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ...graphs.errors import RequestError, SpecError
+from ...graphs.errors import RequestError
+from .limits import VideoLimits
 from .videos import FramePair, VideoProcessor
 
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
@@ -26,29 +27,28 @@ _DECODERS = (*CODECS, "libdav1d")  # av1's is a library of another name
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")  # QuickTime's first box has one of these types
 
 
+DEFAULT_LIMITS = VideoLimits()
+
+
 @dataclass(frozen=True)
-class VideoLimits:
-    """Limits on one video.
+class VideoHeader:
+    """What a video's file says of it.
 
     Attributes:
-        max_bytes: of its file.
-        max_pixels: of a frame before it is resized.
-        max_frames: of the file, each of which is decoded, whether it is sampled or not.
-        max_seconds: that decoding may take.
+        frames: of the video, or as many as it has packets.
+        rate: frames a second; None where the file does not say.
+        height, width: of a frame, before it is turned.
     """
 
-    max_bytes: int = 64 * 2**20
-    max_pixels: int = 2**23
-    max_frames: int = 2**15
-    max_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name, most in (("max_bytes", 2**31 - 1), ("max_pixels", 2**26), ("max_frames", 2**20), ("max_seconds", 3600)):
-            if not 0 < (value := getattr(self, name)) <= most:
-                raise SpecError(f"{name} of a video is {value}; legal is above 0, up to {most}")
+    frames: int
+    rate: float | None
+    height: int
+    width: int
 
 
-DEFAULT_LIMITS = VideoLimits()
+def read_header(data: bytes, limits: VideoLimits = DEFAULT_LIMITS, param: str | None = None) -> VideoHeader:
+    """What the file of a video says, of which no frame is decoded beyond what finding its size takes. Errors of `read_video`."""
+    return _Reader(data, limits, param).header
 
 
 def read_video(
@@ -62,17 +62,12 @@ def read_video(
     Raises:
         RequestError: it is empty, above a limit, of another format, or damaged; or `processor` refuses it, or nothing here decodes videos.
     """
-    if not data:
-        raise RequestError(f"the video has no bytes; legal is a file of {_FORMATS}", param=param, code="empty_video_file")
-    if len(data) > limits.max_bytes:
-        message = f"the video has {len(data)} bytes; legal are up to {limits.max_bytes}"
-        raise RequestError(message, param=param, code="video_file_too_large")
     reader = _Reader(data, limits, param)
-    frames = reader.frames
+    frames, rate = reader.header.frames, reader.header.rate
     while True:
-        indices = processor.sampled(frames, reader.rate)
+        indices = processor.sampled(frames, rate)
         try:
-            return tuple(processor.pairs(reader.decoded(indices), indices, reader.rate, param))
+            return tuple(processor.pairs(reader.decoded(indices), indices, rate, param))
         except _Fewer as found:
             # A file may count frames that no player shows, before the start of an edit list or behind its end.
             frames = found.frames
@@ -87,29 +82,29 @@ class _Fewer(Exception):
 
 
 class _Reader:
-    """A video whose header is within limits.
-
-    Attributes:
-        frames: of the video, as its file says or as many as it has packets.
-        rate: frames a second; None where the file does not say.
-    """
+    """A video whose header is within limits."""
 
     def __init__(self, data: bytes, limits: VideoLimits, param: str | None):
+        if not data:
+            raise RequestError(f"the video has no bytes; legal is a file of {_FORMATS}", param=param, code="empty_video_file")
+        if len(data) > limits.max_bytes:
+            message = f"the video has {len(data)} bytes; legal are up to {limits.max_bytes}"
+            raise RequestError(message, param=param, code="video_file_too_large")
         self._data, self._limits, self._param = data, limits, param
         self._deadline = time.monotonic() + limits.max_seconds
         with self._opened() as (container, stream):
-            self.rate = float(stream.average_rate) if stream.average_rate else None
-            self.frames = stream.frames
-            if self.frames <= 0:
-                self.frames = 0
+            rate = float(stream.average_rate) if stream.average_rate else None
+            frames = max(stream.frames, 0)
+            if not frames:
                 for packet in container.demux(stream):
-                    self.frames += packet.size > 0
-                    if self.frames > limits.max_frames:
+                    frames += packet.size > 0
+                    if frames > limits.max_frames:
                         break
-        if self.frames > limits.max_frames:
-            message = f"the video has {self.frames} frames or more; legal are up to {limits.max_frames}"
+            self.header = VideoHeader(frames, rate, stream.height, stream.width)
+        if frames > limits.max_frames:
+            message = f"the video has {frames} frames or more; legal are up to {limits.max_frames}"
             raise RequestError(message, param=param, code="video_too_large")
-        if not self.frames:
+        if not frames:
             raise self._damaged()
 
     def decoded(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:

@@ -62,7 +62,29 @@ class FramePair:
     @property
     def text(self) -> str:
         """What stands in the prompt before vision_start, as many placeholders as the picture has tokens, and vision_end."""
-        return f"<{self.seconds:.1f} seconds>"
+        return text_at(self.seconds)
+
+
+def text_at(seconds: float) -> str:
+    """The text of a time."""
+    return f"<{seconds:.1f} seconds>"
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video that was sampled, resized and cut into patches: its pairs of frames, all of one size."""
+
+    pairs: tuple[FramePair, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the language model that they take the places of, without the text between them."""
+        return sum(pair.picture.tokens for pair in self.pairs)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the patches."""
+        return sum(pair.picture.size_bytes for pair in self.pairs)
 
 
 @dataclass(frozen=True)
@@ -73,12 +95,14 @@ class VideoProcessor(PatchProcessor):
         fps: sampled frames a second.
         min_frames, max_frames: sampled; a video of fewer is sampled whole.
         frame_tokens: most tokens of a frame, or None: as qwen-vl-utils bounds them.
+        frame_pixels: most of a frame, a server's bound, or None.
     """
 
     fps: float
     min_frames: int
     max_frames: int
     frame_tokens: int | None
+    frame_pixels: int | None = None
 
     def with_options(
         self, fps: float | None = None, max_frames: int | None = None, min_pixels: int | None = None, max_pixels: int | None = None
@@ -135,15 +159,23 @@ class VideoProcessor(PatchProcessor):
         most = self.max_pixels
         if self.frame_tokens is not None:
             most = frames * max(min(self.frame_tokens * factor**2, most // frames), int(self.min_pixels * 1.05))
+        frame_most = self.frame_pixels or most
+        most = min(most, frames * frame_most)
         rows, columns = (round(side / factor) * factor for side in (height, width))  # halves to even, as the published function
         area = round(frames / span) * span * rows * columns
-        if area > most:
+        if area > most or rows * columns > frame_most:
             shrink = math.sqrt(frames * height * width / most)
             rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
         elif area < self.min_pixels:
             grow = math.sqrt(self.min_pixels / (frames * height * width))
             rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
         return rows, columns
+
+    def grid(self, frames: int, rate: float | None, height: int, width: int, param: str | None = None) -> tuple[int, int, int]:
+        """Patches of a video in time, rows and columns, known before it is decoded; arguments and errors of `sampled` and `resized`."""
+        count = len(self.sampled(frames, rate))
+        rows, columns = self.resized(count, height, width, param)
+        return -(-count // self.temporal_patch_size), rows // self.patch_size, columns // self.patch_size
 
     def seconds(self, indices: Sequence[int], rate: float | None) -> list[float]:
         """When each pair of sampled frames is seen: the mean of its first and last frame. The last frame is repeated to fill a pair."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
@@ -15,6 +16,10 @@ from ...graphs.errors import RequestError
 from .bodies import Body
 from .fields import FieldError, show
 
+Kind = Literal["image", "video"]
+NOUNS: Mapping[Kind, str] = {"image": "picture", "video": "video"}
+EXAMPLES: Mapping[Kind, str] = {"image": "data:image/png;base64", "video": "data:video/mp4;base64"}
+
 DATA, FETCHED = "data:", ("http://", "https://")
 BASE64 = "base64"
 
@@ -23,10 +28,13 @@ Detail = Literal["auto", "low", "high", "original"]
 
 
 class ProcessorFields(Body):
-    """`mm_processor_kwargs`: the area in pixels that pictures of a request are resized to."""
+    """`mm_processor_kwargs`: the area in pixels that pictures of a request are resized to, that of a video's frames together, and how many
+    of them are taken."""
 
     min_pixels: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_pixels: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    fps: Annotated[float, Field(gt=0, le=1000)] | None = None
+    max_frames: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +51,10 @@ class PictureFile:
 
 @dataclass(eq=False)
 class PicturePart:
-    """A picture in the content of a message.
+    """A picture or a video in the content of a message.
 
     Attributes:
+        kind: which of them.
         url: that it has in the request; "" once it is a file.
         param: the field of the request that has the URL, for errors.
         file: None until the URL is read.
@@ -54,6 +63,7 @@ class PicturePart:
     url: str
     param: str
     file: PictureFile | None = None
+    kind: Kind = "image"
 
     def __repr__(self) -> str:
         """Without what the picture shows, as logs may have it."""
@@ -66,19 +76,19 @@ class PicturePart:
 
 
 Content = str | PicturePart
-"""A part of a message: text or a picture."""
+"""A part of a message: text, or a picture or a video."""
 
 
-def picture_part(url: object, param: str) -> PicturePart:
-    """A picture of a URL, whose file is not looked at yet.
+def picture_part(url: object, param: str, kind: Kind = "image") -> PicturePart:
+    """A picture or a video of a URL, whose file is not looked at yet.
 
     Raises:
-        FieldError: it is no URL of a kind that may be legal (code invalid_image_url).
+        FieldError: it is no URL of a kind that may be legal (code invalid_image_url, or invalid_video_url).
     """
     if isinstance(url, str) and url[:8].lower().startswith((DATA, *FETCHED)):
-        return PicturePart(url, param)
-    message = f"{param} is {show(url)}; legal is a data URL, data:image/png;base64,... with the picture in base64"
-    raise FieldError(message, param=param, code="invalid_image_url")
+        return PicturePart(url, param, kind=kind)
+    message = f"{param} is {show(url)}; legal is a data URL, {EXAMPLES[kind]},... with the {NOUNS[kind]} in base64"
+    raise FieldError(message, param=param, code=f"invalid_{kind}_url")
 
 
 def is_data(url: str) -> bool:
@@ -86,8 +96,8 @@ def is_data(url: str) -> bool:
     return url[: len(DATA)].lower() == DATA
 
 
-def data_of(url: str, param: str, max_bytes: int) -> bytes:
-    """The bytes in a data URL. Of what type it says they are, only that it is an image: which one is read from the bytes.
+def data_of(url: str, param: str, max_bytes: int, media: Kind = "image") -> bytes:
+    """The bytes in a data URL. Of what type it says they are, only that it is an image, or a video: which one is read from the bytes.
 
     Raises:
         RequestError: it is of another type, no strict base64 (RFC 4648, section 4), or has more bytes than are legal.
@@ -95,15 +105,15 @@ def data_of(url: str, param: str, max_bytes: int) -> bytes:
     head, comma, text = url[len(DATA) :].partition(",")
     kind, *parameters = head.lower().split(";")
     if not comma or BASE64 not in parameters[-1:]:
-        message = f"{param} is a data URL without base64; legal is data:image/png;base64,..."
-        raise RequestError(message, param=param, code="invalid_image_url")
-    if not kind.startswith("image/"):
-        message = f"{param} is a data URL of type {show(kind)}; legal is a type of image/"
-        raise RequestError(message, param=param, code="unsupported_image_media_type")
+        message = f"{param} is a data URL without base64; legal is {EXAMPLES[media]},..."
+        raise RequestError(message, param=param, code=f"invalid_{media}_url")
+    if not kind.startswith(f"{media}/"):
+        message = f"{param} is a data URL of type {show(kind)}; legal is a type of {media}/"
+        raise RequestError(message, param=param, code=f"unsupported_{media}_media_type")
     # Known before anything is decoded; base64 makes 4 characters of 3 bytes.
     if (least := len(text) // 4 * 3 - 2) > max_bytes:
         message = f"{param} has at least {least} bytes; legal are up to {max_bytes}"
-        raise RequestError(message, param=param, code="image_file_too_large")
+        raise RequestError(message, param=param, code=f"{media}_file_too_large")
     try:
         # The library lets three padding characters pass.
         if len(text) % 4 or text.endswith("==="):
@@ -111,4 +121,4 @@ def data_of(url: str, param: str, max_bytes: int) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         message = f"{param} holds other than base64; legal are its 64 characters without blanks, padded with ="
-        raise RequestError(message, param=param, code="invalid_base64_image") from None
+        raise RequestError(message, param=param, code=f"invalid_base64_{media}") from None

@@ -17,6 +17,7 @@ from ..engine.prompts import rendered, with_pictures
 from ..engine.service import Service
 from ..parsers.message import MessageParser
 from ..pictures.processor import Picture
+from ..pictures.videos import Video
 from ..requests.create_body import Conversation, ResponseCreate
 from ..requests.structured_output import OutputFormat
 from ..requests.tool_fields import AUTO
@@ -82,7 +83,7 @@ def new_response_id() -> str:
 
 
 def prepare(
-    service: Service, body: ResponseCreate, response_id: str, stream_id: str = "", pictures: Sequence[Picture] = ()
+    service: Service, body: ResponseCreate, response_id: str, stream_id: str = "", pictures: Sequence[Picture | Video] = ()
 ) -> PreparedResponse:
     """Validates a body against the model and tokenizes its prompt; on any thread.
 
@@ -156,7 +157,7 @@ def _options(body: ResponseCreate, prompt: _Prompt) -> GenerationOptions:
     return replace(options, sampling=body.sampling, logprobs=body.logprobs, format=prompt.format)
 
 
-def _prefix(service: Service, body: ResponseCreate, pictures: Sequence[Picture]) -> _Prompt | None:
+def _prefix(service: Service, body: ResponseCreate, pictures: Sequence[Picture | Video]) -> _Prompt | None:
     """The prompt of a response without an output; None for a conversation that has no prompt yet."""
     try:
         return replace(_prompt(service, body, pictures), parser=None, format=None)
@@ -166,7 +167,7 @@ def _prefix(service: Service, body: ResponseCreate, pictures: Sequence[Picture])
         raise
 
 
-def _prompt(service: Service, body: ResponseCreate, pictures: Sequence[Picture]) -> _Prompt:
+def _prompt(service: Service, body: ResponseCreate, pictures: Sequence[Picture | Video]) -> _Prompt:
     prompt, form = body.prompt, service.chat
     if isinstance(prompt, str):
         return _Prompt(service.encode(prompt, "input"), format=body.format)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from support.published_pictures import FIELDS, encoded, picture
+from support.published_videos import FIELDS as VIDEO_FIELDS
 from support.scripted import MODEL, scripted
 from support.texts import byte_tokenizer
 from tokenizers import AddedToken
@@ -22,12 +23,13 @@ from npucompile.server.pictures.limits import DecoderLimits, PictureLimits, Requ
 from npucompile.server.pictures.pool import DecoderPool
 from npucompile.server.pictures.processor import processor_of
 from npucompile.server.pictures.reader import PictureReader, Vision
+from npucompile.server.pictures.videos import processor_of as video_processor_of
 from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.serve.vision import MARKS as ID_FIELDS
 
 START, END, IMAGE, VIDEO = MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PLACE = f"{START}{IMAGE}{END}"
-IMAGE_ID = 258
+IMAGE_ID, VIDEO_ID = 258, 259
 TURN, OVER = "<|im_start|>", "<|im_end|>\n"
 
 TEMPLATE = """\
@@ -42,6 +44,8 @@ TEMPLATE = """\
                 {%- set shown.count = shown.count + 1 %}
                 {%- if add_vision_id %}{{- 'Picture ' ~ shown.count ~ ': ' }}{% endif %}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'video' in item or item.type == 'video' %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
             {%- elif 'text' in item %}
                 {{- item.text }}
             {%- else %}
@@ -61,6 +65,7 @@ FORM = ChatFormat(ChatTemplate(TEMPLATE))
 SHOWING = replace(MODEL, vocab_size=260)
 SMALL = FIELDS | {"size": {"shortest_edge": 1024, "longest_edge": 65536}}
 """A processor of small pictures."""
+SMALL_VIDEOS = VIDEO_FIELDS | {"max_frames": 6}
 
 
 def codec() -> TextTokenizer:
@@ -70,7 +75,8 @@ def codec() -> TextTokenizer:
     return TextTokenizer(tokenizer)
 
 
-VISION = Vision(processor_of(SMALL, "preprocessor_config.json"), 256, IMAGE, VIDEO, START, END, IMAGE_ID)
+VIDEOS = replace(video_processor_of(SMALL_VIDEOS, "video_preprocessor_config.json"), frame_pixels=65536)
+VISION = Vision(processor_of(SMALL, "preprocessor_config.json"), 256, IMAGE, VIDEO, START, END, IMAGE_ID, VIDEO_ID, VIDEOS)
 
 
 def url(height: int = 64, width: int = 96, seed: int = 1, mode: str = "RGB", form: str = "PNG", **options: Any) -> str:
@@ -78,8 +84,8 @@ def url(height: int = 64, width: int = 96, seed: int = 1, mode: str = "RGB", for
     return data_url(encoded(picture(height, width, seed, mode), form, **options), form.lower())
 
 
-def data_url(data: bytes, kind: str = "png") -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+def data_url(data: bytes, kind: str = "png", media: str = "image") -> str:
+    return f"data:{media}/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 @contextlib.contextmanager
@@ -88,7 +94,8 @@ def reader(
 ) -> Iterator[PictureReader]:
     """A reader of pictures with processes of its own."""
     pictures = pictures or PictureLimits()
-    with contextlib.closing(DecoderPool(decoders or DecoderLimits(1), pictures)) as pool:
+    videos = {"videos": options["videos"]} if "videos" in options else {}
+    with contextlib.closing(DecoderPool(decoders or DecoderLimits(1), pictures, **videos)) as pool:
         yield PictureReader(options.pop("vision", VISION), pictures, requests or RequestLimits(), pool, **options)
 
 
@@ -104,8 +111,8 @@ def showing(says: Callable[[str], str] = lambda _: "ok", taken: PictureReader | 
 IDS = dict(zip(ID_FIELDS, (258, 259, 256, 257), strict=True))
 
 
-def artifact(sizes: tuple[int, ...] = (64, 256), tower: bool = True, ids: dict[str, int] = IDS) -> Any:
+def artifact(sizes: tuple[int, ...] = (64, 256), tower: bool = True, ids: dict[str, int] = IDS, **more: Any) -> Any:
     """What is asked of an artifact that encodes pictures of so many patches."""
     buckets = [Bucket("decode", 1, 1), *(Bucket("encode", 1, size) for size in sizes)]
-    model = {"tower": {"key": "vision", "processor": asdict(VISION.processor), "ids": ids}} if tower else {}
+    model = {"tower": {"key": "vision", "processor": asdict(VISION.processor), "ids": ids, **more}} if tower else {}
     return SimpleNamespace(manifest=SimpleNamespace(model=model, graphs=[SimpleNamespace(bucket=bucket) for bucket in buckets]))

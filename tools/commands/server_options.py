@@ -57,14 +57,15 @@ def media_limits(options: Mapping[str, Any]) -> MediaLimits:
     Raises:
         SpecError: a host that is none.
     """
-    images = read_per_prompt(options["limit_mm_per_prompt"] or "{}").get("image", RequestLimits.images)
+    counts = read_per_prompt(options["limit_mm_per_prompt"] or "{}")
+    images = counts.get("image", RequestLimits.images)
     picture = PictureLimits(options["max_image_bytes"], options["max_image_pixels"])
     hosts = tuple(options["allowed_media_host"])
     Hosts(hosts, picture.max_bytes)
     return MediaLimits(
         picture,
         DecoderLimits(options["image_decoders"], options["image_timeout"], options["image_memory"]),
-        RequestLimits(images, hosts=hosts),
+        RequestLimits(images, counts.get("video", RequestLimits.videos), hosts=hosts),
         options["language_model_only"] or not images,
     )
 

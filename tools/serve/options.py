@@ -142,8 +142,9 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
     ),
     "What pictures may be": (
         ServeOption("language-model-only", "Take text alone, whatever the artifact encodes.", extra={"is_flag": True}),
-        ServeOption("limit-mm-per-prompt", f"Most pictures of a request, image=N or JSON.  [default: image={_REQUEST.images}]", None,
-                    extra={"metavar": "image=N"}, same=("--limit-mm-data-per-request",)),
+        ServeOption("limit-mm-per-prompt", "Most pictures and videos of a request, image=N,video=M or JSON.  [default: "
+                    f"image={_REQUEST.images},video={_REQUEST.videos}]", None,
+                    extra={"metavar": "image=N,video=M"}, same=("--limit-mm-data-per-request",)),
         ServeOption("max-image-bytes", "Of the file of a picture.", _COUNT, _PICTURE.max_bytes),
         ServeOption("max-image-pixels", "Of a picture before it is resized.", click.IntRange(1, MOST_PIXELS), _PICTURE.max_pixels),
         ServeOption("image-decoders", "Processes that decode pictures.", _COUNT, _DECODERS.processes),

@@ -13,7 +13,7 @@ COUNT = "count"
 
 
 def read_per_prompt(text: str) -> Mapping[str, int]:
-    """Numbers by kind. Videos are not read, so that theirs bounds nothing.
+    """Numbers by kind.
 
     Raises:
         SpecError: it is of another form.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -13,9 +16,10 @@ from ...server.pictures.media import Hosts
 from ...server.pictures.pool import DecoderPool
 from ...server.pictures.processor import PictureProcessor
 from ...server.pictures.reader import PictureReader, Vision, fetch_nothing
+from ...server.pictures.videos import VideoProcessor
 from ...server.text.tokenizer import TextTokenizer
 
-TOWER, IDS, PROCESSOR = "tower", "ids", "processor"
+TOWER, IDS, PROCESSOR, VIDEOS = "tower", "ids", "processor", "videos"
 """Fields of a manifest's model."""
 
 MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -43,11 +47,21 @@ def vision_of(artifact: Artifact, codec: TextTokenizer, media: MediaLimits | Non
     processor = msgspec.convert(model[TOWER][PROCESSOR], PictureProcessor)
     most = max(patches)
     bounded = processor.with_limits(max_pixels=min(processor.max_pixels, most * processor.patch_size**2))
-    return Vision(bounded, most, image, video, start, end, ids[MARKS[0]])
+    return Vision(bounded, most, image, video, start, end, ids[MARKS[0]], ids[MARKS[1]], _videos(model[TOWER], most))
+
+
+def _videos(tower: Mapping[str, Any], most: int) -> VideoProcessor | str:
+    """The processor of videos, whose frames have no more patches than an encode bucket; or why there is none."""
+    if tower.get(VIDEOS) is None:
+        return "its artifact was built without the checkpoint's video_preprocessor_config.json; legal are pictures"
+    if importlib.util.find_spec("av") is None:
+        return "PyAV is not installed (npucompile[video]); legal are pictures"
+    processor = msgspec.convert(tower[VIDEOS], VideoProcessor)
+    return replace(processor, frame_pixels=most * processor.patch_size**2)
 
 
 def reader_of(vision: Vision, media: MediaLimits) -> PictureReader:
     """What reads the pictures of requests, with its processes."""
-    pool = DecoderPool(media.decoders, media.picture)
+    pool = DecoderPool(media.decoders, media.picture, videos=media.video)
     fetch = Hosts(media.request.hosts, media.picture.max_bytes).fetch if media.request.hosts else fetch_nothing
-    return PictureReader(vision, media.picture, media.request, pool, fetch)
+    return PictureReader(vision, media.picture, media.request, pool, fetch, media.video)

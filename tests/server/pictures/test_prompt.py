@@ -6,19 +6,39 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.shown import END, FORM, IMAGE, IMAGE_ID, MARKS, PLACE, START, VISION, codec
+from support.shown import END, FORM, IMAGE, IMAGE_ID, MARKS, PLACE, START, VIDEO, VISION, codec
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.picture_spans import spans
 from npucompile.server.chat.template import Chat
 from npucompile.server.pictures.processor import Picture
 from npucompile.server.pictures.prompt import before_text, encoded, expanded, guarded, inputs
+from npucompile.server.pictures.reader import Frames
 
 TYPED = st.lists(st.sampled_from([*MARKS, "<|image_", "pad|>", "a", " ", "\ue000", "é", "<", ">"]), max_size=6).map("".join)
 
 
 def encode(pieces, _):
     return [codec().encode(piece, add_special=False) for piece in pieces]
+
+
+def test_a_video_s_marks_give_way_to_those_of_its_frames_each_apart_from_the_text_before():
+    asked: list[str] = []
+
+    def listening(pieces, places):
+        asked.extend(pieces)
+        return encode(pieces, places)
+
+    place = f"{START}{VIDEO}{END}"
+    counts = [Frames(("<0.1 seconds>", "<0.9 seconds>"), 4), 2]
+    ids = encoded(f"a {place} b{START}{IMAGE}{END}", "", counts, VISION, listening, "messages")
+    pair = f"{START}{VIDEO * 4}{END}"
+    expected = f"a <0.1 seconds>{pair}<0.9 seconds>{pair} b{START}{IMAGE * 2}{END}"
+    assert codec().decode(ids, skip_special=False) == expected
+    assert asked[:3] == ["a ", f"<0.1 seconds>{START}", f"{END}<0.9 seconds>{START}"]
+    for wrong in (counts[::-1], counts[1:], [*counts, counts[0]], [1, 2]):
+        with pytest.raises(RequestError, match="legal is one for each"):
+            encoded(f"a {place} b{START}{IMAGE}{END}", "", wrong, VISION, encode, "messages")
 
 
 @given(st.lists(st.one_of(TYPED, st.none()), min_size=1, max_size=6))

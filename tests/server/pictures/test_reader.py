@@ -12,7 +12,7 @@ from support.shown import VISION, data_url, url
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.pictures.decoding import decode, size
-from npucompile.server.pictures.limits import PictureLimits, RequestLimits
+from npucompile.server.pictures.limits import PictureLimits, RequestLimits, VideoLimits
 from npucompile.server.pictures.reader import PictureReader
 from npucompile.server.requests.pictures import PicturePart, ProcessorFields
 
@@ -116,6 +116,9 @@ def test_long_pictures_take_no_more_patches_than_a_bucket_has():
 
 
 def test_bodies_may_be_larger_by_the_pictures():
-    small, large = (reader(Inline(), images=count).body_bytes for count in (1, 4))
+    small, large = (reader(Inline(), images=count, videos=0).body_bytes for count in (1, 4))
     assert small > 4 / 3 * PictureLimits().max_bytes
     assert large == pytest.approx(4 * small, abs=4)
+    with_video = reader(Inline(), images=1, videos=2).body_bytes - small
+    assert with_video > 2 * 4 / 3 * VideoLimits().max_bytes
+    assert reader(Inline(), replace(VISION, videos="none"), images=1, videos=2).body_bytes == small

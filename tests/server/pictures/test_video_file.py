@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from support.videos import frame, shade, turned, video
 
 from npucompile.graphs.errors import RequestError, SpecError
 from npucompile.server.pictures import video_file
-from npucompile.server.pictures.video_file import VideoLimits, read_video
+from npucompile.server.pictures.limits import VideoLimits
+from npucompile.server.pictures.video_file import VideoHeader, read_header, read_video
 from npucompile.server.pictures.videos import processor_of
 
 PROCESSOR = processor_of(FIELDS, "a file")
@@ -80,10 +82,20 @@ def test_a_file_that_counts_frames_that_it_does_not_show_is_sampled_by_those_it_
 
     def counting_more(self: Any, *args: Any) -> None:
         reader(self, *args)
-        self.frames += 3
+        self.header = replace(self.header, frames=self.header.frames + 3)
 
     monkeypatch.setattr(video_file._Reader, "__init__", counting_more)
     assert [pair.picture.digest for pair in read_video(data, PROCESSOR)] == [pair.picture.digest for pair in whole]
+
+
+def test_a_header_says_what_will_be_sampled() -> None:
+    for data in (video(9), video(9, "libvpx", "webm"), turned(video(9))):
+        header = read_header(data)
+        assert header == VideoHeader(9, 4.0, 64, 96)
+        grid = PROCESSOR.grid(header.frames, header.rate, header.height, header.width)
+        pairs = read_video(data, PROCESSOR)
+        assert grid == (len(pairs), 4, 6)
+        assert {pair.picture.tokens for pair in pairs} == {6}
 
 
 # --- what is refused ---

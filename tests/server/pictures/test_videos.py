@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import published_videos
 from support.published_pictures import digest
 from support.published_videos import CAPPED, FIELDS, frames
@@ -59,6 +62,18 @@ def test_what_no_patch_can_be_made_of_is_refused() -> None:
     with pytest.raises(RequestError, match="a side of 250 times the other; legal are up to 200 times") as refused:
         PROCESSOR.resized(4, 8000, 32, "messages[0].content[1].video_url.url")
     assert refused.value.param == "messages[0].content[1].video_url.url"
+
+
+@given(st.integers(2, 40), st.integers(1, 3000), st.integers(1, 3000))
+@settings(max_examples=500)
+def test_a_frame_is_no_larger_than_its_bound(count: int, height: int, width: int) -> None:
+    bounded = replace(PROCESSOR, frame_pixels=64 * 64)
+    if max(height, width) > 100 * min(height, width):
+        return
+    rows, columns = bounded.resized(count, height, width)
+    assert rows * columns <= max(64 * 64, 32 * max(rows, columns))
+    if rows * columns * count < 4096:
+        assert (rows, columns) == PROCESSOR.resized(count, height, width)
 
 
 def test_options_of_a_request_change_what_is_sampled() -> None:

@@ -107,7 +107,7 @@ def test_what_pictures_may_be_is_told_by_options():
         "--image-timeout", 6, "--image-memory", 2**25, "--allowed-media-host", "a.example", "--allowed-media-host", "[::1]:8",
     ))  # fmt: skip
     hosts = ("a.example", "[::1]:8")
-    assert chosen == MediaLimits(PictureLimits(3, 4), DecoderLimits(5, 6, 2**25), RequestLimits(2, hosts=hosts))
+    assert chosen == MediaLimits(PictureLimits(3, 4), DecoderLimits(5, 6, 2**25), RequestLimits(2, 0, hosts=hosts))
     assert media_limits(parsed("--language-model-only")).text_alone
     assert media_limits(parsed("--limit-mm-per-prompt", '{"image": 0}')).text_alone
     with pytest.raises(SpecError, match="is no host"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import asdict, replace
+
 import pytest
-from support.shown import IDS, IMAGE, IMAGE_ID, MARKS, VISION, artifact, codec
+from support.shown import IDS, IMAGE, IMAGE_ID, MARKS, VIDEO_ID, VIDEOS, VISION, artifact, codec
 from support.texts import byte_codec
 
 from npucompile.server.pictures.limits import MediaLimits, RequestLimits
@@ -32,6 +35,17 @@ def test_where_text_alone_is_taken_it_is_said_why(made, options, said):
     why = vision_of(made, codec(), **options)
     assert isinstance(why, str)
     assert said in why
+
+
+def test_videos_are_taken_where_the_artifact_has_their_processor_and_a_decoder_is_here(monkeypatch):
+    assert "built without the checkpoint's video_preprocessor_config.json" in vision_of(artifact(), codec()).videos
+    filmed = artifact((64,), videos=asdict(replace(VIDEOS, frame_pixels=None)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    vision = vision_of(filmed, codec())
+    assert vision.videos == replace(VIDEOS, frame_pixels=64 * 256)
+    assert vision.video_token_id == VIDEO_ID
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "PyAV is not installed (npucompile[video])" in vision_of(filmed, codec()).videos
 
 
 def test_a_tokenizer_without_the_marks_takes_text_alone():
