@@ -141,11 +141,11 @@ class Engine:
             self._wake.notify_all()
         return bool(arrivals)
 
-    def landed(self, request_id: str) -> None:
-        """The pages and the state of a parked request are filled: it begins with the last token of its prompt."""
+    def landed(self, request_id: str, *, filled: bool = True) -> None:
+        """Of a parked request the pages and the state are filled, or will not be (`Landed`)."""
         with self._wake:
             if request_id in self._live:
-                self._inbox.append(Landed(self._live[request_id].arrival))
+                self._inbox.append(Landed(self._live[request_id].arrival, filled))
                 self._wake.notify_all()
 
     def flush_prefix_cache(self) -> bool:
@@ -218,6 +218,11 @@ class Engine:
         return {
             "num_requests_running": running,
             "num_requests_waiting": live - running,
+            "dp_requests_running": {rank: len(group.running) for rank, group in enumerate(groups)},
+            "dp_requests_waiting": {rank: len(group.waiting) for rank, group in enumerate(groups)},
+            "dp_prompt_tokens": {
+                rank: sum(len(live.request.prompt) for live in (*group.running, *group.waiting)) for rank, group in enumerate(groups)
+            },
             "kv_cache_usage_perc": used / (len(groups) * (self.executor.limits.num_pages - 1)),
             **counters,
             "compiles_after_ready_total": self.executor.compiles(),

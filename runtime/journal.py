@@ -56,7 +56,7 @@ class Journal:
 
     def received(self, messages: Sequence[RequestState | int | Flush | Landed]) -> None:
         """A call of `Engine.step` begins, with these new requests, arrivals of requests to cancel, orders to forget prefixes, and
-        requests whose pages a handover has filled.
+        requests whose pages a handover has filled, or will not fill.
 
         A call that does nothing is not written.
         """
@@ -68,7 +68,7 @@ class Journal:
             elif isinstance(message, Flush):
                 self._add(FLUSH)
             elif isinstance(message, Landed):
-                self._add(LANDED, message.arrival)
+                self._add(LANDED, *message)
             else:
                 self._add(CANCEL, message)
 

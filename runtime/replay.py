@@ -108,7 +108,7 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
             elif word == DEAD_END:
                 masks[values[0]] = None
             elif word == LANDED:
-                engine.landed(ids[values[0]])
+                engine.landed(ids[values[0]], filled=all(values[1:]))
             elif word == FLUSH:
                 engine.flush_prefix_cache()
             elif word == CANCEL:

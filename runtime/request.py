@@ -335,6 +335,8 @@ class Flush:
 
 
 class Landed(NamedTuple):
-    """The pages and the state of a parked request are filled, so it can begin with the last token of its prompt."""
+    """The pages and the state of a parked request are filled, so it can begin with the last token of its prompt; or nobody fills them,
+    and it gives them back and is computed like any other request."""
 
     arrival: int
+    filled: bool = True

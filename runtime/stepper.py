@@ -38,7 +38,7 @@ from .scheduler.state import GroupState, SchedulerState
 log = logging.getLogger(__name__)
 
 Message = RequestState | int | Flush | Landed
-"""A new request, the arrival of one to cancel, an order to flush, or a request whose pages a handover has filled."""
+"""A new request, the arrival of one to cancel, an order to flush, or a request whose pages a handover has filled, or will not fill."""
 
 Count = Callable[[Metrics], None]
 """Counts what led to a state."""
@@ -168,7 +168,7 @@ class Stepper:
         self.journal.received(messages)
         new = [message for message in messages if isinstance(message, RequestState)]
         cancelled = {message for message in messages if isinstance(message, int)}
-        landed = {message.arrival for message in messages if isinstance(message, Landed)}
+        landed, unfilled = ({m.arrival for m in messages if isinstance(m, Landed) and m.filled is filled} for filled in (True, False))
         for manager in self.cache_managers if any(isinstance(message, Flush) for message in messages) else ():
             manager.flush()
         if new:
@@ -177,6 +177,12 @@ class Stepper:
             self._advance(*advance.cancel(self.state, cancelled, self.now_ms()))
         if landed:
             self._land(landed)
+        if unfilled:
+            for state, manager in zip(self.state.groups, self.cache_managers, strict=True):
+                for request in state.running:
+                    if request.parked and request.arrival in unfilled:
+                        manager.release(request.id)
+            self._advance(advance.unparked(self.state, unfilled), ())
 
     def _land(self, arrivals: Collection[int]) -> None:
         """Has requests begin with the last token of their prompts, behind what handovers have put into their pages."""

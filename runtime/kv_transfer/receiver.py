@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from ...graphs.errors import RequestError
-from ..delivery import BatchSink, Sink
+from ..delivery import Sink
 from ..engine import Engine
-from ..request import RECEIVE, Event, FinishEvent, ParkedEvent, Request
+from ..request import RECEIVE, ParkedEvent, Request
 from . import room as rooms
+from .landed_requests import LandedRequests
 from .messages import Abort, Ask, Computed, Declined, Done, Failed, Gone, Message, Ready
+from .open_rooms import Handover, OpenRooms
 from .room import DEFAULTS, Do, Kind, Room, Stage, Timeouts
 
 OK = 200
 """The status of a request of which nothing is to be computed."""
 
+CANCELLED = Kind.CANCELLED.value
+"""Why a room is given up whose client has left."""
 
-class _Handover(NamedTuple):
-    """A room of a request, when it was asked for first, and where it is parked; submitted means that the engine has the request."""
 
-    room: Room
+@dataclass
+class _Handover(Handover):
+    """Attributes:
+    asked_s: when it was asked for first.
+    target: where it is parked.
+    again: it had landed before.
+    submitted: the engine has it.
+    told: `failed` was called.
+    """
+
     request: Request
     sink: Sink
     failed: Callable[[str], None]
     asked_s: float
     target: ParkedEvent | None = None
+    again: bool = False
     submitted: bool = False
+    told: bool = False
 
 
-class Receiver(BatchSink):
-    """Rooms of one connection. All methods are called by one thread; what the engine tells from its own is passed on by `call`.
+class Receiver(OpenRooms[_Handover]):
+    """`OpenRooms` of a decode server.
 
     Args:
-        engine: runs what has landed.
-        send: takes messages to the prefill server, in order, until it is disconnected.
-        call: has the thread of this object call a function.
-        clock: monotonic seconds.
         number: draws the number of a room.
-        landed: told of each request that lands, with the seconds since it was asked for.
-        lost: told of a request that had landed, has lost its pages to others, and has some again: its arguments are those of `ask_again`.
+        landed: takes the requests whose pages have arrived.
 
     Attributes:
         connected: whether the prefill server can be asked.
@@ -55,41 +60,21 @@ class Receiver(BatchSink):
         call: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         number: Callable[[], int],
+        landed: LandedRequests,
         timeouts: Timeouts = DEFAULTS,
-        lost: Callable[[Request, Sink, Callable[[str], None], ParkedEvent], None] | None = None,
-        landed: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self._engine, self._send, self._call, self._clock, self._number = engine, send, call, clock, number
-        self._timeouts, self._handovers = timeouts, dict[int, _Handover]()
-        self._rooms: dict[str, int] = {}
-        self._lost, self._tell_landed = lost or self.ask_again, landed
-        # Those that the engine has: they may lose their pages, and are asked for again.
-        self._landed: dict[str, _Handover] = {}
+        super().__init__(engine, send, call, clock, timeouts)
+        self._number, self._landed = number, landed
         self.connected = True
 
     @property
-    def rooms(self) -> int:
-        """Rooms that have neither landed nor ended."""
-        return len(self._handovers)
-
-    @property
     def withheld(self) -> int:
-        """See the class."""
+        """Rooms whose pages nobody may use, since the prefill server does not say whether it writes to them."""
         return sum(handover.room.stage is Stage.WITHHELD for handover in self._handovers.values())
-
-    @property
-    def busy(self) -> bool:
-        """Whether rooms have not ended, or requests run that may lose their pages."""
-        return bool(self._handovers or self._landed)
 
     def asks(self, request_id: str) -> bool:
         """Whether a request has an open room."""
-        return request_id in self._rooms
-
-    @property
-    def next_deadline_s(self) -> float:
-        """When `tick` is due; infinity where nothing waits."""
-        return min((handover.room.deadline_s for handover in self._handovers.values()), default=math.inf)
+        return request_id in self._numbers
 
     def ask(self, request: Request, sink: Sink, failed: Callable[[str], None], routed: int = 0) -> None:
         """Asks for a prompt; one of a single token begins at once, as nothing is to be computed before it.
@@ -99,50 +84,34 @@ class Receiver(BatchSink):
             failed: called instead where it is not handed over, with the reason; the request may then be computed elsewhere.
             routed: see `messages.Ask`.
         """
-        handover = _Handover(rooms.begin_decode(self._clock(), self._timeouts), request, sink, failed, self._clock())
         if len(request.prompt) - request.num_scored == 1:
-            self._landed[request.id] = handover
             try:
-                self._engine.submit(replace(request, handover=RECEIVE), self)
+                self._landed.submit(request, sink)
             except RequestError as error:
-                del self._landed[request.id]
                 failed(str(error))
             if routed:
                 self.decline(routed, OK, "")
             return
         # Tokens that are scored are computed by decode steps, one after the other.
+        handover = _Handover(self._begun(), request.id, request, sink, failed, self._clock())
         self._ask(handover, request.prompt[: len(request.prompt) - request.num_scored], routed)
 
     def ask_again(self, request: Request, sink: Sink, failed: Callable[[str], None], parked: ParkedEvent) -> None:
-        """Asks for all tokens of a request that had landed, has lost its pages, and is parked again."""
-        room = rooms.begin_decode(self._clock(), self._timeouts)
-        self._ask(_Handover(room, request, sink, failed, self._clock(), parked, submitted=True), parked.token_ids)
-
-    def deliver(self, events: Sequence[Event]) -> None:
-        """Passes events of the engine on; called by its thread. Of a request that was given up the client has been told by `failed`."""
-        by_sink: dict[int, tuple[Sink, list[Event]]] = {}
-        for event in events:
-            handover = self._landed.get(event.request_id)
-            if handover is not None:
-                by_sink.setdefault(id(handover.sink), (handover.sink, []))[1].append(event)
-                if isinstance(event, FinishEvent):
-                    self._landed.pop(event.request_id, None)
-            elif isinstance(event, FinishEvent) and event.reason != "cancelled":
-                # It waited for pages too long.
-                self._call(functools.partial(self._cancelled, event.request_id))
-        for sink, own in by_sink.values():
-            if isinstance(sink, BatchSink):
-                sink.deliver(own)
-            else:
-                for event in own:
-                    sink(event)
+        """Asks for all tokens of a request that had landed, has lost its pages, and is parked again. Where nobody hands them over the
+        engine computes them, if it can, and `failed` is told of a client that has left alone."""
+        room = self._begun()
+        self._ask(_Handover(room, request.id, request, sink, failed, self._clock(), parked, again=True, submitted=True), parked.token_ids)
 
     def cancel(self, request_id: str) -> bool:
         """The client of a request has left; returns whether a room of it was open. One that has landed is the engine's alone."""
-        number = self._rooms.get(request_id)
-        if number is not None:
-            self._step(number, Kind.CANCELLED)
-        return number is not None
+        number = self._numbers.get(request_id)
+        if number is None:
+            return False
+        handover = self._handovers[number]
+        self._step(number, Kind.CANCELLED)
+        if handover.room.stage in (Stage.FENCED, Stage.WITHHELD):
+            self._give_up(handover, CANCELLED)
+        return True
 
     def received(self, message: Message) -> None:
         """Handles a message of the prefill server."""
@@ -160,7 +129,7 @@ class Receiver(BatchSink):
 
     def parked(self, event: ParkedEvent) -> bool:
         """A request has its pages; returns whether it is one of this connection. Called by the engine's thread."""
-        if event.request_id not in self._rooms and event.request_id not in self._landed:
+        if event.request_id not in self._numbers:
             return False
         self._call(lambda: self._reserved(event))
         return True
@@ -168,51 +137,30 @@ class Receiver(BatchSink):
     def disconnected(self) -> None:
         """The prefill server is gone, or its connection."""
         self.connected = False
-        for number in list(self._handovers):
-            self._step(number, Kind.DISCONNECTED)
-
-    def tick(self) -> None:
-        """Ends what has waited too long."""
-        now_s = self._clock()
-        for number, handover in list(self._handovers.items()):
-            if handover.room.deadline_s <= now_s:
-                self._step(number, Kind.TIMEOUT)
+        super().disconnected()
 
     def decline(self, routed: int, status: int, reason: str) -> None:
         """Says that a request of a router is not asked for."""
         self._send(Declined(routed, status, reason))
 
+    def _begun(self) -> Room:
+        return rooms.begin_decode(self._clock(), self._timeouts)
+
     def _ask(self, handover: _Handover, tokens: Sequence[int], routed: int = 0) -> None:
         number, request = self._number(), handover.request
-        self._handovers[number], self._rooms[request.id] = handover, number
+        self._open(number, handover)
         self._send(Ask(number, list(tokens), request.cache_salt, request.tenant, request.priority, routed))
         if not self.connected:
             self._step(number, Kind.DISCONNECTED)
 
     def _reserved(self, event: ParkedEvent) -> None:
-        number = self._rooms.get(event.request_id)
-        if number is not None:
-            self._handovers[number] = self._handovers[number]._replace(target=event)
+        # One that was given up while the engine looked for pages is cancelled already.
+        if (number := self._numbers.get(event.request_id)) is not None:
+            self._handovers[number].target = event
             self._step(number, Kind.RESERVED)
-        elif len(event.token_ids) == 1:
-            self._engine.landed(event.request_id)
-        elif landed := self._landed.pop(event.request_id, None):
-            self._lost(landed.request, landed.sink, landed.failed, event)
-        # Else it was given up while the engine looked for pages, and is cancelled already.
 
-    def _step(self, number: int, kind: Kind, reason: str = "") -> None:
-        handover = self._handovers.get(number)
-        if handover is None:
-            return
-        room, todo = rooms.decode(handover.room, rooms.Event(kind, self._clock(), reason), self._timeouts)
-        self._handovers[number] = handover._replace(room=room)
-        for do in todo:
-            self._do(number, self._handovers[number], do)
-        if room.stage in (Stage.ENDED, Stage.LANDED):
-            ended = self._handovers.pop(number)
-            del self._rooms[ended.request.id]
-            if room.stage is Stage.ENDED and ended.submitted:
-                self._engine.cancel(ended.request.id)
+    def _next(self, room: Room, event: rooms.Event) -> rooms.Step:
+        return rooms.decode(room, event, self._timeouts)
 
     def _do(self, number: int, handover: _Handover, do: Do) -> None:
         match do:
@@ -227,26 +175,35 @@ class Receiver(BatchSink):
             case Do.RESERVE:
                 self._submit(number, handover)
             case Do.RUN:
-                self._landed[handover.request.id] = handover
-                self._tell_landed(self._clock() - handover.asked_s)
-                self._engine.landed(handover.request.id)
+                self._landed.landed(handover.request, handover.sink, self._clock() - handover.asked_s)
             case Do.GIVE_UP:
-                handover.failed(handover.room.reason)
+                if not (handover.again and self._landed.local) or handover.room.reason == CANCELLED:
+                    self._give_up(handover, handover.room.reason)
             case Do.FREE | Do.WITHHOLD:
                 # Freed with the request, which is cancelled when the room ends; withheld until then.
                 pass
             case _:
                 raise AssertionError(do)
 
+    def _give_up(self, handover: _Handover, reason: str) -> None:
+        if not handover.told:
+            handover.told = True
+            handover.failed(reason)
+
+    def _closed(self, handover: _Handover) -> None:
+        if handover.room.stage is Stage.ENDED and handover.submitted:
+            # No write to its pages is in flight.
+            if handover.told:
+                self._engine.cancel(handover.request_id)
+            else:
+                self._landed.compute_here(handover.request, handover.sink)
+
     def _submit(self, number: int, handover: _Handover) -> None:
-        self._handovers[number] = handover._replace(submitted=True)
+        handover.submitted = True
         try:
             waited_ms = 1e3 * (self._clock() - handover.asked_s)
-            self._engine.submit(replace(handover.request, handover=RECEIVE, waited_ms=waited_ms), self)
+            self._engine.submit(replace(handover.request, handover=RECEIVE, waited_ms=waited_ms), self._landed)
         except RequestError as error:
-            self._handovers[number] = handover
+            handover.submitted = False
             self._step(number, Kind.FAILED, str(error))
             self._send(Abort(number))
-
-    def _cancelled(self, request_id: str) -> None:
-        self.cancel(request_id)

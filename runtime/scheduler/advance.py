@@ -102,6 +102,17 @@ def landed(state: SchedulerState, arrivals: Collection[int], now_ms: float) -> S
     return replace(state, groups=groups, next_deadline_ms=min([state.next_deadline_ms, *deadlines]))
 
 
+def unparked(state: SchedulerState, arrivals: Collection[int]) -> SchedulerState:
+    """The state once these parked requests have given their pages back and wait to be computed; those that have ended change nothing."""
+
+    def without(group: GroupState) -> GroupState:
+        own = [request for request in group.running if request.parked and request.arrival in arrivals]
+        return _displaced(group, [request.unparked() for request in own]) if own else group
+
+    state = replace(state, groups=tuple(map(without, state.groups)))
+    return replace(state, next_deadline_ms=min([state.next_deadline_ms, *(r.deadline_ms for r in live(state) if r.arrival in arrivals)]))
+
+
 def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> SchedulerState:
     """The state while a step runs that was scheduled from `state`: its preemptions, admissions and page growth are applied."""
     groups: list[GroupState] = []
@@ -195,12 +206,9 @@ def fail_all(state: SchedulerState, message: str, now_ms: float) -> tuple[Schedu
 
 
 def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms: float) -> GroupState:
-    waiting, running, turns = group.waiting, group.running, group.turns
     if part.preempted:
-        waiting = (*(request.preempted() for request in running if request.id in part.preempted), *waiting)
-        running = tuple(request for request in running if request.id not in part.preempted)
-        if turns is not None:
-            waiting = tuple(sorted(waiting, key=lambda request: request.arrival))
+        group = _displaced(group, [request.preempted() for request in group.running if request.id in part.preempted])
+    waiting, running, turns = group.waiting, group.running, group.turns
     by_arrival = {row.state.arrival: (row, num_scheduled + i) for i, row in enumerate(part.rows)}
     count = len(part.admitted)
     if turns is None:
@@ -221,6 +229,14 @@ def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms
         return row.state.prefill_launched(row.num_tokens, row.num_pages, order, now_ms)
 
     return replace(group, waiting=waiting, running=tuple(map(launched, running)), turns=turns)
+
+
+def _displaced(group: GroupState, lost: Sequence[RequestState]) -> GroupState:
+    """With these requests, which have lost their pages, before those that wait."""
+    arrivals, waiting = {request.arrival for request in lost}, (*lost, *group.waiting)
+    if group.turns is not None:
+        waiting = tuple(sorted(waiting, key=lambda request: request.arrival))
+    return replace(group, waiting=waiting, running=tuple(request for request in group.running if request.arrival not in arrivals))
 
 
 def _with_reserved(group: GroupState, new: Sequence[RequestState]) -> GroupState:

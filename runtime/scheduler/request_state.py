@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..request import NO_INPUTS, SEND, ExecutionRecord, FinishEvent, HostInputs, Request
@@ -152,6 +153,10 @@ class RequestState(NamedTuple):
         """The waiting request once it has pages for a handover, of whose tokens so many are computed already."""
         record = self.record._replace(cached_tokens=num_cached)
         return self._replace(record=record, num_computed_tokens=num_cached, num_pages=num_pages, parked=True)
+
+    def unparked(self) -> RequestState:
+        """The parked request once it has given its pages back and is one that nobody hands over."""
+        return self._replace(request=replace(self.request, handover=""), num_computed_tokens=0, num_pages=0, parked=False)
 
     def landed(self, now_ms: float) -> RequestState:
         """The parked request once all of its prompt but the last token is in its pages."""

@@ -15,8 +15,9 @@ from typing import Any
 from ...graphs.errors import RequestError
 from ...runtime.delivery import Sink
 from ...runtime.engine import Engine
+from ...runtime.kv_transfer.landed_requests import LandedRequests
 from ...runtime.kv_transfer.messages import Hello, Message
-from ...runtime.kv_transfer.receiver import Receiver
+from ...runtime.kv_transfer.receiver import CANCELLED, Receiver
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
 from ...runtime.request import Event, ExecutionRecord, FinishEvent, ParkedEvent, Request
 from ...runtime.scheduler import admission
@@ -30,7 +31,6 @@ IMBALANCE = 8
 AFFINE_TOKENS = 256
 """So many first tokens say which prompts begin alike."""
 
-CANCELLED = "cancelled"
 CAUSES, REFUSED = ("timeout", "disconnected"), "prefill"
 """What reasons begin with, as metrics name them; REFUSED are all others: the prefill server said why."""
 
@@ -52,19 +52,18 @@ class DecodeEngine:
         self, engine: Engine, hello: Hello, urls: Sequence[str], headers: Mapping[str, str], timeouts: Timeouts = DEFAULTS
     ) -> None:
         self._engine = engine
-        self._local = any(bucket.kind == "prefill" for bucket in engine.executor.buckets)
+        self._landed = LandedRequests(engine, self._call, self._lost, lambda request_id: self._cancel([request_id]))
         # Replaced and never changed: the engine's thread goes through it.
         self._receivers: tuple[Receiver, ...] = ()
         # The engine has a request that is handed over again under another name, since the first one's pages may still be written.
         self._names: dict[str, str] = {}
         self._expired: set[str] = set()
-        self._counts: Counter[str] = Counter()
+        self._local_count = 0
         self._failures: Counter[str] = Counter()
-        self._seconds = 0.0
         self._loop = asyncio.new_event_loop()
 
         def make(send: Callable[[Message], None], number: Callable[[], int]) -> Receiver:
-            return Receiver(engine, send, self._call, time.monotonic, number, timeouts, lost=self._lost, landed=self._landed)
+            return Receiver(engine, send, self._call, time.monotonic, number, self._landed, timeouts)
 
         self.links = tuple(PrefillLink(url, hello, headers, make, self._replaced) for url in urls)
         engine.stepper.on_parked = self._parked
@@ -85,9 +84,9 @@ class DecodeEngine:
             self._call(lambda: self._begin(request, sink, link, room))
             return
         if not any(link.receiver for link in self.links):
-            if not self._local:
+            if not self._landed.local:
                 raise Refusal("no_prefill_server", reasons="; ".join(f"{link.url} {link.state}" for link in self.links))
-            self._counts["local"] += 1
+            self._local_count += 1
             self._engine.submit(request, sink)
             return
         self._call(lambda: self._begin(request, sink))
@@ -115,9 +114,9 @@ class DecodeEngine:
             "kv_transfer_rooms": rooms,
             "kv_transfer_connections": sum(link.receiver is not None for link in self.links),
             "kv_transfer_withheld": sum(receiver.withheld for receiver in self._receivers),
-            "kv_transfer_requests_total": self._counts["landed"],
-            "kv_transfer_seconds_total": self._seconds,
-            "kv_transfer_local_total": self._counts["local"],
+            "kv_transfer_requests_total": self._landed.count,
+            "kv_transfer_seconds_total": self._landed.seconds,
+            "kv_transfer_local_total": self._local_count + self._landed.computed_here,
             "kv_transfer_failures": dict(self._failures),
         }
         stats = self._engine.stats()
@@ -140,17 +139,13 @@ class DecodeEngine:
         self._loop.call_soon_threadsafe(function)
 
     def _replaced(self) -> None:
-        """A link has another receiver; one without a connection stays until its last room has ended, and for those that it has landed."""
+        """A link has another receiver; one without a connection stays until its last room has ended."""
         current = [link.receiver for link in self.links if link.receiver]
-        self._receivers = (*(receiver for receiver in self._receivers if receiver not in current and receiver.busy), *current)
+        self._receivers = (*(receiver for receiver in self._receivers if receiver not in current and receiver.rooms), *current)
 
     def _parked(self, event: ParkedEvent) -> None:
         """Called by the engine's thread."""
-        any(receiver.parked(event) for receiver in self._receivers)
-
-    def _landed(self, seconds: float) -> None:
-        self._counts["landed"] += 1
-        self._seconds += seconds
+        self._landed.parked(event) or any(receiver.parked(event) for receiver in self._receivers)
 
     def _named(self, choice: Choice) -> PrefillLink:
         """The prefill server that a router has chosen.
@@ -199,8 +194,8 @@ class DecodeEngine:
             self._names[request.id], told = attempt.id, functools.partial(self._renamed, sink, request.id)
         if link is not None and link.receiver is not None:
             link.receiver.ask(attempt, told, functools.partial(self._failed, request, sink, {**tried, link.url: ""}))
-        elif self._local:
-            self._counts["local"] += 1
+        elif self._landed.local:
+            self._local_count += 1
             try:
                 self._engine.submit(attempt, told)
             except RequestError as error:
@@ -234,7 +229,7 @@ class DecodeEngine:
         else:
             self._end(request, sink, "error", f"the prefill server did not compute the prompt: {reason}", "not_handed_over")
 
-    def _lost(self, request: Request, sink: Sink, _: Callable[[str], None], parked: ParkedEvent) -> None:
+    def _lost(self, request: Request, sink: Sink, parked: ParkedEvent) -> None:
         """A request that had landed has lost its pages to others; what it has generated is computed with its prompt."""
         output = len(parked.token_ids) - len(request.prompt)
 
@@ -246,11 +241,13 @@ class DecodeEngine:
                 self._end(request, sink, "error", message, "not_handed_over", output)
 
         link = self._chosen(request, ())
-        if link is None or link.receiver is None:
+        if link is not None and link.receiver is not None:
+            link.receiver.ask_again(request, sink, failed, parked)
+        elif self._landed.local:
+            self._landed.compute_here(request, sink)
+        else:
             self._engine.cancel(request.id)
             failed("none is connected")
-        else:
-            link.receiver.ask_again(request, sink, failed, parked)
 
     def _cancel(self, request_ids: Sequence[str]) -> None:
         names = [self._names.get(request_id, request_id) for request_id in request_ids]

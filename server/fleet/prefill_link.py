@@ -128,7 +128,7 @@ class PrefillLink:
             self.receiver = None
             receiver.disconnected()
             self._replaced()
-            if not receiver.busy:
+            if not receiver.rooms:
                 ticking.cancel()
 
     def _say(self, state: str) -> None:
@@ -139,7 +139,7 @@ class PrefillLink:
 
 async def _tick(receiver: Receiver) -> None:
     """Ends what waits too long, also of a connection that is gone."""
-    while receiver.connected or receiver.busy:
+    while receiver.connected or receiver.rooms:
         await asyncio.sleep(TICK_S)
         receiver.tick()
 

@@ -25,6 +25,9 @@ OURS, VLLM = "npucompile:", "vllm:"
 HELP: Mapping[str, str] = {
     "num_requests_running": "Requests with pages and state slots.",
     "num_requests_waiting": "Requests that wait for pages or slots.",
+    "dp_requests_running": "Requests with pages and state slots per dp group.",
+    "dp_requests_waiting": "Requests that wait for pages or slots per dp group.",
+    "dp_prompt_tokens": "Tokens of the prompts of both per dp group.",
     "kv_cache_usage_perc": "Share of KV pages in use, 1 is all.",
     "prompt_tokens_total": "Prompt tokens prefilled.",
     "generation_tokens_total": "Tokens generated.",
@@ -78,6 +81,7 @@ LABELS: Mapping[str, tuple[str, str]] = {
     "bucket_steps": ("bucket_steps_total", "bucket"),
     "degraded_steps": ("degraded_steps_total", "bucket"),
     "kv_transfer_failures": ("kv_transfer_failures_total", "cause"),
+    **{name: (name, "dp_rank") for name in ("dp_requests_running", "dp_requests_waiting", "dp_prompt_tokens")},
     "decode_batch_steps": ("decode_batch_steps_total", "batch_size"),
     "spec_decode_num_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos_total", "position"),
 }
@@ -139,7 +143,7 @@ def _ours(stats: Mapping[str, Any]) -> dict[str, Samples]:
             continue
         if name in LABELS:
             metric, label = LABELS[name]
-            order = int if label in ("batch_size", "position") else str
+            order = int if label in ("batch_size", "position", "dp_rank") else str
             metrics[metric] = [({label: key}, value[key]) for key in sorted(value, key=order)]
         elif name == "backends":
             metrics["bucket_info"] = [({"bucket": bucket, "backend": backend}, 1) for bucket, backend in sorted(value.items())]

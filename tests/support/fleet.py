@@ -15,6 +15,7 @@ from support.texts import byte_codec
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.executor import Executor
 from npucompile.runtime.kv_transfer.layout import Instance, instance_of
 from npucompile.runtime.kv_transfer.messages import VERSION, Hello
 from npucompile.runtime.kv_transfer.opening import open_pools
@@ -35,7 +36,7 @@ LONGEST_S = 60.0
 class OneKind:
     """An executor without the buckets of the other kind, as an artifact of one phase has it."""
 
-    def __init__(self, executor: CpuExecutor, kind: str) -> None:
+    def __init__(self, executor: Executor, kind: str) -> None:
         self._executor = executor
         self.buckets = tuple(bucket for bucket in executor.buckets if bucket.kind == kind)
 
@@ -71,8 +72,10 @@ class Answer:
 class PrefillServer:
     """One that can be stopped, and started again at the same port."""
 
-    def __init__(self, executor: Any, change: Callable[[Instance], Instance], timeouts: Timeouts, keys: Sequence[str]) -> None:
-        self.engine = started(executor)
+    def __init__(
+        self, artifact: Artifact, executor: Any, change: Callable[[Instance], Instance], timeouts: Timeouts, keys: Sequence[str]
+    ) -> None:
+        self.artifact, self.engine = artifact, started(executor)
         self.pools = open_pools(executor._executor, ADDRESS)
         self._change, self._timeouts, self._keys = change, timeouts, keys
         self.port = 0
@@ -80,10 +83,9 @@ class PrefillServer:
 
     def start(self) -> None:
         self.stack = ExitStack()
-        artifact = self.engine.executor.artifact  # type: ignore[attr-defined]
         limits = self.engine.executor.limits
         self.service = Service(self.engine, byte_codec(), ServedModel("tiny", limits.max_model_len, self.engine.executor.vocab_size))
-        instance = self._change(replace(instance_of(artifact.manifest), ranks=self.pools.ranks))
+        instance = self._change(replace(instance_of(self.artifact.manifest), ranks=self.pools.ranks))
         self.hub = self.service.handovers = PrefillHub(self.engine, self.pools, instance, self._timeouts)
         settings = Serving(access=Access.of(self._keys, (), ()))
         self.server = self.stack.enter_context(running(self.service, ADDRESS, self.port, settings=settings))
@@ -101,6 +103,10 @@ class Fleet:
         change: what each prefill server says of itself.
         mixed: the decode server has prefill buckets.
         keys: of the prefill servers.
+        load: makes the executor of each server.
+
+    Attributes:
+        instance: how the decode server describes itself.
     """
 
     def __init__(
@@ -113,13 +119,15 @@ class Fleet:
         timeouts: Timeouts = DEFAULTS,
         keys: Sequence[str] = (),
         headers: dict[str, str] | None = None,
+        load: Callable[[Artifact], Executor] = CpuExecutor,
     ) -> None:
         opened = Artifact.open(artifact)
-        self.prefills = [PrefillServer(OneKind(CpuExecutor(opened), "prefill"), change, timeouts, keys) for _ in range(prefills)]
-        executor = CpuExecutor(opened)
+        self.prefills = [PrefillServer(opened, OneKind(load(opened), "prefill"), change, timeouts, keys) for _ in range(prefills)]
+        executor = load(opened)
         self.pools: Pools = open_pools(executor, ADDRESS)
         self.engine = started(executor if mixed else OneKind(executor, "decode"))
-        hello = Hello(VERSION, replace(instance_of(opened.manifest), ranks=self.pools.ranks).to_json(), self.pools.sessions)
+        self.instance = replace(instance_of(opened.manifest), ranks=self.pools.ranks)
+        hello = Hello(VERSION, self.instance.to_json(), self.pools.sessions)
         urls = [f"http://{ADDRESS}:{prefill.port}" for prefill in self.prefills]
         self.decode = DecodeEngine(self.engine, hello, urls, headers or {}, timeouts)
 

@@ -24,7 +24,7 @@ from npucompile.runtime.kv_transfer.segments import Segment
 from npucompile.runtime.kv_transfer.transfer_engine import Memory
 from npucompile.runtime.request import FinishEvent, ParkedEvent, Request, Sampling
 from tests.support import optional
-from tests.support.pairs import PROMPT, Pair, alone
+from tests.support.pairs import PROMPT, Pair, Pooled, alone
 
 
 def test_over_the_real_engine(tiny_artifact: Path) -> None:
@@ -32,7 +32,7 @@ def test_over_the_real_engine(tiny_artifact: Path) -> None:
     optional.transfer_engine()
     pair = Pair(tiny_artifact)
     engines = [Mooncake("127.0.0.1"), Mooncake("127.0.0.1")]
-    pools = [LocalPools(engine, own) for engine, own in zip(engines, (pair.writes.own, pair.peer.instance.ranks[0]), strict=True)]
+    pools = [LocalPools(engine, Pooled(own)) for engine, own in zip(engines, (pair.writes.own, pair.peer.instance.ranks[0]), strict=True)]
     pair.senders[-1]._pools = pools[0]
     pair.senders[-1]._peer = pair.peer._replace(sessions=[engines[1].session])
     pair.ask(Request("r", PROMPT, 6, Sampling(seed=1)))
@@ -77,7 +77,7 @@ def test_of_unequal_ranks_each_item_of_each_target_is_written_once(randoms: rand
     peer = Peer(Instance("", 128, 1, target_tp, 1024, targets), [f"host:{rank}" for rank in range(len(targets))])
     pages = [randoms.sample(range(1, count), 7) for count in (40, 30)]
     pairs = pairs_of(ParkedEvent("", 0, tuple(pages[0]), 1), Ready(1, group, pages[1], 2, 3))
-    plans = [RankWriter(Unused(), own, rank, tp).plan(peer, group, pairs) for rank, own in enumerate(sources)]
+    plans = [RankWriter(Unused(), Pooled(own), rank, tp).plan(peer, group, pairs) for rank, own in enumerate(sources)]
     expected = {(region.name, source): (region.name, target) for region in targets[0] for source, target in pairs[region.axis]}
     for rank in range(len(targets)):
         written: list[tuple[tuple[str, int], tuple[str, int]]] = []
@@ -96,7 +96,7 @@ def test_what_fits_nothing_is_a_reason_and_nothing_is_written() -> None:
     peer = Peer(Instance("", 128, 0, 1, 1024, own), ["host:0"])
     with pytest.raises(LayoutError, match="2 pages were computed, and there are 1 for them"):
         pairs_of(ParkedEvent("", 0, (1, 2), 1), Ready(1, 0, [1], 0, 1))
-    writer = RankWriter(Unused(), own[0], 0, 1)
+    writer = RankWriter(Unused(), Pooled(own[0]), 0, 1)
     assert "dp group 1; legal are 0 to 0" in writer.write(peer, 1, {"pages": [(1, 1)]})
     assert "legal are 1 to 8" in writer.write(peer, 0, {"pages": [(1, 9)]})
     assert writer.plan(peer, 0, {"pages": []}) == {"host:0": []}
@@ -117,5 +117,5 @@ def test_all_writes_of_a_rank_are_waited_for_when_one_cannot_start() -> None:
             return Started()
 
     peer = Peer(Instance("", 128, 0, 2, 1024, latents(0, 2, 9)), ["host:0", "host:1"])
-    assert RankWriter(Half(), latents(0, 1, 9)[0], 0, 1).write(peer, 0, {"pages": [(1, 1)]}) == "LayoutError: no way"
+    assert RankWriter(Half(), Pooled(latents(0, 1, 9)[0]), 0, 1).write(peer, 0, {"pages": [(1, 1)]}) == "LayoutError: no way"
     assert waited == [True]

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from npucompile.runtime.request import Request, Sampling
-from tests.support.pairs import PROMPT, Pair, alone
+import pytest
+
+from npucompile.runtime.kv_transfer.room import DEFAULTS, Stage
+from tests.support.pairs import check, crowded
 
 
 def test_requests_that_lose_their_pages_are_asked_for_again(tiny_artifact: Path) -> None:
-    pair = Pair(tiny_artifact)
-    for number in range(6):
-        pair.ask(Request(f"r{number}", PROMPT[number : number + 17], 40, Sampling(seed=1), skip_reading_prefix_cache=True))
-    # Two pages each, of ten, and one kept for each that runs; then they grow to four.
-    while len(pair.writes.waiting) < 3:
-        assert pair.go_on()
-    while pair.writes.waiting:
-        pair.writes.waiting.popleft()(False)
-    pair.settle()
-    ends = [events[-1] for events in pair.results.values()]
-    assert {end.reason for end in ends} == {"length"}
-    assert sum(end.record.preemptions for end in ends) > 0
+    pair = crowded(tiny_artifact)
+    check(pair, tiny_artifact)
     assert next(pair.numbers) > 7
-    for number in range(6):
-        tokens = [token for event in pair.results[f"r{number}"][:-1] for token in event.token_ids]
-        assert tokens == alone(tiny_artifact, PROMPT[number : number + 17], 40)
+    assert pair.landed.computed_here == 0
+
+
+@pytest.mark.parametrize("writing", [False, True])
+def test_a_second_handover_that_fails_ends_in_computing_here(tiny_artifact: Path, writing: bool) -> None:
+    """Before anything is written, and while pages are, which are used again when no write can be under way."""
+    pair, began = crowded(tiny_artifact), 0.0
+    while not any(handover.again for handover in pair.receivers[0]._handovers.values()):
+        assert pair.go_on()
+    if writing:
+        while not any(h.again and h.room.stage is Stage.RECEIVING for h in pair.receivers[0]._handovers.values()):
+            assert pair.go_on()
+        began = pair.now_s
+    pair.cut()
+    check(pair, tiny_artifact, "disconnected")
+    assert pair.landed.computed_here > 0
+    assert pair.now_s - began >= (DEFAULTS.in_flight if writing else 0)
+
+
+def test_a_client_that_leaves_during_a_second_handover_is_told_once(tiny_artifact: Path) -> None:
+    pair = crowded(tiny_artifact)
+    (receiver,) = pair.receivers
+    while not (again := [h for h in receiver._handovers.values() if h.again and h.room.stage is Stage.RECEIVING]):
+        assert pair.go_on()
+    pair.cut()
+    assert again[0].room.stage is Stage.FENCED
+    pair.cancel(again[0].request_id)
+    pair.cancel(again[0].request_id)
+    pair.settle()
+    assert [event for event in pair.results[again[0].request_id] if isinstance(event, str)] == ["cancelled"]
+    assert pair.results[again[0].request_id][-1] == "cancelled"
+    pair.d.stepper.check()
+    assert pair.d.stats()["num_requests_running"] == pair.d.stats()["num_requests_waiting"] == 0

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.fleet import Answer, Fleet, until
 
 from npucompile.graphs.errors import RequestError
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.kv_transfer.room import DEFAULTS
 from npucompile.runtime.request import Logprobs, Request, Sampling
 from tests.support import optional
@@ -81,7 +84,7 @@ def test_many_at_once_end_right(fleet: Fleet) -> None:
     written = [prefill.hub.stats() for prefill in fleet.prefills]
     assert sum(stats["kv_transfer_requests_total"] for stats in written) >= len(requests)
     # Of 90 pages and more at least one a request was not known before; each has a state beside it.
-    instance = fleet.prefills[0].hub._instance
+    instance = fleet.instance
     least = len(requests) * (instance.item_bytes("pages") + instance.item_bytes("slots"))
     assert sum(stats["kv_transfer_bytes_total"] for stats in written) >= least
     fleet.check()
@@ -131,6 +134,33 @@ def test_without_a_prefill_server_requests_are_refused_or_computed_here(tiny_art
     fleet.connected(0)
     with pytest.raises(RequestError, match="no prefill server is connected: http"):
         fleet.ask(Request("refused", PROMPT, 4))
+    fleet.check()
+    fleet.close()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_request_that_nobody_hands_over_again_is_computed_here_or_ends(tiny_artifact: Path, local: bool) -> None:
+    def small(artifact: Artifact) -> CpuExecutor:
+        executor = CpuExecutor(artifact)
+        executor.limits = replace(executor.limits, num_pages=11)
+        return executor
+
+    fleet = Fleet(tiny_artifact, mixed=local, load=small)
+    fleet.connected()
+    chosen = fleet.decode._chosen
+    # For requests that lose their pages there is none.
+    with mock.patch.object(fleet.decode, "_chosen", lambda request, tried: None if tried == () else chosen(request, tried)):
+        requests = [Request(f"{n}", PROMPT[n : n + 17], 40, skip_reading_prefix_cache=True) for n in range(6)]
+        answers = [fleet.ask(request) for request in requests]
+        ends = [answer.wait().end for answer in answers]
+    computed = fleet.decode.stats()["kv_transfer_local_total"]
+    lost = [end for end in ends if end and end.reason == "error"]
+    assert computed > 0 if local else computed == 0
+    assert bool(lost) is not local
+    assert all(end.code == "not_handed_over" and "lost its pages to others" in (end.message or "") for end in lost)
+    for request, answer in zip(requests, answers, strict=True):
+        if local:
+            assert answer.tokens == alone(fleet, request).tokens
     fleet.check()
     fleet.close()
 

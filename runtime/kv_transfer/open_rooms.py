@@ -1,0 +1,95 @@
+"""The rooms of one connection, as both sides keep them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..engine import Engine
+from .messages import Message
+from .room import Do, Event, Kind, Room, Stage, Step, Timeouts
+
+
+@dataclass
+class Handover:
+    """A room, and the id of its request."""
+
+    room: Room
+    request_id: str
+
+
+H = TypeVar("H", bound=Handover)
+
+
+class OpenRooms(Generic[H]):
+    """Rooms of one connection. All methods are called by one thread; what engines tell from theirs is passed on by `call`.
+
+    Args:
+        engine: of this server.
+        send: takes messages to the other server, in order, until it is disconnected.
+        call: has the thread of this object call a function.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        send: Callable[[Message], None],
+        call: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+        timeouts: Timeouts,
+    ) -> None:
+        self._engine, self._send, self._call, self._clock, self._timeouts = engine, send, call, clock, timeouts
+        self._handovers: dict[int, H] = {}
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def rooms(self) -> int:
+        """Rooms that have neither landed nor ended."""
+        return len(self._handovers)
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When `tick` is due; infinity where nothing waits."""
+        return min((handover.room.deadline_s for handover in self._handovers.values()), default=math.inf)
+
+    def disconnected(self) -> None:
+        """The other server is gone, or its connection."""
+        for number in list(self._handovers):
+            self._step(number, Kind.DISCONNECTED)
+
+    def tick(self) -> None:
+        """Ends what has waited too long."""
+        now_s = self._clock()
+        for number, handover in list(self._handovers.items()):
+            if handover.room.deadline_s <= now_s:
+                self._step(number, Kind.TIMEOUT)
+
+    def _open(self, number: int, handover: H) -> None:
+        self._handovers[number], self._numbers[handover.request_id] = handover, number
+
+    def _step(self, number: int, kind: Kind, reason: str = "") -> None:
+        """What happens to a room, if it is open."""
+        handover = self._handovers.get(number)
+        if handover is None:
+            return
+        handover.room, todo = self._next(handover.room, Event(kind, self._clock(), reason))
+        stage = handover.room.stage
+        for do in todo:
+            self._do(number, handover, do)
+        if stage in (Stage.ENDED, Stage.LANDED):
+            del self._handovers[number], self._numbers[handover.request_id]
+            self._closed(handover)
+
+    def _next(self, room: Room, event: Event) -> Step:
+        """`room.prefill` or `room.decode`."""
+        raise NotImplementedError
+
+    def _do(self, number: int, handover: H, do: Do) -> None:
+        raise NotImplementedError
+
+    def _closed(self, handover: H) -> None:
+        """A room is not open any more."""
+        raise NotImplementedError
