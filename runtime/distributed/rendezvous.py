@@ -2,7 +2,7 @@
 
 Rank 0 listens and the others connect to it; nothing is allocated before all match. The store of torch, which gloo needs anyway, only
 says at which port. It answers whoever reaches it, so it listens where it was asked to and nowhere else, and the token that proves that a
-connection comes from a rank is not in it: whoever starts the ranks gives it to each.
+connection comes from a rank is not in it: whoever starts the ranks gives it to each. It is never sent: a rank answers a challenge with it.
 
 Over several machines everybody is told who is still missing, and before ranks are accepted each machine has reached each other one.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hmac
 import secrets
 import select
 import socket
@@ -23,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ...graphs.errors import ProtocolError
 from .control_plane import RankError
-from .messages import RankMessage, encode, receive
+from .messages import HEADER, RankMessage, decode, encode, receive
 from .nodes import CONNECT_S, Node, Reminder, Say, family, missing_nodes, reachable, unreached, wait_for_listener
 
 CONTROL = "control"
@@ -192,8 +193,7 @@ def connect_to_rank_0(
         try:
             source = (config.node.address, 0) if config.node.address else None
             stream = stack.enter_context(socket.create_connection((config.host, port), config.timeout_s, source))
-            stream.sendall(encode("hello", **_hello(config, identity, own_port)))
-            answer = _answer(stream, config, exited, say)
+            answer = _answer(stream, config, exited, say, _hello(config, identity, own_port))
         except ConnectionRefusedError:
             # Its store is there, so it was: it listens no longer once all have come, or were refused.
             text = f"rank 0 at {config.host} takes no ranks any more: another process has come as this one, or all were refused"
@@ -206,13 +206,18 @@ def connect_to_rank_0(
         return stream
 
 
-def _hello(config: RendezvousConfig, identity: Mapping[str, str], port: int) -> dict[str, Any]:
+def _hello(config: RendezvousConfig, identity: Mapping[str, str], port: int) -> bytes:
     node = config.node
     place = {"node_rank": node.rank, "nodes": node.count, "host": node.host, "address": node.address, "port": port}
-    return {"token": config.token, "rank": config.rank, "world_size": config.world_size, "identity": dict(identity), **place}
+    return encode("hello", rank=config.rank, world_size=config.world_size, identity=dict(identity), **place)
 
 
-def _answer(stream: socket.socket, config: RendezvousConfig, exited: Callable[[], str | None], say: Say) -> RankMessage:
+def _proof(token: str, challenge: bytes, hello: bytes) -> bytes:
+    """What only who knows the token can say of a greeting, on one connection: HMAC-SHA256 (RFC 2104) of the challenge and the greeting."""
+    return hmac.digest(token.encode(), challenge + hello, "sha256")
+
+
+def _answer(stream: socket.socket, config: RendezvousConfig, exited: Callable[[], str | None], say: Say, hello: bytes) -> RankMessage:
     """Rank 0's last word, after others; raises `OSError` where there is none."""
     # Rank 0 may wait as long for the others as this rank waited for it.
     deadline = time.monotonic() + 2 * config.timeout_s
@@ -225,7 +230,9 @@ def _answer(stream: socket.socket, config: RendezvousConfig, exited: Callable[[]
             if time.monotonic() > deadline:
                 raise TimeoutError(f"it said nothing for {2 * config.timeout_s:g} s")
         message = receive(stream)
-        if message.kind == "waiting":
+        if message.kind == "challenge":
+            stream.sendall(encode("proven", hello=hello, proof=_proof(config.token, message.fields["challenge"], hello)))
+        elif message.kind == "waiting":
             say(str(message.fields["message"]))
         elif message.kind == "peers":
             others = {int(rank): (str(address), int(port)) for rank, address, port in message.fields["peers"]}
@@ -265,17 +272,20 @@ def _accept_one(
     except TimeoutError:
         return None
     stream.settimeout(HELLO_S)
+    challenge = secrets.token_bytes(32)
     try:
-        hello = receive(stream)
+        stream.sendall(encode("challenge", challenge=challenge))
+        answer = receive(stream)
     except (OSError, ProtocolError):
-        hello = None
+        answer = RankMessage("", {})
+    hello, proof = answer.fields.get("hello"), answer.fields.get("proof")
     # Whoever does not know the token is not a rank; the rendezvous goes on without that connection.
-    if hello is None or hello.kind != "hello" or not _is_token(hello.fields.get("token"), config.token):
-        if hello is not None and hello.kind == "hello":
+    if not (isinstance(hello, bytes) and isinstance(proof, bytes) and hmac.compare_digest(proof, _proof(config.token, challenge, hello))):
+        if answer.kind == "proven":
             _turn_away(stream, address, turned_away, say)
         stream.close()
         return None
-    fields = hello.fields
+    fields = decode(hello[HEADER.size :]).fields
     rank, node = fields["rank"], Node(fields["node_rank"], fields["nodes"], fields["host"], fields["address"])
     refusal = _mismatch(fields, node, arrivals, config, identity)
     arrivals[rank if rank not in arrivals else -1] = Arrival(stream, node, fields["port"])
@@ -290,10 +300,6 @@ def _turn_away(stream: socket.socket, address: str, turned_away: list[str], say:
     if address not in turned_away:
         turned_away.append(address)
         say(f"turned away a process at {address}: it has another token than rank 0, or none [rank_token]")
-
-
-def _is_token(given: object, token: str) -> bool:
-    return isinstance(given, str) and secrets.compare_digest(given.encode(), token.encode())
 
 
 def _mismatch(

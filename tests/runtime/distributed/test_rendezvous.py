@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import re
 import socket
 import sys
@@ -14,7 +15,7 @@ from support import ranks
 
 from npucompile.runtime.distributed import nodes, rendezvous
 from npucompile.runtime.distributed.control_plane import RankError
-from npucompile.runtime.distributed.messages import encode
+from npucompile.runtime.distributed.messages import HEADER, decode, encode, receive
 from npucompile.runtime.distributed.nodes import Node
 from npucompile.runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, connect_to_rank_0, open_store, substore
 
@@ -145,11 +146,14 @@ def test_strangers_are_turned_away_and_stop_nothing(first, monkeypatch):
     waiting.start()
     # A client of its own: while a client waits for a key, others of the same process cannot set it.
     port = int(substore(open_store(other(config, 1)), config, rendezvous.CONTROL).get(rendezvous.ADDRESS).decode().split()[0])
-    for data in (b"GET / HTTP/1.1\r\n\r\n", encode("hello", token="wrong", rank=1, world_size=3, identity=IDENTITY), encode("hello"), b""):
+    own = encode("hello", rank=1, world_size=3, identity=IDENTITY)
+    unproven = (encode("proven", hello=own, proof=b"?"), encode("proven", hello=1, proof=[2]), encode("proven"))
+    for data in (b"GET / HTTP/1.1\r\n\r\n", own, b"", *unproven):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.settimeout(WAIT_S)
+            assert receive(stranger).kind == "challenge"
             stranger.sendall(data)
-            assert told(stranger) in (b"", WRONG_TOKEN)
+            assert told(stranger) == (WRONG_TOKEN if data in unproven else b"")
     others = [Rank(other(config, rank)) for rank in (1, 2)]
     waiting.join(WAIT_S)
     assert sorted(connections) == [1, 2]
@@ -200,11 +204,49 @@ def test_whoever_reads_the_store_is_no_rank(first):
     thread.start()
     # A client of its own: while a client waits for a key, others of the same process cannot set it.
     known = substore(open_store(other(config, 1)), config, rendezvous.CONTROL).get(rendezvous.ADDRESS).decode()
-    for token in (known, "", "the toke", None):
+    hello = encode("hello", rank=1, world_size=3, identity=IDENTITY)
+    for token in (known, "", "the toke"):
         with socket.create_connection(("127.0.0.1", int(known.split()[0])), timeout=WAIT_S) as stream:
-            stream.sendall(encode("hello", token=token, rank=1, world_size=3, identity=IDENTITY))
+            challenge = receive(stream).fields["challenge"]
+            stream.sendall(encode("proven", hello=hello, proof=hmac.digest(token.encode(), challenge + hello, "sha256")))
             refused.append(told(stream))
-    assert refused == [WRONG_TOKEN] * 4
+    assert refused == [WRONG_TOKEN] * 3
+    good = [Rank(other(config, rank)) for rank in (1, 2)]
+    thread.join(WAIT_S)
+    assert [rank.ended() for rank in good] == [None, None]
+    for arrival in accepted[0].values():
+        arrival.stream.close()
+
+
+def test_what_a_rank_has_sent_is_of_no_use_to_who_has_heard_it(first):
+    """Neither again nor with another greeting, and the token is no part of it."""
+    config, store = first
+    accepted = []
+    thread = threading.Thread(target=lambda: accepted.append(accept_ranks(config, store, IDENTITY)))
+    thread.start()
+    port = int(substore(open_store(other(config, 1)), config, rendezvous.CONTROL).get(rendezvous.ADDRESS).decode())
+    astray = replace(config, port=0)
+    other_store = open_store(astray)
+    with socket.create_server(("127.0.0.1", 0)) as between, socket.create_connection(("127.0.0.1", port), WAIT_S) as far:
+        # A rank is led past somebody who hears all, and passes the challenge on.
+        substore(other_store, astray, rendezvous.CONTROL).set(rendezvous.ADDRESS, str(between.getsockname()[1]))
+        led = Rank(other(astray, 1, port=other_store.port))
+        near, _ = between.accept()
+        near.settimeout(WAIT_S)
+        challenge = receive(far)
+        near.sendall(encode(challenge.kind, **challenge.fields))
+        said = receive(near)
+        near.close()
+        assert "lost rank 0" in led.ended()
+        changed = decode(said.fields["hello"][HEADER.size :]).fields | {"rank": 2}
+        far.settimeout(WAIT_S)
+        far.sendall(encode("proven", hello=encode("hello", **changed), proof=said.fields["proof"]))
+        assert told(far) == WRONG_TOKEN
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as again:
+        assert receive(again).fields["challenge"] != challenge.fields["challenge"]
+        again.sendall(encode("proven", **said.fields))
+        assert told(again) == WRONG_TOKEN
+    assert b"the token" not in encode("", **said.fields)
     good = [Rank(other(config, rank)) for rank in (1, 2)]
     thread.join(WAIT_S)
     assert [rank.ended() for rank in good] == [None, None]
