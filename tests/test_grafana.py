@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import promql_parser as promql
@@ -16,8 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.kv_transfer.layout import instance_of
+from npucompile.runtime.kv_transfer.messages import VERSION, Hello
 from npucompile.runtime.request import FinishEvent, Request
 from npucompile.server.engine.service import ServedModel
+from npucompile.server.fleet.decode_engine import DecodeEngine
+from npucompile.server.fleet.prefill_hub import PrefillHub
 from npucompile.server.pages.exposition import render_metrics
 
 BOARD = json.loads((Path(__file__).resolve().parents[1] / "docs/grafana/npucompile.json").read_text(encoding="utf-8"))
@@ -32,14 +38,19 @@ Metrics = dict[str, set[str]]
 
 @pytest.fixture(scope="module")
 def metrics(tiny_artifact: Path) -> Metrics:
-    """Labels by name of the samples of an engine that served a request."""
-    engine = Engine(CpuExecutor(Artifact.open(tiny_artifact)), refresh_every_s=None)
+    """Labels by name of the samples of an engine that served a request, of a server of either role."""
+    artifact = Artifact.open(tiny_artifact)
+    engine = Engine(CpuExecutor(artifact), refresh_every_s=None)
     ends: list[FinishEvent] = []
     engine.submit(Request("a", (1, 2, 3), 8), lambda event: ends.append(event) if isinstance(event, FinishEvent) else None)
     deadline = time.monotonic() + 60
     while not ends and time.monotonic() < deadline:
         engine.step()
-    stats = {**engine.stats(), "websocket_connections": 0, "degraded_steps": {"decode-b1-q4": 1}}
+    pools: Any = SimpleNamespace(sessions=[])
+    prefill = PrefillHub(engine, pools, instance_of(artifact.manifest))
+    with contextlib.closing(DecodeEngine(engine, Hello(VERSION, {}, []), [], {})) as decode:
+        pair = {**prefill.stats(), **decode.stats(), "kv_transfer_failures": {"timeout": 1}}
+    stats = {**engine.stats(), **pair, "websocket_connections": 0, "degraded_steps": {"decode-b1-q4": 1}}
     text = render_metrics(stats, ServedModel("tiny", 64, 260))
     found: Metrics = {}
     for family in text_string_to_metric_families(text):

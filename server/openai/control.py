@@ -72,12 +72,18 @@ async def model_info(api: Api, _: Request) -> Response:
 
 
 async def get_load(api: Api, _: Request) -> Response:
-    """What waits and runs, as SGLang tells it; dp groups have one queue and are told as one. `num_tokens` are of prompts."""
+    """What waits and runs in each dp group, as SGLang tells it; the first one has what is in none yet. `num_tokens` are of prompts."""
     service = api.serving()
     stats = service.stats()
-    running, waiting = stats["num_requests_running"], stats["num_requests_waiting"]
-    load = {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting, "num_tokens": service.admission.live_tokens}
-    return JSONResponse([load])
+    running, waiting, tokens = (dict(stats[name]) for name in ("dp_requests_running", "dp_requests_waiting", "dp_prompt_tokens"))
+    waiting[0] += max(0, stats["num_requests_waiting"] - sum(waiting.values()))
+    tokens[0] += max(0, service.admission.live_tokens - sum(tokens.values()))
+    return JSONResponse(
+        [
+            {"dp_rank": rank, "num_reqs": running[rank] + waiting[rank], "num_waiting_reqs": waiting[rank], "num_tokens": tokens[rank]}
+            for rank in running
+        ]
+    )
 
 
 async def server_info(api: Api, _: Request) -> Response:

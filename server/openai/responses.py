@@ -64,6 +64,18 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     return JSONResponse(response)
 
 
+async def render_responses(api: Api, body: dict[str, Any], request: Request) -> Response:
+    """Token ids of the prompt, in vLLM's answer; vllm-router asks for them before each request.
+
+    Raises: as `responses`.
+    """
+    service = api.serving()
+    create = _create({name: value for name, value in body.items() if value is not None and name != "stream_options"}, service)
+    whole_body = continued(service, create, Owners(str(request.scope.get(OWNER, ""))))
+    prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, new_response_id()))
+    return JSONResponse({"token_ids": [token for engine_request in prepared.requests[:1] for token in engine_request.prompt]})
+
+
 class EventFrames(Frames[ServerEvent]):
     """The events of a response as frames."""
 

@@ -37,7 +37,7 @@ from .control import (
 from .errors import error_response
 from .generate import GenerateRequest, generate
 from .request_models import ChatRequest, CompletionRequest
-from .responses import responses
+from .responses import render_responses, responses
 from .sse import ClientGone
 from .stored import cancel, delete, retrieve
 from .tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -69,6 +69,7 @@ POSTS = (
     Post("/v1/responses", None, responses, completes=True),
     Post("/v1/completions/render", CompletionRequest, render_completions),
     Post("/v1/chat/completions/render", ChatRequest, render_chat),
+    Post("/v1/responses/render", None, render_responses),
     Post("/tokenize", TokenizeRequest, tokenize),
     Post("/detokenize", DetokenizeRequest, detokenize),
     Post("/generate", GenerateRequest, generate, completes=True),

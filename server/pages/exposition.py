@@ -144,7 +144,7 @@ def _ours(stats: Mapping[str, Any]) -> dict[str, Samples]:
         if name in LABELS:
             metric, label = LABELS[name]
             order = int if label in ("batch_size", "position", "dp_rank") else str
-            metrics[metric] = [({label: key}, value[key]) for key in sorted(value, key=order)]
+            metrics[metric] = [({label: str(key)}, value[key]) for key in sorted(value, key=order)]
         elif name == "backends":
             metrics["bucket_info"] = [({"bucket": bucket, "backend": backend}, 1) for bucket, backend in sorted(value.items())]
         elif name.startswith(FINISHED):

@@ -76,7 +76,12 @@ class ScriptedEngine:
     def stats(self) -> dict[str, Any]:
         with self._wake:
             histograms = {"seconds": Histogram((1.0,)).snapshot()}
-            return {"num_requests_running": len(self._live), "num_requests_waiting": 0, "histograms": histograms}
+            groups: dict[str, Any] = {
+                "dp_requests_running": {0: len(self._live)},
+                "dp_requests_waiting": {0: 0},
+                "dp_prompt_tokens": {0: 0},
+            }
+            return {"num_requests_running": len(self._live), "num_requests_waiting": 0, "histograms": histograms, **groups}
 
     def wait_cancelled(self, count: int = 1) -> bool:
         with self._wake:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,11 +68,19 @@ class Server:
             if self.role == DECODE:
                 words += ["--prefill", ",".join(self.prefill)]
             words += self.options[min(rank, len(self.options) - 1)]
+            if self.role == PREFILL and not rank and "--allowed-host" not in words and (name := _name_in(self.url)):
+                words += ["--allowed-host", name]
             if several:
                 words += ["--nnodes", str(len(self.machines)), "--node-rank", str(rank), "--master-addr", self.master or self.machines[0]]
             settings = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
             found.append(" ".join([*settings, "npucompile", "serve", *map(shlex.quote, words)]))
         return found
+
+
+def _name_in(url: str) -> str:
+    """The name that a URL has for a machine; empty for addresses, for what stands for one, and for the machine itself."""
+    host = url.removeprefix("http://").rpartition(":")[0]
+    return host if re.fullmatch(r"[a-z][a-z0-9.-]*", host) and host != "localhost" else ""
 
 
 def paired(servers: Sequence[Server]) -> list[Server]:

@@ -56,7 +56,8 @@ def test_bench_tools_find_what_they_ask_for(served, method):
         info = ask(path).json()
         assert (info["served_model_names"], info["artifact"], info["internal_states"]) == (["tiny", "small"], MODEL.artifact, [{}])
         # Histograms end at infinity, which JSON does not have.
-        assert info["stats"] == {"num_requests_running": 0, "num_requests_waiting": 0}
+        groups = {key: {"0": 0} for key in ("dp_requests_running", "dp_requests_waiting", "dp_prompt_tokens")}
+        assert info["stats"] == {"num_requests_running": 0, "num_requests_waiting": 0, **groups}
         assert (info["tp_size"], info["dp_size"], info["pp_size"], info["disaggregation_mode"]) == (MODEL.tp, MODEL.dp, 1, "null")
         assert (info["served_model_name"], info["context_length"]) == ("tiny", MODEL.max_model_len)
     for path in ("/model_info", "/get_model_info"):
@@ -74,6 +75,17 @@ def test_the_load_is_what_waits_and_runs():
         client.post("/abort_request", json={"rid": "mine"})
         thread.join(30)
         assert client.get("/get_load").json() == [none]
+
+
+def test_the_load_of_each_dp_group_is_told(monkeypatch):
+    with scripted() as (url, engine), httpx.Client(base_url=url.removesuffix("/v1"), timeout=30) as client:
+        numbers = {"dp_requests_running": {0: 2, 1: 1}, "dp_requests_waiting": {0: 1, 1: 3}, "dp_prompt_tokens": {0: 70, 1: 8}}
+        monkeypatch.setattr(engine, "stats", lambda: {"num_requests_running": 3, "num_requests_waiting": 6, **numbers})
+        assert client.get("/get_load").json() == [
+            # Two are in no group yet.
+            {"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 3, "num_tokens": 70},
+            {"dp_rank": 1, "num_reqs": 4, "num_waiting_reqs": 3, "num_tokens": 8},
+        ]
 
 
 def test_a_token_is_generated_to_see_whether_one_can_be(served):

@@ -40,6 +40,7 @@ def test_bodies_of_completions_have_the_tokens_that_are_completed(client):
     body = {"messages": [{"role": "user", "content": "a"}], "stream": False, "return_token_ids": True}
     rendered = client.post("/v1/chat/completions/render", json=body).json()
     assert rendered["token_ids"] == client.post("/v1/chat/completions", json=body).json()["choices"][0]["prompt_token_ids"]
+    assert client.post("/v1/responses/render", json={"input": "a", "stream": True}).json() == rendered
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ def test_bodies_of_completions_have_the_tokens_that_are_completed(client):
         ("/tokenize", {"prompt": 1}, "prompt"),
         ("/v1/completions/render", {"prompt": [256]}, "prompt"),
         ("/v1/chat/completions/render", {"messages": [], "n": 1}, "messages"),
+        ("/v1/responses/render", {"input": 1}, "input"),
         ("/detokenize", {"tokens": [256]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
     ],

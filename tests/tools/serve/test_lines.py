@@ -54,6 +54,19 @@ def test_several_machines_meet_at_the_first_or_where_they_are_told():
     assert second.endswith("--node-rank 1 --master-addr three:5")
 
 
+@pytest.mark.parametrize(
+    ("host", "more"),
+    [("one.example.org", " --allowed-host one.example.org"), ("10.0.0.1", ""), ("PREFILL1", ""), ("$local_ip", ""), ("localhost", "")],
+)
+def test_a_prefill_server_that_has_a_name_takes_it_from_others(host, more):
+    (line,) = Server("p", "prefill", (host,)).lines()
+    assert line == f"npucompile serve p --role prefill{more}"
+    assert Server("d", "decode", (host,), prefill=("http://a:1",)).lines() == ["npucompile serve d --role decode --prefill http://a:1"]
+    first, second = Server("p", "prefill", (host, "two")).lines()
+    assert first.removesuffix(f" --nnodes 2 --node-rank 0 --master-addr {shlex.quote(host)}") == line
+    assert "--allowed-host" not in second
+
+
 def test_who_decodes_knows_who_prefills():
     servers = paired([Server("d", "decode"), Server("p", "prefill", ("one",)), Server("p", "prefill", ("two",)), Server("m")])
     assert servers[0].lines() == ["npucompile serve d --role decode --prefill http://one:8000,http://two:8000"]
