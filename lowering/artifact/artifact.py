@@ -30,7 +30,7 @@ from ...graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, Arti
 from ..backend import backend
 from ..toolchain import differences, missing_features
 from .checked import Checked, now_ns
-from .lock import exclusive
+from .lock import exclusive, lock_of
 from .manifest import FileRecord, GraphEntry, Manifest, decode, encode
 
 MANIFEST = "manifest.msgpack"
@@ -164,7 +164,7 @@ class ArtifactWriter:
     def __enter__(self) -> ArtifactWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            stack.enter_context(exclusive(self.path.with_name(f".{self.path.name}.lock"), str(self.path)))
+            stack.enter_context(exclusive(lock_of(self.path), str(self.path)))
             self._fresh = not (self.path / MANIFEST).exists()
             if self._fresh and self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
                 raise ArtifactError(f"{self.path} exists and is not an artifact; legal is a new or empty directory, or an artifact")

@@ -15,6 +15,25 @@ RETRY_S = 0.1
 """Time to retry for: a lock may look taken while its last holder is removing the file."""
 
 
+def lock_of(artifact: Path) -> Path:
+    """The lock file of an artifact."""
+    return artifact.with_name(f".{artifact.name}.lock")
+
+
+def builder_of(artifact: Path) -> str:
+    """The process that writes an artifact; empty where none does."""
+    lock = lock_of(artifact)
+    # One that nobody may write to has no writer either.
+    with suppress(FileNotFoundError, PermissionError):
+        holder = lock.read_text(encoding="ascii").strip()
+        try:
+            with exclusive(lock, str(artifact)):
+                return ""
+        except ArtifactError:
+            return holder
+    return ""
+
+
 @contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
     """Holds a lock on the file `path`, which contains the holder's process id and is removed afterwards.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from npucompile.graphs.errors import ArtifactError
-from npucompile.lowering.artifact.lock import exclusive
+from npucompile.lowering.artifact.lock import builder_of, exclusive, lock_of
 
 HOLDER = """
 import sys
@@ -47,15 +47,18 @@ def test_the_second_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
 
 
 def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
+    lock = lock_of(tmp_path / "artifact")
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ArtifactError, match=f"process {holder.pid}"), exclusive(lock, "thing"):
             pass
+        assert builder_of(tmp_path / "artifact") == str(holder.pid)
         holder.kill()
         holder.wait()
     assert lock.exists(), "a killed holder cannot tidy up"
+    assert [builder_of(tmp_path / name) for name in ("artifact", "another")] == ["", ""]
+    lock.touch()
     with exclusive(lock, "thing"):
         assert lock.read_text() == f"{os.getpid()}\n"
     assert not lock.exists()
