@@ -118,6 +118,10 @@ class Device(Protocol):
     name: str
     version: str
 
+    def enter(self) -> None:
+        """Makes it the current device of the calling thread."""
+        ...
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Row-major memory of the device that nothing was written to."""
         ...

@@ -19,6 +19,7 @@ from ..lowering.executable import Executable, HostExecutable, check_operands
 from .buckets import with_all_rows
 from .executor import FinishedStep, Inputs, Numbers, check_step, clear_state, compile_evidence, has_recurrent_states
 from .kv_transfer.layout import Region, regions
+from .kv_transfer.transfer_engine import Memory
 from .pool_memory import PoolMemory
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,14 @@ class CpuExecutor:
         """Where this rank's pools lie (`Executor.regions`)."""
         addresses = {leaf.path: pool.data_ptr() for leaf, pool in zip(self._leaves, self._state, strict=True)}
         return regions(self._leaves, self.limits, addresses, Rules.of(self.artifact.manifest.rules))
+
+    @property
+    def areas(self) -> tuple[Memory, ...]:
+        """Each pool (`Executor.areas`)."""
+        return tuple(Memory(region.address, region.nbytes) for region in self.regions)
+
+    def enter(self) -> None:
+        """Does nothing: all threads have the same memory."""
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> FinishedStep:
         """Runs one step, which advances the state in place.

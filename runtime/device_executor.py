@@ -32,9 +32,13 @@ from .executor import (
     has_recurrent_states,
 )
 from .kv_transfer.layout import Region, regions
+from .kv_transfer.transfer_engine import Memory
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 
 log = logging.getLogger(__name__)
+
+AREA_ALIGNMENT = 2 << 20
+"""Of addresses and sizes that links of Ascend devices reach (Mooncake, ascend_direct_transport.md)."""
 
 COMPILED, CACHED = "compiled", "cached"
 Report = Callable[[Bucket, float, str], None]
@@ -120,7 +124,10 @@ class DeviceExecutor:
         executables = {entry.bucket: _open(device, artifact, entry, rank, communicators or {}) for entry in manifest.graphs}
         leaves = local_leaves(manifest.params, mesh, rules)
         self._leaves = local_leaves(manifest.state, mesh, rules)
-        state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in self._leaves]
+        layout = _layout(self._leaves)
+        self._area = _aligned_zeros(device, layout.nbytes)
+        views = layout.views(self._area)
+        state = [views[leaf.path] for leaf in self._leaves]
         self.state: Mapping[str, torch.Tensor] = {leaf.name: pool for leaf, pool in zip(self._leaves, state, strict=True)}
         slots = self.state["state.request_slots"]
         # A row for each, so that none is written while its copy is queued.
@@ -150,6 +157,15 @@ class DeviceExecutor:
         """Where this rank's pools lie in the device's memory (`Executor.regions`)."""
         addresses = {leaf.path: self.state[leaf.name].data_ptr() for leaf in self._leaves}
         return regions(self._leaves, self.limits, addresses, self._rules)
+
+    @property
+    def areas(self) -> tuple[Memory, ...]:
+        """The one area of all pools (`Executor.areas`)."""
+        return (Memory(self._area.data_ptr(), self._area.nbytes),)
+
+    def enter(self) -> None:
+        """Makes the device that of the calling thread."""
+        self.device.enter()
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> LaunchedStep:
         """Queues one step, which advances the state in place.
@@ -258,6 +274,14 @@ def _open(device: Device, artifact: Artifact, entry: GraphEntry, rank: int, comm
     if entry.compiled is None:
         raise ArtifactError(f"{entry.bucket.name} has no executable for {device.name}; legal is an artifact built for it")
     return device.open(artifact.path / entry.compiled.file, rank, communicators)
+
+
+def _aligned_zeros(device: Device, nbytes: int) -> torch.Tensor:
+    """Memory of zeros, uint8, whose address and size are multiples of AREA_ALIGNMENT."""
+    size = -(-nbytes // AREA_ALIGNMENT) * AREA_ALIGNMENT
+    memory = device.zeros((size + AREA_ALIGNMENT,), torch.uint8)
+    first = -memory.data_ptr() % AREA_ALIGNMENT
+    return memory[first : first + size]
 
 
 def _layout(leaves: Sequence[Leaf]) -> PackedLayout:

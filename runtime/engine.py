@@ -155,6 +155,22 @@ class Engine:
             self._wake.notify_all()
         return self.stepper.prefix_cache is not None
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id is live."""
+        with self._wake:
+            return request_id in self._live
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Live requests, and pages that they use."""
+        with self._wake:
+            return len(self._live), self._used_pages
+
+    def known_pages(self, request: Request) -> int:
+        """How many pages of a prompt the first dp group is known to have, by any thread: they may be gone when it is admitted."""
+        prefixes = self.stepper.cache_managers[0].prefixes
+        return prefixes.depth(request.cache_salt, request.prompt) if prefixes and not request.skip_reading_prefix_cache else 0
+
     def step(self) -> bool:
         """Handles what has arrived and does a step (`Stepper.step`); returns whether there was anything to do."""
         self._busy_since_s = time.monotonic()
@@ -187,6 +203,12 @@ class Engine:
             raise RuntimeError("this engine was started before; an engine is started once")
         self._thread = threading.Thread(target=self.run_forever, name="npucompile-engine", daemon=True)
         self._thread.start()
+
+    def refuse(self, reason: str) -> None:
+        """Takes no new requests."""
+        with self._wake:
+            self._refusal = self._refusal or reason
+            self._wake.notify_all()
 
     def stop(self, *, drain: bool = True) -> None:
         """Refuses new requests, finishes (or, without `drain`, cancels) the live ones, and joins the thread if there is one."""

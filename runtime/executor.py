@@ -13,6 +13,7 @@ from ..graphs import compile_count
 from ..graphs.errors import LoweringError, NpucompileError, SpecError
 from ..graphs.types import PICTURE_ROWS, Bucket, Leaf, Limits
 from .kv_transfer.layout import Region
+from .kv_transfer.transfer_engine import Memory
 
 Inputs = Mapping[str, npt.NDArray[Any]]
 """Inputs of one dp group's step by name, as `buckets.pack` returns them."""
@@ -121,6 +122,15 @@ class Executor(Protocol):
         Raises:
             LayoutError: there is a pool that no handover knows.
         """
+        ...
+
+    @property
+    def areas(self) -> tuple[Memory, ...]:
+        """Memory of this process's rank in which those pools lie, as a transfer engine registers it."""
+        ...
+
+    def enter(self) -> None:
+        """Prepares the calling thread for what reads or writes pools past all steps."""
         ...
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:

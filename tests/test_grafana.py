@@ -48,7 +48,7 @@ def metrics(tiny_artifact: Path) -> Metrics:
         engine.step()
     pools: Any = SimpleNamespace(sessions=[])
     prefill = PrefillHub(engine, pools, instance_of(artifact.manifest))
-    with contextlib.closing(DecodeEngine(engine, Hello(VERSION, {}, []), [], {})) as decode:
+    with contextlib.closing(DecodeEngine(engine, Hello(VERSION, {}, []), ["http://127.0.0.1:9"], {})) as decode:
         pair = {**prefill.stats(), **decode.stats(), "kv_transfer_failures": {"timeout": 1}}
     stats = {**engine.stats(), **pair, "websocket_connections": 0, "degraded_steps": {"decode-b1-q4": 1}}
     text = render_metrics(stats, ServedModel("tiny", 64, 260))

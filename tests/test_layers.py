@@ -115,7 +115,7 @@ BUDGETS: dict[str, int] = {
     "models": 9460,
     "runtime": 4290,
     "runtime/distributed": 1840,
-    "runtime/kv_transfer": 1830,
+    "runtime/kv_transfer": 1845,
     "runtime/scheduler": 2920,
     "server": 710,
     "server/chat": 600,

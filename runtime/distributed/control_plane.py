@@ -63,6 +63,15 @@ class FailureReport(NamedTuple):
     lost: bool
 
 
+class _Answers:
+    """What ranks say of their steps, for the one thread that gathers it."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
+        # Answers of steps that nobody has asked for yet.
+        self.early: list[tuple[int, RankMessage]] = []
+
+
 class ControlPlane:
     """Rank 0's connections to all other ranks. Any thread may call it.
 
@@ -89,9 +98,8 @@ class ControlPlane:
         self._nodes = nodes
         self.failure: RankError | None = None
         self._exit_reason, self._on_failure = exit_reason, on_failure
-        self._answers: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
-        # Answers of steps that nobody has asked for yet; only the thread that gathers uses it.
-        self._early: list[tuple[int, RankMessage]] = []
+        # By rank.
+        self._answers: Mapping[int, _Answers] = dict.fromkeys(connections, _Answers())
         self._reports: list[FailureReport] = []
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -131,9 +139,10 @@ class ControlPlane:
             answered({"reason": reason})
 
     def gather(self, ranks: Sequence[int], kind: str, timeout_s: float | None, step: int = 0) -> dict[int, RankMessage]:
-        """Waits for one message of this kind from each of these ranks; called by one thread.
+        """Waits for one message of this kind from each of these ranks; called by one thread, or after `split` by one for each group.
 
         Args:
+            ranks: of one group.
             step: number of the step that the messages answer; answers of later steps are kept for their own call, those of earlier ones
                 dropped. 0 for other messages.
 
@@ -141,13 +150,14 @@ class ControlPlane:
             RankError: when the ranks fail meanwhile, a rank sends another message, or the time is over.
         """
         messages: dict[int, RankMessage] = {}
-        for early in [early for early in self._early if early[1].fields.get("step") == step]:
-            self._early.remove(early)
+        answers = self._answers[ranks[0]] if ranks else _Answers()
+        for early in [early for early in answers.early if early[1].fields.get("step") == step]:
+            answers.early.remove(early)
             messages[early[0]] = early[1]
         while missing := [rank for rank in ranks if rank not in messages]:
             self.check()
             try:
-                answer = self._answers.get(timeout=timeout_s)
+                answer = answers.queue.get(timeout=timeout_s)
             except queue.Empty:
                 late = ", ".join(map(str, missing))
                 self.fail(missing[0], f"no {kind} from rank {late} within {timeout_s:g} s", lost=False)
@@ -157,13 +167,22 @@ class ControlPlane:
             rank, message = answer
             if step and message.kind == kind and (number := message.fields.get("step", 0)) != step:
                 # Nobody will ask for a step before this one any more.
-                self._early += [answer] if number > step else []
+                answers.early += [answer] if number > step else []
                 continue
             if message.kind != kind or rank in messages or rank not in ranks:
                 self.fail(rank, f"rank {rank} sent {message.kind!r} where {kind!r} of ranks {list(ranks)} was due", lost=False)
                 raise self.concluded_failure()
             messages[rank] = message
         return messages
+
+    def split(self, groups: Mapping[int, int]) -> None:
+        """Has the steps of groups of ranks gathered apart; to be called while no rank has anything to say of one.
+
+        Args:
+            groups: the group of each rank.
+        """
+        by_group = {group: _Answers() for group in groups.values()}
+        self._answers = {rank: by_group[groups[rank]] for rank in self._answers}
 
     def fail(self, rank: int, text: str, *, lost: bool) -> None:
         """Reports a failure; the first report starts the shutdown."""
@@ -216,7 +235,7 @@ class ControlPlane:
             elif message.kind == "answer":
                 self._answered(message.fields)
             else:
-                self._answers.put((rank, message))
+                self._answers[rank].queue.put((rank, message))
 
         return Peer(stream, received, lost, silence_s=silence_s)
 
@@ -253,7 +272,8 @@ class ControlPlane:
             if rank != cause.rank:
                 peer.send_frame(abort)
         self._failed.set()
-        self._answers.put(None)
+        for answers in set(self._answers.values()):
+            answers.queue.put(None)
         try:
             self._on_failure(self.failure)
         except Exception:

@@ -73,8 +73,8 @@ class RankTransfers:
         own, other = self._stream.getsockname()[0], self._stream.getpeername()[0]
         try:
             # On the machine of rank 0 peers reach this rank as they reach that one.
-            transfer = Mooncake(host if own == other else own, protocol)
-            self._writer = RankWriter(transfer, self._executor.regions, self._mesh.coordinates(self._rank)["tp"], self._mesh.axis("tp"))
+            transfer = Mooncake(host if own == other else own, protocol, self._executor.enter)
+            self._writer = RankWriter(transfer, self._executor, self._mesh.coordinates(self._rank)["tp"], self._mesh.axis("tp"))
         except Exception as error:
             self._answer(number, error_text(error))
             return

@@ -6,6 +6,7 @@ outputs, so only the first rank of each group returns them, and only those that 
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from ...graphs.types import Bucket, Limits
 from ..buckets import without_unused
 from ..executor import Executor, Inputs, Numbers, Outputs, Pending, check_serving, check_step
 from ..kv_transfer.layout import Region
+from ..kv_transfer.transfer_engine import Memory
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
 
@@ -43,14 +45,14 @@ class ShardedStep:
 
     Attributes:
         number: from 1.
-        local: the step of rank 0.
+        local: the step of rank 0; None where its group is not among these.
         inputs: of every dp group.
     """
 
     executor: ShardedExecutor
     number: int
     bucket: Bucket
-    local: Pending
+    local: Pending | None
     inputs: Sequence[Inputs]
 
     def result(self) -> Sequence[Outputs]:
@@ -84,11 +86,19 @@ class ShardedExecutor:
         self.groups = mesh.axis("dp")
         self._group = {rank: mesh.coordinates(rank)["dp"] for rank in range(mesh.size)}
         self._first_rank = [min(rank for rank, group in self._group.items() if group == i) for i in range(self.groups)]
-        self._steps = 0
+        self._steps = self._first_group = 0
         # No timeout, because loading may take long; a rank that ends or falls silent meanwhile ends the wait.
         ready = control_plane.gather(control_plane.ranks, "ready", None)
         self.missing = _missing(local, {rank: message.fields.get("missing", {}) for rank, message in ready.items()})
         self.buckets = tuple(bucket for bucket in local.buckets if bucket not in self.missing)
+
+    def of_groups(self) -> list[ShardedExecutor]:
+        """An executor for each dp group, each for a thread of its own, where groups share no collective; this one runs no steps then."""
+        self.control_plane.split(self._group)
+        executors = [copy.copy(self) for _ in range(self.groups)]
+        for group, executor in enumerate(executors):
+            executor.groups, executor._first_group = 1, group
+        return executors
 
     @property
     def limits(self) -> Limits:
@@ -135,6 +145,15 @@ class ShardedExecutor:
         """Where the pools of rank 0 lie; the other ranks say it themselves."""
         return self.local.regions
 
+    @property
+    def areas(self) -> tuple[Memory, ...]:
+        """Those of rank 0."""
+        return self.local.areas
+
+    def enter(self) -> None:
+        """Prepares the calling thread (`Executor.enter`)."""
+        self.local.enter()
+
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> ShardedStep:
         """Starts one step on all ranks.
 
@@ -150,32 +169,35 @@ class ShardedExecutor:
         self.control_plane.check()
         self._steps += 1
         frames = [encode("step", step=self._steps, bucket=bucket.name, inputs=without_unused(arrays)) for arrays in inputs]
-        for rank in self.control_plane.ranks:
-            self.control_plane.send(rank, frames[self._group[rank]])
+        for group, frame in enumerate(frames):
+            self._send(group, frame)
         try:
-            return ShardedStep(self, self._steps, bucket, self.local.launch(bucket, inputs[:1]), inputs)
+            local = None if self._first_group else self.local.launch(bucket, inputs[:1])
+            return ShardedStep(self, self._steps, bucket, local, inputs)
         except Exception as error:
             raise self._failure(bucket, error) from error
 
     def finish(self, step: ShardedStep) -> Sequence[Outputs]:
         """What `ShardedStep.result` returns; steps are finished in the order of their launch."""
-        try:
-            (own,) = step.local.result()
-        except Exception as error:
-            raise self._failure(step.bucket, error) from error
-        others = self._first_rank[1:]
+        own = list[Outputs]()
+        if step.local is not None:
+            try:
+                own = [select_outputs(self._outputs, step.inputs[0], outputs) for outputs in step.local.result()]
+            except Exception as error:
+                raise self._failure(step.bucket, error) from error
+        others = self._first_rank[self._first_group + len(own) : self._first_group + self.groups]
         answers = self.control_plane.gather(others, "outputs", self._step_timeout_s, step.number)
-        return [select_outputs(self._outputs, step.inputs[0], own), *(answers[rank].fields["outputs"] for rank in others)]
+        return [*own, *(answers[rank].fields["outputs"] for rank in others)]
 
     def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
         """Writes the request slot on all ranks of the group (`Executor.start_decoding`)."""
         self._send(group, encode("start", request_slot=request_slot, state_slot=state_slot, position=position, token=token))
-        if not group:
+        if not group + self._first_group:
             self.local.start_decoding(0, request_slot, state_slot, position, token)
 
     def receive(self, group: int, numbers: Numbers, ready: Callable[[], None]) -> None:
         """Asks all ranks of the group: the steps of some may end after those of its first one (`Executor.receive`)."""
-        ranks = [rank for rank, own in self._group.items() if own == group]
+        ranks = [rank for rank, own in self._group.items() if own == group + self._first_group]
         waiting, lock = set(ranks), threading.Lock()
 
         def answered(rank: int, fields: Mapping[str, Any]) -> None:
@@ -195,7 +217,7 @@ class ShardedExecutor:
     def landed(self, group: int, numbers: Numbers) -> None:
         """Tells all ranks of the group, before their next step (`Executor.landed`)."""
         self._send(group, encode("landed", numbers=dict(numbers)))
-        if not group:
+        if not group + self._first_group:
             self.local.landed(0, numbers)
 
     def refresh(self) -> bool:
@@ -209,7 +231,8 @@ class ShardedExecutor:
 
     def give_back(self, numbers: Sequence[Numbers]) -> None:
         """Frees memory of this rank; the others are told nothing, and keep theirs."""
-        self.local.give_back(numbers[:1])
+        if not self._first_group:
+            self.local.give_back(numbers[:1])
 
     def compiles(self) -> int:
         """Of this process."""
@@ -218,7 +241,7 @@ class ShardedExecutor:
     def _send(self, group: int, frame: bytes) -> None:
         """Sends a message to all ranks of a group but rank 0."""
         for rank in self.control_plane.ranks:
-            if self._group[rank] == group:
+            if self._group[rank] == group + self._first_group:
                 self.control_plane.send(rank, frame)
 
     def _failure(self, bucket: Bucket, error: Exception) -> RankError:

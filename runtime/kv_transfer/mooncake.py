@@ -12,7 +12,7 @@ import importlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -42,20 +42,21 @@ class Mooncake:
     Args:
         host: address of this machine by which peers reach it.
         protocol: one of `PROTOCOLS`; Mooncake takes any other word for tcp.
+        enter: called by each thread that writes, before it does; the thread that makes the object has.
 
     Raises:
         SpecError: there is no such protocol.
         TransferError: the package or a library of it is missing, or the engine does not start.
     """
 
-    def __init__(self, host: str, protocol: str = "tcp") -> None:
+    def __init__(self, host: str, protocol: str = "tcp", enter: Callable[[], None] = lambda: None) -> None:
         if protocol not in PROTOCOLS:
             raise SpecError(f"the protocol of the transfer engine is {protocol!r}; legal are {', '.join(PROTOCOLS)}")
         self._host, self._protocol = host, protocol
         self._memory: list[Memory] = []
         self._lock = threading.Lock()
         self._peers: defaultdict[str, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(IN_FLIGHT))
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-transfer")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-transfer", initializer=enter)
         engine, self.session = self._start()
         # The last one writes; peers may write through all of them.
         self._engines = [engine]

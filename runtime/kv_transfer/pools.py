@@ -55,19 +55,33 @@ class Pools(Protocol):
         ...
 
 
+class HasPools(Protocol):
+    """The part of an executor that this is about."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """See `Executor`."""
+        ...
+
+    @property
+    def areas(self) -> tuple[Memory, ...]:
+        """See `Executor`."""
+        ...
+
+
 class RankWriter:
     """One rank's pools, and the engine that writes them. Its methods may be called from any thread.
 
     Args:
         transfer: the memory of the pools is registered with it here.
-        regions: of the rank.
+        executor: of the rank.
         rank: its number in its dp group.
         tp: ranks of its group.
     """
 
-    def __init__(self, transfer: TransferEngine, regions: Sequence[Region], rank: int, tp: int) -> None:
-        self.transfer, self.regions, self._rank, self._tp = transfer, tuple(regions), rank, tp
-        transfer.register([Memory(region.address, region.nbytes) for region in regions])
+    def __init__(self, transfer: TransferEngine, executor: HasPools, rank: int, tp: int) -> None:
+        self.transfer, self.regions, self._rank, self._tp = transfer, executor.regions, rank, tp
+        transfer.register(executor.areas)
 
     def plan(self, peer: Peer, group: int, pairs: Pairs) -> dict[str, list[Segment]]:
         """The segments that this rank writes, by session.
@@ -106,11 +120,11 @@ class LocalPools:
 
     Args:
         transfer: writes; its memory is registered here.
-        regions: `layout.regions` of the rank.
+        executor: of the rank.
     """
 
-    def __init__(self, transfer: TransferEngine, regions: Sequence[Region]) -> None:
-        self._writer = RankWriter(transfer, regions, 0, 1)
+    def __init__(self, transfer: TransferEngine, executor: HasPools) -> None:
+        self._writer = RankWriter(transfer, executor, 0, 1)
         self.ranks: tuple[tuple[Region, ...], ...] = (self._writer.regions,)
         self._waiting = ThreadPoolExecutor(WAITING, thread_name_prefix="kv-transfer-result")
 

@@ -42,7 +42,7 @@ class ShardedPools:
         for rank in self._control_plane.ranks:
             answered = lambda fields, rank=rank: answers.put((rank, fields))  # noqa: E731
             self._control_plane.ask(rank, "transfer", answered, host=host, protocol=protocol)
-        self._writer = RankWriter(transfer, executor.regions, 0, self._tp)
+        self._writer = RankWriter(transfer, executor, 0, self._tp)
         by_rank = dict(answers.get() for _ in self._control_plane.ranks)
         for rank, fields in sorted(by_rank.items()):
             if reason := fields["reason"]:

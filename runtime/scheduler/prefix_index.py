@@ -80,6 +80,17 @@ class PrefixIndex:
             self._matches[request.arrival] = request.num_tokens, match
         return match
 
+    def depth(self, salt: str, tokens: Sequence[int]) -> int:
+        """How many whole pages of these tokens are cached; reads alone, so that any thread may ask while the tree changes."""
+        block = self.root
+        for place in range((len(tokens) - 1) // self.page_size):
+            start = place * self.page_size
+            child = block.children.get(self.edge(None if place else salt, tokens[start : start + self.page_size + 1]))
+            if child is None:
+                return place
+            block = child
+        return max(0, (len(tokens) - 1) // self.page_size)
+
     def find(self, salt: str, tokens: Sequence[int]) -> Match:
         """The longest cached prefix of these tokens."""
         block, blocks = self.root, list[Block]()

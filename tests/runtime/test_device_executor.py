@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -21,10 +22,11 @@ from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
-from npucompile.runtime.device_executor import DeviceExecutor, compile_order
+from npucompile.runtime.device_executor import AREA_ALIGNMENT, DeviceExecutor, compile_order
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import ExecutorError
 from npucompile.runtime.request import Request, Sampling
+from npucompile.runtime.staging import ALIGNMENT
 from npucompile.runtime.step_outputs import NOT_FINITE
 from npucompile.tools.ranks import offline
 from npucompile.tools.ranks.weights import rank_params
@@ -245,6 +247,17 @@ def test_what_is_no_number_fails_its_request_alone(artifact):
         first, failed, last = run(executor, requests)
     assert [first.tokens, last.tokens] == want
     assert (failed.tokens, failed.end.reason, failed.end.message) == ([], "error", NOT_FINITE)
+
+
+def test_all_pools_lie_in_one_area_that_links_can_reach(executor):
+    (area,) = executor.areas
+    assert area.address % AREA_ALIGNMENT == area.nbytes % AREA_ALIGNMENT == 0
+    ends = [(pool.data_ptr(), pool.data_ptr() + pool.nbytes) for pool in executor.state.values()]
+    assert all(first % ALIGNMENT == 0 for first, _ in ends)
+    assert area.address == min(ends)[0]
+    assert max(last for _, last in ends) <= area.address + area.nbytes
+    assert all(last <= following for (_, last), (following, _) in itertools.pairwise(sorted(ends)))
+    assert {region.address for region in executor.regions} < {first for first, _ in ends}
 
 
 def test_logits_are_adjusted_on_the_device(executor):

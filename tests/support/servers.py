@@ -19,6 +19,7 @@ class Server:
     Attributes:
         output: standard error until then.
         url: of the websocket.
+        http: URL of the server.
         others: processes of the ranks but 0, in their order.
 
     Args:
@@ -38,6 +39,7 @@ class Server:
         found = re.search(r"ws://\S+", self.output)
         assert found is not None
         self.url = found.group()
+        self.http = self.url.replace("ws:", "http:").removesuffix("/v1/responses")
         self.others = ranks.children_of(self.process.pid)
 
     async def ask(self, tokens: int, prompt: Sequence[int] = (7, 8, 9)) -> tuple[int, ...]:
@@ -47,7 +49,7 @@ class Server:
 
     def metrics(self) -> str:
         """What `/metrics` says."""
-        with urllib.request.urlopen(self.url.replace("ws:", "http:").replace("/v1/responses", "/metrics")) as answer:
+        with urllib.request.urlopen(f"{self.http}/metrics") as answer:
             return str(answer.read().decode())
 
     def ended(self, within_s: float = 10) -> tuple[int, str]:

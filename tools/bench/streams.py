@@ -290,7 +290,9 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
         executors.append(TimedExecutor(artifact))
         return executors[0]
 
-    running = services.start_service(artifact, load_executor)
+    # In lockstep, so that calls of one executor are all that happens.
+    running = services.start_service(artifact, load_executor, lockstep=True)
+    assert isinstance(running.engine, Engine)
     calls = executors[0].calls
     settle()
     try:

@@ -15,9 +15,11 @@ import torch
 from ...graphs.errors import ArtifactMissing, ModelError, NpucompileError, SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
+from ...lowering.artifact.lock import builder_of
 from ...models.presets import BUNDLED
 from ...runtime.distributed.rendezvous import RendezvousConfig
 from ...runtime.engine import Engine
+from ...runtime.engine_groups import EngineGroups
 from ...runtime.journal import Journal, JournalFile
 from ...server.app import WEBSOCKET_PATH
 from ...server.engine.lifecycle import Lifecycle
@@ -141,7 +143,7 @@ def command(
         settings = settled(artifact, settings)
         pairing = pairing.settled(artifact, settings.device, checkpoint)
         home = applied(home, artifact, settings, progress, address).with_variables(transfer_variables(transfer_port, artifact))
-        engines: list[Engine] = []
+        engines: list[Engine | EngineGroups] = []
 
         def ranks_failed(reason: str) -> None:
             if address:
@@ -163,6 +165,7 @@ def command(
             prefix_cache=prefix_cache_settings(options),
             pairing=pairing,
             media=media,
+            lockstep=record is not None,
         )
         engines.append(served.engine)
         stack.callback(served.engine.stop, drain=False)
@@ -174,6 +177,7 @@ def command(
             served.service.tracing = tracing
             files.callback(tracing.close)
         if record:
+            assert isinstance(served.engine, Engine)
             written = files.enter_context(closing(JournalFile(record, facts_of(artifact, served.engine))))
             served.engine.stepper.journal = Journal(written.write)
         server.lifecycle.service = served.service
@@ -259,7 +263,7 @@ def find_or_build(
         for reason in skipped:
             progress.say(f"passed over: {reason}")
         if artifact is not None:
-            return artifact, _resume_build(home, artifact, no_build)
+            return artifact, _resume_build(home, artifact, no_build, progress)
         if no_build:
             raise ArtifactMissing(f"nothing under {home.artifacts} can run here; {WITHOUT_BUILD}")
         name = BUNDLED[0]
@@ -270,7 +274,7 @@ def find_or_build(
             artifact.check_runnable()
             if family is not None:
                 check_family(artifact, family)
-            return artifact, _resume_build(home, artifact, no_build)
+            return artifact, _resume_build(home, artifact, no_build, progress)
         except ArtifactMissing as error:
             if no_build:
                 raise ArtifactMissing(f"{error}; {WITHOUT_BUILD}") from None
@@ -286,9 +290,13 @@ def find_or_build(
         raise
 
 
-def _resume_build(home: Home, artifact: Artifact, no_build: bool) -> BackgroundBuild | None:
-    """A background build of what an interrupted build left uncompiled; none on a mesh, where ranks could come to run different graphs."""
+def _resume_build(home: Home, artifact: Artifact, no_build: bool, progress: Progress) -> BackgroundBuild | None:
+    """A background build of what an interrupted build left uncompiled; none where another process, as another server of it, is at it; and
+    none on a mesh, where ranks could come to run different graphs."""
     manifest = artifact.manifest
     if no_build or Mesh.parse(manifest.mesh).size > 1 or not incomplete(artifact) or not manifest.build_arguments:
+        return None
+    if other := builder_of(artifact.path):
+        progress.say(f"process {other} builds what {artifact.path.name} lacks; it is run here as well when it is there")
         return None
     return BackgroundBuild(manifest.build_arguments, artifact.path, home.environment)

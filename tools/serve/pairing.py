@@ -13,11 +13,12 @@ from urllib.parse import urlsplit
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.device import NPU
 from ...runtime.engine import Engine
+from ...runtime.executor import Executor
 from ...runtime.kv_transfer.layout import instance_of
 from ...runtime.kv_transfer.messages import VERSION, Hello
-from ...runtime.kv_transfer.opening import open_pools
+from ...runtime.kv_transfer.opening import open_pools, protocol_of
+from ...runtime.kv_transfer.pools import Pools
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
 from ...server.engine.service import EngineClient, Service
 from ...server.fleet.decode_engine import DecodeEngine
@@ -102,18 +103,31 @@ class Pairing:
         self.check(artifact)
         if self.role == BOTH:
             return self
-        return replace(self, protocol=self.protocol or ("ascend" if device == NPU else "tcp"), source=served_digest(artifact, checkpoint))
+        return replace(self, protocol=self.protocol or protocol_of(device), source=served_digest(artifact, checkpoint))
 
-    def joined(self, engine: Engine, artifact: Artifact, closing: ExitStack) -> tuple[EngineClient, Callable[[Service], None]]:
-        """The engine as its server sees it, and what is to be done to the service.
+    def load(self, load_executor: Callable[[], Executor], opened: Callable[[Pools], None]) -> Executor:
+        """Loads an executor and opens its pools for the other servers, both by the thread that steps.
+
+        Args:
+            opened: takes them, if there are other servers.
 
         Raises:
             TransferError: the transfer engine cannot be used.
             LayoutError: the model has a pool that no handover knows.
         """
-        if self.role == BOTH:
-            return engine, lambda _: None
-        pools = open_pools(engine.executor, self.host, self.protocol)
+        executor = load_executor()
+        if self.role != BOTH:
+            opened(open_pools(executor, self.host, self.protocol))
+        return executor
+
+    def joined(
+        self, engine: Engine, artifact: Artifact, closing: ExitStack, pools: Pools
+    ) -> tuple[EngineClient, Callable[[Service], None]]:
+        """The engine as its server sees it, and what is to be done to the service.
+
+        Args:
+            pools: that `load` has opened.
+        """
         closing.callback(pools.close)
         instance = replace(instance_of(artifact.manifest, source=self.source), ranks=pools.ranks)
         if self.role == PREFILL:

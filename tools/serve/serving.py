@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -19,7 +20,9 @@ from ...graphs.errors import ArtifactError, NpucompileError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
 from ...runtime.engine import Engine
+from ...runtime.engine_groups import EngineGroups, groups_apart
 from ...runtime.executor import Executor
+from ...runtime.kv_transfer.pools import Pools
 from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ...server.engine.service import ServedModel, Service
 from ...server.guard.limits import SocketLimits
@@ -44,7 +47,7 @@ class RunningService:
     """A service, the engine under it, and what is closed before that."""
 
     service: Service
-    engine: Engine
+    engine: Engine | EngineGroups
     closing: ExitStack
 
 
@@ -68,6 +71,7 @@ def start_service(
     prefix_cache: PrefixCacheSettings | None = None,
     pairing: Pairing = NO_PAIR,
     media: MediaLimits | None = None,
+    lockstep: bool = False,
 ) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
@@ -82,6 +86,7 @@ def start_service(
         prefix_cache: how prefixes are kept; None keeps none.
         pairing: with which servers it works together.
         media: limits of pictures.
+        lockstep: whether dp groups step together even where they need not, as a journal of them does; those of pairs do.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -96,7 +101,11 @@ def start_service(
     api = api or ApiSettings()
     (name, *aliases), chat = api.names_of(artifact), api.chat_of(artifact)
     calm_collector()
-    engine = Engine.from_loader(load_executor, on_failure, measured=True, itl_target_ms=itl_target_ms, prefix_cache=prefix_cache)
+    opened = list[Pools]()
+    load = functools.partial(pairing.load, load_executor, opened.append)
+    apart = groups_apart(manifest) and pairing.role == BOTH and not lockstep
+    start: Callable[..., Engine | EngineGroups] = EngineGroups.from_loader if apart else Engine.from_loader
+    engine = start(load, on_failure, measured=True, itl_target_ms=itl_target_ms, prefix_cache=prefix_cache)
     model = ServedModel(
         name=name,
         max_model_len=manifest.limits.max_model_len,
@@ -121,7 +130,7 @@ def start_service(
         return {"status": status, "buckets": len(backends), "compiled_buckets": compiled, "step_age_s": round(step_age_s, 3)}
 
     closing = ExitStack()
-    client, join = pairing.joined(engine, artifact, closing)
+    client, join = pairing.joined(engine, artifact, closing, opened[0]) if isinstance(engine, Engine) and opened else (engine, None)
     service = Service(client, codec, model, chat=chat, readiness=readiness, limits=limits)
     vision = vision_of(artifact, codec, media or MediaLimits(), paired=pairing.role != BOTH)
     if isinstance(vision, str):
@@ -129,11 +138,12 @@ def start_service(
     else:
         service.pictures = reader_of(vision, media or MediaLimits())
         closing.callback(service.pictures.close)
-    join(service)
+    if join:
+        join(service)
     return RunningService(service, engine, closing)
 
 
-def watch(engine: Engine, limit_s: float) -> None:
+def watch(engine: Engine | EngineGroups, limit_s: float) -> None:
     """Starts a thread that gives the engine up when a step has taken longer than `limit_s`; without a limit it starts none.
 
     A step that hangs ends the server with an error instead of all its clients waiting.

@@ -43,6 +43,9 @@ class EmulatedDevice:
         self._state = DeviceState(self.name, Stream(self.name), PinnedMemory(), VERSION)
         self._opened = 0
 
+    def enter(self) -> None:
+        """Does nothing: threads have no device."""
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Row-major memory that nothing was written to; graphs and copies refuse to read it."""
         return allocate(self._state.stream, self._state.pinned, shape, dtype)

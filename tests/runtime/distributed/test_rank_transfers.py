@@ -52,7 +52,10 @@ class Transfer:
 
 class Executor:
     def __init__(self, regions: tuple[Region, ...]) -> None:
-        self.regions = regions
+        self.regions, self.areas = regions, tuple(Memory(region.address, region.nbytes) for region in regions)
+
+    def enter(self) -> None:
+        """All threads have the same memory."""
 
 
 class Stream(NamedTuple):
@@ -78,7 +81,7 @@ class Rank:
         monkeypatch.setattr(rank_transfers, "Mooncake", self.open)
         self.transfers = RankTransfers(Executor(regions), 3, Mesh.parse("dp=2,tp=2"), Stream("10.0.0.1", rank_0), self.answer)
 
-    def open(self, host: str, protocol: str) -> Transfer:
+    def open(self, host: str, protocol: str, enter: Callable[[], None]) -> Transfer:
         self.engines.append(Transfer(host, protocol))
         return self.engines[-1]
 

@@ -199,8 +199,7 @@ def check_pair(prefill: Path, decode: Path, prompts: list[list[int]], *options: 
             return stack.enter_context(closing(servers.Server(artifact, "--no-build", *options, *role)))
 
         first = started(prefill, "--role", "prefill")
-        url = first.url.replace("ws:", "http:").removesuffix("/v1/responses")
-        second = started(decode, "--role", "decode", "--prefill", url)
+        second = started(decode, "--role", "decode", "--prefill", first.http)
         ranks.eventually(lambda: "kv_transfer_connections 1.0" in second.metrics())
         answers = [asyncio.run(second.ask(6, prompt)) for prompt in prompts]
         assert f"npucompile:kv_transfer_requests_total {len(prompts)}.0" in second.metrics()

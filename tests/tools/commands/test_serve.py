@@ -21,7 +21,7 @@ import pytest
 from support import ranks, tiny
 
 from npucompile.graphs.errors import ArtifactMissing, ArtifactStale, ArtifactTampered, ModelError, RequestError, SpecError, UnknownModel
-from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.models.presets import BUNDLED
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
@@ -255,6 +255,16 @@ async def ask_many(url):
 
 
 # --- several ranks ---
+
+
+def test_what_another_process_builds_is_waited_for(tmp_path, own_artifact, builder):
+    """Of two servers of one artifact the first one completes it."""
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, backend="inductor"))
+    with ArtifactWriter(own_artifact):
+        artifact, building, output = found(tmp_path)
+        assert (artifact.path, building, builder.latest) == (own_artifact, None, None)
+        assert output == f"process {os.getpid()} builds what {own_artifact.name} lacks; it is run here as well when it is there\n"
+    assert found(tmp_path)[1] is builder.latest is not None
 
 
 def test_no_build_goes_on_behind_ranks(tmp_path, sharded, builder):

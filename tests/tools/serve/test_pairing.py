@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,14 @@ from support.servers import Server
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.kv_transfer.opening import open_pools
+from npucompile.runtime.kv_transfer.pools import Pools
+from npucompile.runtime.kv_transfer.transfer_engine import Segment
+from npucompile.runtime.request import FinishEvent, Request
 from npucompile.tools.serve.options import OPTIONS
 from npucompile.tools.serve.pairing import Pairing, transfer_variables
+from npucompile.tools.serve.serving import start_service
 from tests.support import optional
 
 DEFAULTS = {option.name: option.default for option in OPTIONS} | {"record": None, "prefill": None, "host_address": None}
@@ -84,6 +91,39 @@ def test_the_place_decides_how_bytes_move_where_nobody_says(tiny_artifact: Path)
     assert Pairing().settled(artifact, "npu", None) == Pairing()
 
 
+def test_the_thread_that_steps_opens_the_pools(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines belong to the device of the thread that starts them; those that write are made to be of it."""
+    optional.transfer_engine()
+    opened, entered, steps = list[str](), set[str](), set[str]()
+
+    class Executor(CpuExecutor):
+        def enter(self) -> None:
+            entered.add(threading.current_thread().name)
+
+        def launch(self, *step: Any) -> Any:
+            steps.add(threading.current_thread().name)
+            return super().launch(*step)
+
+    def open_here(*arguments: Any) -> Pools:
+        opened.append(threading.current_thread().name)
+        return open_pools(*arguments)
+
+    monkeypatch.setattr("npucompile.tools.serve.pairing.open_pools", open_here)
+    artifact = Artifact.open(tiny_artifact)
+    running = start_service(artifact, lambda: Executor(artifact), pairing=Pairing("prefill", host="127.0.0.1", protocol="tcp"))
+    ended = threading.Event()
+    running.engine.submit(Request("r", (1, 2, 3), 2), lambda event: ended.set() if isinstance(event, FinishEvent) else None)
+    assert ended.wait(60)
+    assert set(opened) == steps != set()
+    assert len(opened) == 1
+    engine = running.service.handovers._pools._writer.transfer
+    (area, *_) = running.engine.executor.areas
+    engine.write(engine.session, [Segment(area.address, area.address, 8)]).result()
+    assert {name.rpartition("_")[0] for name in entered} == {"kv-transfer"}
+    running.engine.stop()
+    running.closing.close()
+
+
 def test_ports_are_taken_from_a_first_one_on(tiny_artifact: Path) -> None:
     artifact = Artifact.open(tiny_artifact)
     assert transfer_variables(None, artifact) == {}
@@ -95,8 +135,8 @@ def pair(tiny_artifact: Path) -> Iterator[tuple[Server, Server, Server]]:
     """A prefill server, its decode server, and one of both."""
     optional.transfer_engine()
     prefill = Server(tiny_artifact, "--no-build", "--role", "prefill")
-    url = prefill.url.replace("ws:", "http:").removesuffix("/v1/responses")
-    servers = prefill, Server(tiny_artifact, "--no-build", "--role", "decode", "--prefill", url), Server(tiny_artifact, "--no-build")
+    decode = Server(tiny_artifact, "--no-build", "--role", "decode", "--prefill", prefill.http)
+    servers = prefill, decode, Server(tiny_artifact, "--no-build")
     yield servers
     for server in servers:
         server.close()

@@ -33,5 +33,6 @@ ASSUMPTIONS: Mapping[str, str] = {
     "alternation": "Changing buckets over the same buffers.",
     "capture": "Captured graphs.",
     "packages": "Operator packages.",
+    "handovers": "Handovers.",
 }
 """Short name -> its heading in docs/on-hardware.md."""

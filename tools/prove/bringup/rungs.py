@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -22,13 +23,15 @@ from ....runtime.device_params import LoadParams
 from ....runtime.distributed.rendezvous import RendezvousConfig
 from ....runtime.distributed.sharded_executor import ShardedExecutor
 from ....runtime.executor import Executor
+from ....runtime.kv_transfer.layout import Region, instance_of
+from ....runtime.kv_transfer.opening import open_pools, protocol_of
 from ...builder.targets import target
 from ...inspection.views import roofline_of
 from ...progress import Progress
 from ...ranks.executors import params_of
 from ...ranks.launch import opened_ranks
 from ...ranks.rank_settings import RankSettings
-from . import buckets, layers, operators, short_serve
+from . import buckets, handovers, layers, operators, short_serve
 from .captured import CallRecorder, OperatorCall, run_calls
 from .collectives import CollectivesCheck, failure_in
 from .device_graph import Host
@@ -38,8 +41,8 @@ from .results import Failure, RungResult, Timing
 from .steps import StepPlanner
 
 ENVIRONMENT, OPERATORS, LAYERS, COLLECTIVES = "environment", "operators", "layers", "collectives"
-BUCKETS, ALTERNATION, SERVE = "buckets", "alternation", "serve"
-RUNGS = (ENVIRONMENT, OPERATORS, LAYERS, COLLECTIVES, BUCKETS, ALTERNATION, SERVE)
+BUCKETS, ALTERNATION, SERVE, HANDOVERS = "buckets", "alternation", "serve", "handovers"
+RUNGS = (ENVIRONMENT, OPERATORS, LAYERS, COLLECTIVES, BUCKETS, ALTERNATION, SERVE, HANDOVERS)
 """Names in order. Collectives come before whole buckets, which contain them."""
 ONE_DEVICE, ALL_RANKS = RUNGS[:3], RUNGS[3:]
 RECORDED_STEPS = 2
@@ -232,10 +235,42 @@ class Bringup:
                 with self.progress.bar("alternation", total) as bar:
                     result.failures = buckets.run_alternation(executor, read_state, planner, fresh, bar)
                 result.facts, result.left_out = {"steps": total, "rows": fresh.compared, "other_tokens": len(fresh.messages)}, notes
+        kinds = {bucket.kind for bucket in executor.buckets}
         with self._rung(SERVE) as result:
-            if result:
+            if result and len(kinds) == 1:
+                result.left_out = [f"an artifact with {kinds.pop()} buckets alone serves in a pair"]
+            elif result:
                 with self.progress.bar("serve", 2) as bar:
                     result.failures, result.facts = short_serve.run_serve(executor, bar)
+        with self._rung(HANDOVERS) as result:
+            if result:
+                self._hand_over(executor, result)
+
+    def _hand_over(self, executor: Executor, result: RungResult) -> None:
+        if reason := self._keeps_to_itself(executor):
+            result.left_out = [reason]
+            return
+        address = self.config.node.address if self.config else "127.0.0.1"
+        try:
+            pools = open_pools(executor, self.settings.host_address or address, protocol_of(self.settings.device))
+        except NpucompileError as error:
+            result.failures = [Failure("handovers", "the transfer engine", str(error))]
+            return
+        with closing(pools), self.progress.bar("handovers", handovers.PROMPTS) as bar:
+            instance = replace(instance_of(self.artifact.manifest), ranks=pools.ranks)
+            read = item_reader(executor, self.settings.step_limit_s)
+            own = handovers.Handovers(executor, pools, instance, read, self.settings.step_limit_s)
+            result.failures, result.facts = own.run(bar)
+
+    def _keeps_to_itself(self, executor: Executor) -> str:
+        """Why nothing can be handed over; empty where it can."""
+        if find_spec("mooncake") is None:
+            return "no transfer engine is installed: pip install 'npucompile[kv-transfer]', and its package for NPUs"
+        if not any(bucket.kind == "prefill" for bucket in executor.buckets):
+            return "no prefill bucket computes a prompt: bring the prefill server's artifact up"
+        if executor.groups == 1 and executor.limits.num_request_slots < 3:
+            return "a handover to itself takes two requests, and the artifact runs one"
+        return ""
 
     def _comparison(self, executor: Executor) -> tuple[buckets.Comparison, list[str]]:
         needed, free = buckets.oracle_bytes(self.artifact), buckets.free_bytes()
@@ -252,7 +287,21 @@ class Bringup:
 
 def state_reader(executor: Executor, timeout_s: float) -> Callable[[], Mapping[str, torch.Tensor]]:
     """Reads the pools of rank 0 from its device."""
+    local, host = _local(executor, timeout_s)
+    return lambda: {name: host.read(pool) for name, pool in local.state.items()}
+
+
+def item_reader(executor: Executor, timeout_s: float) -> handovers.ReadItem:
+    """Reads what travels of an item of a pool of rank 0 from its device."""
+    local, host = _local(executor, timeout_s)
+
+    def read(region: Region, number: int) -> bytes:
+        return host.read(local.state[f"state.{region.name}"][number]).view(torch.uint8).numpy().tobytes()[: region.item_bytes]
+
+    return read
+
+
+def _local(executor: Executor, timeout_s: float) -> tuple[DeviceExecutor, Host]:
     local = executor.local if isinstance(executor, ShardedExecutor) else executor
     assert isinstance(local, DeviceExecutor)
-    host = Host(local.device, Path(), timeout_s)
-    return lambda: {name: host.read(pool) for name, pool in local.state.items()}
+    return local, Host(local.device, Path(), timeout_s)
