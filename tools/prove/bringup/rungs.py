@@ -235,10 +235,10 @@ class Bringup:
                 with self.progress.bar("alternation", total) as bar:
                     result.failures = buckets.run_alternation(executor, read_state, planner, fresh, bar)
                 result.facts, result.left_out = {"steps": total, "rows": fresh.compared, "other_tokens": len(fresh.messages)}, notes
-        kinds = {bucket.kind for bucket in executor.buckets}
+        missing = {"prefill", "decode"} - {bucket.kind for bucket in executor.buckets}
         with self._rung(SERVE) as result:
-            if result and len(kinds) == 1:
-                result.left_out = [f"an artifact with {kinds.pop()} buckets alone serves in a pair"]
+            if result and missing:
+                result.left_out = [f"an artifact without {missing.pop()} buckets serves in a pair"]
             elif result:
                 with self.progress.bar("serve", 2) as bar:
                     result.failures, result.facts = short_serve.run_serve(executor, bar)
