@@ -292,16 +292,7 @@ def read_files(directory: Path, files: tuple[str, str], nested: str, read: Calla
     Raises:
         ConfigError: it has neither, two that disagree, or one that `read` refuses.
     """
-    found: dict[Path, _P] = {}
-    for name in files:
-        path = directory / name
-        if not path.is_file():
-            continue
-        values = _read_json(path)
-        if name == files[1]:
-            values = values.get(nested)
-        if isinstance(values, dict):
-            found[path] = read(values, str(path))
+    found = {path: read(values, str(path)) for path, values in _fields_of(directory, files, nested).items()}
     if not found:
         raise ConfigError(f"{directory}: has neither {files[0]} nor {files[1]} with {nested}; {what} are prepared as it says")
     (path, processor), *others = found.items()
@@ -309,6 +300,23 @@ def read_files(directory: Path, files: tuple[str, str], nested: str, read: Calla
         if differing != processor:
             raise ConfigError(f"{path} and {other} describe different processors: {processor} and {differing}; expected one, or equal ones")
     return processor
+
+
+def has_files(directory: Path, files: tuple[str, str], nested: str) -> bool:
+    """Whether a checkpoint's directory says anything of what `read_files` reads; arguments and errors are its."""
+    return bool(_fields_of(directory, files, nested))
+
+
+def _fields_of(directory: Path, files: tuple[str, str], nested: str) -> dict[Path, dict[str, Any]]:
+    found: dict[Path, dict[str, Any]] = {}
+    for name in files:
+        path = directory / name
+        values = _read_json(path) if path.is_file() else None
+        if values is not None and name == files[1]:
+            values = values.get(nested)
+        if isinstance(values, dict):
+            found[path] = values
+    return found
 
 
 def _read_json(path: Path) -> Any:

@@ -213,6 +213,10 @@ class VideoProcessor(PatchProcessor):
         return [*indices, *[indices[-1]] * (-len(indices) % self.temporal_patch_size)]
 
 
+PUBLISHED = VideoProcessor(16, 2, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255, 4096, 25_165_824, 2, 4, 768, None)
+"""Of Qwen3.5 and 3.6."""
+
+
 def processor_of(values: Mapping[str, Any], where: str) -> VideoProcessor:
     """The processor that the fields of a file describe.
 

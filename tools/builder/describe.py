@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from ...graphs.types import DTYPE_NAMES
 from ...lowering.artifact.artifact import ArtifactWriter, Manifest
 from ...lowering.backend import backend
 from ...lowering.toolchain import toolchain
 from ...models import programs
+from ...models.vision import IDS
+from ...server.pictures.processor import PictureProcessor
 from ...server.text.tokenizer import TextTokenizer
 from ..progress import Progress
 from .planned import Plan
@@ -30,7 +33,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
     if plan.source.tokenizer:
         TextTokenizer.load(plan.source.tokenizer)  # refuses an unusable file now, not when serving
         tokenizer = writer.add("tokenizer", plan.source.tokenizer.read_bytes(), "json")
-    template, tower = plan.source.chat_template, plan.model.family.tower
+    template = plan.source.chat_template
     chosen = backend(plan.backend)
     return Manifest(
         model={
@@ -43,7 +46,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
             "special_tokens": dict(plan.source.special_tokens),
             "sampling": dict(plan.source.sampling),
             **({"draft_model": plan.source.draft.as_fields()} if plan.source.draft else {}),
-            **({"tower": {"key": tower.key, "processor": asdict(plan.pictures)}} if tower and plan.pictures else {}),
+            **({"tower": _tower(plan, plan.pictures)} if plan.pictures else {}),
         },
         dtype=DTYPE_NAMES[plan.dtype],
         mesh=str(plan.mesh),
@@ -70,3 +73,11 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
         checkpoint=checkpoint,
         chat_template=None if template is None else writer.add("tokenizer", template.encode(), "jinja"),
     )
+
+
+def _tower(plan: Plan, pictures: PictureProcessor) -> dict[str, Any]:
+    """What a server needs to know of the tower: its key among the weights, its tokens, and how pictures and videos are prepared."""
+    tower = plan.model.family.tower
+    assert tower is not None, "a plan has a processor of pictures for a family with a tower alone"
+    videos = {"videos": asdict(plan.videos)} if plan.videos else {}
+    return {"key": tower.key, "ids": {name: getattr(plan.source.tower, name) for name in IDS}, "processor": asdict(pictures), **videos}

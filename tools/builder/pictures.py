@@ -8,7 +8,9 @@ from typing import Any
 
 from ...graphs.errors import ConfigError, SpecError
 from ...graphs.types import Bucket
-from ...server.pictures.processor import FILES, PUBLISHED, PictureProcessor, read_processor
+from ...server.pictures import videos
+from ...server.pictures.processor import FILES, PUBLISHED, PatchProcessor, PictureProcessor, has_files, read_processor
+from ...server.pictures.videos import VideoProcessor
 from ..notation import EncodeSize, format_encode
 from .planned import Plan
 from .settings.sizes import DEFAULT_ENCODE
@@ -32,9 +34,13 @@ def choose_encode(plan: Plan) -> Plan:
     if plan.phase == "decode":
         raise SpecError(f"{what}: an instance that only decodes reads no pictures; legal is none")
     processor, note = _processor(plan)
-    unlike = [f"{name} is {left}, its processor's {right}" for name, left, right in _shared(tower, processor) if left != right]
-    if unlike:
-        raise ConfigError(f"{plan.source.name}: the vision tower's {', '.join(unlike)}; expected the same")
+    filmed = _video_processor(plan)
+    for each in (processor, filmed):
+        unlike = (
+            [f"{name} is {left}, its processor's {right}" for name, left, right in _shared(tower, each) if left != right] if each else []
+        )
+        if unlike:
+            raise ConfigError(f"{plan.source.name}: the vision tower's {', '.join(unlike)}; expected the same")
     tower = family.prepared(tower, processor.image_mean, processor.image_std, processor.rescale_factor)
     tower = tower if plan.target.local else family.in_tiles(tower)
     merged = processor.merge_size**2
@@ -54,6 +60,7 @@ def choose_encode(plan: Plan) -> Plan:
         limits=replace(limits, picture_rows=rows),
         buckets=(*buckets, *plan.buckets),
         pictures=processor,
+        videos=filmed,
     )
     how = "" if asked is not None else " (--encode to change, --language-model-only for none)"
     return chosen.noted(
@@ -113,9 +120,19 @@ def _processor(plan: Plan) -> tuple[PictureProcessor, str | None]:
     return replace(PUBLISHED, **sizes), f"pictures are prepared as published: {where}"
 
 
+def _video_processor(plan: Plan) -> VideoProcessor | None:
+    """How the model's videos are prepared; None for a checkpoint whose files say it of pictures alone."""
+    directory, tower = plan.source.checkpoint_dir, plan.source.tower
+    if directory is not None and has_files(directory, videos.FILES, videos.NESTED):
+        return videos.read_video_processor(directory)
+    if directory is not None and any((directory / name).is_file() for name in FILES):
+        return None
+    return replace(videos.PUBLISHED, **{ours: getattr(tower, theirs) for ours, theirs in _SHARED})
+
+
 _SHARED = (("patch_size", "patch_size"), ("temporal_patch_size", "temporal_patch_size"), ("merge_size", "spatial_merge_size"))
 
 
-def _shared(tower: Any, processor: PictureProcessor) -> list[tuple[str, int, int]]:
+def _shared(tower: Any, processor: PatchProcessor) -> list[tuple[str, int, int]]:
     """Sizes that a tower and a processor have in common: the tower's name, its size, the processor's."""
     return [(theirs, getattr(tower, theirs), getattr(processor, ours)) for ours, theirs in _SHARED]

@@ -13,6 +13,7 @@ from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import programs, registry, sharding_rules, step
 from ...server.pictures.processor import PictureProcessor
+from ...server.pictures.videos import VideoProcessor
 from ..notation import EncodeSize, PrefillSize
 from .decisions import Decided, format_decided
 from .memory import local_bytes
@@ -75,7 +76,7 @@ class Plan:
         weights: "stored" in the artifact, "bound" to it by reference, or "none".
         platform: what the graphs are lowered for.
         expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
-        pictures: how pictures are prepared; None in a build that takes none.
+        pictures, videos: how they are prepared; None in a build that takes none.
         decided_by: who decided each setting; plans that differ in nothing else are equal.
     """
 
@@ -98,6 +99,7 @@ class Plan:
     platform: Platform = CPU
     expert_parallel: bool = True
     pictures: PictureProcessor | None = None
+    videos: VideoProcessor | None = None
     decided_by: Decided = field(default=(), compare=False)
 
     def noted(self, *notes: str | None) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ...lowering.artifact.artifact import Artifact
+from ...models.vision import IDS as MARKS
 from ...server.engine.service import TEXT_ALONE
 from ...server.pictures.limits import MediaLimits
 from ...server.pictures.media import Hosts
@@ -21,8 +22,6 @@ from ...server.text.tokenizer import TextTokenizer
 
 TOWER, IDS, PROCESSOR, VIDEOS = "tower", "ids", "processor", "videos"
 """Fields of a manifest's model."""
-
-MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 def vision_of(artifact: Artifact, codec: TextTokenizer, media: MediaLimits | None = None, *, paired: bool = False) -> Vision | str:

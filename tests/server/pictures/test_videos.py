@@ -16,6 +16,7 @@ from support.published_pictures import digest
 from support.published_videos import CAPPED, FIELDS, frames
 
 from npucompile.graphs.errors import ConfigError, RequestError
+from npucompile.server.pictures import videos
 from npucompile.server.pictures.videos import FramePair, VideoProcessor, processor_of, read_video_processor
 
 PROCESSOR = processor_of(FIELDS, "a file")
@@ -111,6 +112,7 @@ def test_a_field_that_cannot_be_served_is_named(changes: dict[str, Any], message
 
 
 def test_published_files_leave_sampling_to_their_class() -> None:
+    assert videos.PUBLISHED == PROCESSOR
     assert (PROCESSOR.fps, PROCESSOR.min_frames, PROCESSOR.max_frames, PROCESSOR.frame_tokens) == (2, 4, 768, None)
     assert (BOUNDED.fps, BOUNDED.max_frames, BOUNDED.frame_tokens) == (5, 16, 12)
 

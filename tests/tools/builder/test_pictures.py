@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import published_pictures, tiny, towers
+from support import published_pictures, published_videos, tiny, towers
 
 from npucompile.graphs.errors import ConfigError, SpecError
 from npucompile.graphs.types import Bucket
@@ -20,6 +20,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.buckets import DecodeRow, Places, PrefillRow, Row, pack
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.picture_spans import positions
+from npucompile.server.pictures import videos
 from npucompile.server.pictures.processor import PUBLISHED
 from npucompile.tools.agreement.executables import verify
 from npucompile.tools.builder.plan import Plan
@@ -58,6 +59,17 @@ def test_a_plan_with_pictures(checkpoint: Path) -> None:
     words = plan.arguments
     assert words[words.index("--encode") + 1] == "64,32x2"
     assert plan.references == (Bucket("encode", 1, 32),)
+
+
+def test_how_videos_are_prepared_is_read_or_as_published(checkpoint: Path, tmp_path: Path) -> None:
+    assert planned(checkpoint).videos is None
+    assert planned(without_processor(checkpoint, tmp_path / "bare")).videos == videos.PUBLISHED
+    filmed = shutil.copytree(checkpoint, tmp_path / "filmed")
+    (filmed / videos.FILES[0]).write_text(json.dumps(published_videos.FIELDS | {"max_frames": 9}))
+    assert planned(filmed).videos == replace(videos.PUBLISHED, max_frames=9)
+    (filmed / videos.FILES[0]).write_text(json.dumps(published_videos.FIELDS | {"patch_size": 8}))
+    with pytest.raises(ConfigError, match="the vision tower's patch_size is 16, its processor's 8; expected the same"):
+        planned(filmed)
 
 
 def test_text_alone_is_the_same_with_and_without_a_tower(checkpoint: Path) -> None:
@@ -113,6 +125,7 @@ def artifact(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Arti
 
 def test_the_artifact_says_how_its_pictures_are_prepared(artifact: Artifact) -> None:
     recorded = artifact.manifest.model["tower"]
+    assert recorded["ids"] == towers.IDS
     assert recorded["key"] == "vision"
     assert recorded["processor"] == asdict(PUBLISHED) | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
