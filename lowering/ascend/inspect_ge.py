@@ -144,8 +144,8 @@ def check(ge_file: GeFile, signature: Signature) -> None:
     """Proves properties that neither torchair nor GE checks.
 
     Names are unique, inputs exist, Data operators are numbered from 0; every state operand that the graph takes is updated in its own
-    memory by an operator that GE keeps, is never copied whole, and is not read after it was overwritten; attention lengths are no
-    constants.
+    memory by an operator that GE keeps, is never copied whole, and is not read after it was overwritten; prompts leave rows of pictures
+    as they are; attention lengths are no constants.
 
     Args:
         ge_file: the linked graph.
@@ -217,7 +217,7 @@ def _donation(ops: list[Any], ge_file: GeFile, signature: Signature) -> list[str
     for operand in sorted(set(flow.latest) & set(state)):
         leaf, value = state[operand], donated.get(operand)
         writers = list(flow.writers.get(operand, ()))
-        if not writers and value is None:
+        if not writers and value is None and not _only_read(leaf, signature):
             breaches.append(f"{leaf.name} is not written in place, and no output is bound to its memory")
         if value is not None and flow.operand.get(value) != operand:
             writers.append(ops[order[value.rpartition(":")[0]]])
@@ -231,6 +231,11 @@ def _donation(ops: list[Any], ge_file: GeFile, signature: Signature) -> list[str
     if claimed := sorted(set(ge_file.bound) - set(flow.writers)):
         breaches.append(f"operands {claimed} are said to be written in place, and no operator does")
     return breaches
+
+
+def _only_read(leaf: Leaf, signature: Signature) -> bool:
+    """Whether a pool may stay as it is: rows of pictures do in graphs of prompts; those that write them have no other pool."""
+    return "picture_rows" in leaf.aval.axes and len(signature.state) > 1
 
 
 def _copies(ops: list[Any], flow: MemoryFlow, state: Mapping[int, Leaf]) -> list[str]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,14 @@ class Case:
         options: fields of `Options`.
         quick: whether `make test` compares it.
         kinds: of buckets.
+        picture_rows: that its prompts may read.
     """
 
     name: str
     options: Mapping[str, Any] = field(repr=False)
     quick: bool = False
     kinds: tuple[str, ...] = ("prefill", "decode")
+    picture_rows: int = 0
 
 
 def _tiny() -> Iterator[Case]:
@@ -98,9 +100,16 @@ def _captured() -> Iterator[Case]:
         yield Case(f"captured {model}", options, kinds=kinds)
 
 
+def _pictures() -> Iterator[Case]:
+    """Graphs whose prompts may have pictures."""
+    for chosen in BACKENDS:
+        yield Case(f"tiny pictures {chosen}", {"model": MIXTURE, "backend": chosen}, quick=chosen == "ge", picture_rows=33)
+    yield Case("pictures qwen3.5-397b", {"model": "qwen3.5-397b"}, kinds=("prefill",), picture_rows=16385)
+
+
 def cases() -> tuple[Case, ...]:
     """All cases, those of `make test` among them."""
-    return (*_tiny(), *_releases(), *_published(), *_captured())
+    return (*_tiny(), *_releases(), *_published(), *_captured(), *_pictures())
 
 
 @functools.cache
@@ -114,10 +123,12 @@ def planned(case: Case, home: Path) -> Plan:
     Args:
         home: a directory that a model may be written in.
     """
-    if case.options["model"] != MIXTURE:
-        return plan(Options(**case.options))
-    sizes = {"mesh": "dp=2,tp=2", "buckets": (2,), "max_model_len": 128, **case.options}
-    return tiny.planned_device(_mixture(home), **{name: value for name, value in sizes.items() if name != "model"})
+    if case.options["model"] == MIXTURE:
+        sizes = {"mesh": "dp=2,tp=2", "buckets": (2,), "max_model_len": 128, **case.options}
+        made = tiny.planned_device(_mixture(home), **{name: value for name, value in sizes.items() if name != "model"})
+    else:
+        made = plan(Options(**case.options))
+    return replace(made, limits=replace(made.limits, picture_rows=case.picture_rows)) if case.picture_rows else made
 
 
 def buckets(case: Case, of: Plan) -> list[Bucket]:
@@ -134,7 +145,10 @@ def texts(case: Case, home: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             staged = stage(of, bucket)
-            data = chosen.compile(staged.lowered, cache_dir=home, threads=0).data
+            made = chosen.compile(staged.lowered, cache_dir=home, threads=0)
+            if case.picture_rows:
+                chosen.prove(made, staged.partitioned, of.platform)
+        data = made.data
         assert isinstance(data, bytes)
         yield bucket.name, {"file": data, **analyses(of.backend, of.platform, of.mesh, data)}
 

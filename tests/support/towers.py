@@ -15,7 +15,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
 
 from npucompile.graphs.step_inputs import StepInputs
-from npucompile.graphs.types import Bucket, Limits
+from npucompile.graphs.types import Bucket, Limits, Program
 from npucompile.models import checkpoint, encode_step, registry, step
 from npucompile.models.params import initialise
 from npucompile.models.quant.declare import stored
@@ -179,8 +179,14 @@ class Server:
                     value = torch.as_tensor(row[name], dtype=tensor.dtype)
                     tensor[b] = value if value.dim() == 0 else torch.cat([value, tensor[b, len(value) :]])
         program = step.program(self.model, bucket, self.limits, torch.float32)
-        outputs, self.state = program.forward(self.weights, self.state, operands)
+        outputs = self.forward(program, operands)
         return {name: tensor[: len(rows)] for name, tensor in outputs.items()}
+
+    def forward(self, program: Program, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs of all rows of a step, which changes the pools."""
+        outputs: dict[str, torch.Tensor]
+        outputs, self.state = program.forward(self.weights, self.state, inputs)
+        return outputs
 
     def prefill(self, bucket: Bucket, requests: list[Prompt], begin: int, end: int) -> dict[str, torch.Tensor]:
         """Tokens `begin` to `end` of each prompt, or as many of them as it has."""

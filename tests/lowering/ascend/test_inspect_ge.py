@@ -211,3 +211,16 @@ def test_a_state_that_the_graph_does_not_take_stays_as_it_is(ta):
     ge_file, signature = of_body(ta, lambda x, pool, rows, new: (x + 1,))
     assert ge_file.feeds == (0,)
     check(ge_file, signature)
+
+
+def test_graphs_of_prompts_leave_rows_of_pictures_as_they_are(ta):
+    ge_file, signature = of_body(ta, lambda x, pool, rows, new: (pool.index_select(0, rows.view(2)) + new,))
+    message = "state.pool is not written in place, and no output is bound to its memory"
+    with pytest.raises(LoweringError, match=message):
+        check(ge_file, signature)
+    (pool,) = signature.state
+    pictures = replace(pool, aval=replace(pool.aval, axes=("picture_rows", None)))
+    with pytest.raises(LoweringError, match=message):
+        check(ge_file, replace(signature, state=(pictures,)))
+    # The graph does not take its first operand, here another pool.
+    check(ge_file, replace(signature, params=(), state=(replace(pool, name="state.other"), pictures)))
