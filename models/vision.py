@@ -274,12 +274,16 @@ def _layer(
     cfg: Config, segments: int, layer: Tree, lengths: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
     """One layer of the residual stream [S N, h]."""
-    heads = quant.linear(_layer_norm(x, layer["attention_norm"]), layer["qkv"]).view(-1, 3, cfg.num_heads, cfg.head_width)
+    heads = _linear(_layer_norm(x, layer["attention_norm"]), layer["qkv"]).view(-1, 3, cfg.num_heads, cfg.head_width)
     q, k, v = heads.unbind(1)
     q, k, v = (each.reshape(segments, -1, cfg.num_heads, cfg.head_width) for each in (ops.rope(q, cos, sin), ops.rope(k, cos, sin), v))
     mixed: torch.Tensor = ops.segment_attention(q, k, v, lengths, cfg.head_dim**-0.5)
-    x = x + quant.linear(mixed.view(len(x), -1), layer["out"])
-    return x + quant.linear(ops.gelu(quant.linear(_layer_norm(x, layer["mlp_norm"]), layer["up"]), True), layer["down"])
+    x = x + _linear(mixed.view(len(x), -1), layer["out"])
+    return x + _linear(ops.gelu(_linear(_layer_norm(x, layer["mlp_norm"]), layer["up"]), True), layer["down"])
+
+
+def _linear(x: torch.Tensor, weight: Tree) -> torch.Tensor:
+    return quant.linear(x, weight, joined=True)
 
 
 def _layer_norm(x: torch.Tensor, weights: Tree) -> torch.Tensor:

@@ -35,6 +35,7 @@ from .positions import positions, slot_mapping
 from .quant_cache_write import quant_cache_write, static_cache_write
 from .quant_experts import grouped_experts_w4a8, grouped_experts_w8a8
 from .quant_linear import quant_linear
+from .quant_linear_biased import quant_linear_biased
 from .quant_linear_w4a8 import quant_linear_w4a8
 from .quant_paged_attention import quant_paged_attention, static_quant_paged_attention
 from .request_slot_write import request_slot_write
@@ -91,6 +92,7 @@ __all__ = [
     "positions",
     "quant_cache_write",
     "quant_linear",
+    "quant_linear_biased",
     "quant_linear_w4a8",
     "quant_paged_attention",
     "request_slot_write",

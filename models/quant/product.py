@@ -55,8 +55,12 @@ def rebuilt(weight: Tree, tensors: Sequence[torch.Tensor]) -> Tree:
     return dict(zip(weight, tensors, strict=True)) if isinstance(weight, Mapping) else tensors[0]
 
 
-def linear(x: torch.Tensor, weight: Tree) -> torch.Tensor:
-    """`x @ weight.T`, [T, K] -> [T, N], of a matrix [N, K] whose contraction no layout splits; plus its bias [N] if it has one."""
+def linear(x: torch.Tensor, weight: Tree, *, joined: bool = False) -> torch.Tensor:
+    """`x @ weight.T`, [T, K] -> [T, N], of a matrix [N, K] whose contraction no layout splits; plus its bias [N] if it has one.
+
+    Args:
+        joined: whether one operation multiplies by int8 and adds the bias.
+    """
     if isinstance(weight, list):
         # Parts of each group of rows lie one behind the other (parts.py).
         outs = [linear(x, _flat(part)).unflatten(-1, _groups(part)) for part in weight]
@@ -65,6 +69,9 @@ def linear(x: torch.Tensor, weight: Tree) -> torch.Tensor:
         plain: torch.Tensor = ops.linear(x, weight)
         return plain
     tensors = [tensor for name, tensor in weight.items() if name != "bias"]
+    if joined and "bias" in weight and format_of(weight) == W8A8_DYNAMIC:
+        biased: torch.Tensor = ops.quant_linear_biased(x, *tensors, weight["bias"])
+        return biased
     out: torch.Tensor = _PRODUCTS[format_of(weight)](x, *tensors)
     return out + weight["bias"] if "bias" in weight else out
 

@@ -135,7 +135,9 @@ def npu_quant_matmul(
     output_dtype: int | torch.dtype | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """int8 [M, K] by int8 [K, N] plus int32 bias [N], scale [N] or [1], pertoken_scale f32 [M] -> [M, N] of output_dtype.
+    """int8 [M, K] by int8 [K, N], scale [N] or [1], pertoken_scale f32 [M] -> [M, N] of output_dtype.
+
+    A bias int32 [N] is added before the scales; one of floats behind them, where there is a pertoken_scale.
 
     Raises:
         LoweringError: also without output_dtype: the operator would then give int8.
@@ -149,12 +151,15 @@ def npu_quant_matmul(
         require_shape(op, "scale", scale, x2.shape[1:])
     total = int_matmul(x1, x2)
     if bias is not None:
-        total = total + require(op, "bias", bias, (torch.int32,), (1,)).double()
-    y = total * float_scale(scale).double()
+        require(op, "bias", bias, (torch.int32, *(FLOATS if pertoken_scale is not None else ())), (1,))
+        require_shape(op, "bias", bias, x2.shape[1:])
+    added = 0.0 if bias is None else bias.double()
+    behind = bias is not None and bias.is_floating_point()
+    y = (total if behind else total + added) * float_scale(scale).double()
     if pertoken_scale is not None:
         require_shape(op, "pertoken_scale", require(op, "pertoken_scale", pertoken_scale, (torch.float32,)), x1.shape[:1])
         y = y * pertoken_scale.double()[:, None]
-    return y.to(dtype_of(op, output_dtype))
+    return (y + added if behind else y).to(dtype_of(op, output_dtype))
 
 
 _INT8 = 2

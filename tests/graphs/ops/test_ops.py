@@ -319,6 +319,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(5, 7), *quantise_w8(r(7, 3))),
         "even": lambda r: (torch.cat([r(3, 6), r(1, 6) * 0]), *quantise_w8(r(6, 2))),
     },
+    "quant_linear_biased": {
+        "odd": lambda r: (r(5, 7), *quantise_w8(r(7, 3)), r(3)),
+        "even": lambda r: (torch.cat([r(3, 6), r(1, 6) * 0]), *quantise_w8(r(6, 2)), r(2)),
+    },
     "quant_linear_w4a8": {
         "channels": lambda r: (r(4, 7), *quantise_w4(r(7, 16))),
         "groups": lambda r: (r(4, 12), *quantise_w4(r(12, 8), 4)),
@@ -359,7 +363,7 @@ WITHOUT_GRADIENT = (
     *("adjust_logits", "mask_logits", "picture_places"),
     *("fused_experts_w4a8", "grouped_experts_w4a16", "grouped_experts_w4a8", "grouped_experts_w8a8"),
     *("moe_dispatch", "moe_route_grouped", "moe_sort"),
-    *("quant_linear", "quant_linear_w4a8", "sparse_index", "static_quant_linear", "weight_quant_linear"),
+    *("quant_linear", "quant_linear_biased", "quant_linear_w4a8", "sparse_index", "static_quant_linear", "weight_quant_linear"),
     *("quant_cache_write", "quant_paged_attention", "static_cache_write", "static_quant_paged_attention"),
 )
 
@@ -875,6 +879,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "picture_places": [],
     "positions": [],
     "quant_linear": [lambda r: rows(r, "quant_linear", "odd", (0,))],
+    "quant_linear_biased": [lambda r: rows(r, "quant_linear_biased", "odd", (0,))],
     "quant_linear_w4a8": [lambda r: rows(r, "quant_linear_w4a8", "channels", (0,))],
     "rms_norm": [lambda r: rows(r, "rms_norm", "rows", (0,))],
     "rope": [lambda r: rows(r, "rope", "partial", (0,))],

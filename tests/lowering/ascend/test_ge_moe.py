@@ -95,6 +95,11 @@ QUANTISED = ["GroupedMatmul", "DequantSwigluQuant", "GroupedMatmul"]
 # Primitive, operands, and operators in GE beside those of single elements.
 EXAMPLES: list[tuple[str, Callable[[Draw], Example], list[str]]] = [
     ("quant_linear", lambda r: Example((zero_row(r(5, 16)), *quantise_w8(r.f32(16, 6)))), ["DynamicQuant", "QuantBatchMatmulV3"]),
+    (
+        "quant_linear_biased",
+        lambda r: Example((zero_row(r(5, 16)), *quantise_w8(r.f32(16, 6)), r(6))),
+        ["DynamicQuant", "QuantBatchMatmulV3"],
+    ),
     ("static_quant_linear", static, ["AscendQuantV2", "QuantBatchMatmulV3"]),
     ("quant_linear_w4a8", lambda r: Example((r(5, 16), *quantise_w4(r.f32(16, 8))), tolerance=ROUNDED), ["DynamicQuant", "GroupedMatmul"]),
     ("weight_quant_linear", beside_floats, ["WeightQuantBatchMatmulV2"]),

@@ -143,6 +143,7 @@ CASES: list[tuple[str, str, Arguments]] = [
     ("AscendQuantV2", "npu.npu_quantize", ((d(4, 16), d(16, seed=1), None, I8, -1, False), {})),
     ("QuantBatchMatmulV3", "npu.npu_quant_matmul", dense()),
     ("QuantBatchMatmulV3", "npu.npu_quant_matmul", dense(bias=gc.i32(5, -3, 100, 0, 7, -40))),
+    ("QuantBatchMatmulV3", "npu.npu_quant_matmul", dense(pertoken_scale=dense()[1]["pertoken_scale"], bias=d(6, seed=4))),
     ("WeightQuantBatchMatmulV2", "npu.npu_weight_quant_batchmatmul", ((d(4, 64), W4, d(2, 16, seed=1)), {"antiquant_group_size": 32})),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8, dtype=F32),), {"k": 3, "renorm": 1})),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8),), {"k": 3})),
