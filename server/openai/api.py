@@ -19,6 +19,7 @@ from ..engine.generation import Generation, GenerationOptions, Output
 from ..engine.lifecycle import Lifecycle
 from ..engine.service import Service
 from ..fleet.routed import choice_of, is_probe
+from ..guard.body_room import BodyRoom
 from ..guard.door import CLIENT
 from ..requests.create_body import INLINE_PROMPT_CHARS
 from ..requests.error_objects import Refusal, error_reply
@@ -45,12 +46,14 @@ class Api:
         service: returns the service for a new response; raises RequestError where there is none now.
         serving: returns it for anything else.
         live: completions that run, by the id of their request.
+        bodies: room for large ones.
     """
 
     def __init__(self, lifecycle: Lifecycle, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self.service = lifecycle.admitting
         self.serving = lifecycle.serving
         self._lifecycle, self._max_body_bytes = lifecycle, max_body_bytes
+        self.bodies = BodyRoom(max_body_bytes)
         self.live: dict[str, Live[Any] | ResponseRun] = {}
 
     @property

@@ -38,9 +38,9 @@ def pictures_of(messages: Sequence[Message]) -> list[PicturePart]:
                 what = "a picture" if isinstance(part, ImagePart) else "a video"
                 raise RequestError(f"{where} is {what} of the assistant; legal is text, which models write alone", param=where)
             if isinstance(part, ImagePart):
-                pictures.append(picture_part(part.image_url.url, f"{where}.image_url.url"))
+                pictures.append(picture_part(part.image_url.url.take(), f"{where}.image_url.url"))
             else:
-                pictures.append(picture_part(part.video_url.url, f"{where}.video_url.url", "video"))
+                pictures.append(picture_part(part.video_url.url.take(), f"{where}.video_url.url", "video"))
     return pictures
 
 

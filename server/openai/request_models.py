@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag
 from ..requests.bodies import Body, FailFast, Ignored, Neutral
 from ..requests.bounds import MAX_TOP_LOGPROBS
 from ..requests.generation_fields import GenerationFields, TokenId
-from ..requests.pictures import Detail, ProcessorFields
+from ..requests.pictures import Detail, ProcessorFields, UrlText, url_text
 from ..requests.structured_output import OutputFormat, of_chat
 from ..requests.tool_fields import Choice, Effort, NamedChoice, Tool
 
@@ -89,7 +89,7 @@ class TextPart(Body):
 class ImageUrl(Body):
     """`image_url` of a part."""
 
-    url: str
+    url: Annotated[UrlText, PlainValidator(url_text)]
     detail: Detail | None = None
 
 
@@ -103,7 +103,7 @@ class ImagePart(Body):
 class VideoUrl(Body):
     """`video_url` of a part."""
 
-    url: str
+    url: Annotated[UrlText, PlainValidator(url_text)]
 
 
 class VideoPart(Body):

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from ...graphs.errors import ProtocolError, RequestError
 from ..engine.lifecycle import Lifecycle
+from ..guard.body_room import Grow
 from ..requests.bodies import Body, validate
 from ..requests.fields import show
 from ..requests.frames import decode_json
@@ -117,8 +118,8 @@ def routes(lifecycle: Lifecycle) -> list[Route]:
     ]
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body of a request, a JSON object.
+async def read_json(request: Request, max_bytes: int, grow: Grow) -> dict[str, Any]:
+    """The body of a request, a JSON object; `grow` is told its size as it comes.
 
     Raises:
         RequestError: it is compressed, too large, or none (codes unsupported_encoding, body_too_large, invalid_utf8, invalid_json,
@@ -132,6 +133,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         data += chunk
         if len(data) > max_bytes:
             raise RequestError(f"the body has more than {max_bytes} bytes; legal are at most that many", code="body_too_large")
+        grow(len(data))
     try:
         body = decode_json(data.removeprefix(codecs.BOM_UTF8), "the body")
     except ProtocolError as error:
@@ -143,7 +145,11 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
 
 def _posted(api: Api, post: Post) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        body = await read_json(request, api.body_bytes)
+        with api.bodies.entered(api.body_bytes) as grow:
+            return await answer_within(request, grow)
+
+    async def answer_within(request: Request, grow: Grow) -> Response:
+        body = await read_json(request, api.body_bytes, grow)
         handover = handover_of(body, post.path) if post.completes else None
 
         async def run() -> Response:

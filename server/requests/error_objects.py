@@ -55,6 +55,7 @@ REFUSALS: Mapping[str, str] = {
     f"{COME_BACK}",
     "queue_full.places": f"{{held}} requests wait or run, and {{most}} may; {COME_BACK}",
     "queue_full.tokens": f"{{held}} prompt tokens wait or run, and {{most}} may; {COME_BACK}",
+    "queue_full.bodies": f"bodies of {{held}} bytes are held, and {{most}} may be; {COME_BACK}",
     "queue_full.connections": f"all {{most}} connections of this server are taken (`npucompile serve --max-connections`); {COME_BACK}",
     "starting": "the server is starting: its model is being built or loaded, and /ready says when it is",
     "no_role": "{field} asks for a handover between a prefill and a decode server, and this server has neither role "

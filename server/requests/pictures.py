@@ -75,6 +75,25 @@ class PicturePart:
         return len(self.url) if self.file is None else len(self.file.data)
 
 
+class UrlText:
+    """A URL in a body, which may be megabytes: who takes it leaves none, as bodies live as long as their answers."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def take(self) -> str:
+        """The URL; "" the second time."""
+        text, self._text = self._text, ""
+        return text
+
+
+def url_text(value: object) -> UrlText:
+    """Reads a URL for a body's model."""
+    if not isinstance(value, str):
+        raise ValueError("a string")
+    return UrlText(value)
+
+
 Content = str | PicturePart
 """A part of a message: text, or a picture or a video."""
 

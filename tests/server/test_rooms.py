@@ -10,7 +10,7 @@ import pytest
 
 SERVER = Path(__file__).resolve().parents[2] / "server"
 ORDER = (
-    *(("text",), ("pictures",), ("requests",), ("grammar",), ("parsers",), ("chat",), ("telemetry",), ("guard",), ("storage",)),
+    *(("text",), ("requests",), ("grammar",), ("parsers",), ("chat",), ("pictures",), ("telemetry",), ("guard",), ("storage",)),
     *(("engine",), ("fleet", "response"), ("socket", "openai", "pages")),
 )
 """A room may import itself and those before it; the files beside the rooms import any room, and no room imports them."""

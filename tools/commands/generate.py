@@ -96,7 +96,7 @@ def command(
         if config:
             artifact = open_named_artifact(home, artifact_or_model, config.local_rank)
         else:
-            artifact = stack.enter_context(opened(home, artifact_or_model, dtype, draft_model, family))
+            artifact = stack.enter_context(opened(home, artifact_or_model, dtype, draft_model, family, bool(images)))
         manifest, progress = artifact.manifest, Progress(quiet=as_json)
         settings = settled(artifact, settings)
         home = applied(home, artifact, settings, progress, config.node.address if config else "")

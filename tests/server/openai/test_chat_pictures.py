@@ -205,7 +205,6 @@ def test_what_is_no_legal_picture_is_refused_with_openais_codes_and_the_place(se
         ({"type": "image_url", "image_url": {"url": "data:", "content_hash": "x"}}, "messages[0].content[0].image_url.content_hash"),
         ({"type": "image_url", "image_url": {"url": "data:"}, "uuid": "x"}, "messages[0].content[0].uuid"),
         ({"type": "file", "file": {"file_id": "x"}}, "messages[0].content[0].file"),
-        ({"type": "video_url", "video_url": {"url": "data:"}}, "messages[0].content[0].video_url"),
         ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].input_audio"),
         ({"type": "image_embeds", "image_embeds": "x"}, "messages[0].content[0].image_embeds"),
     ],

@@ -114,13 +114,13 @@ async def fuzz(base: str, count: int, seed: int) -> tuple[dict[int, int], list[f
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.long)])
-def test_nothing_that_is_sent_as_a_picture_is_the_servers_failure(count, record_property):
+def test_nothing_that_is_sent_as_a_picture_is_the_servers_failure(count):
     with reader() as taken, showing(lambda _: "ok" * 200, taken) as (address, engine):
         base = address.removesuffix("/v1")
         statuses, gaps = asyncio.run(fuzz(base, count, 36))
-        record_property("statuses", statuses)
         gaps.sort()
-        record_property("longest pauses of a stream, ms", [round(1e3 * gaps[-rank]) for rank in (1, 2, 10) if rank <= len(gaps)])
+        longest = [round(1e3 * gaps[-rank]) for rank in (1, 2, 10, 100) if rank <= len(gaps)]
+        print(f"statuses {statuses}; longest, 2nd, 10th and 100th of {len(gaps)} pauses of a stream: {longest} ms")
         assert len(statuses) > 1
         # As many processes as before, and they work.
         assert len(taken.pool.process_ids) == 1

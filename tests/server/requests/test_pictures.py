@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import RequestError
-from npucompile.server.requests.pictures import PictureFile, data_of, is_data, picture_part
+from npucompile.server.requests.pictures import PictureFile, data_of, is_data, picture_part, url_text
 
 HEAD = "data:image/png;base64,"
 
@@ -59,3 +59,10 @@ def test_what_logs_see_of_a_picture_is_its_place_and_size():
     part.file = PictureFile(b"secret")
     assert repr(part) == "PicturePart(messages[0], 6 bytes)"
     assert not is_data("https://example.com")
+
+
+def test_a_url_is_taken_once():
+    text = url_text("data:")
+    assert (text.take(), text.take()) == ("data:", "")
+    with pytest.raises(ValueError, match="a string"):
+        url_text(7)
