@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 
 from ..graphs.types import Mesh, Rules
 from . import padding
+from .family import Tower
 from .head_padding import copies, heads_of
 from .quant.formats import FLOAT, UNROUNDED, Formats
 from .variant import Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
@@ -91,3 +92,17 @@ def heads_for(config: Any, group: int) -> dict[str, Any]:
     if (draft := getattr(config, "draft", None)) is not None:
         fields |= {"draft_kv_repeat": copies(draft.num_key_value_heads, group), "draft_heads": heads_of(draft, group)}
     return fields
+
+
+def deployed_tower(tower: Tower[Any], config: Any, processor: Mapping[str, Any], formats: Formats, *, local: bool) -> Any:
+    """A tower's configuration as an artifact has it.
+
+    Args:
+        config: as `Tower.read_config` read it.
+        processor: fields of `server.pictures.processor.PictureProcessor`.
+        formats: of the checkpoint, or of a scheme.
+        local: whether it is for this machine.
+    """
+    prepared = tower.prepared(config, processor["image_mean"], processor["image_std"], processor["rescale_factor"])
+    stored = replace(prepared, variant=replace(prepared.variant, formats=formats))
+    return stored if local else tower.in_tiles(stored)

@@ -11,7 +11,7 @@ from ..graphs.types import Bucket, Mesh, Rules
 from ..lowering.artifact.manifest import Manifest
 from ..lowering.platform import Platform
 from ..models import draft_source, draft_vocabulary, registry, sharding_rules
-from ..models.deployed import deployed
+from ..models.deployed import deployed, deployed_tower
 from ..models.family import ModelConfig
 from ..models.family_file import FamilyFile
 from ..models.quant.formats import Formats
@@ -31,7 +31,12 @@ def full_model(manifest: Manifest) -> Model:
     model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]), family=family)
     if draft := draft_source.recorded(manifest.model):
         model = draft_source.attached(model, json.loads(draft.text), draft.parts)
-    return replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
+    model = replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
+    if (recorded := manifest.model.get("tower")) is None or model.family.tower is None:
+        return model
+    read = model.family.tower.read_config(json.loads(manifest.model["config"]), "config.json")
+    formats, local = model.config.variant.formats, target(manifest.target).local
+    return replace(model, tower=deployed_tower(model.family.tower, read, recorded["processor"], formats, local=local))
 
 
 def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:

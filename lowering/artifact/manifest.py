@@ -121,8 +121,8 @@ class Manifest:
         model: name, family, config (its config.json), vocab_size, eos_ids, special_tokens (texts that the chat template names), sampling
             (what its generation_config.json recommends); `draft_model` (name, config, parts, checkpoint) where its draft
             head is of a second checkpoint, whose parameters are among `params`; `family_file` (name, sha256, path, text) where its family
-            is of a file of the user's; `tower` (key, and `processor`, fields of `server.pictures.processor.PictureProcessor`) where the
-            build takes pictures.
+            is of a file of the user's; `tower` (key; `processor`, fields of `server.pictures.processor.PictureProcessor`; `ids`,
+            tokens of pictures by their names in config.json) where the build takes pictures.
         dtype: name of the dtype that the model computes in.
         mesh: e.g. "dp=8,tp=2"; "1" is one device.
         rules: logical axis to mesh axes.

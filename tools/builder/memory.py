@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from ...graphs.errors import SpecError
-from ...graphs.types import FUSED_EXPERTS, Aval, Leaf, Limits, Mesh, Rules
+from ...graphs.types import FUSED_EXPERTS, PICTURE_ROWS, Aval, Leaf, Limits, Mesh, Rules
 from .targets import Target
 
 MIB, GIB = 2**20, 2**30
@@ -177,12 +177,13 @@ def plan_memory(
     communicators: Sequence[Communicator] = (),
     fused_bytes: int = 0,
     draft: str = "",
+    tower: str = "",
 ) -> MemoryPlan:
     """The memory plan of one rank.
 
     Args:
         params: parameters with global shapes and logical axes; an axis "experts" makes them expert weights.
-        state: pools with global shapes; an axis "pages", "slots" or "request_slots" says what they hold.
+        state: pools with global shapes; an axis "pages", "slots", "request_slots" or "picture_rows" says what they hold.
         mesh: one that is legal on the target.
         rules: which mesh axes a logical axis is split over.
         limits: sizes of the pools.
@@ -190,17 +191,19 @@ def plan_memory(
         inputs_bytes: inputs and results of one step.
         communicators: of the graphs, as `communicators` lists them.
         fused_bytes: workspace of a fused expert kernel, which holds what else would be values between kernels.
-        draft: prefix of the names of the draft head's parameters; "" for a model without one.
+        draft, tower: prefixes of the names of parameters of the draft head and of the vision tower; "" for a model without one.
     """
-    heads, weights = list[Leaf](), list[Leaf]()
+    heads, towers, weights = list[Leaf](), list[Leaf](), list[Leaf]()
     for leaf in params:
-        (heads if draft and leaf.name.startswith(draft) else weights).append(leaf)
+        named = ((draft, heads), (tower, towers))
+        next((part for prefix, part in named if prefix and leaf.name.startswith(prefix)), weights).append(leaf)
     expert, other = _split(weights, "experts", mesh, rules)
     pools = list(state)
     kv, _ = _split(pools, "pages", mesh, rules)
     slots, _ = _split(pools, "slots", mesh, rules)
     request_slots, _ = _split(pools, "request_slots", mesh, rules)
-    other_state = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - request_slots
+    pictures, _ = _split(pools, PICTURE_ROWS, mesh, rules)
+    other_state = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - request_slots - pictures
     kept = f", {limits.checkpoint_slots} for prefixes" if limits.checkpoint_slots else ""
     slots_text = f"{limits.num_slots} slots, {limits.slots_per_request} a request{kept}"
     allowance = peak_bytes // WORKSPACE_SHARE
@@ -212,6 +215,7 @@ def plan_memory(
         Part("expert weights", expert, _why_experts(weights, mesh, rules)),
         Part("other weights", other, f"{sum('experts' not in leaf.aval.axes for leaf in weights)} parameters, as the mesh splits them"),
         Part("draft head", sum(_split(heads, "experts", mesh, rules)), "unquantised; its pages are among the KV pages"),
+        *_pictures(sum(_split(towers, "experts", mesh, rules)), pictures, limits),
         Part("KV pages", kv, f"{limits.num_pages} pages of {limits.page_size} tokens, {_each(kv, limits.num_pages)} a page"),
         Part("state slots", slots, f"{slots_text}, {_each(slots, limits.num_slots)} a slot"),
         Part(
@@ -228,6 +232,16 @@ def plan_memory(
     ]
     unit_bytes = kv // limits.num_pages, slots // limits.num_slots, request_slots // limits.num_request_slots
     return MemoryPlan(target.name, str(mesh), tuple(parts), target.memory_bytes(mesh), *unit_bytes, limits)
+
+
+def _pictures(tower: int, pool: int, limits: Limits) -> list[Part]:
+    """Parts of a build that takes pictures, none of another one."""
+    if not limits.picture_rows:
+        return []
+    return [
+        Part("vision tower", tower, "whole on every rank"),
+        Part("picture rows", pool, f"{limits.picture_rows} rows of pictures, {_each(pool, limits.picture_rows)} each"),
+    ]
 
 
 def local_bytes(aval: Aval, mesh: Mesh, rules: Rules) -> int:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ...graphs.errors import ConfigError, SpecError
 from ...graphs.types import Bucket
+from ...models.deployed import deployed_tower
 from ...server.pictures import videos
 from ...server.pictures.processor import FILES, PUBLISHED, PatchProcessor, PictureProcessor, has_files, read_processor
 from ...server.pictures.videos import VideoProcessor
 from ..notation import EncodeSize, format_encode
 from .planned import Plan
 from .settings.sizes import DEFAULT_ENCODE
+
+MOST_ROWS = 2**15
+"""Rows of the largest prompt of pictures alone that is taken however long the context is: two pictures of 4096x4096 pixels, and 256 MiB of
+rows of 4096 channels."""
 
 
 def choose_encode(plan: Plan) -> Plan:
@@ -41,8 +46,7 @@ def choose_encode(plan: Plan) -> Plan:
         )
         if unlike:
             raise ConfigError(f"{plan.source.name}: the vision tower's {', '.join(unlike)}; expected the same")
-    tower = family.prepared(tower, processor.image_mean, processor.image_std, processor.rescale_factor)
-    tower = tower if plan.target.local else family.in_tiles(tower)
+    tower = deployed_tower(family, tower, asdict(processor), plan.model.config.variant.formats, local=plan.target.local)
     merged = processor.merge_size**2
     if odd := [size for size in sizes if size.patches % merged]:
         raise SpecError(f"{what}: {odd[0]} has no whole rows; legal are multiples of {merged} patches")
@@ -94,7 +98,8 @@ def default_sizes(plan: Plan) -> Sequence[EncodeSize]:
 
 
 def picture_rows(plan: Plan, buckets: Sequence[Bucket], merged: int) -> int:
-    """Rows of pictures that are kept, the null row included: those of a step's prompts and of the encode step that is launched beside it.
+    """Rows of pictures that are kept, the null row included: those of a step's prompts, or of one prompt of pictures alone, whose rows are
+    kept until it is read, and those of the encode step that is launched beside it.
 
     A chunk reads the rows of its own tokens, and of pictures that it begins or ends in the middle of; a prompt has no more of them than
     tokens.
@@ -107,7 +112,8 @@ def picture_rows(plan: Plan, buckets: Sequence[Bucket], merged: int) -> int:
     chunks = [
         (bucket.batch, min(bucket.q_len + 2 * largest, plan.limits.max_model_len)) for bucket in plan.buckets if bucket.kind == "prefill"
     ]
-    return 1 + max((prompts * rows for prompts, rows in chunks), default=0) + max(bucket.tokens for bucket in buckets) // merged
+    pinned = max((min(plan.limits.max_model_len, MOST_ROWS), *(prompts * rows for prompts, rows in chunks)))
+    return 1 + pinned + max(bucket.tokens for bucket in buckets) // merged
 
 
 def _processor(plan: Plan) -> tuple[PictureProcessor, str | None]:

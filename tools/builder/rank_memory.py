@@ -36,6 +36,7 @@ def rank_memory(plan: Plan, leaves: Manifest | Signature, entries: Sequence[Grap
         communicators=memory.communicators(plan.mesh, _groups(entries), _dispatch_window(plan), _fused_window(plan)),
         fused_bytes=_fused_workspace(plan),
         draft=f"params.{plan.model.family.draft_key}.",
+        tower=f"params.{plan.model.family.tower.key}." if plan.model.family.tower else "",
     )
 
 

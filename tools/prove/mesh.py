@@ -19,9 +19,10 @@ from ...lowering.ascend.emulator.interpreter import Interpreter
 from ...lowering.backends.eager import EagerExecutable
 from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
-from ...models import step
+from ...models import programs
 from ..agreement.compare import Differences, check_tolerance, output_differences
-from ..agreement.executables import load_params
+from ..agreement.encode_steps import PADDINGS, encode_differences, encoded, poisoned_encode
+from ..agreement.executables import load_params, said
 from ..agreement.poisoned_steps import drafted_step, live_counts
 from ..agreement.poisoned_steps import run_step as run_alone
 from ..agreement.tolerances import tolerance_of
@@ -50,12 +51,13 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
         )
     loaded = (load_shard(artifact, rank) for rank in range(Mesh.parse(manifest.mesh).size))
     shards = [[shard[leaf.name] for leaf in manifest.params] for shard in loaded]
-    params, measurements = load_params(artifact), {}
+    whole, measurements = load_params(artifact), {}
     with progress.bar("verify", len(manifest.graphs)) as bar:
         for entry in manifest.graphs:
-            measured = _verify_entry(artifact, entry, params, shards)
+            params, *own = ([each[i] for i in manifest.operands(entry.bucket)[0]] for each in (whole, *shards))
+            measured = (_verify_encode if entry.bucket.kind == "encode" else _verify_entry)(artifact, entry, params, own)
             measurements[entry.bucket.name] = {name: float(value) for name, value in asdict(measured).items()}
-            bar.step(f"{entry.bucket.name} on {manifest.mesh}: logits within {measured.logits_error:.1e}")
+            bar.step(f"{entry.bucket.name} on {manifest.mesh}: {said(entry.bucket, asdict(measured))}")
     return measurements
 
 
@@ -89,9 +91,31 @@ def _verify_entry(
     return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
 
 
+def _verify_encode(
+    artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Sequence[torch.Tensor]]
+) -> Differences:
+    """Runs a step of segments of each dp group on one device, and all on their ranks together, with other bytes in padding."""
+    manifest, mesh, batch = artifact.manifest, Mesh.parse(artifact.manifest.mesh), entry.bucket.batch
+    reference, signature = unsharded(manifest, entry)
+    sharded = Interpreter(decode((artifact.path / entry.reference).read_bytes()), mesh)
+    groups = [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)]
+    tolerance, measured = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size), Differences()
+    for live in live_counts(batch):
+        # The first group has at least one segment; the others have fewer, or none.
+        lives = [(live - group) % (batch + 1) if group else live for group in range(mesh.axis("dp"))]
+        alone, together = ([poisoned_encode(entry.bucket, signature, n, n, byte) for n in lives] for byte in PADDINGS)
+        expected = [encoded(reference, params, case, signature)[1] for case in alone]
+        pools = [[together[group].pool.clone()] for group in groups]
+        outputs = run_step(sharded, mesh, manifest.signature(entry), shards, pools, [case.inputs for case in together])
+        for group, (pool,), of_rank in zip(groups, pools, outputs, strict=True):
+            run = encode_differences(together[group], expected[group], of_rank["finite"], pool, tolerance.measure)
+            measured = measured.combined(run)
+    return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
+
+
 def unsharded(manifest: Manifest, entry: GraphEntry) -> tuple[Executable, Signature]:
     """A bucket's step on one device, with parameters and state in the form that the artifact has them in, unsplit."""
     model = full_model(manifest)
-    program = step.program(model, entry.bucket, manifest.limits, DTYPES[manifest.dtype], max_logprobs=entry.max_logprobs)
+    program = programs.program(model, entry.bucket, manifest.limits, DTYPES[manifest.dtype], max_logprobs=entry.max_logprobs)
     partitioned = optimise(partition(program, Mesh(), rules_of(model, Mesh(), entry.bucket)))
     return EagerExecutable(lower_eager(partitioned).graph), partitioned.signature

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from ...graphs import tree
 from ...graphs.errors import NpucompileError, VerifyError
 from ...graphs.spmd.partition import Partitioned
 from ...graphs.types import DTYPES, Mesh, Rules, leaf_name
@@ -21,8 +20,7 @@ from ...lowering.ascend.acl_graph.file import AclFile
 from ...lowering.ascend.ge_file import GROUPS, parse, patched
 from ...lowering.ascend.launches import body_of, launches
 from ...lowering.ascend.shipped import ShippedGraph, shipped_graph
-from ...models import shrink
-from ...models.params import avals
+from ...models import programs, shrink
 from ..artifact_model import full_model, rules_of, spreads
 from ..builder.memory import MemoryPlan, plan_memory
 from ..builder.targets import target
@@ -43,7 +41,7 @@ def check_manifest(manifest: Manifest) -> dict[str, float]:
         VerifyError: naming the first thing that differs.
     """
     model, mesh, dtype = full_model(manifest), Mesh.parse(manifest.mesh), DTYPES[manifest.dtype]
-    expected = (*tree.leaves("params", avals(model.params(dtype))), *tree.leaves("state", model.state(manifest.limits, dtype)))
+    expected = programs.leaves(model, manifest.limits, dtype).operands
     for left, right in zip(expected, (*manifest.params, *manifest.state), strict=False):
         if left != right:
             ours, theirs = (f"{leaf.name}, {leaf.aval} by {leaf.aval.axes}" for leaf in (left, right))
@@ -53,15 +51,16 @@ def check_manifest(manifest: Manifest) -> dict[str, float]:
     rules = rules_of(model, mesh, expert_parallel=spreads(manifest))
     if Rules.of(manifest.rules) != rules:
         raise VerifyError(f"manifest: rules are {dict(manifest.rules)}; those of mesh {mesh} are {dict(rules.table)}")
-    planned = _check_memory(manifest, rules, leaf_name("params", f"{model.family.draft_key}."))
+    keys = model.family.draft_key, model.family.tower.key if model.family.tower else ""
+    planned = _check_memory(manifest, rules, *(leaf_name("params", f"{key}.") if key else "" for key in keys))
     return {"operands": len(expected), "needed_gib": planned.total_bytes / 2**30, "limit_gib": planned.limit_bytes / 2**30}
 
 
-def _check_memory(manifest: Manifest, rules: Rules, draft: str) -> MemoryPlan:
+def _check_memory(manifest: Manifest, rules: Rules, draft: str, tower: str) -> MemoryPlan:
     stored = MemoryPlan.from_dict(manifest.memory)
     peak = max((entry.memory["peak_bytes"] for entry in manifest.graphs), default=0)
     place = Mesh.parse(manifest.mesh), rules, target(manifest.target)
-    minimum = plan_memory(manifest.params, manifest.state, *place, manifest.limits, peak_bytes=peak, draft=draft)
+    minimum = plan_memory(manifest.params, manifest.state, *place, manifest.limits, peak_bytes=peak, draft=draft, tower=tower)
     sizes = {part.name: part.nbytes for part in stored.parts}
     for part in minimum.parts:
         # The stored plan may be larger: it also counts communication buffers, which are no operands.

@@ -24,7 +24,9 @@ from npucompile.server.pictures import videos
 from npucompile.server.pictures.processor import PUBLISHED
 from npucompile.tools.agreement.executables import verify
 from npucompile.tools.builder.plan import Plan
+from npucompile.tools.builder.rank_memory import planned_memory
 from npucompile.tools.notation import EncodeSize
+from npucompile.tools.prove.mesh import verify_mesh
 
 NAME = "width 72"
 ENCODE = (EncodeSize(32, 2), EncodeSize(64))
@@ -51,7 +53,7 @@ def without_processor(checkpoint: Path, directory: Path) -> Path:
 def test_a_plan_with_pictures(checkpoint: Path) -> None:
     plan = planned(checkpoint)
     assert plan.buckets[:3] == (Bucket("encode", 1, 64), Bucket("encode", 2, 32), Bucket("prefill", 1, 8))
-    # A chunk of 32 tokens between halves of pictures of 16 rows, and an encode step of 16.
+    # A prompt of 64 tokens, which is no more than a chunk of 32 between halves of pictures of 16 rows; and an encode step of 16.
     assert plan.limits.picture_rows == 1 + 64 + 16
     assert plan.pictures == PUBLISHED
     assert "pictures of up to 64 patches, 80 rows of them are kept" in plan.notes
@@ -174,3 +176,20 @@ def test_its_steps_give_the_tokens_of_transformers(artifact: Artifact) -> None:
         request.tokens.append(int(outputs["tokens"][0, -1]))
         assert request.tokens[-1] == int(request.logits(NAME)[-2].argmax())
         outputs = step(executor, Bucket("decode", 2, 1), DecodeRow(1, len(request.tokens) - 1, [1, 2, 3, 4], [1]))
+
+
+def test_groups_encode_their_own_pictures_and_ranks_agree_with_one_device(checkpoint: Path, tmp_path: Path) -> None:
+    tiny.built(planned(checkpoint, mesh="dp=2,tp=2", buckets=(2,), prefill=(8,), max_num_seqs=2), tmp_path / "out")
+    measured = verify_mesh(Artifact.open(tmp_path / "out"), tiny.QUIET)
+    assert set(measured) == {"encode-b1-q64", "encode-b2-q32", "prefill-b1-q8", "decode-b2-q1"}
+    assert measured["encode-b2-q32"]["rows"] > 0
+
+
+def test_a_rank_has_memory_for_the_tower_and_the_pool(checkpoint: Path) -> None:
+    plan, text = planned(checkpoint), planned(checkpoint, encode=())
+    parts = {part.name: part.nbytes for part in planned_memory(plan).parts}
+    tower = sum(tensor.nbytes for name, tensor in towers.model(NAME).state_dict().items() if ".visual." in name)
+    assert parts["vision tower"] == tower
+    assert parts["picture rows"] == plan.limits.picture_rows * towers.TEXT["hidden_size"] * 4
+    assert {"vision tower", "picture rows"}.isdisjoint(part.name for part in planned_memory(text).parts)
+    assert parts["other state"] == 0
