@@ -16,6 +16,9 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 PRESETS: Mapping[str, Mapping[str, Any]] = {name: preset["config"] for name, preset in _PUBLISHED.items()}
 """Text fields of the published config.json files, by preset name; a file a family in `published/` beside this one."""
 
+TOWERS: Mapping[str, Mapping[str, Any]] = {name: preset["tower"] for name, preset in _PUBLISHED.items() if "tower" in preset}
+"""What those files have of vision towers, beside `text_config`; of qwen3.5-0.8b, whose file nobody here has seen, nothing."""
+
 SOURCES: Mapping[str, str] = {name: preset["source"] for name, preset in _PUBLISHED.items()}
 """Where the fields of each preset were read."""
 

@@ -23,7 +23,7 @@ from .draft_model import DraftSource
 from .end_tokens import TOKENIZER, end_tokens, special_token
 from .family import Family
 from .family_file import FamilyFile, check_config
-from .presets import BUNDLED, PRESETS
+from .presets import BUNDLED, PRESETS, TOWERS
 from .safetensors_files import has_weights
 from .step import Model
 from .tied_head import as_stored
@@ -90,7 +90,16 @@ class ModelSource:
             ConfigError: naming the field.
         """
         tower = self.model.family.tower
-        return tower and tower.read_config(json.loads(self.text), "config.json")
+        return tower and tower.read_config(json.loads(self.described().text), "config.json")
+
+    def described(self) -> ModelSource:
+        """The same whose text describes its vision tower, too: that of a preset is of its text alone."""
+        if self.checkpoint_dir is not None or self.family_file is not None or self.name not in TOWERS:
+            return self
+        values = json.loads(self.text)
+        if "vision_config" in values:
+            return self
+        return replace(self, text=_text({"model_type": values["model_type"], "text_config": values, **TOWERS[self.name]}))
 
     def has_tower(self) -> bool:
         """Whether its checkpoint has any of the tower that the file describes: many that were made for text have none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from npucompile.graphs import tree
 from npucompile.models import registry
-from npucompile.models.presets import BUNDLED, PRESETS, SOURCES
+from npucompile.models.presets import BUNDLED, PRESETS, SOURCES, TOWERS
+from npucompile.models.quant.declare import stored
 
 # Published counts: text parameters without the draft head, and the draft head's own.
 COUNTS = {
@@ -83,3 +85,28 @@ def test_the_gate_of_qwen3_6_stays_what_transformers_computes():
 def test_presets_and_bundled_models_have_different_names():
     assert not set(PRESETS) & set(BUNDLED)
     assert registry.presets() == (*PRESETS, *BUNDLED)
+
+
+TOWER_MILLIONS = {
+    "qwen3.5-2b": 331.4, "qwen3.5-4b": 333.5, "qwen3.5-9b": 456.0, "qwen3.5-397b": 456.0, "qwen3.5-27b": 460.7, "qwen3.6-27b": 460.7,
+    "qwen3.5-122b-a10b": 451.3, "qwen3.5-35b-a3b": 446.6, "qwen3.6-35b-a3b": 446.6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_have_the_published_number_of_parameters_and_leave_the_text_alone(name):
+    source = registry.find(name)
+    tower = source.model.family.tower
+    assert round(count(stored(tower.abstract_params(source.tower, torch.bfloat16), source.tower.variant)) / 1e6, 1) == TOWER_MILLIONS[name]
+    described = source.described()
+    assert (json.loads(source.text), described.tower) == (PRESETS[name], source.tower)
+    assert registry.from_config(name, json.loads(described.text)) == source.model
+    assert described.described() == described
+    config = AutoConfig.for_model(**json.loads(described.text))
+    assert config.vision_config.out_hidden_size == config.text_config.hidden_size == source.tower.out_hidden_size
+
+
+def test_every_model_with_a_tower_that_is_known_has_it():
+    assert set(TOWERS) == set(TOWER_MILLIONS)
+    assert registry.find("qwen3.5-0.8b").tower is None
+    assert registry.find("qwen3-32b").tower is None

@@ -91,6 +91,7 @@ class Deployment:
         measured: published results: tpot_ms, accept_length, output_tokens_per_s, concurrency.
         source: the guide.
         note: what this table decided where the guide leaves it open.
+        pictures: whether its launch turns multimodal input on; it names no sizes.
     """
 
     id: str
@@ -109,6 +110,7 @@ class Deployment:
     concurrency: int | None = None
     measured: Mapping[str, float] = field(default_factory=dict, hash=False)
     note: str | None = None
+    pictures: bool = False
 
     @property
     def nodes(self) -> int:

@@ -7,6 +7,7 @@ import torch
 from ...models import registry
 from .deployments import MAX_CHUNK, POOL_TOKENS, Deployment, Phase, group_chunk, limits_for, prefill_chunk, prefill_sizes
 from .drafts import choose_draft_model
+from .settings.sizes import PUBLISHED_ENCODE
 from .targets import target
 
 
@@ -26,13 +27,15 @@ def source_of(row: Deployment) -> registry.ModelSource:
     return choose_draft_model(None, registry.find(row.model), row, None)
 
 
-def deviations(row: Deployment, phase: Phase, source: registry.ModelSource) -> tuple[str, ...]:
+def deviations(row: Deployment, phase: Phase, source: registry.ModelSource, encodes: bool = True) -> tuple[str, ...]:
     """One line for each setting of a row that its build has otherwise: what it is, what is published, and why.
 
     Args:
         source: the row's model.
+        encodes: whether the build has encode buckets, as that of a row has which takes pictures.
     """
     lines = (
+        None if encodes or not row.pictures else f"text alone is taken, published with pictures: --encode {PUBLISHED_ENCODE} takes them",
         _drafts(phase, source),
         _state(row, source),
         None if phase.name == "decode" else _chunk(row, phase),

@@ -21,7 +21,10 @@ def say_deviations(plan: Plan) -> Plan:
     if not plan.deployment:
         return plan
     row = deployment(plan.deployment)
-    return plan.noted(*(f"differs from the deployment: {deviation}" for deviation in deviations(row, row.phase(plan.phase), plan.source)))
+    encodes = any(bucket.kind == "encode" for bucket in plan.buckets)
+    return plan.noted(
+        *(f"differs from the deployment: {deviation}" for deviation in deviations(row, row.phase(plan.phase), plan.source, encodes))
+    )
 
 
 def _ends(plan: Plan) -> Iterator[str]:

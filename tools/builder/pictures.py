@@ -60,6 +60,7 @@ def choose_encode(plan: Plan) -> Plan:
     rows = picture_rows(plan, buckets, merged)
     chosen = replace(
         plan,
+        source=plan.source.described(),
         model=replace(plan.model, tower=tower),
         limits=replace(limits, picture_rows=rows),
         buckets=(*buckets, *plan.buckets),

@@ -140,6 +140,14 @@ class Facts:
         return vllm_series(most) if most else ()
 
     @property
+    def pictures(self) -> bool | None:
+        """Whether the line says that pictures are taken; None where it does not, for both engines take them of a model with a tower."""
+        most = self.section("picture_limits").get("image")
+        if self.has("text_alone") or most == 0:
+            return False
+        return True if self.has("multimodal") or most or self.has("media_hosts") else None
+
+    @property
     def pool_tokens(self) -> int | None:
         """Most cached tokens of a dp group; None where the line does not say."""
         blocks, size = self.number("pool_blocks"), self.number("page")

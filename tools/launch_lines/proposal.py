@@ -19,9 +19,10 @@ from ..builder.memory import MemoryPlan
 from ..builder.planned import has_recurrent_states
 from ..builder.rank_memory import planned_memory
 from ..builder.settings.model import MAX_DRAFTS
+from ..builder.settings.sizes import PUBLISHED_ENCODE
 from ..builder.settings.table import SETTINGS
 from ..builder.targets import Target, target
-from ..notation import format_buckets, format_prefill
+from ..notation import NO_PICTURES, format_buckets, format_prefill
 from .facts import ASCEND_NODE, Facts, preset_of
 from .published import ENGINES, matching, phase_of
 
@@ -158,6 +159,7 @@ def _target(facts: Facts, name: str | None) -> tuple[Target, str]:
 def _published(facts: Facts, model: str, rows: list[tuple[Deployment, Phase]], assumed: tuple[str, ...], out: str | None) -> Proposal:
     row = rows[0][0]
     arguments = {"deployment": row.id} | ({"phase": facts.role} if facts.role != "mixed" else {}) | _precision(facts)
+    arguments |= _pictures(facts, registry.find(row.model))
     if out:
         arguments["out"] = out
     also = tuple(other.id for other, _ in rows[1:])
@@ -203,7 +205,7 @@ def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: li
             if limits.num_pages - 1 < requests * limits.pages_per_request and facts.number("pool_bytes") is None:
                 arguments["max-total-tokens"] = str((limits.num_pages - 1) * limits.page_size)
     arguments["speculative-tokens"] = str(drafts)
-    arguments |= _kept_states(facts, source, machine)
+    arguments |= _kept_states(facts, source, machine) | _pictures(facts, source)
     arguments |= draft | _precision(facts)
     if out:
         arguments["out"] = out
@@ -263,6 +265,13 @@ def _kept_states(facts: Facts, source: registry.ModelSource | None, machine: Tar
     if total is not None:
         kept = max(total // facts.mesh.axis("dp") - (requests or 0), 0)
     return {"checkpoint-slots": str(kept)} if kept else {}
+
+
+def _pictures(facts: Facts, source: registry.ModelSource | None) -> dict[str, str]:
+    """Encode sizes where the line says that pictures are taken, whose sizes it leaves open, or that none are."""
+    if source is None or source.tower is None or facts.role == "decode" or facts.pictures is None:
+        return {}
+    return {"encode": PUBLISHED_ENCODE if facts.pictures else NO_PICTURES}
 
 
 def _precision(facts: Facts) -> dict[str, str]:

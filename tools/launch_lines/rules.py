@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import layout_rules, model_rules, serve_rules
+from . import layout_rules, model_rules, picture_rules, serve_rules
 from .verdicts import RULES
 
-__all__ = ["RULES", "layout_rules", "model_rules", "serve_rules"]
+__all__ = ["RULES", "layout_rules", "model_rules", "picture_rules", "serve_rules"]

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..builder.deployments import Deployment, deployment
+from ..builder.settings.sizes import PUBLISHED_ENCODE
 from .options import BOTH, DECODE, HOST, PORT, PREFILL
 
 HOSTS = {BOTH: "HOST", PREFILL: "PREFILL", DECODE: "DECODE"}
@@ -157,7 +158,7 @@ def lines_of(row: Deployment, artifacts: Mapping[str, str] | None = None, *, den
     """
     names = artifacts or {name: row.model if name == "mixed" else f"{row.model}-{name}" for name in row.phases}
     servers = [server for name, phase in row.phases.items() for server in alike(names[name], name, phase.nodes, phase.instances)]
-    build = f"npucompile build {row.model} --deployment {row.id}"
+    build = f"npucompile build {row.model} --deployment {row.id}" + (f" --encode {PUBLISHED_ENCODE}" if row.pictures else "")
     mixed, others = row.phases.get("mixed"), list[str]()
     if mixed and dense and mixed.mesh.axis("dp") > 1 and mixed.nodes == 1:
         tp = mixed.mesh.axis("tp")

@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 
 from npucompile.models import registry
-from npucompile.tools.builder.deployments import deployment, deployments
+from npucompile.tools.builder.deployments import Deployment, deployment, deployments
 from npucompile.tools.builder.deviations import deviations, source_of, why_not
+from npucompile.tools.builder.plan import Options, plan
+from npucompile.tools.builder.rank_memory import planned_memory
+from npucompile.tools.builder.settings.sizes import PUBLISHED_ENCODE
+from npucompile.tools.notation import parse_encode
 
 CASES = {
     ("qwen35-397b-a3x8-in3k5-out1k5-50ms", "mixed"): [],
@@ -59,3 +63,19 @@ def test_what_cannot_be_built_has_a_reason() -> None:
     assert why_not(row) == ""
     assert why_not(replace(row, model="another")) == "another is no preset: its family is not built here"
     assert why_not(deployment("dsv32-reference-values")).startswith("no launch command is published")
+
+
+def test_a_row_with_pictures_that_is_built_without_them_says_so() -> None:
+    row = deployment("qwen35-397b-a3x8-in3k5-out1k5-50ms")
+    said = f"text alone is taken, published with pictures: --encode {PUBLISHED_ENCODE} takes them"
+    assert deviations(row, row.phase(), source_of(row), encodes=False) == (said,)
+    assert [f"differs from the deployment: {said}" in plan(options).notes for options in (
+        Options(row.model, deployment=row.id), Options(row.model, deployment=row.id, encode=parse_encode(PUBLISHED_ENCODE)),
+    )] == [True, False]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [row for row in deployments().values() if row.pictures], ids=lambda row: row.id)
+def test_rows_with_pictures_fit_with_their_encode_buckets(row: Deployment) -> None:
+    planned = plan(Options(row.model, deployment=row.id, encode=parse_encode(PUBLISHED_ENCODE)))
+    assert [bucket.name for bucket in planned.buckets[:3]] == ["encode-b1-q256", "encode-b1-q1024", "encode-b1-q4096"]
+    planned_memory(planned).check()

@@ -56,7 +56,7 @@ def test_teaches_how_to_build():
     assert f"npucompile build qwen3.5-397b --deployment {PUBLISHED}" in said()
     name = "qwen35-397b-a3x8-in16k-out1k-50ms"
     assert said(name).splitlines()[-3:] == [
-        f"build it: npucompile build qwen3.5-397b --deployment {name}",
+        f"build it: npucompile build qwen3.5-397b --deployment {name} --encode 256,1024,4096",
         "serve it, a line on its machine:",
         "  npucompile serve qwen3.5-397b",
     ]

@@ -14,6 +14,9 @@ DEFAULT_PREFILL = (PrefillSize(32), PrefillSize(128))
 DEFAULT_ENCODE = (EncodeSize(256), EncodeSize(1024), EncodeSize(4096))
 """Patches of the smallest picture of published processors, and of pictures of 512x512 and 1024x1024 pixels."""
 
+PUBLISHED_ENCODE = format_encode(DEFAULT_ENCODE)
+"""For launches that take pictures and say no sizes, as published ones do."""
+
 _OR_ROW = "or the deployment's]"
 _FEWER_PAGES = "with fewer pages requests wait, or are preempted, sooner"
 _ALL_SIZES = "legal is --buckets with all sizes, as in --buckets 1,2,4,...,32"
