@@ -16,23 +16,13 @@ from ..graphs.types import Bucket, Limits
 from . import adjustments
 from .adjustments import Adjustment
 from .constraint import Bitmask
+from .picture_spans import Places as Places
 from .request import Sampling
+from .segments import SegmentRow, SegmentSizes, pack_segments
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 DTYPES = {torch.int32: np.int32, torch.float32: np.float32}
-
-
-class Places(NamedTuple):
-    """Where the tokens of a chunk stand whose prompt has pictures.
-
-    Attributes:
-        positions: [tokens, 3] in time, row and column (picture_spans.py).
-        picture_rows: [tokens + 1] rows of the pool in the places of the tokens and of the one behind them; 0 is none.
-    """
-
-    positions: npt.NDArray[np.int32]
-    picture_rows: Sequence[int]
 
 
 class PrefillRow(NamedTuple):
@@ -98,8 +88,8 @@ class DecodeRow(NamedTuple):
     adjustment: Adjustment | None = None
 
 
-Row = PrefillRow | DecodeRow
-R = TypeVar("R", PrefillRow, DecodeRow)
+Row = PrefillRow | DecodeRow | SegmentRow
+R = TypeVar("R", PrefillRow, DecodeRow, SegmentRow)
 
 
 def of_kind(buckets: Iterable[Bucket], kind: str) -> tuple[Bucket, ...]:
@@ -131,18 +121,23 @@ def padded_rows(bucket: Bucket, live: int) -> int:
     return bucket.batch - live
 
 
-def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: int = 0) -> Arrays:
-    """The inputs of one step (graphs/step_inputs.py), by name.
+def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: int = 0, segments: SegmentSizes | None = None) -> Arrays:
+    """The inputs of one step (graphs/step_inputs.py, of an encode bucket models/encode_step.py), by name.
 
     Every array is new, so that nothing of an earlier step can be in the padding.
 
     Args:
-        rows: PrefillRow for a prefill bucket, DecodeRow for a decode bucket.
+        rows: PrefillRow for a prefill bucket, DecodeRow for a decode bucket, SegmentRow for an encode bucket.
         max_logprobs: for how many of the most likely tokens the graphs return log probabilities; with 0 they return none.
+        segments: what encode buckets take.
 
     Raises:
         SpecError: when the rows do not fit the bucket or the limits.
     """
+    if bucket.kind == "encode":
+        if segments is None:
+            raise SpecError(f"{bucket.name}, and nothing says what its segments are; legal are the sizes of the artifact's")
+        return pack_segments(bucket, _all_of(SegmentRow, bucket, rows), segments)
     if len(rows) > bucket.batch:
         raise SpecError(f"{len(rows)} rows for {bucket.name}, which holds {bucket.batch}")
     # New zeros rather than copies of them: memory that no step writes, as of most bitmasks, is never touched.
@@ -151,10 +146,13 @@ def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: i
         for name, shape, dtype, padding in _layout(StepInputs(bucket, limits, logprobs=max_logprobs > 0))
     }
     if bucket.kind == "decode":
-        _fill_decode(arrays, bucket, _all_of(DecodeRow, bucket, rows), limits)
+        decode = _all_of(DecodeRow, bucket, rows)
+        _fill_decode(arrays, bucket, decode, limits)
+        _fill_shared(arrays, decode, limits)
     else:
-        _fill_prefill(arrays, bucket, _all_of(PrefillRow, bucket, rows), limits)
-    _fill_shared(arrays, rows, limits)
+        prefill = _all_of(PrefillRow, bucket, rows)
+        _fill_prefill(arrays, bucket, prefill, limits)
+        _fill_shared(arrays, prefill, limits)
     return arrays
 
 
@@ -164,7 +162,7 @@ def _layout(inputs: StepInputs) -> tuple[tuple[str, tuple[int, ...], type, float
     return tuple((field.name, shape, DTYPES[field.dtype], field.padding) for field, shape in inputs.shapes())
 
 
-def _fill_shared(arrays: Arrays, rows: Sequence[Row], limits: Limits) -> None:
+def _fill_shared(arrays: Arrays, rows: Sequence[PrefillRow | DecodeRow], limits: Limits) -> None:
     live, page_table = slice(0, len(rows)), arrays["page_table"]
     for i, row in enumerate(rows):
         if not 1 <= row.request_slot < limits.num_request_slots:

@@ -21,6 +21,7 @@ from .executor import FinishedStep, Inputs, Numbers, check_step, clear_state, co
 from .kv_transfer.layout import Region, regions
 from .kv_transfer.transfer_engine import Memory
 from .pool_memory import PoolMemory
+from .segments import segment_sizes
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class CpuExecutor:
         self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
         self.recurrent = has_recurrent_states(manifest.state)
         self.fixed_tokens = fixed_tokens(manifest)
+        self.segments = segment_sizes(manifest)
         self.backends: dict[str, str] = {}
         self._operand_layout = _operand_layout(artifact)
         params = load_shard(artifact, rank or 0)
@@ -105,7 +107,8 @@ class CpuExecutor:
             inputs: one item: arrays by name, as `buckets.pack` returns them.
 
         Returns:
-            `tokens` int32 [B, W], in decode `counts` int32 [B], and the bucket's other outputs (models/step.py).
+            `tokens` int32 [B, W], in decode `counts` int32 [B], and the bucket's other outputs (models/step.py); of an encode bucket
+            `finite` int32 [B].
 
         Raises:
             SpecError: for a bucket that the artifact does not have, or inputs for more than one dp group.
@@ -117,11 +120,11 @@ class CpuExecutor:
         results = self._executables[bucket]([*self._operands(bucket), *tensors])
         return FinishedStep([{name: value.numpy() for name, value in zip(self._output_names[bucket], results, strict=True)}])
 
-    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
+    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int, offset: int = 0) -> None:
         """Writes the request slot of the one dp group (`Executor.start_decoding`)."""
         if not position:
             clear_state(self._leaves, self._state, state_slot)
-        self._request_slots[request_slot] = request_slot_start(position, token, self.limits.drafts)
+        self._request_slots[request_slot] = request_slot_start(position, token, self.limits, offset)
 
     def receive(self, group: int, numbers: Numbers, ready: Callable[[], None]) -> None:
         """Nothing runs while this is called (`Executor.receive`)."""

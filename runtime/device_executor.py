@@ -33,6 +33,7 @@ from .executor import (
 )
 from .kv_transfer.layout import Region, regions
 from .kv_transfer.transfer_engine import Memory
+from .segments import segment_sizes
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ class DeviceExecutor:
         self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
         self.recurrent = has_recurrent_states(manifest.state)
         self.fixed_tokens = fixed_tokens(manifest)
+        self.segments = segment_sizes(manifest)
         self.max_ranked = MAX_RANKED if self.vocab_size > MAX_RANKED else 0
         self._coords = mesh.coords(rank).numpy()
         signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}
@@ -175,7 +177,8 @@ class DeviceExecutor:
             inputs: one item: arrays by name, as `buckets.pack` returns them.
 
         Returns:
-            `tokens` int32 [B, W], in decode `counts` int32 [B], and the bucket's other outputs (models/step.py).
+            `tokens` int32 [B, W], in decode `counts` int32 [B], and the bucket's other outputs (models/step.py); of an encode bucket
+            `finite` int32 [B].
 
         Raises:
             SpecError: for a bucket that cannot run, or inputs for more than one dp group.
@@ -191,14 +194,14 @@ class DeviceExecutor:
             raise ExecutorError(str(error)) from error
         return LaunchedStep(event, outputs, results, self._step_timeout_s)
 
-    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
+    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int, offset: int = 0) -> None:
         """Queues the copy of the request slot of the one dp group (`Executor.start_decoding`).
 
         Raises:
             ExecutorError: the device has failed.
         """
         host = self._starts[request_slot]
-        host.copy_(request_slot_start(position, token, self.limits.drafts))
+        host.copy_(request_slot_start(position, token, self.limits, offset))
         try:
             if not position:
                 clear_state(self._leaves, [self.state[leaf.name] for leaf in self._leaves], state_slot)

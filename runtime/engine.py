@@ -19,6 +19,7 @@ from .executor import Executor, ExecutorError
 from .metrics import Metrics
 from .request import Event, ExecutionRecord, FinishEvent, Flush, Landed, Request
 from .scheduler import admission, advance
+from .scheduler.picture_admission import check_pictures
 from .scheduler.request_state import RequestState
 from .scheduler.state import SchedulerState
 from .stepper import Count, Message, Stepper
@@ -50,6 +51,7 @@ class Engine:
     def __init__(self, executor: Executor, *, on_failure: Callable[[], None] = lambda: None, **settings: Any) -> None:
         self.executor, self._on_failure = executor, on_failure
         self.stepper = Stepper(executor, self._publish, **settings)
+        self._ledgers = [manager.pictures for manager in self.stepper.cache_managers if manager.pictures is not None]
         self.failure: str | None = None
         self.on_end: Callable[[FinishEvent], None] = lambda _: None
         self._thread: threading.Thread | None = None
@@ -60,6 +62,8 @@ class Engine:
         self._inbox: deque[Message] = deque()
         self._live: dict[str, Live] = {}
         self._metrics = Metrics(executor.limits.drafts, executor.limits.max_model_len)
+        if self._ledgers:
+            self._metrics.count_pictures(self._ledgers)
         self._state, self._used_pages = self.stepper.state, 0
         self._refusal: str | None = None
         self._held_back = False
@@ -104,6 +108,8 @@ class Engine:
         limits = self.executor.limits
         admission.check_kind(request, self.executor.buckets)
         admission.check(request, limits, self.executor.vocab_size, self.executor.max_logprobs, self.executor.max_ranked)
+        if request.pictures:
+            check_pictures(request, limits, self.executor.buckets, self.executor.segments)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         with self._wake:
@@ -307,6 +313,8 @@ class Engine:
         with self._wake:
             self._state, self._used_pages = state, used_pages
             count(self._metrics)
+            if self._ledgers:
+                self._metrics.count_pictures(self._ledgers)
             # There are none after `give_up`, which ended all requests.
             deliveries = [(self._live[event.request_id].sink, event) for event in events if event.request_id in self._live]
             self._metrics.count_events([event for _, event in deliveries])

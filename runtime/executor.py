@@ -14,12 +14,14 @@ from ..graphs.errors import LoweringError, NpucompileError, SpecError
 from ..graphs.types import PICTURE_ROWS, Bucket, Leaf, Limits
 from .kv_transfer.layout import Region
 from .kv_transfer.transfer_engine import Memory
+from .segments import SegmentSizes
 
 Inputs = Mapping[str, npt.NDArray[Any]]
 """Inputs of one dp group's step by name, as `buckets.pack` returns them."""
 
 Outputs = Mapping[str, npt.NDArray[Any]]
-"""Outputs of one dp group's step by name: at least `tokens` int32 [B,W] and, of decode, `counts` int32 [B]."""
+"""Outputs of one dp group's step by name: at least `tokens` int32 [B,W] and, of decode, `counts` int32 [B];
+of encode `finite` int32 [B]."""
 
 Numbers = Mapping[str, Sequence[int]]
 """Numbers of pages and state slots of one dp group, by axis of pools: "pages" and "slots"."""
@@ -91,6 +93,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def segments(self) -> SegmentSizes | None:
+        """What encode buckets take; None without any."""
+        ...
+
+    @property
     def fixed_tokens(self) -> float | None:
         """What every step costs whatever its size, in tokens (`lowering/artifact/fixed_cost.py`); None where nobody knows."""
         ...
@@ -145,10 +152,13 @@ class Executor(Protocol):
         """
         ...
 
-    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
+    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int, offset: int = 0) -> None:
         """Has the next decode step of a request slot start as a prefill step would have left it: with this token at this position, behind
         the state in the first of the request's state slots, and without drafts. At position 0 there is no state, so the slot is cleared.
         Queued behind the steps that were launched.
+
+        Args:
+            offset: what is added to the position where there are pictures before it (`picture_spans.position_offset`).
         """
         ...
 

@@ -11,6 +11,7 @@ with a word of `Entry`. Each is written as it happens; a process that dies leave
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import math
@@ -20,9 +21,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from ..graphs.errors import SpecError
 from .constraint import Bitmask, Constraint
+from .picture_spans import PictureInput, Span
 from .request import Flush, Landed, Request, Sampling
 from .scheduler.advance import GroupResults
 from .scheduler.request_state import RequestState
@@ -30,15 +34,19 @@ from .scheduler.scheduled_step import ScheduledStep
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6
-STEP, SUBMIT, CANCEL, FLUSH, LANDED, EXPIRED = "step", "submit", "cancel", "flush", "landed", "expired"
+FORMAT = 7
+STEP, PICTURE, SUBMIT, CANCEL, FLUSH, LANDED, EXPIRED = "step", "picture", "submit", "cancel", "flush", "landed", "expired"
 HELD, MASKS, DEAD_END = "held", "masks", "dead end"
 LAUNCH, RESULT, TOOK, FAILURE = "launch", "result", "took", "failure"
-"""First words of entries: a call of `Engine.step`; a request, with the time of its submission if it has a deadline, the arrival of one to
-cancel, the order to forget all prefixes, and the arrival of one whose pages a handover has filled, handled by it; the time and the requests
-whose deadlines have passed; the arrivals of requests that sit it out, since their bitmasks are not filled; the bitmasks of constrained
-requests in the step that it launches; a request that cannot go on under its constraint; a step that is launched; the tokens of a step; how
-many ms it took; a step that failed."""
+"""First words of entries: a call of `Engine.step`; the key, shape and patches of a picture of a request that follows; a request, with the
+time of its submission if it has a deadline, the arrival of one to cancel, the order to forget all prefixes, and the arrival of one whose
+pages a handover has filled, handled by it; the time and the requests whose deadlines have passed; the arrivals of requests that sit it
+out, since their bitmasks are not filled; the bitmasks of constrained requests in the step that it launches; a request that cannot go on
+under its constraint; a step that is launched; the tokens of a step, or which segments of an encode step are finite; how many ms it took; a
+step that failed."""
+
+MOST_PICTURE_BYTES = 1 << 30
+"""Of patches in a journal. Those of later pictures are left out, and what has them cannot be repeated."""
 
 Entry = list[Any]
 
@@ -53,6 +61,7 @@ class Journal:
     def __init__(self, write: Callable[[Entry], None]) -> None:
         self._write = write
         self._step_is_new = True
+        self._pictures, self._picture_bytes_left = set[tuple[bytes, bytes]](), MOST_PICTURE_BYTES
 
     def received(self, messages: Sequence[RequestState | int | Flush | Landed]) -> None:
         """A call of `Engine.step` begins, with these new requests, arrivals of requests to cancel, orders to forget prefixes, and
@@ -64,6 +73,8 @@ class Journal:
         for message in messages:
             if isinstance(message, RequestState):
                 timed = message.deadline_ms < math.inf
+                for picture in message.request.pictures:
+                    self._picture(picture)
                 self._add(SUBMIT, as_plain(message.request), *([message.submitted_ms] if timed else []))
             elif isinstance(message, Flush):
                 self._add(FLUSH)
@@ -88,7 +99,7 @@ class Journal:
         if masks:
             self._add(MASKS, masks)
         rows = [[[row.request.id, row.start, row.num_tokens] for row in part.rows] for part in step.groups]
-        self._add(LAUNCH, step.bucket.name, rows, [list(part.preempted) for part in step.groups])
+        self._add(LAUNCH, step.bucket.name, rows, [list(part.preempted) for part in step.groups], *_segments(step))
 
     def dead_end(self, request_id: str) -> None:
         """A request is ended because it cannot go on under its constraint."""
@@ -99,6 +110,10 @@ class Journal:
         tokens = [[None if row is None else list(row.token_ids) for row in rows] for rows in results]
         self._add(RESULT, step.bucket.name, tokens)
 
+    def encoded(self, step: ScheduledStep, finite: Sequence[Sequence[bool]]) -> None:
+        """The oldest step in flight was an encode step; of each segment whether it is finite."""
+        self._add(RESULT, step.bucket.name, [[] for _ in step.groups], [list(own) for own in finite])
+
     def took(self, ms: float) -> None:
         """The step that finished took so long, and the policy goes by that."""
         self._add(TOOK, ms)
@@ -106,6 +121,15 @@ class Journal:
     def failed(self, step: ScheduledStep, message: str) -> None:
         """The oldest step in flight failed."""
         self._add(FAILURE, step.bucket.name, message)
+
+    def _picture(self, picture: PictureInput) -> None:
+        """A picture's patches, once; none where the journal has as many as it may."""
+        key, patches = _picture_key(picture), picture.patches
+        if key in self._pictures or patches.nbytes > self._picture_bytes_left:
+            return
+        self._pictures.add(key)
+        self._picture_bytes_left -= patches.nbytes
+        self._add(PICTURE, list(key), list(patches.shape), patches.tobytes())
 
     def _add(self, *entry: Any) -> None:
         if self._step_is_new:
@@ -126,6 +150,7 @@ class NoJournal(Journal):
     def launched(self, *_: Any) -> None: ...
     def dead_end(self, *_: Any) -> None: ...
     def finished(self, *_: Any) -> None: ...
+    def encoded(self, *_: Any) -> None: ...
     def took(self, *_: Any) -> None: ...
     def failed(self, *_: Any) -> None: ...
 
@@ -185,17 +210,52 @@ def read(file: Path) -> tuple[dict[str, Any], Iterator[Entry]]:
 
 
 def as_plain(request: Request) -> dict[str, Any]:
-    """A request as plain data; of its constraint only whether it has one, since the bitmasks of its steps are in the journal."""
+    """A request as plain data; of its constraint only whether it has one, since the bitmasks of its steps are in the journal, and of its
+    pictures not their patches."""
     plain = {field.name: getattr(request, field.name) for field in fields(request)}
+    pictures = [[p.span.first, p.span.rows, p.span.columns, *p.grid, list(_picture_key(p))] for p in request.pictures]
     changed = {"sampling": asdict(request.sampling), "stop_token_ids": sorted(request.stop_token_ids)}
-    return plain | changed | {"constraint": request.constraint is not None}
+    return plain | changed | {"constraint": request.constraint is not None, "pictures": pictures}
 
 
-def as_request(plain: Mapping[str, Any], constraint: Constraint | None = None) -> Request:
-    """The request of `as_plain`, with this constraint if it had one."""
-    changed = {"prompt": tuple(plain["prompt"]), "stop_token_ids": frozenset(plain["stop_token_ids"])}
+def _picture_key(picture: PictureInput) -> tuple[bytes, bytes]:
+    """What is equal for pictures of equal patches: a digest of the patches beside that of what is made of them."""
+    return picture.digest, hashlib.sha256(picture.patches.tobytes()).digest()
+
+
+def _segments(step: ScheduledStep) -> list[Any]:
+    """Of an encode step, which pictures of whom it encodes: ids, and digests."""
+    if step.bucket.kind != "encode":
+        return []
+    return [[[[item.row.request.id, item.picture.digest] for item in part.segments] for part in step.groups]]
+
+
+Patches = Mapping[tuple[bytes, bytes], npt.NDArray[np.uint8]]
+"""Patches of the pictures of a journal, by the key of its entries."""
+
+
+def as_picture(shape: Sequence[int], patches: bytes) -> npt.NDArray[np.uint8]:
+    """The patches of an entry of `PICTURE`."""
+    return np.frombuffer(patches, np.uint8).reshape(shape)
+
+
+def as_request(plain: Mapping[str, Any], constraint: Constraint | None = None, patches: Patches | None = None) -> Request:
+    """The request of `as_plain`, with this constraint if it had one.
+
+    Raises:
+        SpecError: there are no patches of one of its pictures.
+    """
+    pictures = []
+    for first, rows, columns, height, width, key in plain["pictures"]:
+        own = (patches or {}).get(tuple(key))
+        if own is None:
+            kept = f"a journal keeps those of {MOST_PICTURE_BYTES} bytes"
+            raise SpecError(f"request {plain['id']!r} has picture {key[0].hex()[:16]}, of which the journal has no patches; {kept}")
+        pictures.append(PictureInput(Span(first, rows, columns), own, (height, width), key[0]))
+    changed: dict[str, Any] = {"prompt": tuple(plain["prompt"]), "stop_token_ids": frozenset(plain["stop_token_ids"])}
     sampling = Sampling(**{name: _tuples(value) for name, value in plain["sampling"].items()})
-    return Request(**{**plain, **changed, "sampling": sampling, "constraint": constraint if plain["constraint"] else None})
+    changed |= {"constraint": constraint if plain["constraint"] else None, "pictures": tuple(pictures)}
+    return Request(**{**plain, **changed, "sampling": sampling})
 
 
 def _tuples(value: Any) -> Any:

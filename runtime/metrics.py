@@ -9,6 +9,7 @@ from ..graphs.types import Bucket
 from .latencies import Latencies
 from .request import FINISH_REASONS, Event, TokenEvent
 from .scheduler.advance import GroupResults
+from .scheduler.picture_ledger import PictureLedger
 from .scheduler.scheduled_step import ScheduledRequest, ScheduledStep
 from .step_outputs import SampledTokens
 
@@ -39,6 +40,8 @@ class Metrics:
         self.degraded_steps: dict[str, int] = {}
         self.decode_batch_steps: dict[int, int] = {}
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.encode_ms = 0.0
+        self.pictures: dict[str, int] = {}
 
     def count_results(self, step: ScheduledStep, results: Sequence[GroupResults], wanted: Bucket | None, now_ms: float) -> None:
         """Counts a step that ran and what came of each row.
@@ -99,6 +102,31 @@ class Metrics:
                 # A stop token was generated but is not in any TokenEvent.
                 self.generation_tokens += event.reason == "stop"
 
+    def count_encoded(self, step: ScheduledStep, failed: int, wanted: Bucket | None, took_ms: float) -> None:
+        """Counts an encode step that ran.
+
+        Args:
+            failed: requests whose pictures came out as no numbers.
+            wanted: as of `count_results`.
+            took_ms: since it was launched.
+        """
+        self.count_step(step.bucket, sum(len(part.segments) for part in step.groups), len(step.groups))
+        self.not_finite += failed
+        self.encode_ms += took_ms
+        if wanted is not None:
+            self.count_degraded(wanted)
+
+    def count_pictures(self, ledgers: Sequence[PictureLedger]) -> None:
+        """Takes over what the ledgers of all dp groups have counted."""
+        self.pictures = {
+            "encoded_pictures_total": sum(ledger.encoded for ledger in ledgers),
+            "picture_row_queries_total": sum(ledger.queries for ledger in ledgers),
+            "picture_row_hits_total": sum(ledger.hits for ledger in ledgers),
+            "picture_evictions_total": sum(ledger.evictions for ledger in ledgers),
+            "picture_rows_pinned": sum(ledger.num_pinned for ledger in ledgers),
+            "picture_rows_cached": sum(ledger.num_cached for ledger in ledgers),
+        }
+
     def count_step(self, bucket: Bucket, live_rows: int, groups: int = 1) -> None:
         """Counts a step that ran, with the live rows of all dp groups together."""
         self.bucket_steps[bucket.name] = self.bucket_steps.get(bucket.name, 0) + 1
@@ -137,6 +165,11 @@ class Metrics:
         draft's position in its row, from "0", to how often it was accepted. `degraded_steps` maps the name of a bucket that cannot run to
         how many steps ran in another one in its place. `decode_batch_steps` maps the live rows of the largest dp group to how many decode
         steps had them. `histograms` maps vLLM's names to those of `latencies`.
+
+        Where graphs take pictures, `encoded_pictures_total` counts those that were encoded, and `encode_seconds_total` the time from the
+        launches of their steps to their results; `picture_row_queries_total` counts the rows that admitted requests needed, and
+        `picture_row_hits_total` those of them that were there; `picture_evictions_total` counts pictures whose rows went to others;
+        `picture_rows_pinned` are in use now, and `picture_rows_cached` are kept for later requests.
         """
         return {
             "prompt_tokens_total": self.prompt_tokens,
@@ -158,5 +191,6 @@ class Metrics:
             "bucket_steps": dict(sorted(self.bucket_steps.items())),
             "degraded_steps": dict(sorted(self.degraded_steps.items())),
             "decode_batch_steps": {str(rows): count for rows, count in sorted(self.decode_batch_steps.items())},
+            **({**self.pictures, "encode_seconds_total": self.encode_ms / 1e3} if self.pictures else {}),
             "histograms": self.latencies.snapshot(),
         }

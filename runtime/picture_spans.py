@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,18 @@ class PictureInput:
     patches: npt.NDArray[np.uint8]
     grid: tuple[int, int]
     digest: bytes
+
+
+class Places(NamedTuple):
+    """Where the tokens of a chunk stand whose prompt has pictures.
+
+    Attributes:
+        positions: [tokens, 3] in time, row and column.
+        picture_rows: [tokens + 1] rows of the pool in the places of the tokens and of the one behind them; 0 is none.
+    """
+
+    positions: npt.NDArray[np.int32]
+    picture_rows: Sequence[int]
 
 
 def spans(tokens: Sequence[int], grids: Mapping[int, Iterable[Grid]], merge: int) -> tuple[Span, ...]:

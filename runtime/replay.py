@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
-from ..graphs.errors import RequestError
+from ..graphs.errors import RequestError, SpecError
 from .constraint import Bitmask
 from .engine import Engine
 from .journal import (
@@ -22,12 +23,14 @@ from .journal import (
     LANDED,
     LAUNCH,
     MASKS,
+    PICTURE,
     RESULT,
     STEP,
     SUBMIT,
     TOOK,
     Entry,
     Journal,
+    as_picture,
     as_request,
 )
 from .mask_filling import MaskFilling
@@ -88,18 +91,22 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
     ids: list[str] = []
     engine.stepper.masks = recorded_filling = _RecordedFilling(engine.executor.limits.bitmask_words)
     masks: dict[str, bytes | None] = {}
+    patches: dict[tuple[bytes, bytes], Any] = {}
     for recorded in _steps(entries):
         repeated.clear()
         masks.clear()
         recorded_filling.unready = frozenset(arrival for word, *values in recorded if word == HELD for arrival in values[0])
         took = deque(values[0] for word, *values in recorded if word == TOOK)
         for word, *values in recorded:
-            if word == SUBMIT:
+            if word == PICTURE:
+                key, shape, data = values
+                patches[tuple(key)] = as_picture(shape, data)
+            elif word == SUBMIT:
                 ids.append(values[0]["id"])
                 now_ms = max([now_ms, *values[1:]])
                 try:
-                    engine.submit(as_request(values[0], _Recorded(ids[-1], masks)), lambda _: None)
-                except RequestError as error:
+                    engine.submit(as_request(values[0], _Recorded(ids[-1], masks), patches), lambda _: None)
+                except (RequestError, SpecError) as error:
                     return Replay(steps, len(ids), tokens, Divergence(steps + 1, [SUBMIT, *values], ["refused", str(error)]))
             elif word == MASKS:
                 masks.update(values[0])

@@ -236,6 +236,7 @@ class ExecutionRecord(NamedTuple):
         verify_steps: decode steps in which drafts were verified.
         drafted_tokens: drafts verified.
         accepted_per_position: how often the first, second, ... draft of a step was accepted; as long as the graphs' drafts.
+        encoded_pictures: of its pictures, and frame pairs of videos, how many were encoded for it and not for another request before.
     """
 
     queue_ms: float = 0.0
@@ -250,6 +251,7 @@ class ExecutionRecord(NamedTuple):
     drafted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     cache_write_tokens: int = 0
+    encoded_pictures: int = 0
 
     @property
     def acceptance_length(self) -> float | None:

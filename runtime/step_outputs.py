@@ -64,6 +64,18 @@ def read_outputs(
     )
 
 
+def read_finite(outputs: Sequence[Outputs], step: ScheduledStep) -> tuple[Sequence[bool], ...]:
+    """Of each segment of each dp group of an encode step whether its rows are finite.
+
+    Raises:
+        NpucompileError: the output is missing, or has a shape or dtype that no correct step returns.
+    """
+    return tuple(
+        (_array(arrays, "finite", "i", step.bucket.batch)[: len(part.segments)] != 0).tolist() if part.segments else ()
+        for arrays, part in zip(outputs, step.groups, strict=True)
+    )
+
+
 def _read_group(
     outputs: Outputs, bucket: Bucket, part: GroupStep, group: GroupState, max_model_len: int, vocab_size: int
 ) -> Sequence[SampledTokens | None]:

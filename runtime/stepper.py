@@ -25,10 +25,13 @@ from .idle_memory import IdleMemory
 from .journal import Journal, NoJournal
 from .mask_filling import MaskFilling
 from .metrics import Metrics
+from .picture_spans import position_offset
 from .refresh import Refresher
 from .request import Event, FinishEvent, Flush, Landed, ParkedEvent
 from .scheduler import advance
+from .scheduler.advance import GroupResults
 from .scheduler.kv_cache_manager import KVCacheManager, PrefixCacheSettings
+from .scheduler.picture_numbers import PictureNumbers
 from .scheduler.policy import Policy
 from .scheduler.request_state import RequestState
 from .scheduler.schedule import reservations, schedule, wanted_bucket
@@ -100,9 +103,12 @@ class Stepper:
         policy = Policy(limits, executor.buckets, prefill_burst, measured, itl_target_ms, fixed_tokens)
         self.prefix_cache = prefix_cache
         self.cache_managers = tuple(
-            KVCacheManager(limits, executor.max_logprobs, prefix_cache, recurrent=executor.recurrent) for _ in range(executor.groups)
+            KVCacheManager(limits, executor.max_logprobs, prefix_cache, recurrent=executor.recurrent, segments=executor.segments)
+            for _ in range(executor.groups)
         )
-        self.state = SchedulerState(policy, tuple(GroupState(prefixes=manager.prefixes) for manager in self.cache_managers))
+        groups = tuple(GroupState(prefixes=manager.prefixes, pictures=manager.pictures) for manager in self.cache_managers)
+        self.state = SchedulerState(policy, groups)
+        self._numbers = PictureNumbers(executor.vocab_size)
         self.on_parked: Callable[[ParkedEvent], None] = lambda _: None
         self._adjuster, self.masks = Adjuster(executor.vocab_size), MaskFilling(limits.bitmask_words)
         # Each with the missing bucket that it would have run in, if any, and when it was launched.
@@ -166,7 +172,7 @@ class Stepper:
     def receive(self, messages: Sequence[Message]) -> None:
         """Handles messages without a step."""
         self.journal.received(messages)
-        new = [message for message in messages if isinstance(message, RequestState)]
+        new = [self._numbered(message) for message in messages if isinstance(message, RequestState)]
         cancelled = {message for message in messages if isinstance(message, int)}
         landed, unfilled = ({m.arrival for m in messages if isinstance(m, Landed) and m.filled is filled} for filled in (True, False))
         for manager in self.cache_managers if any(isinstance(message, Flush) for message in messages) else ():
@@ -184,6 +190,10 @@ class Stepper:
                         manager.release(request.id)
             self._advance(advance.unparked(self.state, unfilled), ())
 
+    def _numbered(self, request: RequestState) -> RequestState:
+        pictures = request.request.pictures
+        return request._replace(picture_numbers=self._numbers.of(pictures)) if pictures else request
+
     def _land(self, arrivals: Collection[int]) -> None:
         """Has requests begin with the last token of their prompts, behind what handovers have put into their pages."""
         for group, (state, manager) in enumerate(zip(self.state.groups, self.cache_managers, strict=True)):
@@ -192,7 +202,8 @@ class Stepper:
                     (token,) = request.token_ids(request.num_tokens - 1, 1)
                     slots = manager.request_slot(request.id), manager.state_slot(request.id)
                     self.executor.landed(group, _received(manager.parked(request, group)))
-                    self.executor.start_decoding(group, *slots, request.num_tokens - 1, token)
+                    offset = position_offset(picture.span for picture in request.request.pictures)
+                    self.executor.start_decoding(group, *slots, request.num_tokens - 1, token, offset)
         self._advance(advance.landed(self.state, arrivals, self.now_ms()), ())
 
     def _reserve(self) -> bool:
@@ -259,28 +270,53 @@ class Stepper:
         step, wanted, launched_ms, pending = self._in_flight.popleft()
         self._num_ended += 1
         try:
-            results = step_outputs.read_outputs(pending.result(), step, self.state, self.executor.vocab_size)
+            outputs = pending.result()
+            finite = step_outputs.read_finite(outputs, step) if step.bucket.kind == "encode" else None
+            results = step_outputs.read_outputs(outputs, step, self.state, self.executor.vocab_size) if finite is None else ()
         except ExecutorError:
             raise
         except Exception as error:
             self._fail(step, error)
         else:
-            self.journal.finished(step, results)
-            now_ms = self.now_ms()
-            took_ms = None
-            if self.policy.measured:
-                took_ms = self.took_ms(launched_ms, now_ms)
-                self.journal.took(took_ms)
-            if self.prefix_cache is not None:
-                for manager, rows in zip(self.cache_managers, advance.computed(self.state, step, results), strict=True):
-                    manager.computed(rows)
-            state, events = advance.commit(self.state, step, results, now_ms, took_ms)
-            self._advance(state, events, lambda metrics: metrics.count_results(step, results, wanted, now_ms))
-            # A prompt is parked when its last chunk is launched, and the one before it ends while that is in flight.
-            running = set().union(*(_handed_over(later) for later, *_ in self._in_flight))
-            for event in self._parked(_handed_over(step) - running):
-                self.on_parked(event)
+            if finite is None:
+                self._commit(step, results, launched_ms, wanted)
+            else:
+                self._encoded(step, finite, launched_ms, wanted)
         self._receive()
+
+    def _commit(self, step: ScheduledStep, results: Sequence[GroupResults], launched_ms: float, wanted: Bucket | None) -> None:
+        """Commits what a step has sampled, and sends the events."""
+        self.journal.finished(step, results)
+        now_ms = self.now_ms()
+        took_ms = self._measured(launched_ms, now_ms)
+        if self.prefix_cache is not None:
+            for manager, rows in zip(self.cache_managers, advance.computed(self.state, step, results), strict=True):
+                manager.computed(rows)
+        state, events = advance.commit(self.state, step, results, now_ms, took_ms)
+        self._advance(state, events, lambda metrics: metrics.count_results(step, results, wanted, now_ms))
+        # A prompt is parked when its last chunk is launched, and the one before it ends while that is in flight.
+        running = set().union(*(_handed_over(later) for later, *_ in self._in_flight))
+        for event in self._parked(_handed_over(step) - running):
+            self.on_parked(event)
+
+    def _encoded(self, step: ScheduledStep, finite: Sequence[Sequence[bool]], launched_ms: float, wanted: Bucket | None) -> None:
+        """Ends the requests whose pictures came out as no numbers; the others go on."""
+        self.journal.encoded(step, finite)
+        now_ms = self.now_ms()
+        took_ms = self._measured(launched_ms, now_ms)
+        failed: dict[str, str] = {}
+        for manager, part, own in zip(self.cache_managers, step.groups, finite, strict=True):
+            failed |= manager.encoded(part, own)
+        state, events = advance.encoded(self.state, step, failed, now_ms, took_ms)
+        self._advance(state, events, lambda metrics: metrics.count_encoded(step, len(events), wanted, now_ms - launched_ms))
+
+    def _measured(self, launched_ms: float, now_ms: float) -> float | None:
+        """How long a step took that has ended now, where the policy goes by that."""
+        if not self.policy.measured:
+            return None
+        took_ms = self.took_ms(launched_ms, now_ms)
+        self.journal.took(took_ms)
+        return took_ms
 
     def _took_ms(self, launched_ms: float, now_ms: float) -> float:
         # A step that was launched while another one ran began when that ended.
@@ -291,7 +327,13 @@ class Stepper:
         name = step.bucket.name
         log.error("a step of %s failed", name, exc_info=error)
         self.journal.failed(step, f"{type(error).__name__}: {error}")
-        state, events = advance.fail(self.state, step, f"{name}: {type(error).__name__}: {error}", self.now_ms())
+        message = f"{name}: {type(error).__name__}: {error}"
+        if step.bucket.kind == "encode":
+            pairs = zip(self.cache_managers, step.groups, strict=True)
+            lost = {owner for manager, part in pairs for owner in manager.encoded(part, [False] * len(part.segments))}
+            state, events = advance.encoded(self.state, step, dict.fromkeys(lost, message), self.now_ms())
+        else:
+            state, events = advance.fail(self.state, step, message, self.now_ms())
         self._advance(state, events, Metrics.count_failure)
 
     def _advance(self, state: SchedulerState, events: Sequence[Event], count: Count = lambda _: None) -> None:

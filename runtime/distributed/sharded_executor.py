@@ -18,10 +18,11 @@ from ..buckets import without_unused
 from ..executor import Executor, Inputs, Numbers, Outputs, Pending, check_serving, check_step
 from ..kv_transfer.layout import Region
 from ..kv_transfer.transfer_engine import Memory
+from ..segments import SegmentSizes
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
 
-OUTPUTS = ("tokens", "counts")
+OUTPUTS = ("tokens", "counts", "finite")
 """Outputs that the engine reads of every step, if its bucket has them."""
 
 DRAFT_OUTPUTS = ("drafts",)
@@ -126,6 +127,11 @@ class ShardedExecutor:
         return self.local.recurrent
 
     @property
+    def segments(self) -> SegmentSizes | None:
+        """What encode buckets take."""
+        return self.local.segments
+
+    @property
     def fixed_tokens(self) -> float | None:
         """What every step costs whatever its size, in tokens."""
         return self.local.fixed_tokens
@@ -189,11 +195,12 @@ class ShardedExecutor:
         answers = self.control_plane.gather(others, "outputs", self._step_timeout_s, step.number)
         return [*own, *(answers[rank].fields["outputs"] for rank in others)]
 
-    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int) -> None:
+    def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int, offset: int = 0) -> None:
         """Writes the request slot on all ranks of the group (`Executor.start_decoding`)."""
-        self._send(group, encode("start", request_slot=request_slot, state_slot=state_slot, position=position, token=token))
+        fields = {"request_slot": request_slot, "state_slot": state_slot, "position": position, "token": token, "offset": offset}
+        self._send(group, encode("start", **fields))
         if not group + self._first_group:
-            self.local.start_decoding(0, request_slot, state_slot, position, token)
+            self.local.start_decoding(0, request_slot, state_slot, position, token, offset)
 
     def receive(self, group: int, numbers: Numbers, ready: Callable[[], None]) -> None:
         """Asks all ranks of the group: the steps of some may end after those of its first one (`Executor.receive`)."""

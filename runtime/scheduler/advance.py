@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ...graphs.types import Bucket
@@ -19,6 +20,7 @@ from ..step_outputs import SampledTokens
 from .request_state import Computed, RequestState
 from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
+from .step_times import tokens_of
 from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
 
 GroupResults = Sequence[SampledTokens | None]
@@ -127,11 +129,13 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
         prefill_ms=0.0 if step.bucket.kind == "decode" else state.prefill_ms + _predicted_ms(state, step.bucket),
         steps_in_flight=state.steps_in_flight + 1,
         num_scheduled=num_scheduled,
+        encoded=state.encoded if step.bucket.kind == "decode" else step.bucket.kind == "encode",
     )
 
 
 def _predicted_ms(state: SchedulerState, bucket: Bucket) -> float:
-    cost = state.times.prefill_ms(state.policy.price) if state.policy.itl_target_ms is not None else None
+    price = tokens_of if bucket.kind == "encode" else state.policy.price
+    cost = state.times.prefill_ms(price, bucket.kind) if state.policy.itl_target_ms is not None else None
     return cost(bucket) if cost else 0.0
 
 
@@ -187,6 +191,29 @@ def commit(
         groups.append(replace(group, running=tuple(running), turns=group.turns.charged(served) if group.turns is not None else None))
     times = state.times if took_ms is None else state.times.after(step.bucket, took_ms)
     return replace(state, groups=tuple(groups), steps_in_flight=state.steps_in_flight - 1, times=times), tuple(events)
+
+
+def encoded(
+    state: SchedulerState, step: ScheduledStep, failed: Mapping[str, str], now_ms: float, took_ms: float | None = None
+) -> tuple[SchedulerState, tuple[Event, ...]]:
+    """The state after an encode step, and the events for the clients; its rows go on with prefill steps.
+
+    Args:
+        state: in which the step is the oldest in flight.
+        failed: why requests end whose pictures could not be encoded, by id.
+        now_ms, took_ms: as of `commit`.
+    """
+    counts = Counter(segment.row.state.arrival for part in step.groups for segment in part.segments)
+    groups = []
+    for group in state.groups:
+        running = tuple(r.encoded(counts[r.arrival]) if counts[r.arrival] and r.id not in failed else r for r in group.running)
+        groups.append(replace(group, running=running))
+    times = state.times if took_ms is None else state.times.after(step.bucket, took_ms)
+    state, events = replace(state, groups=tuple(groups), steps_in_flight=state.steps_in_flight - 1, times=times), list[Event]()
+    for request in [request for request in live(state) if request.id in failed]:
+        state, ended = _drop(state, {request.arrival}, "error", now_ms, failed[request.id])
+        events += ended
+    return state, tuple(events)
 
 
 def fail(state: SchedulerState, step: ScheduledStep, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:

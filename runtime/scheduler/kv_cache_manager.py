@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...graphs.types import Bucket, Limits
 from ..adjustments import Adjustment
-from ..buckets import Arrays, DecodeRow, PrefillRow, Row, pack
+from ..buckets import Arrays, DecodeRow, PrefillRow, pack
 from ..constraint import Bitmask
 from ..request import ParkedEvent
 from ..rng import random_number
+from ..segments import SegmentRow, SegmentSizes
+from .picture_ledger import PictureLedger
 from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotPool
 from .prefix_blocks import Checkpoint
+from .prefix_check import check_prefixes
 from .prefix_index import PrefixIndex
 from .request_state import Computed, RequestState
 from .scheduled_step import GroupStep, Reservation, ScheduledRequest
+from .share import Share
 from .state import GroupState
 
 
@@ -32,27 +34,7 @@ class PrefixCacheSettings:
     most_tokens: int | None = None
 
 
-@dataclass(slots=True)
-class Share:
-    """What a running request has of the pools.
-
-    Attributes:
-        table: its pages in order of position: those of its path in the prefix index, and then its own.
-        flushes: of the index when it was admitted.
-        source: the state that its next chunk starts from, if that is not in its own slot.
-        written: states that steps in flight write, by tokens computed.
-        num_kept: tokens of its prompt that it was the first to have in the prefix index.
-        in_flight: its steps that are launched and whose results are not known.
-        last: what its last step computed, as long as no later one is launched, which writes over its states.
-    """
-
-    table: array[int] = field(default_factory=lambda: array("i"))
-    flushes: int = 0
-    source: Checkpoint | None = None
-    written: dict[int, Checkpoint] = field(default_factory=dict)
-    num_kept: int = 0
-    in_flight: int = 0
-    last: Computed | None = None
+NOT_ENCODED = "the vision tower returned what is no finite number"
 
 
 class KVCacheManager:
@@ -66,15 +48,24 @@ class KVCacheManager:
         max_logprobs: as for `buckets.pack`.
         prefix_cache: how prefixes are kept; None keeps none.
         recurrent: whether the model has recurrent states.
+        segments: as for `buckets.pack`.
 
     Attributes:
         prefixes: what is in the caches, where prefixes are kept.
+        pictures: who has which rows of pictures, where the graphs take any.
     """
 
     def __init__(
-        self, limits: Limits, max_logprobs: int = 0, prefix_cache: PrefixCacheSettings | None = None, *, recurrent: bool = False
+        self,
+        limits: Limits,
+        max_logprobs: int = 0,
+        prefix_cache: PrefixCacheSettings | None = None,
+        *,
+        recurrent: bool = False,
+        segments: SegmentSizes | None = None,
     ) -> None:
-        self.limits = limits
+        self.limits, self._segments = limits, segments
+        self.pictures = PictureLedger(limits.picture_rows, drafts=limits.drafts > 0) if limits.picture_rows else None
         self.pages = PagePool(limits.num_pages)
         self.state_slots = StateSlotPool(limits.num_slots, limits.slots_per_request)
         self.request_slots = RequestSlotPool(limits.num_request_slots)
@@ -112,9 +103,11 @@ class KVCacheManager:
         for request_id in step.preempted:
             self.release(request_id)
         self._admit(step)
+        if bucket.kind == "encode":
+            return self._encode(bucket, step)
         # What a row starts from stays until all rows have what they write.
         read = [share.source for row in step.rows if (share := self._shares[row.request.id]).source]
-        make: Callable[[ScheduledRequest], Row] = self._decode_row if bucket.kind == "decode" else self._prefill_row
+        make: Callable[[ScheduledRequest], PrefillRow | DecodeRow] = self._decode_row if bucket.kind == "decode" else self._prefill_row
         rows = [make(row) for row in step.rows]
         for row in step.rows:
             share = self._shares[row.request.id]
@@ -125,6 +118,18 @@ class KVCacheManager:
         for checkpoint in read:
             self._drop(checkpoint)
         return pack(bucket, rows, self.limits, max_logprobs=self._max_logprobs)
+
+    def encoded(self, step: GroupStep, finite: Sequence[bool]) -> dict[str, str]:
+        """An encode step has ended. Returns the ids of the requests that read a picture whose rows are not finite, or were going to, and
+        why they fail; the rows are forgotten.
+
+        Args:
+            finite: of each of its segments.
+        """
+        if self.pictures is None:
+            return {}
+        failures = self.pictures.finished(step.pictures, finite)
+        return {owner: f"picture {key[0].hex()[:16]} of the prompt: {NOT_ENCODED}" for key, owners in failures for owner in owners}
 
     def reserve(self, reserved: Sequence[Reservation]) -> None:
         """Gives requests the pages and slots that handovers fill.
@@ -188,6 +193,8 @@ class KVCacheManager:
         self.pages.free(request_id)
         self.state_slots.free(request_id)
         self.request_slots.free(request_id)
+        if self.pictures is not None:
+            self.pictures.leave(request_id)
 
     def num_kept(self, request_id: str) -> int:
         """Tokens of a running request's prompt that are kept and were not before it; 0 where nothing is known of it."""
@@ -195,9 +202,11 @@ class KVCacheManager:
         return share.num_kept if share is not None else 0
 
     def flush(self) -> None:
-        """Forgets all prefixes; pages and slots that requests use are free when they end."""
+        """Forgets all prefixes, and pictures that nobody needs; pages and slots that requests use are free when they end."""
         if self.prefixes is not None:
             self.prefixes.flush()
+        if self.pictures is not None:
+            self.pictures.flush()
 
     def take_unused(self) -> dict[str, tuple[int, ...]]:
         """Pages and state slots, by the axis of their pools, that were free ever since the last call (`Pool.take_unused`)."""
@@ -209,8 +218,11 @@ class KVCacheManager:
         Raises:
             OwnershipError: on a leak, a double owner, or a count that differs.
         """
-        self._check_prefixes()
+        if self.prefixes is not None:
+            check_prefixes(self.prefixes, self._shares, self.pages, self.state_slots)
         running = frozenset(request.id for request in group.running)
+        if self.pictures is not None:
+            self.pictures.check(running)
         unused_pages = self.prefixes.num_unused if self.prefixes else 0
         unused_slots = self.prefixes.num_checkpoints - self.prefixes.num_held if self.prefixes else 0
         for pool, evictable, free in (
@@ -246,11 +258,21 @@ class KVCacheManager:
                 if row.match.tail is not None:
                     self.pages.transfer(row.match.tail.page, Keeper.PREFIXES, row.request.id)
                     share.table.append(row.match.tail.page)
+        if self.pictures is not None:
+            self.pictures.enter([(row.request, row.start) for row in admitted])
         # Only now is what none of them needs known, and may be evicted.
         for row in admitted:
             self._make_room(self.state_slots.group)
             self.state_slots.allocate_group(row.request.id)
             self.request_slots.allocate_group(row.request.id)
+
+    def _encode(self, bucket: Bucket, step: GroupStep) -> Arrays:
+        """The inputs of an encode step; those that it admits get their pages."""
+        for row in step.rows:
+            self._grow(row.request.id, row.num_pages)
+        rows = self.pictures.launched(step.pictures) if self.pictures is not None else []
+        segments = [SegmentRow(picture, own) for picture, own in zip(step.pictures, rows, strict=True)]
+        return pack(bucket, segments, self.limits, segments=self._segments)
 
     def _prefill_row(self, row: ScheduledRequest) -> PrefillRow:
         request, sampling, share = row.request, row.request.sampling, self._shares[row.request.id]
@@ -269,6 +291,7 @@ class KVCacheManager:
             uniform=_random_number(row, 0) if sampling.temperature else 0.0,
             logprobs=row.logprobs is not None,
             start_slot=start,
+            places=self.pictures.places(request, row.start, row.num_tokens) if self.pictures is not None else None,
         )
 
     def _decode_row(self, row: ScheduledRequest) -> DecodeRow:
@@ -318,7 +341,7 @@ class KVCacheManager:
         owner, page_size = row.request.id, self.limits.page_size
         full = min(row.num_computed_tokens, row.num_tokens - prefixes.drafts) // page_size
         for place in range(len(prefixes.path(owner)), full):
-            tokens = row.token_ids(place * page_size, page_size + 1)
+            tokens = row.key_ids(place * page_size, page_size + 1)
             block = prefixes.extend(owner, prefixes.edge(row.request.request.cache_salt if not place else None, tokens), share.table[place])
             if block is None:
                 return
@@ -351,46 +374,13 @@ class KVCacheManager:
             return
         slot = self.state_slots.owned(owner)[index]
         if length:
-            tokens = last.token_ids(place * page_size, length + prefixes.drafts)
+            tokens = last.key_ids(place * page_size, length + prefixes.drafts)
             if prefixes.end(owner, last.request.request.cache_salt, tokens, share.table[place], slot):
                 self.pages.transfer(share.table[place], owner, Keeper.PREFIXES)
                 self.state_slots.transfer(slot, owner, Keeper.PREFIXES)
         elif path and path[-1].known and path[-1].checkpoint is None:
             self.state_slots.transfer(slot, owner, Keeper.PREFIXES)
             prefixes.attach(path[-1], prefixes.new_checkpoint(slot))
-
-    def _check_prefixes(self) -> None:
-        """Counts what is kept, and by whom it is used, once more from page tables and tree."""
-        prefixes = self.prefixes
-        if prefixes is None:
-            return
-        users = Counter(block for path in prefixes.paths().values() for block in path)
-        blocks = {*prefixes.blocks(), *users}
-        states = [block.checkpoint for block in blocks if block.checkpoint]
-        own_states = [c for share in self._shares.values() for c in (share.source, *share.written.values()) if c is not None]
-        by_index = {
-            "users": {block: block.users for block in blocks if block.users},
-            "pages": sorted(block.page for block in blocks),
-            "unused pages": prefixes.num_unused,
-            "shared pages": prefixes.num_shared,
-            "slots": sorted({c.slot for c in (*states, *own_states)}),
-            "checkpoints": prefixes.num_checkpoints,
-            "held": prefixes.num_held,
-            "tables": {name: list(share.table[: len(prefixes.path(name))]) for name, share in self._shares.items()},
-        }
-        expected = {
-            "users": dict(users),
-            "pages": sorted(self.pages.owned(Keeper.PREFIXES)),
-            "unused pages": len(blocks) - len(users),
-            "shared pages": users.total() - len(users),
-            "slots": sorted(self.state_slots.owned(Keeper.PREFIXES)),
-            "checkpoints": len({*states, *own_states}),
-            "held": len({*own_states}),
-            "tables": {name: [block.page for block in path] for name, path in prefixes.paths().items()},
-        }
-        for what, value in expected.items():
-            if by_index[what] != value:
-                raise OwnershipError(f"{what} of the prefix cache are {by_index[what]}; by requests and pools they are {value}")
 
 
 def _random_number(row: ScheduledRequest, i: int) -> float:

@@ -18,7 +18,7 @@ class Policy:
 
     Attributes:
         limits: of one dp group.
-        prefill_burst: most prefill steps between two decode steps while any request decodes.
+        prefill_burst: most prefill and encode steps between two decode steps while any request decodes.
         measured: whether measured times of steps (`step_times.py`) decide which prompts share a step.
         itl_target_ms: how long the time between two tokens of a stream should be at most; prefill between two decode steps gets what
             a decode step leaves of it, instead of `prefill_burst` steps. None sets no such target. Only if times are measured.
@@ -82,6 +82,16 @@ class Policy:
     def price(self, bucket: Bucket) -> float:
         """What a step costs, in tokens, where no times are measured."""
         return price(bucket, self.fixed_price)
+
+    @functools.cached_property
+    def encode_buckets(self) -> tuple[Bucket, ...]:
+        """Those of encode steps, smallest first."""
+        return tuple(sorted((bucket for bucket in self.buckets if bucket.kind == "encode"), key=lambda bucket: (bucket.tokens, bucket)))
+
+    @functools.cached_property
+    def longest_chunk(self) -> int:
+        """Most tokens of one prompt in a prefill step."""
+        return max(bucket.q_len for bucket in of_kind(self.buckets, "prefill"))
 
     @functools.cached_property
     def cheapest_prefill(self) -> float:

@@ -74,7 +74,7 @@ class PrefixIndex:
             return NOTHING
         count, match = self._matches.get(request.arrival, (-1, NOTHING))
         if count != request.num_tokens:
-            match = self.find(request.request.cache_salt, request.token_ids(0, request.num_to_prefill))
+            match = self.find(request.request.cache_salt, request.key_ids(0, request.num_to_prefill))
             if len(self._matches) >= MOST_MATCHES:
                 self._matches.clear()
             self._matches[request.arrival] = request.num_tokens, match

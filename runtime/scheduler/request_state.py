@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..request import NO_INPUTS, SEND, ExecutionRecord, FinishEvent, HostInputs, Request
+from .picture_numbers import with_numbers
 from .token_log import TokenLog
 
 AGED = -(2**31)
@@ -35,6 +36,7 @@ class RequestState(NamedTuple):
         unscored: tokens at the end of the prompt that are still to be scored (`Request.num_scored`): the steps so far have not got there.
         aged: it has waited so long that it goes before all others (`turns.py`).
         checkpoints: how many tokens are computed where a chunk of the prompt should end, because its state is worth keeping.
+        picture_numbers: of its pictures, in keys of prefixes (`picture_numbers.py`).
     """
 
     request: Request
@@ -54,6 +56,7 @@ class RequestState(NamedTuple):
     unscored: int = 0
     parked: bool = False
     undrafted: bool = False
+    picture_numbers: tuple[int, ...] = ()
 
     @property
     def level(self) -> int:
@@ -121,6 +124,14 @@ class RequestState(NamedTuple):
         known = self.request.prompt[start : min(start + count, boundary)]
         return known + self.output_token_ids[: count - len(known)]
 
+    def key_ids(self, start: int, count: int) -> tuple[int, ...]:
+        """The same in keys of prefixes: with the numbers of pictures in the places of their rows."""
+        return self.with_numbers(self.token_ids(start, count), start)
+
+    def with_numbers(self, tokens: tuple[int, ...], start: int) -> tuple[int, ...]:
+        """Its tokens from `start` on, with the numbers of pictures in the places of their rows."""
+        return with_numbers(tokens, start, self.request.pictures, self.picture_numbers) if self.picture_numbers else tokens
+
     def finishes_in_flight(self, max_model_len: int) -> bool:
         """Whether the steps in flight finish the request, however few tokens they produce."""
         least = self.min_num_tokens
@@ -148,6 +159,10 @@ class RequestState(NamedTuple):
             last_scheduled=last_scheduled,
             started_ms=now_ms if self.started_ms is None else self.started_ms,
         )
+
+    def encoded(self, count: int) -> RequestState:
+        """The request once so many of its pictures were encoded."""
+        return self._replace(record=self.record._replace(encoded_pictures=self.record.encoded_pictures + count))
 
     def reserved(self, num_pages: int, num_cached: int) -> RequestState:
         """The waiting request once it has pages for a handover, of whose tokens so many are computed already."""
@@ -286,11 +301,11 @@ class Computed(NamedTuple):
     not_finite: bool = False
     first: int | None = None
 
-    def token_ids(self, start: int, count: int) -> tuple[int, ...]:
-        """Up to `count` known tokens from position `start` on."""
+    def key_ids(self, start: int, count: int) -> tuple[int, ...]:
+        """Up to `count` known tokens from position `start` on, as keys of prefixes have them (`RequestState.key_ids`)."""
         known = self.request.token_ids(start, count)
         after = max(0, start - self.request.num_tokens)
-        return known + self.output[after : after + count - len(known)]
+        return self.request.with_numbers(known + self.output[after : after + count - len(known)], start)
 
     @property
     def num_tokens(self) -> int:

@@ -56,16 +56,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
-from ..buckets import choose
+from ..buckets import choose, of_kind
 from ..prefill_buckets import choose_prefill
 from ..request import NO_INPUTS, RECEIVE, HostInputs
 from .checkpoints import CheckpointSlots, places
+from .encoding import Chunk, chunk, encode_step, num_ready
+from .picture_ledger import Room
 from .policy import Policy
 from .prefix_blocks import Block, Match
 from .request_state import RequestState
 from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
-from .step_times import in_time
+from .step_times import in_time, tokens_of
 from .turns import in_turn
 
 
@@ -132,9 +134,18 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
     """
     policy = state.policy
     by_group = [_prompts(policy, group) for group in state.groups]
-    prompts = [own for own, _ in by_group]
-    if not any(prompts):
+    if not any(own for own, _ in by_group):
         return None
+    if policy.encode_buckets:
+        chunks = [_chunks(policy, group, own) for group, (own, _) in zip(state.groups, by_group, strict=True)]
+        ready = [num_ready(own) for own in chunks]
+        # In turns, so that prompts that have their rows do not wait for all the pictures of others.
+        if not (state.encoded and any(ready)) and (step := _encode(state, chunks, streams)):
+            return step
+        by_group = [(own[:count], slots) for (own, slots), count in zip(by_group, ready, strict=True)]
+        if not any(ready):
+            return None
+    prompts = [own for own, _ in by_group]
     buckets: Sequence[Bucket] = policy.buckets
     if streams and policy.itl_target_ms is not None:
         buckets = _in_time(state, policy.itl_target_ms, streams + max(map(len, prompts)))
@@ -144,6 +155,26 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
     between = _between(state, streams, measured is not None) if streams else 0.0
     bucket = choose_prefill(buckets, [[prompt.remaining for prompt in own] for own in prompts], measured or policy.price, between)
     return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in by_group))
+
+
+def _chunks(policy: Policy, group: GroupState, prompts: Sequence[_Prompt]) -> list[Chunk]:
+    """What the prompts of a group may compute in the next step, whichever bucket it takes."""
+    rows = [ScheduledRequest(prompt.request, prompt.num_pages, 0, prompt.match) for prompt in prompts]
+    pairs = zip(rows, prompts, strict=True)
+    return [chunk(group.pictures, row, min(prompt.remaining, policy.longest_chunk)) for row, prompt in pairs]
+
+
+def _encode(state: SchedulerState, chunks: Sequence[Sequence[Chunk]], streams: int) -> ScheduledStep | None:
+    """The encode step for prompts whose chunks lack rows, where there is one and time for it; arguments as of `_prefill`."""
+    policy, times, target_ms = state.policy, state.times, state.policy.itl_target_ms
+
+    def affordable(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        if not streams or target_ms is None or not buckets:
+            return buckets
+        left_ms = target_ms - state.prefill_ms - times.decode_ms(choose(policy.buckets, streams + max(map(len, chunks))))
+        return in_time(buckets, times.prefill_ms(tokens_of, "encode"), tokens_of, left_ms, not state.prefill_steps)
+
+    return encode_step(policy.encode_buckets, chunks, affordable)
 
 
 def _between(state: SchedulerState, streams: int, measured: bool) -> float:
@@ -163,7 +194,7 @@ def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[
     buckets, times = state.policy.buckets, state.times
     left_ms = target_ms - state.prefill_ms - times.decode_ms(choose(buckets, streams))
     price = state.policy.price
-    return in_time(buckets, times.prefill_ms(price), price, left_ms, not state.prefill_steps)
+    return in_time(of_kind(buckets, "prefill"), times.prefill_ms(price), price, left_ms, not state.prefill_steps)
 
 
 def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt], slots: CheckpointSlots) -> GroupStep:
@@ -183,7 +214,7 @@ def _prompts(policy: Policy, group: GroupState) -> tuple[list[_Prompt], Checkpoi
     begun = (request for request in group.running if not (request.decoding or request.parked))
     prompts = [_Prompt(request, request.num_pages) for request in itertools.islice(begun, most)]
     running, pages, slots = len(group.running), group.free_pages(limits), group.free_slots(limits)
-    tails = set[Block]()
+    tails, room = set[Block](), Room(group.pictures)
     for request in _first_waiting(policy, group, most - len(prompts)):
         if request.request.handover == RECEIVE:
             # It gets its pages before the step is chosen, or waits for them (`reservations`).
@@ -191,7 +222,9 @@ def _prompts(policy: Policy, group: GroupState) -> tuple[list[_Prompt], Checkpoi
         match = _usable(group.prefixes.match(request), limits, slots, tails) if group.prefixes else None
         own, needed = policy.pages_to_prefill(request), limits.slots_per_request + (match is not None and _holds_more(match))
         new = own - (match.pinned_pages if match else 0)
-        if slots < needed or not _has_room(policy, running, new, pages):
+        # Last, as it takes the rows.
+        fits = slots >= needed and _has_room(policy, running, new, pages)
+        if not fits or not room.takes(request.request, match.num_tokens(limits.page_size) if match else 0):
             break
         prompts.append(_Prompt(_resumed(policy, group, request, match), own, match))
         tails |= {match.tail} if match is not None and match.tail is not None else set()

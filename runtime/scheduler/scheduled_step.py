@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...graphs.types import Bucket
+from ..picture_spans import PictureInput
 from ..request import Request
 from .prefix_blocks import Match
 from .request_state import RequestState
@@ -17,7 +18,7 @@ class ScheduledRequest(NamedTuple):
     Attributes:
         state: of the request when the step was scheduled.
         num_pages: pages the request holds during the step; the pool grows its share to this count first.
-        num_tokens: prefill: prompt or generated tokens to compute; decode: candidates, the last token and the drafts to verify.
+        num_tokens: prefill: prompt or generated tokens to compute; decode: candidates, the last token and the drafts to verify; encode: 0.
         match: of a request that is admitted where prefixes are kept: what is known of it; `state` is that after the cached tokens.
         checkpoint: the recurrent state after these tokens gets a slot of its own, to be kept.
     """
@@ -95,17 +96,31 @@ class Reservation(NamedTuple):
     match: Match
 
 
+class ScheduledSegment(NamedTuple):
+    """A picture that an encode step encodes, and the row of the first request that lacks it."""
+
+    row: ScheduledRequest
+    picture: PictureInput
+
+
 class GroupStep(NamedTuple):
     """A dp group's part of a step; a group without rows runs padding.
 
     Attributes:
         preempted: ids of requests whose pages and slots are freed first.
         admitted: ids of the requests that get state slots and a request slot first, in order of arrival.
+        segments: of an encode step.
     """
 
     rows: Sequence[ScheduledRequest] = ()
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
+    segments: tuple[ScheduledSegment, ...] = ()
+
+    @property
+    def pictures(self) -> list[PictureInput]:
+        """Those that it encodes."""
+        return [segment.picture for segment in self.segments]
 
 
 class ScheduledStep(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ...graphs.types import Limits
+from .picture_ledger import PictureLedger
 from .policy import Policy
 from .prefix_index import PrefixIndex
 from .request_state import RequestState
@@ -24,12 +25,14 @@ class GroupState:
         turns: None while all requests are of one priority and tenant, and order of arrival decides.
         prefixes: what is in the group's caches; None where prefixes are not kept. It is no record: it changes when a step's pages and
             slots are given out, when its results are known, and when a request ends, and is read in between.
+        pictures: who has which rows of pictures, where the graphs take any; no record either.
     """
 
     waiting: tuple[RequestState, ...] = ()
     running: tuple[RequestState, ...] = ()
     turns: Turns | None = None
     prefixes: PrefixIndex | None = None
+    pictures: PictureLedger | None = None
 
     @property
     def num_requests(self) -> int:
@@ -79,13 +82,14 @@ class SchedulerState:
     """The live requests of all dp groups.
 
     Attributes:
-        prefill_steps: prefill steps since the last decode step, including those in flight.
+        prefill_steps: prefill and encode steps since the last decode step, including those in flight.
         steps_in_flight: steps launched whose results are not known.
         num_scheduled: rows scheduled since the start (see `RequestState.last_scheduled`).
         times: measured times of steps; none where the policy does not go by them.
-        prefill_ms: what the prefill steps since the last decode step take by these times.
+        prefill_ms: what these steps take by these times.
         next_deadline_ms: no request ends by time before; infinity where none has a deadline.
         unready: arrivals of requests that sit out the next decode step, since their bitmasks are not filled.
+        encoded: the last step that was not a decode step was an encode step.
     """
 
     policy: Policy
@@ -97,6 +101,7 @@ class SchedulerState:
     prefill_ms: float = 0.0
     next_deadline_ms: float = math.inf
     unready: frozenset[int] = frozenset()
+    encoded: bool = False
 
     @property
     def used_pages(self) -> int:

@@ -10,7 +10,6 @@ from statistics import median
 from typing import NamedTuple
 
 from ...graphs.types import Bucket
-from ..buckets import of_kind
 from ..prefill_buckets import Cost
 
 SAMPLES = 8
@@ -49,7 +48,7 @@ class StepTimes(NamedTuple):
         if len(samples[bucket]) >= ENOUGH:
             known[bucket] = median(samples[bucket])
         if steps % SWEEP_STEPS == 0:
-            for old in [b for b, step in last.items() if step <= steps - FRESH_STEPS and b.kind == "prefill"]:
+            for old in [b for b, step in last.items() if step <= steps - FRESH_STEPS and b.kind != "decode"]:
                 del last[old], samples[old]
                 known.pop(old, None)
         return StepTimes(samples, last, known, steps)
@@ -61,10 +60,10 @@ class StepTimes(NamedTuple):
         count = sum(b < bucket for b in known) + 1
         return max((self.ms[b] for b in known[:count]), default=0.0)
 
-    def prefill_ms(self, price: Cost) -> Cost | None:
-        """What a prefill step takes, in ms: one of a bucket that was not measured as many ms for its price as those that were; None where
-        none was."""
-        known = [(ms, price(bucket)) for bucket, ms in self.ms.items() if bucket.kind == "prefill"]
+    def prefill_ms(self, price: Cost, kind: str = "prefill") -> Cost | None:
+        """What a prefill step takes, or one of another kind, in ms: one of a bucket that was not measured as many ms for its price as those
+        that were; None where none was."""
+        known = [(ms, price(bucket)) for bucket, ms in self.ms.items() if bucket.kind == kind]
         if not known:
             return None
         rate = sum(ms for ms, _ in known) / sum(units for _, units in known)
@@ -74,15 +73,21 @@ class StepTimes(NamedTuple):
 UNMEASURED = StepTimes()
 
 
+def tokens_of(bucket: Bucket) -> float:
+    """What an encode step costs, in patches, where no times are measured."""
+    return float(bucket.tokens)
+
+
 def in_time(buckets: Iterable[Bucket], cost: Cost | None, price: Cost, left_ms: float, first: bool) -> Sequence[Bucket]:
-    """The prefill buckets that take at most so long. Where none does, or none was measured, the cheapest, if the step is the first one
-    since somebody decoded, so that prompts go on whatever the target; else none.
+    """The buckets, of prefill or of encode steps, that take at most so long. Where none does, or none was measured, the cheapest, if the
+    step is the first one since somebody decoded, so that prompts go on whatever the target; else none.
 
     Args:
+        buckets: at least one.
         cost: in ms; None where nothing is measured.
         price: in whatever unit, for that case.
     """
-    prefill = of_kind(buckets, "prefill")
-    if cost is not None and (affordable := [bucket for bucket in prefill if cost(bucket) <= left_ms]):
+    buckets = tuple(buckets)
+    if cost is not None and (affordable := [bucket for bucket in buckets if cost(bucket) <= left_ms]):
         return affordable
-    return (min(prefill, key=cost or price),) if first else ()
+    return (min(buckets, key=cost or price),) if first else ()

@@ -19,8 +19,9 @@ from ...runtime.kv_transfer.landed_requests import LandedRequests
 from ...runtime.kv_transfer.messages import Hello, Message
 from ...runtime.kv_transfer.receiver import CANCELLED, Receiver
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
-from ...runtime.request import Event, ExecutionRecord, FinishEvent, ParkedEvent, Request
+from ...runtime.request import RECEIVE, Event, ExecutionRecord, FinishEvent, ParkedEvent, Request
 from ...runtime.scheduler import admission
+from ...runtime.scheduler.picture_admission import check_pictures
 from ..engine.choice import Choice, chosen
 from ..requests.error_objects import Refusal
 from .prefill_link import PrefillLink
@@ -79,6 +80,13 @@ class DecodeEngine:
         executor = self._engine.executor
         admission.check(request, executor.limits, executor.vocab_size, executor.max_logprobs, executor.max_ranked)
         choice = chosen.get()
+        if request.pictures:
+            # Neither their patches nor their rows travel, so a prompt with pictures is computed where it is decoded.
+            here = self._landed.local and choice is None
+            check_pictures(request if here else replace(request, handover=RECEIVE), executor.limits, executor.buckets, executor.segments)
+            self._local_count += 1
+            self._engine.submit(request, sink)
+            return
         if choice is not None:
             link, room = self._named(choice), choice.take()
             self._call(lambda: self._begin(request, sink, link, room))

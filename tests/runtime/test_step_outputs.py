@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support import toy_device as toy
 
 from npucompile.graphs.errors import NpucompileError
 from npucompile.graphs.step_inputs import NON_FINITE
@@ -11,9 +12,9 @@ from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.request import Request
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.request_state import RequestState
-from npucompile.runtime.scheduler.scheduled_step import GroupStep, ScheduledRequest, ScheduledStep
+from npucompile.runtime.scheduler.scheduled_step import GroupStep, ScheduledRequest, ScheduledSegment, ScheduledStep
 from npucompile.runtime.scheduler.state import GroupState, SchedulerState
-from npucompile.runtime.step_outputs import NOT_FINITE, read_outputs
+from npucompile.runtime.step_outputs import NOT_FINITE, read_finite, read_outputs
 
 VOCAB = 13
 DECODE, PREFILL = Bucket("decode", 3, 3), Bucket("prefill", 2, 4)
@@ -102,3 +103,14 @@ def test_what_is_no_number_is_seen_in_log_probabilities_where_a_mask_hides_it_fr
     asked, unasked = read(decoded(**logprobs), DECODE, [row(0, logprobs=0), row(1, drafts=0)])
     assert (asked.token_ids, asked.not_finite, len(asked.logprobs)) == ((1, 2), True, 2)
     assert not unasked.not_finite
+
+
+def test_segments_of_an_encode_step_are_finite_or_not_and_padding_is_not_read():
+    bucket = Bucket("encode", 3, 16)
+    segment = ScheduledSegment(row(0), toy.picture(0, 1, 1, 5))
+    step = ScheduledStep(bucket, (GroupStep((row(0),), segments=(segment, segment)), GroupStep()))
+    assert read_finite([{"finite": i32([1, 0, 0])}, {}], step) == ([True, False], ())
+    with pytest.raises(NpucompileError, match="returned no finite; it returned tokens"):
+        read_finite([{"tokens": i32([1])}, {}], step)
+    with pytest.raises(NpucompileError, match=r"returned finite int32\[2\]; legal is int32\[3\]"):
+        read_finite([{"finite": i32([1, 1])}, {}], step)

@@ -324,6 +324,7 @@ class Narrowed:
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
         self.max_ranked, self.recurrent, self.fixed_tokens = executor.max_ranked, executor.recurrent, executor.fixed_tokens
+        self.segments = executor.segments
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
         assert bucket in self.buckets
@@ -344,6 +345,7 @@ class Launching:
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
         self.max_ranked, self.recurrent, self.fixed_tokens = executor.max_ranked, executor.recurrent, executor.fixed_tokens
+        self.segments = executor.segments
         self.most_in_flight = self._in_flight = 0
         self._thread = ThreadPoolExecutor(1)
 

@@ -18,9 +18,11 @@ import numpy as np
 
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.picture_spans import PictureInput, Span, position_offset, positions
 from npucompile.runtime.request import FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.runtime.rng import random_number
 from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager
+from npucompile.runtime.segments import SegmentSizes
 
 VOCAB = 13
 POISON = -(10**9)
@@ -62,6 +64,37 @@ def logprobs_of(tokens: Sequence[int], state: int, chosen: int, most: int) -> Lo
     return Logprobs(-((seed + chosen) % 64) / 8, top)
 
 
+PATCH = 3
+"""Values of a patch of a picture: a pixel of one frame. The device's have two frames, and 2 x 2 patches a row."""
+
+BROKEN = 255
+"""First value of a picture that the toy's tower makes no numbers of."""
+
+LOST = -5
+"""What a row of such a picture holds, or of a step that failed: requests that read it are ended before a token of theirs is sent."""
+
+
+def picture(first: int, rows: int, columns: int, seed: int, *, broken: bool = False) -> PictureInput:
+    """A picture that stands in the places of tokens from `first` on; equal seeds give equal ones."""
+    draw = np.random.default_rng(seed)
+    patches = draw.integers(0, BROKEN, (4 * rows * columns, PATCH)).astype(np.uint8)
+    patches[0, 0] = BROKEN if broken else patches[0, 0]
+    return PictureInput(Span(first, rows, columns), patches, (2 * rows, 2 * columns), b"%d %d %d %d" % (seed, rows, columns, broken))
+
+
+def content(patches: np.ndarray) -> int:
+    """What a row of these four patches is to the toy model, in the place of a token."""
+    return 1000 + hashed(patches.reshape(4, 3, -1)[:, :, 0].reshape(-1).tolist(), 3) % 1000
+
+
+def seen(request: Request) -> list[int]:
+    """The prompt as the toy model reads it: with rows of pictures in their places."""
+    prompt = list(request.prompt)
+    for item in request.pictures:
+        prompt[item.span.first : item.span.end] = [content(block) for block in item.patches.reshape(-1, 4, PATCH)]
+    return prompt
+
+
 class Visit(NamedTuple):
     """A request that comes before a step, may be cancelled before another, and may come with an order to flush the prefix cache."""
 
@@ -82,7 +115,7 @@ class ReferenceRun(NamedTuple):
 
 def reference_run(request: Request, max_model_len: int) -> ReferenceRun:
     """Generates a request without an engine and without drafts."""
-    known, sampling = list(request.prompt), request.sampling
+    known, sampling = seen(request), request.sampling
     settings = [getattr(sampling, name) for name in SETTINGS]
     output: list[int] = []
     logprobs: list[Logprobs] = []
@@ -121,6 +154,7 @@ class Unowned(NamedTuple):
     pages: list[int]
     slots: list[int]
     request_slots: list[int]
+    picture_rows: list[int]
 
 
 @dataclass
@@ -158,18 +192,30 @@ class Memory:
         self.tokens = np.full((limits.num_request_slots, Q), POISON, np.int64)
         self.num_computed_tokens = np.full(limits.num_request_slots, POISON, np.int64)
         self.chosen = np.full(limits.num_request_slots, POISON, np.int64)
+        self.pictures = np.full(limits.picture_rows, POISON, np.int64)
+        self.encoded = 0
 
     # When a step is launched.
 
     def unowned(self) -> Unowned:
         if self.manager is None:
-            return Unowned([], [], [])
+            return Unowned([], [], [], [])
         pools = (self.manager.pages, self.manager.state_slots, self.manager.request_slots)
-        return Unowned(*([number for number, owner in enumerate(pool._owner) if owner is None] for pool in pools))
+        rows = list(self.manager.pictures._free) if self.manager.pictures else []
+        return Unowned(*([number for number, owner in enumerate(pool._owner) if owner is None] for pool in pools), rows)
 
     def live_rows(self, inputs: Inputs) -> list[Row]:
         """The live rows; every input of the others must be that of padding."""
         rows = []
+        if "grids" in inputs:
+            for i, grid in enumerate(inputs["grids"].tolist()):
+                segment = {name: array[i].copy() for name, array in inputs.items()}
+                count = grid[0] * grid[1]
+                assert not segment["patches"][count:].any()
+                assert not segment["picture_rows"][count // 4 :].any()
+                assert (segment["picture_rows"][: count // 4] > 0).all()
+                rows += [Row(segment, 0, None)] if count else []
+            return rows
         for i, request_slot in enumerate(inputs["request_slots"].tolist()):
             row_inputs = {name: array[i].copy() for name, array in inputs.items()}
             if request_slot:
@@ -200,10 +246,13 @@ class Memory:
             ((self.pages, self.heads), unowned.pages),
             ((self.slots,), unowned.slots),
             ((self.tokens, self.num_computed_tokens, self.chosen), unowned.request_slots),
+            ((self.pictures,), unowned.picture_rows),
         ):
             for pool in pools:
                 pool[numbers] = POISON
         self.writes: list[tuple[tuple[Any, ...], np.ndarray, Any, int]] = []
+        if bucket.kind == "encode":
+            return self.encode(bucket, rows)
         B, W, k, n = bucket.batch, bucket.q_len if bucket.kind == "decode" else 1, self.limits.drafts, self.max_logprobs
         outputs: dict[str, np.ndarray] = {"tokens": np.full((B, W), JUNK, np.int32)}
         if bucket.kind == "decode":
@@ -235,6 +284,9 @@ class Memory:
     def fail(self, rows: Sequence[Row]) -> None:
         """Leaves the pools as a step that failed half way would."""
         for row in rows:
+            if "grids" in row.inputs:
+                self.pictures[row.inputs["picture_rows"]] = LOST
+                continue
             # What is full is only read.
             start = row.inputs.get("num_computed_tokens", row.inputs.get("base"))
             written = row.inputs["page_table"][int(start) // self.limits.page_size :]
@@ -242,10 +294,46 @@ class Memory:
             self.slots[row.inputs["state_slots_out"]] = POISON
             self.broken[row.request_slot] = row.owner
 
+    def encode(self, bucket: Bucket, rows: Sequence[Row]) -> dict[str, np.ndarray]:
+        finite = np.ones(bucket.batch, np.int32)
+        for i, row in enumerate(rows):
+            patches, count = row.inputs["patches"], int(np.prod(row.inputs["grids"]))
+            # Both frames of a still picture are the same.
+            by_frame = patches[:count].reshape(count, 3, 2, -1)
+            assert (by_frame[:, :, 0] == by_frame[:, :, 1]).all()
+            finite[i] = patches[0, 0] != BROKEN
+            for place, number in enumerate(row.inputs["picture_rows"][: count // 4].tolist()):
+                self.put("picture", self.pictures, number, content(patches[4 * place : 4 * place + 4]) if finite[i] else LOST)
+        targets = [target for target, *_ in self.writes]
+        assert len(set(targets)) == len(targets), f"two segments write the same row: {targets}"
+        for _, pool, where, value in self.writes:
+            pool[where] = value
+        self.encoded += len(rows)
+        self.rows[bucket.name] += len(rows)
+        return {"finite": finite}
+
+    def with_pictures(self, row: Row, start: int, new: list[int], behind: int) -> tuple[list[int], int]:
+        """The tokens of a chunk and the one behind it as the model reads them; checks their positions."""
+        inputs, length = row.inputs, len(new)
+        if "picture_rows" not in inputs:
+            return new, behind
+        numbers = inputs["picture_rows"][: length + 1].tolist()
+        assert not inputs["picture_rows"][length + 1 :].any()
+        assert not inputs["positions"][length:].any()
+        for number in numbers:
+            assert not number or self.pictures[number] != POISON, f"row {number} is read before it was written"
+        if row.owner is not None:
+            spans = [item.span for item in row.owner.pictures]
+            after = np.arange(len(row.owner.prompt), start + length)[:, None] + position_offset(spans)
+            expected = np.concatenate([positions(len(row.owner.prompt), spans), np.repeat(after, 3, 1)])[start : start + length]
+            assert (inputs["positions"][:length] == expected).all(), f"{row.owner.id!r} from {start} has {inputs['positions'][:length]}"
+        read = [int(self.pictures[number]) if number else token for number, token in zip(numbers, [*new, behind], strict=True)]
+        return read[:-1], read[-1]
+
     def prefill(self, row: Row, i: int, outputs: dict[str, np.ndarray]) -> None:
         inputs, request_slot = row.inputs, row.request_slot
         start, length, table = int(inputs["num_computed_tokens"]), int(inputs["query_lens"]), inputs["page_table"]
-        new = inputs["tokens"][:length].tolist()
+        new, behind = self.with_pictures(row, start, inputs["tokens"][:length].tolist(), int(inputs.get("next_tokens", -1)))
         assert length > 0
         assert not inputs["tokens"][length:].any()
         tokens = [self.cached(self.pages, table, position) for position in range(start)]
@@ -260,9 +348,8 @@ class Memory:
             tokens.append(token)
             state = fold(state, token)
         self.put("slot", self.slots, slot, state)
-        following = int(inputs.get("next_tokens", -1))
-        end = len(tokens)
-        last = following < 0
+        following, end = behind, len(tokens)
+        last = int(inputs.get("next_tokens", -1)) < 0
         if last and self.limits.drafts:
             # Without drafts the inputs do not show which chunk is the last.
             self.check_uniform(row, float(inputs["uniform"][0]), end)
@@ -436,12 +523,15 @@ class ToyDevice:
     refuse_at: frozenset[int] = frozenset()
     on_run: Callable[[], None] = lambda: None
     vocab_size: int = VOCAB
+    segments: SegmentSizes | None = None
     backends: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[Bucket, str] = field(default_factory=dict)
     refreshes: int = 0
     log: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if any(bucket.kind == "encode" for bucket in self.buckets):
+            self.segments = SegmentSizes(2 * PATCH, 4)
         self.memories = [
             Memory(self.limits, self.right, self.max_logprobs, self.recurrent, random.Random(group)) for group in range(self.groups)
         ]

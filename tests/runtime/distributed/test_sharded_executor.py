@@ -15,6 +15,7 @@ from npucompile.runtime.distributed.control_plane import ControlPlane, RankError
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.sharded_executor import ShardedExecutor, select_outputs
 from npucompile.runtime.executor import FinishedStep
+from npucompile.runtime.segments import SegmentSizes
 
 BUCKET, PREFILL = Bucket("decode", 2, 1), Bucket("prefill", 1, 4)
 WAIT_S = 20
@@ -25,7 +26,7 @@ class Local:
 
     buckets, limits, vocab_size, backends = (PREFILL, BUCKET), Limits(4, 9, 9, 16), 13, {BUCKET.name: "eager"}
     error: Exception | None = None
-    max_logprobs, max_ranked, run_ahead, missing, recurrent, fixed_tokens = 7, 3, 1, {}, True, 11.0
+    max_logprobs, max_ranked, run_ahead, missing, recurrent, fixed_tokens, segments = 7, 3, 1, {}, True, 11.0, SegmentSizes(24, 4)
 
     def launch(self, bucket, inputs):
         if self.error:
@@ -104,6 +105,7 @@ def test_it_has_the_properties_of_rank_0s_executor(make_cluster):
     executor = make_cluster("dp=2,tp=2").executor()
     assert (executor.buckets, executor.limits, executor.vocab_size, executor.groups) == (Local.buckets, Local.limits, 13, 2)
     assert (executor.max_logprobs, executor.max_ranked, executor.recurrent, executor.fixed_tokens) == (7, 3, True, 11.0)
+    assert executor.segments == Local.segments
     assert (executor.run_ahead, executor.backends, executor.compiles(), executor.refresh()) == (1, Local.backends, 5, False)
 
 

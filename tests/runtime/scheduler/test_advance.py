@@ -117,7 +117,7 @@ def test_tokens_of_a_prompt_that_a_step_scored_are_known_before_those_behind_it(
         results = [[SampledTokens(sampled_tokens, row.num_drafts)]]
         state = launch(state, step, 0.0)
         ((known,),) = computed(state, step, results)
-        assert known.token_ids(0, 9) == (0, 1, 2, 3, 4, 5, 9)[: known.num_tokens]
+        assert known.key_ids(0, 9) == (0, 1, 2, 3, 4, 5, 9)[: known.num_tokens]
         assert known.num_tokens == known.num_computed_tokens + 1 == row.start + row.num_tokens - row.num_drafts + len(sampled_tokens)
         state, _ = commit(state, step, results, 0.0)
     assert (only(state).output_token_ids, only(state).unscored) == ((9,), 0)
