@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import golden_graphs, towers
+from support import golden_graphs
 
 from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.passes.optimise import optimise
@@ -25,6 +25,7 @@ from npucompile.models.step import Model
 MODELSLIM = tuple((f"model.visual.blocks.*.{name}", W8A8_DYNAMIC) for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1"))
 """What ModelSlim's recipe of the 397B W4A8 stores in int8 (26.1.0): every matrix of a layer but the second of its feed-forward."""
 
+IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _WIDE = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "num_position_embeddings": 2304}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3.5-397b": _WIDE,
@@ -41,7 +42,7 @@ def published(name: str, quantised: bool = False) -> tuple[Model, vision.Config]
     width = model.config.hidden_size
     rest = {"in_channels": 3, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "hidden_act": "gelu_pytorch_tanh"}
     sizes = {**PUBLISHED[name], **rest, "out_hidden_size": width}
-    cfg = vision.read_config({"text_config": {"hidden_size": width}, "vision_config": sizes, **towers.IDS})
+    cfg = vision.read_config({"text_config": {"hidden_size": width}, "vision_config": sizes, **dict.fromkeys(IDS, 1)})
     assert cfg is not None
     return model, stored(cfg, quantised)
 

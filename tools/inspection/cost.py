@@ -68,8 +68,9 @@ def view(artifact: Artifact, entry: GraphEntry, context: int | None) -> views.Vi
 
 def lines(bucket: str, cost: StepCost) -> list[str]:
     """The tables of one bucket."""
+    cached = "" if bucket.startswith("encode-") else f", {cost.context} cached tokens a request"
     head = (
-        f"{bucket} on {cost.chip}, {cost.context} cached tokens a request: {cost.step_ms:.2f} ms a step (estimate); "
+        f"{bucket} on {cost.chip}{cached}: {cost.step_ms:.2f} ms a step (estimate); "
         f"{cost.hbm_bytes / 1e9:,.2f} GB of HBM, at the nameplate rate {cost.floor_ms:.2f} ms; {cost.sent_bytes / 1e6:,.1f} MB received"
     )
     kinds = cost.kinds

@@ -12,7 +12,15 @@ from ...graphs.ir.trace import signature_of
 from ...graphs.types import Leaf, Mesh, Signature
 from ...models import step
 from ...models.head_padding import copies
-from ..agreement.pools import holds_scales, is_paged, is_request_slots, keeps_first_slots, request_slot_pool, tokens_second
+from ..agreement.pools import (
+    holds_scales,
+    is_paged,
+    is_picture_pool,
+    is_request_slots,
+    keeps_first_slots,
+    request_slot_pool,
+    tokens_second,
+)
 from ..agreement.tolerances import SETTLED, AllowedDifferences, deviation
 from .all_ranks import Outputs, Run, run_step
 from .small_model import BucketCase, SmallModel, model_params
@@ -170,6 +178,8 @@ class Ranks:
                 # The last rows are inputs of tokens that a request may not have accepted.
                 rest = pool.shape[1] - self.small.limits.slots_per_request
                 yield leaf, torch.cat([pool[slot, : rest + tokens] for slot, tokens in self.trace.first_slots[group]] or [pool[0, :0]])
+            elif is_picture_pool(leaf):
+                yield leaf, pool
             elif not is_request_slots(leaf):
                 yield leaf, pool[list(self.trace.slots[group])]
 

@@ -28,6 +28,9 @@ PROMPT_EXCESS = 37
 MAX_REQUESTS = 3
 """Most requests of a dp group; buckets have more rows, so that some are padding."""
 
+PICTURE_ROWS = 9
+"""Rows of pictures that prompts read, where graphs take them."""
+
 DELTA_CHUNK = 64
 NARROW_GROUP = 8
 """Most int4 weights of a group in a small model."""
@@ -144,7 +147,9 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     if not (variant.heads and any(form not in UNROUNDED for _, form in formats.rules)):
         # One device that stands for all rounds the parts of activations that ranks have, which are those of padded heads.
         plain = replace(plain, kv_repeat=1, heads=(), draft_heads=())
-    cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers)
+    # Graphs of a tower have a reference of their own, and no requests (tests/lowering/ascend/test_encode.py).
+    entries = [entry for entry in manifest.graphs if entry.bucket.kind != "encode"]
+    cases = small_buckets(entries, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers)
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))
     width, decode = manifest.limits.drafts + 1, [case.bucket for case in cases if case.bucket.kind == "decode"]
@@ -159,6 +164,7 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     limits = Limits(page, 2 + requests * pages, 1 + (requests + 1) * slots, pages * page, slots, manifest.limits.drafts)
     limits = limits.with_bitmasks(manifest.limits.bitmasks, small.config.vocab_size)
     limits = limits.with_adjustments(manifest.limits.logit_adjustments, small.config.vocab_size)
+    limits = replace(limits, picture_rows=min(manifest.limits.picture_rows, PICTURE_ROWS))
     models = small, with_variant(small, variant), with_variant(small, plain)
     max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
     return SmallModel(*models, mesh, cases, limits, requests, steps, max_logprobs, spreads(manifest))

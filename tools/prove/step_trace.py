@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...graphs.step_inputs import StepInputs
+from ...graphs.step_inputs import AXES, StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
 from ..agreement.poisoned_steps import adjust, fill_row, random_words
-from ..agreement.pools import FreePlaces, fill, filled_pages, is_request_slots, request_slot_pool
+from ..agreement.pools import FreePlaces, fill, filled_pages, is_picture_pool, is_request_slots, request_slot_pool
 from .reference_run import DRAFT_LOGITS, ReferenceRun
 from .small_model import PROMPT_EXCESS, BucketCase, SmallModel, model_params
 
@@ -149,6 +149,9 @@ class _Recorder:
             for leaf in self.leaves
         ]
         pools[self.request_slots][0] = 0
+        for leaf, pool in zip(self.leaves, pools, strict=True):
+            if is_picture_pool(leaf):
+                pool.copy_(0.3 * torch.randn(pool.shape, generator=self.generator))
         return pools
 
     def _requests(self, group: int) -> list[TraceRequest]:
@@ -183,7 +186,8 @@ class _Recorder:
         for leaf, pool in zip(self.leaves, state, strict=True):
             fill(leaf, pool, pages, request.slots[:1], self.generator)
             if is_request_slots(leaf):
-                pool[request.request_slot] = torch.tensor([cached, 0, *self._random_tokens(1 + self.drafts)], dtype=torch.int32)
+                offset = [-self._random_below(cached)] if self.small.limits.picture_rows else []
+                pool[request.request_slot] = torch.tensor([cached, 0, *self._random_tokens(1 + self.drafts), *offset], dtype=torch.int32)
 
     def prefill(self) -> Iterator[TraceStep]:
         """Steps until no prompt is left, with each prefill bucket in turn."""
@@ -245,6 +249,8 @@ class _Recorder:
             pages = request.pages[: -(-min(end, self.small.limits.max_model_len) // self.small.limits.page_size)]
             numbers |= {"request_slots": request.request_slot, **request.sampling, **({"logprobs": row % 2} if logprobs else {})}
             fill_row(inputs, row, pages, request.slots[: inputs["state_slots_out"].shape[1]], tokens, **numbers)
+            if not decode and self.small.limits.picture_rows:
+                self._set_places(inputs, row, request.cached, len(tokens))
             if request.sampling is SAMPLED and self.small.limits.bitmasks:
                 # The last of the step's bitmasks.
                 inputs["bitmask_rows"][row] = len(inputs["bitmask"])
@@ -252,6 +258,14 @@ class _Recorder:
         if self.small.limits.logit_adjustments:
             adjust(inputs, [row for row, request in live.items() if request.sampling is SAMPLED], self.generator)
         return inputs
+
+    def _set_places(self, inputs: Inputs, row: int, first: int, count: int) -> None:
+        """Positions about where the tokens are, and rows of pictures in the places of some: what the host gives is what all ranks take."""
+        shifts = torch.randint(0, 5, (count, AXES), generator=self.generator, dtype=torch.int32)
+        inputs["positions"][row, :count] = first // 2 + torch.arange(count, dtype=torch.int32)[:, None] + shifts
+        rows = self.small.limits.picture_rows
+        chosen = torch.randint(1 - rows, rows, (count + 1,), generator=self.generator, dtype=torch.int32)
+        inputs["picture_rows"][row, : count + 1] = chosen.clamp(min=0)
 
     def _prefill_row(self, bucket: Bucket, request: TraceRequest) -> tuple[list[int], dict[str, float]]:
         """The row's next chunk, and numbers by name of the input."""
@@ -268,7 +282,7 @@ class _Recorder:
         k, pool, right = self.drafts, state[self.request_slots], {}
         for row, request in live.items():
             inputs["drafts"][row], right[row] = self._draft_counts(case, request)
-            pool[request.request_slot, request_slots.TOKENS + 1 :] = torch.tensor(self._random_tokens(k), dtype=torch.int32)
+            pool[request.request_slot, request_slots.TOKENS + 1 :][:k] = torch.tensor(self._random_tokens(k), dtype=torch.int32)
         for place in range(min(max(right.values(), default=-1) + 1, k)):
             tokens = self.reference.step(case.bucket, state, inputs)[0]["tokens"]
             for row, request in live.items():

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support import ranks, tiny
+from support import published_pictures, ranks, tiny, towers
 from support import small_images as images
 
 from npucompile.graphs.errors import LoweringError, VerifyError
 from npucompile.graphs.primitive import TABLE
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend import npu_backend
 from npucompile.lowering.ascend.ge_file import GeFile, decode, operators, parse
 from npucompile.lowering.ascend.inspect_ge import shape
 from npucompile.models import sampling
 from npucompile.models.quant.recipes import formats_of_scheme
+from npucompile.tools.inspection import cost
+from npucompile.tools.notation import EncodeSize
 from npucompile.tools.prove import npu
 from npucompile.tools.prove.npu import describe, representative_steps
 from npucompile.tools.prove.small_model import BucketCase, Form
@@ -216,3 +220,16 @@ def test_captured_graphs_are_proved_as_ge_graphs_are(tmp_path_factory, packages)
     assert measured["aclgraph bf16 as lowered"]["tokens"] >= 10
     assert measured["ranks"] == {"ranks": 4, "buckets": 2, "patched": 2}
     assert measured["decode-b4-q2 shipped"]["pools"] == len(artifact.manifest.state)
+
+
+def test_graphs_that_take_pictures_are_proved_with_rows_of_them(tmp_path):
+    directory = towers.saved("width 72", tmp_path / "tower")
+    (directory / "preprocessor_config.json").write_text(json.dumps(published_pictures.FIELDS))
+    sizes = {"mesh": "dp=2", "buckets": (2,), "prefill": (8,), "max_model_len": 128, "num_speculative_tokens": 0}
+    tiny.built(tiny.planned_device(directory, encode=(EncodeSize(64, 2),), **sizes), tmp_path / "out")
+    artifact = Artifact.open(tmp_path / "out")
+    measured = npu.verify_device(artifact, tmp_path / "cache", tiny.QUIET, steps=1)
+    assert measured["encode-b2-q64 shipped"]["pools"] == 1
+    assert 0 < measured["GE f32"]["state_error"] < 1e-4
+    (entry,) = (entry for entry in artifact.manifest.graphs if entry.bucket.kind == "encode")
+    assert cost.view(artifact, entry, None).lines[0].startswith("encode-b2-q64 on ascend910_93: ")
