@@ -136,10 +136,16 @@ class DeviceExecutor:
         self._starts = device.pinned(slots.nbytes).view(slots.dtype).view(slots.shape)
         self._inputs = InputBuffer(device, {b: _layout(s.inputs) for b, s in signatures.items()}, self.run_ahead, step_timeout_s)
         self._outputs = OutputBuffers(device, {b: _layout(s.outputs) for b, s in signatures.items()}, self.run_ahead)
-        others = {bucket: [*state, *self._inputs.arrays[bucket].values()] for bucket in executables}
-        params = DeviceParams(device, leaves, executables, {bucket: len(leaves) + len(others[bucket]) for bucket in executables})
-        params.load(load_params)
-        self._operands = {bucket: params.operands(bucket, others[bucket]) for bucket in executables}
+        places = {entry.bucket: manifest.operands(entry.bucket) for entry in manifest.graphs}
+        others = {b: [*(state[i] for i in pools), *self._inputs.arrays[b].values()] for b, (_, pools) in places.items()}
+        self._operands: dict[Bucket, list[torch.Tensor | None]] = {}
+        # Kinds of buckets that read other parameters have nothing in common.
+        for read in sorted({tuple(params) for params, _ in places.values()}):
+            own = tuple(leaves[i] for i in read)
+            same = {bucket: executables[bucket] for bucket, (params, _) in places.items() if tuple(params) == read}
+            params = DeviceParams(device, own, same, {bucket: len(own) + len(others[bucket]) for bucket in same})
+            params.load(load_params)
+            self._operands |= {bucket: params.operands(bucket, others[bucket]) for bucket in same}
         self.missing: dict[Bucket, str] = {}
         self._executables = self._compile(executables, cache_dir, report)
         self._compiles_before_ready = compile_evidence()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support import ranks, tiny
+from support import ranks, tiny, towers
 from support.constrained import run
 
 from npucompile.graphs.errors import ArtifactError, LoweringError, SpecError
@@ -28,6 +28,7 @@ from npucompile.runtime.executor import ExecutorError
 from npucompile.runtime.request import Request, Sampling
 from npucompile.runtime.staging import ALIGNMENT
 from npucompile.runtime.step_outputs import NOT_FINITE
+from npucompile.tools.notation import EncodeSize
 from npucompile.tools.ranks import offline
 from npucompile.tools.ranks.weights import rank_params
 
@@ -279,3 +280,22 @@ def test_logits_are_adjusted_on_the_device(executor):
     assert outputs[0] == outputs[1]
     assert outputs[0][0] == [7] * 12
     assert all(tokens != free for tokens, free in zip(outputs[0], alone, strict=True))
+
+
+def test_rows_of_pictures_are_encoded_on_the_device(tmp_path):
+    """Buckets that read other parameters than the model's are beside those that do, over one pool."""
+    name = "width 72"
+    options = {"target": "ascend-a3", "mesh": "1", "buckets": (2,), "prefill": (16,), "max_model_len": 128, "encode": (EncodeSize(24),)}
+    plan = tiny.planned(towers.saved(name, tmp_path / "tower"), **options, dtype="auto", backend="ge", max_num_seqs=2)
+    tiny.built(plan, tmp_path / "out")
+    with closing(opened(Artifact.open(tmp_path / "out"))) as executor:
+        grids = [(1, 4, 6)]
+        pixels = towers.patches(name, grids, 1)
+        inputs = {"patches": towers.as_bytes(pixels)[None].numpy(), "grids": np.array([[4, 6]], np.int32)}
+        inputs["picture_rows"] = np.arange(3, 9, dtype=np.int32)[None]
+        assert executor.launch(Bucket("encode", 1, 24), [inputs]).result()[0]["finite"].tolist() == [1]
+        made, wanted = executor.state["state.picture_pool"].cpu()[3:9, 0, 0].float(), towers.rows(name, pixels, grids)
+        assert (made - wanted).pow(2).mean().sqrt() < 0.02 * wanted.pow(2).mean().sqrt()
+        row = PrefillRow([1, 2, 3], 0, [1], 1, 1)
+        tokens = executor.launch(Bucket("prefill", 1, 16), [pack(Bucket("prefill", 1, 16), [row], executor.limits)]).result()[0]["tokens"]
+        assert 0 <= tokens[0, 0] < executor.vocab_size

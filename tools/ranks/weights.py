@@ -13,7 +13,7 @@ from ...graphs import tree
 from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, CheckpointError
 from ...graphs.types import DTYPES, Leaf, Mesh, Rules, leaf_name
 from ...lowering.artifact.artifact import Artifact
-from ...models import safetensors_files
+from ...models import programs, safetensors_files
 from ...models.checkpoint import ParamReader
 from ...models.draft_source import open_both, recorded
 from ...models.params import avals
@@ -140,8 +140,10 @@ def _from_checkpoint(artifact: Artifact, directory: Path, leaves: tuple[Leaf, ..
     # Formats of a checkpoint that is quantised decide what is read; the parameters must be those of the artifact either way.
     decodes_only = ("--phase", "decode") in itertools.pairwise(manifest.build_arguments)
     model, formats = full_model(manifest), formats_in(directory, decodes_only=decodes_only)
-    model = with_variant(model, replace(model.config.variant, formats=formats)) if formats else model
-    params = model.params(DTYPES[manifest.dtype])
+    if formats:
+        model = with_variant(model, replace(model.config.variant, formats=formats))
+        model = replace(model, tower=model.tower and replace(model.tower, variant=replace(model.tower.variant, formats=formats)))
+    params = programs.params(model, DTYPES[manifest.dtype])
     _check_params(artifact, tree.leaves("params", avals(params)))
     reader, names = ParamReader(open_both(directory, recorded(manifest.model)), params), {leaf.name for leaf in leaves}
     operands = [leaf_name("params", path) for path, _ in tree.flatten(params)]

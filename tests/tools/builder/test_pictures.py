@@ -23,7 +23,8 @@ from npucompile.runtime.picture_spans import positions
 from npucompile.server.pictures import videos
 from npucompile.server.pictures.processor import PUBLISHED
 from npucompile.tools.agreement.executables import verify
-from npucompile.tools.builder.plan import Plan
+from npucompile.tools.builder import plan as planning
+from npucompile.tools.builder.plan import Options, Plan
 from npucompile.tools.builder.rank_memory import planned_memory
 from npucompile.tools.notation import EncodeSize
 from npucompile.tools.prove.mesh import verify_mesh
@@ -193,3 +194,15 @@ def test_a_rank_has_memory_for_the_tower_and_the_pool(checkpoint: Path) -> None:
     assert parts["picture rows"] == plan.limits.picture_rows * towers.TEXT["hidden_size"] * 4
     assert {"vision tower", "picture rows"}.isdisjoint(part.name for part in planned_memory(text).parts)
     assert parts["other state"] == 0
+
+
+def test_a_published_deployment_takes_pictures_where_it_is_asked_to() -> None:
+    row = {"deployment": "qwen35-397b-a3x8-in3k5-out1k5-50ms", "backend": "null"}
+    text, plan = (planning.plan(Options("qwen3.5-397b", **row, encode=encode)) for encode in (None, (EncodeSize(1024, 4),)))
+    assert (text.limits.picture_rows, text.pictures, "--encode" in text.arguments) == (0, None, False)
+    assert plan.buckets == (Bucket("encode", 4, 1024), *text.buckets)
+    # Heads of 72 channels are stored as 80.
+    more = 27 * (4 * 16 * 8 * 1152 + 3 * 16 * 8)
+    parts = {part.name: part.nbytes for part in planned_memory(plan).parts}
+    assert parts["vision tower"] == 2 * (456_010_480 + more)
+    assert planned_memory(plan).fits

@@ -29,6 +29,11 @@ def _read_buckets(text: str) -> tuple[int, ...] | str:
     return text if text.partition(":")[0] == "auto" else parse_buckets(text)
 
 
+def _encode_argument(sizes: list[EncodeSize], plan: Any) -> str:
+    """Sizes, and that there are none where a build would choose some."""
+    return format_encode(sizes) if sizes or (plan.target.local and plan.source.has_tower()) else ""
+
+
 def _limit(plan: Any, otherwise: str) -> str:
     """Who decides a limit: the row where its limits are taken, the plan where it derives them from the row's."""
     return (ROW if plan.published else PLAN) if plan.deployment else otherwise
@@ -76,7 +81,7 @@ ENCODE = Setting(
     "Encode sizes, for pictures: patches of one segment (a picture, or two frames), or PATCHESxSEGMENTS (of one dp group), e.g. "
     f"256x4,1024; none takes no pictures.  [default: {format_encode(DEFAULT_ENCODE)} for a checkpoint with a vision tower on this machine, "
     "else none]",
-    lambda plan: format_encode([EncodeSize(b.q_len, b.batch) for b in plan.buckets if b.kind == "encode"]) if plan.source.tower else "",
+    lambda plan: _encode_argument([EncodeSize(b.q_len, b.batch) for b in plan.buckets if b.kind == "encode"], plan),
     read=parse_encode,
     extra={"metavar": "LIST"},
     by=by_plan,

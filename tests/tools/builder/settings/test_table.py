@@ -23,7 +23,8 @@ ELSEWHERE = 32
 
 def names_alone(path: Path) -> list[str]:
     """Strings of a file that are the option of a setting of several words, with or without dashes, and nothing else."""
-    options = {setting.option for setting in SETTINGS if "-" in setting.option}
+    # An option of serve with the same name has a record of its own.
+    options = {setting.option for setting in SETTINGS if "-" in setting.option} - {option.option for option in OPTIONS}
     strings = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
     return [text for text in strings if isinstance(text, str) and text.removeprefix("--") in options]
 
