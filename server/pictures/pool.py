@@ -135,6 +135,10 @@ class DecoderPool:
 
     def _run(self, task: Task, param: str) -> Outcome:
         process = self._idle.get()
+        while process is not None and process.poll() is not None and not self._closed:
+            # It ended while it did nothing, which no picture is to blame for.
+            self._replace(process)
+            process = self._idle.get()
         if process is None:
             self._idle.put(None)
             raise self._failed(param, task)
@@ -157,13 +161,21 @@ class DecoderPool:
         """What a process makes of a task, or says once it has started; None where it did not survive that."""
         assert process.stdin is not None
         assert process.stdout is not None
-        late = threading.Timer(time_s, process.kill)
+        killed = threading.Event()
+
+        def kill() -> None:
+            killed.set()
+            process.kill()
+
+        late = threading.Timer(time_s, kill)
         late.start()
         try:
             if task is not None:
                 write(process.stdin, task)
             payload = read(process.stdout, most_bytes)
-            return None if payload is None else msgspec.msgpack.decode(payload, type=Outcome)
+            late.cancel()
+            # What came in the last moment has cost the process all the same.
+            return None if payload is None or killed.is_set() else msgspec.msgpack.decode(payload, type=Outcome)
         except (OSError, msgspec.MsgspecError):
             return None
         finally:

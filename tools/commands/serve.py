@@ -42,6 +42,7 @@ from ..serve.options import HOST, PORT, SECTIONS
 from ..serve.pairing import Pairing, transfer_variables
 from ..serve.recording import facts_of
 from ..serve.serving import BackgroundBuild, RunningService, incomplete, said_of_ends, start_service
+from ..serve.vision import said_of_pictures
 from .family_option import family_option
 from .option_groups import grouped
 from .other_names import KnowsOtherNames
@@ -182,7 +183,8 @@ def command(
             served.engine.stepper.journal = Journal(written.write)
         server.lifecycle.service = served.service
         stop.raises = False
-        announce(served, artifact, build is not None, progress, [said_of_ends(served), *api.said_of_sampling(artifact)])(server.url)
+        notes = [said_of_ends(served), *said_of_pictures(served.service), *api.said_of_sampling(artifact)]
+        announce(served, artifact, build is not None, progress, notes)(server.url)
         server.wait(stop, lambda: served.engine.failure is not None)
         if served.engine.failure:
             # A step that hangs may hold this process at its end.

@@ -11,7 +11,7 @@ import msgspec
 
 from ...lowering.artifact.artifact import Artifact
 from ...models.vision import IDS as MARKS
-from ...server.engine.service import TEXT_ALONE
+from ...server.engine.service import TEXT_ALONE, Service
 from ...server.pictures.limits import MediaLimits
 from ...server.pictures.media import Hosts
 from ...server.pictures.pool import DecoderPool
@@ -57,6 +57,15 @@ def _videos(tower: Mapping[str, Any], most: int) -> VideoProcessor | str:
         return "PyAV is not installed (npucompile[video]); legal are pictures"
     processor = msgspec.convert(tower[VIDEOS], VideoProcessor)
     return replace(processor, frame_pixels=most * processor.patch_size**2)
+
+
+def said_of_pictures(service: Service) -> list[str]:
+    """A line that says what a server takes beside text; none where that is nothing."""
+    if service.pictures is None:
+        return []
+    vision, limits = service.pictures.vision, service.pictures.limits
+    videos = "" if isinstance(vision.videos, str) else f" and {limits.videos} videos"
+    return [f"takes {limits.images} pictures{videos} a request, and reads pictures at up to {vision.processor.max_pixels} pixels"]
 
 
 def reader_of(vision: Vision, media: MediaLimits) -> PictureReader:

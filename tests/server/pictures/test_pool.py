@@ -96,6 +96,17 @@ def test_a_process_that_hangs_is_ended_in_time_and_others_go_on_meanwhile():
         assert one.size(b"good", "p").result(60) == (3, 4)
 
 
+def test_a_process_that_ended_while_it_was_idle_costs_no_picture():
+    with pool() as one:
+        assert one.size(b"good", "p").result(60) == (3, 4)
+        before = one.process_ids
+        for process_id in before:
+            os.kill(process_id, signal.SIGKILL)
+        wait_gone(before)
+        assert one.size(b"good", "p").result(60) == (3, 4)
+        assert before.isdisjoint(one.process_ids)
+
+
 @pytest.mark.parametrize(("data", "message"), [(b"pixels", "cannot be decoded"), (b"code", "it says")])
 def test_what_a_process_says_is_checked(data, message):
     with pool() as one:

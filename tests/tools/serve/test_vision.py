@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
-from support.shown import IDS, IMAGE, IMAGE_ID, MARKS, VIDEO_ID, VIDEOS, VISION, artifact, codec
+from support.shown import IDS, IMAGE, IMAGE_ID, MARKS, VIDEO_ID, VIDEOS, VISION, artifact, codec, reader
 from support.texts import byte_codec
 
 from npucompile.server.pictures.limits import MediaLimits, RequestLimits
-from npucompile.tools.serve.vision import reader_of, vision_of
+from npucompile.tools.serve.vision import reader_of, said_of_pictures, vision_of
 
 
 def test_the_largest_bucket_bounds_pictures():
@@ -50,6 +51,14 @@ def test_videos_are_taken_where_the_artifact_has_their_processor_and_a_decoder_i
 
 def test_a_tokenizer_without_the_marks_takes_text_alone():
     assert isinstance(vision_of(artifact(), byte_codec()), str)
+
+
+def test_what_is_taken_is_said():
+    with reader() as taken:
+        service = SimpleNamespace(pictures=taken)
+        assert said_of_pictures(service)[0].startswith(f"takes {taken.limits.images} pictures")
+        assert "65536 pixels" in said_of_pictures(service)[0]
+    assert said_of_pictures(SimpleNamespace(pictures=None)) == []
 
 
 def test_a_reader_has_the_limits():
