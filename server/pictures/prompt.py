@@ -142,11 +142,6 @@ def inputs(tokens: Sequence[int], shown: Sequence[Picture | Video], vision: Visi
     )
 
 
-def before_text(text: str, count: int, vision: Vision) -> str:
-    """The prompt of a model without a chat template: its pictures, then its text."""
-    return f"{vision.start}{vision.image}{vision.end}" * count + text
-
-
 def _check_count(marks: int, pictures: int, vision: Vision, param: str) -> None:
     if marks != pictures:
         message = f"{param} has {marks} places for pictures ({vision.image}), and the request has {pictures}; legal is one for each"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...graphs.errors import SpecError
@@ -12,11 +12,11 @@ from ...server.chat.template import Chat
 from ...server.pictures.decoding import decode
 from ...server.pictures.limits import MOST_PIXELS, PictureLimits
 from ...server.pictures.processor import Picture
-from ...server.pictures.prompt import before_text, encoded, expanded, guarded, inputs
+from ...server.pictures.prompt import encoded, expanded, guarded, inputs
 from ...server.pictures.reader import Vision
 from ...server.text.tokenizer import TextTokenizer
 from .api_settings import ApiSettings
-from .vision import vision_of
+from .vision import ids_of, tower_of, vision_of
 
 LIMITS = PictureLimits(2**31 - 1, MOST_PIXELS)
 """The files are the user's own."""
@@ -35,31 +35,43 @@ def prompt_of(
         SpecError: the artifact takes no pictures, or a file cannot be read.
         RequestError: a file is no legal picture, or the chat template leaves it out.
     """
-    vision = "it has no tokenizer; legal is a prompt without --image" if codec is None else vision_of(artifact, codec)
-    if codec is None or isinstance(vision, str):
-        raise SpecError(f"--image {files[0]}, and {artifact.path} takes text alone: {vision}")
-    pictures = [_picture(file, vision) for file in files]
+    tower = tower_of(artifact)
+    if isinstance(tower, str):
+        raise SpecError(f"--image {files[0]}, and {artifact.path} takes text alone: {tower}")
+    pictures = [_picture(file, tower) for file in files]
     counts = [picture.tokens for picture in pictures]
-    if isinstance(prompt, str):
-        ids = _text_ids(artifact, codec, prompt, counts, vision)
-    else:
-        ids = expanded(prompt, counts, vision, "--token-ids")
-    return ids, inputs(ids, pictures, vision)
-
-
-def _text_ids(artifact: Artifact, codec: TextTokenizer, prompt: str, counts: Sequence[int], vision: Vision) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        ids = expanded(prompt, counts, tower, "--token-ids")
+        return ids, inputs(ids, pictures, tower)
+    assert codec is not None, "a text has become a prompt by a tokenizer"
     form = ApiSettings().chat_of(artifact)
+    if form.template is None:
+        front, behind = _before_text(codec, prompt, counts, ids_of(artifact))
+        # What users type is no place, whatever its ids.
+        return front + behind, inputs(front, pictures, tower)
+    vision = vision_of(artifact, codec)
+    if isinstance(vision, str):
+        raise SpecError(f"--image {files[0]} with the chat template of {artifact.path}: {vision}")
 
     def encode(pieces: Sequence[str], _: int) -> list[tuple[int, ...]]:
         # What the tokenizer adds is in a template's text already.
-        return [codec.encode(piece, add_special=form.template is None and not index) for index, piece in enumerate(pieces)]
+        return [codec.encode(piece, add_special=False) for piece in pieces]
 
-    content = [{"type": "image"} for _ in counts] + [{"type": "text", "text": prompt}]
+    content = [{"type": "image"} for _ in files] + [{"type": "text", "text": prompt}]
     safe = guarded(Chat([{"role": "user", "content": content}]), vision)
-    if form.template is not None:
-        return encoded(form.render(safe.chat), safe.guard, counts, vision, encode, "--prompt")
-    text = before_text(safe.chat.messages[0]["content"][-1]["text"], len(counts), vision)
-    return encoded(text, safe.guard, counts, vision, encode, "--prompt")
+    ids = encoded(form.render(safe.chat), safe.guard, counts, vision, encode, "--prompt")
+    return ids, inputs(ids, pictures, vision)
+
+
+def _before_text(
+    codec: TextTokenizer, prompt: str, counts: Sequence[int], ids: Mapping[str, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the tokenizer adds before a text, with the pictures behind that, and the text."""
+    image, _, start, end = ids.values()
+    places = tuple(token for count in counts for token in (start, *[image] * count, end))
+    whole, text = codec.encode(prompt), codec.encode(prompt, add_special=False)
+    added = len(whole) - len(text)
+    return (whole[:added] + places, text) if whole[added:] == text else (places, whole)
 
 
 def _picture(file: Path, vision: Vision) -> Picture:

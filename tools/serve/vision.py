@@ -24,29 +24,42 @@ TOWER, IDS, PROCESSOR, VIDEOS = "tower", "ids", "processor", "videos"
 """Fields of a manifest's model."""
 
 
-def vision_of(artifact: Artifact, codec: TextTokenizer, media: MediaLimits | None = None, *, paired: bool = False) -> Vision | str:
-    """What the tower of an artifact takes; where its server takes text alone, a sentence that says why and what would take pictures."""
+def tower_of(artifact: Artifact) -> Vision | str:
+    """What the tower of an artifact takes, without texts of its tokens; where it takes text alone, a sentence that says what takes more."""
     model = artifact.manifest.model
     patches = [entry.bucket.q_len for entry in artifact.manifest.graphs if entry.bucket.kind == "encode"]
     if TOWER not in model or not patches:
         return TEXT_ALONE
+    ids: Mapping[str, int] = model[TOWER][IDS]
+    processor = msgspec.convert(model[TOWER][PROCESSOR], PictureProcessor)
+    most = max(patches)
+    bounded = processor.with_limits(max_pixels=min(processor.max_pixels, most * processor.patch_size**2))
+    return Vision(bounded, most, "", "", "", "", ids[MARKS[0]], ids[MARKS[1]], _videos(model[TOWER], most))
+
+
+def vision_of(artifact: Artifact, codec: TextTokenizer, media: MediaLimits | None = None, *, paired: bool = False) -> Vision | str:
+    """`tower_of` with texts, for a server; where that takes text alone, a sentence that says why and what would take pictures."""
+    tower = tower_of(artifact)
+    if isinstance(tower, str):
+        return tower
     if media and media.text_alone:
         return "it was started with --language-model-only or a limit of no images; legal is text, or a server without that"
     if paired:
         return "prompts with pictures are not handed over between prefill and decode servers; legal is text, or a server with --role both"
-    ids: Mapping[str, int] = model[TOWER][IDS]
     texts: list[str] = []
-    for name in MARKS:
-        text = codec.library.id_to_token(ids[name])
-        if text is None or codec.encode(text, add_special=False) != (ids[name],):
+    for name, token in ids_of(artifact).items():
+        text = codec.library.id_to_token(token)
+        if text is None or codec.encode(text, add_special=False) != (token,):
             legal = "legal is text, or an artifact of a checkpoint whose tokenizer has the tokens that its config.json names"
-            return f"its tokenizer has no token for {name} {ids[name]}; {legal}"
+            return f"its tokenizer has no token for {name} {token}; {legal}"
         texts.append(text)
     image, video, start, end = texts
-    processor = msgspec.convert(model[TOWER][PROCESSOR], PictureProcessor)
-    most = max(patches)
-    bounded = processor.with_limits(max_pixels=min(processor.max_pixels, most * processor.patch_size**2))
-    return Vision(bounded, most, image, video, start, end, ids[MARKS[0]], ids[MARKS[1]], _videos(model[TOWER], most))
+    return replace(tower, image=image, video=video, start=start, end=end)
+
+
+def ids_of(artifact: Artifact) -> dict[str, int]:
+    """The tokens of pictures and videos in prompts of an artifact with a tower, by the names in MARKS and in their order."""
+    return {name: artifact.manifest.model[TOWER][IDS][name] for name in MARKS}
 
 
 def _videos(tower: Mapping[str, Any], most: int) -> VideoProcessor | str:

@@ -12,7 +12,7 @@ from npucompile.graphs.errors import RequestError
 from npucompile.runtime.picture_spans import spans
 from npucompile.server.chat.template import Chat
 from npucompile.server.pictures.processor import Picture
-from npucompile.server.pictures.prompt import before_text, encoded, expanded, guarded, inputs
+from npucompile.server.pictures.prompt import encoded, expanded, guarded, inputs
 from npucompile.server.pictures.reader import Frames
 
 TYPED = st.lists(st.sampled_from([*MARKS, "<|image_", "pad|>", "a", " ", "\ue000", "é", "<", ">"]), max_size=6).map("".join)
@@ -97,8 +97,7 @@ def test_more_or_fewer_pictures_than_places_are_refused(counts):
 
 
 def test_token_ids_are_expanded_as_text_is():
-    text = before_text("x", 2, VISION)
-    assert text == f"{PLACE}{PLACE}x"
+    text = f"{PLACE}{PLACE}x"
     ids = encoded(text, "", [2, 3], VISION, encode, "text")
     assert ids == expanded(codec().encode(text), [2, 3], VISION, "text")
     assert codec().decode(ids, skip_special=False) == f"{START}{IMAGE * 2}{END}{START}{IMAGE * 3}{END}x"
