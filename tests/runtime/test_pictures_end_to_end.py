@@ -1,0 +1,215 @@
+"""An engine over a built artifact gives the greedy tokens of transformers for prompts with pictures, however they are served."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import tiny, towers
+from support import toy_device as toy
+
+from npucompile.graphs.errors import RequestError
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.models import checkpoint, registry
+from npucompile.models.params import initialise
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.engine import Engine
+from npucompile.runtime.executor import FinishedStep, Inputs, Pending
+from npucompile.runtime.picture_spans import PictureInput
+from npucompile.runtime.request import Request
+from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
+from npucompile.tools.notation import EncodeSize
+
+NAME, TOKENS = "width 72", 10
+ENCODE = (EncodeSize(16, 3), EncodeSize(96))
+
+
+def built(directory: Path, drafts: int, **options: Any) -> Artifact:
+    """Of a model that transformers made; it has no draft heads, so that one is drawn."""
+    model = towers.saved(NAME, directory / "model")
+    if drafts:
+        config = json.loads((model / "config.json").read_text())
+        config["text_config"]["mtp_num_hidden_layers"] = 1
+        (model / "config.json").write_text(json.dumps(config))
+        found = registry.find(model).model
+        head = {"mtp": found.family.abstract_params(found.config, torch.float32)["mtp"]}
+        checkpoint.save(head, initialise(head, torch.Generator().manual_seed(5)), directory / "head")
+        (drawn,) = (directory / "head").glob("*.safetensors")
+        own = load_file(model / "model.safetensors")
+        save_file({**own, **load_file(drawn)}, model / "model.safetensors", {"format": "pt"})
+    sizes = {
+        "buckets": (1, 4),
+        "prefill": (8, 24),
+        "encode": ENCODE,
+        "max_model_len": 128,
+        "num_speculative_tokens": drafts,
+        "checkpoint_slots": 8,
+    }
+    tiny.built(tiny.planned(model, **{**sizes, **options}), directory / "out")
+    return Artifact.open(directory / "out")
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["plain", "drafts"])
+def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuExecutor:
+    return CpuExecutor(built(tmp_path_factory.mktemp("pictures"), request.param))
+
+
+def asked(name: str, prompt: towers.Prompt, *, stills: bool = False, **fields: Any) -> Request:
+    """A request for what transformers is asked; the frames of its pictures are not those of stills."""
+    pixels, pictures, behind = towers.as_bytes(prompt.pixels).numpy(), [], 0
+    for (_, h, w), span in zip(prompt.grids, prompt.spans, strict=True):
+        own, behind = pixels[behind : behind + h * w], behind + h * w
+        patches = own.reshape(h * w, 3, 2, -1)[:, :, 0].reshape(h * w, -1) if stills else own
+        pictures.append(PictureInput(span, np.ascontiguousarray(patches), (h, w), bytes(own.tobytes()[:64]) + bytes([h, w])))
+    return Request(name, tuple(prompt.tokens[: prompt.count]), TOKENS, pictures=tuple(pictures), **fields)
+
+
+@functools.cache
+def expected(parts: tuple[int | tuple[int, int], ...], seed: int, stills: bool = False) -> list[int]:
+    """Greedy tokens of transformers."""
+    prompt = made(parts, seed, stills)
+    for _ in range(TOKENS):
+        prompt.tokens.append(int(prompt.logits(NAME)[-1].argmax()))
+    return prompt.tokens[prompt.count :]
+
+
+def made(parts: Sequence[int | tuple[int, int]], seed: int, stills: bool = False) -> towers.Prompt:
+    prompt = towers.prompt(NAME, list(parts), seed)
+    if stills and prompt.grids:
+        by_frame = prompt.pixels.reshape(len(prompt.pixels), 3, 2, -1)
+        by_frame[:, :, 1] = by_frame[:, :, 0]
+    return prompt
+
+
+CASES: dict[str, tuple[int | tuple[int, int], ...]] = {
+    "one": (3, (4, 6), 5),
+    "three of other sizes": (2, (4, 4), 3, (6, 10), 1, (2, 4), 4),
+    "over two and three chunks": (5, (8, 12), 2, (8, 10), 3),
+    "first and last": ((2, 2), 6, (4, 6), 1),
+    "none": (9,),
+}
+
+
+def serve(executor: Any, requests: Sequence[Request], **options: Any) -> tuple[list[toy.Collector], dict[str, Any]]:
+    engine = Engine(executor, refresh_every_s=None, **options)
+    sinks = [toy.Collector() for _ in requests]
+    for request, sink in zip(requests, sinks, strict=True):
+        engine.submit(request, sink)
+    while engine.step():
+        engine.stepper.check()
+    for manager in engine.stepper.cache_managers:
+        assert manager.pictures is not None
+        assert manager.pictures.num_pinned == 0
+    return sinks, engine.stats()
+
+
+def test_one_after_the_other(executor: CpuExecutor) -> None:
+    tiny.poison(executor)
+    for seed, (name, parts) in enumerate(CASES.items()):
+        (sink,), stats = serve(executor, [asked(name, made(parts, seed))])
+        assert (sink.tokens, sink.end.message) == (expected(parts, seed), None), name
+        assert sink.end.record.encoded_pictures == stats["encoded_pictures_total"] == sum(not isinstance(part, int) for part in parts)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_together_and_again(executor: CpuExecutor, run_ahead: int) -> None:
+    """Batches of prompts with and without pictures; the second round has all rows and prefixes of the first."""
+    tiny.poison(executor)
+    requests = [asked(name, made(parts, seed)) for seed, (name, parts) in enumerate(CASES.items())]
+    with tiny.Launching(executor) as launching:
+        of = launching if run_ahead else executor
+        engine = Engine(of, refresh_every_s=None, run_ahead=run_ahead, prefix_cache=PrefixCacheSettings())
+        for turn in range(2):
+            sinks = [toy.Collector() for _ in requests]
+            for request, sink in zip(requests, sinks, strict=True):
+                engine.submit(request, sink)
+            while engine.step():
+                engine.stepper.check()
+            for seed, (sink, (name, parts)) in enumerate(zip(sinks, CASES.items(), strict=True)):
+                assert (sink.tokens, sink.end.message) == (expected(parts, seed), None), (name, turn)
+        stats = engine.stats()
+    assert stats["encoded_pictures_total"] <= 8 + 2
+    assert stats["prefix_cache_hits_total"] > 0
+    assert stats["bucket_steps"]["encode-b3-q16"] > 0
+
+
+def test_stills_have_one_frame(executor: CpuExecutor) -> None:
+    parts = CASES["three of other sizes"]
+    (sink,), _ = serve(executor, [asked("a", made(parts, 3, stills=True), stills=True)])
+    assert sink.tokens == expected(parts, 3, stills=True)
+
+
+def test_a_request_that_lost_its_pages_goes_on(executor: CpuExecutor) -> None:
+    """There are eight pages; two requests begin with four and three of them and grow into the next two."""
+    few = tiny.Narrowed(executor, executor.buckets, num_pages=executor.limits.pages_per_request + 1)
+    tiny.poison(executor)
+    cases = [((3, (4, 6), 45), 1), ((2, (6, 6), 31), 2), ((1, (4, 4), 20), 3)]
+    requests = [asked(f"r{seed}", made(parts, seed)) for parts, seed in cases]
+    sinks, stats = serve(few, requests)
+    for sink, (parts, seed) in zip(sinks, cases, strict=True):
+        assert sink.tokens == expected(parts, seed)
+    assert stats["preemptions_total"] > 0
+
+
+class Groups(tiny.Narrowed):
+    """Executors of one artifact as dp groups of one, which run every step together."""
+
+    def __init__(self, *executors: CpuExecutor) -> None:
+        super().__init__(executors[0], executors[0].buckets)
+        self.groups, self.executors = len(executors), executors
+
+    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
+        outputs = [executor.launch(bucket, [own]).result() for executor, own in zip(self.executors, inputs, strict=True)]
+        return FinishedStep([own for (own,) in outputs])
+
+
+def test_groups_with_and_without_pictures_run_encode_steps_together(executor: CpuExecutor) -> None:
+    groups = Groups(executor, CpuExecutor(executor.artifact))
+    for each in groups.executors:
+        tiny.poison(each)
+    requests = [asked(name, made(parts, seed)) for seed, (name, parts) in enumerate(CASES.items())]
+    sinks, stats = serve(groups, requests)
+    for seed, (sink, (name, parts)) in enumerate(zip(sinks, CASES.items(), strict=True)):
+        assert (sink.tokens, sink.end.message) == (expected(parts, seed), None), name
+    assert stats["encoded_pictures_total"] == sum(not isinstance(part, int) for parts in CASES.values() for part in parts)
+
+
+def test_two_pictures_of_equal_size_and_one_twice(executor: CpuExecutor) -> None:
+    """With prefixes kept: only what differs is computed again."""
+    parts = (3, (4, 6), 70)
+    first, other = made(parts, 1), made(parts, 1)
+    other.pixels = made(parts, 2).pixels
+    twice = made((2, (4, 6), 3, (4, 6), 4), 5)
+    twice.pixels = torch.cat([twice.pixels[:24]] * 2)
+    tokens = []
+    for prompt in (first, other, twice):
+        for _ in range(TOKENS):
+            prompt.tokens.append(int(prompt.logits(NAME)[-1].argmax()))
+        tokens.append(prompt.tokens[prompt.count :])
+    engine = Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings())
+    records = []
+    for name, place in (("a", 0), ("b", 1), ("c", 0), ("d", 2)):
+        sink = toy.Collector()
+        engine.submit(asked(name, (first, other, twice)[place]), sink)
+        while engine.step():
+            engine.stepper.check()
+        assert sink.tokens == tokens[place], name
+        records.append((sink.end.record.cached_tokens, sink.end.record.encoded_pictures))
+    assert [encoded for _, encoded in records] == [1, 1, 0, 1]
+    assert [cached for cached, _ in records[:2]] == [0, 0]
+    assert records[2][0] >= 16
+
+
+def test_what_these_graphs_cannot_take_is_refused(executor: CpuExecutor) -> None:
+    engine = Engine(executor, refresh_every_s=None)
+    with pytest.raises(RequestError, match="picture 0 has 100 patches after resizing; the largest encode bucket holds 96"):
+        engine.submit(asked("a", made((1, (10, 10), 2), 1)), toy.Collector())
+    assert not engine.step()
