@@ -86,11 +86,12 @@ def compare(url: str, alone: str) -> None:
         assert len(tokens[0]) == len(tokens[1]) == 8
         scores, tops = ([choice["logprobs"][name] for choice in choices] for name in ("token_logprobs", "top_logprobs"))
         for place, (ours, theirs) in enumerate(zip(*tokens, strict=True)):
-            same = math.isclose(scores[0][place], scores[1][place], abs_tol=ROUNDING)
-            assert same, (body, place, tokens, scores)
             if ours != theirs:
-                assert "temperature" in body or scores[1][place] - min(tops[1][place].values()) < ROUNDING, (body, place, tokens, tops)
+                # What is sampled lies beside a bound between two tokens, which log probabilities do not tell.
+                near = math.isclose(scores[0][place], scores[1][place], abs_tol=ROUNDING)
+                assert near or "temperature" in body, (body, place, tokens, scores, tops)
                 break
+            assert math.isclose(scores[0][place], scores[1][place], abs_tol=ROUNDING), (body, place, tokens, scores)
             compared += 1
         known += answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert compared >= 24

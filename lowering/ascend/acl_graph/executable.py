@@ -159,14 +159,18 @@ class AclExecutable:
 
     def _replay(self) -> list[Any]:
         known: dict[int, list[int]] = {}
+        updates = list[Callable[[], None]]()
         for i, (segment, captured) in enumerate(zip(self._program.segments, self._captured, strict=True)):
             captured.replay()
             if segment.updated and self._behind[i] < 0:
-                self._engine.updates.put(functools.partial(captured.update, {}))
+                updates.append(functools.partial(captured.update, {}))
             if segment.fetched:
                 fetched = {number: self._engine.fetch(number, self._values[number]) for number in segment.fetched}
                 waiting = [later for later, last in enumerate(self._behind) if last == i]
-                self._engine.updates.put(functools.partial(self._update, known, fetched, waiting))
+                updates.append(functools.partial(self._update, known, fetched, waiting))
+        # An update is behind its replay, and the lengths of a step on an idle device may be there before its last segment is queued.
+        for update in updates:
+            self._engine.updates.put(update)
         return self._values
 
     @functools.cached_property

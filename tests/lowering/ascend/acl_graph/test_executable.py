@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from support import acl_graphs as ag
 
@@ -79,6 +81,26 @@ def test_all_segments_are_queued_before_the_first_length_is_known() -> None:
     engine.gate.set()
     engine.updates.close()
     assert engine.log[6:] == [("update", 1, [[7, 8]]), ("update", 2, [[7, 8]])]
+
+
+def test_lengths_that_are_there_at_once_wait_for_the_last_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an idle device, where the thread that launches is slow."""
+    engine = Recorder()
+    engine.gate.set()
+    opened, operands = executable(engine, captured=True)
+    opened.compile(operands)
+    replay = Replayed.replay
+
+    def slow(segment: Replayed) -> None:
+        time.sleep(0.05)
+        replay(segment)
+
+    monkeypatch.setattr(Replayed, "replay", slow)
+    opened(operands)
+    engine.updates.close()
+    assert engine.log == [
+        "check", ("replay", 0), "fetch", ("replay", 1), "fetch", ("replay", 2), ("update", 1, [[7, 8]]), ("update", 2, [[7, 8]]),
+    ]  # fmt: skip
 
 
 def test_operators_that_are_launched_one_by_one_wait_for_their_lengths() -> None:
