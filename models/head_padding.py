@@ -225,7 +225,8 @@ def _spread(tensor: torch.Tensor, dim: int, places: tuple[int, ...], width: int,
 def _cut(tensor: torch.Tensor, axes: tuple[SourceAxis, ...]) -> torch.Tensor:
     """The real heads of a tensor that has all places."""
     for dim, axis in enumerate(axes):
-        if isinstance(axis, Placed):
+        # A bias goes through its matrix's source as one column.
+        if isinstance(axis, Placed) and (tensor.shape[dim] != 1 or len(axis.places) == 1):
             kept = torch.tensor([place for place, head in enumerate(axis.places) if head >= 0], device=tensor.device)
             width = tensor.shape[dim] // (len(axis.places) * sum(axis.units))
             parts = tensor.split([len(axis.places) * unit * width for unit in axis.units], dim)

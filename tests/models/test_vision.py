@@ -152,6 +152,25 @@ def test_scores_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.most < S * N * H * N // 8
 
 
+@pytest.mark.parametrize("name", towers.TOWERS)
+def test_heads_in_whole_tiles_give_the_same_rows(own: Any, folder: Path, name: str) -> None:
+    """As NPUs have their parameters, which are written back as those of the checkpoint."""
+    cfg, weights = own(name)
+    wide = vision.in_tiles(cfg)
+    assert wide.head_width == {"width 72": 80, "width 64": 64, "small patches": 16}[name]
+    tower = stored(TOWER.abstract_params(wide, torch.float32), wide.variant)
+    directory = folder / name
+    text = registry.find(directory).model.params(torch.float32)
+    loaded = checkpoint.load(checkpoint.open_checkpoint(directory), {**text, TOWER.key: tower})[TOWER.key]
+    pixels = towers.patches(name, grids := [(1, 6, 10), (1, 8, 8)], 8)
+    rows, tiled = (encoded(each, padded(pixels, grids, 64, 1)) for each in ((cfg, weights), (wide, loaded)))
+    torch.testing.assert_close(tiled, rows, rtol=1e-5, atol=1e-5)
+    checkpoint.save(tower, loaded, folder / f"{name} tiled")
+    ours, theirs = (load_file(each / "model.safetensors") for each in (folder / f"{name} tiled", directory))
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert len(ours) == sum(key.startswith("model.visual.") for key in theirs)
+
+
 # --- checkpoints ---
 
 
@@ -231,6 +250,12 @@ def test_layers_of_int8_are_read_as_modelslim_writes_them(own: Any, folder: Path
     pixels = towers.patches("width 72", [(1, 6, 10)], 6)
     made, wanted = (encoded((cfg, each), padded(pixels, [(1, 6, 10)], 64)) for each in (weights, floats))
     assert 0 < (made - wanted).pow(2).mean().sqrt() < 0.03 * wanted.pow(2).mean().sqrt()
+    wide = vision.in_tiles(cfg)
+    tiled = stored(TOWER.abstract_params(wide, torch.float32), variant)
+    loaded = checkpoint.load(checkpoint.open_checkpoint(directory), {**declared, TOWER.key: tiled})[TOWER.key]
+    assert loaded["blocks"][0]["qkv"]["weight"].shape == (144, 3 * 2 * 80)
+    assert loaded["blocks"][0]["qkv"]["scale"].count_nonzero() == 3 * 144
+    torch.testing.assert_close(encoded((wide, loaded), padded(pixels, [(1, 6, 10)], 64)), made, rtol=1e-5, atol=1e-5)
 
 
 # --- configurations ---
