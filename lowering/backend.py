@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..graphs.errors import LoweringError
+from ..graphs.types import Bucket
 from . import backends
 from .executable import HostExecutable
 from .platform import CPU, Platform
@@ -57,6 +58,21 @@ class Parts:
 
     parts: tuple[Part, ...]
     data: bytes
+
+
+class Kind(Protocol):
+    """The graphs of a kind of step, which differ in sizes.
+
+    Attributes:
+        parts: of the one executable that runs all of them.
+    """
+
+    @property
+    def parts(self) -> Parts: ...
+
+    def holds(self, lowered: Lowered) -> bool:
+        """Whether a graph of any bucket is one of them."""
+        ...
 
 
 class Backend(Protocol):
@@ -107,6 +123,18 @@ class Backend(Protocol):
     def parts(self, lowered: Lowered, *, threads: int) -> Parts | None:
         """The parts of a graph that are compiled one by one and joined; None where a graph is compiled as one."""
         return None
+
+    def samples(self, bucket: Bucket) -> tuple[Bucket, ...]:
+        """Buckets whose lowered graphs say what those of this bucket's kind have in common; none where each is compiled for itself."""
+        return ()
+
+    def kind(self, samples: Sequence[Lowered], *, threads: int) -> Kind:
+        """What the graphs of a kind have in common.
+
+        Raises:
+            LoweringError: they differ in more than sizes.
+        """
+        raise LoweringError(f"backend {self.name} compiles every bucket for itself")
 
     def compile_part(self, part: Part, *, cache_dir: Path, threads: int) -> bytes:
         """Compiles one part, or takes it from the cache.

@@ -27,6 +27,7 @@ from ..progress import Progress
 from .cache import UnfinishedBuild
 from .describe import describe
 from .environment import environment
+from .kinds import Kinds
 from .planned import Plan
 from .pool import THREADS, CompileJob, CompileResult, StagedRecord, record_of, run_all
 from .rank_memory import check_before_lowering, communicator_bytes, rank_memory
@@ -270,6 +271,7 @@ def _stage_local(state: _Build) -> dict[Bucket, Parts | tuple[bytes, Signature]]
     """Adds every bucket's eager graph, and previous executables whose key is unchanged; returns lowered graphs that need compiling."""
     plan, todo = state.plan, [bucket for bucket in state.stamps if not state.is_complete(bucket)]
     lowered: dict[Bucket, Parts | tuple[bytes, Signature]] = {}
+    kinds = Kinds(plan, state.progress)
     with state.progress.bar("trace, partition, lower", len(todo)) as bar:
         for bucket in todo:
             staged = stage(plan, bucket)
@@ -277,8 +279,7 @@ def _stage_local(state: _Build) -> dict[Bucket, Parts | tuple[bytes, Signature]]
             eager = state.writer.add("graphs", encode(reference.graph), "graph")
             state.add_staged(bucket, record_of(plan, staged), eager)
             if not state.is_complete(bucket):
-                parts = state.backend.parts(staged.lowered, threads=THREADS)
-                lowered[bucket] = parts or (encode(staged.lowered.graph), staged.lowered.signature)
+                lowered[bucket] = kinds.parts(staged.lowered) or (encode(staged.lowered.graph), staged.lowered.signature)
             bar.step(bucket.name)
     return lowered
 

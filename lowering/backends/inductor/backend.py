@@ -8,6 +8,7 @@ import json
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ import torch
 
 from ....graphs import compile_count
 from ....graphs.errors import LoweringError
-from ...backend import Backend, Compiled, Part, Parts
+from ....graphs.types import Bucket
+from ...backend import Backend, Compiled, Kind, Part, Parts
 from ...platform import CPU, Platform
 from .packing import Layout, Packer
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from ...executable import HostExecutable
     from ...lower import Lowered
     from .program import Program
+    from .sizes import CommonGraph, Sizes
 
 NAME = "inductor"
 _ROOT = "graph"
@@ -169,6 +172,20 @@ def _error_line(error: BaseException) -> str:
     return next((line for line in lines if "error:" in line), lines[0] if lines else "no message")
 
 
+@dataclass(frozen=True)
+class InductorKind:
+    """`Kind` of graphs that differ in numbers which are made of sizes."""
+
+    common: CommonGraph
+    parts: Parts
+
+    def holds(self, lowered: Lowered) -> bool:
+        """As `Kind`."""
+        from .sizes import sizes_of
+
+        return self.common.holds(lowered.graph, sizes_of(lowered.bucket, lowered.signature))
+
+
 class Inductor(Backend):
     """AOTInductor packages for the CPU of this machine; they load without any compiler."""
 
@@ -193,22 +210,48 @@ class Inductor(Backend):
         Raises:
             LoweringError: naming an operator that a package cannot call.
         """
-        from ....graphs.ir.flatten import bodies
-        from ...artifact import graph_io
+        return self._parts((lowered,), [{}], threads)
+
+    def samples(self, bucket: Bucket) -> tuple[Bucket, ...]:
+        """Two buckets whose graphs tell what in one is a size (sizes.py)."""
+        from .sizes import samples
+
+        return samples(bucket)
+
+    def kind(self, samples: Sequence[Lowered], *, threads: int) -> Kind:
+        """What the graphs of a kind have in common: all but numbers that are made of sizes.
+
+        Raises:
+            LoweringError: they differ in more, or as `parts`.
+        """
+        from .sizes import CommonGraph, sizes_of
+
+        sizes = [sizes_of(lowered.bucket, lowered.signature) for lowered in samples]
+        common = CommonGraph.of([lowered.graph for lowered in samples], sizes)
+        return InductorKind(common, self._parts(samples, sizes, threads))
+
+    def _parts(self, lowered: Sequence[Lowered], sizes: Sequence[Sizes], threads: int) -> Parts:
+        """Of one graph, or of one that was lowered for several sizes."""
         from .program import one_call, program_of
+        from .sizes import called
 
-        called = bodies(lowered.graph)
-        for graph in called.values() if called else [lowered.graph]:
+        first, graphs = lowered[0], [each.graph for each in lowered]
+        names = called(first.graph)
+        bodies = {name: [getattr(graph, name) for graph in graphs] for name in names}
+        for graph in [body[0] for body in bodies.values()] or [first.graph]:
             check_operators(graph)
-        if not called:
-            program = one_call(len(lowered.signature.operands), len(lowered.signature.outputs))
-            return Parts((self._part(graph_io.encode(lowered.graph), threads),), _joint(program, lowered.graph))
-        parts = {name: self._part(graph_io.encode(body), threads) for name, body in called.items()}
+        if not names:
+            program = one_call(len(first.signature.operands), len(first.signature.outputs))
+            return Parts((self._part(graphs, sizes, threads),), _joint(program, first.graph))
+        parts = {name: self._part(body, sizes, threads) for name, body in bodies.items()}
         different = tuple({part.key: part for part in parts.values()}.values())
-        program = program_of(lowered.graph, {name: different.index(part) for name, part in parts.items()})
-        return Parts(different, _joint(program, lowered.graph))
+        program = program_of(first.graph, {name: different.index(part) for name, part in parts.items()})
+        return Parts(different, _joint(program, first.graph))
 
-    def _part(self, data: bytes, threads: int) -> Part:
+    def _part(self, graphs: Sequence[GraphModule], sizes: Sequence[Sizes], threads: int) -> Part:
+        from ...artifact import graph_io
+
+        data = msgpack.packb([[graph_io.encode(graph) for graph in graphs], [sorted(each.items()) for each in sizes]])
         # The options hold the versions of compiler and kernels; of torch, a change of the code that it generates.
         return Part(hashlib.sha256(data + repr((torch.__version__, sorted(self.options(threads).items()))).encode()).hexdigest(), data)
 
@@ -218,27 +261,22 @@ class Inductor(Backend):
         Raises:
             LoweringError: quoting the compiler's error, or naming operators that have no C function.
         """
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         from ....graphs import ops as ops  # so that the graph's operators are known where it is read back
         from ...artifact import graph_io
-        from . import aoti
+        from . import aoti, sizes
         from .parts import CompiledParts, pack_files
 
         kept = CompiledParts(cache_dir / "bodies")
         if (data := kept.take(part.key)) is not None:
             return data
         aoti.compiler()
-        # Inductor modifies the graph that it compiles, so it gets one of its own; it would take recorded values for its operands.
-        graph = graph_io.decode(part.data)
-        with FakeTensorMode():
-            values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-            operands = [torch.empty(value.shape, dtype=value.dtype) for value in values]
-        for node in graph.graph.nodes:
-            node.meta.clear()
+        encoded, named = msgpack.unpackb(part.data)
+        # Inductor modifies the graph that it compiles, so it gets one of its own.
+        graph, operands = sizes.with_values([graph_io.decode(data) for data in encoded], [dict(each) for each in named])
         compile_count.record("compile")
         try:
             files = aoti.compile_files(graph, operands, f"g_{part.key[:16]}", cache_dir=cache_dir.resolve(), threads=threads)
+            sizes.check_unguarded(operands)
         except Exception as error:
             raise LoweringError(f"{type(error).__name__}: {_error_line(error)}") from error
         _check_needs_no_proxy(files)
@@ -278,7 +316,7 @@ class Inductor(Backend):
 
     def options(self, threads: int) -> dict[str, Any]:
         """The settings that decide the bytes of a package, besides graph, torch and machine."""
-        from . import aoti, in_place, native
+        from . import aoti, in_place, native, sizes
 
         return {
             "compiler": aoti.compiler()[1],
@@ -286,6 +324,7 @@ class Inductor(Backend):
             "instruction_set": aoti.instruction_set(),
             "in_place": in_place.DIGEST,
             "kernels": native.digest(),
+            "sizes": sizes.DIGEST,
             "stitched": native.stitched_digest(),
             "threads": threads,
             "wrapper": aoti.WRAPPER_OPT_LEVEL,
