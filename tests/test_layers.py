@@ -111,7 +111,7 @@ BUDGETS: dict[str, int] = {
     "lowering": 1580,
     "lowering/artifact": 1220,
     "lowering/ascend": 17410,
-    "lowering/backends": 1710,
+    "lowering/backends": 1950,
     "models": 9460,
     "runtime": 4560,
     "runtime/distributed": 1840,

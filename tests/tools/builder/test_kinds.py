@@ -1,4 +1,4 @@
-"""tools/builder/kinds.py: buckets of a kind share the parts of one executable; others are compiled for themselves, and the build says so."""
+"""tools/builder/kinds.py: buckets of a kind share what is compiled; others are compiled for themselves, and the build says so."""
 
 from __future__ import annotations
 
