@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import tiny, towers
+from support import ranks, tiny, towers
 from support import toy_device as toy
 
 from npucompile.graphs.errors import RequestError
@@ -27,6 +27,8 @@ from npucompile.runtime.picture_spans import PictureInput
 from npucompile.runtime.request import Request
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.tools.notation import EncodeSize
+from npucompile.tools.ranks.launch import lead_ranks
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 NAME, TOKENS = "width 72", 10
 ENCODE = (EncodeSize(16, 3), EncodeSize(96))
@@ -213,3 +215,17 @@ def test_what_these_graphs_cannot_take_is_refused(executor: CpuExecutor) -> None
     with pytest.raises(RequestError, match="picture 0 has 100 patches after resizing; the largest encode bucket holds 96"):
         engine.submit(asked("a", made((1, (10, 10), 2), 1)), toy.Collector())
     assert not engine.step()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.short_cases("dp=2")
+def test_ranks_in_processes_of_their_own(tmp_path: Path, mesh: str) -> None:
+    """Follower ranks get patches and rows like other inputs, and rank 0 reads whether they are finite."""
+    artifact = built(tmp_path, 2, mesh=mesh)
+    requests = [asked(name, made(parts, seed)) for seed, (name, parts) in enumerate(CASES.items())]
+    with lead_ranks(artifact, None, RankSettings(threads=1), ranks.environment()) as cluster:
+        assert cluster is not None
+        sinks, stats = serve(cluster.load_executor(), requests)
+    for seed, (sink, (name, parts)) in enumerate(zip(sinks, CASES.items(), strict=True)):
+        assert (sink.tokens, sink.end.message) == (expected(parts, seed), None), name
+    assert stats["encoded_pictures_total"] == 8

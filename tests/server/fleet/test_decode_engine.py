@@ -8,13 +8,16 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from support import toy_device
 from support.fleet import Answer, Fleet, until
 
 from npucompile.graphs.errors import RequestError
+from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.kv_transfer.room import DEFAULTS
 from npucompile.runtime.request import Logprobs, Request, Sampling
+from npucompile.runtime.segments import SegmentSizes
 from tests.support import optional
 
 PROMPT = tuple(3 + (7 * place) % 50 for place in range(40))
@@ -187,3 +190,18 @@ def test_a_prefill_server_with_keys_is_shown_one(tiny_artifact: Path) -> None:
     fleet = Fleet(tiny_artifact, keys=["secret"], headers={"Authorization": "Bearer secret"})
     fleet.connected()
     fleet.close()
+
+
+def test_pictures_do_not_travel(fleet: Fleet) -> None:
+    """These graphs take none; what is said of a pair says where they are computed."""
+    request = Request("picture", PROMPT, 2, pictures=(toy_device.picture(3, 2, 2, 1),))
+    with pytest.raises(RequestError, match="1 pictures, and these graphs take none"):
+        fleet.decode.submit(request, Answer())
+    executor = fleet.engine.executor
+    takes = mock.patch.multiple(executor, segments=SegmentSizes(2 * toy_device.PATCH, 4), limits=replace(executor.limits, picture_rows=9))
+    # Without prefill buckets of its own it would have to ask for the prompt.
+    buckets = mock.patch.object(type(executor), "buckets", (*executor.buckets, Bucket("encode", 1, 64)))
+    with takes, buckets, mock.patch.object(fleet.decode._landed, "local", new=False):
+        with pytest.raises(RequestError, match="prompts that are handed over are text") as refused:
+            fleet.decode.submit(request, Answer())
+        assert (refused.value.param, refused.value.code) == ("pictures", "no_bucket")
