@@ -1,4 +1,9 @@
-"""The program of an encode bucket: patches of pictures -> rows in the pool that prompts read (models/step.py)."""
+"""The program of an encode bucket: patches of pictures -> rows in the pool that prompts read (models/step.py).
+
+Each rank of a group runs all segments of a step. To share four of 1,024 patches between two ranks would save half of 4.0 TFLOP in the tower
+of the 397B, some 10 ms at half the rate of a die of an Ascend 910C, and gather 8 MB, in a tenth of one: worth it where steps have a segment
+a rank, which one picture, what a first token waits for most of the time, does not.
+"""
 
 from __future__ import annotations
 

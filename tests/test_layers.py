@@ -143,7 +143,7 @@ BUDGETS: dict[str, int] = {
     "tools/lab": 3210,
     "tools/launch_lines": 2980,
     "tools/plan": 4410,
-    "tools/prove": 4290,
+    "tools/prove": 4350,
     "tools/quantize": 1290,
     "tools/ranks": 1550,
     "tools/serve": 1210,

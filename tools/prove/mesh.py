@@ -21,7 +21,6 @@ from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
 from ...models import programs
 from ..agreement.compare import Differences, check_tolerance, output_differences
-from ..agreement.encode_steps import PADDINGS, encode_differences, encoded, poisoned_encode
 from ..agreement.executables import load_params, said
 from ..agreement.poisoned_steps import drafted_step, live_counts
 from ..agreement.poisoned_steps import run_step as run_alone
@@ -29,6 +28,7 @@ from ..agreement.tolerances import tolerance_of
 from ..artifact_model import full_model, rules_of
 from ..progress import Progress
 from .all_ranks import run_step
+from .encode import differences_of_ranks
 
 LARGEST_BYTES = 2**32
 """Most bytes of weights: they are in memory once for the reference, and once more in the shards of all ranks."""
@@ -95,21 +95,12 @@ def _verify_encode(
     artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Sequence[torch.Tensor]]
 ) -> Differences:
     """Runs a step of segments of each dp group on one device, and all on their ranks together, with other bytes in padding."""
-    manifest, mesh, batch = artifact.manifest, Mesh.parse(artifact.manifest.mesh), entry.bucket.batch
+    manifest, mesh = artifact.manifest, Mesh.parse(artifact.manifest.mesh)
     reference, signature = unsharded(manifest, entry)
     sharded = Interpreter(decode((artifact.path / entry.reference).read_bytes()), mesh)
-    groups = [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)]
-    tolerance, measured = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size), Differences()
-    for live in live_counts(batch):
-        # The first group has at least one segment; the others have fewer, or none.
-        lives = [(live - group) % (batch + 1) if group else live for group in range(mesh.axis("dp"))]
-        alone, together = ([poisoned_encode(entry.bucket, signature, n, n, byte) for n in lives] for byte in PADDINGS)
-        expected = [encoded(reference, params, case, signature)[1] for case in alone]
-        pools = [[together[group].pool.clone()] for group in groups]
-        outputs = run_step(sharded, mesh, manifest.signature(entry), shards, pools, [case.inputs for case in together])
-        for group, (pool,), of_rank in zip(groups, pools, outputs, strict=True):
-            run = encode_differences(together[group], expected[group], of_rank["finite"], pool, tolerance.measure)
-            measured = measured.combined(run)
+    tolerance = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size)
+    signatures = signature, manifest.signature(entry)
+    measured = differences_of_ranks(reference, params, sharded, shards, mesh, signatures, entry.bucket, tolerance.measure)
     return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
 
 

@@ -33,6 +33,7 @@ from ..builder.targets import target
 from ..progress import Progress
 from . import shipped as verify_shipped
 from .emulated_run import RankOutputs, Ranks, check_against_trace, check_identical
+from .encode import verify_small
 from .small_model import BucketCase, SmallModel, random_checkpoint, shrink
 from .speculation import first_position
 from .step_trace import StepTrace, TraceStep, record_trace
@@ -118,13 +119,17 @@ class _Proof:
 
     def run(self) -> Measured:
         manifest = self.artifact.manifest
-        checks = 6 + len(manifest.graphs) + len(self.small.cases) + (not self.quantised)
+        encodes = [entry for entry in manifest.graphs if entry.bucket.kind == "encode"]
+        checks = 6 + len(manifest.graphs) + len(encodes) + len(self.small.cases) + (not self.quantised)
         with self.progress.bar("verify", checks) as self.bar:
             with self.check("manifest") as measured:
                 measured |= verify_shipped.check_manifest(manifest)
             for entry in manifest.graphs:
                 with self.check(f"{entry.bucket.name} shipped") as measured:
                     measured |= verify_shipped.check_entry(self.artifact, entry)
+            for entry in encodes:
+                with self.check(f"{entry.bucket.name} small") as measured:
+                    measured |= verify_small(manifest, entry, self.cache_dir)
             with self.check("ranks") as measured:
                 measured |= verify_shipped.check_patched(self.artifact)
             self.check_small_model()

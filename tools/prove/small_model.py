@@ -177,9 +177,9 @@ def _small_groups(formats: Formats) -> Formats:
 
 
 def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int) -> tuple[BucketCase, ...]:
-    """One small bucket for every form among graphs that make `drafts` drafts after that many layers with experts."""
+    """One small bucket for every form among graphs that make `drafts` drafts after that many layers with experts; none that encodes."""
     forms: dict[Form, list[GraphEntry]] = {}
-    for entry in entries:
+    for entry in (entry for entry in entries if entry.bucket.kind != "encode"):
         fused = any(name == FUSED for name, *_ in entry.collectives)
         forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers), fused, parts_of(entry, drafts, layers)), []).append(
             entry

@@ -17,6 +17,7 @@ from support import published_pictures, published_videos, tiny, towers
 from npucompile.graphs.errors import ConfigError, SpecError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.models import vision
 from npucompile.runtime.buckets import DecodeRow, Places, PrefillRow, Row, pack
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.picture_spans import positions
@@ -206,3 +207,16 @@ def test_a_published_deployment_takes_pictures_where_it_is_asked_to() -> None:
     parts = {part.name: part.nbytes for part in planned_memory(plan).parts}
     assert parts["vision tower"] == 2 * (456_010_480 + more)
     assert planned_memory(plan).fits
+
+
+@pytest.mark.parametrize("fields", [FIELDS, FIELDS | {"image_mean": [0.481, 0.457, 0.408], "image_std": [0.268, 0.261, 0.275]}])
+def test_programs_normalise_bit_for_bit_as_the_published_processor(checkpoint: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    directory = without_processor(checkpoint, tmp_path / "bare")
+    (directory / "preprocessor_config.json").write_text(json.dumps(fields))
+    plan, side = planned(directory), 16 * 16
+    assert plan.pictures is not None
+    pixels = torch.arange(3 * side * 2, dtype=torch.int64).remainder(256).to(torch.uint8).view(2, 3 * side)
+    frames = pixels.view(2, 3, 1, side).expand(-1, -1, 2, -1).reshape(1, 2, -1)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = vision.normalised(plan.model.tower, frames, dtype)
+        assert torch.equal(made[0], plan.pictures.normalised(pixels).to(dtype))
