@@ -29,7 +29,7 @@ from ...server.guard.limits import SocketLimits
 from ...server.pictures.limits import MediaLimits
 from .api_settings import ApiSettings
 from .artifact_tokenizer import tokenizer_of
-from .options import BOTH
+from .options import BOTH, PREFILL
 from .pairing import Pairing
 from .vision import reader_of, vision_of
 
@@ -132,7 +132,7 @@ def start_service(
     closing = ExitStack()
     client, join = pairing.joined(engine, artifact, closing, opened[0]) if isinstance(engine, Engine) and opened else (engine, None)
     service = Service(client, codec, model, chat=chat, readiness=readiness, limits=limits)
-    vision = vision_of(artifact, codec, media or MediaLimits(), paired=pairing.role != BOTH)
+    vision = vision_of(artifact, codec, media or MediaLimits(), paired=pairing.role == PREFILL)
     if isinstance(vision, str):
         service.without_pictures = vision
     else:

@@ -45,7 +45,7 @@ def vision_of(artifact: Artifact, codec: TextTokenizer, media: MediaLimits | Non
     if media and media.text_alone:
         return "it was started with --language-model-only or a limit of no images; legal is text, or a server without that"
     if paired:
-        return "prompts with pictures are not handed over between prefill and decode servers; legal is text, or a server with --role both"
+        return "it computes prompts for decode servers, and hands none with pictures over; legal is text, or a server with --role both"
     texts: list[str] = []
     for name, token in ids_of(artifact).items():
         text = codec.library.id_to_token(token)
