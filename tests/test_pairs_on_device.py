@@ -50,6 +50,8 @@ ASKED: list[dict[str, Any]] = [
 ]
 ROUNDING = 0.15
 """By which log probabilities may differ: servers compute other parts of a prompt together, and experts lie on other ranks."""
+SPARSE_ROUNDING = 0.5
+"""The same where rounding chooses another one of the sixteen keys that a token reads."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def ask(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def compare(url: str, alone: str) -> None:
+def compare(url: str, alone: str, rounding: float = ROUNDING) -> None:
     """Compares a pair's answers with those of one server, until one of them takes another token that was as likely."""
     compared = known = 0
     for body in ASKED:
@@ -88,10 +90,10 @@ def compare(url: str, alone: str) -> None:
         for place, (ours, theirs) in enumerate(zip(*tokens, strict=True)):
             if ours != theirs:
                 # What is sampled lies beside a bound between two tokens, which log probabilities do not tell.
-                near = math.isclose(scores[0][place], scores[1][place], abs_tol=ROUNDING)
+                near = math.isclose(scores[0][place], scores[1][place], abs_tol=rounding)
                 assert near or "temperature" in body, (body, place, tokens, scores, tops)
                 break
-            assert math.isclose(scores[0][place], scores[1][place], abs_tol=ROUNDING), (body, place, tokens, scores)
+            assert math.isclose(scores[0][place], scores[1][place], abs_tol=rounding), (body, place, tokens, scores)
             compared += 1
         known += answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert compared >= 24
@@ -147,7 +149,7 @@ def test_a_pair_of_servers_answers_as_one(name: str, tmp_path: Path) -> None:
         second = started(decode, "--role", "decode", "--prefill", first.http)
         ranks.eventually(lambda: "kv_transfer_connections 1.0" in second.metrics())
         alone = started(decode)
-        compare(second.http, alone.http)
+        compare(second.http, alone.http, SPARSE_ROUNDING if "v3.2" in name else ROUNDING)
         assert f"npucompile:kv_transfer_requests_total {len(ASKED)}.0" in second.metrics()
         assert "npucompile:kv_transfer_rooms 0.0" in first.metrics()
         for server in (first, second, alone):
