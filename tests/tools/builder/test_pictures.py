@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import published_pictures, published_videos, tiny, towers
 
 from npucompile.graphs.errors import ConfigError, SpecError
@@ -220,3 +221,27 @@ def test_programs_normalise_bit_for_bit_as_the_published_processor(checkpoint: P
     for dtype in (torch.float32, torch.bfloat16):
         made = vision.normalised(plan.model.tower, frames, dtype)
         assert torch.equal(made[0], plan.pictures.normalised(pixels).to(dtype))
+
+
+def test_a_tower_that_modelslim_quantised_is_stored_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    """Layers in int8 but the second matrix of each feed-forward, as its recipe of the 397B has them."""
+    shutil.copytree(checkpoint, directory := tmp_path / "int8")
+    stored, kinds = dict[str, torch.Tensor](), {"model_quant_type": "W8A8_DYNAMIC"}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        matrix, scaled = name.removesuffix(".weight"), {name: tensor}
+        if ".visual.blocks." in name and tensor.dim() == 2 and "linear_fc2" not in name:
+            scale = tensor.abs().amax(1, keepdim=True) / 127
+            scaled = {name: (tensor / scale).round().to(torch.int8), f"{matrix}.weight_scale": scale}
+            scaled[f"{matrix}.weight_offset"] = torch.zeros_like(scale)
+        stored |= scaled
+        kinds |= dict.fromkeys(scaled, "W8A8_DYNAMIC" if len(scaled) > 1 else "FLOAT")
+    save_file(stored, directory / "model.safetensors")
+    (directory / "quant_model_description.json").write_text(json.dumps(kinds))
+    tiny.built(planned(directory, prefill=(8,)), tmp_path / "out")
+    artifact, request = Artifact.open(tmp_path / "out"), towers.prompt(NAME, [1, (4, 6), 1], seed=7)
+    assert sum(leaf.aval.dtype == torch.int8 for leaf in artifact.manifest.params) == 3 * 2
+    executor = CpuExecutor(artifact)
+    encode(executor, request)
+    (pool,) = (pool for leaf, pool in zip(artifact.manifest.state, executor._state, strict=True) if leaf.path == "picture_pool")
+    made, wanted = pool[1:7, 0, 0], towers.rows(NAME, request.pixels, request.grids)
+    assert 0 < (made - wanted).pow(2).mean().sqrt() < 0.04 * wanted.pow(2).mean().sqrt()
