@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 from ...graphs.errors import SpecError
 
+CHANNELS = 3
+
+MOST_FRAMES = 2**14
+"""Frames that a request may ask for; the published processor takes 768."""
+
 MOST_PIXELS = 89_478_485
 """Above it Pillow takes a picture for a decompression bomb (`Image.MAX_IMAGE_PIXELS`)."""
 

@@ -20,8 +20,8 @@ import torch
 from ...graphs.errors import RequestError
 from . import decoder
 from .decoder import Outcome, Task, read, write
-from .limits import DecoderLimits, PictureLimits, VideoLimits
-from .processor import CHANNELS, Picture, PictureProcessor
+from .limits import CHANNELS, DecoderLimits, PictureLimits, VideoLimits
+from .processor import Picture, PictureProcessor
 from .video_file import DEFAULT_LIMITS, VideoHeader
 from .videos import FramePair, Video, VideoProcessor
 

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from ...graphs.errors import ConfigError, RequestError
-from .processor import MOST_RATIO, PatchFile, PatchProcessor, Picture, read_fields, read_files
+from .limits import MOST_FRAMES
+from .processor import MOST_RATIO, PatchProcessor, Picture, read_files
 
 FILES = ("video_preprocessor_config.json", "processor_config.json")
 NESTED = "video_processor"
@@ -27,24 +27,6 @@ NESTED = "video_processor"
 
 UNKNOWN_RATE = 24.0
 """Frames a second of a video whose file does not say."""
-
-MOST_FRAMES = 2**14
-"""Frames that a request may ask for; the published processor takes 768."""
-
-_Count = Annotated[int, Field(ge=1, le=MOST_FRAMES)]
-
-
-class _VideoFile(PatchFile):
-    """Sampling has the defaults of the class, for published files leave it out."""
-
-    video_processor_type: Literal["Qwen3VLVideoProcessor"]
-    fps: Annotated[float, Field(gt=0, le=1000)] = 2
-    min_frames: _Count = 4
-    max_frames: _Count = 768
-    cap_pixels_per_frame: bool = False
-    max_video_tokens: Annotated[int, Field(ge=1, le=2**20)] = 768
-    do_sample_frames: Literal[True] = True
-    return_metadata: bool | None = None  # of what a call returns, which changes no value
 
 
 @dataclass(frozen=True)
@@ -226,7 +208,9 @@ def processor_of(values: Mapping[str, Any], where: str) -> VideoProcessor:
     Raises:
         ConfigError: naming the field that is missing, malformed, of a value that is not implemented, or that nothing here reads.
     """
-    file = read_fields(_VideoFile, values, where)
+    from .processor_files import VideoFile, read_fields
+
+    file = read_fields(VideoFile, values, where)
     if file.min_frames > file.max_frames:
         raise ConfigError(f"{where}: min_frames is {file.min_frames} and max_frames {file.max_frames}; expected a range")
     frame_tokens = file.max_video_tokens if file.cap_pixels_per_frame else None
