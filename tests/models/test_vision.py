@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npucompile.graphs import ops, tree
 from npucompile.graphs.errors import CheckpointError, ConfigError
-from npucompile.graphs.quantise import quantise_w8
 from npucompile.graphs.types import Tree
 from npucompile.models import checkpoint, params, qwen3_5, registry, vision
 from npucompile.models.quant.declare import stored
@@ -226,18 +225,7 @@ def test_a_tower_that_does_not_fit_is_refused(folder: Path, name: str, value: to
 
 @pytest.mark.parametrize("prefix", ["model.visual.", "visual."])
 def test_layers_of_int8_are_read_as_modelslim_writes_them(own: Any, folder: Path, prefix: str) -> None:
-    """As its recipe of the 397B has them: every matrix of the layers but the second of the feed-forward, with its bias beside it."""
-    directory = towers.saved("width 72", folder / f"int8 {prefix}")
-    tensors = {name.replace("model.visual.", prefix): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
-    types = dict.fromkeys(tensors, "FLOAT")
-    for name in [name for name in tensors if ".blocks." in name and tensors[name].dim() == 2 and "linear_fc2" not in name]:
-        matrix = name.removesuffix(".weight")
-        integers, scale = quantise_w8(tensors[name].t())
-        tensors |= {name: integers.t(), f"{matrix}.weight_scale": scale[:, None], f"{matrix}.weight_offset": torch.zeros(len(scale), 1)}
-        types |= dict.fromkeys((name, f"{matrix}.weight_scale", f"{matrix}.weight_offset"), "W8A8_DYNAMIC")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
-    description = {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", **types}
-    (directory / "quant_model_description.json").write_text(json.dumps(description))
+    directory = towers.in_int8(towers.saved("width 72", folder / f"int8 {prefix}"), {}, prefix)
     formats = formats_in(directory)
     assert formats is not None
     cfg, floats = own("width 72")

@@ -14,15 +14,16 @@ from support import ranks, tiny
 
 from npucompile.graphs import tree
 from npucompile.graphs.ops.sample import sample
-from npucompile.graphs.types import Limits, Tree
+from npucompile.graphs.types import Bucket, Limits, Tree
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.models import checkpoint, registry
+from npucompile.models import checkpoint, encode_step, registry
 from npucompile.models.quant.description import formats_in
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.routing import Routing
-from npucompile.models.step import Model
+from npucompile.models.step import PICTURES, Model
 from npucompile.models.variant import Variant
 from npucompile.runtime.executor import Executor
+from npucompile.runtime.picture_spans import PictureInput, positions
 from npucompile.tools.ranks.launch import opened_ranks
 from npucompile.tools.ranks.offline import OfflineCompletion
 from npucompile.tools.ranks.rank_settings import RankSettings
@@ -68,14 +69,16 @@ class OneDevice(NamedTuple):
         model = registry.find(str(directory)).model
         formats = formats_in(directory) or formats_of_scheme(quantization, "qwen3.5-397b")
         variant = Variant(formats=formats, recurrent=dtype, shards=shards)
-        model = replace(model, config=replace(model.config, variant=variant))
-        return OneDevice(model, checkpoint.load(checkpoint.open_checkpoint(directory), model.params(dtype)))
+        tower = registry.find(str(directory)).tower
+        model = replace(model, config=replace(model.config, variant=variant), tower=tower and replace(tower, variant=variant))
+        declared = model.params(dtype) | (encode_step.params(model, model.tower, dtype) if tower else {})
+        return OneDevice(model, checkpoint.load(checkpoint.open_checkpoint(directory), declared))
 
     @torch.no_grad()
-    def run(self, tokens: Sequence[int]) -> Computed:
-        """Runs these tokens in one pass."""
+    def run(self, tokens: Sequence[int], pictures: Sequence[PictureInput] = ()) -> Computed:
+        """Runs these tokens, and the pictures that stand among them, in one pass."""
         count, dtype = -(-len(tokens) // PAGE), next(iter(tree.flatten(self.params)))[1].dtype
-        limits = Limits(PAGE, 1 + count, 2, PAGE * count)
+        limits = Limits(PAGE, 1 + count, 2, PAGE * count, picture_rows=1 + len(tokens) if pictures else 0)
         state = tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), self.model.state(limits, dtype))
         i32 = functools.partial(torch.tensor, dtype=torch.int32)
         inputs = {
@@ -86,9 +89,27 @@ class OneDevice(NamedTuple):
             "state_slots_in": i32([1]),
             "state_slots_out": i32([[1]]),
         }
+        if pictures:
+            inputs |= self._shown(tokens, pictures, limits, state)
         config, family = self.model.config, self.model.family
         hidden, _, intermediates = family.forward(config, self.params, state, inputs)
         return Computed(family.head(config, self.params, hidden).float(), [router.float() for router in intermediates.routers])
+
+    def _shown(self, tokens: Sequence[int], pictures: Sequence[PictureInput], limits: Limits, state: Tree) -> Tree:
+        """Inputs of a pass that reads pictures: the row of a token's picture is that of its place, from 1."""
+        dtype, rows = state[PICTURES].dtype, torch.zeros(len(tokens), dtype=torch.int32)
+        for picture in pictures:
+            own = rows[picture.span.first : picture.span.end] = torch.arange(picture.span.first, picture.span.end, dtype=torch.int32) + 1
+            inputs = {
+                "patches": torch.from_numpy(picture.patches)[None],
+                "grids": torch.tensor([picture.grid], dtype=torch.int32),
+                "picture_rows": own[None],
+            }
+            bucket = Bucket("encode", 1, len(picture.patches))
+            _, changed = encode_step.program(self.model, self.model.tower, bucket, limits, dtype).forward(self.params, state, inputs)
+            state |= changed
+        places = torch.from_numpy(positions(len(tokens), [picture.span for picture in pictures]))[None]
+        return {"positions": places, "picture_rows": rows[None], "picture_pool": state[PICTURES].flatten(0, 2)}
 
 
 @contextmanager
@@ -112,11 +133,18 @@ class Agreement(NamedTuple):
     wrong: tuple[tuple[int, int, int], ...]
 
 
-def compare(directory: Path, quantization: str, prompt: Sequence[int], served: Sequence[int], shards: Shards = ()) -> Agreement:
+def compare(
+    directory: Path,
+    quantization: str,
+    prompt: Sequence[int],
+    served: Sequence[int],
+    shards: Shards = (),
+    pictures: Sequence[PictureInput] = (),
+) -> Agreement:
     """Compares greedy tokens with one device's, each after the tokens that were served before it."""
     fine, coarse = _both(directory, quantization, shards)
     tokens = [*prompt, *served[:-1]]
-    computed, rounded = fine.run(tokens), coarse.run(tokens)
+    computed, rounded = fine.run(tokens, pictures), coarse.run(tokens, pictures)
     logits, routed = computed.logits[len(prompt) - 1 :], _routed(fine, computed, rounded)[len(prompt) - 1 :]
     slack = ROUNDINGS * (logits - rounded.logits[len(prompt) - 1 :]).abs().amax(-1)
     best = logits.topk(2).values
@@ -140,14 +168,21 @@ class Checked:
     shards: Shards = ()
     decided: int = 0
 
-    def check(self, prompts: list[list[int]], completions: list[OfflineCompletion], others: list[OfflineCompletion]) -> None:
+    def check(
+        self,
+        prompts: list[list[int]],
+        completions: list[OfflineCompletion],
+        others: list[OfflineCompletion],
+        pictures: Sequence[Sequence[PictureInput]] | None = None,
+    ) -> None:
         """Compares completions with one device, and with others that may differ from them where one device is undecided alone.
 
         Recurrent state is rounded to bfloat16 between steps and not within one, so it depends on how many drafts a step accepts.
         """
-        for prompt, completion, other in zip(prompts, completions, others, strict=True):
+        shown = pictures or [() for _ in prompts]
+        for prompt, completion, other, own in zip(prompts, completions, others, shown, strict=True):
             tokens = completion.token_ids
-            agreement = compare(self.directory, self.scheme, prompt, tokens, self.shards)
+            agreement = compare(self.directory, self.scheme, prompt, tokens, self.shards, own)
             assert not agreement.wrong, (prompt, tokens, agreement)
             self.decided += sum(agreement.decided)
             first = next((i for i, (left, right) in enumerate(zip(tokens, other.token_ids, strict=True)) if left != right), None)

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from support import oracle
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
 
+from npucompile.graphs.quantise import quantise_w8
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Program
 from npucompile.models import checkpoint, encode_step, registry, step
 from npucompile.models.params import initialise
 from npucompile.models.quant.declare import stored
+from npucompile.models.quant.description import DESCRIPTION
 from npucompile.runtime.picture_spans import Span, positions, spans
 
 IDS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
@@ -49,6 +52,29 @@ def model(name: str) -> Any:
 def saved(name: str, directory: Path) -> Path:
     """A checkpoint of a model, with published names."""
     model(name).save_pretrained(directory)
+    return directory
+
+
+def in_int8(directory: Path, description: dict[str, Any], prefix: str = "model.visual.") -> Path:
+    """A checkpoint whose tower ModelSlim's recipe of the 397B has rounded: every matrix of its layers but the second of the feed-forward,
+    with its bias beside it.
+
+    Args:
+        description: of its other tensors, as ModelSlim writes it; those that it does not name are floats.
+        prefix: that names of the tower's tensors are given.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    tensors = {name.replace("model.visual.", prefix): tensor for file in files for name, tensor in load_file(file).items()}
+    types = dict.fromkeys(tensors, "FLOAT") | {name.replace("model.visual.", prefix): kind for name, kind in description.items()}
+    for name in [name for name in tensors if f"{prefix}blocks." in name and tensors[name].dim() == 2 and "linear_fc2" not in name]:
+        matrix = name.removesuffix(".weight")
+        integers, scale = quantise_w8(tensors[name].t())
+        tensors |= {name: integers.t(), f"{matrix}.weight_scale": scale[:, None], f"{matrix}.weight_offset": torch.zeros(len(scale), 1)}
+        types |= dict.fromkeys((name, f"{matrix}.weight_scale", f"{matrix}.weight_offset"), "W8A8_DYNAMIC")
+    for file in (*files, *directory.glob("*.safetensors.index.json")):
+        file.unlink()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    (directory / DESCRIPTION).write_text(json.dumps({"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", **types}))
     return directory
 
 
