@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from npucompile.graphs.errors import ArtifactError, ArtifactTampered
-from npucompile.graphs.types import Aval, Leaf, Rules
+from npucompile.graphs.types import Aval, Leaf, Rules, Signature
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.shards import load_shard, local_signature
 
@@ -31,6 +31,7 @@ def artifact(path, mesh="dp=2,tp=3", weights="w.safetensors", params=PARAMS, **c
     tensors = {leaf.name: torch.arange(math.prod(leaf.aval.shape)).reshape(leaf.aval.shape).to(leaf.aval.dtype) for leaf in PARAMS}
     save_file({name: tensor for name, tensor in (tensors | changed).items() if tensor is not None}, path / "w.safetensors")
     manifest = SimpleNamespace(mesh=mesh, rules=dict(RULES.table), weights=weights, params=params, state=PARAMS[1:2])
+    manifest.signature = lambda entry: Signature(params, manifest.state, entry.inputs, entry.outputs)
     return Artifact(path, manifest, ""), tensors
 
 

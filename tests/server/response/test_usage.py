@@ -33,6 +33,7 @@ RECORD_OBJECT = {
     "drafted_tokens": 6,
     "accepted_per_position": [2, 1, 0],
     "cache_write_tokens": 1,
+    "encoded_pictures": 0,
     "acceptance_length": 2.5,
 }
 PLAIN = ExecutionRecord(0.0, None, 1.0, (), (), 0, 0)
@@ -49,6 +50,7 @@ PLAIN_OBJECT = {
     "drafted_tokens": 0,
     "accepted_per_position": [],
     "cache_write_tokens": 0,
+    "encoded_pictures": 0,
     "acceptance_length": None,
 }
 

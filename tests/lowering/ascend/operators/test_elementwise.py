@@ -110,6 +110,8 @@ DIRECT: list[tuple[str, dict[str, torch.Tensor], dict[str, Any], torch.Tensor]] 
     ("MatMul", {"x1": X, "x2": Y}, {"transpose_x1": True}, X.T @ Y),
     ("BatchMatMulV2", {"x1": X[None], "x2": Y[None]}, {"adj_x1": True}, (X.T @ Y)[None]),
     ("BatchMatMul", {"x1": X[None], "x2": Y[None]}, {"adj_x2": True}, (X @ Y.T)[None]),
+    ("GeluV2", {"x": X}, {"approximate": "none"}, functional.gelu(X)),
+    ("GeluV2", {"x": X}, {"approximate": "tanh"}, functional.gelu(X, approximate="tanh")),
     ("Square", {"x": X}, {}, X.square()),
     ("ReduceMax", {"x": X, "axes": gc.i64(-1)}, {"keep_dims": True}, X.amax(-1, keepdim=True)),
     ("ReduceMin", {"x": X, "axes": gc.i32(0)}, {}, X.amin(0)),

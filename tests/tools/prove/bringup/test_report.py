@@ -22,7 +22,7 @@ def test_a_report_is_two_files_that_need_nothing_else(npu_artifact, tmp_path):
         ("environment", True, 0.5),
         ("operators", False, 2.0),
     ]
-    assert findings["not_run"] == ["layers", "collectives", "buckets", "alternation", "serve"]
+    assert findings["not_run"] == ["layers", "collectives", "buckets", "alternation", "serve", "handovers"]
     assert findings["rungs"][1]["failures"][0]["heading"] == "Length conventions."
     text = page.read_text()
     for part in (
