@@ -16,14 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import device_families, oracle, served, tiny, towers
+from support import toy_device as toy
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import registry
 from npucompile.models.quant.description import DESCRIPTION
+from npucompile.runtime.engine import Engine
 from npucompile.runtime.picture_spans import PictureInput
-from npucompile.runtime.request import Sampling
+from npucompile.runtime.request import Request, Sampling
+from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.tools.notation import EncodeSize, PrefillSize
 from npucompile.tools.quantize.driver import Settings, quantize
 from npucompile.tools.ranks.offline import OfflineCompletion, complete
@@ -133,3 +136,24 @@ def test_it_serves_pictures_as_one_device_computes_them(name: str, tmp_path: Pat
     for prompt, own, completion in zip(prompts[:3], pictures, plain, strict=False):
         others = [replace(picture, patches=255 - picture.patches) for picture in own]
         assert served.compare(directory, "none", prompt, completion.token_ids, checked.shards, others).wrong, "pictures decide tokens"
+
+
+@pytest.mark.long
+def test_a_prompt_begins_after_pages_that_hold_a_picture(tmp_path: Path) -> None:
+    """Its own picture and all before it are known; positions behind it are those that it would have had without."""
+    directory = checkpoint(tmp_path, "w8a8")
+    tiny.built(tiny.planned_device(directory, mesh="", backend="ge", **SIZES, checkpoint_slots=4), tmp_path / "artifact")
+    artifact = Artifact.open(tmp_path / "artifact")
+    prompt = towers.prompt(NAME, [6, (10, 16), 90, (4, 4), 3], 7)
+    with served.emulated(artifact, tmp_path / "cache") as executor:
+        engine, sinks = Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings()), list[toy.Collector]()
+        for name in ("cold", "warm"):
+            sinks.append(toy.Collector())
+            engine.submit(Request(name, tuple(prompt.tokens), TOKENS, pictures=shown(prompt)), sinks[-1])
+            while engine.step():
+                engine.stepper.check()
+    assert [(sink.end.record.cached_tokens, sink.end.record.encoded_pictures) for sink in sinks] == [(0, 2), (128, 0)]
+    for sink in sinks:
+        agreement = served.compare(directory, "none", prompt.tokens, sink.tokens, (), shown(prompt))
+        assert not agreement.wrong
+        assert any(agreement.decided)
