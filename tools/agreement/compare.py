@@ -55,9 +55,20 @@ def compare(
     """Runs both on each case's state and measures every live value, by `difference` unless another measure is given."""
     differences = Differences()
     for case in cases:
-        (expected, left), (actual, right) = run_step(reference, case, signature), run_step(candidate, case, signature)
+        differences = differences.combined(compare_all({"": reference}, candidate, case, signature, measure)[""])
+    return differences
+
+
+def compare_all(
+    references: Mapping[str, Executable], candidate: Executable, case: PoisonedStep, signature: Signature, measure: Measure | None = None
+) -> dict[str, Differences]:
+    """`compare` of one case with several references by name; the candidate, which is the same for all, runs once."""
+    actual, right = run_step(candidate, case, signature)
+    differences = {}
+    for name, reference in references.items():
+        expected, left = run_step(reference, case, signature)
         pools = list(zip(signature.state, left, right, strict=True))
-        differences = differences.combined(output_differences(case, expected, actual, pools, measure or difference))
+        differences[name] = output_differences(case, expected, actual, pools, measure or difference)
     return differences
 
 

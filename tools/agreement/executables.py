@@ -14,7 +14,7 @@ from ...lowering.backend import open_executable
 from ...lowering.executable import Executable
 from ..heap import give_back_heap
 from ..progress import Progress
-from .compare import Differences, check_tolerance, compare
+from .compare import Differences, check_tolerance, compare_all
 from .encode_steps import PADDINGS, compare_encode, poisoned_encode
 from .poisoned_steps import drafted_step, live_counts
 from .tolerances import tolerance_of
@@ -85,7 +85,7 @@ def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.T
             return {name: compare_encode(*run, tolerance.measure) for name, run in runs.items()}
         generator = torch.Generator().manual_seed(17 * seed + live)
         case = drafted_step(eager, entry.bucket, signature, manifest.limits, params, vocab, live, generator)
-        return {name: compare(reference, candidate, [case], signature, tolerance.measure) for name, reference in references.items()}
+        return compare_all(references, candidate, case, signature, tolerance.measure)
 
     for live in live_counts(entry.bucket.batch):
         for seed in range(SEEDS):
