@@ -117,7 +117,8 @@ class CpuExecutor:
         arrays = inputs[0]
         rows = self._input_rows[bucket]
         tensors = [self._coords if name == COORDS else torch.from_numpy(with_all_rows(arrays[name], rows[name])) for name in rows]
-        results = self._executables[bucket]([*self._operands(bucket), *tensors])
+        executable = self._executables[bucket]
+        results = executable([*self._operands(bucket), *tensors])
         return FinishedStep([{name: value.numpy() for name, value in zip(self._output_names[bucket], results, strict=True)}])
 
     def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int, offset: int = 0) -> None:
