@@ -17,7 +17,8 @@ from npucompile.runtime.kv_transfer.opening import open_pools
 from npucompile.runtime.kv_transfer.pools import Peer
 from npucompile.runtime.request import RECEIVE, SEND, ParkedEvent, Request, TokenEvent
 
-WAIT_S = 60
+WAIT_S = 240
+"""Longer than two attempts of an engine, so that the reason is told."""
 
 
 class Server:
