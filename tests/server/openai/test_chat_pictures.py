@@ -9,9 +9,10 @@ from dataclasses import replace
 import httpx
 import openai
 import pytest
+from support.chats import ask, prompt_of, refused, text
 from support.published_pictures import encoded, picture
 from support.scripted import scripted
-from support.shown import END, FORM, IMAGE, IMAGE_ID, PLACE, SHOWING, START, TURN, VISION, codec, data_url, reader, showing, url
+from support.shown import END, FORM, IMAGE, IMAGE_ID, PLACE, SHOWING, START, TURN, VISION, data_url, reader, showing, url
 from support.texts import byte_codec
 
 from npucompile.runtime.picture_spans import Span
@@ -32,25 +33,6 @@ def served(taken):
 
 def image(address, **fields):
     return {"type": "image_url", "image_url": {"url": address, **fields}}
-
-
-def text(value):
-    return {"type": "text", "text": value}
-
-
-def ask(client, *content, **options):
-    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": list(content)}], **options)
-
-
-def refused(client, *content, **options):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, *content, **options)
-    return caught.value
-
-
-def prompt_of(engine):
-    """The prompt that came last, with one mark for each place of a picture."""
-    return codec().decode(engine.requests[-1].prompt, skip_special=False)
 
 
 def test_a_picture_stands_in_the_prompt_where_it_was_sent(served):

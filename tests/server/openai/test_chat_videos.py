@@ -7,8 +7,9 @@ from dataclasses import replace
 import httpx
 import openai
 import pytest
+from support.chats import ask, prompt_of, refused, text
 from support.optional import needs_module
-from support.shown import END, IMAGE, START, TURN, VIDEO, VIDEO_ID, VIDEOS, VISION, codec, data_url, reader, showing, url
+from support.shown import END, IMAGE, START, TURN, VIDEO, VIDEO_ID, VIDEOS, VISION, data_url, reader, showing, url
 from support.videos import video
 
 from npucompile.runtime.picture_spans import Span, positions
@@ -29,26 +30,8 @@ def film(data: bytes, kind: str = "mp4"):
     return {"type": "video_url", "video_url": {"url": data_url(data, kind, "video")}}
 
 
-def text(value):
-    return {"type": "text", "text": value}
-
-
 def image(seed=1):
     return {"type": "image_url", "image_url": {"url": url(seed=seed)}}
-
-
-def ask(client, *content, **options):
-    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": list(content)}], **options)
-
-
-def refused(client, *content, **options):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, *content, **options)
-    return caught.value
-
-
-def prompt_of(engine):
-    return codec().decode(engine.requests[-1].prompt, skip_special=False)
 
 
 def test_pairs_of_frames_stand_where_the_video_was_sent_each_behind_its_time(served):
