@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,20 +55,9 @@ def compare(
     """Runs both on each case's state and measures every live value, by `difference` unless another measure is given."""
     differences = Differences()
     for case in cases:
-        differences = differences.combined(compare_all({"": reference}, candidate, case, signature, measure)[""])
-    return differences
-
-
-def compare_all(
-    references: Mapping[str, Executable], candidate: Executable, case: PoisonedStep, signature: Signature, measure: Measure | None = None
-) -> dict[str, Differences]:
-    """`compare` of one case with several references by name; the candidate, which is the same for all, runs once."""
-    actual, right = run_step(candidate, case, signature)
-    differences = {}
-    for name, reference in references.items():
-        expected, left = run_step(reference, case, signature)
+        (expected, left), (actual, right) = (run_step(executable, case, signature) for executable in (reference, candidate))
         pools = list(zip(signature.state, left, right, strict=True))
-        differences[name] = output_differences(case, expected, actual, pools, measure or difference)
+        differences = differences.combined(output_differences(case, expected, actual, pools, measure or difference))
     return differences
 
 
@@ -85,16 +74,35 @@ def output_differences(
         expected, actual: outputs by name.
         pools: each state leaf with its pool after either run.
     """
+    leaves = [leaf for leaf, _, _ in pools]
+
+    def values(position: int, live: Sequence[LiveRow], accepted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf, left, right = pools[position]
+        counts = expected.get("counts") if accepted else None
+        return live_values(leaf, live, left, counts), live_values(leaf, live, right, counts)
+
+    return differences_of(case, expected, actual, leaves, values, measure)
+
+
+def differences_of(
+    case: PoisonedStep,
+    expected: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
+    leaves: Sequence[Leaf],
+    values: Callable[[int, Sequence[LiveRow], bool], tuple[torch.Tensor, torch.Tensor]],
+    measure: Measure,
+) -> Differences:
+    """As `output_differences`; `values` gives those of live rows in the pool at a position, as either run left them, flat, and on request
+    only those of accepted tokens."""
     # Values that depend on a token are compared only in rows whose tokens agree.
     same = [row for row in case.rows if all(torch.equal(expected[name][row], actual[name][row]) for name in TOKENS if name in expected)]
     logits_error = state_error = 0.0
     for name in (name for name in LOGITS if name in expected):
         rows = case.rows if name == "logits" else same
         logits_error = max(logits_error, measure(expected[name][rows], actual[name][rows]))
-    for leaf, left, right in pools:
+    for position, leaf in enumerate(leaves):
         live = case.live if _of_main_layers(leaf) else [row for row in case.live if row.row in same]
-        counts = None if _of_main_layers(leaf) else expected.get("counts")
-        state_error = max(state_error, measure(*(_live_values(leaf, live, pool, counts) for pool in (left, right))))
+        state_error = max(state_error, measure(*values(position, live, not _of_main_layers(leaf))))
     return Differences(len(case.rows), logits_error, state_error, len(case.rows) - len(same))
 
 
@@ -119,7 +127,7 @@ def _of_main_layers(leaf: Leaf) -> bool:
     return leaf.path.startswith("layers.")
 
 
-def _live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+def live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
     """Values of live rows in a pool, flat; with `counts` [B] only those of accepted tokens."""
     if is_picture_pool(leaf):
         return pool.new_zeros(0)  # encode steps alone write it

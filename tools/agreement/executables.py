@@ -1,38 +1,44 @@
-"""The proof of an artifact of one device: every executable agrees with the eager reference in full batches, padded ones and row by row."""
+"""The proof of an artifact of one device: in full batches and padded ones every row gives what it gives alone in the eager graph."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
 
-from ...graphs.step_inputs import OPTIONAL_ROWS
+from ...graphs.errors import ArtifactError
 from ...graphs.types import DTYPES, Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, GraphEntry
+from ...lowering.artifact.manifest import Manifest
 from ...lowering.backend import open_executable
 from ...lowering.executable import Executable
 from ..heap import give_back_heap
 from ..progress import Progress
-from .compare import Differences, check_tolerance, compare_all
+from .alone import RowAlone, Together, rows_alone
+from .compare import Differences, check_tolerance
 from .encode_steps import PADDINGS, compare_encode, poisoned_encode
-from .poisoned_steps import drafted_step, live_counts
+from .poisoned_steps import live_counts
 from .tolerances import tolerance_of
 
 SEEDS = 2
+"""Random test cases of each number of live rows, of buckets that are not so large that one of each has `ENOUGH` rows."""
+ENOUGH = 16
 
 
 def verify(artifact: Artifact, progress: Progress) -> dict[str, dict[str, float]]:
-    """Proves every bucket of an artifact; returns measurements by bucket name, as `verify_entry` does.
+    """Proves every bucket of an artifact; returns measurements by bucket name, as `Proof.entry` does.
 
     Raises:
         VerifyError: naming the bucket, the measure, its value and the largest legal one.
         ArtifactError: the artifact has no weights to run with.
     """
-    params, measurements = load_params(artifact), {}
+    proof, measurements = Proof(artifact), {}
     with progress.bar("verify", len(artifact.manifest.graphs)) as bar:
         for entry in artifact.manifest.graphs:
-            measured = dict(verify_entry(artifact, entry, params))
+            measured = dict(proof.entry(artifact, entry))
             measurements[entry.bucket.name] = measured
             bar.step(f"{entry.bucket.name} ({entry.backend}) {said(entry.bucket, measured)}")
     return measurements
@@ -54,91 +60,119 @@ def load_params(artifact: Artifact) -> list[torch.Tensor]:
     return [weights[leaf.name] for leaf in artifact.manifest.params]
 
 
-def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor]) -> Mapping[str, float]:
-    """Compares the executable of a bucket with the eager graph, on whole batches and on single rows without padding.
+class Proof:
+    """Proves the buckets of an artifact one by one; rows are run alone once for all buckets of a kind and width."""
 
-    Every test case has between one and all rows of the batch live, at random places, and NaN in whatever a live row must not read: the
-    null page and slot, unused pages and slots, and the unwritten tail of pages.
+    def __init__(self, artifact: Artifact) -> None:
+        """Loads the weights.
 
-    Args:
-        params: `load_params` of the artifact, once for all its buckets.
+        Raises:
+            ArtifactError: as `load_params`.
+        """
+        self._params = load_params(artifact)
+        self._known = dict[tuple[str, int], list[RowAlone]]()
 
-    Returns:
-        rows, logits_error, state_error, token_mismatches.
+    def entry(self, artifact: Artifact, entry: GraphEntry) -> Mapping[str, float]:
+        """Compares the executable of a bucket with the eager graph of one row, on whole batches, padded ones and single rows.
+
+        Every test case has between one and all rows of the batch live, at random places, and NaN in whatever a live row must not read: the
+        null page and slot, unused pages and slots, and the unwritten tail of pages. A step of half a batch proves the bucket's own eager
+        graph, which serves until there is an executable.
+
+        Args:
+            artifact: that of the weights, with this entry's files.
+
+        Returns:
+            rows, logits_error, state_error, token_mismatches.
+
+        Raises:
+            VerifyError: as for `verify`.
+        """
+        eager = open_executable(artifact.path / entry.reference, "eager")
+        candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
+        proved = self._segments if entry.bucket.kind == "encode" else self._rows
+        return {name: float(value) for name, value in asdict(proved(artifact, entry, eager, candidate)).items()}
+
+    def _rows(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> Differences:
+        manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
+        tolerance, params = tolerance_of(DTYPES[manifest.dtype], signature), self._operands(manifest, bucket)
+        known, dealt, counts = self._alone(artifact, bucket), Counter[int](), live_counts(bucket.batch)
+        graphs = {"eager": eager, entry.backend: candidate}
+        measured = dict.fromkeys(graphs, Differences())
+        for seed, live in itertools.product(range(SEEDS if sum(counts) < ENOUGH else 1), counts):
+            for name in graphs if live == bucket.batch // 2 + 1 and not seed else [entry.backend]:
+                # One at a time, the last one gone: each has pools of its own, for all requests that are served at once.
+                generator = torch.Generator().manual_seed(17 * seed + live)
+                step = Together(known, bucket, signature, manifest.limits, params, live, generator, dealt)
+                measured[name] = measured[name].combined(step.differences(graphs[name], tolerance.measure))
+                del step
+                give_back_heap()
+        for name, differences in measured.items():
+            check_tolerance(differences, tolerance, f"{bucket.name} ({name}) against eager rows run alone")
+        return measured[entry.backend]
+
+    def _segments(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> Differences:
+        manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
+        tolerance, params = tolerance_of(DTYPES[manifest.dtype], signature), self._operands(manifest, bucket)
+        single = open_executable(artifact.path / _single(manifest, bucket).reference, "eager")
+        references: dict[str, Executable] = {"the eager graph": eager}
+        if bucket.batch > 1:
+            references["eager segments run alone"] = SegmentBySegment(single, signature)
+        measured = dict.fromkeys(references, Differences())
+        for live, seed in itertools.product(live_counts(bucket.batch), range(SEEDS)):
+            one, other = (poisoned_encode(bucket, signature, live, 17 * seed + live, padding) for padding in PADDINGS)
+            for name, reference in references.items():
+                differences = compare_encode(reference, candidate, params, (one, other), signature, tolerance.measure)
+                measured[name] = measured[name].combined(differences)
+            give_back_heap()
+        for name, differences in measured.items():
+            check_tolerance(differences, tolerance, f"{bucket.name} ({entry.backend}) against {name}")
+        return differences
+
+    def _alone(self, artifact: Artifact, bucket: Bucket) -> list[RowAlone]:
+        """Rows for all buckets that differ from this one in rows, run alone when the first of them is proved."""
+        manifest, kind = artifact.manifest, (bucket.kind, bucket.q_len)
+        if kind not in self._known:
+            single = _single(manifest, bucket)
+            largest = max(entry.bucket for entry in manifest.graphs if (entry.bucket.kind, entry.bucket.q_len) == kind)
+            reference, vocab = open_executable(artifact.path / single.reference, "eager"), int(manifest.model["vocab_size"])
+            operands = self._operands(manifest, bucket)
+            self._known[kind] = rows_alone(reference, largest, manifest.signature(single), manifest.limits, operands, vocab, SEEDS)
+            give_back_heap()
+        return self._known[kind]
+
+    def _operands(self, manifest: Manifest, bucket: Bucket) -> list[torch.Tensor]:
+        return [self._params[i] for i in manifest.operands(bucket)[0]]
+
+
+def _single(manifest: Manifest, bucket: Bucket) -> GraphEntry:
+    """The entry of one row of a bucket.
 
     Raises:
-        VerifyError: as for `verify`.
+        ArtifactError: there is none.
     """
-    manifest = artifact.manifest
-    signature, params = manifest.signature(entry), [params[i] for i in manifest.operands(entry.bucket)[0]]
-    tolerance = tolerance_of(DTYPES[manifest.dtype], signature)
-    vocab = int(manifest.model["vocab_size"])
-    eager, rows = open_executable(artifact.path / entry.reference, "eager"), _row_by_row(artifact, entry)
-    candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
-    references = {"the eager graph": eager} | ({"eager rows run alone": rows} if rows else {})
-    measured = dict.fromkeys(references, Differences())
-
-    def compared(live: int, seed: int) -> dict[str, Differences]:
-        if entry.bucket.kind == "encode":
-            one, other = (poisoned_encode(entry.bucket, signature, live, 17 * seed + live, padding) for padding in PADDINGS)
-            runs = {name: (reference, candidate, params, (one, other), signature) for name, reference in references.items()}
-            return {name: compare_encode(*run, tolerance.measure) for name, run in runs.items()}
-        generator = torch.Generator().manual_seed(17 * seed + live)
-        case = drafted_step(eager, entry.bucket, signature, manifest.limits, params, vocab, live, generator)
-        return compare_all(references, candidate, case, signature, tolerance.measure)
-
-    for live in live_counts(entry.bucket.batch):
-        for seed in range(SEEDS):
-            # One at a time, the last one gone: each has pools of its own, for all requests that are served at once.
-            of_case = compared(live, seed)
-            give_back_heap()
-            measured = {name: differences.combined(of_case[name]) for name, differences in measured.items()}
-    for name, differences in measured.items():
-        check_tolerance(differences, tolerance, f"{entry.bucket.name} ({entry.backend}) against {name}")
-    return {name: float(value) for name, value in asdict(differences).items()}
+    wanted = Bucket(bucket.kind, 1, bucket.q_len)
+    for entry in (*manifest.graphs, *manifest.references):
+        if entry.bucket == wanted:
+            return entry
+    raise ArtifactError(f"{bucket.name} is proved by the eager graph of {wanted.name}, which the artifact does not have; build it again")
 
 
-def _row_by_row(artifact: Artifact, entry: GraphEntry) -> Executable | None:
-    """The bucket's step as single unpadded rows of the batch-1 graph; None where the artifact has no such graph."""
-    bucket = Bucket(entry.bucket.kind, 1, entry.bucket.q_len)
-    single = next((e for e in (*artifact.manifest.graphs, *artifact.manifest.references) if e.bucket == bucket), None)
-    if single is None or entry.bucket.batch == 1:
-        return None
-    return RowByRow(open_executable(artifact.path / single.reference, "eager"), entry, artifact.manifest.signature(entry))
-
-
-class RowByRow:
-    """Runs the live rows of a batch one after the other through a batch-1 executable."""
+class SegmentBySegment:
+    """Runs the live segments of an encode step one after the other through an executable of one."""
 
     backend = "eager"
 
-    def __init__(self, single: Executable, entry: GraphEntry, signature: Signature) -> None:
-        self.single = single
-        self.shared = len(signature.params) + len(signature.state)
-        self.inputs = [leaf.path for leaf in entry.inputs]
-        self.outputs = [(leaf.aval.shape, leaf.aval.dtype) for leaf in entry.outputs]
+    def __init__(self, single: Executable, signature: Signature) -> None:
+        self._single, self._signature = single, signature
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs of the batch; rows of padding are zero."""
-        results = [torch.zeros(shape, dtype=dtype) for shape, dtype in self.outputs]
-        inputs = dict(zip(self.inputs, operands[self.shared :], strict=True))
-        live = inputs["request_slots"] if "request_slots" in inputs else inputs["grids"][:, 0]
-        for row in torch.nonzero(live).flatten().tolist():
-            own = {name: operand[row : row + 1] for name, operand in inputs.items()} | _own_tables(inputs, row)
-            for result, value in zip(results, self.single([*operands[: self.shared], *own.values()]), strict=True):
-                result[row] = value[0]
+        """Outputs of the batch; segments of padding are zero."""
+        results = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self._signature.outputs]
+        first = len(self._signature.params) + len(self._signature.state)
+        grids = next(i for i, leaf in enumerate(self._signature.inputs, first) if leaf.path == "grids")
+        for segment in torch.nonzero(operands[grids][:, 0]).flatten().tolist():
+            own = [operand[segment : segment + 1] for operand in operands[first:]]
+            for result, value in zip(results, self._single([*operands[:first], *own]), strict=True):
+                result[segment] = value[0]
         return results
-
-
-def _own_tables(inputs: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
-    """The inputs by which one row has the bitmask and adjustments that it has among the others: these are not in the order of rows."""
-    own = {}
-    for name, whose in OPTIONAL_ROWS.items():
-        if name not in inputs:
-            continue
-        # As many as a bucket of one row takes (`StepInputs.sizes`).
-        count = min(len(inputs[name]), 1 if name == "bitmask" else 2)
-        places = torch.cat([inputs[rows][row : row + 1] for rows in whose])
-        own[name] = inputs[name].index_select(0, (places.expand(count) - 1).clamp(min=0)) if len(places) == 1 or count > 1 else inputs[name]
-        own |= {rows: (places[i : i + 1] > 0).to(torch.int32) * min(i + 1, count) for i, rows in enumerate(whose)}
-    return own

@@ -66,11 +66,29 @@ class PoisonedStep:
         return [row.row for row in self.live]
 
 
+CACHED = 1024
+"""Most tokens that a row has in the cache: what a test case takes must not grow with the context."""
+
+
 def poisoned_step(
-    bucket: Bucket, signature: Signature, limits: Limits, params: Sequence[torch.Tensor], vocab: int, live: int, generator: torch.Generator
+    bucket: Bucket,
+    signature: Signature,
+    limits: Limits,
+    params: Sequence[torch.Tensor],
+    vocab: int,
+    live: int,
+    generator: torch.Generator,
+    *,
+    share: int = 0,
+    turn: int = 0,
 ) -> PoisonedStep:
-    """A step with random tokens, lengths and cached state for `live` rows at random places of the batch, and NaN elsewhere."""
-    rows = _random_rows(bucket, limits, live, generator)
+    """A step with random tokens, lengths and cached state for `live` rows at random places of the batch, and NaN elsewhere.
+
+    Args:
+        share: rows take no more pages and pictures than as many, if that is more than `live`, may have of each pool.
+        turn: what the first live row has: of each three rows one has a bitmask and one adjustments.
+    """
+    rows = _random_rows(bucket, limits, live, max(live, share, 1), generator)
     tokens = torch.randint(0, vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
     filled = [page for row in rows for page in filled_pages(row.pages, row.start, limits.page_size)]
     state = [_random_pool(leaf, filled, [_slot_read(leaf, row) for row in rows], generator) for leaf in signature.state]
@@ -83,37 +101,38 @@ def poisoned_step(
         slot[request_slots.TOKENS : request_slots.TOKENS + bucket.q_len] = tokens[row.row]
         if limits.picture_rows:
             slot[-1] = -_random(0, row.start, generator)  # what is added to indices to give positions
-    inputs = _inputs(bucket, limits, rows, tokens, vocab, generator)
+    inputs = _inputs(bucket, limits, rows, tokens, vocab, turn, generator)
     return PoisonedStep([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 
 
-def _random_rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Generator) -> list[LiveRow]:
-    """Live rows none of which share a page, state slot or request slot."""
+def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, generator: torch.Generator) -> list[LiveRow]:
+    """Live rows none of which share a page, state slot or request slot, each with at most a share of the pages."""
     decode, Q, P = bucket.kind == "decode", bucket.q_len, limits.page_size
     free = FreePlaces(limits, generator)
-    width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free.pages) // max(1, live))
+    width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free.pages) // share)
+    most = min(most_pages * P, CACHED + Q)
     # A prefill reads and writes the same slot when served; with two slots a state that was not written shows as NaN.
     separate = not decode and len(free.slots) >= 2 * live
     rows, unread = [], list(range(1, limits.picture_rows))
     for row in sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist()):
         ahead = 2 * limits.drafts
-        count = Q if decode else _random(1, max(1, min(Q, most_pages * P - ahead)), generator)
-        start = _random(0 if not decode else 1, max(1, most_pages * P - count - ahead), generator)
+        count = Q if decode else _random(1, max(1, min(Q, most - ahead)), generator)
+        start = _random(0 if not decode else 1, max(1, most - count - ahead), generator)
         pages = [free.pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
         slots = [free.slots.pop() for _ in range(width)]
         read = free.slots.pop() if separate else slots[_random(0, width - 1, generator)]
-        pictures = [] if decode or not limits.picture_rows else _random_pictures(count, unread, live, generator)
+        pictures = [] if decode or not limits.picture_rows else _random_pictures(count, unread, share, generator)
         rows.append(LiveRow(row, free.request_slots.pop(), start, count, pages, slots, read, pictures))
     return rows
 
 
-def _random_pictures(count: int, unread: list[int], live: int, generator: torch.Generator) -> list[int]:
+def _random_pictures(count: int, unread: list[int], share: int, generator: torch.Generator) -> list[int]:
     """Rows of a picture in the places of some of a chunk's tokens, and of the one that follows, which are taken from `unread`.
 
     The last token of a chunk is text, as that of a prompt is: what its position is decides those of what follows.
     """
     begin = _random(0, count - 1, generator)
-    length = min(_random(0, count - 1 - begin, generator), len(unread) // live - 1) if count > 1 else 0
+    length = min(_random(0, count - 1 - begin, generator), len(unread) // share - 1) if count > 1 else 0
     places = [0] * (count + 1)
     for token in (*range(begin, begin + max(length, 0)), *([count] if unread and _random(0, 1, generator) else ())):
         places[token] = unread.pop()
@@ -121,13 +140,13 @@ def _random_pictures(count: int, unread: list[int], live: int, generator: torch.
 
 
 def _inputs(
-    bucket: Bucket, limits: Limits, rows: list[LiveRow], tokens: torch.Tensor, vocab: int, generator: torch.Generator
+    bucket: Bucket, limits: Limits, rows: list[LiveRow], tokens: torch.Tensor, vocab: int, turn: int, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Every input that a bucket of any artifact may have, by name."""
     inputs = StepInputs(bucket, limits).padding([field.name for field in STEP_INPUTS])
-    for row in rows:
+    for place, row in enumerate(rows, turn):
         numbers = {"num_computed_tokens": row.start, "query_lens": row.count, "state_slots_in": row.read, "drafts": limits.drafts}
-        numbers |= {"base": row.start, "logprobs": row.row % 2, "next_tokens": _random(-1, vocab - 1, generator)}
+        numbers |= {"base": row.start, "logprobs": place % 2, "next_tokens": _random(-1, vocab - 1, generator)}
         new_tokens = tokens[row.row, : row.count].tolist()
         fill_row(inputs, row.row, row.pages, row.slots, new_tokens, request_slots=row.request_slot, **numbers)
         if row.pictures:
@@ -137,10 +156,10 @@ def _inputs(
                 behind = [0, _random(0, 9, generator), _random(0, 9, generator)] if place else [0, 0, 0]
                 inputs["positions"][row.row, i] = torch.tensor([row.start - offset + i + axis for axis in behind])
     masks = inputs["bitmask"]
-    for place, row in enumerate(rows[::2][: len(masks)]):
+    for place, row in enumerate(rows[-turn % 3 :: 3][: len(masks)]):
         inputs["bitmask_rows"][row.row] = place + 1
         masks[place] = random_words(masks[place].shape, generator)
-    adjust(inputs, [row.row for row in rows[1::2]], generator)
+    adjust(inputs, [row.row for row in rows[(1 - turn) % 3 :: 3]], generator)
     return inputs
 
 
@@ -208,25 +227,29 @@ def drafted_step(
     vocab: int,
     live: int,
     generator: torch.Generator,
+    *,
+    share: int = 0,
+    turn: int = 0,
 ) -> PoisonedStep:
     """As `poisoned_step`; a decode step has right drafts among its own, by the reference."""
-    case = poisoned_step(bucket, signature, limits, params, vocab, live, generator)
+    case = poisoned_step(bucket, signature, limits, params, vocab, live, generator, share=share, turn=turn)
     if bucket.kind == "decode":
-        plant_drafts(reference, case, signature)
+        plant_drafts(reference, case, signature, turn)
     return case
 
 
-def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature) -> None:
-    """Replaces drafts of a decode case by right ones: in the i-th live row the first i modulo k+1, so that all counts occur.
+def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature, turn: int = 0) -> None:
+    """Replaces drafts of a decode case by right ones: in the i-th live row the first i + turn modulo k+1, so that all counts occur.
 
-    Which draft is right depends on those before it, so the reference runs once for each of the k places.
+    Which draft is right depends on those before it, so the reference runs once for each place that has a right one.
     """
     pool = case.operands[len(signature.params) + request_slot_pool(signature.state)]
     drafts = pool.shape[1] - request_slots.TOKENS - 1 - any(map(is_picture_pool, signature.state))
-    for place in range(drafts):
+    right = [i % (drafts + 1) for i, _ in enumerate(case.live, turn)]
+    for place in range(max(right, default=0)):
         sampled = run_step(reference, case, signature)[0]["tokens"]
-        for i, live in enumerate(case.live):
-            if i % sampled.shape[1] > place:
+        for count, live in zip(right, case.live, strict=True):
+            if count > place:
                 pool[live.request_slot, request_slots.TOKENS + 1 + place] = sampled[live.row, place]
 
 

@@ -18,9 +18,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.numel() == 0:
         return 0.0
     a, b = a.float(), b.float()
-    if bool(torch.isnan(a).any()) or bool(torch.isnan(b).any()):
-        return float("inf")
-    return float((a - b).abs().max() / a.abs().max().clamp(min=1.0))
+    return _finite(torch.linalg.vector_norm(a - b, torch.inf) / torch.linalg.vector_norm(a, torch.inf).clamp(min=1.0))
 
 
 def deviation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -28,9 +26,12 @@ def deviation(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.numel() == 0:
         return 0.0
     a, b = a.float(), b.float()
-    if bool(torch.isnan(a).any()) or bool(torch.isnan(b).any()):
-        return float("inf")
-    return float((a - b).pow(2).mean().sqrt() / a.pow(2).mean().sqrt().clamp(min=1e-12))
+    return _finite(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a).clamp(min=1e-12 * a.numel() ** 0.5))
+
+
+def _finite(measure: torch.Tensor) -> float:
+    """A measure, which is NaN where a value is NaN: infinite then."""
+    return float(measure.nan_to_num(nan=float("inf")))
 
 
 # --- two executables of one step ---

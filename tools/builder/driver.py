@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
@@ -123,7 +121,7 @@ class _Build:
         stamps: of all buckets, `plan.references` included.
         entries: buckets taken over or staged so far.
         compile_seconds: by bucket name, of buckets compiled so far.
-        params: the weights, loaded when the first executable is verified.
+        proof: of the executables, made when the first is verified.
     """
 
     plan: Plan
@@ -137,7 +135,7 @@ class _Build:
     stamps: Mapping[Bucket, str]
     entries: dict[Bucket, GraphEntry] = field(default_factory=dict)
     compile_seconds: dict[str, float] = field(default_factory=dict)
-    params: list[torch.Tensor] | None = None
+    proof: executables.Proof | None = None
 
     @property
     def backend(self) -> Backend:
@@ -210,9 +208,8 @@ class _Build:
             VerifyError: it does not agree.
         """
         artifact = Artifact(self.writer.root, self.manifest, "")
-        if self.params is None:
-            self.params = executables.load_params(artifact)
-        measured = executables.verify_entry(artifact, self.entries[bucket], self.params)
+        self.proof = self.proof or executables.Proof(artifact)
+        measured = self.proof.entry(artifact, self.entries[bucket])
         self.entries[bucket] = replace(self.entries[bucket], verified=measured)
         self.publish()
         return measured

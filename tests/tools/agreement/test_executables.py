@@ -12,7 +12,7 @@ from npucompile.graphs.errors import ArtifactError, VerifyError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.graph_io import decode, encode
-from npucompile.tools.agreement import compare
+from npucompile.tools.agreement import alone, compare
 from npucompile.tools.agreement.executables import verify
 from npucompile.tools.progress import Progress
 
@@ -49,14 +49,14 @@ def test_every_bucket_is_measured(tiny_artifact):
 
 
 def test_every_count_of_accepted_drafts_is_compared_with_weights_that_are_loaded_once(tiny_artifact, monkeypatch):
-    counts, loads, differences, load_weights = {}, [], compare.output_differences, Artifact.load_weights
+    counts, loads, differences, load_weights = {}, [], compare.differences_of, Artifact.load_weights
 
     def noted(case, expected, *rest):
         if "counts" in expected:
             counts.setdefault(len(expected["counts"]), set()).update(expected["counts"][case.rows].tolist())
         return differences(case, expected, *rest)
 
-    monkeypatch.setattr(compare, "output_differences", noted)
+    monkeypatch.setattr(alone, "differences_of", noted)
     monkeypatch.setattr(Artifact, "load_weights", lambda artifact: loads.append(artifact) or load_weights(artifact))
     verify(Artifact.open(tiny_artifact), tiny.QUIET)
     assert counts[4] == {1, 2, 3, 4}
@@ -68,7 +68,9 @@ def test_an_executable_that_is_wrong_is_named(own_artifact, stub, error, measure
     artifact = tiny.with_compiled(own_artifact, "stub", ["decode-b2-q4"])
     verify(artifact, tiny.QUIET)
     stub.error = error
-    with pytest.raises(VerifyError, match=rf"^decode-b2-q4 \(stub\) against the eager graph: {measured}; legal is at most 1e-05 \(6 rows"):
+    with pytest.raises(
+        VerifyError, match=rf"^decode-b2-q4 \(stub\) against eager rows run alone: {measured}; legal is at most 1e-05 \(6 rows"
+    ):
         verify(artifact, tiny.QUIET)
 
 

@@ -166,7 +166,7 @@ def test_new_weights_that_an_executable_gets_wrong_are_served_uncompiled(tmp_pat
     tiny.built(plan, out)
     tiny.write_checkpoint(model, seed=1)
     stub.error = 1.0
-    with pytest.raises(VerifyError, match=r"prefill-b1-q4 \(stub\) against the eager graph: logits differ by"):
+    with pytest.raises(VerifyError, match=r"prefill-b1-q4 \(stub\) against eager rows run alone: logits differ by"):
         tiny.built(plan, out)
     artifact = Artifact.open(out)
     assert {entry.backend for entry in artifact.manifest.graphs} == {"eager"}

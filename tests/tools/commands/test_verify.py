@@ -32,7 +32,7 @@ def test_a_wrong_executable_fails_it(tmp_path, own_artifact, stub):
     tiny.with_compiled(own_artifact, "stub")
     assert tiny.cli(tmp_path, "verify", "tiny").exit_code == 0
     stub.error = 0.5
-    assert "prefill-b1-q4 (stub) against the eager graph: logits differ by" in tiny.refused(tmp_path, "verify", "tiny")
+    assert "prefill-b1-q4 (stub) against eager rows run alone: logits differ by" in tiny.refused(tmp_path, "verify", "tiny")
 
 
 def test_a_tampered_file_is_refused_by_its_name(own_artifact, tmp_path):

@@ -1,0 +1,104 @@
+"""tools/agreement/alone.py: rows that were run alone are the same in any company, and each fault of a step of many is seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from support.toy_step import DRAFTING, PLAIN, VOCAB, Toy, signature
+
+from npucompile.graphs.errors import VerifyError
+from npucompile.graphs.step_inputs import OPTIONAL_ROWS
+from npucompile.graphs.types import Bucket, Limits
+from npucompile.tools.agreement.alone import RowAlone, Together, rows_alone
+from npucompile.tools.agreement.compare import Differences, check_tolerance
+from npucompile.tools.agreement.poisoned_steps import live_counts
+from npucompile.tools.agreement.tolerances import TOLERANCES, difference
+
+PARAMS = [torch.zeros(2, 2)]
+FAULTS = ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong", "request slot wrong", "next row")
+CASES = [
+    (Bucket("decode", 4, 1), PLAIN, FAULTS),
+    (Bucket("decode", 3, 3), DRAFTING, (*FAULTS, "counts wrong", "drafts wrong", "head wrong")),
+    (Bucket("prefill", 1, 8), PLAIN, FAULTS[:-1]),
+    (Bucket("prefill", 2, 8), DRAFTING, (*FAULTS, "drafts wrong", "head wrong")),
+]
+
+
+class Mixing(Toy):
+    """A step whose rows read the cache of the one before them."""
+
+    def row(self, row: int, of: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
+        tables = of["inputs.page_table"]
+        mixed = torch.cat([tables[row - 1, :1], tables[row, 1:]])
+        super().row(row, {**of, "inputs.page_table": torch.cat([tables[:row], mixed[None], tables[row + 1 :]])}, out)
+
+
+def known_rows(bucket: Bucket, limits: Limits) -> list[RowAlone]:
+    single = Bucket(bucket.kind, 1, bucket.q_len)
+    return rows_alone(Toy(single, limits), bucket, signature(single, limits), limits, PARAMS, VOCAB, 2)
+
+
+def together(known: Sequence[RowAlone], bucket: Bucket, limits: Limits, live: int, seed: int = 0) -> Together:
+    generator = torch.Generator().manual_seed(seed)
+    return Together(known, bucket, signature(bucket, limits), limits, PARAMS, live, generator, Counter())
+
+
+def measured(known: Sequence[RowAlone], bucket: Bucket, limits: Limits, fault: str = "") -> Differences:
+    found = Differences()
+    for live in live_counts(bucket.batch):
+        toy = Mixing(bucket, limits) if fault == "next row" else Toy(bucket, limits, fault)
+        found = found.combined(together(known, bucket, limits, live).differences(toy, difference))
+    return check_tolerance(found, TOLERANCES[torch.float32], "toy")
+
+
+@pytest.mark.parametrize(("bucket", "limits", "faults"), CASES, ids=lambda x: getattr(x, "name", None))
+def test_rows_are_what_they_are_alone_and_each_fault_is_seen(bucket: Bucket, limits: Limits, faults: tuple[str, ...]) -> None:
+    known = known_rows(bucket, limits)
+    assert measured(known, bucket, limits) == Differences(sum(live_counts(bucket.batch)))
+    for fault in faults:
+        with pytest.raises(VerifyError, match=r"toy: (logits|state|tokens) differ by"):
+            measured(known, bucket, limits, fault)
+
+
+def test_rows_have_every_number_of_right_drafts_and_the_rarest_are_taken_first() -> None:
+    bucket, dealt = Bucket("decode", 3, 3), Counter[int]()
+    known = known_rows(bucket, DRAFTING)
+    assert {int(row.outputs["counts"]) for row in known} == {1, 2, 3}
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        Together(known, bucket, signature(bucket, DRAFTING), DRAFTING, PARAMS, 3, generator, dealt)
+    assert sorted(dealt.values()) == [1] * 6
+
+
+def test_rows_share_pools_that_are_too_small_for_all_of_them_at_full_length() -> None:
+    bucket, few = Bucket("decode", 4, 1), replace(PLAIN, num_pages=6)
+    known = known_rows(bucket, few)
+    assert max(len(row.row.pages) for row in known) > 1
+    for seed in range(5):
+        pages = [page for row in together(known, bucket, few, 4, seed).case.live for page in row.pages]
+        assert len(pages) == len({*pages}) <= 5
+
+
+def test_rows_keep_their_bitmasks_and_adjustments_in_tables_that_are_too_small_for_all() -> None:
+    bucket = Bucket("decode", 4, 1)
+    limits = replace(PLAIN, bitmasks=1, bitmask_words=1, logit_adjustments=3, adjusted_tokens=VOCAB)
+    known = known_rows(bucket, limits)
+    seen = Counter[str]()
+    for seed in range(5):
+        step = together(known, bucket, limits, 4, seed)
+        inputs = dict(
+            zip((leaf.path for leaf in signature(bucket, limits).inputs), step.case.operands[-len(known[0].inputs) :], strict=True)
+        )
+        for place, alone in zip(step.case.rows, step.rows, strict=True):
+            for table, whose in OPTIONAL_ROWS.items():
+                for name in whose:
+                    own, here = int(alone.inputs[name]), int(inputs[name][place])
+                    assert (own > 0) == (here > 0)
+                    assert not own or torch.equal(alone.inputs[table][own - 1], inputs[table][here - 1])
+                    seen[name] += own > 0
+    assert set(seen) == {name for whose in OPTIONAL_ROWS.values() for name in whose}
+    assert all(seen.values())
