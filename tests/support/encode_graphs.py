@@ -19,11 +19,11 @@ from npucompile.lowering.backend import Compiled, backend
 from npucompile.lowering.lower import Lowered
 from npucompile.lowering.platform import CANN_RELEASES, CPU, Platform
 from npucompile.models import encode_step, registry, vision
-from npucompile.models.quant.formats import W8A8_DYNAMIC
+from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.step import Model
 
-MODELSLIM = tuple((f"model.visual.blocks.*.{name}", W8A8_DYNAMIC) for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1"))
-"""What ModelSlim's recipe of the 397B W4A8 stores in int8 (26.1.0): every matrix of a layer but the second of its feed-forward."""
+MODELSLIM = formats_of_scheme("w4a8", "qwen3.5-397b").rules
+"""Of towers, it stores every matrix of a layer but the second of its feed-forward in int8."""
 
 IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _WIDE = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "num_position_embeddings": 2304}

@@ -31,6 +31,15 @@ def test_a_scheme_that_is_not_there_is_refused() -> None:
             {"linear_attn.out_proj": "float", "mtp.self_attn.o_proj": "w8a8_dynamic", "mtp.mlp.up_proj": "w8a8_dynamic"},
         ),
         ("qwen3.6-27b", "w8a8", {"linear_attn.in_proj_z": "w8a8_dynamic", "linear_attn.in_proj_b": "float"}),
+        (
+            "qwen3.5-397b",
+            "w4a8",
+            {"visual.attn.qkv": "w8a8_dynamic", "visual.mlp.linear_fc1": "w8a8_dynamic", "visual.mlp.linear_fc2": "float"},
+        ),
+        ("qwen3.5-397b", "w8a8", {"visual.attn.proj": "w8a8_dynamic", "visual.mlp.linear_fc2": "w8a8_dynamic", "visual.norm1": "float"}),
+        ("qwen3.6-27b", "w8a8", {"visual.attn.qkv": "w8a8_dynamic", "visual.mlp.linear_fc2": "w8a8_dynamic", "visual.norm2": "float"}),
+        ("qwen3.5-27b", "w8a8", {"visual.attn.qkv": "float", "visual.mlp.linear_fc1": "float"}),
+        ("qwen3.5-122b-a10b", "w8a8", {"visual.attn.qkv": "float", "visual.mlp.linear_fc1": "float"}),
         ("qwen3-32b", "w8a8", {"self_attn.o_proj": "w8a8_dynamic", "mlp.gate_proj": "w8a8_dynamic", "mlp.down_proj": "float"}),
         ("qwen3-30b-a3b", "w8a8", {"self_attn.o_proj": "w8a8", "mlp.experts.down_proj": "w8a8_dynamic", "mlp.gate": "float"}),
         (
@@ -76,7 +85,7 @@ def test_a_scheme_that_is_not_there_is_refused() -> None:
 )
 def test_recipes_are_the_published_ones(model: str, scheme: str, wanted: dict[str, str]) -> None:
     formats = formats_of_scheme(scheme, model)
-    layers = {"mtp": "mtp.layers.0"}
+    layers = {"mtp": "mtp.layers.0", "visual": "model.visual.blocks.7"}
     found = {}
     for name in wanted:
         part, _, rest = name.partition(".")
