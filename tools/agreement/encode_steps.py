@@ -7,16 +7,18 @@ compared with it. The pool is NaN but for rows that the step writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...graphs.types import Bucket, Signature
-from ...lowering.executable import Executable
 from .compare import Differences
 from .pools import NAN
 from .tolerances import Measure
+
+Step = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""An executable, or what runs one step otherwise: operands to results."""
 
 PADDINGS = (0, 255)
 """Bytes of padding of a case for the reference, and for what is compared with it."""
@@ -71,7 +73,7 @@ def poisoned_encode(bucket: Bucket, signature: Signature, live: int, seed: int, 
 
 
 def encoded(
-    executable: Executable, params: Sequence[torch.Tensor], case: EncodeStep, signature: Signature
+    executable: Step, params: Sequence[torch.Tensor], case: EncodeStep, signature: Signature
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output `finite` [B] and the pool after a step."""
     pool = case.pool.clone()
@@ -88,8 +90,8 @@ def encode_differences(case: EncodeStep, expected: torch.Tensor, finite: torch.T
 
 
 def compare_encode(
-    reference: Executable,
-    candidate: Executable,
+    reference: Step,
+    candidate: Step,
     params: Sequence[torch.Tensor],
     cases: tuple[EncodeStep, EncodeStep],
     signature: Signature,
