@@ -104,7 +104,10 @@ def _pictures() -> Iterator[Case]:
     """Graphs whose prompts may have pictures."""
     for chosen in BACKENDS:
         yield Case(f"tiny pictures {chosen}", {"model": MIXTURE, "backend": chosen}, quick=chosen == "ge", picture_rows=33)
-    yield Case("pictures qwen3.5-397b", {"model": "qwen3.5-397b"}, kinds=("prefill",), picture_rows=16385)
+    full: dict[str, Any] = {"model": "qwen3.5-397b"}
+    yield Case("pictures qwen3.5-397b", full, kinds=("prefill",), picture_rows=16385)
+    captured = {"backend": "aclgraph", "operator_packages": OPERATOR_PACKAGES, "deployment": "qwen35-397b-a3x8-in3k5-out1k5-50ms"}
+    yield Case("captured pictures qwen3.5-397b", full | captured, kinds=("prefill",), picture_rows=16385)
 
 
 def cases() -> tuple[Case, ...]:
