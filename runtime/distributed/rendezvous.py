@@ -13,10 +13,10 @@ import contextlib
 import datetime
 import hmac
 import secrets
-import select
+import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,7 +223,7 @@ def _answer(stream: socket.socket, config: RendezvousConfig, exited: Callable[[]
     deadline = time.monotonic() + 2 * config.timeout_s
     stream.settimeout(HELLO_S)
     while True:
-        while not select.select([stream], [], [], POLL_S)[0]:
+        while not _readable([stream], POLL_S):
             if reason := exited():
                 stream.sendall(encode("ended", message=reason))
                 raise RankError(reason)
@@ -327,10 +327,17 @@ def _mismatch(
     return None
 
 
+def _readable(streams: Iterable[socket.socket], timeout_s: float) -> list[socket.socket]:
+    """Those that have something to read or have ended. `select.select` takes no descriptor above 1,023, which a process may have."""
+    with selectors.DefaultSelector() as selector:
+        names = {selector.register(stream, selectors.EVENT_READ).fd: stream for stream in streams}
+        return [names[key.fd] for key, _ in selector.select(timeout_s)]
+
+
 def _ended(arrivals: Mapping[int, Arrival]) -> str | None:
     """Which rank that had come has ended, and what it said of it."""
     streams = {arrival.stream: rank for rank, arrival in arrivals.items()}
-    for stream in select.select(list(streams), [], [], 0)[0]:
+    for stream in _readable(streams, 0):
         rank = streams[stream]
         node = arrivals[rank].node
         who = f"rank {rank}{f' on {node}' if node.count > 1 else ''}"

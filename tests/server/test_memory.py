@@ -20,7 +20,7 @@ from npucompile.server.client import Client
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.run import running
 
-ROUNDS = 6
+ROUNDS = 4
 """Of seven requests each."""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import re
+import resource
 import socket
 import sys
 import threading
@@ -120,6 +122,24 @@ def test_a_rank_comes_once(first):
     with pytest.raises(RankError, match="two processes came as rank 1; the ranks are 0 to 2, each once"):
         accept_ranks(config, store, IDENTITY)
     assert {rank.ended() for rank in twice} == {"two processes came as rank 1; the ranks are 0 to 2, each once"}
+
+
+def test_a_process_that_has_many_files_open_is_a_rank(first):
+    """Descriptors above 1,023 are what `select.select` does not take."""
+    config, store = first
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    try:
+        with contextlib.ExitStack() as stack, open(os.devnull, "rb") as null:
+            for _ in range(1100):
+                stack.callback(os.close, os.dup(null.fileno()))
+            others = [Rank(other(config, rank)) for rank in (2, 1)]
+            connections = accept_ranks(config, store, IDENTITY)
+            for arrival in connections.values():
+                assert stack.enter_context(arrival.stream).fileno() > 1023
+            assert [rank.ended() for rank in others] == [None, None]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_ranks_that_do_not_come_are_named(first):

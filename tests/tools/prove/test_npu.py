@@ -222,6 +222,7 @@ def test_captured_graphs_are_proved_as_ge_graphs_are(tmp_path_factory, packages)
     assert measured["decode-b4-q2 shipped"]["pools"] == len(artifact.manifest.state)
 
 
+@pytest.mark.long
 def test_graphs_that_take_pictures_are_proved_with_rows_of_them(tmp_path):
     directory = towers.saved("width 72", tmp_path / "tower")
     (directory / "preprocessor_config.json").write_text(json.dumps(published_pictures.FIELDS))

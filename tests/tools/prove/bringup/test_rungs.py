@@ -133,7 +133,7 @@ def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(climb
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "dp=2,tp=2"])
-@pytest.mark.short_cases("dp=2")
+@pytest.mark.long
 def test_every_mesh_climbs_the_ladder_to_its_end(mesh, climb):
     results = climb(mesh)
     assert [(result.name, result.failures) for result in results] == [(name, []) for name in RUNGS]
