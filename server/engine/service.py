@@ -379,8 +379,9 @@ class Service:
         return self._mailbox
 
     def stats(self) -> Mapping[str, Any]:
-        """The engine's numbers."""
-        return {**self._engine.stats(), **(self.handovers.stats() if self.handovers else {})}
+        """The engine's numbers, and those of handovers and of pictures."""
+        others = [each.stats() for each in (self.handovers, self.pictures) if each]
+        return {**self._engine.stats(), **{name: value for own in others for name, value in own.items()}}
 
     def _max_tokens(self, prompt_tokens: int, param: str, options: GenerationOptions) -> int:
         limit, wanted, name = self.model.max_model_len, options.max_tokens, options.max_tokens_field

@@ -20,14 +20,15 @@ from ..engine.prompts import Prompt as EnginePrompt
 from ..engine.prompts import reading, with_pictures
 from ..engine.service import Service
 from ..pictures.processor import Picture
-from ..pictures.prompt import encoded, expanded
+from ..pictures.prompt import encoded, expanded, in_order
+from ..pictures.reader import count_of
 from ..pictures.videos import Video
 from ..requests.bodies import Body, FailFast, Ignored, Neutral, validate
 from ..requests.bounds import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
 from ..requests.error_objects import failure_of
 from ..requests.fields import show
 from ..requests.generation_fields import LogitBias, Priority, StopString, TokenId, chosen, stop_strings
-from ..requests.pictures import PicturePart, ProcessorFields, picture_part
+from ..requests.pictures import Kind, PicturePart, ProcessorFields, picture_part
 from ..requests.router_fields import UNKNOWN_MODEL, RouterFields
 from ..requests.structured_output import OutputFormat
 from ..text.tokenizer import TextTokenizer
@@ -89,6 +90,7 @@ class GenerateRequest(RouterFields):
     extra_key: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
     lora_path: Annotated[Any, Absent] = None
     image_data: Any = None
+    video_data: Any = None
     mm_processor_kwargs: ProcessorFields | None = None
     input_embeds: Annotated[Any, Absent] = None
     token_ids_logprob: Annotated[Any, Absent] = None
@@ -120,12 +122,13 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
     options = _options(params, service, body)
     base = new_id("gen-")
 
-    images = _images(body.image_data, len(given))
-    parts = [part for several in images for part in several]
+    images = _parts(body.image_data, "image", len(given))
+    shown = [own + films for own, films in zip(images, _parts(body.video_data, "video", len(given)), strict=True)]
+    parts = [part for several in shown for part in several]
 
     async with reading(service, parts, body.mm_processor_kwargs, client_of(request), params.n) as read:
         left = iter(read)
-        pictures = [[next(left) for _ in several] for several in images]
+        pictures = [[next(left) for _ in several] for several in shown]
 
         def prepared() -> list[EngineRequest]:
             prompts = [_encoded(service, prompt, param, shown) for prompt, shown in zip(given, pictures, strict=True)]
@@ -164,38 +167,47 @@ def _prompts(body: GenerateRequest) -> tuple[tuple[Prompt, ...], str]:
     return body.input_ids, "input_ids"
 
 
-def _images(image_data: Any, prompts: int) -> list[list[PicturePart]]:
-    """The pictures of each prompt: of one a URL or a list of them, of several a list with one of these, or null, for each.
+def _parts(data: Any, kind: Kind, prompts: int) -> list[list[PicturePart]]:
+    """The pictures or videos of each prompt: of one a URL or a list of them, of several a list with one of these, or null, for each.
+
+    Args:
+        data: `image_data` or `video_data`.
 
     Raises:
-        RequestError: `image_data` is of another form.
+        RequestError: it is of another form.
     """
-    if image_data in (None, []):
+    if data in (None, []):
         return [[] for _ in range(prompts)]
-    if prompts > 1 and not (isinstance(image_data, list) and len(image_data) == prompts):
-        message = f"image_data is {show(image_data)}; legal is a list with an entry for each of the {prompts} prompts"
-        raise RequestError(message, param="image_data")
-    entries = [("image_data", image_data)] if prompts == 1 else [(f"image_data[{i}]", entry) for i, entry in enumerate(image_data)]
+    field = f"{kind}_data"
+    if prompts > 1 and not (isinstance(data, list) and len(data) == prompts):
+        raise RequestError(f"{field} is {show(data)}; legal is a list with an entry for each of the {prompts} prompts", param=field)
+    entries = [(field, data)] if prompts == 1 else [(f"{field}[{i}]", entry) for i, entry in enumerate(data)]
     return [
-        [picture_part(url, f"{where}[{i}]") for i, url in enumerate(entry)]
+        [picture_part(url, f"{where}[{i}]", kind) for i, url in enumerate(entry)]
         if isinstance(entry, list)
         else []
         if entry is None
-        else [picture_part(entry, where)]
+        else [picture_part(entry, where, kind)]
         for where, entry in entries
     ]
 
 
-def _encoded(service: Service, prompt: Prompt, param: str, pictures: Sequence[Picture | Video]) -> EnginePrompt:
-    if service.pictures is None or not pictures:
+def _encoded(service: Service, prompt: Prompt, param: str, shown: Sequence[Picture | Video]) -> EnginePrompt:
+    if service.pictures is None or not shown:
         ids = service.encode(prompt, param) if isinstance(prompt, str) else service.checked(prompt, param)
         return EnginePrompt(ids)
-    vision, counts = service.pictures.vision, [picture.tokens for picture in pictures]
+    vision = service.pictures.vision
     if isinstance(prompt, str):
+        shown = in_order(prompt, shown, vision)
+        counts = [count_of(each) for each in shown]
         ids = encoded(prompt, "", counts, vision, partial(service.encode_pieces, param=param, add_special=True), param)
     else:
-        ids = expanded(prompt, counts, vision, param)
-    return EnginePrompt(service.checked(ids, param), with_pictures(service, ids, pictures))
+        pictures = [each for each in shown if isinstance(each, Picture)]
+        if len(pictures) < len(shown):
+            message = f"{param} with {len(shown) - len(pictures)} videos, before whose frames texts stand; legal is text with video_data"
+            raise RequestError(message, param="video_data", code="unsupported_value")
+        ids = expanded(prompt, [picture.tokens for picture in pictures], vision, param)
+    return EnginePrompt(service.checked(ids, param), with_pictures(service, ids, shown))
 
 
 def _check_start(body: GenerateRequest, encoded: Sequence[tuple[int, ...]]) -> None:

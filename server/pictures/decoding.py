@@ -15,23 +15,20 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from ...graphs.errors import RequestError
-from .limits import MOST_PIXELS, PictureLimits
+from .limits import CHANNELS, MOST_PIXELS, PictureLimits
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Legal formats by their names in Pillow, which tries no other: EPS starts Ghostscript, and PSD wrote out of bounds (CVE-2026-25990)."""
 
 _WHITE = (255, 255, 255, 255)
 _ORIENTATION = 0x0112  # tag of EXIF (CIPA DC-008)
-_UPRIGHT: Mapping[object, Image.Transpose] = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""What turns a picture upright, by its orientation."""
+_UPRIGHT: Mapping[object, tuple[bool, int, int]] = {
+    2: (False, 1, -1), 3: (False, -1, -1), 4: (False, -1, 1), 5: (True, 1, 1), 6: (True, -1, 1), 7: (True, -1, -1), 8: (True, 1, -1),
+}  # fmt: skip
+"""How rows of the file lie in the upright picture, by its orientation: whether as columns, and the steps from row to row and within."""
+
+_BAND_PIXELS = 2**20
+"""Converted at once: a large picture whose pixels are transparent would need four copies of itself."""
 
 
 DEFAULT_LIMITS = PictureLimits()
@@ -100,11 +97,15 @@ def _pixels(image: Image.Image) -> torch.Tensor:
     """[3, height, width] u8."""
     image.load()
     # A PNG may have its EXIF behind the pixels, so that it is asked for after them.
-    upright = _UPRIGHT.get(_orientation(image))
-    rgb = _rgb(image)
-    if upright is not None:
-        rgb = rgb.transpose(upright)
-    return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+    turned, down, right = _UPRIGHT.get(_orientation(image), (False, 1, 1))
+    width, height = image.size
+    upright = np.empty((CHANNELS, width, height) if turned else (CHANNELS, height, width), np.uint8)
+    as_in_file = (upright.transpose(0, 2, 1) if turned else upright)[:, ::down, ::right]
+    rows = max(1, _BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        band = _rgb(image.crop((0, top, width, min(top + rows, height))))
+        as_in_file[:, top : top + rows] = np.asarray(band).transpose(2, 0, 1)
+    return torch.from_numpy(upright)
 
 
 def _orientation(image: Image.Image) -> object:

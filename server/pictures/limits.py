@@ -21,7 +21,7 @@ class PictureLimits:
 
     Attributes:
         max_bytes: of its file.
-        max_pixels: of the picture that the file holds, before it is resized; RGB takes 3 bytes each, and alpha one more meanwhile.
+        max_pixels: of the picture that the file holds, before it is resized; `decoder_memory` says what it takes.
     """
 
     max_bytes: int = 20 * 2**20
@@ -55,6 +55,11 @@ class VideoLimits:
                 raise SpecError(f"{name} of a video is {value}; legal is above 0, up to {most}")
 
 
+def decoder_memory(max_pixels: int) -> int:
+    """Bytes that a picture of so many pixels may take, or a video: a WebP takes 16 a pixel, more than other formats."""
+    return max(2**30, 2**26 + 20 * max_pixels)
+
+
 @dataclass(frozen=True)
 class DecoderLimits:
     """Limits on the processes that decode.
@@ -67,7 +72,7 @@ class DecoderLimits:
 
     processes: int = 2
     time_s: float = 20.0
-    memory_bytes: int = 2**30
+    memory_bytes: int = decoder_memory(PictureLimits.max_pixels)
 
     def __post_init__(self) -> None:
         for name, least in (("processes", 1), ("time_s", 0.01), ("memory_bytes", 2**24)):

@@ -1,4 +1,4 @@
-"""Pictures fetched by URL, from hosts that the operator allows (SSRF: CVE-2025-6242).
+"""Pictures and videos fetched by URL, from hosts that the operator allows (SSRF: CVE-2025-6242).
 
 A name is resolved once; each of its addresses has to be a public one, and the connection goes to one of these, so that no later answer of
 a name server changes where (DNS rebinding). A host that is allowed as an address in numbers may be any. Redirects are not followed: where
@@ -13,11 +13,12 @@ import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import SplitResult, urlsplit
 
 from ...graphs.errors import RequestError, SpecError
+from ..requests.pictures import NOUNS, Kind
 
 FETCHES = 8
 """At once; more wait."""
@@ -52,11 +53,11 @@ def is_public(address: str) -> bool:
 
 
 class Hosts:
-    """Hosts that pictures are fetched from.
+    """Hosts that pictures and videos are fetched from.
 
     Args:
         allowed: names or addresses, with :PORT where another than the scheme's is meant; addresses of IPv6 in brackets.
-        max_bytes: of a picture.
+        max_bytes: of a picture, and of a video.
         time_s: of a fetch, from its first look-up to its last byte.
         resolve: looks names up.
         context: of TLS; None checks certificates as this machine does.
@@ -68,7 +69,7 @@ class Hosts:
     def __init__(
         self,
         allowed: Sequence[str],
-        max_bytes: int,
+        max_bytes: Mapping[Kind, int],
         time_s: float = FETCH_S,
         resolve: Resolve = addresses_of,
         context: ssl.SSLContext | None = None,
@@ -79,24 +80,24 @@ class Hosts:
         # A name server that hangs holds a thread, which others then lack.
         self._threads = ThreadPoolExecutor(FETCHES, "npucompile-media")
 
-    async def fetch(self, url: str, param: str) -> bytes:
+    async def fetch(self, url: str, param: str, kind: Kind) -> bytes:
         """What is at a URL.
 
         Raises:
             RequestError: its host is not allowed, or nothing could be fetched (codes invalid_image_url, failed_to_download_image).
         """
-        place = self._place(url, param)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._get, place, time.monotonic() + self._time_s)
+        place = self._place(url, param, kind)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._get, place, kind, time.monotonic() + self._time_s)
         try:
             return await asyncio.wait_for(work, self._time_s)
         except _TooLarge:
-            message = f"the picture has more than {self._max_bytes} bytes; legal are up to that many"
-            raise RequestError(message, param=param, code="image_file_too_large") from None
+            message = f"the {NOUNS[kind]} has more than {self._max_bytes[kind]} bytes; legal are up to that many"
+            raise RequestError(message, param=param, code=f"{kind}_file_too_large") from None
         except Exception:  # What a network or a peer leads to; it is not told apart.
-            message = f"{param} could not be fetched within {self._time_s:g} s; legal is the URL of a picture, without redirects"
-            raise RequestError(message, param=param, code="failed_to_download_image") from None
+            message = f"{param} could not be fetched within {self._time_s:g} s; legal is the URL of a {NOUNS[kind]}, without redirects"
+            raise RequestError(message, param=param, code=f"failed_to_download_{kind}") from None
 
-    def _place(self, url: str, param: str) -> SplitResult:
+    def _place(self, url: str, param: str, kind: Kind) -> SplitResult:
         try:
             place = urlsplit(url)
             host, port = (place.hostname or "").rstrip("."), place.port or PORTS[place.scheme]
@@ -106,10 +107,10 @@ class Hosts:
             allowed = plain = False
         if not (plain and allowed):
             message = f"{param} is a URL of a host that is not allowed here (`npucompile serve --allowed-media-host`); legal is a data URL"
-            raise RequestError(message, param=param, code="invalid_image_url")
+            raise RequestError(message, param=param, code=f"invalid_{kind}_url")
         return place
 
-    def _get(self, place: SplitResult, deadline_s: float) -> bytes:
+    def _get(self, place: SplitResult, kind: Kind, deadline_s: float) -> bytes:
         host, port = str(place.hostname).rstrip("."), place.port or PORTS[place.scheme]
         # An address in numbers was allowed as such; the resolver is asked for names alone.
         addresses = [host] if _is_address(host) else list(self._resolve(host, port))
@@ -121,7 +122,7 @@ class Hosts:
             if place.scheme == "https":
                 connection.sock = self._context.wrap_socket(connection.sock, server_hostname=host)
             target = (place.path or "/") + (f"?{place.query}" if place.query else "")
-            connection.request("GET", target, headers={"Accept": "image/*", "Accept-Encoding": "identity"})
+            connection.request("GET", target, headers={"Accept": f"{kind}/*", "Accept-Encoding": "identity"})
             connection.sock.settimeout(_left(deadline_s))
             # The response keeps the socket, where its peer ends the connection.
             peer = connection.sock
@@ -131,7 +132,7 @@ class Hosts:
                 data = bytearray()
                 while chunk := response.read1(CHUNK_BYTES):
                     data += chunk
-                    if len(data) > self._max_bytes:
+                    if len(data) > self._max_bytes[kind]:
                         raise _TooLarge
                     peer.settimeout(_left(deadline_s))
                 if response.length:

@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -50,14 +51,16 @@ class DecoderPool:
         program: what the processes run: arguments of Python.
 
     Attributes:
-        decoded, killed: pictures and videos so far, and processes that did not survive theirs.
+        decoded, refused, killed: pictures and videos so far, those that are not legal, and processes that did not survive theirs.
+        seconds: that processes took for all of these.
     """
 
     def __init__(
         self, limits: DecoderLimits, pictures: PictureLimits, program: Sequence[str] = DECODER, videos: VideoLimits = DEFAULT_LIMITS
     ) -> None:
         self._limits, self._pictures, self._videos, self._program = limits, pictures, videos, program
-        self.decoded = self.killed = 0
+        self.decoded = self.refused = self.killed = 0
+        self.seconds = 0.0
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         self._started: set[int] = set()
         self._processes: set[subprocess.Popen[bytes]] = set()
@@ -71,6 +74,11 @@ class DecoderPool:
     def process_ids(self) -> frozenset[int]:
         """Of the processes that run."""
         return frozenset(process.pid for process in self._processes)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers by name, as of an engine."""
+        results = {"decoded": self.decoded, "refused": self.refused, "killed": self.killed}
+        return {"picture_decodes": results, "picture_decode_seconds_total": self.seconds}
 
     def size(self, data: bytes, param: str) -> Future[tuple[int, int]]:
         """Height and width in the header of a picture; raises what `decoding.size` does."""
@@ -110,9 +118,8 @@ class DecoderPool:
         width = CHANNELS * processor.patch_size**2
         if not done.pixels or len(done.pixels) != grid[1] * grid[2] * width:
             raise self._failed(param, task)
-        self.decoded += 1
         pixels = torch.frombuffer(bytearray(done.pixels), dtype=torch.uint8).view(-1, width)
-        return Picture(pixels, grid, processor.merge_size)
+        return self._counted(Picture(pixels, grid, processor.merge_size))
 
     def _video_task(self, data: bytes, processor: VideoProcessor | None = None) -> Task:
         limits, fields = self._videos, None if processor is None else asdict(processor)
@@ -128,10 +135,18 @@ class DecoderPool:
         patches = done.grid[1] * done.grid[2]
         if not done.pixels or len(done.pixels) != len(done.seconds) * patches * width:
             raise self._failed(param, task)
-        self.decoded += 1
         pixels = torch.frombuffer(bytearray(done.pixels), dtype=torch.uint8).view(-1, patches, width)
-        pictures = (Picture(each, done.grid, processor.merge_size) for each in pixels)
+        pictures = [Picture(each, done.grid, processor.merge_size) for each in pixels]
+        self._counted(*pictures)
         return Video(tuple(FramePair(*each) for each in zip(pictures, done.seconds, strict=True)))
+
+    def _counted(self, *pictures: Picture) -> Picture:
+        """The first of what was decoded at once."""
+        for picture in pictures:
+            _ = picture.digest  # here, on a thread: it takes as long as a step
+        with self._lock:
+            self.decoded += 1
+        return pictures[0]
 
     def _run(self, task: Task, param: str) -> Outcome:
         process = self._idle.get()
@@ -143,11 +158,16 @@ class DecoderPool:
             self._idle.put(None)
             raise self._failed(param, task)
         most = 0 if task.processor is None else _most_pixels(task.processor)
-        done = None
+        done, began_s = None, time.monotonic()
         if process.pid in self._started or self._exchange(process, None, START_S, HEAD_BYTES):
             self._started.add(process.pid)
+            began_s = time.monotonic()
             # What is resized to a least area may be larger than the most.
             done = self._exchange(process, task, task.time_s, HEAD_BYTES + 2 * CHANNELS * most)
+        with self._lock:
+            self.seconds += time.monotonic() - began_s
+            self.killed += done is None
+            self.refused += done is not None and bool(done.error)
         if done is None:
             self._replace(process)
             raise self._failed(param, task)
@@ -191,7 +211,6 @@ class DecoderPool:
         with self._lock:
             self._processes.discard(process)
             self._started.discard(process.pid)
-            self.killed += 1
         _end(process)
         if not self._closed:
             log.warning("a process that decodes pictures ended within one, with status %s", process.returncode)

@@ -60,7 +60,9 @@ class Picture:
     def digest(self) -> bytes:
         """SHA-256 of the pixels and of their shape: the bytes alone are the same for pictures of 30x100 and 100x30 (CVE-2025-46722)."""
         shape = json.dumps([self.grid, self.merge, list(self.pixels.shape)]).encode()
-        return hashlib.sha256(b"%s %s " % (_DIGEST_VERSION, shape) + self.pixels.numpy().tobytes()).digest()
+        made = hashlib.sha256(b"%s %s " % (_DIGEST_VERSION, shape))
+        made.update(self.pixels.contiguous().numpy().data)
+        return made.digest()
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,14 @@ def expanded(tokens: Sequence[int], counts: Sequence[int], vision: Vision, param
     return tuple(place for token in tokens for place in ([mark] * next(left) if token == mark else [token]))
 
 
+def in_order(text: str, shown: Sequence[Picture | Video], vision: Vision) -> list[Picture | Video]:
+    """Pictures and videos in the order of a text's marks of them, in which each kind has its own; those that have no mark come last."""
+    kinds = ((vision.image, Picture), (vision.video, Video))
+    left = {mark: [each for each in shown if isinstance(each, kind)] for mark, kind in kinds}
+    marks = re.findall("|".join(map(re.escape, left)), text)
+    return [left[mark].pop(0) for mark in marks if left[mark]] + [each for own in left.values() for each in own]
+
+
 def inputs(tokens: Sequence[int], shown: Sequence[Picture | Video], vision: Vision) -> tuple[PictureInput, ...]:
     """The pictures of a prompt, and the pairs of frames of its videos, as an engine takes them."""
     grids = {vision.image_token_id: [each.grid for each in shown if isinstance(each, Picture)]}

@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ...graphs.errors import RequestError
@@ -127,14 +127,14 @@ def count_of(shown: Picture | Video) -> Count:
     return Frames(tuple(pair.text for pair in shown.pairs), shown.pairs[0].picture.tokens)
 
 
-Fetch = Callable[[str, str], Awaitable[bytes]]
-"""(URL, param) -> the bytes there; raises RequestError."""
+Fetch = Callable[[str, str, Kind], Awaitable[bytes]]
+"""(URL, param, what it is of) -> the bytes there; raises RequestError."""
 
 
-async def fetch_nothing(url: str, param: str) -> bytes:
+async def fetch_nothing(url: str, param: str, kind: Kind) -> bytes:
     """Raises RequestError."""
     message = f"{param} is a URL to fetch, and this server fetches nothing (`npucompile serve --allowed-media-host`); legal is a data URL"
-    raise RequestError(message, param=param, code="invalid_image_url")
+    raise RequestError(message, param=param, code=f"invalid_{kind}_url")
 
 
 BASE64_CHARS = 4 / 3
@@ -152,6 +152,9 @@ class PictureReader:
         pictures, requests, videos: limits.
         pool: decodes.
         fetch: gets what is at http and https URLs.
+
+    Attributes:
+        hits: pictures and videos that were decoded for another request before.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class PictureReader:
         fetch: Fetch = fetch_nothing,
         videos: VideoLimits = DEFAULT_LIMITS,
     ) -> None:
+        self.hits = 0
         self.vision, self.limits, self.pool = vision, requests, pool
         self._most_bytes: Mapping[Kind, int] = {"image": pictures.max_bytes, "video": videos.max_bytes}
         self._fetch = fetch
@@ -174,6 +178,10 @@ class PictureReader:
     def close(self) -> None:
         """Ends the processes."""
         self.pool.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers by name, as of an engine."""
+        return {**self.pool.stats(), "picture_decode_hits_total": self.hits, "picture_decode_cached_bytes": self._cached_bytes}
 
     @property
     def body_bytes(self) -> int:
@@ -226,6 +234,7 @@ class PictureReader:
         key = file.digest, processor
         if (known := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
+            self.hits += 1
             return known
         shown: Picture | Video
         if isinstance(processor, PictureProcessor):
@@ -242,20 +251,13 @@ class PictureReader:
     async def _file(self, part: PicturePart) -> PictureFile:
         if part.file is None:
             if not is_data(part.url):
-                file = PictureFile(await self._fetched(part))
+                file = PictureFile(await self._fetch(part.url, part.param, part.kind))
             elif len(part.url) <= INLINE_CHARS:
                 file = self._data(part)
             else:
                 file = await asyncio.to_thread(self._data, part)
             part.file, part.url = self._files.setdefault(file.digest, file), ""
         return part.file
-
-    async def _fetched(self, part: PicturePart) -> bytes:
-        try:
-            return await self._fetch(part.url, part.param)
-        except RequestError as error:
-            error.code = (error.code or "").replace("image", part.kind)
-            raise
 
     def _data(self, part: PicturePart) -> PictureFile:
         file = PictureFile(data_of(part.url, part.param, self._most_bytes[part.kind], part.kind))

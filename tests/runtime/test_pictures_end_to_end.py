@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Sequence
@@ -34,9 +35,9 @@ NAME, TOKENS = "width 72", 10
 ENCODE = (EncodeSize(16, 3), EncodeSize(96))
 
 
-def built(directory: Path, drafts: int, **options: Any) -> Artifact:
+def built(directory: Path, drafts: int, name: str = NAME, **options: Any) -> Artifact:
     """Of a model that transformers made; it has no draft heads, so that one is drawn."""
-    model = towers.saved(NAME, directory / "model")
+    model = towers.saved(name, directory / "model")
     if drafts:
         config = json.loads((model / "config.json").read_text())
         config["text_config"]["mtp_num_hidden_layers"] = 1
@@ -64,14 +65,14 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return CpuExecutor(built(tmp_path_factory.mktemp("pictures"), request.param))
 
 
-def asked(name: str, prompt: towers.Prompt, *, stills: bool = False, **fields: Any) -> Request:
+def asked(name: str, prompt: towers.Prompt, *, stills: bool = False, count: int = TOKENS, **fields: Any) -> Request:
     """A request for what transformers is asked; the frames of its pictures are not those of stills."""
     pixels, pictures, behind = towers.as_bytes(prompt.pixels).numpy(), [], 0
     for (_, h, w), span in zip(prompt.grids, prompt.spans, strict=True):
         own, behind = pixels[behind : behind + h * w], behind + h * w
         patches = own.reshape(h * w, 3, 2, -1)[:, :, 0].reshape(h * w, -1) if stills else own
         pictures.append(PictureInput(span, np.ascontiguousarray(patches), (h, w), bytes(own.tobytes()[:64]) + bytes([h, w])))
-    return Request(name, tuple(prompt.tokens[: prompt.count]), TOKENS, pictures=tuple(pictures), **fields)
+    return Request(name, tuple(prompt.tokens[: prompt.count]), count, pictures=tuple(pictures), **fields)
 
 
 @functools.cache
@@ -217,11 +218,9 @@ def test_what_these_graphs_cannot_take_is_refused(executor: CpuExecutor) -> None
     assert not engine.step()
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
-@pytest.mark.short_cases("dp=2")
-def test_ranks_in_processes_of_their_own(tmp_path: Path, mesh: str) -> None:
+def test_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
     """Follower ranks get patches and rows like other inputs, and rank 0 reads whether they are finite."""
-    artifact = built(tmp_path, 2, mesh=mesh)
+    artifact = built(tmp_path, 2, mesh="dp=2")
     requests = [asked(name, made(parts, seed)) for seed, (name, parts) in enumerate(CASES.items())]
     with lead_ranks(artifact, None, RankSettings(threads=1), ranks.environment()) as cluster:
         assert cluster is not None
@@ -229,3 +228,50 @@ def test_ranks_in_processes_of_their_own(tmp_path: Path, mesh: str) -> None:
     for seed, (sink, (name, parts)) in enumerate(zip(sinks, CASES.items(), strict=True)):
         assert (sink.tokens, sink.end.message) == (expected(parts, seed), None), name
     assert stats["encoded_pictures_total"] == 8
+
+
+LATER: tuple[int | tuple[int, int], ...] = (3, (4, 8), 4)
+"""What a second turn asks."""
+
+
+def converse(executor: Any, name: str, count: int, **fields: Any) -> dict[str, Any]:
+    """Two turns of every conversation, all at once, over kept prefixes; their tokens are those of transformers. Returns the statistics."""
+    engine = Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings())
+    prompts = {case: towers.prompt(name, list(parts), seed) for seed, (case, parts) in enumerate(CASES.items())}
+    for turn in range(2):
+        sinks = {case: toy.Collector() for case in prompts}
+        for case, prompt in prompts.items():
+            engine.submit(asked(case, prompt, count=count, **fields), sinks[case])
+        while engine.step():
+            engine.stepper.check()
+        for place, (case, prompt) in enumerate(prompts.items()):
+            answer = sinks[case].tokens
+            assert (len(answer), sinks[case].end.message) == (count, None), (case, turn)
+            assert prompt.greedy(name, answer) == answer, (case, turn)
+            prompts[case] = prompt.then(answer, towers.prompt(name, list(LATER), 20 + place))
+    return engine.stats()
+
+
+def test_two_turns(executor: CpuExecutor) -> None:
+    stats = converse(executor, NAME, TOKENS)
+    assert stats["prefix_cache_hits_total"] > 0
+    # Of eight in the first turn and five that come to them; pages that end within a picture have it encoded once more, if its rows went.
+    assert stats["encoded_pictures_total"] >= 13
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["", "tp=2", "dp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("name", [NAME, "width 64", f"{NAME}{towers.EXPERTS}", f"width 64{towers.EXPERTS}"])
+def test_64_tokens_of_two_turns_with_and_without_drafts(tmp_path: Path, name: str, mesh: str) -> None:
+    artifact = built(tmp_path, 2, name, mesh=mesh, max_model_len=256)
+    with contextlib.ExitStack() as stack:
+        if mesh:
+            cluster = stack.enter_context(lead_ranks(artifact, None, RankSettings(threads=1), ranks.environment()))
+            assert cluster is not None
+            executor: Any = cluster.load_executor()
+        else:
+            executor = CpuExecutor(artifact)
+            tiny.poison(executor)
+        for drafts in (2, 0):
+            stats = converse(executor, name, 64, speculative_tokens=drafts)
+            assert (stats["spec_decode_num_draft_tokens_total"] > 0) == bool(drafts)

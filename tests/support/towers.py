@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from support import oracle
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForConditionalGeneration
 
 from npucompile.graphs.quantise import quantise_w8
 from npucompile.graphs.step_inputs import StepInputs
@@ -25,9 +27,13 @@ from npucompile.models.quant.description import DESCRIPTION
 from npucompile.runtime.picture_spans import Span, positions, spans
 
 IDS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
-TEXT = oracle.settings("lllf", 0.5, rope_parameters={
+ROTARY = {
     "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
-})  # fmt: skip
+}  # fmt: skip
+TEXT = oracle.settings("lllf", 0.5, rope_parameters=ROTARY)
+MIXTURE = oracle.settings("lllf", 0.5, rope_parameters=ROTARY, num_experts=8, num_experts_per_tok=2)
+EXPERTS = ", experts"
+"""Behind the name of a tower: of a model that has them."""
 TOWERS: dict[str, dict[str, Any]] = {
     "width 72": {"hidden_size": 144, "num_heads": 2, "intermediate_size": 100, "depth": 2, "num_position_embeddings": 49},
     "width 64": {"hidden_size": 192, "num_heads": 3, "intermediate_size": 77, "depth": 3, "num_position_embeddings": 16},
@@ -39,9 +45,13 @@ TOWERS: dict[str, dict[str, Any]] = {
 @functools.cache
 def model(name: str) -> Any:
     """A wrapped model of transformers whose every parameter is drawn: its own start hides wrong biases."""
-    settings = {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, **TOWERS[name]}
-    config = Qwen3_5Config(text_config=TEXT, vision_config={**settings, "out_hidden_size": TEXT["hidden_size"]}, **IDS)
-    theirs = Qwen3_5ForConditionalGeneration(config).eval()
+    settings = {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, **TOWERS[name.removesuffix(EXPERTS)]}
+    vision = {**settings, "out_hidden_size": TEXT["hidden_size"]}
+    theirs: Any
+    if name.endswith(EXPERTS):
+        theirs = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=MIXTURE, vision_config=vision, **IDS)).eval()
+    else:
+        theirs = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=TEXT, vision_config=vision, **IDS)).eval()
     oracle.draw(theirs, 36)
     with torch.no_grad():
         # Sampled, they would be taken for pictures by transformers.
@@ -131,12 +141,27 @@ class Prompt:
     @torch.no_grad()
     def logits(self, name: str) -> torch.Tensor:
         """Of transformers, after every token: [n, V]."""
-        theirs = model(name)
-        theirs.model.rope_deltas = None
+        made: torch.Tensor = model(name)(**self._inputs(name)).logits[0]
+        return made
+
+    def greedy(self, name: str, answer: list[int]) -> list[int]:
+        """The greedy tokens of transformers behind the prompt and behind each token of an answer but its last, by one pass over all of
+        them: equal to the answer where that is greedy."""
+        asked = Prompt(self.tokens[: self.count], self.grids, self.pixels)
+        asked.tokens += answer[:-1]
+        return asked.logits(name)[self.count - 1 :].argmax(-1).tolist()
+
+    def _inputs(self, name: str) -> dict[str, torch.Tensor]:
+        model(name).model.rope_deltas = None
         types = torch.tensor([[int(i < self.count and token == IDS["image_token_id"]) for i, token in enumerate(self.tokens)]])
         pictures = {"pixel_values": self.pixels, "image_grid_thw": torch.tensor(self.grids)} if self.grids else {}
-        made: torch.Tensor = theirs(input_ids=torch.tensor([self.tokens]), mm_token_type_ids=types, **pictures).logits[0]
-        return made
+        return {"input_ids": torch.tensor([self.tokens]), "mm_token_type_ids": types, **pictures}
+
+    def then(self, answer: list[int], later: Prompt) -> Prompt:
+        """The next turn of a conversation: what was answered, and what `later` has."""
+        pixels = [each.pixels for each in (self, later) if each.grids]
+        tokens = [*self.tokens[: self.count], *answer, *later.tokens]
+        return Prompt(tokens, [*self.grids, *later.grids], torch.cat(pixels) if pixels else self.pixels)
 
 
 def prompt(name: str, parts: list[int | tuple[int, int]], seed: int) -> Prompt:

@@ -10,7 +10,7 @@ from ...graphs.errors import SpecError
 from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ...server.guard.access import Access
 from ...server.guard.limits import SocketLimits
-from ...server.pictures.limits import DecoderLimits, MediaLimits, PictureLimits, RequestLimits
+from ...server.pictures.limits import DecoderLimits, MediaLimits, PictureLimits, RequestLimits, VideoLimits, decoder_memory
 from ...server.pictures.media import Hosts
 from ...server.run import Serving
 from ..serve.api_settings import ApiSettings
@@ -61,12 +61,13 @@ def media_limits(options: Mapping[str, Any]) -> MediaLimits:
     images = counts.get("image", RequestLimits.images)
     picture = PictureLimits(options["max_image_bytes"], options["max_image_pixels"])
     hosts = tuple(options["allowed_media_host"])
-    Hosts(hosts, picture.max_bytes)
+    Hosts(hosts, {})
     return MediaLimits(
         picture,
-        DecoderLimits(options["image_decoders"], options["image_timeout"], options["image_memory"]),
+        DecoderLimits(options["image_decoders"], options["image_timeout"], options["image_memory"] or decoder_memory(picture.max_pixels)),
         RequestLimits(images, counts.get("video", RequestLimits.videos), hosts=hosts),
         options["language_model_only"] or not images,
+        VideoLimits(options["max_video_bytes"]),
     )
 
 

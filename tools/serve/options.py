@@ -18,7 +18,7 @@ from ...graphs.errors import SpecError
 from ...runtime.kv_transfer.room import DEFAULTS
 from ...runtime.kv_transfer.transfer_engine import PROTOCOLS
 from ...server.guard.limits import LEAST_CONNECTIONS, SocketLimits
-from ...server.pictures.limits import MOST_PIXELS, DecoderLimits, PictureLimits, RequestLimits
+from ...server.pictures.limits import MOST_PIXELS, DecoderLimits, PictureLimits, RequestLimits, VideoLimits
 from ...server.requests.bounds import MAX_PRIORITY
 
 HOST, PORT = "127.0.0.1", 8000
@@ -149,7 +149,9 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("max-image-pixels", "Of a picture before it is resized.", click.IntRange(1, MOST_PIXELS), _PICTURE.max_pixels),
         ServeOption("image-decoders", "Processes that decode pictures.", _COUNT, _DECODERS.processes),
         ServeOption("image-timeout", "Seconds that a picture may take to be decoded.", _SECONDS, _DECODERS.time_s),
-        ServeOption("image-memory", "Bytes that a picture may take while it is decoded.", click.IntRange(2**24), _DECODERS.memory_bytes),
+        ServeOption("max-video-bytes", "Of the file of a video.", _COUNT, VideoLimits.max_bytes),
+        ServeOption("image-memory", "Bytes that a picture or a video may take while it is decoded.  [default: 64 MiB and 20 for each of "
+                    "--max-image-pixels, at least 1 GiB]", click.IntRange(2**24)),
         ServeOption("allowed-media-host", "Host whose pictures may be named by URL; may be repeated.  [default: none, data URLs alone]",
                     extra={"multiple": True, "metavar": "HOST[:PORT]"}),
     ),

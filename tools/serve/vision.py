@@ -18,6 +18,7 @@ from ...server.pictures.pool import DecoderPool
 from ...server.pictures.processor import PictureProcessor
 from ...server.pictures.reader import PictureReader, Vision, fetch_nothing
 from ...server.pictures.videos import VideoProcessor
+from ...server.requests.pictures import Kind
 from ...server.text.tokenizer import TextTokenizer
 
 TOWER, IDS, PROCESSOR, VIDEOS = "tower", "ids", "processor", "videos"
@@ -84,5 +85,6 @@ def said_of_pictures(service: Service) -> list[str]:
 def reader_of(vision: Vision, media: MediaLimits) -> PictureReader:
     """What reads the pictures of requests, with its processes."""
     pool = DecoderPool(media.decoders, media.picture, videos=media.video)
-    fetch = Hosts(media.request.hosts, media.picture.max_bytes).fetch if media.request.hosts else fetch_nothing
+    most: Mapping[Kind, int] = {"image": media.picture.max_bytes, "video": media.video.max_bytes}
+    fetch = Hosts(media.request.hosts, most).fetch if media.request.hosts else fetch_nothing
     return PictureReader(vision, media.picture, media.request, pool, fetch, media.video)

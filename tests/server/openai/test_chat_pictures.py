@@ -259,3 +259,20 @@ def test_a_large_body_of_pictures_is_taken_and_a_larger_one_refused(served, take
     assert httpx.post(f"{address}/chat/completions", json=body, timeout=60).status_code == 200
     error = refused(served[0], text("x"), image("data:image/png;base64," + base64.b64encode(bytes(20 * 2**20 + 3)).decode()))
     assert (error.code, error.param) == ("image_file_too_large", WHERE)
+
+
+def test_what_decoding_took_is_in_the_metrics(served, taken):
+    client, _, address = served
+    own = image(url(64, 64, seed=77))
+    for _ in range(2):
+        ask(client, own, text("x"))
+    refused(client, image("data:image/png;base64,AAAA"), text("x"))
+    page = httpx.get(f"{address.removesuffix('/v1')}/metrics").text
+    samples = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("npucompile:picture_decode"))
+    results = {
+        result: float(samples[f'npucompile:picture_decodes_total{{result="{result}"}}']) for result in ("decoded", "refused", "killed")
+    }
+    assert results == taken.pool.stats()["picture_decodes"]
+    assert min(results["decoded"], results["refused"]) >= 1
+    assert float(samples["npucompile:picture_decode_hits_total"]) >= 1
+    assert float(samples["npucompile:picture_decode_seconds_total"]) > 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from support.shown import IMAGE, IMAGE_ID, PLACE, codec, showing, url
+from support.optional import needs_module
+from support.shown import END, IMAGE, IMAGE_ID, PLACE, START, VIDEO, VIDEO_ID, codec, data_url, showing, url
+from support.videos import video
 
 SCORED = {"return_logprob": True, "logprob_start_len": 0}
 
@@ -40,6 +42,23 @@ def test_several_prompts_have_their_own(served):
     assert len(answer.json()) == 3
     shown = {request.id[-1]: [picture.grid for picture in request.pictures] for request in served[1].requests[-3:]}
     assert shown == {"0": [(4, 6)], "1": [], "2": [(2, 2), (2, 4)]}
+
+
+def test_a_text_has_a_place_for_each_video(served):
+    needs_module("av", "the extra video")
+    film, mark, frame = data_url(video(9), "mp4", "video"), f"{START}{VIDEO}{END}", f"{START}{VIDEO * 6}{END}"
+    frames = f"<0.4 seconds>{frame}<1.6 seconds>{frame}"
+    for text in (f"a{PLACE}b{mark}c", f"a{mark}b{PLACE}c"):
+        assert ask(served, text=text, image_data=url(), video_data=[film]).status_code == 200
+        request = served[1].requests[-1]
+        wanted = text.replace(mark, frames).replace(IMAGE, IMAGE * 6)
+        assert codec().decode(request.prompt, skip_special=False) == wanted
+        assert [request.prompt[shown.span.first] == VIDEO_ID for shown in request.pictures].count(True) == 2
+    for body, field in (({"text": "a"}, "text"), ({"input_ids": [1, VIDEO_ID, 2]}, "video_data")):
+        error = ask(served, **body, video_data=film).json()["error"]
+        assert error["param"] == field
+    error = ask(served, text=["a", "b"], video_data=[film]).json()["error"]
+    assert (error["param"], "video_data is" in error["message"]) == ("video_data", True)
 
 
 @pytest.mark.parametrize(

@@ -39,22 +39,36 @@ def peer(answer, pause_s=0.0):
     thread.join()
 
 
-def fetch(hosts, url):
-    return asyncio.run(hosts.fetch(url, "the place"))
+def fetch(hosts, url, kind="image"):
+    return asyncio.run(hosts.fetch(url, "the place", kind))
 
 
-def refused(hosts, url):
+def refused(hosts, url, kind="image"):
     with pytest.raises(RequestError) as caught:
-        fetch(hosts, url)
+        fetch(hosts, url, kind)
     assert caught.value.param == "the place"
     return caught.value
 
 
 def test_a_picture_of_an_allowed_host_is_fetched():
     with peer(BODY) as (port, asked):
-        assert fetch(Hosts([f"127.0.0.1:{port}"], 3), f"http://127.0.0.1:{port}/a%20b?c=d") == b"abc"
+        assert fetch(Hosts([f"127.0.0.1:{port}"], {"image": 3, "video": 2 * 3}), f"http://127.0.0.1:{port}/a%20b?c=d") == b"abc"
     assert asked[0].startswith(b"GET /a%20b?c=d HTTP/1.1\r\n")
     assert b"\r\nHost: 127.0.0.1" in asked[0]
+
+
+def test_a_video_may_be_larger_and_errors_are_of_one():
+    with peer(BODY) as (port, asked):
+        hosts, url = Hosts([f"127.0.0.1:{port}"], {"image": 2, "video": 3}), f"http://127.0.0.1:{port}/"
+        assert fetch(hosts, url, "video") == b"abc"
+        assert b"\r\nAccept: video/*\r\n" in asked[0]
+        error = refused(Hosts([f"127.0.0.1:{port}"], {"image": 9, "video": 2}), url, "video")
+        assert (str(error), error.code) == ("the video has more than 2 bytes; legal are up to that many", "video_file_too_large")
+        assert refused(hosts, url).code == "image_file_too_large"
+    error = refused(hosts, url, "video")
+    assert error.code == "failed_to_download_video"
+    assert "legal is the URL of a video" in str(error)
+    assert refused(hosts, "http://other.example/", "video").code == "invalid_video_url"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +81,7 @@ def test_other_hosts_are_refused_before_anything_is_looked_up(url):
     def resolve(*_):
         raise AssertionError("nothing is looked up")
 
-    error = refused(Hosts(["ok.example"], 10, resolve=resolve), url)
+    error = refused(Hosts(["ok.example"], {"image": 10, "video": 2 * 10}, resolve=resolve), url)
     assert error.code == "invalid_image_url"
     assert "evil" not in str(error)
 
@@ -81,7 +95,9 @@ def test_other_hosts_are_refused_before_anything_is_looked_up(url):
 def test_names_of_private_addresses_are_not_connected_to(address):
     """V#57157, V#57825: the host is allowed, and its name leads inside; one such address among several is enough."""
     assert not is_public(address)
-    error = refused(Hosts(["ok.example"], 10, resolve=lambda *_: ["93.184.215.14", address]), "http://ok.example/")
+    error = refused(
+        Hosts(["ok.example"], {"image": 10, "video": 2 * 10}, resolve=lambda *_: ["93.184.215.14", address]), "http://ok.example/"
+    )
     assert error.code == "failed_to_download_image"
     assert address not in str(error)
 
@@ -100,7 +116,7 @@ def test_a_name_is_resolved_once_and_the_connection_goes_there(monkeypatch):
         raise OSError
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    refused(Hosts(["ok.example"], 10, resolve=lambda *_: answers.pop(0)), "http://ok.example/")
+    refused(Hosts(["ok.example"], {"image": 10, "video": 2 * 10}, resolve=lambda *_: answers.pop(0)), "http://ok.example/")
     assert reached == [("93.184.215.14", 80)]
     assert answers == [["127.0.0.1"]]
 
@@ -118,14 +134,14 @@ def test_a_name_is_resolved_once_and_the_connection_goes_there(monkeypatch):
 )
 def test_what_is_no_picture_there_fails_with_one_text(answer, code):
     with peer(answer) as (port, _):
-        error = refused(Hosts([f"127.0.0.1:{port}"], 20), f"http://127.0.0.1:{port}/")
+        error = refused(Hosts([f"127.0.0.1:{port}"], {"image": 20, "video": 2 * 20}), f"http://127.0.0.1:{port}/")
     assert error.code == code
     assert "127.0.0.1" not in str(error)
 
 
 def test_a_host_that_drips_is_left_in_time():
     with peer([b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", *[b"x"] * 30], 0.1) as (port, _):
-        error = refused(Hosts([f"127.0.0.1:{port}"], 2000, 0.5), f"http://127.0.0.1:{port}/")
+        error = refused(Hosts([f"127.0.0.1:{port}"], {"image": 2000, "video": 2 * 2000}, 0.5), f"http://127.0.0.1:{port}/")
     assert error.code == "failed_to_download_image"
     assert "within 0.5 s" in str(error)
 
@@ -133,4 +149,4 @@ def test_a_host_that_drips_is_left_in_time():
 @pytest.mark.parametrize("host", ["", "http://x", "x/y", "a@b", "x:y", "*.example", "[::1"])
 def test_what_is_no_host_is_refused(host):
     with pytest.raises(SpecError, match="is no host"):
-        Hosts([host], 1)
+        Hosts([host], {"image": 1, "video": 2 * 1})

@@ -80,7 +80,7 @@ def test_a_process_that_fails_costs_its_picture_alone(data):
             one.size(data, "the place").result(60)
         assert (caught.value.code, caught.value.param) == ("image_parse_error", "the place")
         assert one.size(b"good", "p").result(60) == (3, 4)
-        assert one.killed == 1
+        assert one.stats()["picture_decodes"] == {"decoded": 0, "refused": 0, "killed": 1}
         assert before.isdisjoint(one.process_ids)
         assert all(map(gone, before))
     assert all(map(gone, one.process_ids))
@@ -154,3 +154,23 @@ def test_a_real_process_keeps_within_its_memory():
         made, expected = one.picture(small, VISION.processor, "p").result(120), VISION.processor.picture(decode(small))
         assert (made.pixels == expected.pixels).all()
         assert (made.grid, made.digest) == (expected.grid, expected.digest)
+
+
+LARGE = [("PNG", "RGBA", {}), ("WEBP", "RGBA", {"lossless": True, "method": 0}), ("JPEG", "CMYK", {"progressive": True}), ("GIF", "P", {})]
+
+
+@pytest.mark.parametrize("side", [1024, pytest.param(8192, marks=pytest.mark.long)])
+def test_the_largest_picture_of_any_format_is_decoded_in_the_memory_that_its_pixels_take(side):
+    """Whatever is left of 64 MiB is for what decoders have beside pixels."""
+    most, memory = PictureLimits(max_pixels=side * side), 2**26 + 20 * side * side
+    with contextlib.closing(DecoderPool(DecoderLimits(1, 60.0, memory), most)) as one:
+        for form, mode, options in LARGE:
+            file = encoded(Image.new(mode, (side, side), 7 if mode == "P" else (9, 40, 200, 99)), form, **options)
+            shown = one.picture(file, VISION.processor, "p").result(120)
+            assert shown.tokens > 0, form
+        assert one.stats()["picture_decodes"] == {"decoded": len(LARGE), "refused": 0, "killed": 0}
+        assert one.stats()["picture_decode_seconds_total"] > 0
+        with pytest.raises(RequestError):
+            one.picture(b"x", VISION.processor, "p").result(60)
+        assert one.stats()["picture_decodes"]["refused"] == 1
+    assert DecoderLimits().memory_bytes >= 2**26 + 20 * PictureLimits().max_pixels

@@ -9,9 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import RequestError
-from npucompile.server.requests.pictures import PictureFile, data_of, is_data, picture_part, url_text
+from npucompile.server.requests.pictures import PIECE_CHARS, PictureFile, data_of, is_data, picture_part, url_text
 
 HEAD = "data:image/png;base64,"
+
+
+def test_a_large_picture_is_decoded_in_pieces_that_are_one():
+    data = bytes(range(256)) * 2**13
+    text = base64.b64encode(data).decode()
+    assert data_of(HEAD + text, "p", len(data)) == data
+    for place in (PIECE_CHARS - 1, PIECE_CHARS - 2, PIECE_CHARS):
+        # Padding is legal at the end alone, not at that of a piece.
+        with pytest.raises(RequestError):
+            data_of(HEAD + text[:place] + "=" + text[place + 1 :], "p", len(data))
 
 
 @given(st.binary(max_size=200))

@@ -8,7 +8,7 @@ import pytest
 from npucompile.graphs.errors import SpecError
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.server.guard.access import digest
-from npucompile.server.pictures.limits import DecoderLimits, MediaLimits, PictureLimits, RequestLimits
+from npucompile.server.pictures.limits import DecoderLimits, MediaLimits, PictureLimits, RequestLimits, VideoLimits
 from npucompile.server.run import Serving
 from npucompile.tools.commands.server_options import (
     api_settings,
@@ -105,9 +105,14 @@ def test_what_pictures_may_be_is_told_by_options():
     chosen = media_limits(parsed(
         "--limit-mm-per-prompt", "image=2,video=0", "--max-image-bytes", 3, "--max-image-pixels", 4, "--image-decoders", 5,
         "--image-timeout", 6, "--image-memory", 2**25, "--allowed-media-host", "a.example", "--allowed-media-host", "[::1]:8",
+        "--max-video-bytes", 7,
     ))  # fmt: skip
     hosts = ("a.example", "[::1]:8")
-    assert chosen == MediaLimits(PictureLimits(3, 4), DecoderLimits(5, 6, 2**25), RequestLimits(2, 0, hosts=hosts))
+    requests = RequestLimits(2, 0, hosts=hosts)
+    assert chosen == MediaLimits(PictureLimits(3, 4), DecoderLimits(5, 6, 2**25), requests, video=VideoLimits(7))
+    # Of a picture of 80 million pixels more than by default, of small ones no less than a video takes.
+    assert media_limits(parsed("--max-image-pixels", 80_000_000)).decoders.memory_bytes == 2**26 + 1_600_000_000
+    assert media_limits(parsed("--max-image-pixels", 4)).decoders.memory_bytes == 2**30
     assert media_limits(parsed("--language-model-only")).text_alone
     assert media_limits(parsed("--limit-mm-per-prompt", '{"image": 0}')).text_alone
     with pytest.raises(SpecError, match="is no host"):
