@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ..graphs.errors import SpecError
@@ -17,10 +18,11 @@ from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.backend import open_executable
 from ..lowering.executable import Executable, HostExecutable, check_operands
 from .buckets import with_all_rows
-from .executor import FinishedStep, Inputs, Numbers, check_step, clear_state, compile_evidence, has_recurrent_states
+from .executor import FinishedStep, Inputs, Numbers, Outputs, check_step, clear_state, compile_evidence, has_recurrent_states
 from .kv_transfer.layout import Region, regions
 from .kv_transfer.transfer_engine import Memory
 from .pool_memory import PoolMemory
+from .resized import whole_steps
 from .segments import segment_sizes
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ class CpuExecutor:
     A bucket runs its compiled executable if the artifact has one that can be loaded, else the eager reference graph of the same step;
     `backends` says which. Pools are reserved once, every bucket runs over the same ones, and they take the memory of what was written
     (`pool_memory`). A step runs while it is launched.
+
+    Executables of a kind that takes any size run steps at the sizes that these have. Before one is compiled such steps run in buckets, as
+    many rows at a time as these hold (`resized.whole_steps`).
 
     For an artifact of several devices the executor holds and runs the part of one rank, so it has one dp group: its own. Its
     collectives need the steps of the other ranks, so all ranks must run the same buckets in the same order, with their process groups
@@ -75,6 +80,9 @@ class CpuExecutor:
         self._input_rows = {bucket: {leaf.path: leaf.aval.shape[0] for leaf in s.inputs} for bucket, s in self._signatures.items()}
         self._output_names = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
         self._places = {bucket: manifest.operands(bucket) for bucket in self._entries}
+        self.any_size = frozenset(entry.bucket.kind for entry in manifest.graphs if entry.any_size and mesh.size == 1) - {"encode"}
+        self._any_size: dict[str, Bucket] = {}
+        self._opened: dict[str, HostExecutable] = {}
         self._derived: dict[Bucket, set[int]] = {}
         self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
         self._release()
@@ -104,22 +112,34 @@ class CpuExecutor:
 
         Args:
             bucket: one of `buckets`.
-            inputs: one item: arrays by name, as `buckets.pack` returns them.
+            inputs: one item: arrays by name (`Executor.launch`).
 
         Returns:
             `tokens` int32 [B, W], in decode `counts` int32 [B], and the bucket's other outputs (models/step.py); of an encode bucket
             `finite` int32 [B].
 
         Raises:
-            SpecError: for a bucket that the artifact does not have, or inputs for more than one dp group.
+            SpecError: for a bucket that the artifact does not have, or inputs for more than one dp group or of more tokens than it has.
         """
         check_step(self, bucket, inputs)
         arrays = inputs[0]
-        rows = self._input_rows[bucket]
-        tensors = [self._coords if name == COORDS else torch.from_numpy(with_all_rows(arrays[name], rows[name])) for name in rows]
-        executable = self._executables[bucket]
-        results = executable([*self._operands(bucket), *tensors])
-        return FinishedStep([{name: value.numpy() for name, value in zip(self._output_names[bucket], results, strict=True)}])
+        if bucket.kind not in self.any_size:
+            rows = self._input_rows[bucket]
+            return FinishedStep([self._run(bucket, {name: with_all_rows(arrays[name], rows[name]) for name in rows if name != COORDS})])
+        shape = arrays["tokens" if bucket.kind == "prefill" else "state_slots_out"].shape
+        if shape[0] * shape[1] > bucket.tokens:
+            raise SpecError(f"a step of {shape[0]} rows of {shape[1]} tokens in {bucket.name}; legal are up to {bucket.tokens} tokens")
+        if any_size := self._any_size.get(bucket.kind):
+            return FinishedStep([self._run(any_size, arrays)])
+        parts = whole_steps(bucket.kind, arrays, self.buckets, self.limits, logprobs=self.max_logprobs > 0)
+        outputs = [(len(part.rows), self._run(part.bucket, part.inputs)) for part in parts]
+        return FinishedStep([{name: np.concatenate([of[name][:rows] for rows, of in outputs]) for name in outputs[0][1]}])
+
+    def _run(self, bucket: Bucket, arrays: Inputs) -> Outputs:
+        """The outputs of a bucket's executable."""
+        tensors = [self._coords if name == COORDS else torch.from_numpy(arrays[name]) for name in self._input_rows[bucket]]
+        results = self._executables[bucket]([*self._operands(bucket), *tensors])
+        return {name: value.numpy() for name, value in zip(self._output_names[bucket], results, strict=True)}
 
     def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int, offset: int = 0) -> None:
         """Writes the request slot of the one dp group (`Executor.start_decoding`)."""
@@ -184,6 +204,8 @@ class CpuExecutor:
         check_operands([*operands, *blank], signature)
         self._derived[entry.bucket] = {places[i] for i in executable.prepare(operands[: len(places)])}
         self.backends[entry.bucket.name] = executable.backend
+        if entry.any_size and entry.compiled:
+            self._any_size.setdefault(entry.bucket.kind, entry.bucket)
         return executable
 
     def _operands(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -199,7 +221,10 @@ class CpuExecutor:
     def _open(self, entry: GraphEntry) -> HostExecutable:
         if entry.compiled is None:
             return open_executable(self.artifact.path / entry.reference, "eager")
-        return open_executable(self.artifact.path / entry.compiled.file, entry.compiled.backend)
+        # Buckets of a kind have the same one.
+        if entry.compiled.file not in self._opened:
+            self._opened[entry.compiled.file] = open_executable(self.artifact.path / entry.compiled.file, entry.compiled.backend)
+        return self._opened[entry.compiled.file]
 
 
 def _operand_layout(artifact: Artifact) -> tuple[object, ...]:

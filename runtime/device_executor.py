@@ -120,6 +120,7 @@ class DeviceExecutor:
         self.recurrent = has_recurrent_states(manifest.state)
         self.fixed_tokens = fixed_tokens(manifest)
         self.segments = segment_sizes(manifest)
+        self.any_size = frozenset[str]()
         self.max_ranked = MAX_RANKED if self.vocab_size > MAX_RANKED else 0
         self._coords = mesh.coords(rank).numpy()
         signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}

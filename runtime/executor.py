@@ -73,6 +73,12 @@ class Executor(Protocol):
         ...
 
     @property
+    def any_size(self) -> frozenset[str]:
+        """Kinds of buckets that run steps of any rows and, of prefill, tokens a row, up to as many tokens as the bucket has and chunks as
+        long as the longest: their sizes are values. None where there are several dp groups or ranks."""
+        ...
+
+    @property
     def missing(self) -> Mapping[Bucket, str]:
         """Buckets of the artifact that cannot run, each with the reason; their steps run in others."""
         ...
@@ -145,7 +151,8 @@ class Executor(Protocol):
 
         Args:
             bucket: one of `buckets`, for all groups.
-            inputs: an item per group; the caller does not change them afterwards.
+            inputs: an item per group, as `buckets.pack` returns them for the bucket or, where its kind is among `any_size`, for the rows
+                and tokens that the step has; the caller does not change them afterwards.
 
         Raises:
             SpecError: for an unknown bucket, or inputs for another number of groups.

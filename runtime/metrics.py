@@ -53,7 +53,7 @@ class Metrics:
         """
         continued: list[str] = []
         computed = 0
-        self.count_step(step.bucket, sum(len(part.rows) for part in step.groups), len(step.groups))
+        self.count_step(step.bucket, sum(len(part.rows) for part in step.groups), len(step.groups) * step.shape.batch)
         if step.bucket.kind == "decode":
             self.count_decode_batch(max(len(part.rows) for part in step.groups))
         if wanted is not None:
@@ -110,7 +110,7 @@ class Metrics:
             wanted: as of `count_results`.
             took_ms: since it was launched.
         """
-        self.count_step(step.bucket, sum(len(part.segments) for part in step.groups), len(step.groups))
+        self.count_step(step.bucket, sum(len(part.segments) for part in step.groups), len(step.groups) * step.bucket.batch)
         self.not_finite += failed
         self.encode_ms += took_ms
         if wanted is not None:
@@ -127,10 +127,10 @@ class Metrics:
             "picture_rows_cached": sum(ledger.num_cached for ledger in ledgers),
         }
 
-    def count_step(self, bucket: Bucket, live_rows: int, groups: int = 1) -> None:
-        """Counts a step that ran, with the live rows of all dp groups together."""
+    def count_step(self, bucket: Bucket, live_rows: int, rows: int) -> None:
+        """Counts a step that ran, with its rows, and the live ones, of all dp groups together."""
         self.bucket_steps[bucket.name] = self.bucket_steps.get(bucket.name, 0) + 1
-        self.padded_rows += groups * bucket.batch - live_rows
+        self.padded_rows += rows - live_rows
 
     def count_decode_batch(self, live_rows: int) -> None:
         """Counts a decode step by the live rows of the dp group that has most of them, which decide its bucket."""

@@ -59,7 +59,7 @@ def read_outputs(
     """
     max_model_len = state.policy.limits.max_model_len
     return tuple(
-        _read_group(arrays, step.bucket, part, group, max_model_len, vocab_size) if part.rows else ()
+        _read_group(arrays, step.shape, part, group, max_model_len, vocab_size) if part.rows else ()
         for arrays, part, group in zip(outputs, step.groups, state.groups, strict=True)
     )
 
@@ -71,7 +71,7 @@ def read_finite(outputs: Sequence[Outputs], step: ScheduledStep) -> tuple[Sequen
         NpucompileError: the output is missing, or has a shape or dtype that no correct step returns.
     """
     return tuple(
-        (_array(arrays, "finite", "i", step.bucket.batch)[: len(part.segments)] != 0).tolist() if part.segments else ()
+        (_array(arrays, "finite", "i", step.shape.batch)[: len(part.segments)] != 0).tolist() if part.segments else ()
         for arrays, part in zip(outputs, step.groups, strict=True)
     )
 

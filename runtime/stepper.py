@@ -100,7 +100,7 @@ class Stepper:
         self.journal: Journal = NoJournal()
         measured = measured or itl_target_ms is not None
         fixed_tokens = executor.fixed_tokens if fixed_tokens is None else fixed_tokens
-        policy = Policy(limits, executor.buckets, prefill_burst, measured, itl_target_ms, fixed_tokens)
+        policy = Policy(limits, executor.buckets, prefill_burst, measured, itl_target_ms, fixed_tokens, any_size=executor.any_size)
         self.prefix_cache = prefix_cache
         self.cache_managers = tuple(
             KVCacheManager(limits, executor.max_logprobs, prefix_cache, recurrent=executor.recurrent, segments=executor.segments)
@@ -254,7 +254,7 @@ class Stepper:
         state = advance.launch(self.state, step, now_ms)
         tables = self._adjuster.adjustments(step)
         parts = zip(self.cache_managers, step.groups, strict=True)
-        inputs = [manager.inputs(step.bucket, part, masks, tables) for manager, part in parts]
+        inputs = [manager.inputs(step.shape, part, masks, tables) for manager, part in parts]
         self._advance(state, (), lambda metrics: metrics.count_launch(step))
         try:
             self._in_flight.append((step, wanted, now_ms, self.executor.launch(step.bucket, inputs)))

@@ -67,6 +67,7 @@ class GraphEntry:
         verified: measured differences between the executable and the reference; empty while it is not compiled.
         stamp: digest of everything that decides the bucket's graph; while it is equal the bucket need not be traced again.
         census: number of operators of the executable by type, where its backend counts them.
+        any_size: its executable, once it has one, runs steps of any rows and tokens a row: sizes are values that its operands tell.
     """
 
     bucket: Bucket
@@ -82,6 +83,7 @@ class GraphEntry:
     verified: Mapping[str, float]
     stamp: str = ""
     census: Mapping[str, int] = field(default_factory=dict)
+    any_size: bool = False
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -127,6 +127,11 @@ class ShardedExecutor:
         return self.local.recurrent
 
     @property
+    def any_size(self) -> frozenset[str]:
+        """Ranks share the rows of a bucket, so that it takes no others."""
+        return frozenset()
+
+    @property
     def segments(self) -> SegmentSizes | None:
         """What encode buckets take."""
         return self.local.segments

@@ -174,7 +174,7 @@ def commit(
     events: list[Event] = []
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
         by_arrival = {row.state.arrival: tokens for row, tokens in zip(part.rows, rows, strict=True)}
-        padding = padded_rows(step.bucket, len(part.rows))
+        padding = padded_rows(step.shape, len(part.rows))
         running: list[RequestState] = []
         served: dict[Key, int] = {}
         for request in group.running:

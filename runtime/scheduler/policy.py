@@ -23,6 +23,8 @@ class Policy:
         itl_target_ms: how long the time between two tokens of a stream should be at most; prefill between two decode steps gets what
             a decode step leaves of it, instead of `prefill_burst` steps. None sets no such target. Only if times are measured.
         fixed_tokens: what every step costs whatever its size, in tokens (`lowering/artifact/fixed_cost.py`); None where nobody knows.
+        any_size: kinds of steps that take any rows, and of prefill tokens a row: a step has what its requests need, and nothing is padded
+            but by unequal chunks. Of one dp group.
         ageing: how many times a prompt's tokens may be admitted past it, before it is next whatever its priority (`turns.py`).
 
     Raises:
@@ -37,6 +39,7 @@ class Policy:
     itl_target_ms: float | None = None
     fixed_tokens: float | None = None
     ageing: int = 16
+    any_size: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         limits = self.limits

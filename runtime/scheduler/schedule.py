@@ -95,7 +95,7 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
         # Older prompts keep the pages that all decode steps lack.
         return _prefill(state, 0)
     # The rows of a group fit every larger bucket unchanged.
-    return ScheduledStep(max(chosen), tuple(GroupStep() if part is None else part[1] for part in parts))
+    return _sized(policy, max(chosen), tuple(GroupStep() if part is None else part[1] for part in parts))
 
 
 def wanted_bucket(state: SchedulerState, missing: Iterable[Bucket]) -> Bucket | None:
@@ -154,7 +154,16 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
     measured = state.times.prefill_ms(policy.price) if policy.measured else None
     between = _between(state, streams, measured is not None) if streams else 0.0
     bucket = choose_prefill(buckets, [[prompt.remaining for prompt in own] for own in prompts], measured or policy.price, between)
-    return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in by_group))
+    return _sized(policy, bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in by_group))
+
+
+def _sized(policy: Policy, bucket: Bucket, groups: tuple[GroupStep, ...]) -> ScheduledStep:
+    """A step of a bucket, of no more rows and tokens than it needs where these are values."""
+    if bucket.kind not in policy.any_size:
+        return ScheduledStep(bucket, groups)
+    rows = [row for part in groups for row in part.rows]
+    longest = bucket.q_len if bucket.kind == "decode" else max(row.num_tokens for row in rows)
+    return ScheduledStep(bucket, groups, Bucket(bucket.kind, len(rows), longest))
 
 
 def _chunks(policy: Policy, group: GroupState, prompts: Sequence[_Prompt]) -> list[Chunk]:

@@ -124,10 +124,21 @@ class GroupStep(NamedTuple):
 
 
 class ScheduledStep(NamedTuple):
-    """What all dp groups run next, in one bucket."""
+    """What all dp groups run next, in one bucket.
+
+    Attributes:
+        bucket: one of the executor's.
+        sizes: rows, and tokens a row, that are computed, where these are values (`Policy.any_size`); None is all that the bucket has.
+    """
 
     bucket: Bucket
     groups: tuple[GroupStep, ...]
+    sizes: Bucket | None = None
+
+    @property
+    def shape(self) -> Bucket:
+        """Rows, and tokens a row, that inputs and outputs have."""
+        return self.sizes or self.bucket
 
     @property
     def rows_with_rules(self) -> Iterator[ScheduledRequest]:

@@ -27,7 +27,7 @@ from npucompile.runtime.executor import COMPILER_MODULES
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 
 ALL = (Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4), Bucket("prefill", 1, 4), Bucket("prefill", 1, 16))
-GREEDY = Sampling()
+GREEDY, KINDS = Sampling(), frozenset({"prefill", "decode"})
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +143,11 @@ page_counts = st.sampled_from([17, 6])
 
 
 @settings(max_examples=20)
-@given(requests, bucket_lists, page_counts, st.sampled_from([0, 1]))
-def test_whatever_shares_the_batch_and_whichever_buckets_run_it(executor, reference_run, mix, buckets, pages, run_ahead):
+@given(requests, bucket_lists, page_counts, st.sampled_from([0, 1]), st.sampled_from([frozenset(), KINDS]))
+def test_whatever_shares_the_batch_and_whichever_buckets_run_it(executor, reference_run, mix, buckets, pages, run_ahead, any_size):
     """Pools are poisoned: a request must read only what it wrote itself."""
     tiny.poison(executor)
+    executor.any_size = any_size
     with tiny.Launching(tiny.Narrowed(executor, buckets, num_pages=pages)) as launching:
         engine = Engine(launching, refresh_every_s=None, prefill_burst=2, run_ahead=run_ahead)
         outputs, expected = [], []
@@ -170,6 +171,7 @@ def test_whatever_shares_the_batch_and_whichever_buckets_run_it(executor, refere
             assert tokens[-1] in ("cancelled", "length")
         else:
             assert tokens == want
+    executor.any_size = frozenset()
     assert executor.compiles() == 0
 
 

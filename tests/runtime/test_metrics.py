@@ -7,9 +7,9 @@ from npucompile.runtime.request import FINISH_REASONS
 
 def test_counts_and_shares_nothing():
     metrics = Metrics()
-    metrics.count_step(Bucket("decode", 4, 1), 3)
-    metrics.count_step(Bucket("decode", 4, 1), 4)
-    metrics.count_step(Bucket("prefill", 1, 32), 1)
+    metrics.count_step(Bucket("decode", 4, 1), 3, 4)
+    metrics.count_step(Bucket("decode", 4, 1), 4, 4)
+    metrics.count_step(Bucket("prefill", 1, 32), 1, 1)
     metrics.count_failure()
     metrics.count_degraded(Bucket("decode", 2, 1))
     metrics.finished["stop"] += 2

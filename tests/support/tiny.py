@@ -324,7 +324,7 @@ class Narrowed:
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
         self.max_ranked, self.recurrent, self.fixed_tokens = executor.max_ranked, executor.recurrent, executor.fixed_tokens
-        self.segments = executor.segments
+        self.segments, self.any_size = executor.segments, executor.any_size
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
         assert bucket in self.buckets
@@ -345,7 +345,7 @@ class Launching:
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
         self.max_ranked, self.recurrent, self.fixed_tokens = executor.max_ranked, executor.recurrent, executor.fixed_tokens
-        self.segments = executor.segments
+        self.segments, self.any_size = executor.segments, executor.any_size
         self.most_in_flight = self._in_flight = 0
         self._thread = ThreadPoolExecutor(1)
 

@@ -237,7 +237,7 @@ class Memory:
 
     # When it runs.
 
-    def run(self, bucket: Bucket, rows: Sequence[Row], unowned: Unowned) -> dict[str, np.ndarray]:
+    def run(self, bucket: Bucket, rows: Sequence[Row], unowned: Unowned, counted: str) -> dict[str, np.ndarray]:
         """Runs a step: all rows read before any row writes, as one graph does."""
         # What is given up with the launch of the step that reads it is written by later steps only.
         read = {int(row.inputs["state_slots_in"]) for row in rows if bucket.kind == "prefill"}
@@ -252,6 +252,7 @@ class Memory:
                 pool[numbers] = POISON
         self.writes: list[tuple[tuple[Any, ...], np.ndarray, Any, int]] = []
         if bucket.kind == "encode":
+            self.rows[counted] += len(rows)
             return self.encode(bucket, rows)
         B, W, k, n = bucket.batch, bucket.q_len if bucket.kind == "decode" else 1, self.limits.drafts, self.max_logprobs
         outputs: dict[str, np.ndarray] = {"tokens": np.full((B, W), JUNK, np.int32)}
@@ -278,7 +279,7 @@ class Memory:
         assert len(set(targets)) == len(targets), f"two rows write the same place: {targets}"
         for _, pool, where, value in self.writes:
             pool[where] = value
-        self.rows[bucket.name] += len(rows)
+        self.rows[counted] += len(rows)
         return outputs
 
     def fail(self, rows: Sequence[Row]) -> None:
@@ -309,7 +310,6 @@ class Memory:
         for _, pool, where, value in self.writes:
             pool[where] = value
         self.encoded += len(rows)
-        self.rows[bucket.name] += len(rows)
         return {"finite": finite}
 
     def with_pictures(self, row: Row, start: int, new: list[int], behind: int) -> tuple[list[int], int]:
@@ -524,6 +524,7 @@ class ToyDevice:
     on_run: Callable[[], None] = lambda: None
     vocab_size: int = VOCAB
     segments: SegmentSizes | None = None
+    any_size: frozenset[str] = frozenset()
     backends: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[Bucket, str] = field(default_factory=dict)
     refreshes: int = 0
@@ -560,6 +561,7 @@ class ToyDevice:
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> ToyStep:
         assert bucket in self.buckets
+        shape = self._shape(bucket, inputs[0]) if bucket.kind in self.any_size else bucket
         number = len(self.steps) + 1
         self.log.append(("launch" if number not in self.refuse_at else "refused", number))
         parts = [(memory, memory.live_rows(arrays), memory.unowned()) for memory, arrays in zip(self.memories, inputs, strict=True)]
@@ -570,7 +572,7 @@ class ToyDevice:
                 for memory, rows, _ in parts:
                     memory.fail(rows)
                 raise Failed(f"run {number} was told to fail")
-            return [memory.run(bucket, rows, unowned) for memory, rows, unowned in parts]
+            return [memory.run(shape, rows, unowned, bucket.name) for memory, rows, unowned in parts]
 
         self.steps.append(ToyStep(self, number, run))
         if number in self.refuse_at:
@@ -579,6 +581,14 @@ class ToyDevice:
         if not self.lazy:
             self.run_up_to(number)
         return self.steps[-1]
+
+    def _shape(self, bucket: Bucket, inputs: Inputs) -> Bucket:
+        """Rows and tokens of a step, none of which is padding but by unequal chunks."""
+        rows, width = inputs["tokens" if bucket.kind == "prefill" else "state_slots_out"].shape
+        assert rows * width <= bucket.tokens
+        assert all(inputs["request_slots"])
+        assert bucket.kind == "decode" or width == max(inputs["query_lens"])
+        return Bucket(bucket.kind, rows, width)
 
     def run_up_to(self, number: int) -> None:
         """Runs the launched steps up to this one, in order."""

@@ -5,27 +5,30 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
 from ...graphs.errors import ArtifactError
-from ...graphs.types import DTYPES, Bucket, Signature
+from ...graphs.types import DTYPES, Bucket, Limits, Signature
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.artifact.manifest import Manifest
 from ...lowering.backend import open_executable
 from ...lowering.executable import Executable
 from ..heap import give_back_heap
 from ..progress import Progress
-from .alone import RowAlone, Together, rows_alone
+from .alone import Places, RowAlone, Together, rows_alone
 from .compare import Differences, check_tolerance
 from .encode_steps import PADDINGS, compare_encode, poisoned_encode
 from .poisoned_steps import live_counts
+from .sized import LiveRows, signature_of
 from .tolerances import tolerance_of
 
 SEEDS = 2
 """Random test cases of each number of live rows, of buckets that are not so large that one of each has `ENOUGH` rows."""
 ENOUGH = 16
+SHARING = 4
+"""Prompts, of whatever length, that share a step of an executable that takes any size, if there is room for so many requests."""
 
 
 def verify(artifact: Artifact, progress: Progress) -> dict[str, dict[str, float]]:
@@ -77,7 +80,8 @@ class Proof:
 
         Every test case has between one and all rows of the batch live, at random places, and NaN in whatever a live row must not read: the
         null page and slot, unused pages and slots, and the unwritten tail of pages. A step of half a batch proves the bucket's own eager
-        graph, which serves until there is an executable.
+        graph, which serves until there is an executable. One that takes any size runs a step of half a batch as it is, all others without
+        rows of padding, and of prefill one of several prompts.
 
         Args:
             artifact: that of the weights, with this entry's files.
@@ -98,6 +102,8 @@ class Proof:
         tolerance, params = tolerance_of(DTYPES[manifest.dtype], signature), self._operands(manifest, bucket)
         known, dealt, counts = self._alone(artifact, bucket), Counter[int](), live_counts(bucket.batch)
         graphs = {"eager": eager, entry.backend: candidate}
+        if any_size := entry.any_size and entry.compiled is not None:
+            graphs |= {entry.backend: LiveRows(candidate, bucket, signature, manifest.limits), f"{entry.backend}, padded": candidate}
         measured = dict.fromkeys(graphs, Differences())
         for seed, live in itertools.product(range(SEEDS if sum(counts) < ENOUGH else 1), counts):
             for name in graphs if live == bucket.batch // 2 + 1 and not seed else [entry.backend]:
@@ -107,6 +113,12 @@ class Proof:
                 measured[name] = measured[name].combined(step.differences(graphs[name], tolerance.measure))
                 del step
                 give_back_heap()
+        if any_size and bucket.kind == "prefill":
+            several = replace(bucket, batch=_sharing(known, manifest.limits))
+            sized, generator = signature_of(several, signature, manifest.limits), torch.Generator().manual_seed(0)
+            step = Together(known, several, sized, manifest.limits, params, several.batch, generator, dealt)
+            differences = step.differences(LiveRows(candidate, several, sized, manifest.limits), tolerance.measure)
+            measured[entry.backend] = measured[entry.backend].combined(differences)
         for name, differences in measured.items():
             check_tolerance(differences, tolerance, f"{bucket.name} ({name}) against eager rows run alone")
         return measured[entry.backend]
@@ -156,6 +168,14 @@ def _single(manifest: Manifest, bucket: Bucket) -> GraphEntry:
         if entry.bucket == wanted:
             return entry
     raise ArtifactError(f"{bucket.name} is proved by the eager graph of {wanted.name}, which the artifact does not have; build it again")
+
+
+def _sharing(known: Sequence[RowAlone], limits: Limits) -> int:
+    """How many of such rows there is room for in one step, up to `SHARING`."""
+    places = [Places.of(alone.row) for alone in known]
+    pages, pictures = max(len(each.pages) for each in places), max(len(each.pictures) for each in places)
+    most = min(SHARING, limits.num_request_slots - 1, (limits.num_pages - 1) // pages)
+    return min(most, (limits.picture_rows - 1) // pictures) if pictures else most
 
 
 class SegmentBySegment:

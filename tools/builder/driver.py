@@ -186,7 +186,7 @@ class _Build:
         if before and before.digest == record.key:
             # A verification holds for the weights and the reference it was made with.
             verified = before.verified if self.same_weights and before.eager == eager else {}
-            entry = replace(entry, compiled=before.compiled, census=before.census, verified=verified)
+            entry = replace(entry, compiled=before.compiled, census=before.census, any_size=before.any_size, verified=verified)
         self.entries[bucket] = entry
 
     def add_result(self, result: CompileResult) -> GraphEntry:
@@ -277,6 +277,7 @@ def _stage_local(state: _Build) -> dict[Bucket, Parts | tuple[bytes, Signature]]
             state.add_staged(bucket, record_of(plan, staged), eager)
             if not state.is_complete(bucket):
                 lowered[bucket] = kinds.parts(staged.lowered) or (encode(staged.lowered.graph), staged.lowered.signature)
+                state.entries[bucket] = replace(state.entries[bucket], any_size=bucket in kinds.any_size)
             bar.step(bucket.name)
     return lowered
 

@@ -13,11 +13,16 @@ from .stages import stage
 
 
 class Kinds:
-    """The kinds of steps that a build has met so far."""
+    """The kinds of steps that a build has met so far.
+
+    Attributes:
+        any_size: the buckets whose parts are those of their kind, so that their executable runs steps of any size.
+    """
 
     def __init__(self, plan: Plan, progress: Progress) -> None:
         self._plan, self._progress = plan, progress
         self._known = dict[tuple[Bucket, ...], Kind | None]()
+        self.any_size = set[Bucket]()
 
     def parts(self, lowered: Lowered) -> Parts | None:
         """The parts to compile for a bucket; None where its graph is compiled as one. A graph that is none of its kind is compiled for
@@ -28,6 +33,7 @@ class Kinds:
                 self._known[samples] = self._common(samples)
             kind = self._known[samples]
             if kind and kind.holds(lowered):
+                self.any_size.add(bucket)
                 return kind.parts
             if kind:
                 self._progress.say(f"{bucket.name} is compiled for itself: its graph differs from others of its kind in more than sizes")

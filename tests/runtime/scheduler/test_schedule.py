@@ -92,6 +92,16 @@ def test_a_short_prompt_goes_in_small_steps_unless_it_waits_for_decode_steps_bet
     assert [bucket.q_len for bucket in steps if bucket.kind == "prefill"] == [expected] * -(-96 // expected)
 
 
+def test_a_step_has_the_rows_and_tokens_that_it_needs_where_these_are_values():
+    rules = replace(policy(decode=(4,), prefill=((4, 8),), pages=60, length=20), any_size=frozenset({"prefill", "decode"}))
+    state = fresh(rules, request("a", prompt=5), request("b", prompt=3))
+    sizes = []
+    for _ in range(2):
+        state, step, _ = run_step(state)
+        sizes.append((step.bucket.name, step.shape.name))
+    assert sizes == [("prefill-b4-q8", "prefill-b2-q5"), ("decode-b4-q1", "decode-b2-q1")]
+
+
 def test_an_older_prompt_in_progress_goes_before_a_younger_one_that_lacks_pages():
     # Of seven pages "a", in progress, holds four and "b", which decodes, three: it needs a fourth.
     rules = policy(prefill=((2, 2),), pages=8, page_size=1, length=7, burst=1)

@@ -37,6 +37,7 @@ class Steps:
     vocab_size, max_logprobs, max_ranked, groups, run_ahead, recurrent = 50, 0, 0, 1, 0, False
     fixed_tokens: float | None = None
     segments = None
+    any_size: frozenset[str] = frozenset()
 
     def __init__(self, *, drafts: int = 0, fails: bool = False) -> None:
         self.limits = Limits(16, 33, 1 + 4 * (drafts + 1), 128, drafts + 1, drafts)

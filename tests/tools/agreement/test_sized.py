@@ -1,0 +1,93 @@
+"""tools/agreement/sized.py: executables that take any size are compared at the sizes at which they serve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import tiny
+
+from npucompile.graphs.errors import VerifyError
+from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.lowering.backend import open_executable
+from npucompile.runtime.resized import resized
+from npucompile.tools.agreement import executables
+from npucompile.tools.agreement.sized import signature_of
+
+
+class AnySize:
+    """Takes any rows and tokens a row, and runs each row alone in the eager graph of one row; `error` is added where there are several."""
+
+    backend = "stub"
+
+    def __init__(self, artifact: Artifact, bucket: Bucket) -> None:
+        manifest = artifact.manifest
+        entry = next(entry for entry in manifest.graphs if entry.bucket == replace(bucket, batch=1))
+        self.eager, self.limits = open_executable(artifact.path / entry.reference, "eager"), manifest.limits
+        self.bucket, self.names = entry.bucket, [leaf.path for leaf in entry.inputs]
+        self.sizes: list[tuple[int, ...]] = []
+        self.error = 0.0
+
+    def __call__(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        shared = operands[: -len(self.names)]
+        inputs = {name: operand.numpy() for name, operand in zip(self.names, operands[len(shared) :], strict=True)}
+        self.sizes.append(inputs["tokens" if self.bucket.kind == "prefill" else "state_slots_out"].shape)
+        rows = []
+        for row in range(self.sizes[-1][0]):
+            own = resized(inputs, [row], StepInputs(self.bucket, self.limits, "logprobs" in inputs))
+            rows.append(self.eager([*shared, *(torch.from_numpy(own[name]) for name in self.names)]))
+        results = [torch.cat(of) for of in zip(*rows, strict=True)]
+        return [result + self.error if result.is_floating_point() and len(rows) > 1 else result for result in results]
+
+
+@pytest.fixture
+def taking_any(own_artifact, monkeypatch):
+    """An artifact whose largest buckets have executables that take any size, and these by name."""
+    names = ("prefill-b1-q16", "decode-b4-q4")
+    tiny.with_compiled(own_artifact, "stub", names)
+    artifact = tiny.published(
+        own_artifact,
+        lambda manifest, _: replace(
+            manifest, graphs=tuple(replace(entry, any_size=entry.bucket.name in names) for entry in manifest.graphs)
+        ),
+    )
+    graphs = artifact.manifest.graphs
+    opened = {entry.compiled.file: AnySize(artifact, entry.bucket) for entry in graphs if entry.any_size}
+    monkeypatch.setattr(
+        executables, "open_executable", lambda path, name: opened[f"graphs/{path.name}"] if name == "stub" else open_executable(path, name)
+    )
+    by_name = {entry.bucket.name: opened[entry.compiled.file] for entry in graphs if entry.any_size}
+    return artifact, by_name
+
+
+def test_they_run_without_padding_and_with_several_prompts(taking_any):
+    artifact, opened = taking_any
+    measured = executables.verify(artifact, tiny.QUIET)
+    # With 1, 3 and 4 live rows, twice, and once with a row of padding.
+    assert sorted(opened["decode-b4-q4"].sizes) == [(1, 4), (1, 4), (3, 4), (3, 4), (4, 4), (4, 4), (4, 4)]
+    assert measured["decode-b4-q4"]["rows"] == 16
+    sizes = opened["prefill-b1-q16"].sizes
+    assert [rows for rows, _ in sizes] == [1, 1, 1, 4]
+    assert (1, 16) in sizes
+    assert measured["prefill-b1-q16"]["rows"] == 2 + 4
+
+
+@pytest.mark.parametrize("name", ["decode-b4-q4", "prefill-b1-q16"])
+def test_one_whose_rows_depend_on_how_many_there_are_is_named(taking_any, name):
+    artifact, opened = taking_any
+    opened[name].error = 1e-2
+    with pytest.raises(VerifyError, match=rf"^{name} \(stub\) against eager rows run alone: (logits|state) differ by"):
+        executables.verify(artifact, tiny.QUIET)
+
+
+def test_a_signature_at_other_sizes_is_what_the_step_takes(tiny_artifact):
+    manifest = Artifact.open(tiny_artifact).manifest
+    entry, bucket = next(entry for entry in manifest.graphs if entry.bucket.name == "prefill-b1-q16"), Bucket("prefill", 3, 5)
+    sized = signature_of(bucket, manifest.signature(entry), manifest.limits)
+    assert {leaf.path: leaf.aval.shape for leaf in sized.inputs} == {
+        field.name: shape for field, shape in StepInputs(bucket, manifest.limits, logprobs=True).shapes()
+    }
+    assert {leaf.aval.shape[0] for leaf in sized.outputs} == {3}
