@@ -30,8 +30,8 @@ GroupResults = Sequence[SampledTokens | None]
 def submit(state: SchedulerState, *requests: RequestState) -> SchedulerState:
     """The state with new requests, each last in the queue of a group.
 
-    Of the groups with the fewest requests, or at most half as many again and one, it is that which knows most of the prompt; among
-    those, the one with the fewest requests, and then the fewest used pages.
+    Of the groups with the fewest requests, or at most half as many again and one, it is that which knows most of the prompt, by its caches
+    or by rows of its pictures; among those, the one with the fewest requests, and then the fewest used pages.
     """
     loads = [(group.num_requests, group.used_pages) for group in state.groups]
     new: list[list[RequestState]] = [[] for _ in state.groups]
@@ -58,7 +58,7 @@ def _joined(group: GroupState, new: Sequence[RequestState]) -> GroupState:
 def _group_for(request: RequestState, groups: Sequence[GroupState], loads: Sequence[tuple[int, int]]) -> int:
     most = min(loads)[0] * 3 // 2 + 1
     # With one group there is nothing to choose.
-    known = [group.prefixes.match(request).depth if group.prefixes and len(groups) > 1 else 0 for group in groups]
+    known = [group.known_tokens(request) if len(groups) > 1 else 0 for group in groups]
     return min(range(len(groups)), key=lambda i: (-known[i] if loads[i][0] <= most else 0, loads[i]))
 
 

@@ -123,6 +123,11 @@ class PictureLedger:
         """Whether a picture has rows that stay."""
         return key in self._entries and key not in self._unused
 
+    def known_rows(self, request: Request, start: int) -> int:
+        """How many tokens of a prompt from `start` on stand for rows that are there, or on their way."""
+        known = (picture.span for picture in request.pictures if key_of(picture) in self._entries)
+        return sum(max(0, span.end - max(span.first, start)) for span in known)
+
     def lacking(self, request: Request, start: int, count: int) -> list[PictureInput]:
         """The pictures that a chunk of so many tokens from `start` on reads and that have no rows yet, in order, one of each key."""
         end = start + count + self.drafts

@@ -57,6 +57,11 @@ class GroupState:
         """How many tokens of a waiting request are known to be in the caches."""
         return self.prefixes.match(request).num_tokens(self.prefixes.page_size) if self.prefixes else 0
 
+    def known_tokens(self, request: RequestState) -> int:
+        """Those, and those behind them in whose places rows of pictures are there or on their way."""
+        cached = self.cached_tokens(request)
+        return cached + (self.pictures.known_rows(request.request, cached) if self.pictures else 0)
+
     def without(self, arrivals: Collection[int]) -> GroupState:
         """The group without these requests."""
         if not arrivals:

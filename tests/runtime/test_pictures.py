@@ -257,6 +257,19 @@ def test_prompts_that_have_their_rows_take_turns_with_encode_steps() -> None:
         expect(sink, request)
 
 
+def test_a_request_goes_to_the_group_that_has_rows_of_its_picture() -> None:
+    """It would go to the first one, which has nothing to do either."""
+    served, sinks = serve(ask("a", 1, 2), ask("b", 1, (2, 5, 2), 3), groups=2)
+    served.drain()
+    later = [ask("c", 4, (2, 5, 2), 5), ask("d", 6, (2, 5, 3), 7)]
+    sinks += [served.submit(request) for request in later]
+    served.drain()
+    for sink, request in zip(sinks[2:], later, strict=True):
+        expect(sink, request)
+    assert [sink.end.record.encoded_pictures for sink in sinks] == [0, 1, 0, 1]
+    assert [memory.encoded for memory in served.device.memories] == [1, 1]
+
+
 def test_admission_waits_while_rows_are_in_use() -> None:
     first, second, text = ask("a", (4, 5, 1), *[3] * 9), ask("b", (2, 5, 2), 4), ask("c", 6)
     served, sinks = serve(first, second, text, buckets=(Bucket("decode", 4, 1), Bucket("prefill", 4, 4), *buckets_of()[-2:]))

@@ -32,6 +32,14 @@ def ledger_of(rows: int = ROWS, drafts: bool = False) -> PictureLedger:
     return PictureLedger(rows + 1, drafts=drafts)
 
 
+def test_rows_that_are_known_from_a_token_on() -> None:
+    ledger, one = ledger_of(), ask("a", 2, (2, 2, 1), 1)
+    assert ledger.known_rows(one, 0) == 0
+    ledger.enter([(one, 0)])
+    other = ask("b", 5, (2, 2, 1), 1, (1, 2, 3), (2, 2, 1), 1)
+    assert [ledger.known_rows(other, start) for start in (0, 5, 7, 9, 12, 13, 17)] == [8, 8, 6, 4, 4, 3, 0]
+
+
 def encode(ledger: PictureLedger, *pictures: PictureInput, finite: bool = True) -> list[tuple[int, ...]]:
     rows = ledger.launched(pictures)
     ledger.finished(pictures, [finite] * len(pictures))
