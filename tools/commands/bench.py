@@ -56,7 +56,12 @@ GONE = {
     help=f"An engine to measure beside ours, of {PEERS}; may be repeated. Without --only, peers is the only figure.  "
     f"[default: {DEFAULT_PEERS}]",
 )
-@click.option("--peer-python", multiple=True, metavar="NAME=PATH", help="Interpreter that has an engine.  [default: our own, else python3]")
+@click.option(
+    "--peer-python",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Interpreter that has an engine.  [default: $NPUCOMPILE_HOME/cache/peers/NAME/bin/python, else our own, else python3]",
+)
 @click.option(
     "--llama-cpp", type=click.Path(path_type=Path, file_okay=False), help="Checkout of llama.cpp, whose converter writes GGUF files."
 )

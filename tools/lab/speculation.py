@@ -100,7 +100,7 @@ def speculation(
     with progress.bar("speculation", 2 * len(loads)) as bar:
         for load in loads:
             load.check(drafting.manifest.limits.max_model_len)
-            text_load = TextLoad(load.streams, load.prompt_tokens, load.tokens, texts)
+            text_load = TextLoad(load.streams, load.prompt_tokens, load.tokens, texts=texts)
             # In a thread that ends before the servers start, because OpenMP keeps a worker pool for every thread that ran operators.
             with ThreadPoolExecutor(1) as thread:
                 engine = thread.submit(_through_engines, sides, text_load, rounds).result()

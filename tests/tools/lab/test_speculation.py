@@ -53,7 +53,7 @@ def run(seconds: float, token_ids: tuple[int, ...], *records: ExecutionRecord) -
 
 
 def test_every_round_has_the_next_prompts() -> None:
-    load = TextLoad(2, 4, 8, TEXTS)
+    load = TextLoad(2, 4, 8, texts=TEXTS)
     assert load.prompts(50) == [[0] * 4, [1] * 4]
     assert replace(load, round=1).prompts(50) == [[2] * 4, [3] * 4]
     assert replace(load, round=2).prompts(50) == [[4] * 4, [0] * 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,10 +17,13 @@ from .process import PeerError, PeerProcess
 
 THROUGHPUT_COLUMNS = (
     Column("streams", "streams", 0),
+    Column("prompts", "prompt tokens"),
     Column("side", "engine"),
-    Column("prefill_tokens_per_s", "prefill tok/s", 0),
+    Column("prefill_tok_s", "prefill tok/s", 0),
+    Column("prefill_range", "range"),
     Column("prefill_ratio", "prefill, first / this"),
-    Column("decode_tokens_per_s", "decode tok/s", 1),
+    Column("decode_tok_s", "decode tok/s", 1),
+    Column("decode_range", "range"),
     Column("decode_ratio", "decode, first / this"),
     Column("first_tokens", "equal first tokens"),
 )
@@ -76,7 +80,7 @@ def rows(load: Load, results: Mapping[str, Sequence[Served]]) -> Iterator[dict[s
     """
     rates = {
         name: (
-            [load.streams * load.prompt_tokens / each.prefill_s for each in served],
+            [sum(load.lengths) / each.prefill_s for each in served],
             [each.decoded / each.decode_s for each in served],
         )
         for name, served in results.items()
@@ -85,11 +89,35 @@ def rows(load: Load, results: Mapping[str, Sequence[Served]]) -> Iterator[dict[s
     ours = results[first][0].token_ids
     for name, served in results.items():
         equal = sum(a[0] == b[0] for a, b in zip(ours, served[0].token_ids, strict=True))
-        line: dict[str, Value] = {"streams": load.streams, "side": name, "first_tokens": f"{equal} of {load.streams}"}
+        prompts = f"{min(load.lengths)} to {max(load.lengths)}" if load.mixed else str(load.prompt_tokens)
+        line: dict[str, Value] = {"streams": load.streams, "prompts": prompts, "side": name, "first_tokens": f"{equal} of {load.streams}"}
         for what, own, mine in zip(("prefill", "decode"), rates[first], rates[name], strict=True):
-            line[f"{what}_tokens_per_s"] = spread(mine)
+            found = spread(mine)
+            line[f"{what}_tok_s"], line[f"{what}_range"] = found.median, f"{found.low:,.0f}..{found.high:,.0f}"
             line[f"{what}_ratio"] = ratio(own, mine) if name != first else None
         yield line
+
+
+def standing(lines: Sequence[Mapping[str, Value]]) -> list[str]:
+    """Where the first side is behind the fastest of the others, the worst first, or that it is nowhere; nothing without others.
+
+    Args:
+        lines: table rows of all loads, those of the first side with no ratio.
+    """
+    behind, compared = list[tuple[float, str]](), 0
+    for what in ("prefill", "decode"):
+        best: dict[tuple[Value, Value], tuple[float, Value]] = {}
+        for line in lines:
+            if isinstance(found := line[f"{what}_ratio"], Spread):
+                key = line["streams"], line["prompts"]
+                best[key] = min(best.get(key, (math.inf, "")), (found.median, line["side"]))
+        compared += len(best)
+        for (streams, prompts), (found_ratio, side) in best.items():
+            if found_ratio < 1:
+                behind.append((found_ratio, f"{what} at {streams} streams, prompts of {prompts} tokens: {found_ratio:.2f} times {side}"))
+    if behind:
+        return [f"behind in {len(behind)} of {compared}: {'; '.join(text for _, text in sorted(behind))}"]
+    return [f"ahead of the best of the others in all {compared}"] if compared else []
 
 
 def throughput(load: Load, processes: Mapping[str, PeerProcess], rounds: int, vocab: int) -> tuple[list[dict[str, Value]], list[str]]:
@@ -123,7 +151,7 @@ def start(
     process = side.open()
     try:
         began = clock()
-        max_model_len = max(load.prompt_tokens + load.tokens for load in loads)
+        max_model_len = max(max(load.lengths) + load.tokens for load in loads)
         most = max(load.streams for load in loads)
         reply = process.ask("load", model=side.model, dtype=dtype, threads=threads, max_model_len=max_model_len, max_num_seqs=most)
         process.ask("generate", prompts=[list(prompt)], tokens=1)
@@ -180,7 +208,7 @@ def compare(
             progress.say(short(load, measured))
     starts += [{"side": name, "remark": why} for name, why in reasons.items()]
     how = (
-        f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; the same token ids for all, greedy, end of "
+        f"{loads[0].tokens} tokens generated, each stream; the same token ids for all, greedy, end of "
         f"text ignored; {dtype}, {threads} threads; medians (smallest..largest) of {rounds} rounds, in turns, each in a process that is "
         "stopped while another is measured",
         "prefill: prompt tokens over the time until every stream has its first token; decode: tokens after that over the rest of the time",
@@ -189,13 +217,13 @@ def compare(
     )
     second = ("the second start of each, from the request to load, imports excluded; the files are in the page cache",)
     return [
-        Table("peers", "Throughput beside other engines", THROUGHPUT_COLUMNS, tuple(lines), (*how, *notes)),
+        Table("peers", "Throughput beside other engines", THROUGHPUT_COLUMNS, tuple(lines), (*standing(lines), *how, *notes)),
         Table("peers", "Start beside other engines", START_COLUMNS, tuple(starts), second),
     ]
 
 
 def short(load: Load, lines: Sequence[Mapping[str, Value]]) -> str:
     """The medians of one load in a line, for who watches."""
-    rates = [(line["side"], line["prefill_tokens_per_s"], line["decode_tokens_per_s"]) for line in lines]
-    medians = [f"{name} {p.median:.0f} and {d.median:.1f}" for name, p, d in rates if isinstance(p, Spread) and isinstance(d, Spread)]
-    return f"{load.streams} streams: prefill and decode tok/s {', '.join(medians)}"
+    medians = ", ".join(f"{line['side']} {line['prefill_tok_s']:.0f} and {line['decode_tok_s']:.1f}" for line in lines)
+    mixture = f", prompts of {min(load.lengths)} to {max(load.lengths)} tokens" if load.mixed else ""
+    return f"{load.streams} streams{mixture}: prefill and decode tok/s {medians}"

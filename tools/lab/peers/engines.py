@@ -125,10 +125,16 @@ def interpreters(words: Sequence[str]) -> dict[str, str]:
     return paths
 
 
-def candidates(peer: Peer, given: Mapping[str, str], search_path: str | None) -> tuple[str, ...]:
-    """Interpreters that may have an engine: the one that is named, else our own and the one on PATH."""
+def candidates(peer: Peer, given: Mapping[str, str], search_path: str | None, environments: Path) -> tuple[str, ...]:
+    """Interpreters that may have an engine: the one that is named, else that of its environment, else our own and the one on PATH.
+
+    Args:
+        environments: directory of virtual environments by the name in `--peer-python`.
+    """
     if path := given.get(peer.environment_name):
         return (path,)
+    if (own := environments / peer.environment_name / "bin" / "python").exists():
+        return (str(own),)
     found = shutil.which("python3", path=search_path)
     return tuple(dict.fromkeys(path for path in (sys.executable, found) if path))
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def peer_side(
         PeerError: it is not installed, or cannot be given this checkpoint.
     """
     variables = peer.environment(environment, threads)
-    python = find(peer, chosen.pythons, variables)
+    python = find(peer, chosen.pythons, variables, cache)
     try:
         kind = peer.format_of(manifest.dtype)
         if kind is None:
@@ -101,20 +101,26 @@ def peer_side(
     return Side(peer.name, partial(PeerProcess, peer.command(python), variables), str(model), remark)
 
 
-def find(peer: Peer, pythons: Mapping[str, str], variables: Mapping[str, str]) -> str:
+def find(peer: Peer, pythons: Mapping[str, str], variables: Mapping[str, str], cache: Path) -> str:
     """The interpreter that has an engine.
+
+    Args:
+        cache: where environments of engines may be, by name.
 
     Raises:
         PeerError: none has it; says what to install.
     """
     missing = []
-    for python in engines.candidates(peer, pythons, variables.get("PATH")):
+    for python in engines.candidates(peer, pythons, variables.get("PATH"), cache):
         try:
             with PeerProcess(peer.command(python), variables):
                 return python
         except NotInstalled as error:
             missing.append(str(error))
-    advice = f"install it ({peer.install}), or name an interpreter that has it with --peer-python {peer.environment_name}=PATH"
+    advice = (
+        f"install it ({peer.install}) in a virtual environment {cache / peer.environment_name}, or name an interpreter that has it with "
+        f"--peer-python {peer.environment_name}=PATH"
+    )
     raise PeerError(f"not installed: {'; '.join(missing) or 'no interpreter was found'}; {advice}")
 
 
@@ -182,7 +188,7 @@ def peers(
     environment: Mapping[str, str],
     progress: Progress,
 ) -> list[Table]:
-    """Measures prefill, decode and start of an artifact and of its peers.
+    """Measures prefill, decode and start of an artifact and of its peers; the largest load with a mixture of prompts, too, if it fits.
 
     Args:
         threads: of every side.
@@ -195,6 +201,9 @@ def peers(
     manifest = artifact.manifest
     for load in loads:
         load.check(manifest.limits.max_model_len)
+    mixed = replace(max(loads, key=lambda load: load.streams), mixed=True)
+    if mixed.streams > 1 and max(mixed.lengths) + mixed.tokens <= manifest.limits.max_model_len:
+        loads = (*loads, mixed)
     checkpoint = checkpoint_dir(manifest)
     sides = [our_side(OURS, artifact, threads, environment)]
     refused: dict[str, str] = {}

@@ -4,7 +4,7 @@ from typing import Any
 
 from npucompile.tools.bench.stats import Spread
 from npucompile.tools.bench.streams import Load
-from npucompile.tools.lab.peers.compare import Served, rows, throughput
+from npucompile.tools.lab.peers.compare import Served, rows, standing, throughput
 from npucompile.tools.lab.peers.process import PeerError
 
 
@@ -16,15 +16,35 @@ def test_rates_and_ratios_are_of_their_own_round() -> None:
     results = {"ours": [served(1.0, 2.0, 60), served(2.0, 4.0, 60)], "peer": [served(2.0, 6.0, 60, first=8)] * 2}
     ours, peer = rows(Load(1, 100, 61), results)
     assert ours == {
-        "streams": 1, "side": "ours", "first_tokens": "1 of 1",
-        "prefill_tokens_per_s": Spread(75.0, 50.0, 100.0, 2), "prefill_ratio": None,
-        "decode_tokens_per_s": Spread(22.5, 15.0, 30.0, 2), "decode_ratio": None,
+        "streams": 1, "prompts": "100", "side": "ours", "first_tokens": "1 of 1",
+        "prefill_tok_s": 75.0, "prefill_range": "50..100", "prefill_ratio": None,
+        "decode_tok_s": 22.5, "decode_range": "15..30", "decode_ratio": None,
     }  # fmt: skip
     assert peer == {
-        "streams": 1, "side": "peer", "first_tokens": "0 of 1",
-        "prefill_tokens_per_s": Spread(50.0, 50.0, 50.0, 2), "prefill_ratio": Spread(1.5, 1.0, 2.0, 2),
-        "decode_tokens_per_s": Spread(10.0, 10.0, 10.0, 2), "decode_ratio": Spread(2.25, 1.5, 3.0, 2),
+        "streams": 1, "prompts": "100", "side": "peer", "first_tokens": "0 of 1",
+        "prefill_tok_s": 50.0, "prefill_range": "50..50", "prefill_ratio": Spread(1.5, 1.0, 2.0, 2),
+        "decode_tok_s": 10.0, "decode_range": "10..10", "decode_ratio": Spread(2.25, 1.5, 3.0, 2),
     }  # fmt: skip
+
+
+def test_it_is_said_where_the_first_is_behind_the_best_of_the_others_the_worst_first() -> None:
+    results = {"ours": [served(1.0, 2.0, 60)], "slow": [served(4.0, 4.0, 60)], "fast": [served(0.5, 3.0, 60)]}
+    one, many = (list(rows(load, results)) for load in (Load(1, 100, 61), Load(1, 64, 61, mixed=True)))
+    assert standing(one) == ["behind in 1 of 2: prefill at 1 streams, prompts of 100 tokens: 0.50 times fast"]
+    results["ours"] = [served(1.0, 12.0, 60)]
+    assert standing([*one, *rows(Load(2, 100, 61), results)][:0]) == []
+    worse = standing([*one, *rows(Load(1, 9, 61), results)])[0]
+    assert worse.startswith("behind in 3 of 4: decode at 1 streams, prompts of 9 tokens: 0.25 times fast; prefill at 1 streams")
+    assert standing(list(rows(Load(1, 4, 61), {name: results[name] for name in ("fast", "slow")}))) == [
+        "ahead of the best of the others in all 2"
+    ]
+    assert many[0]["prompts"] == "64 to 64"
+
+
+def test_a_mixture_has_short_and_long_prompts_by_turns() -> None:
+    load = Load(6, 64, 2, mixed=True)
+    assert load.lengths == [64, 16, 128, 512, 64, 16]
+    assert [len(prompt) for prompt in load.prompts(99)] == load.lengths
 
 
 class Answering:

@@ -36,11 +36,15 @@ def test_interpreters_are_read_and_must_be_there(tmp_path: Path) -> None:
 
 
 def test_a_variant_shares_its_engines_interpreter_and_others_are_looked_for(tmp_path: Path) -> None:
-    assert candidates(PEERS["llama.cpp-q8_0"], {"llama.cpp": "here"}, None) == ("here",)
+    assert candidates(PEERS["llama.cpp-q8_0"], {"llama.cpp": "here"}, None, tmp_path) == ("here",)
     other = tmp_path / "python3"
     other.write_text("#!/bin/sh\n")
     other.chmod(0o755)
-    assert candidates(PEERS["vllm"], {"llama.cpp": "here"}, str(tmp_path)) == (sys.executable, str(other))
+    assert candidates(PEERS["vllm"], {"llama.cpp": "here"}, str(tmp_path), tmp_path) == (sys.executable, str(other))
+    own = tmp_path / "vllm" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.symlink_to(sys.executable)
+    assert candidates(PEERS["vllm"], {}, str(tmp_path), tmp_path) == (str(own),)
 
 
 def test_threads_are_cores_too() -> None:

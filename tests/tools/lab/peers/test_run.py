@@ -63,8 +63,9 @@ def test_the_tables_have_every_side_or_its_reason(tiny_artifact: Path, tmp_path:
         environment={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         progress=QUIET,
     )
-    assert [(line["streams"], line["side"]) for line in throughput.rows] == [(1, "npucompile"), (1, "good"), (3, "npucompile")]
-    assert all(line["prefill_tokens_per_s"].median > 0 and line["decode_tokens_per_s"].median > 0 for line in throughput.rows)
+    measured = [(line["streams"], line["prompts"], line["side"]) for line in throughput.rows]
+    assert measured == [(1, "6", "npucompile"), (1, "6", "good"), (3, "6", "npucompile"), (3, "1 to 12", "npucompile")]
+    assert all(line["prefill_tok_s"] > 0 and line["decode_tok_s"] > 0 for line in throughput.rows)
     assert "good failed at 3 streams: MemoryError: no room" in throughput.notes
     remarks = {str(line["side"]): str(line["remark"]) for line in start.rows}
     assert remarks["good"] == "9.9, one by one, f32"
@@ -133,9 +134,9 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_named_interpreter_is_the_only_one_asked(tmp_path: Path) -> None:
     peer = fake(tmp_path, "good")
-    assert find(peer, {}, os.environ) == sys.executable
+    assert find(peer, {}, os.environ, tmp_path) == sys.executable
     with pytest.raises(PeerError, match=f"{tmp_path}/python cannot be started"):
-        find(peer, {"good": f"{tmp_path}/python"}, os.environ)
+        find(peer, {"good": f"{tmp_path}/python"}, os.environ, tmp_path)
 
 
 def test_the_options_are_read(tmp_path: Path) -> None:
