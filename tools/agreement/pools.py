@@ -62,7 +62,7 @@ class FreePlaces:
     def __init__(self, limits: Limits, generator: torch.Generator) -> None:
         sizes = limits.num_pages, limits.num_slots, limits.num_request_slots
         self.pages, self.slots, self.request_slots = (
-            [1 + int(place) for place in torch.randperm(size - 1, generator=generator)] for size in sizes
+            [1 + place for place in torch.randperm(size - 1, generator=generator).tolist()] for size in sizes
         )
 
 

@@ -68,7 +68,7 @@ class Load:
     def lengths(self) -> list[int]:
         """Tokens of each prompt."""
         times = itertools.cycle(MIXTURE if self.mixed else (1.0,))
-        return [max(1, int(self.prompt_tokens * factor)) for factor, _ in zip(times, range(self.streams), strict=False)]
+        return [max(int(self.mixed), int(self.prompt_tokens * factor)) for factor, _ in zip(times, range(self.streams), strict=False)]
 
     def prompts(self, vocab: int) -> list[list[int]]:
         """Token ids [streams][tokens]."""

@@ -10,6 +10,7 @@ from ...graphs.types import Bucket
 from ...models import registry
 from ...models.family_file import FamilyFile
 from .decisions import decided
+from .defaults import fit_machine
 from .drafts import check_drafts, choose_draft_model, say_drafts
 from .fit import check_memory, check_split, fit_dispatch, fit_pool, within_memory
 from .instance import choose_backend, choose_platform, resolve, row_of
@@ -30,8 +31,19 @@ def say_who(plan: Plan) -> Plan:
 
 
 RULES: tuple[Callable[[Plan], Plan], ...] = (
-    *(choose_backend, choose_platform, choose_dtype, say_length, choose_checkpoint_slots, choose_adjusted, choose_prefill, say_drafts),
-    *(choose_formats, choose_encode, say_ends, choose_weights, within_memory, check_kv_cache, choose_logprobs, say_deviations, say_who),
+    *(choose_backend, choose_platform, choose_dtype, choose_formats, fit_machine, say_length, choose_checkpoint_slots, choose_adjusted),
+    *(
+        choose_prefill,
+        say_drafts,
+        choose_encode,
+        say_ends,
+        choose_weights,
+        within_memory,
+        check_kv_cache,
+        choose_logprobs,
+        say_deviations,
+        say_who,
+    ),
     *(fit_dispatch, fit_pool, check_memory, check_split),
 )
 """Each decides settings of a plan whose place and limits are known, by what those before it decided."""

@@ -134,6 +134,14 @@ class Plan:
         return "" if chosen == limits.checkpoint_slots else limits.checkpoint_slots
 
     @property
+    def own_total_tokens(self) -> int | str:
+        """Tokens that are cached at once, where this machine decides them and they are not as many as all requests may have."""
+        limits = self.limits
+        pages, whole = limits.num_pages - 1, (limits.num_request_slots - 1) * limits.pages_per_request
+        decided = self.target.local and not self.deployment and self.options.kv_cache_memory is None
+        return pages * limits.page_size if decided and pages < whole else ""
+
+    @property
     def has_states(self) -> bool:
         """Whether requests have recurrent states."""
         return has_recurrent_states(self.model, self.limits)

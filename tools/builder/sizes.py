@@ -11,7 +11,6 @@ from ..notation import PrefillSize
 from .deployments import deployment, prefill_sizes
 from .instance import Instance
 from .planned import Options, Plan
-from .settings.sizes import DEFAULT_BUCKETS
 
 
 def decode_sizes(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:
@@ -27,7 +26,7 @@ def decode_sizes(options: Options, source: registry.ModelSource, instance: Insta
         batches: list[int] = []
         sequences = options.max_num_seqs or requests
     else:
-        sizes = instance.buckets or DEFAULT_BUCKETS if options.buckets is None else options.buckets
+        sizes = _default_sizes(options, instance) if options.buckets is None else options.buckets
         batches, sequences = _batches(sizes, options.max_num_seqs)
     if row and options.max_model_len is None and options.max_num_seqs is None:
         requests = max(requests, sequences)
@@ -43,6 +42,14 @@ def decode_sizes(options: Options, source: registry.ModelSource, instance: Insta
     slots = 1 if instance.phase == "prefill" else instance.drafts + 1
     limits = Limits(page, 1 + sequences * (length // page), 1 + sequences * slots, length, slots, instance.drafts)
     return batches, _capped(limits, options.max_total_tokens), False
+
+
+def _default_sizes(options: Options, instance: Instance) -> tuple[int, ...]:
+    """Sizes of the deployment or the target; on this machine no more rows than there are requests."""
+    sizes, most = instance.buckets or instance.target.buckets, options.max_num_seqs
+    if most is None or not instance.target.local or instance.limits:
+        return sizes
+    return tuple(size for size in sizes if size <= most)
 
 
 def choose_prefill(plan: Plan) -> Plan:
@@ -110,9 +117,9 @@ def choose_adjusted(plan: Plan) -> Plan:
 
 
 def say_length(plan: Plan) -> Plan:
-    """The plan, which says so where requests are shorter than the model can take."""
+    """The plan for NPUs, which says so where requests are shorter than the model can take."""
     length, longest = plan.limits.max_model_len, plan.source.max_position_embeddings
-    if plan.options.max_model_len is not None or plan.deployment or length >= longest:
+    if plan.options.max_model_len is not None or plan.deployment or plan.target.local or length >= longest:
         return plan
     return plan.noted(f"context {length} of {longest} tokens (state has room for all of it; --max-model-len to change)")
 

@@ -13,7 +13,7 @@ from ...graphs.types import MESH_AXES, Mesh
 from ...lowering.machines import NPUS, Npu
 from ..notation import PrefillSize
 from .settings.model import MAX_LOGPROBS
-from .settings.sizes import DEFAULT_PREFILL
+from .settings.sizes import CPU_BUCKETS, DEFAULT_BUCKETS, DEFAULT_PREFILL
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Target:
         state_dtype: of recurrent states.
         max_npus: most ranks of a mesh.
         page_size: P, tokens per KV page that the attention kernel wants.
-        max_model_len, prefill, max_logprobs, structured_outputs, logit_adjustments: defaults of a build. Chunks longer than the context are
-            cut to it.
+        buckets, max_model_len, prefill, max_logprobs, structured_outputs, logit_adjustments: defaults of a build, which
+            tools/builder/defaults.py fits to this machine's memory. Chunks longer than the context are cut to it.
         npu: nameplate of the NPU; None for CPUs.
         cann: release of CANN that graphs are lowered for unless a build names another.
         local: whether it is the machine of this process. Its artifacts have weights, and an eager reference of every bucket, which runs
@@ -45,6 +45,7 @@ class Target:
     backends: tuple[str, ...]
     dtypes: tuple[str, ...]
     state_dtype: torch.dtype
+    buckets: tuple[int, ...]
     max_model_len: int
     prefill: tuple[PrefillSize, ...]
     max_logprobs: int
@@ -91,6 +92,7 @@ _CPU = Target(
     backends=("inductor", "eager", "null"),
     dtypes=("float32", "bfloat16"),
     state_dtype=torch.float32,
+    buckets=CPU_BUCKETS,
     max_model_len=1024,
     prefill=DEFAULT_PREFILL,
     max_logprobs=MAX_LOGPROBS,
@@ -109,6 +111,7 @@ def _of(npu: Npu, name: str, max_npus: int) -> Target:
         # The fused operators take only bfloat16, the recurrent one also for its states, whatever dtype the checkpoint states.
         dtypes=("bfloat16",),
         state_dtype=torch.bfloat16,
+        buckets=DEFAULT_BUCKETS,
         max_model_len=4096,
         prefill=(PrefillSize(2048),),
         # Graphs are static: with log probabilities, every step would compute them for every row.

@@ -11,13 +11,11 @@ from npucompile.tools.notation import PrefillSize
 
 def test_choices_of_the_plan_are_explained(tmp_path):
     model = tiny.write_checkpoint(tmp_path / "long", max_position_embeddings=4096)
-    plan = planning.plan(Options(str(model), buckets=(1,), prefill=(PrefillSize(32), PrefillSize(2048))))
-    assert plan.limits.max_model_len == 1024
+    plan = planning.plan(Options(str(model), buckets=(1,), prefill=(PrefillSize(32), PrefillSize(8192))))
     assert [bucket.q_len for bucket in plan.buckets if bucket.kind == "prefill"] == [32]
     notes = "\n".join(plan.notes)
-    assert "context 1024 of 4096 tokens" in notes
-    assert "--max-model-len" in notes
-    assert "no prefill of 2048 tokens" in notes
+    assert "context 4096 tokens, the model's own (--max-model-len to change)" in notes
+    assert "no prefill of 8192 tokens" in notes
     assert f"dtype {str(plan.dtype).removeprefix('torch.')}: " in notes
 
 

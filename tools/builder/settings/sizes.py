@@ -9,6 +9,9 @@ from ...notation import EncodeSize, PrefillSize, format_buckets, format_encode, 
 from .record import DEFAULT, PLAN, ROW, Setting, by_plan, by_row
 
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16)
+CPU_BUCKETS = (1, 4, 16, 64)
+"""On this machine, of which memory may have room for the smaller ones only: executables there know no sizes, so few are enough."""
+
 DEFAULT_PREFILL = (PrefillSize(32), PrefillSize(128))
 
 DEFAULT_ENCODE = (EncodeSize(256), EncodeSize(1024), EncodeSize(4096))
@@ -42,7 +45,7 @@ def _limit(plan: Any, otherwise: str) -> str:
 BUCKETS = Setting(
     "buckets",
     "Decode batch sizes (of one dp group), e.g. 2,4,...,64; auto: for the deployment's traffic, auto:FILE: `plan --buckets-out FILE`.  "
-    f"[default: {format_buckets(DEFAULT_BUCKETS)}, {_OR_ROW}",
+    f"[default: {format_buckets(DEFAULT_BUCKETS)}, on this machine what memory has room for of {format_buckets(CPU_BUCKETS)}, {_OR_ROW}",
     lambda plan: ",".join(str(bucket.batch) for bucket in plan.buckets if bucket.kind == "decode"),
     read=_read_buckets,
     extra={"metavar": "LIST"},
@@ -98,14 +101,14 @@ LANGUAGE_MODEL_ONLY = Setting(
 )
 MAX_MODEL_LEN = Setting(
     "max-model-len",
-    "Longest request in tokens, prompt and output.  [default: at most 1024]",
+    "Longest request in tokens, prompt and output.  [default: for NPUs at most 4096, on this machine what the model and memory take]",
     lambda plan: "" if plan.published else plan.limits.max_model_len,
     legal=(1, None),
     read=int,
-    by=lambda plan, quantised: _limit(plan, DEFAULT),
+    by=lambda plan, quantised: _limit(plan, PLAN if plan.target.local else DEFAULT),
     recorded=lambda recorded: recorded.manifest.limits.max_model_len,
     what=lambda value, recorded: f"A request has at most {value} tokens.",
-    planned="The plan cut it to what the model takes.",
+    planned="The plan took what the model takes and memory has room for.",
     change="a longer context takes more pages for each request",
     same=("--context-length",),
 )
@@ -125,13 +128,14 @@ MAX_NUM_SEQS = Setting(
 MAX_TOTAL_TOKENS = Setting(
     "max-total-tokens",
     f"Most tokens cached at once per dp group.  [default: every request at full length, {_OR_ROW}",
-    lambda plan: plan.options.max_total_tokens,
+    lambda plan: plan.options.max_total_tokens or plan.own_total_tokens,
     legal=(1, None),
     read=int,
     by=lambda plan, quantised: _limit(plan, PLAN),
     recorded=lambda recorded: (recorded.manifest.limits.num_pages - 1) * recorded.manifest.limits.page_size,
     what=lambda value, recorded: f"At most {value} tokens{recorded.group} are cached.",
-    planned="The plan gave every request in flight room at full length, or as much as --kv-cache-memory or a rank takes.",
+    planned="The plan gave every request in flight room at full length, or as much as --kv-cache-memory or a rank takes; on this machine "
+    "no more than 4096 tokens, but for one.",
     change=_FEWER_PAGES,
     otherwise={"--mem-fraction-static": _MEMORY, "--gpu-memory-utilization": _MEMORY},
 )
