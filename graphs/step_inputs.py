@@ -62,12 +62,12 @@ STEP_INPUTS = (
     StepInput("positions", "BQX", _I32, "position of each token in time, row and column", kind="prefill", needs="pictures"),
     # Of one token more than the chunk has: what follows its last one.
     StepInput("picture_rows", "BP", _I32, "row of a picture in the token's place; 0 is none", kind="prefill", needs="pictures"),
-    StepInput("drafts", "B", _I32, "how many of the row's drafts are verified, 0 to k", kind="decode"),
+    StepInput("drafts", "B", _I32, "how many of the row's drafts are verified, 0 to Q-1", kind="decode"),
     StepInput("base", "B", _I32, "smallest position at which the row can start, for all the host knows", kind="decode"),
     StepInput("request_slots", "B", _I32, "request slot (models/request_slots.py); 0, the null slot, in a row of padding"),
     StepInput("page_table", "BN", _I32, "the request's pages in order of position; unused entries hold the null page 0"),
-    # In decode all slots of the request, in the same order at every step.
-    StepInput("state_slots_out", "BW", _I32, "state slots to write: one after each token (decode), or one after the last (prefill)"),
+    # In decode all slots of the request, in the same order at every step; a step writes as many of the first as it has tokens.
+    StepInput("state_slots_out", "BL", _I32, "state slots to write: one after each token (decode), or one after the last (prefill)"),
     StepInput("temperature", "B", _F32, "sampling, as in graphs.ops.sample; 0 is greedy"),
     StepInput("top_k", "B", _I32, "sampling; 0 keeps all tokens"),
     StepInput("top_p", "B", _F32, "sampling; 1 keeps all tokens", padding=1),
@@ -115,13 +115,15 @@ class StepInputs:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """B, Q and N (graphs/types.py), X axes of positions, P tokens with the one that follows, W state slots written per row, U random
-        numbers per row, C bitmasks of M words a token, and A adjustments of V logits, with as many sets of tokens in S words."""
+        """B, Q and N (graphs/types.py), X axes of positions, P tokens with the one that follows, W tokens sampled per row, L state slots
+        and U random numbers per row, C bitmasks of M words a token, and A adjustments of V logits, with as many sets of S words."""
         B, Q, W, limits = self.bucket.batch, self.bucket.q_len, write_width(self.bucket), self.limits
         masks = {"C": min(limits.bitmasks, B), "M": limits.bitmask_words}
         # No row has more than two.
         masks |= {"A": min(limits.logit_adjustments, 2 * B), "V": limits.adjusted_tokens, "S": -(-limits.adjusted_tokens // WORD_BITS)}
-        return {"B": B, "Q": Q, "N": limits.pages_per_request, "X": AXES, "P": Q + 1, "W": W, "U": 2 * W - 1, **masks}
+        # Of the steps of a request the one before may have been of any width.
+        ahead = max(limits.drafts, Q - 1) if self.bucket.kind == "decode" else 0
+        return {"B": B, "Q": Q, "N": limits.pages_per_request, "X": AXES, "P": Q + 1, "W": W, "L": ahead + 1, "U": ahead + W, **masks}
 
     def shapes(self, names: Sequence[str] = ()) -> list[tuple[StepInput, tuple[int, ...]]]:
         """The graph's inputs, or those of these names whether the graph has them or not, each with its shape."""
@@ -145,5 +147,5 @@ class StepInputs:
 
 
 def write_width(bucket: Bucket) -> int:
-    """W: state slots written, and tokens sampled, per row."""
+    """W: tokens sampled per row, and states written."""
     return bucket.q_len if bucket.kind == "decode" else 1

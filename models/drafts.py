@@ -23,9 +23,17 @@ Extended = tuple[Tree, Tree, Tree]
 
 
 def draft(
-    head: DraftHead[Any], cfg: Any, limits: Limits, params: Tree, state: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor
+    head: DraftHead[Any],
+    cfg: Any,
+    limits: Limits,
+    params: Tree,
+    state: Tree,
+    step: Tree,
+    features: torch.Tensor,
+    counts: torch.Tensor,
+    count: int,
 ) -> tuple[torch.Tensor, Tree]:
-    """Drafts k tokens after the last of each row's accepted tokens.
+    """Drafts `count` tokens after the last of each row's accepted tokens.
 
     First all tokens of the step are written to the head's cache, each with the model's features of the token before it; for the accepted
     ones the cache then holds what it would hold had nothing been drafted. From the last one of each row the head drafts a token, which
@@ -40,7 +48,7 @@ def draft(
         counts: [B] accepted tokens of each row; 0 in a row of padding.
 
     Returns:
-        drafts [B, k] i32 and the new state.
+        drafts [B, count] i32 and the new state.
     """
     tokens, step = step["tokens"], {name: value for name, value in step.items() if name != "tokens"}
     weights = {name: value for name, value in params.items() if name != "layers"}
@@ -50,9 +58,11 @@ def draft(
     # What is drafted is text.
     step = {name: value for name, value in step.items() if name not in _OF_CHUNKS}
     rows, place, pools = block("extend_draft_cache", _extend_accepted, (head, cfg), weights, pools, inputs, features)
+    if not count:
+        return torch.empty((counts.shape[0], 0), dtype=torch.int32, device=counts.device), {**state, **pools}
     token, hidden = block("draft", _draft, (head, cfg), weights, pools, {**step, **place}, rows)
     drafts = [token]
-    for _ in range(1, limits.drafts):
+    for _ in range(1, count):
         rows, place, pools = block(
             "extend_draft_cache_own", _extend_drafted, (head, cfg, limits), weights, pools, {**step, **place}, token, hidden
         )

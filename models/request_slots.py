@@ -21,7 +21,7 @@ class DecodeStart(NamedTuple):
     """Where the rows of a decode step start.
 
     Attributes:
-        tokens: [B, Q] candidates: the last token and its drafts.
+        tokens: [B, Q] candidates: the last token and the first of its drafts.
         num_computed_tokens: [B] position of the first, within the longest context.
         query_lens: [B] valid candidates; 0 in rows of padding and where the context is full.
         state_slots_in: [B] state slot to start from.
@@ -44,16 +44,18 @@ def state(limits: Limits) -> Aval:
     return Aval((limits.num_request_slots, TOKENS + limits.drafts + 1 + bool(limits.picture_rows)), torch.int32, ("request_slots", None))
 
 
-def read(pool: torch.Tensor, inputs: Tree, limits: Limits) -> DecodeStart:
+def read(pool: torch.Tensor, inputs: Tree, limits: Limits, q_len: int) -> DecodeStart:
     """Where the rows of a decode step start; no row goes beyond the longest context.
 
     Args:
-        pool: [C, 2 + Q], or a column more.
+        pool: [C, 2 + k + 1], or a column more.
         inputs: of a decode step (graphs/step_inputs.py).
+        q_len: Q, at most k + 1; further drafts are not read.
     """
-    Q = limits.drafts + 1
-    columns = [1, 1, Q, *[1] * bool(limits.picture_rows)]
-    start, accepted, tokens, *offsets = pool.index_select(0, inputs["request_slots"]).split(columns, 1)
+    unread = limits.drafts + 1 - q_len
+    columns = [1, 1, q_len, *[unread] * bool(unread), *[1] * bool(limits.picture_rows)]
+    start, accepted, tokens, *rest = pool.index_select(0, inputs["request_slots"]).split(columns, 1)
+    offsets = rest[bool(unread) :]
     state_slots_in = inputs["state_slots_out"].gather(1, accepted.clamp(0, limits.drafts).to(torch.int64)).view(-1)
     num_computed_tokens = start.reshape(-1)
     longest = torch.full((), limits.max_model_len, dtype=torch.int32, device=pool.device)
@@ -73,7 +75,7 @@ def write(
         request_slots: [B] request slots.
         num_computed_tokens: [B] position of the first token.
         accepted: [B] index, among the request's state slots, of the one with the state before it.
-        tokens: the last token that was sampled and accepted, [B, 1], and the drafts after it, [B, k]; or both as [B, Q]. Behind them
+        tokens: the last token that was sampled and accepted, [B, 1], and k columns of drafts after it; or both together. Behind them
             `position_offsets` [B, 1] in graphs that take pictures.
     """
     values = torch.cat([num_computed_tokens[:, None], accepted[:, None], *tokens], 1)
@@ -81,11 +83,11 @@ def write(
     return pool_after
 
 
-def uniforms(inputs: Tree, num_computed_tokens: torch.Tensor, q_len: int) -> torch.Tensor:
-    """This step's random numbers, of those that are given from position `base` on: [B, 2Q-1] -> [B, Q]."""
+def uniforms(inputs: Tree, num_computed_tokens: torch.Tensor, q_len: int, limits: Limits) -> torch.Tensor:
+    """This step's random numbers, of those that are given from position `base` on: [B, k + Q] -> [B, Q]."""
     numbers: torch.Tensor = inputs["uniform"]
-    if q_len == 1:
+    if not limits.drafts:
         return numbers
     offsets = torch.arange(q_len, dtype=torch.int32, device=num_computed_tokens.device)
-    index = (num_computed_tokens - inputs["base"]).clamp(0, q_len - 1)[:, None] + offsets
+    index = (num_computed_tokens - inputs["base"]).clamp(0, limits.drafts)[:, None] + offsets
     return numbers.gather(1, index.to(torch.int64))

@@ -92,23 +92,29 @@ class _Step:
     max_logprobs: int
 
     def decode(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
-        """Samples after each row's last token and its drafts, accepts drafts that equal what was sampled, and drafts again."""
-        Q, start = self.bucket.q_len, request_slots.read(state["request_slots"], inputs, self.limits)
+        """Samples after each row's last token and the first Q-1 of its drafts, accepts drafts that equal what was sampled, and drafts as
+        many again. Without any the draft head's cache gets the token nevertheless, so that a wider step goes on from there."""
+        Q = self.bucket.q_len
+        unread = self.limits.drafts + 1 - Q
+        start = request_slots.read(state["request_slots"], inputs, self.limits, Q)
         step = {**inputs, **start.inputs()}
+        if unread:
+            step["state_slots_out"] = inputs["state_slots_out"][:, :Q]
         hidden, state, intermediates = self._forward(params, state, step)
         hidden = sequence_parallel.whole(hidden, self.bucket.tokens)
-        sampled = self._sample(params, hidden, inputs, request_slots.uniforms(inputs, start.num_computed_tokens, Q))
+        sampled = self._sample(params, hidden, inputs, request_slots.uniforms(inputs, start.num_computed_tokens, Q, self.limits))
         counts = ops.accept(sampled["tokens"], start.tokens, start.query_lens)
         accepted = (counts - 1).clamp(min=0)
         # What follows a token that could not be sampled is never used, but is computed, and every lookup must find a row.
         tokens = sampled["tokens"].clamp(min=0)
         last = tokens.gather(1, accepted[:, None].to(torch.int64))
-        drafted, state = self._draft(params, state, {**step, "tokens": tokens}, intermediates.features, counts)
+        drafted, state = self._draft(params, state, {**step, "tokens": tokens}, intermediates.features, counts, Q - 1)
+        undrafted = [last.expand(-1, unread)] if unread else []
         # A row whose context is full samples nothing, and its request slot stays as it is.
         advanced = torch.where(counts > 0, inputs["request_slots"], 0)
         following = start.num_computed_tokens + counts
         offsets = [] if start.position_offsets is None else [start.position_offsets[:, None]]
-        pool = request_slots.write(state["request_slots"], advanced, following, accepted, last, *drafted.values(), *offsets)
+        pool = request_slots.write(state["request_slots"], advanced, following, accepted, last, *drafted.values(), *undrafted, *offsets)
         return {**sampled, "counts": counts, **drafted}, {**state, "request_slots": pool}
 
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
@@ -121,7 +127,7 @@ class _Step:
         tokens = sampled["tokens"].clamp(min=0)
         last = tokens[:, 0]
         step = {**inputs, **behind, "tokens": self._next_tokens(inputs, last)} if self.limits.drafts else inputs
-        drafted, state = self._draft(params, state, step, intermediates.features, query_lens)
+        drafted, state = self._draft(params, state, step, intermediates.features, query_lens, self.limits.drafts)
         following = inputs["num_computed_tokens"] + query_lens
         accepted = torch.zeros(query_lens.shape, dtype=torch.int32, device=query_lens.device)
         values = (tokens, *drafted.values(), *offsets)
@@ -150,15 +156,17 @@ class _Step:
         count = self.model.config.vocab_size
         return sample_tokens(logits, inputs, uniform, emit_logits=self.emit_logits, max_logprobs=self.max_logprobs, vocab_size=count)
 
-    def _draft(self, params: Tree, state: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor) -> tuple[dict[str, Any], Tree]:
-        """`{"drafts": [B, k]}`, or nothing where k is 0."""
+    def _draft(
+        self, params: Tree, state: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor, count: int
+    ) -> tuple[dict[str, Any], Tree]:
+        """`{"drafts": [B, count]}`, or nothing where nothing is drafted."""
         head = self.model.family.draft_head
         if head is None or not self.limits.drafts:
             return {}, state
         names = ("tokens", "page_table", "num_computed_tokens", "state_slots_in", "state_slots_out")
         inputs = {name: step[name] for name in (*names, *PICTURE_INPUTS) if name in step}
-        tokens, state = drafts.draft(head, self.model.wide, self.limits, params, state, inputs, features, counts)
-        return {"drafts": tokens}, state
+        tokens, state = drafts.draft(head, self.model.wide, self.limits, params, state, inputs, features, counts, count)
+        return {"drafts": tokens} if count else {}, state
 
     def _next_tokens(self, inputs: Tree, sampled: torch.Tensor) -> torch.Tensor:
         """The token after each of the chunk's: [B, Q]."""
@@ -174,19 +182,20 @@ def program(
     """The program of a bucket: `(params, state, inputs) -> (outputs, state)`; its inputs are those of graphs/step_inputs.py.
 
     Outputs: `tokens` [B, W] i32, sampled after every candidate (decode, W = Q) or after the row's last valid token (prefill, W = 1);
-    in decode `counts` [B] i32, how many of them are accepted; with k > 0 `drafts` [B, k] i32, the tokens drafted after those; and the
-    log probabilities and logits of `sample_tokens`.
+    in decode `counts` [B] i32, how many of them are accepted; with drafts `drafts` i32, the tokens drafted after those, [B, Q-1] in decode
+    and [B, k] in prefill; and the log probabilities and logits of `sample_tokens`.
 
     Args:
-        limits: `limits.drafts` is k; a decode bucket takes k + 1 tokens a request.
+        limits: `limits.drafts` is k; a decode bucket takes up to k + 1 tokens a request.
         emit_logits: logits are among the outputs; without them no device ever holds those of the whole vocabulary for all rows.
         max_logprobs: for how many of the most likely tokens log probabilities are returned; with 0 none are.
 
     Raises:
-        SpecError: a decode bucket of another width, drafts of a model without a draft head, or pictures of one without a tower.
+        SpecError: a decode bucket of more tokens a request, drafts of a model without a draft head, or pictures of one without a tower.
     """
-    if bucket.kind == "decode" and bucket.q_len != limits.drafts + 1:
-        raise SpecError(f"{bucket.name} with {limits.drafts} drafts; legal is q_len {limits.drafts + 1}: the last token and its drafts")
+    if bucket.kind == "decode" and bucket.q_len > limits.drafts + 1:
+        legal = f"legal is q_len 1 to {limits.drafts + 1}: the last token and its drafts"
+        raise SpecError(f"{bucket.name} with {limits.drafts} drafts; {legal}")
     if limits.drafts and not model.has_draft_head:
         raise SpecError(f"{limits.drafts} drafts a step, and {model.name} has no draft head; legal is 0")
     if limits.picture_rows and model.family.tower is None:

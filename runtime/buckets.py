@@ -67,10 +67,10 @@ class DecodeRow(NamedTuple):
         base: smallest position at which it can start, for all the host knows.
         pages: ids of its pages in order of position, at least enough for every token that can be written from `base` on.
         slots: all state slots of the request, in the same order at every step.
-        drafts: how many of its drafts are verified, 0 to k.
+        drafts: how many of its drafts are verified, 0 to Q-1.
         sampling: parameters of the sampled tokens.
-        uniforms: random numbers in [0, 1) of the 2Q-1 tokens that can be sampled after positions base, base + 1, ...; greedy sampling
-            needs none.
+        uniforms: random numbers in [0, 1) of the tokens that can be sampled after positions base, base + 1, ..., k + Q of them or more;
+            greedy sampling needs none.
         logprobs: whether the request asked for log probabilities.
         bitmask: [Q, words] of the sampled tokens; None restricts nothing.
         adjustment: of the logits of the sampled tokens; None changes nothing.
@@ -239,18 +239,18 @@ def _fill_places(arrays: Arrays, i: int, row: PrefillRow, limits: Limits) -> Non
 
 
 def _fill_decode(arrays: Arrays, bucket: Bucket, rows: Sequence[DecodeRow], limits: Limits) -> None:
-    Q, live, slots = bucket.q_len, slice(0, len(rows)), arrays["state_slots_out"]
+    Q, most, live, slots, numbers = bucket.q_len, limits.drafts, slice(0, len(rows)), arrays["state_slots_out"], arrays["uniform"]
     for i, row in enumerate(rows):
-        if len(row.slots) != Q or len(row.uniforms) not in (0, 2 * Q - 1):
+        if len(row.slots) != most + 1 or 0 < len(row.uniforms) < most + Q:
             sizes = f"{len(row.slots)} slots and {len(row.uniforms)} uniforms"
-            raise SpecError(f"a row of {sizes} for {bucket.name}; legal is {Q} slots, and {2 * Q - 1} uniforms or none")
+            raise SpecError(f"a row of {sizes} for {bucket.name}; legal is {most + 1} slots, and {most + Q} uniforms or none")
         if not 0 <= row.drafts < Q:
             raise SpecError(f"a row of {row.drafts} drafts for {bucket.name}; legal is 0 to {Q - 1}")
-        # From base on the step writes Q candidates, and the draft head the drafts after the last of them.
-        _check_pages(row.pages, min(row.base + 2 * Q - 1, limits.max_model_len), limits)
+        # From up to k tokens behind base on the step writes Q candidates, and the draft head the drafts after the last of them.
+        _check_pages(row.pages, min(row.base + most + Q, limits.max_model_len), limits)
         slots[i] = row.slots
         if row.uniforms:
-            arrays["uniform"][i, : len(row.uniforms)] = row.uniforms
+            numbers[i] = row.uniforms[: most + Q]
     arrays["drafts"][live] = [row.drafts for row in rows]
     arrays["base"][live] = [row.base for row in rows]
 

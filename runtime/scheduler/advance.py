@@ -118,18 +118,20 @@ def unparked(state: SchedulerState, arrivals: Collection[int]) -> SchedulerState
 def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> SchedulerState:
     """The state while a step runs that was scheduled from `state`: its preemptions, admissions and page growth are applied."""
     groups: list[GroupState] = []
-    num_scheduled = state.num_scheduled
+    num_scheduled, decodes = state.num_scheduled, step.bucket.kind == "decode"
+    drafted = step.bucket.q_len - 1 if decodes else state.policy.limits.drafts
     for group, part in zip(state.groups, step.groups, strict=True):
-        groups.append(_launch_group(group, part, num_scheduled, now_ms) if part != GroupStep() else group)
+        groups.append(_launch_group(group, part, num_scheduled, now_ms, drafted) if part != GroupStep() else group)
         num_scheduled += len(part.rows)
     return replace(
         state,
         groups=tuple(groups),
-        prefill_steps=0 if step.bucket.kind == "decode" else state.prefill_steps + 1,
-        prefill_ms=0.0 if step.bucket.kind == "decode" else state.prefill_ms + _predicted_ms(state, step.bucket),
+        prefill_steps=0 if decodes else state.prefill_steps + 1,
+        prefill_ms=0.0 if decodes else state.prefill_ms + _predicted_ms(state, step.bucket),
         steps_in_flight=state.steps_in_flight + 1,
         num_scheduled=num_scheduled,
-        encoded=state.encoded if step.bucket.kind == "decode" else step.bucket.kind == "encode",
+        encoded=state.encoded if decodes else step.bucket.kind == "encode",
+        acceptance=state.acceptance._replace(width=step.bucket.q_len) if decodes and state.policy.varies else state.acceptance,
     )
 
 
@@ -190,7 +192,12 @@ def commit(
                 served[key_of(request)] = served.get(key_of(request), 0) + OUTPUT_WEIGHT * len(tokens.token_ids)
         groups.append(replace(group, running=tuple(running), turns=group.turns.charged(served) if group.turns is not None else None))
     times = state.times if took_ms is None else state.times.after(step.bucket, took_ms)
-    return replace(state, groups=tuple(groups), steps_in_flight=state.steps_in_flight - 1, times=times), tuple(events)
+    acceptance = state.acceptance
+    if step.bucket.kind == "decode" and state.policy.varies:
+        verified = [(tokens.num_drafts, len(tokens.token_ids) - 1) for rows in results for tokens in rows if tokens is not None]
+        acceptance = acceptance.after(verified, state.policy.limits.drafts)
+    flying = state.steps_in_flight - 1
+    return replace(state, groups=tuple(groups), steps_in_flight=flying, times=times, acceptance=acceptance), tuple(events)
 
 
 def encoded(
@@ -232,7 +239,7 @@ def fail_all(state: SchedulerState, message: str, now_ms: float) -> tuple[Schedu
     return _drop(state, {request.arrival for request in live(state)}, "error", now_ms, message)
 
 
-def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms: float) -> GroupState:
+def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms: float, drafted: int) -> GroupState:
     if part.preempted:
         group = _displaced(group, [request.preempted() for request in group.running if request.id in part.preempted])
     waiting, running, turns = group.waiting, group.running, group.turns
@@ -251,9 +258,9 @@ def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms
         if row is None:
             return request
         if request.decoding:
-            return request.decode_launched(row.num_pages, order)
+            return request.decode_launched(row.num_pages, order, drafted)
         # That of the row knows what is in the caches of a request that is admitted.
-        return row.state.prefill_launched(row.num_tokens, row.num_pages, order, now_ms)
+        return row.state.prefill_launched(row.num_tokens, row.num_pages, order, now_ms, drafted)
 
     return replace(group, waiting=waiting, running=tuple(map(launched, running)), turns=turns)
 

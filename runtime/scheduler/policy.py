@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graphs.errors import SpecError
@@ -68,8 +69,8 @@ class Policy:
                 f"{limits.slots_per_request}, so legal is at least {limits.slots_per_request + 1}"
             )
         for bucket in decode:
-            if bucket.q_len != self.candidates:
-                drafts = f"with {limits.drafts} drafts, legal is {self.candidates}"
+            if bucket.q_len > self.candidates:
+                drafts = f"with {limits.drafts} drafts, legal is up to {self.candidates}"
                 raise SpecError(f"bucket {bucket.name} decodes {bucket.q_len} tokens per request; {drafts}")
 
     @property
@@ -102,11 +103,24 @@ class Policy:
         return min(map(self.price, of_kind(self.buckets, "prefill")))
 
     def drafts(self, request: RequestState) -> int:
-        """Drafts that a decode step of the request verifies; none where no step has drafted."""
-        if request.undrafted:
-            return 0
+        """Drafts that the next decode step of the request can verify: of those that the step before it drafts, as many as it wants."""
+        return min(request.drafted, self.wanted_drafts(request))
+
+    def wanted_drafts(self, request: RequestState) -> int:
+        """Drafts of the request that steps verify at most."""
         most = request.request.speculative_tokens
         return self.limits.drafts if most is None else min(most, self.limits.drafts)
+
+    @functools.cached_property
+    def buckets_by_width(self) -> Mapping[int, Sequence[Bucket]]:
+        """Decode buckets by tokens a request, smallest first."""
+        decode = sorted(bucket for bucket in self.buckets if bucket.kind == "decode")
+        return {width: [b for b in decode if b.q_len == width] for width in sorted({b.q_len for b in decode})}
+
+    @functools.cached_property
+    def varies(self) -> bool:
+        """Whether decode buckets are of several widths."""
+        return len(self.buckets_by_width) > 1
 
     @property
     def candidates(self) -> int:

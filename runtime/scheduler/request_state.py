@@ -32,7 +32,7 @@ class RequestState(NamedTuple):
         started_ms: when its first step was launched.
         drafts: what the device drafted after the last token; known where what may follow depends on them.
         parked: it holds pages and is not scheduled, because a handover reads or fills them (`Request.handover`).
-        undrafted: its next decode step is the first behind pages that were received, so the device has no drafts for it.
+        drafted: how many drafts the last step that was launched leaves for the next; none behind pages that were received.
         unscored: tokens at the end of the prompt that are still to be scored (`Request.num_scored`): the steps so far have not got there.
         aged: it has waited so long that it goes before all others (`turns.py`).
         checkpoints: how many tokens are computed where a chunk of the prompt should end, because its state is worth keeping.
@@ -55,7 +55,7 @@ class RequestState(NamedTuple):
     checkpoints: tuple[int, ...] = ()
     unscored: int = 0
     parked: bool = False
-    undrafted: bool = False
+    drafted: int = 0
     picture_numbers: tuple[int, ...] = ()
 
     @property
@@ -140,15 +140,15 @@ class RequestState(NamedTuple):
     def preempted(self) -> RequestState:
         """The request after it lost its pages and its state; the tokens it generated remain."""
         record = self.record._replace(preemptions=self.record.preemptions + 1)
-        return self._replace(record=record, num_computed_tokens=0, decoding=False, undrafted=False, num_pages=0, checkpoints=())
+        return self._replace(record=record, num_computed_tokens=0, decoding=False, num_pages=0, checkpoints=())
 
     def resumed(self, num_tokens: int, checkpoints: tuple[int, ...]) -> RequestState:
         """The waiting request when it is admitted and so many of its tokens are in the caches already."""
         record = self.record if self.record.preemptions else self.record._replace(cached_tokens=num_tokens)
         return self._replace(record=record, num_computed_tokens=num_tokens, checkpoints=checkpoints)
 
-    def prefill_launched(self, num_tokens: int, num_pages: int, last_scheduled: int, now_ms: float) -> RequestState:
-        """The request once a prefill step of so many of its tokens is launched."""
+    def prefill_launched(self, num_tokens: int, num_pages: int, last_scheduled: int, now_ms: float, drafted: int) -> RequestState:
+        """The request once a prefill step of so many of its tokens is launched, which drafts so many."""
         computed = self.num_computed_tokens + num_tokens
         return self._replace(
             num_computed_tokens=computed,
@@ -157,6 +157,7 @@ class RequestState(NamedTuple):
             checkpoints=tuple(place for place in self.checkpoints if place > computed),
             num_pages=num_pages,
             last_scheduled=last_scheduled,
+            drafted=drafted,
             started_ms=now_ms if self.started_ms is None else self.started_ms,
         )
 
@@ -176,12 +177,12 @@ class RequestState(NamedTuple):
     def landed(self, now_ms: float) -> RequestState:
         """The parked request once all of its prompt but the last token is in its pages."""
         started_ms = now_ms if self.started_ms is None else self.started_ms
-        return self._replace(num_computed_tokens=self.num_tokens - 1, decoding=True, parked=False, undrafted=True, started_ms=started_ms)
+        return self._replace(num_computed_tokens=self.num_tokens - 1, decoding=True, parked=False, drafted=0, started_ms=started_ms)
 
-    def decode_launched(self, num_pages: int, last_scheduled: int) -> RequestState:
-        """The request once a decode step is launched."""
+    def decode_launched(self, num_pages: int, last_scheduled: int, drafted: int) -> RequestState:
+        """The request once a decode step is launched that drafts so many tokens."""
         in_flight = self.steps_in_flight + 1
-        return self._replace(steps_in_flight=in_flight, num_pages=num_pages, last_scheduled=last_scheduled, undrafted=False)
+        return self._replace(steps_in_flight=in_flight, num_pages=num_pages, last_scheduled=last_scheduled, drafted=drafted)
 
     def prefill_committed(
         self, bucket_name: str, output: tuple[int, ...], padded_rows: int, now_ms: float, drafts: tuple[int, ...] = ()

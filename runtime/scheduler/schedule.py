@@ -14,7 +14,8 @@ Policy:
     tokens of a stream. With a target for that gap (`Policy.itl_target_ms`) they are as many, in buckets as large, as its time allows
     beside the decode step: measured times say so, and where they do not yet, or nothing fits, it is one step of the cheapest bucket. So
     the gap is at most the target, or the decode step and the cheapest prefill step, and prompts go on whatever the target.
-    When more requests decode than the largest bucket holds, the least recently scheduled go first.
+    When more requests decode than the largest bucket holds, the least recently scheduled go first. Where decode buckets are of several
+    widths, `draft_widths.py` says how many drafts are verified, of the rows of all groups alike.
     A request is admitted when a request's state slots are free, and pages for all its tokens and one step's candidates, plus one
     step's candidates for every running request. Without that reserve, a preempted request would be prefilled only to be preempted
     again.
@@ -51,6 +52,7 @@ has a row for the first prompt of each group that it can begin or go on with, an
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -60,6 +62,7 @@ from ..buckets import choose, of_kind
 from ..prefill_buckets import choose_prefill
 from ..request import NO_INPUTS, RECEIVE, HostInputs
 from .checkpoints import CheckpointSlots, places
+from .draft_widths import buckets_of_width
 from .encoding import Chunk, chunk, encode_step, num_ready
 from .picture_ledger import Room
 from .policy import Policy
@@ -85,8 +88,10 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
     if not (most and bursts) and (step := _prefill(state, most)):
         return step
     can_preempt = not state.steps_in_flight
+    buckets = _decode_buckets(state, most, itertools.chain.from_iterable(decodable)) if most else ()
     parts = [
-        _decode(policy, group, requests, can_preempt) if requests else None for group, requests in zip(state.groups, decodable, strict=True)
+        _decode(policy, buckets, group, requests, can_preempt) if requests else None
+        for group, requests in zip(state.groups, decodable, strict=True)
     ]
     if not can_preempt and any(requests and part is None for requests, part in zip(decodable, parts, strict=True)):
         return None
@@ -180,7 +185,7 @@ def _encode(state: SchedulerState, chunks: Sequence[Sequence[Chunk]], streams: i
     def affordable(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         if not streams or target_ms is None or not buckets:
             return buckets
-        left_ms = target_ms - state.prefill_ms - times.decode_ms(choose(policy.buckets, streams + max(map(len, chunks))))
+        left_ms = target_ms - state.prefill_ms - _decode_ms(state, streams + max(map(len, chunks)))
         return in_time(buckets, times.prefill_ms(tokens_of, "encode"), tokens_of, left_ms, not state.prefill_steps)
 
     return encode_step(policy.encode_buckets, chunks, affordable)
@@ -194,14 +199,19 @@ def _between(state: SchedulerState, streams: int, measured: bool) -> float:
     policy = state.policy
     if policy.itl_target_ms is not None:
         return 0.0
-    bucket = choose(policy.buckets, streams)
+    bucket = choose(_decode_buckets(state, streams), streams)
     return (state.times.decode_ms(bucket) if measured else policy.price(bucket)) / policy.prefill_burst
+
+
+def _decode_ms(state: SchedulerState, streams: int) -> float:
+    """What a decode step of so many requests takes at most."""
+    return state.times.decode_ms(choose(_decode_buckets(state, streams), streams))
 
 
 def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[Bucket]:
     """The prefill buckets that leave time for the next decode step, of so many requests at most; none where that is due."""
     buckets, times = state.policy.buckets, state.times
-    left_ms = target_ms - state.prefill_ms - times.decode_ms(choose(buckets, streams))
+    left_ms = target_ms - state.prefill_ms - _decode_ms(state, streams)
     price = state.policy.price
     return in_time(of_kind(buckets, "prefill"), times.prefill_ms(price), price, left_ms, not state.prefill_steps)
 
@@ -300,9 +310,23 @@ def _first_waiting(policy: Policy, group: GroupState, most: int) -> Iterable[Req
     return itertools.islice(in_turn(group.turns, group.waiting, policy.ageing, group.cached_tokens), most) if most else ()
 
 
-def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState], can_preempt: bool) -> tuple[Bucket, GroupStep] | None:
-    """A step of the least recently scheduled of the requests; None where they lack pages, and preempting is not allowed or would leave
-    none of them because prompts in progress are older.
+def _decode_buckets(state: SchedulerState, streams: int, requests: Iterable[RequestState] = ()) -> Sequence[Bucket]:
+    """The decode buckets of the width that a step should have.
+
+    Args:
+        streams: requests that decode, in the group with most of them.
+        requests: of all groups, where they are known; else each of them wants all drafts verified.
+    """
+    policy = state.policy
+    most = Counter(map(policy.wanted_drafts, requests)) if policy.varies else {}
+    return buckets_of_width(policy, state.times, state.acceptance, streams, most or {policy.limits.drafts: 1})
+
+
+def _decode(
+    policy: Policy, buckets: Sequence[Bucket], group: GroupState, requests: Sequence[RequestState], can_preempt: bool
+) -> tuple[Bucket, GroupStep] | None:
+    """A step in one of these buckets of the least recently scheduled of the requests; None where they lack pages, and preempting is not
+    allowed or would leave none of them because prompts in progress are older.
     """
     # Nobody else may write to the pages of a handover.
     running, free, freed = [request for request in group.running if not request.parked], group.free_pages(policy.limits), 0
@@ -310,8 +334,8 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
     while requests:
         requests = sorted(requests, key=lambda r: r.last_scheduled)
         requests = [request for request, fits in zip(requests, _fits(requests, policy.limits), strict=True) if fits]
-        bucket = choose(policy.buckets, len(requests))
-        rows = tuple(_decode_row(policy, request) for request in requests[: bucket.batch])
+        bucket = choose(buckets, len(requests))
+        rows = tuple(_decode_row(policy, bucket, request) for request in requests[: bucket.batch])
         if sum(row.num_pages - row.state.num_pages for row in rows) <= free:
             return bucket, GroupStep(rows, tuple(preempted))
         if not can_preempt:
@@ -335,5 +359,6 @@ def _fits(requests: Iterable[RequestState], limits: Limits) -> list[bool]:
     return fits
 
 
-def _decode_row(policy: Policy, request: RequestState) -> ScheduledRequest:
-    return ScheduledRequest(request, max(request.num_pages, policy.pages_to_decode(request)), 1 + policy.drafts(request))
+def _decode_row(policy: Policy, bucket: Bucket, request: RequestState) -> ScheduledRequest:
+    drafts = min(policy.drafts(request), bucket.q_len - 1)
+    return ScheduledRequest(request, max(request.num_pages, policy.pages_to_decode(request)), 1 + drafts)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ...graphs.types import Limits
+from .draft_widths import NOTHING, Acceptance
 from .picture_ledger import PictureLedger
 from .policy import Policy
 from .prefix_index import PrefixIndex
@@ -92,6 +93,7 @@ class SchedulerState:
         num_scheduled: rows scheduled since the start (see `RequestState.last_scheduled`).
         times: measured times of steps; none where the policy does not go by them.
         prefill_ms: what these steps take by these times.
+        acceptance: of drafts, where decode buckets are of several widths.
         next_deadline_ms: no request ends by time before; infinity where none has a deadline.
         unready: arrivals of requests that sit out the next decode step, since their bitmasks are not filled.
         encoded: the last step that was not a decode step was an encode step.
@@ -104,6 +106,7 @@ class SchedulerState:
     num_scheduled: int = 0
     times: StepTimes = UNMEASURED
     prefill_ms: float = 0.0
+    acceptance: Acceptance = NOTHING
     next_deadline_ms: float = math.inf
     unready: frozenset[int] = frozenset()
     encoded: bool = False

@@ -55,10 +55,13 @@ class StepTimes(NamedTuple):
 
     def decode_ms(self, bucket: Bucket) -> float:
         """What a decode step of this bucket, or a smaller one, takes at most; where it was not measured as long as the next larger one,
-        else as the largest; 0 where none was."""
-        known = sorted(b for b in self.ms if b.kind == "decode")
+        else as the largest, or where none of its width was as the longest of any; 0 where none was."""
+        decode = sorted(b for b in self.ms if b.kind == "decode")
+        known = [b for b in decode if b.q_len == bucket.q_len]
+        if not known:
+            return max((self.ms[b] for b in decode), default=0.0)
         count = sum(b < bucket for b in known) + 1
-        return max((self.ms[b] for b in known[:count]), default=0.0)
+        return max(self.ms[b] for b in known[:count])
 
     def prefill_ms(self, price: Cost, kind: str = "prefill") -> Cost | None:
         """What a prefill step takes, or one of another kind, in ms: one of a bucket that was not measured as many ms for its price as those

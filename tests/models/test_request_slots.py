@@ -28,4 +28,4 @@ def test_there_is_a_request_slot_for_each_request_and_the_null_one():
 @pytest.mark.parametrize("start, valid", [(36, 3), (37, 3), (38, 2), (39, 1), (40, 0)])
 def test_no_row_goes_beyond_the_longest_context(start, valid):
     inputs = {"request_slots": ints(1, 1), "drafts": ints(2, 0), "state_slots_out": ints([1, 2, 3], [1, 2, 3])}
-    assert request_slots.read(pool([start, 0, 5, 6, 7]), inputs, LIMITS).query_lens.tolist() == [valid, min(valid, 1)]
+    assert request_slots.read(pool([start, 0, 5, 6, 7]), inputs, LIMITS, 3).query_lens.tolist() == [valid, min(valid, 1)]

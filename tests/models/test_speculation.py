@@ -111,3 +111,39 @@ def test_the_bundled_model_has_the_same_output_with_its_own_drafts(texts, drafts
     counts = [count for request in requests for count in request.counts]
     assert {1, drafts + 1} <= set(counts)
     assert sum(counts) / len(counts) > 1.5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_of_any_width_give_the_tokens_of_steps_of_one(courses, name):
+    """A step verifies what the one before it drafted, as far as both are wide enough; a narrow one starts from any of the state slots that
+    a wide one wrote, and leaves drafts and numbers behind that a wide one goes on from. Greedy and sampled."""
+    course, draw = courses(name), random.Random(5)
+    knobs = ({}, {"temperature": 0.9, "top_k": 7, "seed": 3}, {"temperature": 1.1, "seed": 8})
+    plain, own, planted = ([course.request(i, **knobs[i]) for i in range(3)] for _ in range(3))
+    course.server(0).serve(plain, 100)
+    server = course.server(3)
+    server.serve(own, 1)
+    server.decode_until(own, 60, [draw.choice((1, 2, 4)) for _ in range(200)])
+    server = course.server(3)
+    server.serve(planted, 1)
+    while min(len(request.output) for request in planted) < 60:
+        for request, truth in zip(planted, plain, strict=True):
+            server.plant_drafts(request, truth.output, draw.randint(0, 3))
+        server.decode(planted, 4, draw.choice((1, 2, 4)))
+    for requests in (own, planted):
+        assert [request.output[:60] for request in requests] == [request.output[:60] for request in plain]
+    assert {1, 2, 3, 4} <= {count for request in planted for count in request.counts}
+
+
+def test_a_wide_step_after_narrow_ones_drafts_as_if_there_had_been_none(texts):
+    """The draft head's cache has the tokens of steps that draft nothing."""
+    prompts, truth = texts
+    model = oracle.drafting("qwen3.5-tiny")
+    server = speculators.Server(model.model, model.weights, 3)
+    narrow = speculators.Request(prompts[0], 2)
+    server.serve([narrow], 1)
+    server.decode_until([narrow], 30, [1] * 29)
+    drafts = server.decode([narrow])["drafts"][0].tolist()
+    fresh = speculators.Request(prompts[0], 3, output=list(narrow.output[:-1]))
+    assert server.prefill([fresh])["drafts"][0].tolist() == drafts
+    assert narrow.output == fresh.output == truth[0][: len(fresh.output)]

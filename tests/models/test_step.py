@@ -175,10 +175,10 @@ def test_programs_declare_their_inputs_outputs_and_state(drafts):
             ]
 
 
-@pytest.mark.parametrize(("drafts", "q_len"), [(0, 2), (2, 1), (2, 2), (2, 4)])
-def test_a_decode_bucket_of_another_width_is_refused(drafts, q_len):
+@pytest.mark.parametrize(("drafts", "q_len"), [(0, 2), (2, 4), (3, 5)])
+def test_a_decode_bucket_of_more_tokens_than_drafts_and_one_is_refused(drafts, q_len):
     model = oracle.drafting("dense").model
-    with pytest.raises(SpecError, match=rf"decode-b2-q{q_len} with {drafts} drafts; legal is q_len {drafts + 1}"):
+    with pytest.raises(SpecError, match=rf"decode-b2-q{q_len} with {drafts} drafts; legal is q_len 1 to {drafts + 1}"):
         step.program(model, decode(2, q_len), oracle.limits(drafts), torch.float32)
 
 

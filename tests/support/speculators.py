@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,6 +53,7 @@ class Request:
     Attributes:
         request_slot: its slot on the device, from which its pages and state slots follow.
         counts: tokens that each of its decode steps gave.
+        drafted: drafts that its last step left for the next.
     """
 
     prompt: list[int]
@@ -59,6 +61,7 @@ class Request:
     knobs: Knobs = field(default_factory=Knobs)
     output: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    drafted: int = 0
 
     @property
     def start(self) -> int:
@@ -240,17 +243,22 @@ class Server:
         assert done >= max(map(len, known)), "the chunks cover all tokens"
         for b, request in enumerate(requests):
             request.output.append(int(last["tokens"][b, 0]))
+            request.drafted = self.drafts
         return last
 
-    def decode(self, requests: Sequence[Request], batch: int | None = None) -> dict[str, torch.Tensor]:
-        """One decode step, with the inputs of a host that has not yet read how many tokens the previous step emitted."""
-        bucket = Bucket("decode", batch or len(requests), self.drafts + 1)
+    def decode(self, requests: Sequence[Request], batch: int | None = None, width: int | None = None) -> dict[str, torch.Tensor]:
+        """One decode step, with the inputs of a host that has not yet read how many tokens the previous step emitted.
+
+        Args:
+            width: tokens a request; by default one more than drafts.
+        """
+        bucket = Bucket("decode", batch or len(requests), width or self.drafts + 1)
         inputs = self.blank(bucket)
         for b, request in enumerate(requests):
             self._fill_row(inputs, b, request)
             behind = max(request.counts[-1] - 1, 0) if request.counts else 0
             inputs["base"][b] = request.start - behind
-            inputs["drafts"][b] = self.verified(request)
+            inputs["drafts"][b] = min(self.verified(request), request.drafted, bucket.q_len - 1)
             numbers = [request.number(len(request.output) - behind + i) for i in range(inputs["uniform"].shape[1])]
             inputs["uniform"][b] = torch.tensor(numbers)
         if self.padding:
@@ -260,6 +268,7 @@ class Server:
             assert count or request.start == self.limits.max_model_len, "a request with room in its context gets a token"
             request.counts.append(count)
             request.output += tokens[:count]
+            request.drafted = bucket.q_len - 1
         assert not outputs["counts"][len(requests) :].any(), "padding gets no tokens"
         return outputs
 
@@ -273,10 +282,11 @@ class Server:
             self.prefill([request])
         self.decode_until(requests, tokens)
 
-    def decode_until(self, requests: Sequence[Request], tokens: int) -> None:
-        """Decodes until each request has at least so many tokens."""
+    def decode_until(self, requests: Sequence[Request], tokens: int, widths: Iterable[int | None] = ()) -> None:
+        """Decodes until each request has at least so many tokens, in steps of these widths first."""
+        rest = itertools.chain(widths, itertools.repeat(None))
         while live := [request for request in requests if len(request.output) < tokens]:
-            self.decode(live)
+            self.decode(live, width=next(rest))
 
     def substitute(self, request: Request, drafts: Sequence[int]) -> None:
         """Overwrites the drafts in a request's request slot."""

@@ -28,6 +28,9 @@ from .pools import (
     unread_value,
 )
 
+UNREAD = -(10**6)
+"""In places of drafts that a step does not verify: no token."""
+
 
 @dataclass(frozen=True)
 class LiveRow:
@@ -40,6 +43,7 @@ class LiveRow:
         pages: its pages, with room for drafts.
         slots: state slots it writes.
         read: the state slot it starts from.
+        unwritten: further state slots of the request, that steps of more tokens write.
         pictures: of each new token, and of the one that follows, the row of a picture in its place, or 0; [] where graphs take none.
     """
 
@@ -51,6 +55,7 @@ class LiveRow:
     slots: list[int]
     read: int
     pictures: list[int] = field(default_factory=list)
+    unwritten: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,8 @@ def poisoned_step(
             pool[place] = torch.randn(pool.shape[1:], generator=generator).to(pool.dtype)
     for row in rows if bucket.kind == "decode" else ():
         slot = state[request_slot_pool(signature.state)][row.request_slot]
-        slot[request_slots.START], slot[request_slots.ACCEPTED] = row.start, row.slots.index(row.read)
+        slot[request_slots.START], slot[request_slots.ACCEPTED] = row.start, [*row.slots, *row.unwritten].index(row.read)
+        slot[request_slots.TOKENS : request_slots.TOKENS + 1 + limits.drafts] = UNREAD
         slot[request_slots.TOKENS : request_slots.TOKENS + bucket.q_len] = tokens[row.row]
         if limits.picture_rows:
             slot[-1] = -_random(0, row.start, generator)  # what is added to indices to give positions
@@ -120,9 +126,11 @@ def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, generato
         start = _random(0 if not decode else 1, max(1, most - count - ahead), generator)
         pages = [free.pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
         slots = [free.slots.pop() for _ in range(width)]
-        read = free.slots.pop() if separate else slots[_random(0, width - 1, generator)]
+        unwritten = [free.slots.pop() for _ in range(limits.drafts + 1 - Q)] if decode else []
+        # A narrow step may follow a wide one, and start from a slot that it does not write.
+        read = free.slots.pop() if separate else [*slots, *unwritten][_random(0, len(slots) + len(unwritten) - 1, generator)]
         pictures = [] if decode or not limits.picture_rows else _random_pictures(count, unread, share, generator)
-        rows.append(LiveRow(row, free.request_slots.pop(), start, count, pages, slots, read, pictures))
+        rows.append(LiveRow(row, free.request_slots.pop(), start, count, pages, slots, read, pictures, unwritten))
     return rows
 
 
@@ -145,10 +153,10 @@ def _inputs(
     """Every input that a bucket of any artifact may have, by name."""
     inputs = StepInputs(bucket, limits).padding([field.name for field in STEP_INPUTS])
     for place, row in enumerate(rows, turn):
-        numbers = {"num_computed_tokens": row.start, "query_lens": row.count, "state_slots_in": row.read, "drafts": limits.drafts}
+        numbers = {"num_computed_tokens": row.start, "query_lens": row.count, "state_slots_in": row.read, "drafts": bucket.q_len - 1}
         numbers |= {"base": row.start, "logprobs": place % 2, "next_tokens": _random(-1, vocab - 1, generator)}
         new_tokens = tokens[row.row, : row.count].tolist()
-        fill_row(inputs, row.row, row.pages, row.slots, new_tokens, request_slots=row.request_slot, **numbers)
+        fill_row(inputs, row.row, row.pages, [*row.slots, *row.unwritten], new_tokens, request_slots=row.request_slot, **numbers)
         if row.pictures:
             offset = _random(0, row.start, generator)
             inputs["picture_rows"][row.row, : row.count + 1] = torch.tensor(row.pictures)
@@ -239,13 +247,13 @@ def drafted_step(
 
 
 def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature, turn: int = 0) -> None:
-    """Replaces drafts of a decode case by right ones: in the i-th live row the first i + turn modulo k+1, so that all counts occur.
+    """Replaces drafts of a decode case by right ones: in the i-th live row the first i + turn modulo Q, so that all counts occur.
 
     Which draft is right depends on those before it, so the reference runs once for each place that has a right one.
     """
     pool = case.operands[len(signature.params) + request_slot_pool(signature.state)]
-    drafts = pool.shape[1] - request_slots.TOKENS - 1 - any(map(is_picture_pool, signature.state))
-    right = [i % (drafts + 1) for i, _ in enumerate(case.live, turn)]
+    width = next(leaf.aval.shape[1] for leaf in signature.outputs if leaf.path == "tokens")
+    right = [i % width for i, _ in enumerate(case.live, turn)]
     for place in range(max(right, default=0)):
         sampled = run_step(reference, case, signature)[0]["tokens"]
         for count, live in zip(right, case.live, strict=True):

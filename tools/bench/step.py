@@ -130,7 +130,7 @@ def step_operands(
     tokens = [[draw.randrange(vocab) for _ in range(bucket.q_len)] for _ in range(live)]
     rows: list[DecodeRow] | list[PrefillRow]
     if bucket.kind == "decode":
-        rows = [DecodeRow(1 + i, context, owned[i], slots[i], limits.drafts) for i in range(live)]
+        rows = [DecodeRow(1 + i, context, owned[i], slots[i], bucket.q_len - 1) for i in range(live)]
     else:
         rows = [PrefillRow(tokens[i], context, owned[i], slots[i][0], 1 + i) for i in range(live)]
     pools = [*(random_state(manifest) if state is None else state)]
@@ -138,7 +138,8 @@ def step_operands(
     request_slots = pools[at] = pools[at].clone()
     if bucket.kind == "decode":
         for i in range(live):
-            request_slots[1 + i] = torch.tensor([context, 0, *tokens[i]], dtype=request_slots.dtype)
+            values = torch.tensor([context, 0, *tokens[i]], dtype=request_slots.dtype)
+            request_slots[1 + i, : len(values)] = values
     with_logprobs = any(leaf.path == "logprobs" for leaf in entry.inputs)
     inputs = pack(bucket, rows, limits, max_logprobs=int(with_logprobs))
     return [*params, *pools, *(torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)], live

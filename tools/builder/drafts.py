@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from ...graphs.errors import SpecError
+from ...graphs.types import Limits
 from ...models import draft_vocabulary
 from ...models.draft_source import with_draft_model
 from ...models.presets import DRAFT_PRESETS
 from ...models.registry import ModelSource
+from ..notation import format_buckets
 from .deployments import Deployment, deployment
-from .planned import Plan
+from .instance import Instance
+from .planned import Options, Plan
+from .settings.model import default_widths
 
 
 def choose_draft_model(requested: str | None, source: ModelSource, row: Deployment | None, drafts: int | None) -> ModelSource:
@@ -29,6 +33,23 @@ def choose_draft_model(requested: str | None, source: ModelSource, row: Deployme
     preset = next((name for name, preset in DRAFT_PRESETS.items() if preset["target"] == source.name), None)
     wanted = row is not None and row.num_speculative_tokens and drafts != 0 and not source.model.has_draft_head
     return with_draft_model(source, preset) if wanted and preset and source.checkpoint_dir is None else source
+
+
+def decode_widths(options: Options, instance: Instance, limits: Limits) -> tuple[int, ...]:
+    """Tokens of a request that decode steps verify; a server takes those that give most (runtime/scheduler/draft_widths.py).
+
+    Raises:
+        SpecError: widths that end elsewhere than at the last known token and all drafts, or several of an NPU.
+    """
+    most = limits.drafts + 1
+    widths = default_widths(instance.target.local, limits.drafts) if options.draft_widths is None else options.draft_widths
+    if widths[-1] != most:
+        asked = f"--draft-widths {format_buckets(widths)}"
+        raise SpecError(f"{asked}: a step of this build has up to {most} tokens of a request; legal are sizes up to exactly that")
+    if len(widths) > 1 and not instance.target.local:
+        # Their recurrent operators start a row from one of the slots that the step writes; behind a wider step that need not be one.
+        raise SpecError(f"--draft-widths {format_buckets(widths)} on {instance.target.name}; legal on NPUs is {most}")
+    return widths
 
 
 def say_drafts(plan: Plan) -> Plan:

@@ -11,7 +11,7 @@ from ...models import registry
 from ...models.family_file import FamilyFile
 from .decisions import decided
 from .defaults import fit_machine
-from .drafts import check_drafts, choose_draft_model, say_drafts
+from .drafts import check_drafts, choose_draft_model, decode_widths, say_drafts
 from .fit import check_memory, check_split, fit_dispatch, fit_pool, within_memory
 from .instance import choose_backend, choose_platform, resolve, row_of
 from .notes import say_deviations, say_ends
@@ -83,7 +83,7 @@ def _begin(options: Options) -> Plan:
         instance.target,
         instance.mesh,
         instance.quantization,
-        tuple(Bucket("decode", batch, limits.drafts + 1) for batch in batches),
+        tuple(Bucket("decode", batch, width) for batch in batches for width in decode_widths(options, instance, limits)),
         notes=(f"deployment {instance.deployment}, {instance.phase}",) if instance.deployment else (),
         deployment=instance.deployment,
         phase=instance.phase,

@@ -57,6 +57,7 @@ class Options:
     checkpoint_slots: int | None = None
     kv_cache_memory: int | None = None
     draft_vocab_size: int | None = None
+    draft_widths: tuple[int, ...] | None = None
     encode: tuple[EncodeSize, ...] | None = None
     language_model_only: bool | None = None
 

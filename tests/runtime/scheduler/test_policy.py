@@ -27,7 +27,7 @@ def test_sizes_that_cannot_serve_are_refused(sizes, message):
 
 def test_a_decode_bucket_of_another_width_is_refused():
     buckets = (Bucket("prefill", 1, 4), Bucket("decode", 2, 3))
-    with pytest.raises(SpecError, match="decode-b2-q3 decodes 3 tokens per request; with 0 drafts, legal is 1"):
+    with pytest.raises(SpecError, match="decode-b2-q3 decodes 3 tokens per request; with 0 drafts, legal is up to 1"):
         Policy(Limits(2, 9, 9, 8), buckets)
     with pytest.raises(SpecError, match="1 state slots per request with 2 drafts; decoding needs 3, one for each candidate"):
         Policy(Limits(2, 9, 9, 8, 1, 2), buckets)
@@ -36,6 +36,7 @@ def test_a_decode_bucket_of_another_width_is_refused():
 
 def test_a_request_verifies_as_many_drafts_as_it_wants_and_the_graphs_have():
     rules = policy(drafts=3)
-    states = [RequestState(request("a", speculative_tokens=most), 0, 0.0) for most in (None, 0, 2, 9)]
+    states = [RequestState(request("a", speculative_tokens=most), 0, 0.0, drafted=3) for most in (None, 0, 2, 9)]
     assert [rules.drafts(state) for state in states] == [3, 0, 2, 3]
-    assert not any(rules.drafts(state._replace(undrafted=True)) for state in states)
+    assert [rules.drafts(state._replace(drafted=1)) for state in states] == [1, 0, 1, 1]
+    assert not any(rules.drafts(state._replace(drafted=0)) for state in states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...notation import format_buckets, parse_buckets
 from .record import CHECKPOINT, DEFAULT, PLAN, ROW, Setting, by_plan
 
 if TYPE_CHECKING:
@@ -15,6 +16,11 @@ MAX_LOGPROBS = 20
 """The most that OpenAI's API allows."""
 MAX_DRAFTS = 7
 """The NPU's recurrent kernel verifies at most 8 tokens of a request at once."""
+
+
+def default_widths(local: bool, drafts: int) -> tuple[int, ...]:
+    """Tokens of a request that decode steps verify where nobody says so."""
+    return (drafts + 1,)
 
 
 def _scheme_by(plan: Any, quantised: bool) -> str:
@@ -48,6 +54,11 @@ def _no_head(by: str, recorded: Recorded) -> tuple[str, str] | None:
     missing = "The checkpoint has no tensor of the draft head that its configuration declares."
     why = missing if recorded.declares_draft_head else "The model has no draft head."
     return why, "A checkpoint with a draft head, or --draft-model, changes it."
+
+
+def _widths(plan: Any) -> str:
+    widths = tuple(sorted({bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"}))
+    return format_buckets(widths) if widths and widths != default_widths(plan.target.local, plan.limits.drafts) else ""
 
 
 def _draft_model(recorded: Recorded) -> object:
@@ -104,6 +115,17 @@ SPECULATIVE_TOKENS = Setting(
     unchosen=_no_head,
     same=("--speculative-num-steps", "--num-speculative-tokens", "--spec-tokens"),
     otherwise={"--speculative-num-draft-tokens": "it counts the last known token too; legal is --speculative-tokens, one less"},
+)
+DRAFT_WIDTHS = Setting(
+    "draft-widths",
+    "Tokens of a request that decode steps verify, the last known one and its drafts, e.g. 1,2,4: a server takes those that give most "
+    "tokens.  [default: all drafts]",
+    _widths,
+    read=parse_buckets,
+    extra={"metavar": "LIST"},
+    recorded=lambda recorded: recorded.widths,
+    what=lambda value, recorded: f"Decode steps verify {value} tokens of a request, its drafts among them.",
+    change="each is a kind of step that is compiled for itself; without 1 a model whose drafts are refused decodes slower than without",
 )
 DRAFT_MODEL = Setting(
     "draft-model",

@@ -34,6 +34,12 @@ class Recorded:
         return format_buckets(sizes) if sizes else None
 
     @property
+    def widths(self) -> str | None:
+        """Tokens of a request that decode steps have, in the notation of the option; None where nothing is drafted."""
+        widths = sorted({entry.bucket.q_len for entry in self.manifest.graphs if entry.bucket.kind == "decode"})
+        return format_buckets(widths) if widths and self.manifest.limits.drafts else None
+
+    @property
     def prefill(self) -> str | None:
         """Prefill sizes, in the notation of the option; None where there are none."""
         buckets = [entry.bucket for entry in self.manifest.graphs if entry.bucket.kind == "prefill"]

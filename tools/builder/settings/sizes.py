@@ -46,7 +46,7 @@ BUCKETS = Setting(
     "buckets",
     "Decode batch sizes (of one dp group), e.g. 2,4,...,64; auto: for the deployment's traffic, auto:FILE: `plan --buckets-out FILE`.  "
     f"[default: {format_buckets(DEFAULT_BUCKETS)}, on this machine what memory has room for of {format_buckets(CPU_BUCKETS)}, {_OR_ROW}",
-    lambda plan: ",".join(str(bucket.batch) for bucket in plan.buckets if bucket.kind == "decode"),
+    lambda plan: ",".join(map(str, dict.fromkeys(bucket.batch for bucket in plan.buckets if bucket.kind == "decode"))),
     read=_read_buckets,
     extra={"metavar": "LIST"},
     by=by_row,

@@ -25,6 +25,7 @@ SETTINGS = (
     place.PHASE,
     model.QUANTIZATION,
     model.SPECULATIVE_TOKENS,
+    model.DRAFT_WIDTHS,
     model.DRAFT_MODEL,
     model.DRAFT_VOCAB_SIZE,
     model.FAMILY,

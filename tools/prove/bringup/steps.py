@@ -106,7 +106,7 @@ class StepPlanner:
 
     def decode(self, bucket: Bucket, rows: Sequence[Slots], base: int) -> PlannedStep:
         """A step of each row, which starts at position `base` or behind it; rows verify different numbers of drafts."""
-        most, Q = self.limits.drafts, bucket.q_len
+        Q = bucket.q_len
         inputs = []
         for group in range(self.groups):
             live = [
@@ -115,9 +115,9 @@ class StepPlanner:
                     base,
                     row.pages,
                     row.state_slots,
-                    most if (i + group) % 3 else max(0, most - 1),
+                    Q - 1 if (i + group) % 3 else max(0, Q - 2),
                     _sampling(i),
-                    tuple(float(u) for u in self.generator.random(2 * Q - 1, dtype=np.float32)),
+                    tuple(float(u) for u in self.generator.random(self.limits.drafts + Q, dtype=np.float32)),
                 )
                 for i, row in enumerate(rows)
             ]
