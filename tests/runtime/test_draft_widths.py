@@ -1,4 +1,4 @@
-"""Artifacts with decode steps of several widths: the tokens are those of one width, and the width follows what the checkpoint's drafts do."""
+"""Artifacts with decode steps of several widths: tokens are those of one width, and the width follows what becomes of drafts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_tokens_are_those_of_any_one_width(executors, name):
     assert set(several.widths) == set(WIDTHS)
     for width in WIDTHS:
         alone = Served(executor, *requests, only=(width,))
-        assert set(alone.widths) == {width} and alone.tokens == several.tokens
+        assert set(alone.widths) == {width}
+        assert alone.tokens == several.tokens
     assert Served(executor, *requests, run_ahead=executor.run_ahead, speculative_tokens=0).tokens == several.tokens
 
 

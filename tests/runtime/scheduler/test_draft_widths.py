@@ -122,7 +122,8 @@ def test_every_width_is_measured_in_the_beginning_widest_first():
 
 def test_the_same_times_and_tokens_give_the_same_steps():
     one, other = (Run((0.6, 0.5, 0.4), rows=3).steps(500) for _ in range(2))
-    assert one.widths == other.widths and one.state.acceptance == other.state.acceptance
+    assert one.widths == other.widths
+    assert one.state.acceptance == other.state.acceptance
 
 
 def test_counts_are_of_drafts_behind_accepted_ones_and_fade():
@@ -131,4 +132,5 @@ def test_counts_are_of_drafts_behind_accepted_ones_and_fade():
     assert counts.after([], 3).verified < counts.verified
     for _ in range(400):
         counts = counts.after([(3, 3)] * 8, 3)
-    assert counts.verified == pytest.approx((MOST,) * 3) and counts.tokens(3)[-1] > 3.5
+    assert counts.verified == pytest.approx((MOST,) * 3)
+    assert counts.tokens(3)[-1] > 3.5
