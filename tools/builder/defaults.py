@@ -88,7 +88,7 @@ def _notes(plan: Plan, limits: Limits, buckets: tuple[Bucket, ...], room: int) -
     fitting = f"state may take {room / gib:.1f} GiB, half of what weights leave of this machine's {MACHINE_BYTES / gib:.1f}"
     notes = []
     if plan.options.buckets is None:
-        batches = ",".join(str(bucket.batch) for bucket in buckets if bucket.kind == "decode")
+        batches = ",".join(map(str, dict.fromkeys(bucket.batch for bucket in buckets if bucket.kind == "decode")))
         notes.append(f"{requests} requests in flight, in steps of {batches}: {fitting} (--max-num-seqs, --buckets to change)")
     if plan.options.max_model_len is None:
         own = "the model's own" if limits.max_model_len > whole - limits.page_size else f"of {whole} that the model takes: "
