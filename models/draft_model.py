@@ -150,6 +150,7 @@ def attach(model: Model, family: DraftFamily[Any], config: Any) -> Model:
         shrink=shrink,
         widths=model.family.widths,
         draft_head=_HEAD,
+        tower=model.family.tower,
     )
     return replace(model, family=functions, config=both)
 

@@ -235,10 +235,10 @@ def extend_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: t
 
     Arguments are those of `family.ExtendDraftCache`; rows are the layer's residual `stream` [T, M] and its input `normed` [T, 2 M].
     """
-    head, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
+    head, batch = params[DRAFT], Batch.of(_placed(cfg, inputs), cfg.rotary)
     stream = ops.linear(hidden, head["fc"]) if first else hidden
     table = head["embed"] if cfg.own_embedding else params["embed"]
-    token = ops.rms_norm(sequence_parallel.embed(batch.tokens, table), head["input_norm"], cfg.rms_norm_eps, 0.0)
+    token = ops.rms_norm(sequence_parallel.embed_with_pictures(batch.tokens, table, inputs), head["input_norm"], cfg.rms_norm_eps, 0.0)
     normed = ops.rms_norm(stream, head["hidden_norm"], cfg.rms_norm_eps, 0.0)
     # One gather of all that the layer reads: two would not wait for each other, nor one of the stream for the embedding.
     read = [token, normed] if cfg.norm_before_residual else [token, normed, stream]
@@ -247,6 +247,22 @@ def extend_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: t
     x, stream = gathered[:, : 2 * cfg.hidden_size].contiguous(), gathered[:, -cfg.hidden_size :].contiguous()
     pool = attention.write_kv(cfg, head["mixer"], state[DRAFT], batch, x)
     return {"stream": stream, "normed": x}, {**state, DRAFT: pool}
+
+
+def _placed(cfg: Config, inputs: Tree) -> Tree:
+    """Inputs whose tokens have one position: a head without sections turns by the time alone, as vLLM 00bd149 has it.
+
+    Raises:
+        ModelError: rows of pictures, which are as wide as the model, stand among narrower ones.
+    """
+    if "positions" not in inputs:
+        return inputs
+    if cfg.hidden_size != cfg.target_hidden_size:
+        raise ModelError(
+            f"rows of pictures have {cfg.target_hidden_size} channels, and the draft head's embedding {cfg.hidden_size}; legal is a head "
+            "as wide as its model, or a build with --language-model-only"
+        )
+    return inputs if cfg.rotary.sections else {**inputs, "positions": inputs["positions"][..., 0]}
 
 
 def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> torch.Tensor:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support import fleets, towers
+from support import eagle, fleets, towers
 from support.towers import Prompt, Server, prompt
 
-from npucompile.graphs.errors import SpecError
+from npucompile.graphs.errors import ModelError, SpecError
 from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.models import registry, step
 from npucompile.models.variant import Variant
+from npucompile.runtime.picture_spans import positions
 
 NAME = "small patches"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -131,6 +134,44 @@ def test_the_draft_head_reads_rows_of_pictures(server: Callable[..., Server], ki
         kept, same = (each.state["mtp"][name][pages].flatten(0, 1)[: one.count] for each in (by_rows, by_ids))
         assert kept.isfinite().all()
         torch.testing.assert_close(kept, same, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [64, 7])
+def test_an_eagle_head_reads_rows_of_pictures_at_their_times(directory: Path, chunk: int) -> None:
+    """Its oracle is a pass of plain torch over hidden states of transformers, with rows of its tower in the places of pictures."""
+    (request,) = requests("three")
+    values = eagle.settings(SimpleNamespace(model=registry.find(directory).model))
+    own = eagle.tensors(values, 3, values["hidden_size"], ("d2t",))
+    running = Server(NAME, directory, 2, head=(values, own))
+    table, count = towers.model(NAME).get_input_embeddings().weight, 0
+    rows = towers.rows(NAME, request.pixels, request.grids)
+    oracle = eagle.Head(
+        SimpleNamespace(theirs=towers.model(NAME)), values, {**own, "embed_tokens.weight": torch.cat([table, rows])}, (1, 1, 2)
+    )
+    running.encode(request)
+    for begin in range(0, request.count, chunk):
+        out = running.prefill(Bucket("prefill", 2, chunk), [request], begin, begin + chunk)
+    request.tokens.append(int(out["tokens"][0, 0]))
+    for _ in range(6):
+        made, known = out["drafts"][0].tolist(), len(request.tokens)
+        ids, count = list(request.tokens), 0
+        for span in request.spans:
+            ids[span.first : span.end] = range(len(table) + count, len(table) + count + span.rows * span.columns)
+            count += span.rows * span.columns
+        # Behind a prompt every token is one further.
+        times = positions(request.count, request.spans)[:, 0]
+        times = torch.cat([torch.from_numpy(times), times[-1] + torch.arange(1, known + 2 - request.count)])
+        computed = Prompt(request.tokens[: request.count], request.grids, request.pixels)
+        computed.tokens += request.tokens[request.count : -1]
+        assert replace(oracle, places=times).drafts_from(computed.states(NAME), ids[1:], 2) == made
+        out = running.decode(Bucket("decode", 2, 3), [request])
+
+
+def test_a_head_of_another_width_than_its_model_takes_no_pictures(directory: Path) -> None:
+    values = eagle.settings(SimpleNamespace(model=registry.find(directory).model), hidden_size=32, target_hidden_size=44)
+    own = eagle.tensors(values, 3, 44, ("d2t", "embed_tokens.weight"))
+    with pytest.raises(ModelError, match="rows of pictures have 44 channels, and the draft head's embedding 32; legal is"):
+        started(Server(NAME, directory, 2, head=(values, own)), requests("one"), 16)
 
 
 def test_any_chunks_give_the_same_drafts(server: Callable[..., Server]) -> None:

@@ -7,13 +7,14 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import ranks, tiny, towers
+from support import eagle, ranks, tiny, towers
 from support import toy_device as toy
 
 from npucompile.graphs.errors import RequestError
@@ -257,6 +258,16 @@ def test_two_turns(executor: CpuExecutor) -> None:
     assert stats["prefix_cache_hits_total"] > 0
     # Of eight in the first turn and five that come to them; pages that end within a picture have it encoded once more, if its rows went.
     assert stats["encoded_pictures_total"] >= 13
+
+
+def test_drafts_of_an_eagle_head(tmp_path: Path) -> None:
+    random: Any = SimpleNamespace(model=registry.find(towers.saved(NAME, tmp_path / "target")).model)
+    (head := tmp_path / "eagle").mkdir()
+    values = eagle.settings(random)
+    save_file(eagle.tensors(values, 3, values["hidden_size"], ("d2t",)), head / "model.safetensors")
+    (head / "config.json").write_text(json.dumps(values))
+    stats = converse(CpuExecutor(built(tmp_path, 0, draft_model=str(head), num_speculative_tokens=2)), NAME, TOKENS)
+    assert stats["spec_decode_num_draft_tokens_total"] > 0
 
 
 @pytest.mark.long

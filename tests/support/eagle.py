@@ -101,12 +101,14 @@ class Head:
         values: the head's config.json.
         tensors: of the head's checkpoint.
         taps: indices of transformers' hidden states that it reads.
+        places: positions of tokens; none are their indices.
     """
 
     random: oracle.Oracle
     values: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     taps: tuple[int, ...]
+    places: torch.Tensor | None = None
 
     @torch.no_grad()
     def drafts(self, text: Sequence[int], base: int, depth: int) -> list[int]:
@@ -115,8 +117,13 @@ class Head:
         Formulas: eagle/model/cnets.py of SafeAILab/EAGLE, `Model.forward` and `topK_genrate` with a tree of width one.
         """
         states = self.random.theirs(torch.tensor([text[: base + 1]]), output_hidden_states=True).hidden_states
+        return self.drafts_from(states, text[1 : base + 2], depth)
+
+    @torch.no_grad()
+    def drafts_from(self, states: Sequence[torch.Tensor], following: Sequence[int], depth: int) -> list[int]:
+        """The same, of the model's hidden states [1, T, M] of the first tokens and of the tokens behind each of them."""
         hidden = torch.cat([states[tap][0] for tap in self.taps], -1) @ self.tensors["fc.weight"].T
-        ids, drafted = list(text[1 : base + 2]), []
+        ids, drafted = list(following), []
         for _ in range(depth):
             out = self._layer(ids, hidden)[-1:]
             logits = self._norm(out, "norm") @ self.tensors["lm_head.weight"].T
@@ -150,7 +157,8 @@ class Head:
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
-        turns = torch.arange(x.shape[1])[:, None] * self.values["rope_theta"] ** (-torch.arange(half) / half)
+        places = torch.arange(x.shape[1]) if self.places is None else self.places[: x.shape[1]]
+        turns = places[:, None] * self.values["rope_theta"] ** (-torch.arange(half) / half)
         a, b = x.split(half, -1)
         return torch.cat([a * turns.cos() - b * turns.sin(), b * turns.cos() + a * turns.sin()], -1)
 

@@ -20,7 +20,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCo
 from npucompile.graphs.quantise import quantise_w8
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Program
-from npucompile.models import checkpoint, encode_step, registry, step
+from npucompile.models import checkpoint, draft_source, encode_step, registry, step
+from npucompile.models.draft_model import DRAFT, PREFIX
 from npucompile.models.params import initialise
 from npucompile.models.quant.declare import stored
 from npucompile.models.quant.description import DESCRIPTION
@@ -157,6 +158,12 @@ class Prompt:
         pictures = {"pixel_values": self.pixels, "image_grid_thw": torch.tensor(self.grids)} if self.grids else {}
         return {"input_ids": torch.tensor([self.tokens]), "mm_token_type_ids": types, **pictures}
 
+    @torch.no_grad()
+    def states(self, name: str) -> tuple[torch.Tensor, ...]:
+        """Of transformers, the residual stream before and behind each layer: [1, n, M] each."""
+        made: tuple[torch.Tensor, ...] = model(name)(**self._inputs(name), output_hidden_states=True).hidden_states
+        return made
+
     def then(self, answer: list[int], later: Prompt) -> Prompt:
         """The next turn of a conversation: what was answered, and what `later` has."""
         pixels = [each.pixels for each in (self, later) if each.grids]
@@ -181,12 +188,18 @@ class Server:
 
     Args:
         drafts: k; its head is random, since transformers has none.
+        head: fields and tensors of an EAGLE-3 head in place of the model's own.
     """
 
-    def __init__(self, name: str, directory: Path, drafts: int = 0, requests: int = 3) -> None:
+    def __init__(
+        self, name: str, directory: Path, drafts: int = 0, requests: int = 3, head: tuple[dict[str, Any], dict[str, Any]] | None = None
+    ) -> None:
         found = registry.find(directory).model
-        config = replace(found.config, mtp_num_hidden_layers=int(drafts > 0))
-        self.model = replace(found, config=config, drafting=drafts > 0)
+        if head:
+            found = draft_source.attached(found, head[0], tuple({"d2t", "embed_tokens.weight"} & set(head[1])))
+        else:
+            found = replace(found, config=replace(found.config, mtp_num_hidden_layers=int(drafts > 0)))
+        self.model = replace(found, drafting=drafts > 0)
         self.limits = Limits(
             PAGE, 20 * requests + 1, (drafts + 1) * requests + 1, 160, slots_per_request=drafts + 1, drafts=drafts, picture_rows=200
         )
@@ -194,11 +207,13 @@ class Server:
         assert tower is not None
         self.tower = tower.read_config(json.loads((directory / "config.json").read_text()), "config.json")
         declared = self.model.params(torch.float32)
-        read = {key: value for key, value in declared.items() if key != "mtp"}
+        read = {key: value for key, value in declared.items() if key not in ("mtp", DRAFT)}
         read[tower.key] = stored(tower.abstract_params(self.tower, torch.float32), self.tower.variant)
         self.weights = checkpoint.load(checkpoint.open_checkpoint(directory), read)
         self.encoder = self.weights.pop(tower.key)
-        if drafts:
+        if head:
+            self.weights[DRAFT] = oracle.join(declared[DRAFT], {PREFIX + key: tensor for key, tensor in head[1].items()})
+        elif drafts:
             self.weights["mtp"] = initialise({"mtp": declared["mtp"]}, torch.Generator().manual_seed(5))["mtp"]
         self.state = oracle.poisoned(self.model.state(self.limits, torch.float32))
         self.used, self.drafted = 1, 0
