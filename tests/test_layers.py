@@ -142,7 +142,7 @@ BUDGETS: dict[str, int] = {
     "tools/inspection": 930,
     "tools/lab": 3060,
     "tools/launch_lines": 2910,
-    "tools/plan": 4200,
+    "tools/plan": 4250,
     "tools/prove": 4390,
     "tools/quantize": 1210,
     "tools/ranks": 1470,

@@ -29,6 +29,7 @@ from .run import Spread
 from .search import Answer, Found, excess, search
 from .shape import shape_of
 from .system import Case, Workload
+from .tower import tower_cost
 from .traffic import of_lengths, of_trace
 
 NPUS_A_CARD = {"ascend-a3": 2, "ascend-a2": 1}
@@ -78,6 +79,9 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
         f"{name}: {row.model}, {work.inputs[0]} tokens in, {work.outputs[0]} out, {work.concurrency} in flight, {work.requests} requests",
         *prediction_lines(prediction),
     ]
+    if row.pictures and (cost := tower_cost(row.model, case.decode.machine, parameters)):
+        lines += cost.lines()
+        data["pictures"] = cost.as_dict()
     if own:
         lines.append(
             f"measured   TPOT {own.tpot_ms:.1f} ms, {own.output_tok_s:,.0f} tok/s, TTFT {own.ttft_ms:,.0f} ms, E2E {own.e2e_ms:,.0f} ms"
