@@ -21,6 +21,7 @@ from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.launches import kind_of
 from ...lowering.ascend.shipped import shipped_graph
 from ...lowering.collectives_check import Collective
+from ...models import programs
 from ...models.slices import Shard, source_bytes
 from ..artifact_model import full_model
 from ..bench.roofline import Roofline, estimate, moved_bytes
@@ -141,7 +142,7 @@ def memory(manifest: Manifest) -> View:
             f"an artifact for {manifest.target} has no plan of a rank's memory; those built for NPUs have, and `inspect` shows sums"
         )
     model, mesh, rules = full_model(manifest), Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
-    params = [param for _, param in tree.flatten(model.params(DTYPES[manifest.dtype]))]
+    params = [param for _, param in tree.flatten(programs.params(model, DTYPES[manifest.dtype]))]
     bound = source_bytes(params, Shard(mesh, rules, 0), torch.bfloat16.itemsize)
     stored = sum(rules.local_aval(leaf.aval, mesh).nbytes for leaf in manifest.params)
     read = f"to load its weights a rank reads {stored / GIB:.2f} GiB where they are stored, {bound / GIB:.2f} GiB of a bfloat16 checkpoint"

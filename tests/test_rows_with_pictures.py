@@ -1,0 +1,84 @@
+"""Published rows that take pictures, built at full size with their encode buckets: legal, and within the memory of a rank."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support import tiny
+
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.models import programs
+from npucompile.tools.builder.deployments import Deployment, deployments
+from npucompile.tools.builder.plan import Options, Plan, plan
+from npucompile.tools.builder.pool import CompileJob, run
+from npucompile.tools.builder.rank_memory import planned_memory, rank_memory
+from npucompile.tools.notation import format_encode, parse_encode
+
+ENCODE = parse_encode("256,1024,4096,16384")
+"""Up to the largest picture of published processors."""
+
+
+@functools.cache
+def planned(row: Deployment) -> Plan:
+    """With the smallest of the row's decode buckets, which leaves its limits as they are."""
+    return plan(Options(row.model, deployment=row.id, buckets=row.phase().buckets[:1], encode=ENCODE))
+
+
+def family(row: Deployment) -> tuple[str, int, int]:
+    """What decides the shapes of a row's graphs, besides pages and slots."""
+    made = planned(row)
+    return str(made.mesh), made.limits.picture_rows, made.limits.max_model_len
+
+
+def rows() -> list[Deployment]:
+    return sorted((row for row in deployments().values() if row.pictures), key=family)
+
+
+def test_ten_rows_take_pictures_in_room_that_they_have() -> None:
+    assert len(rows()) == 10
+    for row in rows():
+        made, memory = planned(row), planned_memory(planned(row))
+        parts = {part.name: part.nbytes for part in memory.parts}
+        assert (memory.fits, made.quantization) == (True, "w4a8")
+        # As ModelSlim's recipe has it: int8 but for a quarter of each layer, and whole on every rank.
+        assert 0.6e9 < parts["vision tower"] < 0.7e9
+        assert parts["picture rows"] == made.limits.picture_rows * made.model.config.hidden_size * 2
+        assert not [note for note in made.notes if "text alone" in note]
+
+
+def test_the_smallest_encode_bucket_of_the_smallest_row_is_legal(tmp_path: Path) -> None:
+    smallest = min(map(planned, rows()), key=lambda made: planned_memory(made).total_bytes)
+    result = tiny.quietly(run, CompileJob(smallest, Bucket("encode", 1, 256), tmp_path))
+    assert result.compiled is not None
+    assert result.staged is not None
+    # Three matrices of each layer in int8; a layer's last one, the patches and the merger's two as floats.
+    assert (result.compiled.census["QuantBatchMatmulV3"], result.compiled.census["MatMul"]) == (3 * 27, 27 + 3)
+    assert result.staged.collectives == ()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["dp=8,tp=2", "dp=4,tp=4", "dp=2,tp=8", "dp=1,tp=16"])
+def test_rows_are_built_with_all_encode_buckets(mesh: str, tmp_path: Path) -> None:
+    """One of each family, and the memory of every row of it by its own limits."""
+    (own,) = (list(each) for (layout, *_), each in itertools.groupby(rows(), family) if layout == mesh)
+    largest = max(own, key=lambda row: planned_memory(planned(row)).total_bytes)
+    bucket, out = str(largest.phase().buckets[0]), tmp_path / "out"
+    words = ["build", largest.model, "--deployment", largest.id, "--buckets", bucket, "--encode", format_encode(ENCODE), "--out", out]
+    assert tiny.cli(tmp_path, *words, "--jobs", "1").exit_code == 0
+    manifest = Artifact.open(out).manifest
+    # A graph that breaks a rule of the device's operators ends a build.
+    assert [entry.bucket.kind for entry in manifest.graphs] == ["encode"] * 4 + ["prefill", "decode"]
+    assert all(entry.compiled for entry in manifest.graphs)
+    assert sum(leaf.aval.dtype == torch.int8 for leaf in manifest.params if leaf.name.startswith("params.vision.")) == 3 * 27
+    shown = json.loads(tiny.cli(tmp_path, "inspect", out, "--memory", "--json").output)
+    assert shown["fits"]
+    assert {"vision tower", "picture rows"} <= {part["name"] for part in shown["parts"]}
+    for row in own:
+        made = planned(row)
+        assert rank_memory(made, programs.leaves(made.model, made.limits, made.dtype), manifest.graphs).fits, row.id
