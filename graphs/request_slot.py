@@ -8,14 +8,27 @@ from .types import Limits
 
 START, ACCEPTED, TOKENS = 0, 1, 2
 """Columns of a request slot: the position of the next step's first token; which of the request's state slots holds the state before that
-token; and from here on the token and its drafts. Where graphs take pictures, behind them what is added to positions."""
+token; and from here on the token and its drafts. Where graphs take pictures, behind them what is added to the first token's position, and
+the same of each candidate where there are several, places counted: a step adds them to positions as it would add the places alone."""
+
+
+def widths(limits: Limits) -> list[int]:
+    """Columns of the parts of a slot, in their order."""
+    candidates = limits.drafts + 1
+    offsets = [1, candidates] if limits.drafts else [1]
+    return [1, 1, candidates, *(offsets if limits.picture_rows else [])]
 
 
 def start(position: int, token: int, limits: Limits, offset: int = 0) -> torch.Tensor:
-    """The slot [2 + k + 1] i32, and a column more in graphs that take pictures, of a request that goes on with this token at this position,
-    behind the first of its state slots and without drafts.
+    """The slot [sum of `widths`] i32 of a request that goes on with this token at this position, behind the first of its state slots and
+    without drafts.
 
     Args:
         offset: what is added to the position where there are pictures before it.
     """
-    return torch.tensor([position, 0, token, *[0] * limits.drafts, *[offset] * bool(limits.picture_rows)], dtype=torch.int32)
+    return torch.tensor([position, 0, token, *[0] * limits.drafts, *offsets(offset, limits)], dtype=torch.int32)
+
+
+def offsets(offset: int, limits: Limits) -> list[int]:
+    """What stands behind the candidates in a slot; nothing where graphs take no pictures."""
+    return [offset, *(offset + place for place in range(limits.drafts + 1))][: sum(widths(limits)[TOKENS + 1 :])]

@@ -96,9 +96,9 @@ OPTIONAL_ROWS = {"bitmask": ("bitmask_rows",), "seen": ("seen_rows",), "adjustme
 LAYER_INPUTS = ("tokens", "page_table", "num_computed_tokens", "query_lens", "state_slots_in", "state_slots_out")
 """The inputs that a model's layers read. Of these, a decode step finds all but page_table and state_slots_out in the request slots."""
 
-PICTURE_INPUTS = ("positions", "picture_rows", "picture_pool", "position_offsets")
+PICTURE_INPUTS = ("positions", "picture_rows", "picture_pool", "position_offsets", "candidate_offsets")
 """What they read besides in a graph that takes pictures: positions [B, Q, 3] and rows [B, Q] of a chunk, and the pool [R, M] that these are
-of; where there are no positions, what is added to indices of tokens to give them, [B]."""
+of; where there are no positions, what is added to indices of tokens to give them, [B, 1], and [B, Q] where rows have candidates."""
 
 
 @dataclass(frozen=True)

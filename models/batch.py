@@ -49,8 +49,8 @@ def _positions(inputs: Tree, q_len: int) -> torch.Tensor:
     if "positions" in inputs:
         positions: torch.Tensor = inputs["positions"].flatten(0, 1)
         return positions
-    start = inputs["num_computed_tokens"]
-    on_one_axis: torch.Tensor = ops.positions(start + inputs["position_offsets"] if "position_offsets" in inputs else start, q_len)
+    start, offsets = inputs["num_computed_tokens"], inputs.get("candidate_offsets", inputs.get("position_offsets"))
+    on_one_axis: torch.Tensor = ops.positions(start, q_len) if offsets is None else (start[:, None] + offsets).reshape(-1)
     return on_one_axis
 
 

@@ -14,8 +14,8 @@ from . import sequence_parallel
 from .family import DraftHead
 from .sampling import best
 
-_OF_CHUNKS = ("positions", "picture_rows", "picture_pool")
-"""What a chunk of a prompt has that may have pictures, and no draft (PICTURE_INPUTS)."""
+_OF_CHUNKS = ("positions", "picture_rows", "picture_pool", "candidate_offsets")
+"""What a chunk of a prompt has that may have pictures, or several candidates, and no draft (PICTURE_INPUTS)."""
 
 Extended = tuple[Tree, Tree, Tree]
 """Result of writing tokens to the head's cache: what the head drafts from, of each row's last token; where that token lies, as

@@ -113,8 +113,9 @@ class _Step:
         # A row whose context is full samples nothing, and its request slot stays as it is.
         advanced = torch.where(counts > 0, inputs["request_slots"], 0)
         following = start.num_computed_tokens + counts
-        offsets = [] if start.position_offsets is None else [start.position_offsets[:, None]]
-        pool = request_slots.write(state["request_slots"], advanced, following, accepted, last, *drafted.values(), *undrafted, *offsets)
+        pool = request_slots.write(
+            state["request_slots"], advanced, following, accepted, last, *drafted.values(), *undrafted, *start.offsets
+        )
         return {**sampled, "counts": counts, **drafted}, {**state, "request_slots": pool}
 
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
@@ -136,7 +137,7 @@ class _Step:
 
     def _pictures(self, state: Tree, inputs: Tree) -> tuple[Tree, Tree, list[torch.Tensor]]:
         """A chunk's inputs with rows of pictures in the places of its tokens; what is other in the places of the tokens behind each; and
-        what is added to indices of tokens behind the chunk, [B, 1], for its request slots. Without pictures all as it is."""
+        what is added to indices of tokens behind the chunk, for request slots (`DecodeStart.offsets`). Without pictures all as it is."""
         if not self.limits.picture_rows:
             return inputs, {}, []
         rows, times = inputs["picture_rows"], inputs["positions"][..., 0]
@@ -145,7 +146,9 @@ class _Step:
         last = times.gather(1, (query_lens - 1).clamp(min=0).to(torch.int64))
         offsets = last + 1 - (inputs["num_computed_tokens"][:, None] + query_lens)
         inputs = {**inputs, "picture_rows": rows[:, :-1], "picture_pool": state[PICTURES].flatten(0, 2)}
-        return inputs, {"picture_rows": rows[:, 1:], "position_offsets": offsets.view(-1)}, [offsets]
+        places = torch.arange(self.limits.drafts + 1, dtype=torch.int32, device=offsets.device)
+        behind = [offsets, offsets + places] if self.limits.drafts else [offsets]
+        return inputs, {"picture_rows": rows[:, 1:], "position_offsets": offsets}, behind
 
     def _forward(self, params: Tree, state: Tree, step: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
         names = [*LAYER_INPUTS, *(name for name in PICTURE_INPUTS if name in step)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...graphs.request_slot import offsets
 from ...graphs.step_inputs import STEP_INPUTS, StepInputs
 from ...graphs.types import Bucket, Leaf, Limits, Signature
 from ...lowering.executable import Executable
@@ -106,7 +107,7 @@ def poisoned_step(
         slot[request_slots.TOKENS : request_slots.TOKENS + 1 + limits.drafts] = UNREAD
         slot[request_slots.TOKENS : request_slots.TOKENS + bucket.q_len] = tokens[row.row]
         if limits.picture_rows:
-            slot[-1] = -_random(0, row.start, generator)  # what is added to indices to give positions
+            slot[request_slots.TOKENS + limits.drafts + 1 :] = torch.tensor(offsets(-_random(0, row.start, generator), limits))
     inputs = _inputs(bucket, limits, rows, tokens, vocab, turn, generator)
     return PoisonedStep([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 

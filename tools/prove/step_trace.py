@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...graphs.request_slot import offsets
 from ...graphs.step_inputs import AXES, StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
@@ -186,8 +187,8 @@ class _Recorder:
         for leaf, pool in zip(self.leaves, state, strict=True):
             fill(leaf, pool, pages, request.slots[:1], self.generator)
             if is_request_slots(leaf):
-                offset = [-self._random_below(cached)] if self.small.limits.picture_rows else []
-                pool[request.request_slot] = torch.tensor([cached, 0, *self._random_tokens(1 + self.drafts), *offset], dtype=torch.int32)
+                behind = offsets(-self._random_below(cached), self.small.limits) if self.small.limits.picture_rows else []
+                pool[request.request_slot] = torch.tensor([cached, 0, *self._random_tokens(1 + self.drafts), *behind], dtype=torch.int32)
 
     def prefill(self) -> Iterator[TraceStep]:
         """Steps until no prompt is left, with each prefill bucket in turn."""
