@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from support import tiny
 
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.lowering.ascend.ge_file import decode, parse
+from npucompile.lowering.ascend.launches import launches
 from npucompile.models import programs
 from npucompile.tools.builder.deployments import Deployment, deployments
 from npucompile.tools.builder.plan import Options, Plan, plan
@@ -60,6 +64,20 @@ def test_the_smallest_encode_bucket_of_the_smallest_row_is_legal(tmp_path: Path)
     # Three matrices of each layer in int8; a layer's last one, the patches and the merger's two as floats.
     assert (result.compiled.census["QuantBatchMatmulV3"], result.compiled.census["MatMul"]) == (3 * 27, 27 + 3)
     assert result.staged.collectives == ()
+
+
+def test_a_decode_step_starts_one_launch_more_for_each_draft(tmp_path: Path) -> None:
+    """It makes positions of indices of tokens: in the step, and in each later pass that writes to the draft head's cache. Other passes add
+    a place to each index anyhow, and it takes the place of that."""
+    text = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), num_speculative_tokens=3)
+    started = []
+    for made in (text, replace(text, limits=replace(text.limits, picture_rows=33))):
+        result = tiny.quietly(run, CompileJob(made, Bucket("decode", 2, 4), tmp_path))
+        assert result.compiled is not None
+        assert isinstance(result.compiled.data, bytes)
+        started.append(Counter(op.type for op in launches(parse(decode(result.compiled.data).graph).graph[0].op)))
+    assert started[1] - started[0] == Counter(Add=3)
+    assert not started[0] - started[1]
 
 
 @pytest.mark.long
