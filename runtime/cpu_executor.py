@@ -81,7 +81,7 @@ class CpuExecutor:
         self._output_names = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
         self._places = {bucket: manifest.operands(bucket) for bucket in self._entries}
         self.any_size = frozenset(entry.bucket.kind for entry in manifest.graphs if entry.any_size and mesh.size == 1) - {"encode"}
-        self._any_size: dict[str, Bucket] = {}
+        self._any_size: dict[tuple[str, int], Bucket] = {}
         self._opened: dict[str, HostExecutable] = {}
         self._derived: dict[Bucket, set[int]] = {}
         self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
@@ -124,16 +124,16 @@ class CpuExecutor:
         check_step(self, bucket, inputs)
         arrays = inputs[0]
         if bucket.kind not in self.any_size:
-            rows = self._input_rows[bucket]
-            return FinishedStep([self._run(bucket, {name: with_all_rows(arrays[name], rows[name]) for name in rows if name != COORDS})])
-        shape = arrays["tokens" if bucket.kind == "prefill" else "state_slots_out"].shape
-        if shape[0] * shape[1] > bucket.tokens:
-            raise SpecError(f"a step of {shape[0]} rows of {shape[1]} tokens in {bucket.name}; legal are up to {bucket.tokens} tokens")
-        if any_size := self._any_size.get(bucket.kind):
+            whole = self._input_rows[bucket]
+            return FinishedStep([self._run(bucket, {name: with_all_rows(arrays[name], whole[name]) for name in whole if name != COORDS})])
+        rows, length = len(arrays["request_slots"]), arrays["tokens"].shape[1] if bucket.kind == "prefill" else bucket.q_len
+        if rows * length > bucket.tokens:
+            raise SpecError(f"a step of {rows} rows of {length} tokens in {bucket.name}; legal are up to {bucket.tokens} tokens")
+        if any_size := self._any_size.get(_kind(bucket)):
             return FinishedStep([self._run(any_size, arrays)])
-        parts = whole_steps(bucket.kind, arrays, self.buckets, self.limits, logprobs=self.max_logprobs > 0)
+        parts = whole_steps(bucket, arrays, self.buckets, self.limits, logprobs=self.max_logprobs > 0)
         outputs = [(len(part.rows), self._run(part.bucket, part.inputs)) for part in parts]
-        return FinishedStep([{name: np.concatenate([of[name][:rows] for rows, of in outputs]) for name in outputs[0][1]}])
+        return FinishedStep([{name: np.concatenate([of[name][:own] for own, of in outputs]) for name in outputs[0][1]}])
 
     def _run(self, bucket: Bucket, arrays: Inputs) -> Outputs:
         """The outputs of a bucket's executable."""
@@ -205,7 +205,7 @@ class CpuExecutor:
         self._derived[entry.bucket] = {places[i] for i in executable.prepare(operands[: len(places)])}
         self.backends[entry.bucket.name] = executable.backend
         if entry.any_size and entry.compiled:
-            self._any_size.setdefault(entry.bucket.kind, entry.bucket)
+            self._any_size.setdefault(_kind(entry.bucket), entry.bucket)
         return executable
 
     def _operands(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -225,6 +225,11 @@ class CpuExecutor:
         if entry.compiled.file not in self._opened:
             self._opened[entry.compiled.file] = open_executable(self.artifact.path / entry.compiled.file, entry.compiled.backend)
         return self._opened[entry.compiled.file]
+
+
+def _kind(bucket: Bucket) -> tuple[str, int]:
+    """Buckets of which one executable runs all: decode steps of a width, and prefill steps."""
+    return bucket.kind, bucket.q_len if bucket.kind == "decode" else 0
 
 
 def _operand_layout(artifact: Artifact) -> tuple[object, ...]:

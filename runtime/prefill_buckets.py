@@ -1,4 +1,4 @@
-"""Choice of the bucket of a prefill step, and what a step is taken to cost where nothing is measured."""
+"""Choice of the bucket of a prefill step, or of its sizes where these are values; what a step is taken to cost if nothing is measured."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ Cost = Callable[[Bucket], float]
 CLEARLY = 2 / 3
 """Several steps are taken in place of one where they cost at most this part of it: prices of steps are estimates, and the host works
 between two steps."""
+
+
+NEARLY = 0.9
+"""Steps that compute at least this part of the tokens that the best one does, for what they cost, count as equally good."""
 
 
 def price(bucket: Bucket, fixed_tokens: float) -> float:
@@ -78,6 +82,40 @@ def choose_prefill(buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]]
 
     chunk = alone.chunk(lengths[0])
     return min((b for b in prefill if b.q_len >= chunk), key=lambda b: (loss(b), -b.batch))
+
+
+def choose_sizes(remaining: Sequence[int], tokens: int, longest: int, fixed_tokens: float) -> Bucket:
+    """The sizes of a prefill step that computes most tokens for what it costs, where rows and tokens a row are values.
+
+    The oldest prompt gets a chunk of all that is left of it, or as long as there may be. Other rows are the next prompts, which may get a
+    part of theirs: so nothing need be padded. Among steps that are `NEARLY` as good it is the one that ends most prompts.
+
+    Args:
+        remaining: tokens left of prompts, oldest first.
+        tokens: most of a step, padding included.
+        longest: most of a chunk.
+        fixed_tokens: as of `price`.
+
+    Raises:
+        SpecError: there is no prompt, or one with fewer than 1 token left, or there may be no token.
+    """
+    if min((*remaining, tokens, longest), default=0) < 1 or not remaining:
+        raise SpecError(f"a prefill step of {tokens} tokens for prompts of {list(remaining)}; legal is one or more of each, of at least 1")
+    lengths = [min(left, longest, tokens) for left in remaining]
+    steps = list[tuple[float, int, Bucket]]()
+    for length in sorted({length for length in lengths if length >= lengths[0]}):
+        computed = ended = 0
+        for rows, left in enumerate(remaining[: tokens // length], 1):
+            computed, ended = computed + min(left, length), ended + (left <= length)
+            bucket = Bucket("prefill", rows, length)
+            steps.append((computed / price(bucket, fixed_tokens), ended, bucket))
+    best = max(rate for rate, _, _ in steps)
+    return max((ended, rate, bucket) for rate, ended, bucket in steps if rate >= NEARLY * best)[2]
+
+
+def tokens_for(units: float, fixed_tokens: float) -> int:
+    """Tokens of the largest step that costs at most so much, in tokens; 0 where every step costs more."""
+    return int(math.sqrt(max(units**2 - fixed_tokens**2, 0.0)))
 
 
 class Alone:

@@ -26,17 +26,17 @@ class WholeStep(NamedTuple):
     inputs: Arrays
 
 
-def whole_steps(kind: str, inputs: Inputs, buckets: Collection[Bucket], limits: Limits, *, logprobs: bool) -> Iterator[WholeStep]:
-    """The rows of a step in the bucket that has least padding for them.
+def whole_steps(of: Bucket, inputs: Inputs, buckets: Collection[Bucket], limits: Limits, *, logprobs: bool) -> Iterator[WholeStep]:
+    """The rows of a step, which counts as one of a bucket, in the bucket that has least padding for them.
 
     Raises:
-        SpecError: no bucket of this kind holds its longest row.
+        SpecError: no bucket holds its longest row.
     """
     rows = len(inputs["request_slots"])
-    longest = int(inputs["query_lens"].max()) if kind == "prefill" else inputs["state_slots_out"].shape[1]
-    holding = [bucket for bucket in buckets if bucket.kind == kind and bucket.q_len >= longest]
+    longest = int(inputs["query_lens"].max()) if of.kind == "prefill" else of.q_len
+    holding = [b for b in buckets if b.kind == of.kind and (b.q_len == longest or b.q_len > longest and b.kind == "prefill")]
     if not holding:
-        raise SpecError(f"a {kind} row of {longest} tokens; legal is what one of {', '.join(b.name for b in sorted(buckets))} holds")
+        raise SpecError(f"a {of.kind} row of {longest} tokens; legal is what one of {', '.join(b.name for b in sorted(buckets))} holds")
     bucket = min(holding, key=lambda b: (-(-rows // b.batch) * b.tokens, b))
     for first in range(0, rows, bucket.batch):
         part = range(first, min(first + bucket.batch, rows))

@@ -20,7 +20,7 @@ from ..step_outputs import SampledTokens
 from .request_state import Computed, RequestState
 from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
-from .step_times import tokens_of
+from .step_times import StepTimes, tokens_of
 from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
 
 GroupResults = Sequence[SampledTokens | None]
@@ -127,7 +127,7 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
         state,
         groups=tuple(groups),
         prefill_steps=0 if decodes else state.prefill_steps + 1,
-        prefill_ms=0.0 if decodes else state.prefill_ms + _predicted_ms(state, step.bucket),
+        prefill_ms=0.0 if decodes else state.prefill_ms + _predicted_ms(state, step),
         steps_in_flight=state.steps_in_flight + 1,
         num_scheduled=num_scheduled,
         encoded=state.encoded if decodes else step.bucket.kind == "encode",
@@ -135,10 +135,22 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
     )
 
 
-def _predicted_ms(state: SchedulerState, bucket: Bucket) -> float:
-    price = tokens_of if bucket.kind == "encode" else state.policy.price
-    cost = state.times.prefill_ms(price, bucket.kind) if state.policy.itl_target_ms is not None else None
-    return cost(bucket) if cost else 0.0
+def _predicted_ms(state: SchedulerState, step: ScheduledStep) -> float:
+    if state.policy.itl_target_ms is None:
+        return 0.0
+    if step.sizes is not None:
+        return (state.times.ms_for_price(step.sizes.kind, state.policy.price) or 0.0) * state.policy.price(step.sizes)
+    cost = state.times.prefill_ms(tokens_of if step.bucket.kind == "encode" else state.policy.price, step.bucket.kind)
+    return cost(step.bucket) if cost else 0.0
+
+
+def _measured(state: SchedulerState, step: ScheduledStep, took_ms: float | None) -> StepTimes:
+    """The times after a step that took so long; None is not measured."""
+    if took_ms is None:
+        return state.times
+    if step.sizes is not None and step.sizes.kind == "prefill":
+        return state.times.after_any_size(step.sizes, took_ms)
+    return state.times.after(step.bucket, took_ms)
 
 
 def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults]) -> list[Sequence[Computed]]:
@@ -191,7 +203,7 @@ def commit(
             if group.turns is not None:
                 served[key_of(request)] = served.get(key_of(request), 0) + OUTPUT_WEIGHT * len(tokens.token_ids)
         groups.append(replace(group, running=tuple(running), turns=group.turns.charged(served) if group.turns is not None else None))
-    times = state.times if took_ms is None else state.times.after(step.bucket, took_ms)
+    times = _measured(state, step, took_ms)
     acceptance = state.acceptance
     if step.bucket.kind == "decode" and state.policy.varies:
         verified = [(tokens.num_drafts, len(tokens.token_ids) - 1) for rows in results for tokens in rows if tokens is not None]
@@ -215,7 +227,7 @@ def encoded(
     for group in state.groups:
         running = tuple(r.encoded(counts[r.arrival]) if counts[r.arrival] and r.id not in failed else r for r in group.running)
         groups.append(replace(group, running=running))
-    times = state.times if took_ms is None else state.times.after(step.bucket, took_ms)
+    times = _measured(state, step, took_ms)
     state, events = replace(state, groups=tuple(groups), steps_in_flight=state.steps_in_flight - 1, times=times), list[Event]()
     for request in [request for request in live(state) if request.id in failed]:
         state, ended = _drop(state, {request.arrival}, "error", now_ms, failed[request.id])

@@ -76,6 +76,8 @@ class Policy:
     @property
     def max_prompts(self) -> int:
         """Most prompts of one group in a prefill step; 0 without a prefill bucket."""
+        if "prefill" in self.any_size:
+            return min(self.most_tokens, self.limits.num_request_slots - 1)
         return max((bucket.batch for bucket in self.buckets if bucket.kind == "prefill"), default=0)
 
     @functools.cached_property
@@ -98,8 +100,24 @@ class Policy:
         return max(bucket.q_len for bucket in of_kind(self.buckets, "prefill"))
 
     @functools.cached_property
+    def most_tokens(self) -> int:
+        """Most tokens of a prefill step, padding included."""
+        return max(bucket.tokens for bucket in of_kind(self.buckets, "prefill"))
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of a prefill step of any size that costs hardly more than one of a single token."""
+        return min(max(int(self.fixed_price / 2), 1), self.most_tokens)
+
+    def holding(self, sizes: Bucket) -> Bucket:
+        """The bucket that a step of these sizes counts as: the smallest of its kind with as many tokens."""
+        return min((b for b in of_kind(self.buckets, sizes.kind) if b.tokens >= sizes.tokens), key=lambda b: (b.tokens, b))
+
+    @functools.cached_property
     def cheapest_prefill(self) -> float:
-        """What a step of the smallest prefill bucket costs, in tokens."""
+        """What the smallest prefill step costs, in tokens."""
+        if "prefill" in self.any_size:
+            return price(Bucket("prefill", 1, self.least_tokens), self.fixed_price)
         return min(map(self.price, of_kind(self.buckets, "prefill")))
 
     def drafts(self, request: RequestState) -> int:

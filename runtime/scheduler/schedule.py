@@ -59,7 +59,7 @@ from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
 from ..buckets import choose, of_kind
-from ..prefill_buckets import choose_prefill
+from ..prefill_buckets import choose_prefill, choose_sizes, tokens_for
 from ..request import NO_INPUTS, RECEIVE, HostInputs
 from .checkpoints import CheckpointSlots, places
 from .draft_widths import buckets_of_width
@@ -100,7 +100,8 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
         # Older prompts keep the pages that all decode steps lack.
         return _prefill(state, 0)
     # The rows of a group fit every larger bucket unchanged.
-    return _sized(policy, max(chosen), tuple(GroupStep() if part is None else part[1] for part in parts))
+    bucket, groups = max(chosen), tuple(GroupStep() if part is None else part[1] for part in parts)
+    return ScheduledStep(bucket, groups, replace(bucket, batch=len(groups[0].rows)) if "decode" in policy.any_size else None)
 
 
 def wanted_bucket(state: SchedulerState, missing: Iterable[Bucket]) -> Bucket | None:
@@ -151,6 +152,8 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
         if not any(ready):
             return None
     prompts = [own for own, _ in by_group]
+    if "prefill" in policy.any_size:
+        return _prefill_any_size(state, *by_group[0], streams)
     buckets: Sequence[Bucket] = policy.buckets
     if streams and policy.itl_target_ms is not None:
         buckets = _in_time(state, policy.itl_target_ms, streams + max(map(len, prompts)))
@@ -159,16 +162,26 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
     measured = state.times.prefill_ms(policy.price) if policy.measured else None
     between = _between(state, streams, measured is not None) if streams else 0.0
     bucket = choose_prefill(buckets, [[prompt.remaining for prompt in own] for own in prompts], measured or policy.price, between)
-    return _sized(policy, bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in by_group))
+    return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in by_group))
 
 
-def _sized(policy: Policy, bucket: Bucket, groups: tuple[GroupStep, ...]) -> ScheduledStep:
-    """A step of a bucket, of no more rows and tokens than it needs where these are values."""
-    if bucket.kind not in policy.any_size:
-        return ScheduledStep(bucket, groups)
-    rows = [row for part in groups for row in part.rows]
-    longest = bucket.q_len if bucket.kind == "decode" else max(row.num_tokens for row in rows)
-    return ScheduledStep(bucket, groups, Bucket(bucket.kind, len(rows), longest))
+def _prefill_any_size(state: SchedulerState, prompts: Sequence[_Prompt], slots: CheckpointSlots, streams: int) -> ScheduledStep | None:
+    """The next chunks of the only group's prompts, where rows and tokens a row are values; None where there is no time for a step."""
+    policy, times, tokens = state.policy, state.times, state.policy.most_tokens
+    if streams and policy.itl_target_ms is not None:
+        ms = times.ms_for_price("prefill", policy.price)
+        left_ms = policy.itl_target_ms - state.prefill_ms - _decode_ms(state, streams + len(prompts))
+        tokens = min(tokens, tokens_for(left_ms / ms, policy.fixed_price) if ms and left_ms > 0 else 0)
+        if tokens < policy.least_tokens:
+            if state.prefill_steps:
+                return None
+            tokens = policy.least_tokens
+    sizes = choose_sizes([prompt.remaining for prompt in prompts], tokens, policy.longest_chunk, policy.fixed_price)
+    part = _prefill_part(sizes, prompts[: sizes.batch], slots)
+    # A chunk may end earlier, where a state is kept.
+    longest = max(row.num_tokens for row in part.rows)
+    sizes = replace(sizes, q_len=longest)
+    return ScheduledStep(policy.holding(sizes), (part,), sizes)
 
 
 def _chunks(policy: Policy, group: GroupState, prompts: Sequence[_Prompt]) -> list[Chunk]:

@@ -1,5 +1,7 @@
 """How long steps take, by bucket: medians of the last that were measured, and what follows from them for those that were not.
 
+Prefill steps of any size are hardly ever the same: of these the last times say how long a step takes for its price.
+
 The engine measures, and a policy that goes by these times has them as an input (`advance.commit`): the same times give the same steps.
 """
 
@@ -33,12 +35,14 @@ class StepTimes(NamedTuple):
         last: number of the last step of each bucket.
         ms: of each bucket that was measured often enough.
         steps: that were measured.
+        any_size: of each kind the last steps whose sizes are values, and their times.
     """
 
     samples: Mapping[Bucket, tuple[float, ...]] = {}
     last: Mapping[Bucket, int] = {}
     ms: Mapping[Bucket, float] = {}
     steps: int = 0
+    any_size: Mapping[str, tuple[tuple[Bucket, float], ...]] = {}
 
     def after(self, bucket: Bucket, ms: float) -> StepTimes:
         """The times after one more step."""
@@ -51,7 +55,17 @@ class StepTimes(NamedTuple):
             for old in [b for b, step in last.items() if step <= steps - FRESH_STEPS and b.kind != "decode"]:
                 del last[old], samples[old]
                 known.pop(old, None)
-        return StepTimes(samples, last, known, steps)
+        return StepTimes(samples, last, known, steps, self.any_size)
+
+    def after_any_size(self, sizes: Bucket, ms: float) -> StepTimes:
+        """The times after one more prefill step, whose sizes are values."""
+        recent = (*self.any_size.get(sizes.kind, ()), (sizes, ms))[-SAMPLES:]
+        return self._replace(steps=self.steps + 1, any_size={**self.any_size, sizes.kind: recent})
+
+    def ms_for_price(self, kind: str, price: Cost) -> float | None:
+        """How long steps of any size take for a unit of their price, the median of the last; None where too few were measured."""
+        recent = self.any_size.get(kind, ())
+        return median(ms / price(sizes) for sizes, ms in recent) if len(recent) >= ENOUGH else None
 
     def decode_ms(self, bucket: Bucket) -> float:
         """What a decode step of this bucket, or a smaller one, takes at most; where it was not measured as long as the next larger one,

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket
-from npucompile.runtime.prefill_buckets import CLEARLY, Alone, choose_prefill, default_fixed_tokens, price
+from npucompile.runtime.prefill_buckets import (
+    CLEARLY,
+    NEARLY,
+    Alone,
+    choose_prefill,
+    choose_sizes,
+    default_fixed_tokens,
+    price,
+    tokens_for,
+)
 
 SMALL, LARGE, EIGHT = Bucket("prefill", 1, 32), Bucket("prefill", 1, 512), Bucket("prefill", 8, 32)
 DECODE = Bucket("decode", 1, 1)
@@ -137,3 +146,51 @@ def test_what_is_known_of_nothing_is_twice_the_tokens_of_the_smallest() -> None:
 def test_no_bucket_for_nothing(remaining: list[list[int]]) -> None:
     with pytest.raises(SpecError, match="at least 1"):
         choose_prefill((SMALL, DECODE), remaining)
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=20), st.integers(1, 600), st.integers(1, 600), st.integers(0, 300))
+def test_sizes_that_are_values_are_as_good_as_any_for_the_oldest_prompts(left, tokens, longest, fixed):
+    sizes = choose_sizes(left, tokens, longest, fixed)
+    first = min(left[0], tokens, longest)
+    assert first <= sizes.q_len <= longest
+    assert sizes.tokens <= tokens
+    assert sizes.batch <= len(left)
+
+    def rate(rows, length):
+        return sum(min(of, length) for of in left[:rows]) / price(Bucket("prefill", rows, length), fixed)
+
+    for length in {min(of, tokens, longest) for of in left}:
+        for rows in range(1, min(tokens // length, len(left)) + 1) if length >= first else ():
+            assert rate(sizes.batch, sizes.q_len) >= NEARLY * rate(rows, length) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [
+        ([64] * 16, (8, 64)),
+        ([512, *[64] * 8], (1, 512)),
+        # The others get as much as the oldest.
+        ([64, 512, 512, 64, 512], (5, 64)),
+        # Rather a few tokens of padding than prompts with as few left.
+        ([60, *[64] * 7], (8, 64)),
+        ([100, *[20] * 15], (1, 100)),
+        ([2000, 5], (1, 512)),
+        ([5], (1, 5)),
+    ],
+)
+def test_prompts_of_any_lengths_share_steps_that_have_little_padding(left, expected):
+    sizes = choose_sizes(left, 512, 512, 99.0)
+    assert (sizes.batch, sizes.q_len) == expected
+
+
+@pytest.mark.parametrize(("left", "tokens"), [([], 9), ([0], 9), ([3, 0], 9), ([1], 0)])
+def test_a_step_of_no_tokens_is_refused(left, tokens):
+    with pytest.raises(SpecError, match="legal is one or more of each, of at least 1"):
+        choose_sizes(left, tokens, 9, 1.0)
+
+
+@given(st.floats(0, 2000), st.floats(0, 300))
+def test_tokens_that_a_price_buys_cost_no_more_and_one_more_would(units, fixed):
+    tokens = tokens_for(units, fixed)
+    assert tokens == 0 or price(Bucket("prefill", 1, tokens), fixed) <= units * (1 + 1e-9)
+    assert price(Bucket("prefill", 1, tokens + 1), fixed) > units * (1 - 1e-9)

@@ -42,7 +42,7 @@ def test_a_step_runs_in_the_bucket_that_pads_it_least(lengths: list[int], longes
     buckets = [Bucket("prefill", 1, 4), Bucket("prefill", 4, 4), Bucket("prefill", 2, longest), Bucket("decode", 8, 1)]
     rows = [PrefillRow(list(range(1, 1 + n)), 0, [1, 2, 3], 1 + i, 1 + i) for i, n in enumerate(lengths)]
     inputs = pack(Bucket("prefill", len(rows), max(lengths)), rows, LIMITS)
-    parts = list(whole_steps("prefill", inputs, buckets, LIMITS, logprobs=False))
+    parts = list(whole_steps(buckets[0], inputs, buckets, LIMITS, logprobs=False))
     assert [i for part in parts for i in part.rows] == list(range(len(rows)))
     holding = [bucket for bucket in buckets[:3] if bucket.q_len >= max(lengths)]
     assert sum(part.bucket.tokens for part in parts) == min(-(-len(rows) // b.batch) * b.tokens for b in holding)
@@ -54,7 +54,7 @@ def test_a_step_runs_in_the_bucket_that_pads_it_least(lengths: list[int], longes
 def test_a_row_that_no_bucket_holds_is_named() -> None:
     inputs = pack(Bucket("prefill", 1, 9), [PrefillRow(list(range(9)), 0, [1, 2, 3], 1, 1)], LIMITS)
     with pytest.raises(SpecError, match=r"a prefill row of 9 tokens; legal is what one of prefill-b1-q8 holds"):
-        list(whole_steps("prefill", inputs, [Bucket("prefill", 1, 8)], LIMITS, logprobs=False))
+        list(whole_steps(Bucket("prefill", 1, 8), inputs, [Bucket("prefill", 1, 8)], LIMITS, logprobs=False))
 
 
 def test_what_few_rows_have_is_padded_as_all_is() -> None:

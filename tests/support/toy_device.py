@@ -584,7 +584,7 @@ class ToyDevice:
 
     def _shape(self, bucket: Bucket, inputs: Inputs) -> Bucket:
         """Rows and tokens of a step, none of which is padding but by unequal chunks."""
-        rows, width = inputs["tokens" if bucket.kind == "prefill" else "state_slots_out"].shape
+        rows, width = len(inputs["request_slots"]), inputs["tokens"].shape[1] if bucket.kind == "prefill" else bucket.q_len
         assert rows * width <= bucket.tokens
         assert all(inputs["request_slots"])
         assert bucket.kind == "decode" or width == max(inputs["query_lens"])

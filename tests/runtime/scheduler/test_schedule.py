@@ -102,6 +102,23 @@ def test_a_step_has_the_rows_and_tokens_that_it_needs_where_these_are_values():
     assert sizes == [("prefill-b4-q8", "prefill-b2-q5"), ("decode-b4-q1", "decode-b2-q1")]
 
 
+def test_prompts_share_steps_of_any_size_up_to_the_tokens_of_the_largest_bucket():
+    rules = replace(policy(decode=(4,), prefill=(8, 64), pages=900, length=200, requests=9), any_size=frozenset({"prefill"}))
+    state = fresh(rules, *(request(f"r{i}", prompt=16) for i in range(5)), request("long", prompt=150))
+    steps = []
+    while state.groups[0].waiting or not all(live.decoding for live in state.groups[0].running):
+        state, step, _ = run_step(state)
+        if step.bucket.kind == "prefill":
+            steps.append((step.bucket.name, step.shape.name, [row.num_tokens for row in step.groups[0].rows]))
+    assert steps == [
+        ("prefill-b1-q64", "prefill-b4-q16", [16] * 4),
+        ("prefill-b1-q64", "prefill-b2-q16", [16] * 2),
+        ("prefill-b1-q64", "prefill-b1-q64", [64]),
+        ("prefill-b1-q64", "prefill-b1-q64", [64]),
+        ("prefill-b1-q8", "prefill-b1-q6", [6]),
+    ]
+
+
 def test_an_older_prompt_in_progress_goes_before_a_younger_one_that_lacks_pages():
     # Of seven pages "a", in progress, holds four and "b", which decodes, three: it needs a fourth.
     rules = policy(prefill=((2, 2),), pages=8, page_size=1, length=7, burst=1)

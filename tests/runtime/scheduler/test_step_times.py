@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scheduling import add, fresh, policy, request, run_step
+from support.scheduling import add, all_decode, fresh, policy, request, run_step
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket
 from npucompile.runtime.scheduler.schedule import schedule
-from npucompile.runtime.scheduler.step_times import ENOUGH, FRESH_STEPS, SAMPLES, SWEEP_STEPS, UNMEASURED, StepTimes
+from npucompile.runtime.scheduler.step_times import ENOUGH, FRESH_STEPS, SAMPLES, SWEEP_STEPS, UNMEASURED, StepTimes, tokens_of
 
 ONE, EIGHT, LONG = Bucket("prefill", 1, 32), Bucket("prefill", 8, 32), Bucket("prefill", 1, 256)
 SMALL, LARGE = Bucket("decode", 1, 1), Bucket("decode", 4, 1)
@@ -149,3 +149,43 @@ def test_the_gap_between_decode_steps_has_a_bound_and_prompts_go_on(decode, pref
         assert waiting_for < 2 or not any(not r.decoding for r in state.groups[0].running)
         state, _, _ = run_step(state)
     assert not state.groups[0].num_requests
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0.05, 2), st.floats(1, 20), st.floats(1, 400), st.lists(st.integers(1, 300), min_size=1, max_size=5))
+def test_a_chunk_of_any_length_is_as_long_as_the_target_allows(rate, decode_ms, target, lengths):
+    """On a machine whose steps take what they cost, once three of each kind are known."""
+    rules = policy(prefill=(256,), decode=(8,), pages=2000, length=400, requests=8)
+    rules = replace(rules, measured=True, itl_target_ms=target, fixed_tokens=40.0, any_size=frozenset({"prefill", "decode"}))
+    machine = StepTimes()
+    for _ in range(3):
+        machine = machine.after_any_size(Bucket("prefill", 1, 30), rate * rules.price(Bucket("prefill", 1, 30)))
+        for rows in range(1, 9):
+            machine = machine.after(Bucket("decode", rows, 1), decode_ms)
+    state = all_decode(replace(rules, itl_target_ms=None), request("stream", prompt=1, max_tokens=390))
+    state = add(replace(state, policy=rules, times=machine), *(request(f"r{i}", prompt=length) for i, length in enumerate(lengths)))
+    gap, bound = 0.0, max(target, decode_ms + rate * rules.price(Bucket("prefill", 1, rules.least_tokens)))
+    while state.groups[0].waiting or not all(live.decoding for live in state.groups[0].running):
+        state, step, _ = run_step(state)
+        assert step.sizes is not None
+        if step.bucket.kind == "decode":
+            assert gap + decode_ms <= bound + 1e-6
+            gap = 0.0
+            continue
+        gap += rate * rules.price(step.sizes)
+        row = step.groups[0].rows[0]
+        if row.num_tokens < min(row.state.num_to_prefill - row.start, 256):
+            longer = rate * rules.price(replace(step.sizes, q_len=row.num_tokens + 1))
+            assert row.num_tokens == rules.least_tokens or gap - rate * rules.price(step.sizes) + longer + decode_ms > target
+
+
+def test_steps_of_any_size_are_measured_by_their_price():
+    times, steps = UNMEASURED, [Bucket("prefill", rows, 10 + rows) for rows in range(1, 12)]
+    for number, sizes in enumerate(steps):
+        assert (times.ms_for_price("prefill", tokens_of) is None) == (number < 3)
+        times = times.after_any_size(sizes, (100.0 if number == 9 else 2.0) * sizes.tokens)
+    # A step that was held up is forgotten, and only the last are kept.
+    assert times.ms_for_price("prefill", tokens_of) == 2.0
+    assert len(times.any_size["prefill"]) == 8
+    assert times.ms == {}
+    assert times.ms_for_price("encode", tokens_of) is None

@@ -34,7 +34,7 @@ class AnySize:
     def __call__(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         shared = operands[: -len(self.names)]
         inputs = {name: operand.numpy() for name, operand in zip(self.names, operands[len(shared) :], strict=True)}
-        self.sizes.append(inputs["tokens" if self.bucket.kind == "prefill" else "state_slots_out"].shape)
+        self.sizes.append((len(inputs["request_slots"]), inputs["tokens"].shape[1] if "tokens" in inputs else self.bucket.q_len))
         rows = []
         for row in range(self.sizes[-1][0]):
             own = resized(inputs, [row], StepInputs(self.bucket, self.limits, "logprobs" in inputs))
