@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Limits
+from ...lowering.backend import backend
 from ...models import registry
 from ..notation import PrefillSize
 from .deployments import deployment, prefill_sizes
 from .instance import Instance
 from .planned import Options, Plan
+from .settings.sizes import ANY_SIZE_PREFILL
 
 
 def decode_sizes(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:
@@ -82,7 +84,11 @@ def _default_prefill(plan: Plan) -> tuple[PrefillSize, ...]:
     """Sizes of the deployment or the target, as far as limits have room for them; none for an instance that only decodes."""
     if plan.phase == "decode":
         return ()
-    sizes = prefill_sizes(deployment(plan.deployment)) if plan.deployment else plan.target.prefill
+    # Whatever the sizes of a bucket of this kind: the backend has samples of those that it compiles once for all.
+    any_size = plan.mesh.size == 1 and bool(backend(plan.backend).samples(Bucket("prefill", 1, 1)))
+    sizes = ANY_SIZE_PREFILL if any_size else plan.target.prefill
+    if plan.deployment:
+        sizes = prefill_sizes(deployment(plan.deployment))
     requests, length = plan.limits.num_request_slots - 1, plan.limits.max_model_len
     return tuple(PrefillSize(min(size.tokens, length), min(size.prompts, requests)) for size in sizes)
 

@@ -29,6 +29,12 @@ def test_a_deployment_decides_what_is_not_asked_for() -> None:
     assert (more.limits.num_request_slots, more.published) == (65, True)
 
 
+@pytest.mark.parametrize(("backend", "expected"), [("inductor", ["b1-q64"]), ("eager", ["b1-q32", "b1-q64"])])
+def test_where_sizes_are_values_one_number_is_enough(tiny_checkpoint, backend, expected):
+    plan = tiny.planned(tiny_checkpoint, backend=backend, prefill=None, max_model_len=64)
+    assert [bucket.name.removeprefix("prefill-") for bucket in plan.buckets if bucket.kind == "prefill"] == expected
+
+
 def test_prompts_beyond_the_context_or_the_requests_in_flight_are_left_out_or_refused() -> None:
     place = {"target": "ascend-a3", "mesh": "tp=8", "max_model_len": 1024, "buckets": (8,)}
     small, large, shared = PrefillSize(128), PrefillSize(4096), PrefillSize(512, 8)

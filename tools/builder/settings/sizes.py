@@ -13,6 +13,9 @@ CPU_BUCKETS = (1, 4, 16, 64)
 """On this machine, of which memory may have room for the smaller ones only: executables there know no sizes, so few are enough."""
 
 DEFAULT_PREFILL = (PrefillSize(32), PrefillSize(128))
+ANY_SIZE_PREFILL = (PrefillSize(512),)
+"""Where an executable takes any rows and tokens a row (decision 071): most tokens of a step, which any prompts share. A step of more reads
+weights no cheaper, and streams wait for it."""
 
 DEFAULT_ENCODE = (EncodeSize(256), EncodeSize(1024), EncodeSize(4096))
 """Patches of the smallest picture of published processors, and of pictures of 512x512 and 1024x1024 pixels."""
@@ -64,7 +67,7 @@ BUCKETS = Setting(
 PREFILL = Setting(
     "prefill",
     "Prefill sizes: tokens of one prompt, or PROMPTSxTOKENS (of one dp group), e.g. 2048,4x512.  "
-    f"[default: {format_prefill(DEFAULT_PREFILL)}, {_OR_ROW}",
+    f"[default: {format_prefill(ANY_SIZE_PREFILL)}, uncompiled {format_prefill(DEFAULT_PREFILL)}, {_OR_ROW}",
     lambda plan: format_prefill([PrefillSize(bucket.q_len, bucket.batch) for bucket in plan.buckets if bucket.kind == "prefill"]),
     read=parse_prefill,
     extra={"metavar": "LIST"},
