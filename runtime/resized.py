@@ -34,7 +34,7 @@ def whole_steps(of: Bucket, inputs: Inputs, buckets: Collection[Bucket], limits:
     """
     rows = len(inputs["request_slots"])
     longest = int(inputs["query_lens"].max()) if of.kind == "prefill" else of.q_len
-    holding = [b for b in buckets if b.kind == of.kind and (b.q_len == longest or b.q_len > longest and b.kind == "prefill")]
+    holding = [b for b in buckets if b.kind == of.kind and (b.q_len == longest or (b.q_len > longest and b.kind == "prefill"))]
     if not holding:
         raise SpecError(f"a {of.kind} row of {longest} tokens; legal is what one of {', '.join(b.name for b in sorted(buckets))} holds")
     bucket = min(holding, key=lambda b: (-(-rows // b.batch) * b.tokens, b))

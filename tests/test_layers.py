@@ -116,7 +116,7 @@ BUDGETS: dict[str, int] = {
     "runtime": 4760,
     "runtime/distributed": 1790,
     "runtime/kv_transfer": 1860,
-    "runtime/scheduler": 3690,
+    "runtime/scheduler": 3790,
     "server": 680,
     "server/chat": 560,
     "server/engine": 1040,
