@@ -72,9 +72,7 @@ def poisoned_encode(bucket: Bucket, signature: Signature, live: int, seed: int, 
     return EncodeStep(pool, inputs, places)
 
 
-def encoded(
-    executable: Step, params: Sequence[torch.Tensor], case: EncodeStep, signature: Signature
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encoded(executable: Step, params: Sequence[torch.Tensor], case: EncodeStep, signature: Signature) -> tuple[torch.Tensor, torch.Tensor]:
     """The output `finite` [B] and the pool after a step."""
     pool = case.pool.clone()
     (finite,) = executable([*params, pool, *(case.inputs[leaf.path] for leaf in signature.inputs)])

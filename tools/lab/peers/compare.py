@@ -18,7 +18,7 @@ from .process import PeerError, PeerProcess
 THROUGHPUT_COLUMNS = (
     Column("streams", "streams", 0),
     Column("prompts", "prompt tokens"),
-    Column("side", "engine"),
+    Column("engine", "engine"),
     Column("prefill_tok_s", "prefill tok/s", 0),
     Column("prefill_range", "range"),
     Column("prefill_ratio", "prefill, first / this"),
@@ -27,7 +27,7 @@ THROUGHPUT_COLUMNS = (
     Column("decode_ratio", "decode, first / this"),
     Column("first_tokens", "equal first tokens"),
 )
-START_COLUMNS = (Column("side", "engine"), Column("load_s", "load to first token s"), Column("remark", "how, or why not"))
+START_COLUMNS = (Column("engine", "engine"), Column("load_s", "load to first token s"), Column("remark", "how, or why not"))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def rows(load: Load, results: Mapping[str, Sequence[Served]]) -> Iterator[dict[s
     for name, served in results.items():
         equal = sum(a[0] == b[0] for a, b in zip(ours, served[0].token_ids, strict=True))
         prompts = f"{min(load.lengths)} to {max(load.lengths)}" if load.mixed else str(load.prompt_tokens)
-        line: dict[str, Value] = {"streams": load.streams, "prompts": prompts, "side": name, "first_tokens": f"{equal} of {load.streams}"}
+        line: dict[str, Value] = {"streams": load.streams, "prompts": prompts, "engine": name, "first_tokens": f"{equal} of {load.streams}"}
         for what, own, mine in zip(("prefill", "decode"), rates[first], rates[name], strict=True):
             found = spread(mine)
             line[f"{what}_tok_s"], line[f"{what}_range"] = found.median, f"{found.low:,.0f}..{found.high:,.0f}"
@@ -110,7 +110,7 @@ def standing(lines: Sequence[Mapping[str, Value]]) -> list[str]:
         for line in lines:
             if isinstance(found := line[f"{what}_ratio"], Spread):
                 key = line["streams"], line["prompts"]
-                best[key] = min(best.get(key, (math.inf, "")), (found.median, line["side"]))
+                best[key] = min(best.get(key, (math.inf, "")), (found.median, line["engine"]))
         compared += len(best)
         for (streams, prompts), (found_ratio, side) in best.items():
             if found_ratio < 1:
@@ -160,7 +160,7 @@ def start(
         process.close()
         raise
     remark = ", ".join(filter(None, (process.version, str(reply["loaded"]), side.remark)))
-    return process, {"side": side.name, "load_s": taken, "remark": remark}
+    return process, {"engine": side.name, "load_s": taken, "remark": remark}
 
 
 def compare(
@@ -206,7 +206,7 @@ def compare(
             lines += measured
             notes += failed
             progress.say(short(load, measured))
-    starts += [{"side": name, "remark": why} for name, why in reasons.items()]
+    starts += [{"engine": name, "remark": why} for name, why in reasons.items()]
     how = (
         f"{loads[0].tokens} tokens generated, each stream; the same token ids for all, greedy, end of "
         f"text ignored; {dtype}, {threads} threads; medians (smallest..largest) of {rounds} rounds, in turns, each in a process that is "
@@ -224,6 +224,6 @@ def compare(
 
 def short(load: Load, lines: Sequence[Mapping[str, Value]]) -> str:
     """The medians of one load in a line, for who watches."""
-    medians = ", ".join(f"{line['side']} {line['prefill_tok_s']:.0f} and {line['decode_tok_s']:.1f}" for line in lines)
+    medians = ", ".join(f"{line['engine']} {line['prefill_tok_s']:.0f} and {line['decode_tok_s']:.1f}" for line in lines)
     mixture = f", prompts of {min(load.lengths)} to {max(load.lengths)} tokens" if load.mixed else ""
     return f"{load.streams} streams{mixture}: prefill and decode tok/s {medians}"

@@ -16,12 +16,12 @@ def test_rates_and_ratios_are_of_their_own_round() -> None:
     results = {"ours": [served(1.0, 2.0, 60), served(2.0, 4.0, 60)], "peer": [served(2.0, 6.0, 60, first=8)] * 2}
     ours, peer = rows(Load(1, 100, 61), results)
     assert ours == {
-        "streams": 1, "prompts": "100", "side": "ours", "first_tokens": "1 of 1",
+        "streams": 1, "prompts": "100", "engine": "ours", "first_tokens": "1 of 1",
         "prefill_tok_s": 75.0, "prefill_range": "50..100", "prefill_ratio": None,
         "decode_tok_s": 22.5, "decode_range": "15..30", "decode_ratio": None,
     }  # fmt: skip
     assert peer == {
-        "streams": 1, "prompts": "100", "side": "peer", "first_tokens": "0 of 1",
+        "streams": 1, "prompts": "100", "engine": "peer", "first_tokens": "0 of 1",
         "prefill_tok_s": 50.0, "prefill_range": "50..50", "prefill_ratio": Spread(1.5, 1.0, 2.0, 2),
         "decode_tok_s": 10.0, "decode_range": "10..10", "decode_ratio": Spread(2.25, 1.5, 3.0, 2),
     }  # fmt: skip
@@ -64,9 +64,9 @@ def test_sides_take_turns_and_one_that_fails_has_a_reason() -> None:
     asked: list[str] = []
     processes: Any = {"ours": Answering("ours", asked), "peer": Answering("peer", asked, 2)}
     lines, failed = throughput(Load(1, 4, 2), processes, 2, 9)
-    assert ([line["side"] for line in lines], failed) == (["ours", "peer"], [])
+    assert ([line["engine"] for line in lines], failed) == (["ours", "peer"], [])
     # An uncounted round, then one in reverse order, then one as the first.
     assert asked == ["ours", "peer", "peer", "ours", "ours", "peer"]
     lines, failed = throughput(Load(2, 4, 2), processes, 1, 9)
-    assert [line["side"] for line in lines] == ["ours"]
+    assert [line["engine"] for line in lines] == ["ours"]
     assert failed == ["peer failed at 2 streams: no room"]

@@ -63,18 +63,18 @@ def test_the_tables_have_every_side_or_its_reason(tiny_artifact: Path, tmp_path:
         environment={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         progress=QUIET,
     )
-    measured = [(line["streams"], line["prompts"], line["side"]) for line in throughput.rows]
+    measured = [(line["streams"], line["prompts"], line["engine"]) for line in throughput.rows]
     assert measured == [(1, "6", "npucompile"), (1, "6", "good"), (3, "6", "npucompile"), (3, "1 to 12", "npucompile")]
     assert all(line["prefill_tok_s"] > 0 and line["decode_tok_s"] > 0 for line in throughput.rows)
     assert "good failed at 3 streams: MemoryError: no room" in throughput.notes
-    remarks = {str(line["side"]): str(line["remark"]) for line in start.rows}
+    remarks = {str(line["engine"]): str(line["remark"]) for line in start.rows}
     assert remarks["good"] == "9.9, one by one, f32"
     assert remarks["strict"] == "ValueError: does not know this model"
     assert remarks["npucompile"].endswith("eager, 3 drafts")
     assert "No module named 'vllm'" in remarks["vllm"]
     assert "name an interpreter that has it with --peer-python vllm=PATH" in remarks["vllm"]
     assert "--peer-python llama.cpp=PATH" in remarks["llama.cpp"]
-    assert [line["side"] for line in start.rows if line.get("load_s")] == ["npucompile", "good"]
+    assert [line["engine"] for line in start.rows if line.get("load_s")] == ["npucompile", "good"]
 
 
 def test_a_side_of_ours_that_fails_fails_the_figure(tiny_artifact: Path, tmp_path: Path) -> None:
