@@ -29,6 +29,7 @@ TCP_INFO_BYTES, RETRANSMITS, LAST_ACK_MS = 60, struct.Struct("2xB"), struct.Stru
 """Of Linux's `struct tcp_info`: how often unacknowledged bytes were sent again, and milliseconds since the last acknowledgement."""
 
 READ_BYTES = 1 << 18
+CLOSED = "it closed its connection"
 HEARTBEAT = "heartbeat"
 """Kind of the message that keeps a connection alive."""
 
@@ -118,7 +119,7 @@ class Peer:
             if readable:
                 data = self._stream.recv(READ_BYTES)
                 if not data:
-                    self._end("it closed its connection")
+                    self._end(CLOSED)
                     return
                 for message in decoder.feed(data):
                     if message.kind != HEARTBEAT:
@@ -160,4 +161,5 @@ def unacknowledged_s(stream: socket.socket) -> float:
 def _reason(error: Exception, silence_s: float) -> str:
     if isinstance(error, BlockingIOError):
         return f"it has read nothing for {silence_s:g} s"
-    return f"its connection failed: {error}"
+    # A process that ends before it has read all resets its connection; one that was sent something afterwards has a broken pipe.
+    return CLOSED if isinstance(error, ConnectionResetError | BrokenPipeError) else f"its connection failed: {error}"
