@@ -55,6 +55,21 @@ def test_published_pairs_hand_over_at_full_size(name):
     assert view.data["longest"] >= tokens
 
 
+@pytest.mark.long
+def test_one_command_builds_a_published_pair_with_its_graphs_and_says_what_serves_it(tmp_path):
+    name = "qwen35-27b-a3x16-pd-1p1d"
+    built = tiny.cli(tmp_path, "build", deployment(name).model, "--deployment", name, "--precompile", "none", "--out", tmp_path / "pair")
+    sides = [tmp_path / f"pair-{phase}" for phase in ("prefill", "decode")]
+    assert built.stdout.split() == [str(side) for side in sides]
+    for side, role in zip(sides, ("prefill", "decode --prefill http://PREFILL1:8000"), strict=True):
+        assert f"  npucompile serve {side} --role {role} --host " in built.stderr
+        graphs = Artifact.open(side).manifest.graphs
+        assert graphs
+        assert all(entry.bucket.kind == role.split()[0] and entry.compiled for entry in graphs)
+    shown = tiny.cli(tmp_path, "inspect", sides[0], "--pair", sides[1], "--context", 3500)
+    assert (shown.exit_code, "prompt   328,007,680 bytes for 3500 tokens" in shown.stdout) == (0, True)
+
+
 def test_states_of_vllm_s_operator_travel_in_float32():
     own = {"operator_packages": ("vllm-ascend",)}
     sides = [artifact("qwen35-27b-a3x16-pd-1p1d", phase, **own) for phase in ("prefill", "decode")]
