@@ -17,7 +17,7 @@ from . import delivery
 from .delivery import Live, Sink
 from .executor import Executor, ExecutorError
 from .metrics import Metrics
-from .request import Event, ExecutionRecord, FinishEvent, Flush, Landed, Request
+from .request import Event, ExecutionRecord, FinishEvent, Flush, Landed, ParkedEvent, Request
 from .scheduler import admission, advance
 from .scheduler.picture_admission import check_pictures
 from .scheduler.request_state import RequestState
@@ -165,6 +165,10 @@ class Engine:
         """Whether a request of this id is live."""
         with self._wake:
             return request_id in self._live
+
+    def on_parked(self, told: Callable[[ParkedEvent], None]) -> None:
+        """Has a function told when a request of a handover has its pages, or has computed them; by any thread."""
+        self.stepper.on_parked = told
 
     @property
     def load(self) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from .distributed.sharded_executor import ShardedExecutor
 from .engine import Engine
 from .executor import Executor
 from .histogram import HistogramSnapshot
-from .request import FinishEvent, Request
+from .request import FinishEvent, ParkedEvent, Request
 
 OF_THE_PROCESS = ("compiles_after_ready_total", "backends")
 """Numbers that all engines of a process have in common."""
@@ -85,6 +85,20 @@ class EngineGroups:
     def cancel(self, *request_ids: str) -> bool:
         """See `Engine`."""
         return any([engine.cancel(*request_ids) for engine in self.engines])
+
+    def landed(self, request_id: str, *, filled: bool = True) -> None:
+        """See `Engine`."""
+        for engine in self.engines:
+            engine.landed(request_id, filled=filled)
+
+    def on_parked(self, told: Callable[[ParkedEvent], None]) -> None:
+        """See `Engine`; to the engine of a group it is the only one."""
+
+        def told_of(group: int) -> Callable[[ParkedEvent], None]:
+            return lambda event: told(event._replace(group=group))
+
+        for group, engine in enumerate(self.engines):
+            engine.on_parked(told_of(group))
 
     def flush_prefix_cache(self) -> bool:
         """See `Engine`."""

@@ -115,7 +115,7 @@ BUDGETS: dict[str, int] = {
     "models": 9120,
     "runtime": 4760,
     "runtime/distributed": 1790,
-    "runtime/kv_transfer": 1860,
+    "runtime/kv_transfer": 1920,
     "runtime/scheduler": 3790,
     "server": 680,
     "server/chat": 560,

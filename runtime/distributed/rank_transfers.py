@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +15,7 @@ from ..kv_transfer.mooncake import Mooncake
 from ..kv_transfer.pools import WAITING, Peer, RankWriter
 from .control_plane import error_text
 
-KINDS = ("transfer", "peer", "write", "receive")
+KINDS = ("transfer", "peer", "write", "stop_writing", "receive")
 """Messages of rank 0 that are for this."""
 
 MOST_PEERS = 64
@@ -40,6 +41,8 @@ class RankTransfers:
         self._answer = answer
         self._writer: RankWriter | None = None
         self._peers: dict[int, Peer] = {}
+        # By number of a write that has not ended.
+        self._stopping: dict[int, threading.Event] = {}
         self._threads = ThreadPoolExecutor(WAITING, thread_name_prefix="kv-transfer-result")
 
     def received(self, kind: str, fields: Mapping[str, Any], later: Later) -> None:
@@ -57,6 +60,9 @@ class RankTransfers:
                 del self._peers[next(iter(self._peers))]
         elif kind == "write":
             later(self._write(**fields))
+        elif kind == "stop_writing":
+            if fields["write"] in self._stopping:
+                self._stopping[fields["write"]].set()
         else:
             number, numbers = fields["number"], fields["numbers"]
             later(lambda: self._executor.receive(0, numbers, lambda: self._answer(number, "")))
@@ -80,20 +86,22 @@ class RankTransfers:
             return
         self._answer(number, "", session=transfer.session, addresses=[region.address for region in self._writer.regions])
 
-    def _write(self, number: int, peer: int, group: int, pairs: Mapping[str, list[list[int]]]) -> Callable[[], None]:
+    def _write(self, number: int, write: int, peer: int, group: int, pairs: Mapping[str, list[list[int]]]) -> Callable[[], None]:
         """What starts a write."""
         writer, target = self._writer, self._peers[peer]
         assert writer is not None
+        stopping = self._stopping[write] = threading.Event()
         numbers = {axis: [(source, place) for source, place in own] for axis, own in pairs.items()}
 
-        def write() -> None:
+        def run() -> None:
             try:
-                reason = writer.write(target, group, numbers)
+                reason = writer.write(target, group, numbers, stopping)
             except Exception as error:
                 reason = error_text(error)
+            del self._stopping[write]
             self._answer(number, reason)
 
         def start() -> None:
-            self._threads.submit(write)
+            self._threads.submit(run)
 
         return start

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..delivery import BatchSink, Sink
-from ..engine import Engine
 from ..request import RECEIVE, Event, FinishEvent, ParkedEvent, Request
+from .open_rooms import HandoverEngine
 
 
 class _Landed(NamedTuple):
@@ -35,7 +35,7 @@ class LandedRequests(BatchSink):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: HandoverEngine,
         call: Callable[[Callable[[], None]], None],
         lost: Callable[[Request, Sink, ParkedEvent], None],
         late: Callable[[str], None],

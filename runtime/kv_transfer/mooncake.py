@@ -1,8 +1,12 @@
 """Mooncake's transfer engine: one-sided writes over tcp, RDMA or the links of Ascend devices.
 
 What it does not do itself is bounded and checked here. It takes about 2,048 segments to a peer at a time, over all threads; beyond that it
-never reaches this peer again, and only another engine of the process does. It does not notice that memory to read is not registered. A
-batch has one result, so a failed one is written again as a whole, once.
+never reaches this peer again, and only another engine of the process does. It does not notice that memory to read is not registered.
+
+Its calls for whole batches are not used. They say that a batch has failed when one segment has, or after 30 s, while others may still be
+written (Mooncake #4247), and they wait in a loop that keeps a core: where the scheduler prefers that thread, as a real-time class does,
+the thread that moves the bytes gets none. Each segment has its own status here, which is asked for between pauses; those that have failed
+are written again, once. When a segment that does not move has failed is up to the engine (`MC_TCP_PROGRESS_TIMEOUT_SEC`, 30 s).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import bisect
 import importlib
 import itertools
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +28,13 @@ from .transfer_engine import PROTOCOLS, Memory, Segment, TransferError
 IN_FLIGHT = 3
 """Batches to a peer at a time, each of at most `segments.MOST_SEGMENTS`."""
 
-THREADS = 8
+THREADS = 16
+
+ARRIVED, LOST = 1, -1
+"""What Mooncake says of a segment; anything else is of one that is being written."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 2e-3
+"""Between two looks at a segment that is being written."""
 
 
 class Writes(NamedTuple):
@@ -68,11 +79,11 @@ class Mooncake:
                 self._register(engine, memory)
             self._memory = sorted([*self._memory, *memory])
 
-    def write(self, session: str, segments: Sequence[Segment]) -> Writes:
+    def write(self, session: str, segments: Sequence[Segment], stopping: threading.Event) -> Writes:
         """See `TransferEngine`."""
         for segment in segments:
             self._check(segment)
-        return Writes([self._pool.submit(self._write, session, batch) for batch in batches(segments)])
+        return Writes([self._pool.submit(self._write, session, batch, stopping) for batch in batches(segments)])
 
     def close(self) -> None:
         """See `TransferEngine`."""
@@ -82,15 +93,17 @@ class Mooncake:
                 engine.unregister_memory(memory.address)
             self._memory.clear()
 
-    def _write(self, session: str, batch: Sequence[Segment]) -> str:
+    def _write(self, session: str, batch: Sequence[Segment], stopping: threading.Event) -> str:
         with self._peers[session]:
+            if stopping.is_set():
+                return f"{len(batch)} segments to {session} are not written any more"
             engine = self._engines[-1]
-            code = _write(engine, session, batch)
-            if code and not engine.send_probe(session):
+            failed = _failed(engine, session, batch)
+            if failed and not stopping.is_set() and not engine.send_probe(session):
                 # A peer that lives and cannot be written to is not reached by this engine any more.
                 self._replace(engine)
-                code = _write(self._engines[-1], session, batch)
-        return f"{len(batch)} segments to {session}: Mooncake returned {code}" if code else ""
+                failed = _failed(self._engines[-1], session, failed)
+        return f"{len(failed)} of {len(batch)} segments to {session} cannot be written, says Mooncake" if failed else ""
 
     def _replace(self, engine: Any) -> None:
         """Starts another engine over the same memory, unless somebody has in the meantime."""
@@ -131,6 +144,17 @@ class Mooncake:
         raise TransferError(f"{segment.nbytes} bytes at {segment.source:#x} are to be sent; that memory is not registered")
 
 
-def _write(engine: Any, session: str, batch: Sequence[Segment]) -> int:
-    sources, targets, sizes = zip(*batch, strict=True)
-    return int(engine.batch_transfer_sync_write(session, list(sources), list(targets), list(sizes)))
+def _failed(engine: Any, session: str, batch: Sequence[Segment]) -> list[Segment]:
+    """Writes segments, and returns those that have failed once none is in flight."""
+    # A number is 0 where nothing was begun.
+    started = [(engine.transfer_submit_write(session, *segment), segment) for segment in batch]
+    return [segment for number, segment in started if not (number and _arrives(engine, number))]
+
+
+def _arrives(engine: Any, number: int) -> bool:
+    """Waits until a segment has arrived or failed."""
+    pause_s = FIRST_PAUSE_S
+    while (status := engine.transfer_check_status(number)) not in (ARRIVED, LOST):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    return bool(status == ARRIVED)

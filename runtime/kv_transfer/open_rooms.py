@@ -5,11 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from ..engine import Engine
+from ..delivery import Sink
+from ..executor import Executor
+from ..request import Request
 from .messages import Message
-from .room import Do, Event, Kind, Room, Stage, Step, Timeouts
+from .room import DEFAULTS, Do, Event, Kind, Room, Stage, Step, Timeouts
+
+
+class HandoverEngine(Protocol):
+    """The part of `Engine` that this is about."""
+
+    executor: Executor
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """See `Engine`."""
+        ...
+
+    def cancel(self, *request_ids: str) -> bool:
+        """See `Engine`."""
+        ...
+
+    def landed(self, request_id: str, *, filled: bool = True) -> None:
+        """See `Engine`."""
+        ...
+
+
+class Connection(NamedTuple):
+    """What rooms of a connection work with.
+
+    Attributes:
+        engine: of this server.
+        send: takes messages to the other server, in order, until it is disconnected.
+        call: has the thread of the rooms call a function.
+        clock: monotonic seconds.
+    """
+
+    engine: HandoverEngine
+    send: Callable[[Message], None]
+    call: Callable[[Callable[[], None]], None]
+    clock: Callable[[], float]
+    timeouts: Timeouts = DEFAULTS
 
 
 @dataclass
@@ -24,24 +61,10 @@ H = TypeVar("H", bound=Handover)
 
 
 class OpenRooms(Generic[H]):
-    """Rooms of one connection. All methods are called by one thread; what engines tell from theirs is passed on by `call`.
+    """Rooms of one connection. All methods are called by one thread; what engines tell from theirs is passed on by `Connection.call`."""
 
-    Args:
-        engine: of this server.
-        send: takes messages to the other server, in order, until it is disconnected.
-        call: has the thread of this object call a function.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        send: Callable[[Message], None],
-        call: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float],
-        timeouts: Timeouts,
-    ) -> None:
-        self._engine, self._send, self._call, self._clock, self._timeouts = engine, send, call, clock, timeouts
+    def __init__(self, connection: Connection) -> None:
+        self._engine, self._send, self._call, self._clock, self._timeouts = connection
         self._handovers: dict[int, H] = {}
         self._numbers: dict[str, int] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
@@ -42,8 +43,8 @@ class Pools(Protocol):
         """By which peers reach each rank's pools."""
         ...
 
-    def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Callable[[str], None]) -> None:
-        """Writes the pages and the state of a parked request to a decode server; returns at once.
+    def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Callable[[str], None]) -> Callable[[], None]:
+        """Writes the pages and the state of a parked request to a decode server; returns at once what keeps it from beginning more.
 
         Args:
             done: called once, by another thread, when no byte is in flight any more, with the reason where some may be missing.
@@ -98,12 +99,16 @@ class RankWriter:
             for target, own in shares(self.regions, self._rank, self._tp, peer.instance.tp)
         }
 
-    def write(self, peer: Peer, group: int, pairs: Pairs) -> str:
-        """Writes and waits until no byte is in flight; returns why some may be missing, or an empty text."""
+    def write(self, peer: Peer, group: int, pairs: Pairs, stopping: threading.Event) -> str:
+        """Writes and waits until no byte is in flight; returns why some may be missing, or an empty text.
+
+        Args:
+            stopping: see `TransferEngine.write`.
+        """
         transfers = []
         try:
             for session, own in self.plan(peer, group, pairs).items():
-                transfers.append(self.transfer.write(session, own))
+                transfers.append(self.transfer.write(session, own, stopping))
             reason = ""
         except (NpucompileError, LookupError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -133,18 +138,20 @@ class LocalPools:
         """See `Pools`."""
         return [self._writer.transfer.session]
 
-    def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Callable[[str], None]) -> None:
+    def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Callable[[str], None]) -> Callable[[], None]:
         """See `Pools`."""
-        self._waiting.submit(lambda: done(self._write(source, peer, target)))
+        stopping = threading.Event()
+        self._waiting.submit(lambda: done(self._write(source, peer, target, stopping)))
+        return stopping.set
 
     def close(self) -> None:
         """Waits for what is in flight."""
         self._waiting.shutdown()
         self._writer.close()
 
-    def _write(self, source: ParkedEvent, peer: Peer, target: Ready) -> str:
+    def _write(self, source: ParkedEvent, peer: Peer, target: Ready, stopping: threading.Event) -> str:
         try:
-            return self._writer.write(peer, target.group, pairs_of(source, target))
+            return self._writer.write(peer, target.group, pairs_of(source, target), stopping)
         except LayoutError as error:
             return str(error)
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 from ...graphs.errors import RequestError
 from ..delivery import Sink
-from ..engine import Engine
 from ..request import RECEIVE, ParkedEvent, Request
 from . import room as rooms
 from .landed_requests import LandedRequests
 from .messages import Abort, Ask, Computed, Declined, Done, Failed, Gone, Message, Ready
-from .open_rooms import Handover, OpenRooms
-from .room import DEFAULTS, Do, Kind, Room, Stage, Timeouts
+from .open_rooms import Connection, Handover, OpenRooms
+from .room import Do, Kind, Room, Stage
 
 OK = 200
 """The status of a request of which nothing is to be computed."""
@@ -53,17 +52,8 @@ class Receiver(OpenRooms[_Handover]):
         connected: whether the prefill server can be asked.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        send: Callable[[Message], None],
-        call: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float],
-        number: Callable[[], int],
-        landed: LandedRequests,
-        timeouts: Timeouts = DEFAULTS,
-    ) -> None:
-        super().__init__(engine, send, call, clock, timeouts)
+    def __init__(self, connection: Connection, number: Callable[[], int], landed: LandedRequests) -> None:
+        super().__init__(connection)
         self._number, self._landed = number, landed
         self.connected = True
 

@@ -18,7 +18,7 @@ before a room has landed. The decode server gets pages only when the prompt is c
              WRITING    (the engine writes)     <-- READY     RECEIVING
              ENDED      (pages are free)        DONE -->      LANDED     (the scheduler has it)
 
-    ABORT in WRITING leads to DRAINING until the writes have ended, on the other side to FENCED until that is known.
+    ABORT in WRITING leads to DRAINING until the writes that were begun have ended, on the other side to FENCED until that is known.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class Timeouts(NamedTuple):
         held: how long a prefill server keeps a computed prompt for a decode server that has no pages for it.
         receiving: how long a transfer may take.
         fence: how long an aborted transfer may go on before its pages are given up as withheld.
-        in_flight: how long a transfer engine may write after the process that started it was last heard of.
+        in_flight: how long a transfer engine may write after the process that started it was last heard of: what it takes to give up a
+            segment, and before that until the process knows that nobody listens and begins no more.
     """
 
     asked: float = 300.0
     held: float = 300.0
     receiving: float = 300.0
     fence: float = 30.0
-    in_flight: float = 30.0
+    in_flight: float = 45.0
 
 
 DEFAULTS = Timeouts()
@@ -112,9 +113,10 @@ class Do(enum.Enum):
     SEND_DONE = "send done"
     SEND_FAILED = "send failed"
     SEND_GONE = "send gone"
-    # To the own engine: stop computing, write, free what is held.
+    # To the own engine: stop computing, write, write nothing that was not begun, free what is held.
     STOP = "stop"
     WRITE = "write"
+    STOP_WRITING = "stop writing"
     FREE = "free"
     # Of a decode server: get pages, give them to the scheduler, count them as withheld. And once for each request: what becomes of it.
     RESERVE = "reserve"
@@ -180,7 +182,7 @@ def prefill(room: Room, event: Event, timeouts: Timeouts) -> Step:
             if kind is Kind.NOT_WRITTEN:
                 return _failed(event.reason), (Do.FREE, Do.SEND_FAILED)
             if kind in (Kind.ABORT, Kind.CANCELLED, Kind.DISCONNECTED):
-                return Room(Stage.DRAINING, connected=kind is not Kind.DISCONNECTED, reason=kind.value), ()
+                return Room(Stage.DRAINING, connected=kind is not Kind.DISCONNECTED, reason=kind.value), (Do.STOP_WRITING,)
             return room, ()
         case Stage.DRAINING:
             if kind in (Kind.WRITTEN, Kind.NOT_WRITTEN):

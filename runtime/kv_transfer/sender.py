@@ -6,27 +6,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...graphs.errors import RequestError
-from ..engine import Engine
 from ..request import SEND, Event, FinishEvent, ParkedEvent, Request
 from . import room as rooms
 from .messages import Abort, Ask, Computed, Done, Failed, Gone, Message, Ready
-from .open_rooms import Handover, OpenRooms
+from .open_rooms import Connection, Handover, OpenRooms
 from .pools import Peer, Pools
-from .room import DEFAULTS, Do, Kind, Room, Timeouts
+from .room import Do, Kind, Room
+
+
+def _stay() -> None:
+    """Nothing is given back, and nothing ends."""
 
 
 @dataclass
 class _Handover(Handover):
-    """What gives its place back, a router's number of it, where it is parked, and where it goes."""
+    """What gives its place back, a router's number of it, where it is parked, where it goes, and what ends its writes."""
 
     leave: Callable[[], None]
     routed: int
     source: ParkedEvent | None = None
     target: Ready | None = None
-
-
-def _stay() -> None:
-    """Nothing is given back."""
+    stop_writing: Callable[[], None] = _stay
 
 
 class Sender(OpenRooms[_Handover]):
@@ -45,18 +45,14 @@ class Sender(OpenRooms[_Handover]):
 
     def __init__(
         self,
-        engine: Engine,
+        connection: Connection,
         pools: Pools,
         peer: Peer,
-        send: Callable[[Message], None],
-        call: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float],
         name: str,
-        timeouts: Timeouts = DEFAULTS,
         enter: Callable[[int], Callable[[], None]] = lambda _: _stay,
         ended: Callable[[int, str], None] = lambda number, reason: None,
     ) -> None:
-        super().__init__(engine, send, call, clock, timeouts)
+        super().__init__(connection)
         self._pools, self._peer, self._name, self._enter, self._ended = pools, peer, name, enter, ended
         self.writes = self.pages_written = 0
 
@@ -145,6 +141,8 @@ class Sender(OpenRooms[_Handover]):
                 self._engine.cancel(handover.request_id)
             case Do.WRITE:
                 self._write(number, handover)
+            case Do.STOP_WRITING:
+                handover.stop_writing()
             case _:
                 raise AssertionError(do)
 
@@ -159,4 +157,4 @@ class Sender(OpenRooms[_Handover]):
                 self.pages_written += len(target.pages) - target.known
             self._step(number, Kind.NOT_WRITTEN if reason else Kind.WRITTEN, reason)
 
-        self._pools.write(source, self._peer, target, lambda reason: self._call(lambda: ended(reason)))
+        handover.stop_writing = self._pools.write(source, self._peer, target, lambda reason: self._call(lambda: ended(reason)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -58,7 +58,7 @@ class ShardedPools:
         )
         self._idle, self._in_flight = threading.Condition(), 0
         self._peers: dict[int, Peer] = {}
-        self._numbers = itertools.count(1)
+        self._numbers, self._writes = itertools.count(1), itertools.count(1)
         # One thread tells the ranks, so that they know a peer before they are to write to it; the others wait for rank 0's own writes.
         self._telling = ThreadPoolExecutor(1, thread_name_prefix="kv-transfer-ranks")
         self._waiting = ThreadPoolExecutor(WAITING, thread_name_prefix="kv-transfer-result")
@@ -68,11 +68,21 @@ class ShardedPools:
         """See `Pools`."""
         return list(self._sessions)
 
-    def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Done) -> None:
+    def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Done) -> Callable[[], None]:
         """See `Pools`. Where a rank is lost, its part ends with it, and those of the others when they have ended."""
         with self._idle:
             self._in_flight += 1
-        self._telling.submit(self._write, source, peer, target, done)
+        write, stopping = next(self._writes), threading.Event()
+        self._telling.submit(self._write, source, peer, target, done, write, stopping)
+
+        def stop() -> None:
+            stopping.set()
+            frame = encode("stop_writing", write=write)
+            for rank in self._ranks(source):
+                if rank:
+                    self._telling.submit(self._control_plane.send, rank, frame)
+
+        return stop
 
     def close(self) -> None:
         """Waits for what is in flight; the other ranks close their engines when they end."""
@@ -82,8 +92,11 @@ class ShardedPools:
             threads.shutdown()
         self._writer.close()
 
-    def _write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Done) -> None:
-        ranks = range(source.group * self._tp, (source.group + 1) * self._tp)
+    def _ranks(self, source: ParkedEvent) -> Sequence[int]:
+        return range(source.group * self._tp, (source.group + 1) * self._tp)
+
+    def _write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Done, write: int, stopping: threading.Event) -> None:
+        ranks = self._ranks(source)
         try:
             pairs = pairs_of(source, target)
         except LayoutError as error:
@@ -91,11 +104,11 @@ class ShardedPools:
             return
         answered = self._joined(len(ranks), done)
         if 0 in ranks:
-            self._waiting.submit(lambda: answered({"reason": self._writer.write(peer, target.group, pairs)}))
+            self._waiting.submit(lambda: answered({"reason": self._writer.write(peer, target.group, pairs, stopping)}))
         number = self._number(peer)
         for rank in ranks:
             if rank:
-                self._control_plane.ask(rank, "write", answered, peer=number, group=target.group, pairs=pairs)
+                self._control_plane.ask(rank, "write", answered, write=write, peer=number, group=target.group, pairs=pairs)
 
     def _number(self, peer: Peer) -> int:
         """By which the ranks know a peer; those that they do not know yet are told to them."""

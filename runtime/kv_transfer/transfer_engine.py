@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -55,8 +56,11 @@ class TransferEngine(Protocol):
         """
         ...
 
-    def write(self, session: str, segments: Sequence[Segment]) -> Transfer:
+    def write(self, session: str, segments: Sequence[Segment], stopping: threading.Event) -> Transfer:
         """Starts writes to a peer. They may be tried again: the same bytes go to the same places.
+
+        Args:
+            stopping: what was not begun when it is set is not written.
 
         Raises:
             TransferError: a segment does not read registered memory. The engines themselves do not notice.

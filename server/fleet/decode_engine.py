@@ -15,8 +15,10 @@ from typing import Any
 from ...graphs.errors import RequestError
 from ...runtime.delivery import Sink
 from ...runtime.engine import Engine
+from ...runtime.engine_groups import EngineGroups
 from ...runtime.kv_transfer.landed_requests import LandedRequests
 from ...runtime.kv_transfer.messages import Hello, Message
+from ...runtime.kv_transfer.open_rooms import Connection
 from ...runtime.kv_transfer.receiver import CANCELLED, Receiver
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
 from ...runtime.request import RECEIVE, Event, ExecutionRecord, FinishEvent, ParkedEvent, Request
@@ -50,7 +52,7 @@ class DecodeEngine:
     """
 
     def __init__(
-        self, engine: Engine, hello: Hello, urls: Sequence[str], headers: Mapping[str, str], timeouts: Timeouts = DEFAULTS
+        self, engine: Engine | EngineGroups, hello: Hello, urls: Sequence[str], headers: Mapping[str, str], timeouts: Timeouts = DEFAULTS
     ) -> None:
         self._engine = engine
         self._landed = LandedRequests(engine, self._call, self._lost, lambda request_id: self._cancel([request_id]))
@@ -64,10 +66,10 @@ class DecodeEngine:
         self._loop = asyncio.new_event_loop()
 
         def make(send: Callable[[Message], None], number: Callable[[], int]) -> Receiver:
-            return Receiver(engine, send, self._call, time.monotonic, number, self._landed, timeouts)
+            return Receiver(Connection(engine, send, self._call, time.monotonic, timeouts), number, self._landed)
 
         self.links = tuple(PrefillLink(url, hello, headers, make, self._replaced) for url in urls)
-        engine.stepper.on_parked = self._parked
+        engine.on_parked(self._parked)
         self._thread = threading.Thread(target=self._run, name="npucompile-handovers", daemon=True)
         self._thread.start()
 

@@ -16,9 +16,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ...graphs.errors import NpucompileError, RequestError
 from ...runtime.engine import Engine
+from ...runtime.engine_groups import EngineGroups
 from ...runtime.kv_transfer import layout
 from ...runtime.kv_transfer.layout import PAGES, SLOTS, Instance
 from ...runtime.kv_transfer.messages import VERSION, Declined, Hello, Message, Refused, from_json, to_json
+from ...runtime.kv_transfer.open_rooms import Connection
 from ...runtime.kv_transfer.pools import Peer, Pools
 from ...runtime.kv_transfer.receiver import OK
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
@@ -49,7 +51,7 @@ class PrefillHub:
         instance: how it describes itself.
     """
 
-    def __init__(self, engine: Engine, pools: Pools, instance: Instance, timeouts: Timeouts = DEFAULTS) -> None:
+    def __init__(self, engine: Engine | EngineGroups, pools: Pools, instance: Instance, timeouts: Timeouts = DEFAULTS) -> None:
         self._engine, self._pools, self._instance, self._timeouts = engine, pools, instance, timeouts
         self._hello = Hello(VERSION, instance.to_json(), pools.sessions)
         self._names = itertools.count()
@@ -57,7 +59,7 @@ class PrefillHub:
         self._senders: tuple[Sender, ...] = ()
         # Of connections that have ended.
         self._writes = self._pages_written = 0
-        engine.stepper.on_parked = self._parked
+        engine.on_parked(self._parked)
         # Rooms that routers know: who waits for one, and how it ended where nobody has asked yet.
         self._waiting: dict[int, asyncio.Future[ErrorReply | None]] = {}
         self._ended: dict[int, ErrorReply | None] = {}
@@ -94,9 +96,8 @@ class PrefillHub:
             loop.call_soon_threadsafe(function)
 
         name = f"handover-{next(self._names)}"
-        sender = Sender(
-            self._engine, self._pools, peer, outgoing.put_nowait, call, time.monotonic, name, self._timeouts, enter, self._room_ended
-        )
+        connection = Connection(self._engine, outgoing.put_nowait, call, time.monotonic, self._timeouts)
+        sender = Sender(connection, self._pools, peer, name, enter, self._room_ended)
         self._senders = (*self._senders, sender)
         try:
             await websocket.send_text(_text(self._hello))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support import ranks, tiny
+from support import optional, ranks, tiny
 from support import toy_device as toy
 from support.once import made_once
+from support.servers import Server
 
 from npucompile.graphs.errors import RequestError
 from npucompile.lowering.artifact.artifact import Artifact
@@ -24,8 +26,9 @@ from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.distributed.sharded_executor import ShardedExecutor
 from npucompile.runtime.engine_groups import EngineGroups, groups_apart, merged
 from npucompile.runtime.histogram import Histogram
-from npucompile.runtime.request import Request, Sampling
+from npucompile.runtime.request import RECEIVE, ParkedEvent, Request, Sampling
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
+from npucompile.server.client import Client
 from npucompile.tools.ranks.launch import lead_ranks
 from npucompile.tools.ranks.offline import complete
 from npucompile.tools.ranks.rank_settings import RankSettings
@@ -115,6 +118,25 @@ def test_they_end_together_and_tell_of_all_ends() -> None:
     assert groups.engines.step_age_s == 0
 
 
+def test_a_handover_is_told_of_in_the_group_that_has_its_pages() -> None:
+    groups, parked = Groups(), list[ParkedEvent]()
+    groups.engines.on_parked(parked.append)
+    for served in groups.served:
+        served.device.receive = lambda group, numbers, ready: ready()
+        served.device.landed = lambda group, numbers: None
+    places, sinks = dict[str, int](), dict[str, toy.Collector]()
+    for n in range(3):
+        places[f"{n}"], sinks[f"{n}"] = groups.submit(f"{n}", (n, 2, 3, 4), handover=RECEIVE)
+    groups.drain()
+    assert {event.request_id: event.group for event in parked} == places
+    assert set(places.values()) == {0, 1}
+    for name, sink in sinks.items():
+        assert sink.tokens == []
+        groups.engines.landed(name, filled=False)
+        groups.drain()
+        assert sink.end.reason == "length"
+
+
 def test_numbers_are_added_but_for_what_is_a_share_or_the_process() -> None:
     def part(count: int) -> dict[str, Any]:
         histogram = Histogram((1.0,))
@@ -192,3 +214,22 @@ def test_a_group_of_ranks_steps_while_the_others_do_not(dense: Path) -> None:
     died = r"rank 1 of mesh dp=2 died: process \d+ was killed by signal 9"
     with pytest.raises(RankError, match=died), ranks_of(artifact) as executor:
         serve(executor)
+
+
+@pytest.mark.long
+def test_servers_of_pairs_have_groups_that_step_by_themselves(dense: Path) -> None:
+    optional.transfer_engine()
+    alone = [c.token_ids for c in complete(CpuExecutor(Artifact.open(dense / "one")), PROMPTS, Sampling(), 8, frozenset())]
+
+    async def ask(url: str) -> list[tuple[int, ...]]:
+        async with await Client.connect(url) as client:
+            streams = [client.create(prompt, max_output_tokens=8, ignore_eos=True) for prompt in PROMPTS * 3]
+            return [tuple((await stream.completion()).token_ids) for stream in streams]
+
+    with ExitStack() as stack:
+        prefill = stack.enter_context(closing(Server(dense / "two", "--no-build", "--role", "prefill")))
+        decode = stack.enter_context(closing(Server(dense / "two", "--no-build", "--role", "decode", "--prefill", prefill.http)))
+        ranks.eventually(lambda: "kv_transfer_connections 1.0" in decode.metrics())
+        assert asyncio.run(ask(decode.url)) == alone * 3
+        assert "kv_transfer_requests_total 12.0" in decode.metrics()
+        assert "kv_transfer_rooms 0.0" in prefill.metrics()

@@ -18,6 +18,7 @@ from npucompile.runtime.engine import Engine
 from npucompile.runtime.kv_transfer import messages
 from npucompile.runtime.kv_transfer.landed_requests import LandedRequests
 from npucompile.runtime.kv_transfer.layout import Instance, Region
+from npucompile.runtime.kv_transfer.open_rooms import Connection
 from npucompile.runtime.kv_transfer.pools import Peer
 from npucompile.runtime.kv_transfer.receiver import Receiver
 from npucompile.runtime.kv_transfer.segments import segments
@@ -57,7 +58,7 @@ class Writes:
         self.own = own
         self.waiting: deque[Callable[[bool], None]] = deque()
 
-    def write(self, source: ParkedEvent, peer: Peer, target: messages.Ready, done: Callable[[str], None]) -> None:
+    def write(self, source: ParkedEvent, peer: Peer, target: messages.Ready, done: Callable[[str], None]) -> Callable[[], None]:
         pages = [*zip(source.pages, target.pages, strict=True)][target.known :]
         plan = segments(self.own, peer.instance.ranks[0], {"pages": pages, "slots": [(source.slot, target.slot)]})
 
@@ -67,6 +68,7 @@ class Writes:
             done("the link is down" if fails else "")
 
         self.waiting.append(finish)
+        return lambda: None
 
 
 class Pair:
@@ -100,8 +102,9 @@ class Pair:
         clock = lambda: self.now_s  # noqa: E731
         to_p, to_d = self.to_p, self.to_d
         send = [lambda message, queue=queue: queue.append(json.dumps(messages.to_json(message))) for queue in (to_d, to_p)]
-        self.senders.append(Sender(self.p, self.writes, self.peer, send[0], self.calls.append, clock, f"c{next(self.connections)}"))
-        self.receivers.append(Receiver(self.d, send[1], self.calls.append, clock, lambda: next(self.numbers), self.landed))
+        ends = [Connection(engine, own, self.calls.append, clock) for engine, own in zip((self.p, self.d), send, strict=True)]
+        self.senders.append(Sender(ends[0], self.writes, self.peer, f"c{next(self.connections)}"))
+        self.receivers.append(Receiver(ends[1], lambda: next(self.numbers), self.landed))
 
     def ask(self, request: Request) -> None:
         events = self.results[request.id] = []

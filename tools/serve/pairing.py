@@ -14,6 +14,7 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.engine import Engine
+from ...runtime.engine_groups import EngineGroups
 from ...runtime.executor import Executor
 from ...runtime.kv_transfer.layout import instance_of
 from ...runtime.kv_transfer.messages import VERSION, Hello
@@ -121,7 +122,7 @@ class Pairing:
         return executor
 
     def joined(
-        self, engine: Engine, artifact: Artifact, closing: ExitStack, pools: Pools
+        self, engine: Engine | EngineGroups, artifact: Artifact, closing: ExitStack, pools: Pools
     ) -> tuple[EngineClient, Callable[[Service], None]]:
         """The engine as its server sees it, and what is to be done to the service.
 

@@ -29,7 +29,7 @@ from ...server.guard.limits import SocketLimits
 from ...server.pictures.limits import MediaLimits
 from .api_settings import ApiSettings
 from .artifact_tokenizer import tokenizer_of
-from .options import BOTH, PREFILL
+from .options import PREFILL
 from .pairing import Pairing
 from .vision import reader_of, vision_of
 
@@ -86,7 +86,7 @@ def start_service(
         prefix_cache: how prefixes are kept; None keeps none.
         pairing: with which servers it works together.
         media: limits of pictures.
-        lockstep: whether dp groups step together even where they need not, as a journal of them does; those of pairs do.
+        lockstep: whether dp groups step together even where they need not, as a journal of them does.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -103,7 +103,7 @@ def start_service(
     calm_collector()
     opened = list[Pools]()
     load = functools.partial(pairing.load, load_executor, opened.append)
-    apart = groups_apart(manifest) and pairing.role == BOTH and not lockstep
+    apart = groups_apart(manifest) and not lockstep
     start: Callable[..., Engine | EngineGroups] = EngineGroups.from_loader if apart else Engine.from_loader
     engine = start(load, on_failure, measured=True, itl_target_ms=itl_target_ms, prefix_cache=prefix_cache)
     model = ServedModel(
@@ -130,7 +130,7 @@ def start_service(
         return {"status": status, "buckets": len(backends), "compiled_buckets": compiled, "step_age_s": round(step_age_s, 3)}
 
     closing = ExitStack()
-    client, join = pairing.joined(engine, artifact, closing, opened[0]) if isinstance(engine, Engine) and opened else (engine, None)
+    client, join = pairing.joined(engine, artifact, closing, opened[0]) if opened else (engine, None)
     service = Service(client, codec, model, chat=chat, readiness=readiness, limits=limits)
     vision = vision_of(artifact, codec, media or MediaLimits(), paired=pairing.role == PREFILL)
     if isinstance(vision, str):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
+from support import ranks
 
 from npucompile.graphs.types import Mesh
 from npucompile.runtime.distributed import rank_transfers
@@ -39,8 +41,9 @@ class Transfer:
     def register(self, memory: Sequence[Memory]) -> None:
         self.memory = list(memory)
 
-    def write(self, session: str, segments: Sequence[Segment]) -> Transfer:
+    def write(self, session: str, segments: Sequence[Segment], stopping: threading.Event) -> Transfer:
         self.written.append((session, list(segments)))
+        self.stopping = stopping
         return self
 
     def result(self) -> str:
@@ -106,12 +109,17 @@ def test_a_rank_writes_to_the_rank_of_its_number_once_its_steps_have_ended(monke
     (engine,) = rank.engines
     assert (engine.protocol, engine.memory) == ("tcp", [(500, 36), (1500, 72)])
     rank.tell("peer", peer=7, instance=instance(2, 4), sessions=["a", "b", "c", "d"])
-    rank.tell("write", number=2, peer=7, group=1, pairs={"pages": [[1, 3], [2, 4]]})
-    rank.tell("write", number=3, peer=7, group=5, pairs={"pages": [[1, 3]]})
+    rank.tell("write", number=2, write=2, peer=7, group=1, pairs={"pages": [[1, 3], [2, 4]]})
+    rank.tell("write", number=3, write=3, peer=7, group=5, pairs={"pages": [[1, 3]]})
     assert (engine.written, rank.answers.empty(), len(rank.steps)) == ([], True, 2)
     rank.steps.pop(0)()
+    ranks.eventually(lambda: engine.written)
+    assert not engine.stopping.is_set()
+    rank.tell("stop_writing", write=2)
+    assert engine.stopping.is_set()
     engine.results.put("the link is down")
     assert rank.heard() == {"number": 2, "reason": "the link is down"}
+    rank.tell("stop_writing", write=2)
     # Neighbours at both ends, in one piece.
     assert engine.written == [("d", [(504, 40_012, 8), (1508, 41_024, 16)])]
     rank.steps.pop()()
@@ -124,7 +132,7 @@ def test_the_ranks_of_a_group_share_what_all_of_them_hold(monkeypatch: pytest.Mo
     rank = Rank(monkeypatch, pools(500, split=False))
     rank.tell("transfer", number=1, host="host", protocol="tcp")
     rank.tell("peer", peer=1, instance=instance(4, 4, split=False), sessions=["a", "b", "c", "d"])
-    rank.tell("write", number=2, peer=1, group=0, pairs={"pages": [[1, 3]]})
+    rank.tell("write", number=2, write=2, peer=1, group=0, pairs={"pages": [[1, 3]]})
     rank.steps.pop()()
     for _ in range(4):
         rank.engines[0].results.put("")
@@ -142,7 +150,7 @@ def test_writes_in_flight_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
         rank.tell("peer", peer=peer, instance=instance(2, 2), sessions=["a", "b"])
     assert len(rank.transfers._peers) == MOST_PEERS
     for number in (2, 3):
-        rank.tell("write", number=number, peer=MOST_PEERS, group=0, pairs={"pages": [[1, 3]]})
+        rank.tell("write", number=number, write=number, peer=MOST_PEERS, group=0, pairs={"pages": [[1, 3]]})
         rank.steps.pop()()
         rank.engines[0].results.put("")
     rank.transfers.close()

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
+import time
 from multiprocessing.connection import Connection
 
 import pytest
@@ -17,6 +19,7 @@ from npucompile.runtime.kv_transfer.transfer_engine import Memory, Segment, Tran
 from tests.support import optional
 
 PAGE, PAGES = 4096, 2500
+GO = threading.Event()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +62,7 @@ def test_more_segments_than_the_engine_takes_at_once_arrive(engine, peer):
     (mooncake, pool), (_, pipe, session, address) = engine, peer
     order = random.Random(0).sample(range(PAGES), PAGES)
     plan = [Segment(pool.data_ptr() + here * PAGE, address + there * PAGE, PAGE) for there, here in enumerate(order)]
-    transfers = [mooncake.write(session, plan[start::4]) for start in range(4)]
+    transfers = [mooncake.write(session, plan[start::4], GO) for start in range(4)]
     assert [transfer.result() for transfer in transfers] == [""] * 4
     pipe.send(True)
     assert pipe.recv() == pool.view(PAGES, PAGE)[order].numpy().tobytes()
@@ -69,20 +72,33 @@ def test_memory_that_nobody_registered_is_neither_sent_nor_written(engine, peer)
     (mooncake, pool), (_, pipe, session, address) = engine, peer
     for source in (pool.data_ptr() - 1, pool.data_ptr() + pool.nbytes - PAGE + 1, 4096):
         with pytest.raises(TransferError, match="not registered"):
-            mooncake.write(session, [Segment(source, address, PAGE)])
-    assert "Mooncake returned" in mooncake.write(session, [Segment(pool.data_ptr(), address + PAGES * PAGE, PAGE)]).result()
-    assert mooncake.write(session, [Segment(pool.data_ptr(), address, PAGE)]).result() == ""
+            mooncake.write(session, [Segment(source, address, PAGE)], GO)
+    outside = Segment(pool.data_ptr(), address + PAGES * PAGE, PAGE)
+    right = [Segment(pool.data_ptr() + place * PAGE, address + place * PAGE, PAGE) for place in (1, 2)]
+    reason = mooncake.write(session, [right[0], outside, right[1]], GO).result()
+    assert reason == f"1 of 3 segments to {session} cannot be written, says Mooncake"
+    assert mooncake.write(session, [Segment(pool.data_ptr(), address, PAGE)], GO).result() == ""
     pipe.send(True)
-    assert pipe.recv() == pool[:PAGE].numpy().tobytes() + bytes((PAGES - 1) * PAGE)
+    assert pipe.recv() == pool[: 3 * PAGE].numpy().tobytes() + bytes((PAGES - 3) * PAGE)
+
+
+def test_what_was_not_begun_is_not_written(engine, peer):
+    (mooncake, pool), (_, pipe, session, address) = engine, peer
+    stopping = threading.Event()
+    stopping.set()
+    transfer = mooncake.write(session, [Segment(pool.data_ptr(), address, PAGE)], stopping)
+    assert transfer.result() == f"1 segments to {session} are not written any more"
+    pipe.send(True)
+    assert pipe.recv() == bytes(PAGES * PAGE)
 
 
 def test_a_peer_that_is_lost_is_a_reason(engine, peer):
     (mooncake, pool), (process, _, session, address) = engine, peer
     plan = [Segment(pool.data_ptr(), address, PAGE)]
-    assert mooncake.write(session, plan).result() == ""
+    assert mooncake.write(session, plan, GO).result() == ""
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert session in mooncake.write(session, plan).result()
+    assert session in mooncake.write(session, plan, GO).result()
 
 
 def test_an_engine_that_is_stuck_is_replaced(engine, peer, monkeypatch):
@@ -92,13 +108,29 @@ def test_an_engine_that_is_stuck_is_replaced(engine, peer, monkeypatch):
     class Stuck:
         """What an engine does after its queue to a peer was full."""
 
-        batch_transfer_sync_write = staticmethod(lambda *_: -1)
+        transfer_submit_write, transfer_check_status = staticmethod(lambda *_: 1), staticmethod(lambda _: -1)
         send_probe, unregister_memory = first.send_probe, first.unregister_memory
 
     monkeypatch.setattr(mooncake, "_engines", [Stuck()])
-    assert mooncake.write(session, [Segment(pool.data_ptr(), address, PAGE)]).result() == ""
+    assert mooncake.write(session, [Segment(pool.data_ptr(), address, PAGE)], GO).result() == ""
     pipe.send(True)
     assert pipe.recv()[:PAGE] == pool[:PAGE].numpy().tobytes()
+
+
+def test_waiting_keeps_no_core(engine, peer):
+    """Nor does it say anything of a peer that stands still, whose pages are not to be used until it has said something."""
+    (mooncake, pool), (process, pipe, session, address) = engine, peer
+    plan = [Segment(pool.data_ptr(), address, PAGES * PAGE)]
+    assert mooncake.write(session, plan, GO).result() == ""
+    os.kill(process.pid, signal.SIGSTOP)
+    transfer, began = mooncake.write(session, plan, GO), time.process_time()
+    time.sleep(1.5)
+    assert not any(part.done() for part in transfer.parts)
+    assert time.process_time() - began < 0.75
+    os.kill(process.pid, signal.SIGCONT)
+    assert transfer.result() == ""
+    pipe.send(True)
+    assert pipe.recv() == pool.numpy().tobytes()
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from npucompile.runtime.kv_transfer.transfer_engine import Memory
 from npucompile.runtime.request import FinishEvent, ParkedEvent, Request, Sampling
 from tests.support import optional
 from tests.support.pairs import PROMPT, Pair, Pooled, alone
+
+GO = threading.Event()
 
 
 def test_over_the_real_engine(tiny_artifact: Path) -> None:
@@ -97,8 +100,8 @@ def test_what_fits_nothing_is_a_reason_and_nothing_is_written() -> None:
     with pytest.raises(LayoutError, match="2 pages were computed, and there are 1 for them"):
         pairs_of(ParkedEvent("", 0, (1, 2), 1), Ready(1, 0, [1], 0, 1))
     writer = RankWriter(Unused(), Pooled(own[0]), 0, 1)
-    assert "dp group 1; legal are 0 to 0" in writer.write(peer, 1, {"pages": [(1, 1)]})
-    assert "legal are 1 to 8" in writer.write(peer, 0, {"pages": [(1, 9)]})
+    assert "dp group 1; legal are 0 to 0" in writer.write(peer, 1, {"pages": [(1, 1)]}, GO)
+    assert "legal are 1 to 8" in writer.write(peer, 0, {"pages": [(1, 9)]}, GO)
     assert writer.plan(peer, 0, {"pages": []}) == {"host:0": []}
 
 
@@ -111,11 +114,11 @@ def test_all_writes_of_a_rank_are_waited_for_when_one_cannot_start() -> None:
             return ""
 
     class Half(Unused):
-        def write(self, session: str, segments: Sequence[Segment]) -> Started:
+        def write(self, session: str, segments: Sequence[Segment], stopping: threading.Event) -> Started:
             if session == "host:1":
                 raise LayoutError("no way")
             return Started()
 
     peer = Peer(Instance("", 128, 0, 2, 1024, latents(0, 2, 9)), ["host:0", "host:1"])
-    assert RankWriter(Half(), Pooled(latents(0, 1, 9)[0]), 0, 1).write(peer, 0, {"pages": [(1, 1)]}) == "LayoutError: no way"
+    assert RankWriter(Half(), Pooled(latents(0, 1, 9)[0]), 0, 1).write(peer, 0, {"pages": [(1, 1)]}, GO) == "LayoutError: no way"
     assert waited == [True]

@@ -42,7 +42,10 @@ class Pair:
             elif do is Do.WRITE:
                 assert self.p_pages
                 assert not self.writing
-                self.writing, self.write_ends_s = True, self.now_s + TIMEOUTS.in_flight
+                # A long prompt is many writes, one after the other.
+                self.writing, self.write_ends_s = True, self.now_s + 10 * TIMEOUTS.in_flight
+            elif do is Do.STOP_WRITING:
+                self._last_writes()
             else:
                 assert do is Do.FREE
                 assert not self.writing, "a page is freed that a write reads"
@@ -138,8 +141,13 @@ class Pair:
     def _die(self) -> None:
         """Its process ends, and its writes with it or within the bound of the transfer engine."""
         self.p_lives = self.computing = self.p_pages = False
+        self._last_writes()
         if self.connected:
             self._cut()
+
+    def _last_writes(self) -> None:
+        if self.writing:
+            self.write_ends_s = min(self.write_ends_s, self.now_s + TIMEOUTS.in_flight)
 
     def _wait(self) -> None:
         self.now_s = self.next_s

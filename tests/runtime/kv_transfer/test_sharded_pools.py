@@ -107,9 +107,9 @@ def check_reasons(executor: Executor, artifact: Artifact) -> None:
     tokens = server.reserve(PROMPTS[2])
     unknown = tuple(replace(region, address=4096) for region in peer.instance.ranks[1])
     server.peer = peer._replace(instance=replace(peer.instance, ranks=(peer.instance.ranks[0], unknown)))
-    assert f"segments to {sessions[1]}: Mooncake returned" in server.write(server)
+    assert f"segments to {sessions[1]} cannot be written" in server.write(server)
     server.peer = peer._replace(sessions=[sessions[0], "127.0.0.1:1"])
-    assert "segments to 127.0.0.1:1: Mooncake returned" in server.write(server)
+    assert "segments to 127.0.0.1:1 cannot be written" in server.write(server)
     server.peer, reserved = peer, server.parked["target"]
     server.parked["target"] = reserved._replace(pages=(*reserved.pages, 1))
     assert server.write(server) == "1 pages were computed, and there are 2 for them"

@@ -78,4 +78,4 @@ def test_a_page_or_state_that_does_not_arrive_is_named(server: Handovers, parts:
 def test_what_the_engine_says_is_the_failure(server: Handovers) -> None:
     unknown = tuple(replace(region, address=4096) for region in server.instance.ranks[0])
     (failure,), _ = run(server._replace(instance=replace(server.instance, ranks=(unknown,))))
-    assert "Mooncake returned" in failure.message
+    assert "cannot be written, says Mooncake" in failure.message
