@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from ...graphs import tree
+from ...models import encode_step
+from ...models.quant.recipes import formats_of_scheme
 from ...models.registry import find
 from ..builder.settings.sizes import DEFAULT_ENCODE
 from .parameters import Parameters
 from .products import Speeds, product
 from .system import Machine
-
-BYTES = 2.0
-"""Of a weight: towers are float but where a recipe quantises their blocks."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,29 @@ class TowerCost:
         return {**vars(self), "encode_ms": {str(patches): ms for patches, ms in self.encode_ms.items()}}
 
 
-def tower_cost(model: str, machine: Machine, parameters: Parameters) -> TowerCost | None:
-    """Of a preset or checkpoint; None of one that takes text alone, or whose tower is not published."""
-    tower = find(model).tower
-    if tower is None:
+def tower_cost(model: str, quantization: str, machine: Machine, parameters: Parameters) -> TowerCost | None:
+    """Of a preset; None of one that takes text alone, or whose tower is not published.
+
+    Args:
+        quantization: of a row; its recipe says which matrices of the tower are int8.
+    """
+    source = find(model)
+    if source.tower is None or source.model.family.tower is None:
         return None
-    h, f, wide, speeds = tower.hidden_size, tower.intermediate_size, tower.merged * tower.hidden_size, Speeds(machine, parameters)
-    layer, merger = 4.0 * h * h + 2.0 * h * f, float(wide * (wide + tower.out_hidden_size))
+    formats = formats_of_scheme("none" if quantization == "bf16" else quantization, model)
+    tower = source.model.family.tower.in_tiles(replace(source.tower, variant=replace(source.tower.variant, formats=formats)))
+    stored = [(path, param.aval) for path, param in tree.flatten(encode_step.params(source.model, tower, torch.bfloat16))]
+    matrices = [(path, aval) for path, aval in stored if len(aval.shape) == 2 and not path.endswith(".positions")]
+    speeds = Speeds(machine, parameters)
 
     def encode_ms(patches: int) -> float:
-        products = [(patches, tower.patch_dim * h, 1), (patches, layer, tower.depth), (patches / tower.merged, merger, 1)]
         # Every patch sees all others of its picture: two products of the width for each pair.
-        seconds = tower.depth * 4.0 * patches * patches * h / speeds.attention
-        return 1e3 * float(seconds + sum(times * product(speeds, rows, weights, BYTES) for rows, weights, times in products))
+        seconds = tower.depth * 4.0 * patches * patches * tower.num_heads * tower.head_width / speeds.attention
+        for path, aval in matrices:
+            rows = patches / tower.merged if ".merger." in path else patches
+            seconds += float(product(speeds, rows, aval.shape[0] * aval.shape[1], aval.dtype.itemsize))
+        return float(1e3 * seconds)
 
-    weights = tower.depth * layer + tower.patch_dim * h + merger + tower.num_position_embeddings * h
     sizes = sorted(size.patches for size in DEFAULT_ENCODE)
-    return TowerCost(BYTES * weights, 2.0 * tower.out_hidden_size, {patches: encode_ms(patches) for patches in sizes})
+    weights = sum(aval.nbytes for _, aval in stored)
+    return TowerCost(weights, 2.0 * tower.out_hidden_size, {patches: encode_ms(patches) for patches in sizes})

@@ -79,7 +79,7 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
         f"{name}: {row.model}, {work.inputs[0]} tokens in, {work.outputs[0]} out, {work.concurrency} in flight, {work.requests} requests",
         *prediction_lines(prediction),
     ]
-    if row.pictures and (cost := tower_cost(row.model, case.decode.machine, parameters)):
+    if row.pictures and (cost := tower_cost(row.model, row.quantization, case.decode.machine, parameters)):
         lines += cost.lines()
         data["pictures"] = cost.as_dict()
     if own:
