@@ -46,6 +46,7 @@ def test_a_large_machine_takes_the_whole_context_and_a_part_of_it_for_every_requ
     assert [b.batch for b in plan.buckets if b.kind == "decode"] == [1, 4, 16, 64]
     assert plan.limits.num_request_slots - 1 == plan.limits.checkpoint_slots == 64
     assert (plan.limits.max_model_len, cached(plan)) == (LONG, 64 * 4096)
+    assert {dict(plan.decided_by)[name] for name in ("buckets", "max-model-len", "max-num-seqs", "max-total-tokens")} == {"plan"}
     notes = "\n".join(plan.notes)
     assert f"context {LONG} tokens, the model's own" in notes
     assert "64 requests in flight, in steps of 1,4,16,64: state may take" in notes

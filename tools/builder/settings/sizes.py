@@ -52,9 +52,10 @@ BUCKETS = Setting(
     lambda plan: ",".join(map(str, dict.fromkeys(bucket.batch for bucket in plan.buckets if bucket.kind == "decode"))),
     read=_read_buckets,
     extra={"metavar": "LIST"},
-    by=by_row,
+    by=lambda plan, quantised: PLAN if plan.target.local and not plan.deployment else by_row(plan, quantised),
     recorded=lambda recorded: recorded.decode,
     what=lambda value, recorded: f"Decode steps take {value} requests{recorded.group}.",
+    planned="The plan took as many of its sizes as memory has room for requests.",
     change="more of them leave fewer rows of padding and take longer to build; the largest bounds a step's requests",
     same=("--cuda-graph-bs", "--cuda-graph-bs-decode"),
     otherwise={
