@@ -7,12 +7,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 from support.published_pictures import encoded, picture
 from support.shown import VISION, data_url, url
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.pictures.decoding import decode, size
 from npucompile.server.pictures.limits import PictureLimits, RequestLimits, VideoLimits
+from npucompile.server.pictures.processor import PUBLISHED
 from npucompile.server.pictures.reader import PictureReader
 from npucompile.server.requests.pictures import PicturePart, ProcessorFields
 
@@ -104,6 +106,31 @@ def test_counts_are_those_of_the_picture_whatever_its_mode_and_orientation(mode)
             (count,) = await one.counts(parts(data_url(file)))
             (shown,) = await one.pictures(parts(data_url(file)))
             assert shown.tokens == count
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "tokens"),
+    [
+        (1, 1, 64),
+        (144, 144, 64),
+        (31, 33, 72),
+        (10, 1999, 114),
+        (448, 448, 196),
+        (1024, 1024, 1024),
+        (2160, 3840, 8160),
+        (4096, 4096, 16384),
+    ],
+)
+def test_the_published_processor_has_as_many_rows_as_were_counted(height, width, tokens):
+    """Up to its largest picture (vllm-project/vllm#36653, #15764); the numbers are those of transformers."""
+
+    async def run():
+        one = reader(Inline(), replace(VISION, processor=PUBLISHED, max_patches=65_536))
+        file = parts(data_url(encoded(Image.new("RGB", (width, height), (9, 80, 200)))))
+        (count,), (shown,) = await one.counts(file), await one.pictures(file)
+        assert count == shown.tokens == len(shown.pixels) // 4 == tokens
 
     asyncio.run(run())
 
