@@ -134,8 +134,10 @@ async def read_json(request: Request, max_bytes: int, grow: Grow) -> dict[str, A
         if len(data) > max_bytes:
             raise RequestError(f"the body has more than {max_bytes} bytes; legal are at most that many", code="body_too_large")
         grow(len(data))
+    if data.startswith(codecs.BOM_UTF8):
+        del data[: len(codecs.BOM_UTF8)]
     try:
-        body = decode_json(data.removeprefix(codecs.BOM_UTF8), "the body")
+        body = decode_json(data, "the body")
     except ProtocolError as error:
         raise RequestError(str(error), code=error.code) from None
     if not isinstance(body, dict):
