@@ -182,7 +182,15 @@ def through_engine(executor: Executor, calls: Sequence[Call], load: Load, clock:
     Raises:
         NpucompileError: a request failed.
     """
-    engine = Engine(executor, refresh_every_s=None)
+    return through_stepped(Engine(executor, refresh_every_s=None), calls, load, clock)
+
+
+def through_stepped(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock = time.perf_counter) -> Run:
+    """Serves a load with an engine that has no thread, stepped by this one.
+
+    Raises:
+        NpucompileError: a request failed.
+    """
 
     def finish(sinks: Sequence[_Sink]) -> None:
         while not all(sink.end for sink in sinks):

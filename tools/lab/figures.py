@@ -77,5 +77,6 @@ def speculation(artifact: Artifact, cache: Path, environment: Mapping[str, str],
     # The same artifact without drafts, which is built beside it; the last of repeated options counts.
     path = artifact.path.with_name(f"{artifact.path.name}-k0")
     progress.say(f"{path}: the same artifact without drafts, brought up to date")
-    build.apart(path, cache, settings.jobs, (*manifest.build_arguments, "--speculative-tokens", "0"), environment)
+    words = (*manifest.build_arguments, "--speculative-tokens", "0", "--draft-widths", "1")
+    build.apart(path, cache, settings.jobs, words, environment)
     return bench_speculation.speculation(artifact, Artifact.open(path), texts, settings.loads, settings.rounds, progress)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,13 +13,15 @@ from pathlib import Path
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.cpu_executor import CpuExecutor
+from ...runtime.engine import Engine
+from ...runtime.executor import Executor
 from ...server.run import serving
 from ...server.text.tokenizer import TextTokenizer
 from ..bench import acceptance
 from ..bench.report import Column, Table, Value
 from ..bench.serve.apart import ApartClient
 from ..bench.stats import interleave, ratio, spread
-from ..bench.streams import Load, Run, TimedExecutor, through_engine, through_websocket
+from ..bench.streams import Load, Run, TimedExecutor, through_stepped, through_websocket
 from ..progress import Progress
 from ..serve import serving as services
 
@@ -28,11 +31,15 @@ COLUMNS = (
     Column("without_tokens_per_s", "k = 0 tok/s", 1),
     Column("with_tokens_per_s", "drafting tok/s", 1),
     Column("gain", "drafting / k = 0"),
+    Column("of_fixed", "drafting / best fixed width"),
     Column("acceptance_length", "tokens a step"),
     Column("acceptance_rates", "accepted by position"),
     Column("equal", "equal streams"),
 )
 WITH, WITHOUT = "with", "without"
+
+Side = str | int
+"""An artifact with the width of steps that its server chooses, or the drafting one with a width of its own."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,9 @@ def speculation(
                 engine = thread.submit(_through_engines, sides, text_load, rounds).result()
             rows.append(row(load, "engine", engine))
             bar.step(f"{load.streams} streams through the engine")
-            serve = {name: next_rounds(text_load, partial(_served, artifact)) for name, artifact in sides.items()}
+            serve: dict[Side, Callable[[], Run]] = {
+                name: next_rounds(text_load, partial(_served, artifact)) for name, artifact in sides.items()
+            }
             rows.append(row(load, "websocket", interleave(serve, rounds)))
             bar.step(f"{load.streams} streams through the websocket")
     k = drafting.manifest.limits.drafts
@@ -117,14 +126,30 @@ def speculation(
         "tokens a step: of decode steps, the token after the accepted drafts included; accepted by position: share of steps that accepted "
         "the first, the second, ... draft",
         "equal streams: all rounds, token for token",
+        "best fixed width: the fastest of engines that decode in steps of one width of the same artifact (--draft-widths)",
     )
     return Table("speculation", "Drafting", COLUMNS, tuple(rows), notes)
 
 
-def _through_engines(sides: dict[str, Artifact], load: TextLoad, rounds: int) -> dict[str, list[Run]]:
+def _through_engines(sides: dict[str, Artifact], load: TextLoad, rounds: int) -> dict[Side, list[Run]]:
     executors = {name: TimedExecutor(artifact) for name, artifact in sides.items()}
-    serve = {name: next_rounds(load, partial(through_engine, executor, executor.calls)) for name, executor in executors.items()}
+    drafting = executors[WITH]
+    widths = sorted({bucket.q_len for bucket in drafting.buckets if bucket.kind == "decode"})
+    engines: dict[Side, tuple[TimedExecutor, Engine]] = {name: (executor, of_width(executor)) for name, executor in executors.items()}
+    engines |= {width: (drafting, of_width(drafting, width)) for width in widths if len(widths) > 1}
+    serve = {side: next_rounds(load, partial(through_stepped, engine, executor.calls)) for side, (executor, engine) in engines.items()}
+    # In the uncounted round engines learn what steps take and what is accepted.
     return interleave(serve, rounds)
+
+
+def of_width(executor: Executor, width: int | None = None) -> Engine:
+    """An engine that decides as a server does; with a width one that decodes in steps of this width alone."""
+    engine = Engine(executor, measured=True, refresh_every_s=None)
+    if width is not None:
+        state = engine.stepper.state
+        buckets = tuple(bucket for bucket in executor.buckets if bucket.kind != "decode" or bucket.q_len == width)
+        engine.stepper.state = replace(state, policy=replace(state.policy, buckets=buckets))
+    return engine
 
 
 def _served(artifact: Artifact, load: TextLoad) -> Run:
@@ -140,7 +165,7 @@ def _served(artifact: Artifact, load: TextLoad) -> Run:
         running.engine.stop(drain=False)
 
 
-def row(load: Load, path: str, runs: dict[str, list[Run]]) -> dict[str, Value]:
+def row(load: Load, path: str, runs: Mapping[Side, list[Run]]) -> dict[str, Value]:
     """The table row of one load on one path."""
     speeds = {name: [run.tokens_per_s for run in rounds] for name, rounds in runs.items()}
     records = [record for run in runs[WITH] for record in run.records]
@@ -153,6 +178,8 @@ def row(load: Load, path: str, runs: dict[str, list[Run]]) -> dict[str, Value]:
         "gain": ratio(speeds[WITH], speeds[WITHOUT]),
         "equal": f"{sum(a == b for a, b in pairs)} of {len(pairs)}",
     }
+    if widths := [side for side in speeds if isinstance(side, int)]:
+        cells["of_fixed"] = ratio(speeds[WITH], max((speeds[width] for width in widths), key=statistics.median))
     if records:
         cells["acceptance_length"] = acceptance.length(records)
         cells["acceptance_rates"] = ", ".join(f"{rate:.2f}" for rate in acceptance.rates(records))

@@ -122,6 +122,17 @@ def test_both_paths_of_both_artifacts_say_the_same_tokens(drafting: Artifact, pl
     assert "6 prompts" in text
 
 
+def test_each_width_of_an_artifact_takes_its_turn(tiny_checkpoint: Path, plain: Artifact, tmp_path: Path) -> None:
+    tiny.built(tiny.planned(tiny_checkpoint, draft_widths=(1, 4), buckets=(2,)), tmp_path / "several")
+    sides = {WITH: Artifact.open(tmp_path / "several"), WITHOUT: plain}
+    runs = module._through_engines(sides, TextLoad(2, 12, 16, texts=tuple(tuple(range(40 + i, 60 + i)) for i in range(4))), 1)
+    assert set(runs) == {WITH, WITHOUT, 1, 4}
+    assert len({tuple(each.token_ids) for own in runs.values() for each in own}) == 1
+    steps = {width: {name for each in runs[width] for own in each.records for name, _ in own.decode_steps} for width in (1, 4)}
+    assert steps == {1: {"decode-b2-q1"}, 4: {"decode-b2-q4"}}
+    assert "of_fixed" in row(Load(2, 12, 16), "engine", runs)
+
+
 def test_a_load_that_does_not_fit_is_refused_before_anything_runs(drafting: Artifact, plain: Artifact) -> None:
     with pytest.raises(SpecError, match="context of 64"):
         speculation(drafting, plain, TEXTS, [Load(1, 60, 60)], 1, QUIET)
