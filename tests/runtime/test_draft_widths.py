@@ -16,6 +16,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+from npucompile.tools.agreement.executables import verify
 
 WIDTHS = (1, 2, 4)
 MS = {1: 10.0, 2: 14.0, 4: 20.0}
@@ -97,6 +98,12 @@ def test_a_checkpoint_whose_drafts_are_refused_comes_to_steps_without_and_one_wh
             assert settled[width] > 0.7 * settled.total(), (name, rows, settled)
         for record in served.records:
             assert (record.acceptance_length > 3.5) == (name == "agreeing")
+
+
+def test_steps_of_every_width_are_verified(executors):
+    """Rows of a narrow step start from any of a request's state slots, and write the first of them."""
+    measured = verify(executors["refused"].artifact, tiny.QUIET)
+    assert {name for name in measured if name.startswith("decode")} == {f"decode-b{rows}-q{width}" for rows in (1, 4) for width in WIDTHS}
 
 
 def test_a_build_says_which_widths_are_legal(tiny_checkpoint):

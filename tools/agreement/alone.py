@@ -26,7 +26,7 @@ DECODED, PREFILLED = 4, 2
 
 @dataclass(frozen=True)
 class Places:
-    """What one row has of all pools; the last state slot may be one that it reads and does not write."""
+    """What one row has of all pools; behind the state slots that it writes are others, one of which it may read."""
 
     pages: list[int]
     slots: list[int]
@@ -35,7 +35,8 @@ class Places:
 
     @staticmethod
     def of(row: LiveRow) -> Places:
-        slots = [*row.slots, *({row.read} - {*row.slots})]
+        own = [*row.slots, *row.unwritten]
+        slots = [*own, *({row.read} - {*own})]
         return Places(row.pages, slots, row.request_slot, [place for place in row.pictures if place])
 
     def in_pool(self, leaf: Leaf) -> list[int]:
@@ -166,9 +167,10 @@ class Together:
         alone, free = self._known[chosen], self._free
         old = Places.of(alone.row)
         written = [free.slots.pop() for _ in alone.row.slots]
-        read = [free.slots.pop() if self._separate else written[0] for _ in old.slots[len(written) :]]
+        unwritten = [free.slots.pop() for _ in alone.row.unwritten]
+        read = [free.slots.pop() if self._separate else written[0] for _ in old.slots[len(written) + len(unwritten) :]]
         pages, pictures = [free.pages.pop() for _ in old.pages], [self._pictures.pop() for _ in old.pictures]
-        new = Places(pages, [*written, *read], free.request_slots.pop(), pictures)
+        new = Places(pages, [*written, *unwritten, *read], free.request_slots.pop(), pictures)
         for leaf, pool, before in zip(self._signature.state, self._pools, alone.before, strict=True):
             for at, value in zip(new.in_pool(leaf), before, strict=True):
                 pool[at] = value  # one after the other: where a row writes the slot that it reads, what it reads is last
@@ -183,7 +185,9 @@ class Together:
                     value[value != 0] = torch.tensor([moved[name][place] for place in value[value != 0].tolist()], dtype=value.dtype)
                 operand[row] = value
         read_from = slots[alone.row.read]
-        return replace(alone.row, row=row, request_slot=new.request_slot, pages=pages, slots=written, read=read_from)
+        return replace(
+            alone.row, row=row, request_slot=new.request_slot, pages=pages, slots=written, unwritten=unwritten, read=read_from
+        )
 
     def _fill_tables(self, alone: RowAlone, chosen: int) -> dict[str, dict[int, int]]:
         """Enters a row's bitmask and adjustments in the step's, once for all that are the same; returns where they were and are."""
