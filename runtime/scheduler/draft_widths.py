@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...graphs.types import Bucket
 from .policy import Policy
-from .step_times import StepTimes
+from .step_times import SAMPLES, StepTimes
 
 PRIOR, LIKELY = 8.0, 0.8
 """Before drafts of a place were verified they are taken to be accepted as if of so many this share had been: an artifact that drafts
@@ -28,6 +28,9 @@ one of a hundred and fifty, which takes another step of that width to be verifie
 
 RETRY_STEPS = 800
 """After so many steps without one of a bucket, one measures it again."""
+
+EARLY_STEPS = 20
+"""The same for one that has few times: the first ones of an executable are often slow, and would keep its width from use for long."""
 
 CLEARLY = 1.03
 """How many times as many tokens in a ms another width must give before it is taken: the first step of a wider one has no drafts."""
@@ -86,10 +89,13 @@ def buckets_of_width(policy: Policy, times: StepTimes, acceptance: Acceptance, l
     """
     if not policy.varies:
         return policy.buckets
-    fitting = {width: next((b for b in own if b.batch >= live), own[-1]) for width, own in policy.buckets_by_width.items()}
+    # Wider steps than the narrowest that verifies all drafts which are wanted are of no use.
+    widest = next((width for width in sorted(policy.buckets_by_width) if width > max(most)), max(policy.buckets_by_width))
+    by_width = {width: own for width, own in policy.buckets_by_width.items() if width <= widest}
+    fitting = {width: next((b for b in own if b.batch >= live), own[-1]) for width, own in by_width.items()}
     if policy.measured:
         untried = [b for b in fitting.values() if b not in times.ms]
-        stale = [b for b in fitting.values() if times.last.get(b, 0) + RETRY_STEPS < times.steps]
+        stale = [b for b in fitting.values() if times.last.get(b, 0) + _patience(times, b) < times.steps]
         if due := untried or stale:
             return policy.buckets_by_width[max(b.q_len for b in due)]
     expected = acceptance.tokens(policy.limits.drafts)
@@ -103,3 +109,7 @@ def buckets_of_width(policy: Policy, times: StepTimes, acceptance: Acceptance, l
     best = max(rates, key=lambda width: (rates[width], width))
     kept = acceptance.width
     return policy.buckets_by_width[kept if kept in rates and rates[best] < CLEARLY * rates[kept] else best]
+
+
+def _patience(times: StepTimes, bucket: Bucket) -> int:
+    return RETRY_STEPS if len(times.samples.get(bucket, ())) >= SAMPLES else EARLY_STEPS

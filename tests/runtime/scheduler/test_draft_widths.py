@@ -112,12 +112,20 @@ def test_what_changes_is_found_out():
 
 
 def test_requests_that_want_no_drafts_get_steps_without():
-    assert set(Run((1.0,) * 3, speculative_tokens=0).steps(60).widths[20:]) == {1}
-    assert set(Run((1.0,) * 3, speculative_tokens=1).steps(60).widths[20:]) == {2}
+    assert set(Run((1.0,) * 3, speculative_tokens=0).steps(60).widths) == {1}
+    assert mostly(Run((1.0,) * 3, speculative_tokens=1).steps(60).widths[5:]) == 2
 
 
 def test_every_width_is_measured_in_the_beginning_widest_first():
     assert Run((0.5, 0.5, 0.5)).steps(9).widths == [4] * 3 + [2] * 3 + [1] * 3
+
+
+def test_slow_first_steps_of_an_executable_do_not_keep_its_width_from_being_used():
+    run = Run((1.0, 1.0, 1.0))
+    run.ms[4] = 10 * MS[4]
+    run.steps(3)
+    run.ms[4] = MS[4]
+    assert mostly(run.steps(300).widths[150:]) == 4
 
 
 def test_the_same_times_and_tokens_give_the_same_steps():
