@@ -138,7 +138,8 @@ class CpuExecutor:
     def _run(self, bucket: Bucket, arrays: Inputs) -> Outputs:
         """The outputs of a bucket's executable."""
         tensors = [self._coords if name == COORDS else torch.from_numpy(arrays[name]) for name in self._input_rows[bucket]]
-        results = self._executables[bucket]([*self._operands(bucket), *tensors])
+        executable = self._executables[bucket]
+        results = executable([*self._operands(bucket), *tensors])
         return {name: value.numpy() for name, value in zip(self._output_names[bucket], results, strict=True)}
 
     def start_decoding(self, group: int, request_slot: int, state_slot: int, position: int, token: int, offset: int = 0) -> None:
