@@ -15,6 +15,7 @@ from ...server.text.tokenizer import TextTokenizer
 from ..bench import build
 from ..bench.figures import Settings
 from ..bench.report import Table
+from ..builder.settings.model import DRAFT_WIDTHS
 from ..progress import Progress
 from . import speculation as bench_speculation
 from .peers import run as bench_peers
@@ -77,6 +78,6 @@ def speculation(artifact: Artifact, cache: Path, environment: Mapping[str, str],
     # The same artifact without drafts, which is built beside it; the last of repeated options counts.
     path = artifact.path.with_name(f"{artifact.path.name}-k0")
     progress.say(f"{path}: the same artifact without drafts, brought up to date")
-    words = (*manifest.build_arguments, "--speculative-tokens", "0", "--draft-widths", "1")
+    words = (*manifest.build_arguments, "--speculative-tokens", "0", f"--{DRAFT_WIDTHS.option}", "1")
     build.apart(path, cache, settings.jobs, words, environment)
     return bench_speculation.speculation(artifact, Artifact.open(path), texts, settings.loads, settings.rounds, progress)
