@@ -87,6 +87,9 @@ STEP_INPUTS = (
 )
 """All inputs, in the order of a graph's leaves."""
 
+LEAST_CHUNK = 4
+"""Tokens a row, with padding, of a prefill step whose sizes are values. Graphs take a token off and compilers know sizes of 1 apart."""
+
 PADDING = {field.name: field.padding for field in STEP_INPUTS}
 """Value of each input in rows of padding."""
 

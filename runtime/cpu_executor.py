@@ -22,7 +22,7 @@ from .executor import FinishedStep, Inputs, Numbers, Outputs, check_step, clear_
 from .kv_transfer.layout import Region, regions
 from .kv_transfer.transfer_engine import Memory
 from .pool_memory import PoolMemory
-from .resized import whole_steps
+from .resized import long_enough, whole_steps
 from .segments import segment_sizes
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class CpuExecutor:
         if rows * length > bucket.tokens:
             raise SpecError(f"a step of {rows} rows of {length} tokens in {bucket.name}; legal are up to {bucket.tokens} tokens")
         if any_size := self._any_size.get(_kind(bucket)):
-            return FinishedStep([self._run(any_size, arrays)])
+            return FinishedStep([self._run(any_size, long_enough(bucket.kind, arrays, self.limits, logprobs=self.max_logprobs > 0))])
         parts = whole_steps(bucket, arrays, self.buckets, self.limits, logprobs=self.max_logprobs > 0)
         outputs = [(len(part.rows), self._run(part.bucket, part.inputs)) for part in parts]
         return FinishedStep([{name: np.concatenate([of[name][:own] for own, of in outputs]) for name in outputs[0][1]}])

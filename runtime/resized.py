@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..graphs.errors import SpecError
-from ..graphs.step_inputs import OPTIONAL_ROWS, StepInputs
+from ..graphs.step_inputs import LEAST_CHUNK, OPTIONAL_ROWS, StepInputs
 from ..graphs.types import Bucket, Limits
 from .buckets import DTYPES, Arrays
 from .executor import Inputs
@@ -41,6 +41,14 @@ def whole_steps(of: Bucket, inputs: Inputs, buckets: Collection[Bucket], limits:
     for first in range(0, rows, bucket.batch):
         part = range(first, min(first + bucket.batch, rows))
         yield WholeStep(bucket, part, resized(inputs, part, StepInputs(bucket, limits, logprobs)))
+
+
+def long_enough(kind: str, inputs: Inputs, limits: Limits, *, logprobs: bool) -> Inputs:
+    """A step whose sizes are values, with as many tokens a row as its executable takes at least."""
+    if kind != "prefill" or inputs["tokens"].shape[1] >= LEAST_CHUNK:
+        return inputs
+    rows = range(len(inputs["tokens"]))
+    return resized(inputs, rows, StepInputs(Bucket(kind, len(rows), LEAST_CHUNK), limits, logprobs))
 
 
 def resized(inputs: Inputs, rows: Sequence[int], sizes: StepInputs) -> Arrays:

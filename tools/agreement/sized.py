@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...graphs.step_inputs import StepInputs
+from ...graphs.step_inputs import LEAST_CHUNK, StepInputs
 from ...graphs.types import Bucket, Leaf, Limits, Signature
 from ...lowering.executable import Executable
 from ...runtime.resized import resized
@@ -27,7 +27,7 @@ class LiveRows:
         """Outputs of the batch; rows of padding are zero."""
         inputs = {name: operand.numpy() for name, operand in zip(self._inputs, operands[self._shared :], strict=True)}
         rows = inputs["request_slots"].nonzero()[0].tolist()
-        longest = int(inputs["query_lens"].max()) if self._bucket.kind == "prefill" else self._bucket.q_len
+        longest = max(int(inputs["query_lens"].max()), LEAST_CHUNK) if self._bucket.kind == "prefill" else self._bucket.q_len
         sizes = StepInputs(Bucket(self._bucket.kind, len(rows), longest), self._limits, "logprobs" in inputs)
         own = resized(inputs, rows, sizes)
         values = self._executable([*operands[: self._shared], *(torch.from_numpy(own[name]) for name in self._inputs)])

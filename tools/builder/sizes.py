@@ -85,7 +85,7 @@ def _default_prefill(plan: Plan) -> tuple[PrefillSize, ...]:
     if plan.phase == "decode":
         return ()
     # Whatever the sizes of a bucket of this kind: the backend has samples of those that it compiles once for all.
-    any_size = plan.mesh.size == 1 and bool(backend(plan.backend).samples(Bucket("prefill", 1, 1)))
+    any_size = plan.mesh.size == 1 and bool(backend(plan.backend).samples(Bucket("prefill", 1, ANY_SIZE_PREFILL[0].tokens)))
     sizes = ANY_SIZE_PREFILL if any_size else plan.target.prefill
     if plan.deployment:
         sizes = prefill_sizes(deployment(plan.deployment))

@@ -17,6 +17,7 @@ import torch
 
 from ....graphs import compile_count
 from ....graphs.errors import LoweringError
+from ....graphs.step_inputs import LEAST_CHUNK
 from ....graphs.types import Bucket
 from ...backend import Backend, Compiled, Kind, Part, Parts
 from ...platform import CPU, Platform
@@ -213,10 +214,10 @@ class Inductor(Backend):
         return self._parts((lowered,), [{}], threads)
 
     def samples(self, bucket: Bucket) -> tuple[Bucket, ...]:
-        """Two buckets whose graphs tell what in one is a size (sizes.py)."""
+        """Two buckets whose graphs tell what in one is a size (sizes.py); none where it is smaller than any size may be."""
         from .sizes import samples
 
-        return samples(bucket)
+        return () if bucket.kind == "prefill" and bucket.q_len < LEAST_CHUNK else samples(bucket)
 
     def kind(self, samples: Sequence[Lowered], *, threads: int) -> Kind:
         """What the graphs of a kind have in common: all but numbers that are made of sizes.

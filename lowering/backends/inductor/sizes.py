@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from ....graphs.errors import LoweringError
-from ....graphs.step_inputs import OPTIONAL_ROWS
+from ....graphs.step_inputs import LEAST_CHUNK, OPTIONAL_ROWS
 from ....graphs.types import Bucket, Signature
 
 Sizes = Mapping[str, int]
@@ -260,13 +260,16 @@ def check_unguarded(operands: Sequence[torch.Tensor]) -> None:
 def _symbols(names: Iterable[str]) -> tuple[FakeTensorMode, dict[str, Any]]:
     """A mode for fake tensors, and in it a symbol for each size."""
     from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges
 
     shapes, found = ShapeEnv(), dict[str, Any]()
     for name in names:
         source = ConstantSource(f"size_{name}")
         hint = EXPECTED.get(name, EXPECTED[ROWS])
-        symbol = shapes.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        legal = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(LEAST_CHUNK if name == TOKENS else 1, int_oo))
+        symbol = shapes.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=legal)
         found[name] = shapes.create_symintnode(symbol, hint=hint, source=source)
     return FakeTensorMode(shape_env=shapes if found else None), found
 
