@@ -133,3 +133,18 @@ def test_one_graph_alone_stays_what_it_is() -> None:
     assert [tuple(operand.shape) for operand in operands] == [(2, 116), (232, 3)]
     assert "sym_size" not in str(graph.graph)
     sizes.check_unguarded(operands)
+
+
+def test_code_that_takes_a_token_off_holds_for_every_chunk() -> None:
+    """As drafts do in a prefill step; whether one token is left is a condition that compilers ask for."""
+
+    def shifted(rows: int, tokens: int) -> GraphModule:
+        like = [torch.empty(rows, tokens, device="meta")]
+        return record(lambda ids: [torch.cat([ids[:, 1:], ids[:, :1]], 1)], like, FakeTensorMode(), "cpu")
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _, operands = sizes.with_values([shifted(2, 116), shifted(46, 148)], SIZES)
+    with operands[0].fake_mode:  # type: ignore[attr-defined]
+        assert bool(operands[0][:, 1:].shape[1] != 1)
+    sizes.check_unguarded(operands)
