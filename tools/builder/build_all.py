@@ -81,4 +81,5 @@ def _series(plan: planning.Plan) -> list[str]:
     prefill = [b.name for b in plan.buckets if b.kind != "decode"]
     if len(decode) < 8:
         return [*prefill, *(b.name for b in decode)]
-    return [*prefill, f"decode of {format_buckets(tuple(b.batch for b in decode))} requests, {decode[0].q_len} tokens each"]
+    widths = format_buckets(sorted({b.q_len for b in decode}))
+    return [*prefill, f"decode of {format_buckets(sorted({b.batch for b in decode}))} requests, {widths} tokens each"]

@@ -42,7 +42,9 @@ def decode_widths(options: Options, instance: Instance, limits: Limits) -> tuple
         SpecError: widths that end elsewhere than at the last known token and all drafts, or several of an NPU.
     """
     most = limits.drafts + 1
-    widths = default_widths(instance.target.local, limits.drafts) if options.draft_widths is None else options.draft_widths
+    # Each is a kind of step to compile. Who names buckets names widths.
+    several = instance.target.local and not instance.deployment and options.buckets is None
+    widths = default_widths(several, limits.drafts) if options.draft_widths is None else options.draft_widths
     if widths[-1] != most:
         asked = f"--draft-widths {format_buckets(widths)}"
         raise SpecError(f"{asked}: a step of this build has up to {most} tokens of a request; legal are sizes up to exactly that")
@@ -64,6 +66,9 @@ def say_drafts(plan: Plan) -> Plan:
         return plan.noted(note, "no drafts: the checkpoint has no tensor of the draft head that its configuration declares")
     if requested is not None or plan.deployment or not k:
         return plan.noted(note)
+    widths = sorted({bucket.q_len - 1 for bucket in plan.buckets if bucket.kind == "decode"})
+    if len(widths) > 1:
+        return plan.noted(note, f"steps draft {', '.join(map(str, widths))} tokens, as many as pay (--draft-widths to change)")
     return plan.noted(note, f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)")
 
 

@@ -43,7 +43,7 @@ def cached(plan: Plan) -> int:
 def test_a_large_machine_takes_the_whole_context_and_a_part_of_it_for_every_request(monkeypatch, model):
     with_memory(monkeypatch, model, 1000, 1_000_000)
     plan = planned(model)
-    assert [b.batch for b in plan.buckets if b.kind == "decode"] == [1, 4, 16, 64]
+    assert sorted({b.batch for b in plan.buckets if b.kind == "decode"}) == [1, 4, 16, 64]
     assert plan.limits.num_request_slots - 1 == plan.limits.checkpoint_slots == 64
     assert (plan.limits.max_model_len, cached(plan)) == (LONG, 64 * 4096)
     assert {dict(plan.decided_by)[name] for name in ("buckets", "max-model-len", "max-num-seqs", "max-total-tokens")} == {"plan"}
@@ -74,7 +74,7 @@ def test_options_decide_what_they_name_and_the_rest_follows(monkeypatch, model):
     with_memory(monkeypatch, model, 64, 100_000)
     assert planned(model, max_model_len=2048).limits == replace(planned(model).limits, max_model_len=2048, num_pages=1 + 100_000 // PAGE)
     few = planned(model, max_num_seqs=6)
-    assert [b.batch for b in few.buckets if b.kind == "decode"] == [1, 4]
+    assert sorted({b.batch for b in few.buckets if b.kind == "decode"}) == [1, 4]
     assert (few.limits.num_request_slots - 1, cached(few)) == (6, LONG)
     capped = planned(model, max_total_tokens=8192)
     assert (capped.limits.max_model_len, cached(capped)) == (8192, 8192)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -92,3 +93,17 @@ def test_a_build_that_drafts_from_few_tokens_is_repeated_by_its_arguments_and_ta
 def test_a_draft_vocabulary_that_cannot_be_is_refused(chosen, complaint):
     with pytest.raises(SpecError, match=r"--draft-vocab-size \d+.*" + complaint.replace("its own", "has a vocabulary of its own")):
         plan(options(**chosen))
+
+
+def test_a_build_that_names_nothing_has_steps_of_several_widths(tiny_checkpoint):
+    def widths(planned):
+        return {bucket.q_len for bucket in planned.buckets if bucket.kind == "decode"}
+
+    own = {"dtype": "float32", "backend": "eager"}
+    chosen = plan(Options(str(tiny_checkpoint), **own))
+    assert widths(chosen) == {1, 2, 4}
+    assert any("steps draft 0, 1, 3 tokens, as many as pay (--draft-widths to change)" in note for note in chosen.notes)
+    assert ("--draft-widths", "1,2,4") in list(itertools.pairwise(chosen.arguments))
+    assert widths(plan(Options(str(tiny_checkpoint), buckets=(1,), **own))) == {4}
+    assert widths(plan(Options(str(tiny_checkpoint), num_speculative_tokens=1, **own))) == {1, 2}
+    assert widths(plan(Options(str(tiny_checkpoint), num_speculative_tokens=0, **own))) == {1}

@@ -18,9 +18,10 @@ MAX_DRAFTS = 7
 """The NPU's recurrent kernel verifies at most 8 tokens of a request at once."""
 
 
-def default_widths(local: bool, drafts: int) -> tuple[int, ...]:
-    """Tokens of a request that decode steps verify where nobody says so."""
-    return (drafts + 1,)
+def default_widths(several: bool, drafts: int) -> tuple[int, ...]:
+    """Tokens of a request that decode steps verify where nobody says so: with all drafts, or with none and with one, too."""
+    most = drafts + 1
+    return tuple(sorted({1, min(2, most), most})) if several else (most,)
 
 
 def _scheme_by(plan: Any, quantised: bool) -> str:
@@ -58,7 +59,8 @@ def _no_head(by: str, recorded: Recorded) -> tuple[str, str] | None:
 
 def _widths(plan: Any) -> str:
     widths = tuple(sorted({bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"}))
-    return format_buckets(widths) if widths and widths != default_widths(plan.target.local, plan.limits.drafts) else ""
+    # Repeated builds name their buckets.
+    return format_buckets(widths) if widths and widths != default_widths(False, plan.limits.drafts) else ""
 
 
 def _draft_model(recorded: Recorded) -> object:
@@ -119,7 +121,7 @@ SPECULATIVE_TOKENS = Setting(
 DRAFT_WIDTHS = Setting(
     "draft-widths",
     "Tokens of a request that decode steps verify, the last known one and its drafts, e.g. 1,2,4: a server takes those that give most "
-    "tokens.  [default: all drafts]",
+    "tokens.  [default: 1, 2 and all on this machine where --buckets is not given, else all]",
     _widths,
     read=parse_buckets,
     extra={"metavar": "LIST"},
