@@ -9,7 +9,7 @@ import torch
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Signature
 from npucompile.models import request_slots
-from npucompile.tools.agreement.poisoned_steps import PoisonedStep, plant_drafts, poisoned_step
+from npucompile.tools.agreement.poisoned_steps import PoisonedStep, ProvedStep, plant_drafts, poisoned_step
 
 PLAIN = Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=16)
 DRAFTING = Limits(page_size=4, num_pages=17, num_slots=13, max_model_len=16, slots_per_request=3, drafts=2)
@@ -88,7 +88,7 @@ class Toy:
 def poisoned_steps(bucket: Bucket, limits: Limits, live: Sequence[int], seeds: int = 4) -> list[PoisonedStep]:
     sign = signature(bucket, limits)
     cases = [
-        poisoned_step(bucket, sign, limits, [torch.zeros(2, 2)], VOCAB, rows, torch.Generator().manual_seed(seed))
+        poisoned_step(ProvedStep(bucket, sign, limits, [torch.zeros(2, 2)], VOCAB), rows, torch.Generator().manual_seed(seed))
         for seed in range(seeds)
         for rows in live
     ]

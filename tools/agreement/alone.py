@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...graphs.step_inputs import OPTIONAL_ROWS, StepInputs
-from ...graphs.types import Bucket, Leaf, Limits, Signature
+from ...graphs.types import Leaf
 from ...lowering.executable import Executable
 from .compare import Differences, differences_of, live_values
 from .poison import filled
-from .poisoned_steps import LiveRow, PoisonedStep, drafted_step, run_step
+from .poisoned_steps import LiveRow, PoisonedStep, ProvedStep, drafted_step, run_step
 from .pools import FreePlaces, is_paged, is_picture_pool, is_request_slots, unread_value
-from .tolerances import Measure
+from .tolerances import Measure, Pairs
 
 DECODED, PREFILLED = 4, 2
 """Rows that are run alone for each seed, if batches have as many; of decode steps at least one for each number of right drafts."""
@@ -65,30 +65,35 @@ class RowAlone:
     before: list[torch.Tensor]
     after: list[torch.Tensor]
 
-    def values_after(self, position: int, leaf: Leaf, accepted: bool) -> torch.Tensor:
-        """Values of the row in the pool of a state leaf after the step, flat; on request only those of accepted tokens."""
+    def values_after(self, position: int, leaf: Leaf, accepted: bool) -> list[torch.Tensor]:
+        """Values of the row in the pool of a state leaf after the step, in parts; on request only those of accepted tokens."""
         row = self.row
         compact = replace(row, row=0, request_slot=0, pages=[*range(len(row.pages))], slots=[*range(len(row.slots))])
-        return live_values(leaf, [compact], self.after[position], self.outputs.get("counts") if accepted else None)
+        return live_values(leaf, compact, self.after[position], self.outputs.get("counts") if accepted else None)
 
 
-def rows_alone(
-    reference: Executable, largest: Bucket, signature: Signature, limits: Limits, params: Sequence[torch.Tensor], vocab: int, seeds: int
-) -> list[RowAlone]:
-    """Random rows for the buckets of a kind and width, of which one is the largest; the reference is the graph of one row."""
-    decode, first, found = largest.kind == "decode", len(signature.params), list[RowAlone]()
-    last, each = first + len(signature.state), min(largest.batch, max(DECODED, largest.q_len) if decode else PREFILLED)
-    for turn in range(seeds * each):
+def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, sharing: int = 1) -> list[RowAlone]:
+    """Random rows for the buckets of a kind and width.
+
+    Args:
+        reference, step: the graph of one row.
+        batch: of the largest bucket.
+        sharing: rows that have as many tokens together as one may have; all but the first are as short, and there are at least two of them.
+    """
+    bucket, signature = step.bucket, step.signature
+    decode, first, found = bucket.kind == "decode", len(signature.params), list[RowAlone]()
+    last, each = first + len(signature.state), min(batch, max(DECODED, bucket.q_len) if decode else PREFILLED)
+    for turn in range(max(seeds * each, 3 if sharing > 1 else 0)):
         # One row of each seed may be as long as the pools allow.
-        share, generator = largest.batch if turn % each else 1, torch.Generator().manual_seed(turn)
-        bucket = Bucket(largest.kind, 1, largest.q_len)
-        case = drafted_step(reference, bucket, signature, limits, params, vocab, 1, generator, share=share, turn=turn)
+        long, generator = turn % each == 0 if sharing == 1 else turn == 0, torch.Generator().manual_seed(turn)
+        share, chunk = (1, bucket.q_len) if long else (max(batch, sharing), max(1, bucket.q_len // sharing))
+        case = drafted_step(reference, step, 1, generator, share=share, turn=turn, chunk=chunk)
         own = [Places.of(case.live[0]).in_pool(leaf) for leaf in signature.state]
         before = [pool[at] for pool, at in zip(case.operands[first:last], own, strict=True)]
         outputs, pools = run_step(reference, case, signature)
         inputs = {leaf.path: operand for leaf, operand in zip(signature.inputs, case.operands[last:], strict=True)}
         after = [pool[at] for pool, at in zip(pools, own, strict=True)]
-        found.append(RowAlone(case.live[0], share == largest.batch, inputs, outputs, before, after))
+        found.append(RowAlone(case.live[0], share >= batch, inputs, outputs, before, after))
     return found
 
 
@@ -100,18 +105,9 @@ class Together:
         rows: the row alone that each of its live rows is.
     """
 
-    def __init__(
-        self,
-        known: Sequence[RowAlone],
-        bucket: Bucket,
-        signature: Signature,
-        limits: Limits,
-        params: Sequence[torch.Tensor],
-        live: int,
-        generator: torch.Generator,
-        dealt: Counter[int],
-    ) -> None:
+    def __init__(self, known: Sequence[RowAlone], step: ProvedStep, live: int, generator: torch.Generator, dealt: Counter[int]) -> None:
         """`dealt` counts how often each row was taken; the step takes those that were least often."""
+        bucket, signature, limits = step.bucket, step.signature, step.limits
         self._signature, self._known, self._free = signature, known, FreePlaces(limits, generator)
         self._pictures = [1 + place for place in torch.randperm(max(limits.picture_rows - 1, 0), generator=generator).tolist()]
         self._pools = [_unread(leaf) for leaf in signature.state]
@@ -129,7 +125,7 @@ class Together:
             dealt[chosen] += 1
             self.rows.append(known[chosen])
             placed.append(self._place(place, chosen))
-        self.case = PoisonedStep([*params, *self._pools, *self._inputs.values()], placed)
+        self.case = PoisonedStep([*step.params, *self._pools, *self._inputs.values()], placed)
 
     def differences(self, candidate: Executable, measure: Measure) -> Differences:
         """Runs the step, which changes its pools, and compares each row with what it gave alone."""
@@ -140,10 +136,10 @@ class Together:
             for name, output in expected.items():
                 output[place] = alone.outputs[name][0]
 
-        def values(position: int, live: Sequence[LiveRow], accepted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        def values(position: int, row: LiveRow, accepted: bool) -> Pairs:
             leaf, counts = self._signature.state[position], expected.get("counts") if accepted else None
-            alone = [of[row.row].values_after(position, leaf, accepted) for row in live]
-            return torch.cat(alone) if alone else torch.zeros(0), live_values(leaf, live, self._pools[position], counts)
+            alone = of[row.row].values_after(position, leaf, accepted)
+            return zip(alone, live_values(leaf, row, self._pools[position], counts), strict=True)
 
         return differences_of(self.case, expected, outputs, self._signature.state, values, measure)
 
@@ -185,9 +181,7 @@ class Together:
                     value[value != 0] = torch.tensor([moved[name][place] for place in value[value != 0].tolist()], dtype=value.dtype)
                 operand[row] = value
         read_from = slots[alone.row.read]
-        return replace(
-            alone.row, row=row, request_slot=new.request_slot, pages=pages, slots=written, unwritten=unwritten, read=read_from
-        )
+        return replace(alone.row, row=row, request_slot=new.request_slot, pages=pages, slots=written, unwritten=unwritten, read=read_from)
 
     def _fill_tables(self, alone: RowAlone, chosen: int) -> dict[str, dict[int, int]]:
         """Enters a row's bitmask and adjustments in the step's, once for all that are the same; returns where they were and are."""

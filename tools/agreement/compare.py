@@ -13,7 +13,7 @@ from ...graphs.types import Leaf, Signature
 from ...lowering.executable import Executable
 from .poisoned_steps import LiveRow, PoisonedStep, run_step
 from .pools import filled_pages, is_paged, is_picture_pool, is_request_slots, keeps_first_slots, tokens_second
-from .tolerances import DEVIATION, INT8_STEPS, INTEGERS, RELATIVE, Measure, Tolerance, difference
+from .tolerances import DEVIATION, INT8_STEPS, INTEGERS, RELATIVE, Measure, Pairs, Tolerance, difference
 
 TOKENS = ("tokens", "counts", "drafts")
 LOGITS = ("logits", "chosen_logprobs", "top_logprobs")
@@ -76,10 +76,10 @@ def output_differences(
     """
     leaves = [leaf for leaf, _, _ in pools]
 
-    def values(position: int, live: Sequence[LiveRow], accepted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def values(position: int, row: LiveRow, accepted: bool) -> Pairs:
         leaf, left, right = pools[position]
         counts = expected.get("counts") if accepted else None
-        return live_values(leaf, live, left, counts), live_values(leaf, live, right, counts)
+        return zip(live_values(leaf, row, left, counts), live_values(leaf, row, right, counts), strict=True)
 
     return differences_of(case, expected, actual, leaves, values, measure)
 
@@ -89,20 +89,21 @@ def differences_of(
     expected: Mapping[str, torch.Tensor],
     actual: Mapping[str, torch.Tensor],
     leaves: Sequence[Leaf],
-    values: Callable[[int, Sequence[LiveRow], bool], tuple[torch.Tensor, torch.Tensor]],
+    values: Callable[[int, LiveRow, bool], Pairs],
     measure: Measure,
 ) -> Differences:
-    """As `output_differences`; `values` gives those of live rows in the pool at a position, as either run left them, flat, and on request
-    only those of accepted tokens."""
+    """As `output_differences`; `values` gives those of a live row in the pool at a position, as either run left them, and on request only
+    those of accepted tokens."""
     # Values that depend on a token are compared only in rows whose tokens agree.
     same = [row for row in case.rows if all(torch.equal(expected[name][row], actual[name][row]) for name in TOKENS if name in expected)]
     logits_error = state_error = 0.0
     for name in (name for name in LOGITS if name in expected):
         rows = case.rows if name == "logits" else same
-        logits_error = max(logits_error, measure(expected[name][rows], actual[name][rows]))
+        logits_error = max(logits_error, measure([(expected[name][rows], actual[name][rows])]))
     for position, leaf in enumerate(leaves):
         live = case.live if _of_main_layers(leaf) else [row for row in case.live if row.row in same]
-        state_error = max(state_error, measure(*values(position, live, not _of_main_layers(leaf))))
+        pairs = (pair for row in live for pair in values(position, row, not _of_main_layers(leaf)))
+        state_error = max(state_error, measure(pairs))
     return Differences(len(case.rows), logits_error, state_error, len(case.rows) - len(same))
 
 
@@ -127,18 +128,17 @@ def _of_main_layers(leaf: Leaf) -> bool:
     return leaf.path.startswith("layers.")
 
 
-def live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """Values of live rows in a pool, flat; with `counts` [B] only those of accepted tokens."""
+def live_values(leaf: Leaf, row: LiveRow, pool: torch.Tensor, counts: torch.Tensor | None) -> list[torch.Tensor]:
+    """Values of a live row in a pool, in parts; with `counts` [B] only those of accepted tokens."""
     if is_picture_pool(leaf):
-        return pool.new_zeros(0)  # encode steps alone write it
+        return []  # encode steps alone write it
     if is_request_slots(leaf):
-        return pool[[row.request_slot for row in live]]
+        return [pool[row.request_slot]]
     if not is_paged(leaf):
-        return pool[[slot for row in live for slot in (row.slots[:1] if keeps_first_slots(leaf) else row.slots)]]
-    ends = {row.row: row.start + (row.count if counts is None else int(counts[row.row])) for row in live}
-    cached = tokens_second(leaf, pool)
-    filled = [cached[page, :used].flatten() for row in live for page, used in filled_pages(row.pages, ends[row.row], cached.shape[1])]
-    return torch.cat(filled) if filled else pool.new_zeros(0)
+        return [pool[slot] for slot in (row.slots[:1] if keeps_first_slots(leaf) else row.slots)]
+    end, cached = row.start + (row.count if counts is None else int(counts[row.row])), tokens_second(leaf, pool)
+    filled = [cached[page, :used].flatten() for page, used in filled_pages(row.pages, end, cached.shape[1])]
+    return [torch.cat(filled)] if filled else []
 
 
 @dataclass(frozen=True)

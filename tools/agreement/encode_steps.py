@@ -83,7 +83,7 @@ def encode_differences(case: EncodeStep, expected: torch.Tensor, finite: torch.T
     """How far a run is from the pool that a step leaves; infinitely where it writes another row, or says that one is not finite."""
     others = sorted({*range(1, len(pool))} - {*case.written})
     right = bool(pool[others].isnan().all()) and bool((finite[list(case.places)] == 1).all())
-    error = measure(expected[case.written], pool[case.written]) if right else math.inf
+    error = measure([(expected[case.written], pool[case.written])]) if right else math.inf
     return Differences(len(case.places), 0.0, error, 0)
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import torch
 
 from ...graphs.errors import ArtifactError
-from ...graphs.types import DTYPES, Bucket, Limits, Signature
+from ...graphs.types import DTYPES, Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.artifact.manifest import Manifest
 from ...lowering.backend import open_executable
@@ -20,7 +20,7 @@ from ..progress import Progress
 from .alone import Places, RowAlone, Together, rows_alone
 from .compare import Differences, check_tolerance
 from .encode_steps import PADDINGS, compare_encode, poisoned_encode
-from .poisoned_steps import live_counts
+from .poisoned_steps import ProvedStep, live_counts
 from .sized import LiveRows, signature_of
 from .tolerances import tolerance_of
 
@@ -28,7 +28,7 @@ SEEDS = 2
 """Random test cases of each number of live rows, of buckets that are not so large that one of each has `ENOUGH` rows."""
 ENOUGH = 16
 SHARING = 4
-"""Prompts, of whatever length, that share a step of an executable that takes any size, if there is room for so many requests."""
+"""Prompts that share a step of an executable that takes any size, if there is room for so many requests."""
 
 
 def verify(artifact: Artifact, progress: Progress) -> dict[str, dict[str, float]]:
@@ -74,14 +74,16 @@ class Proof:
         """
         self._params = load_params(artifact)
         self._known = dict[tuple[str, int], list[RowAlone]]()
+        self._several = set[tuple[str, int]]()
 
     def entry(self, artifact: Artifact, entry: GraphEntry) -> Mapping[str, float]:
         """Compares the executable of a bucket with the eager graph of one row, on whole batches, padded ones and single rows.
 
         Every test case has between one and all rows of the batch live, at random places, and NaN in whatever a live row must not read: the
         null page and slot, unused pages and slots, and the unwritten tail of pages. A step of half a batch proves the bucket's own eager
-        graph, which serves until there is an executable. One that takes any size runs a step of half a batch as it is, all others without
-        rows of padding, and of prefill one of several prompts.
+        graph, which serves until there is an executable. One that takes any size runs without rows of padding, and of prefill a step of
+        several prompts. Graphs of such a kind differ in sizes alone, as the build has seen: the first bucket of several rows proves its
+        eager graph and its executable beside padding, the others run the sizes that those before them do not have.
 
         Args:
             artifact: that of the weights, with this entry's files.
@@ -99,29 +101,40 @@ class Proof:
 
     def _rows(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> Differences:
         manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
-        tolerance, params = tolerance_of(DTYPES[manifest.dtype], signature), self._operands(manifest, bucket)
-        known, dealt, counts = self._alone(artifact, bucket), Counter[int](), live_counts(bucket.batch)
-        graphs = {"eager": eager, entry.backend: candidate}
-        if any_size := entry.any_size and entry.compiled is not None:
-            graphs |= {entry.backend: LiveRows(candidate, bucket, signature, manifest.limits), f"{entry.backend}, padded": candidate}
+        tolerance, proved = tolerance_of(DTYPES[manifest.dtype], signature), self._step(manifest, entry)
+        any_size = entry.any_size and entry.compiled is not None
+        known, dealt = self._alone(artifact, bucket, any_size), Counter[int]()
+        graphs, counts = {"eager": eager, entry.backend: candidate}, live_counts(bucket.batch)
+        if any_size:
+            sized, first = LiveRows(candidate, bucket, signature, manifest.limits), self._first_of_several(bucket)
+            graphs = {entry.backend: sized} | ({"eager": eager, f"{entry.backend}, padded": candidate} if first else {})
+            counts = counts if first or bucket.batch == 1 else counts[1:]
         measured = dict.fromkeys(graphs, Differences())
+
+        def run(name: str, executable: Executable, rows: Sequence[RowAlone], step: ProvedStep, live: int, seed: int) -> None:
+            # One at a time, the last one gone: each has pools of its own, for all requests that are served at once.
+            together = Together(rows, step, live, torch.Generator().manual_seed(seed), dealt)
+            measured[name] = measured[name].combined(together.differences(executable, tolerance.measure))
+            del together
+            give_back_heap()
+
         for seed, live in itertools.product(range(SEEDS if sum(counts) < ENOUGH else 1), counts):
             for name in graphs if live == bucket.batch // 2 + 1 and not seed else [entry.backend]:
-                # One at a time, the last one gone: each has pools of its own, for all requests that are served at once.
-                generator = torch.Generator().manual_seed(17 * seed + live)
-                step = Together(known, bucket, signature, manifest.limits, params, live, generator, dealt)
-                measured[name] = measured[name].combined(step.differences(graphs[name], tolerance.measure))
-                del step
-                give_back_heap()
+                run(name, graphs[name], known, proved, live, 17 * seed + live)
         if any_size and bucket.kind == "prefill":
-            several = replace(bucket, batch=_sharing(known, manifest.limits))
-            sized, generator = signature_of(several, signature, manifest.limits), torch.Generator().manual_seed(0)
-            step = Together(known, several, sized, manifest.limits, params, several.batch, generator, dealt)
-            differences = step.differences(LiveRows(candidate, several, sized, manifest.limits), tolerance.measure)
-            measured[entry.backend] = measured[entry.backend].combined(differences)
+            step = _of_several(proved, short := [row for row in known if row.row.count * SHARING <= bucket.q_len] or known)
+            dealt.clear()
+            run(entry.backend, LiveRows(candidate, step.bucket, step.signature, manifest.limits), short, step, step.bucket.batch, 0)
         for name, differences in measured.items():
             check_tolerance(differences, tolerance, f"{bucket.name} ({name}) against eager rows run alone")
         return measured[entry.backend]
+
+    def _first_of_several(self, bucket: Bucket) -> bool:
+        """Whether a bucket of several rows is the first of its kind and width to be proved."""
+        kind = (bucket.kind, bucket.q_len)
+        first = bucket.batch > 1 and kind not in self._several
+        self._several |= {kind} if first else set()
+        return first
 
     def _segments(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> Differences:
         manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
@@ -141,17 +154,23 @@ class Proof:
             check_tolerance(differences, tolerance, f"{bucket.name} ({entry.backend}) against {name}")
         return differences
 
-    def _alone(self, artifact: Artifact, bucket: Bucket) -> list[RowAlone]:
+    def _alone(self, artifact: Artifact, bucket: Bucket, any_size: bool) -> list[RowAlone]:
         """Rows for all buckets that differ from this one in rows, run alone when the first of them is proved."""
         manifest, kind = artifact.manifest, (bucket.kind, bucket.q_len)
         if kind not in self._known:
             single = _single(manifest, bucket)
-            largest = max(entry.bucket for entry in manifest.graphs if (entry.bucket.kind, entry.bucket.q_len) == kind)
-            reference, vocab = open_executable(artifact.path / single.reference, "eager"), int(manifest.model["vocab_size"])
-            operands = self._operands(manifest, bucket)
-            self._known[kind] = rows_alone(reference, largest, manifest.signature(single), manifest.limits, operands, vocab, SEEDS)
+            batch = max(entry.bucket.batch for entry in manifest.graphs if (entry.bucket.kind, entry.bucket.q_len) == kind)
+            reference, sharing = (
+                open_executable(artifact.path / single.reference, "eager"),
+                SHARING if any_size and bucket.kind == "prefill" else 1,
+            )
+            self._known[kind] = rows_alone(reference, self._step(manifest, single), batch, SEEDS, sharing)
             give_back_heap()
         return self._known[kind]
+
+    def _step(self, manifest: Manifest, entry: GraphEntry) -> ProvedStep:
+        params, vocab = self._operands(manifest, entry.bucket), int(manifest.model["vocab_size"])
+        return ProvedStep(entry.bucket, manifest.signature(entry), manifest.limits, params, vocab)
 
     def _operands(self, manifest: Manifest, bucket: Bucket) -> list[torch.Tensor]:
         return [self._params[i] for i in manifest.operands(bucket)[0]]
@@ -170,12 +189,13 @@ def _single(manifest: Manifest, bucket: Bucket) -> GraphEntry:
     raise ArtifactError(f"{bucket.name} is proved by the eager graph of {wanted.name}, which the artifact does not have; build it again")
 
 
-def _sharing(known: Sequence[RowAlone], limits: Limits) -> int:
-    """How many of such rows there is room for in one step, up to `SHARING`."""
-    places = [Places.of(alone.row) for alone in known]
+def _of_several(step: ProvedStep, rows: Sequence[RowAlone]) -> ProvedStep:
+    """A step of as many such rows as there is room for, up to `SHARING`."""
+    limits, places = step.limits, [Places.of(alone.row) for alone in rows]
     pages, pictures = max(len(each.pages) for each in places), max(len(each.pictures) for each in places)
     most = min(SHARING, limits.num_request_slots - 1, (limits.num_pages - 1) // pages)
-    return min(most, (limits.picture_rows - 1) // pictures) if pictures else most
+    bucket = replace(step.bucket, batch=min(most, (limits.picture_rows - 1) // pictures) if pictures else most)
+    return replace(step, bucket=bucket, signature=signature_of(bucket, step.signature, limits))
 
 
 class SegmentBySegment:

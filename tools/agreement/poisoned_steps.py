@@ -76,26 +76,34 @@ CACHED = 1024
 """Most tokens that a row has in the cache: what a test case takes must not grow with the context."""
 
 
+@dataclass(frozen=True)
+class ProvedStep:
+    """A step that is proved: what its test cases have in common.
+
+    Attributes:
+        vocab: tokens are below it.
+    """
+
+    bucket: Bucket
+    signature: Signature
+    limits: Limits
+    params: Sequence[torch.Tensor]
+    vocab: int
+
+
 def poisoned_step(
-    bucket: Bucket,
-    signature: Signature,
-    limits: Limits,
-    params: Sequence[torch.Tensor],
-    vocab: int,
-    live: int,
-    generator: torch.Generator,
-    *,
-    share: int = 0,
-    turn: int = 0,
+    step: ProvedStep, live: int, generator: torch.Generator, *, share: int = 0, turn: int = 0, chunk: int | None = None
 ) -> PoisonedStep:
     """A step with random tokens, lengths and cached state for `live` rows at random places of the batch, and NaN elsewhere.
 
     Args:
         share: rows take no more pages and pictures than as many, if that is more than `live`, may have of each pool.
         turn: what the first live row has: of each three rows one has a bitmask and one adjustments.
+        chunk: most new tokens of a row in prefill; None is the bucket's.
     """
-    rows = _random_rows(bucket, limits, live, max(live, share, 1), generator)
-    tokens = torch.randint(0, vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
+    bucket, signature, limits = step.bucket, step.signature, step.limits
+    rows = _random_rows(bucket, limits, live, max(live, share, 1), chunk or bucket.q_len, generator)
+    tokens = torch.randint(0, step.vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
     filled = [page for row in rows for page in filled_pages(row.pages, row.start, limits.page_size)]
     state = [_random_pool(leaf, filled, [_slot_read(leaf, row) for row in rows], generator) for leaf in signature.state]
     for pool in (pool for leaf, pool in zip(signature.state, state, strict=True) if is_picture_pool(leaf)):
@@ -108,12 +116,12 @@ def poisoned_step(
         slot[request_slots.TOKENS : request_slots.TOKENS + bucket.q_len] = tokens[row.row]
         if limits.picture_rows:
             slot[request_slots.TOKENS + limits.drafts + 1 :] = torch.tensor(offsets(-_random(0, row.start, generator), limits))
-    inputs = _inputs(bucket, limits, rows, tokens, vocab, turn, generator)
-    return PoisonedStep([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
+    inputs = _inputs(bucket, limits, rows, tokens, step.vocab, turn, generator)
+    return PoisonedStep([*step.params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 
 
-def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, generator: torch.Generator) -> list[LiveRow]:
-    """Live rows none of which share a page, state slot or request slot, each with at most a share of the pages."""
+def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, chunk: int, generator: torch.Generator) -> list[LiveRow]:
+    """Live rows none of which share a page, state slot or request slot, each with at most a share of the pages and a chunk of tokens."""
     decode, Q, P = bucket.kind == "decode", bucket.q_len, limits.page_size
     free = FreePlaces(limits, generator)
     width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free.pages) // share)
@@ -123,7 +131,7 @@ def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, generato
     rows, unread = [], list(range(1, limits.picture_rows))
     for row in sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist()):
         ahead = 2 * limits.drafts
-        count = Q if decode else _random(1, max(1, min(Q, most - ahead)), generator)
+        count = Q if decode else _random(1, max(1, min(chunk, most - ahead)), generator)
         start = _random(0 if not decode else 1, max(1, most - count - ahead), generator)
         pages = [free.pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
         slots = [free.slots.pop() for _ in range(width)]
@@ -229,21 +237,18 @@ def live_counts(batch: int) -> list[int]:
 
 def drafted_step(
     reference: Executable,
-    bucket: Bucket,
-    signature: Signature,
-    limits: Limits,
-    params: Sequence[torch.Tensor],
-    vocab: int,
+    step: ProvedStep,
     live: int,
     generator: torch.Generator,
     *,
     share: int = 0,
     turn: int = 0,
+    chunk: int | None = None,
 ) -> PoisonedStep:
     """As `poisoned_step`; a decode step has right drafts among its own, by the reference."""
-    case = poisoned_step(bucket, signature, limits, params, vocab, live, generator, share=share, turn=turn)
-    if bucket.kind == "decode":
-        plant_drafts(reference, case, signature, turn)
+    case = poisoned_step(step, live, generator, share=share, turn=turn, chunk=chunk)
+    if step.bucket.kind == "decode":
+        plant_drafts(reference, case, step.signature, turn)
     return case
 
 

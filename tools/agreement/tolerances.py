@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,27 +10,38 @@ import torch
 from ...graphs.types import Signature
 from .pools import rounds_caches
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
+Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
+"""Values (a, b) of two runs in parts, of which each has room in a cache of the processor."""
+
+Measure = Callable[[Pairs], float]
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def difference(pairs: Pairs) -> float:
     """Largest absolute difference over the larger of 1 and the largest |a|; infinite where either holds a NaN."""
-    if a.numel() == 0:
-        return 0.0
-    a, b = a.float(), b.float()
-    return _finite(torch.linalg.vector_norm(a - b, torch.inf) / torch.linalg.vector_norm(a, torch.inf).clamp(min=1.0))
+    apart, size = _norms(pairs, torch.inf)
+    return _finite(apart.amax() / size.amax().clamp(min=1.0))
 
 
-def deviation(a: torch.Tensor, b: torch.Tensor) -> float:
+def deviation(pairs: Pairs) -> float:
     """Root mean square of the difference over that of a; infinite where either holds a NaN."""
-    if a.numel() == 0:
-        return 0.0
-    a, b = a.float(), b.float()
-    return _finite(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a).clamp(min=1e-12 * a.numel() ** 0.5))
+    pairs = list(pairs)
+    apart, size = (torch.linalg.vector_norm(norms) for norms in _norms(pairs, 2))
+    return _finite(apart / size.clamp(min=1e-12 * max(1, sum(a.numel() for a, _ in pairs)) ** 0.5))
+
+
+def _norms(pairs: Pairs, order: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each pair the norm of the difference and that of a, from 0."""
+    found = [(torch.zeros(()), torch.zeros(()))]
+    for a, b in pairs:
+        if a.numel():
+            a, b = a.float(), b.float()
+            found.append((torch.linalg.vector_norm(a - b, order), torch.linalg.vector_norm(a, order)))
+    apart, size = zip(*found, strict=True)
+    return torch.stack(apart), torch.stack(size)
 
 
 def _finite(measure: torch.Tensor) -> float:
-    """A measure, which is NaN where a value is NaN: infinite then."""
+    """A measure, which is NaN where a value is NaN: infinite then; 0 where nothing was measured."""
     return float(measure.nan_to_num(nan=float("inf")))
 
 

@@ -341,7 +341,7 @@ def _check_state(ranks: Ranks, actual: RankOutputs, rank: int, allowed: AllowedD
     """Checks a rank's final state; returns the largest `deviation` of a pool's live values."""
     largest, expected = 0.0, ranks.shard(ranks.trace.final_state[ranks.group(rank)], rank)
     for (leaf, left), (_, right) in zip(ranks.live_values(rank, expected), ranks.live_values(rank, actual.state[rank]), strict=True):
-        error = deviation(left, right)
+        error = deviation([(left, right)])
         _refuse(error, allowed.state, f"{where}: {leaf.name}")
         rows = (left.float() - right.float()).flatten(1).abs().amax(1) / left.float().abs().max().clamp(min=1.0)
         _refuse(float(rows.median()), allowed.typical, f"{where}: half of {leaf.name}")

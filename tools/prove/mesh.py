@@ -22,7 +22,7 @@ from ...lowering.lower import lower_eager
 from ...models import programs
 from ..agreement.compare import Differences, check_tolerance, output_differences
 from ..agreement.executables import load_params, said
-from ..agreement.poisoned_steps import drafted_step, live_counts
+from ..agreement.poisoned_steps import ProvedStep, drafted_step, live_counts
 from ..agreement.poisoned_steps import run_step as run_alone
 from ..agreement.tolerances import tolerance_of
 from ..artifact_model import full_model, rules_of
@@ -68,7 +68,8 @@ def _verify_entry(
     manifest, mesh, rules = artifact.manifest, Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
     reference, signature = unsharded(manifest, entry)
     sharded = Interpreter(decode((artifact.path / entry.reference).read_bytes()), mesh)
-    vocab, groups = int(manifest.model["vocab_size"]), [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)]
+    step = ProvedStep(entry.bucket, signature, manifest.limits, params, int(manifest.model["vocab_size"]))
+    groups = [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)]
     tolerance = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size)
     measured, first, batch = Differences(), len(signature.params), entry.bucket.batch
     last = first + len(signature.state)
@@ -80,7 +81,7 @@ def _verify_entry(
         generator = torch.Generator().manual_seed(live)
         # The first group has at least one live row; the others have fewer, or none.
         lives = [(live - group) % (batch + 1) if group else live for group in range(mesh.axis("dp"))]
-        cases = [drafted_step(reference, entry.bucket, signature, manifest.limits, params, vocab, each, generator) for each in lives]
+        cases = [drafted_step(reference, step, each, generator) for each in lives]
         state = [[pool.clone() for pool in shares(cases[group].operands[first:last], rank)] for rank, group in enumerate(groups)]
         inputs = [dict(zip((leaf.path for leaf in signature.inputs), case.operands[last:], strict=True)) for case in cases]
         expected = [run_alone(reference, case, signature) for case in cases]

@@ -15,7 +15,7 @@ from npucompile.graphs.step_inputs import OPTIONAL_ROWS
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.tools.agreement.alone import RowAlone, Together, rows_alone
 from npucompile.tools.agreement.compare import Differences, check_tolerance
-from npucompile.tools.agreement.poisoned_steps import live_counts
+from npucompile.tools.agreement.poisoned_steps import ProvedStep, live_counts
 from npucompile.tools.agreement.tolerances import TOLERANCES, difference
 
 PARAMS = [torch.zeros(2, 2)]
@@ -37,14 +37,18 @@ class Mixing(Toy):
         super().row(row, {**of, "inputs.page_table": torch.cat([tables[:row], mixed[None], tables[row + 1 :]])}, out)
 
 
+def proved(bucket: Bucket, limits: Limits) -> ProvedStep:
+    return ProvedStep(bucket, signature(bucket, limits), limits, PARAMS, VOCAB)
+
+
 def known_rows(bucket: Bucket, limits: Limits) -> list[RowAlone]:
     single = Bucket(bucket.kind, 1, bucket.q_len)
-    return rows_alone(Toy(single, limits), bucket, signature(single, limits), limits, PARAMS, VOCAB, 2)
+    return rows_alone(Toy(single, limits), proved(single, limits), bucket.batch, 2)
 
 
 def together(known: Sequence[RowAlone], bucket: Bucket, limits: Limits, live: int, seed: int = 0) -> Together:
     generator = torch.Generator().manual_seed(seed)
-    return Together(known, bucket, signature(bucket, limits), limits, PARAMS, live, generator, Counter())
+    return Together(known, proved(bucket, limits), live, generator, Counter())
 
 
 def measured(known: Sequence[RowAlone], bucket: Bucket, limits: Limits, fault: str = "") -> Differences:
@@ -70,7 +74,7 @@ def test_rows_have_every_number_of_right_drafts_and_the_rarest_are_taken_first()
     assert {int(row.outputs["counts"]) for row in known} == {1, 2, 3}
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
-        Together(known, bucket, signature(bucket, DRAFTING), DRAFTING, PARAMS, 3, generator, dealt)
+        Together(known, proved(bucket, DRAFTING), 3, generator, dealt)
     assert sorted(dealt.values()) == [1] * 6
 
 

@@ -45,8 +45,8 @@ class AnySize:
 
 @pytest.fixture
 def taking_any(own_artifact, monkeypatch):
-    """An artifact whose largest buckets have executables that take any size, and these by name."""
-    names = ("prefill-b1-q16", "decode-b4-q4")
+    """An artifact of which some buckets have executables that take any size, and these by name."""
+    names = ("prefill-b1-q16", "decode-b2-q4", "decode-b4-q4")
     tiny.with_compiled(own_artifact, "stub", names)
     artifact = tiny.published(
         own_artifact,
@@ -66,13 +66,26 @@ def taking_any(own_artifact, monkeypatch):
 def test_they_run_without_padding_and_with_several_prompts(taking_any):
     artifact, opened = taking_any
     measured = executables.verify(artifact, tiny.QUIET)
-    # With 1, 3 and 4 live rows, twice, and once with a row of padding.
-    assert sorted(opened["decode-b4-q4"].sizes) == [(1, 4), (1, 4), (3, 4), (3, 4), (4, 4), (4, 4), (4, 4)]
-    assert measured["decode-b4-q4"]["rows"] == 16
+    # With 1 and 2 live rows, twice, and once as it is; the next larger bucket with those that are more.
+    assert sorted(opened["decode-b2-q4"].sizes) == [(1, 4), (1, 4), (2, 4), (2, 4), (2, 4)]
+    assert sorted(opened["decode-b4-q4"].sizes) == [(3, 4), (3, 4), (4, 4), (4, 4)]
+    assert measured["decode-b4-q4"]["rows"] == 14
     sizes = opened["prefill-b1-q16"].sizes
-    assert [rows for rows, _ in sizes] == [1, 1, 1, 4]
-    assert (1, 16) in sizes
+    assert [rows for rows, _ in sizes] == [1, 1, 4]
     assert measured["prefill-b1-q16"]["rows"] == 2 + 4
+
+
+def test_the_first_of_several_rows_alone_proves_its_eager_graph_and_padding(taking_any, monkeypatch):
+    artifact, opened = taking_any
+    checked = []
+    monkeypatch.setattr(executables, "check_tolerance", lambda differences, tolerance, what: checked.append(what.split(" against")[0]))
+    executables.verify(artifact, tiny.QUIET)
+    of = {name: [what for what in checked if what.startswith(name)] for name in opened}
+    assert of == {
+        "prefill-b1-q16": ["prefill-b1-q16 (stub)"],
+        "decode-b2-q4": ["decode-b2-q4 (stub)", "decode-b2-q4 (eager)", "decode-b2-q4 (stub, padded)"],
+        "decode-b4-q4": ["decode-b4-q4 (stub)"],
+    }
 
 
 @pytest.mark.parametrize("name", ["decode-b4-q4", "prefill-b1-q16"])

@@ -13,18 +13,18 @@ from npucompile.tools.agreement.tolerances import ROUNDED_ACTIVATIONS, SUMMED, T
 
 
 def test_difference_is_relative_beyond_one_and_infinite_for_nan() -> None:
-    assert difference(torch.tensor([0.5]), torch.tensor([0.25])) == 0.25
-    assert difference(torch.tensor([8.0]), torch.tensor([4.0])) == 0.5
-    assert difference(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == float("inf")
-    assert difference(torch.empty(0), torch.empty(0)) == 0.0
+    assert difference([(torch.tensor([0.5]), torch.tensor([0.25]))]) == 0.25
+    assert difference([(torch.tensor([8.0]), torch.tensor([4.0]))]) == 0.5
+    assert difference([(torch.tensor([float("nan")]), torch.tensor([float("nan")]))]) == float("inf")
+    assert difference([(torch.empty(0), torch.empty(0))]) == difference([]) == 0.0
 
 
 def test_deviation_is_an_average_and_infinite_for_nan() -> None:
-    assert deviation(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])) == 0.0
-    assert deviation(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.0])) == 1.0
-    assert deviation(torch.ones(100), torch.cat([torch.ones(99), torch.zeros(1)])) == pytest.approx(0.1)
-    assert deviation(torch.ones(2), torch.tensor([1.0, float("nan")])) == float("inf")
-    assert deviation(torch.empty(0), torch.empty(0)) == 0.0
+    assert deviation([(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]))]) == 0.0
+    assert deviation([(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.0]))]) == 1.0
+    assert deviation([(torch.ones(100), torch.cat([torch.ones(99), torch.zeros(1)]))]) == pytest.approx(0.1)
+    assert deviation([(torch.ones(2), torch.tensor([1.0, float("nan")]))]) == float("inf")
+    assert deviation([(torch.empty(0), torch.empty(0))]) == deviation([]) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
