@@ -108,6 +108,14 @@ class Backend(Protocol):
         """Prepares this process to lower and compile; called before either, with a directory that outlives the process."""
         return
 
+    def warm(self, cache_dir: Path) -> None:
+        """Makes what all compiles need and take from that directory; a build calls it in a thread while it traces.
+
+        Raises:
+            LoweringError: as `compile`.
+        """
+        return
+
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
         """Compiles one lowered graph; equal graphs give equal bytes.
 

@@ -13,7 +13,7 @@ from ...graphs.types import Leaf, Signature
 from ...lowering.executable import Executable
 from .poisoned_steps import LiveRow, PoisonedStep, run_step
 from .pools import filled_pages, is_paged, is_picture_pool, is_request_slots, keeps_first_slots, tokens_second
-from .tolerances import DEVIATION, INT8_STEPS, INTEGERS, RELATIVE, Measure, Pairs, Tolerance, difference
+from .tolerances import DEVIATION, INT8_STEPS, INTEGERS, RELATIVE, Measure, Pairs, Tolerance, difference, together
 
 TOKENS = ("tokens", "counts", "drafts")
 LOGITS = ("logits", "chosen_logprobs", "top_logprobs")
@@ -21,28 +21,26 @@ LOGITS = ("logits", "chosen_logprobs", "top_logprobs")
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences between two executables over all test cases of one bucket.
+    """Differences between two executables.
 
     Attributes:
-        rows: live rows compared.
-        logits_error: largest measure of logits, or of log probabilities, in any case.
-        state_error: largest measure of any pool's live state in any case, rows of pictures among them.
+        logits: of each live row that was compared the largest measure of its logits and log probabilities.
+        state: of each the largest measure of its state in any pool, rows of pictures among them.
         token_mismatches: rows whose greedy tokens, drafts, or counts of accepted drafts differ.
     """
 
-    rows: int = 0
-    logits_error: float = 0.0
-    state_error: float = 0.0
+    logits: tuple[float, ...] = ()
+    state: tuple[float, ...] = ()
     token_mismatches: int = 0
 
-    def combined(self, other: Differences) -> Differences:
-        """The differences of both sets of cases together."""
-        return Differences(
-            self.rows + other.rows,
-            max(self.logits_error, other.logits_error),
-            max(self.state_error, other.state_error),
-            self.token_mismatches + other.token_mismatches,
-        )
+    def __add__(self, other: Differences) -> Differences:
+        """Of the rows of both."""
+        return Differences(self.logits + other.logits, self.state + other.state, self.token_mismatches + other.token_mismatches)
+
+    def measured(self, measure: Measure) -> dict[str, float]:
+        """What is told of them: rows, logits_error, state_error, token_mismatches."""
+        errors = {"logits_error": together(measure, self.logits), "state_error": together(measure, self.state)}
+        return {"rows": float(len(self.state)), **errors, "token_mismatches": float(self.token_mismatches)}
 
 
 def compare(
@@ -53,11 +51,11 @@ def compare(
     measure: Measure | None = None,
 ) -> Differences:
     """Runs both on each case's state and measures every live value, by `difference` unless another measure is given."""
-    differences = Differences()
+    differences, measure = Differences(), measure or difference
     for case in cases:
         (expected, left), (actual, right) = (run_step(executable, case, signature) for executable in (reference, candidate))
         pools = list(zip(signature.state, left, right, strict=True))
-        differences = differences.combined(output_differences(case, expected, actual, pools, measure or difference))
+        differences += output_differences(case, expected, actual, pools, measure)
     return differences
 
 
@@ -95,32 +93,34 @@ def differences_of(
     """As `output_differences`; `values` gives those of a live row in the pool at a position, as either run left them, and on request only
     those of accepted tokens."""
     # Values that depend on a token are compared only in rows whose tokens agree.
-    same = [row for row in case.rows if all(torch.equal(expected[name][row], actual[name][row]) for name in TOKENS if name in expected)]
-    logits_error = state_error = 0.0
-    for name in (name for name in LOGITS if name in expected):
-        rows = case.rows if name == "logits" else same
-        logits_error = max(logits_error, measure([(expected[name][rows], actual[name][rows])]))
-    for position, leaf in enumerate(leaves):
-        live = case.live if _of_main_layers(leaf) else [row for row in case.live if row.row in same]
-        pairs = (pair for row in live for pair in values(position, row, not _of_main_layers(leaf)))
-        state_error = max(state_error, measure(pairs))
-    return Differences(len(case.rows), logits_error, state_error, len(case.rows) - len(same))
+    same = {row for row in case.rows if all(torch.equal(expected[name][row], actual[name][row]) for name in TOKENS if name in expected)}
+    logits, state = list[float](), list[float]()
+    for live in case.live:
+        row, names = live.row, [name for name in LOGITS if name in expected and (name == "logits" or live.row in same)]
+        logits.append(max((measure([(expected[name][row], actual[name][row])]) for name in names), default=0.0))
+        main = [_of_main_layers(leaf) for leaf in leaves]
+        compared = [position for position, own in enumerate(main) if own or row in same]
+        state.append(max((measure(values(position, live, not main[position])) for position in compared), default=0.0))
+    return Differences(tuple(logits), tuple(state), len(case.rows) - len(same))
 
 
-def check_tolerance(differences: Differences, tolerance: Tolerance, what: str) -> Differences:
-    """Returns differences that are within a tolerance.
+def check_tolerance(differences: Differences, tolerance: Tolerance, what: str) -> dict[str, float]:
+    """What is told of differences that are within a tolerance, as `Differences.measured`.
 
     Raises:
         VerifyError: naming what was compared, the measure, its value and the largest legal one.
     """
-    for name, value, limit in (
-        ("logits", differences.logits_error, tolerance.logits),
-        ("state", differences.state_error, tolerance.state),
-        ("tokens", float(differences.token_mismatches), 0.0 if tolerance.tokens else float("inf")),
+    measured = differences.measured(tolerance.measure)
+    for name, key, limit in (
+        ("logits", "logits_error", tolerance.logits),
+        ("state", "state_error", tolerance.state),
+        ("tokens", "token_mismatches", 0.0 if tolerance.tokens else float("inf")),
     ):
-        if not value <= limit:
-            raise VerifyError(f"{what}: {name} differ by {value:.3g}; legal is at most {limit:.3g} ({differences.rows} rows compared)")
-    return differences
+        if not measured[key] <= limit:
+            raise VerifyError(
+                f"{what}: {name} differ by {measured[key]:.3g}; legal is at most {limit:.3g} ({measured['rows']:.0f} rows compared)"
+            )
+    return measured
 
 
 def _of_main_layers(leaf: Leaf) -> bool:

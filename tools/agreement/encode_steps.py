@@ -84,7 +84,7 @@ def encode_differences(case: EncodeStep, expected: torch.Tensor, finite: torch.T
     others = sorted({*range(1, len(pool))} - {*case.written})
     right = bool(pool[others].isnan().all()) and bool((finite[list(case.places)] == 1).all())
     error = measure([(expected[case.written], pool[case.written])]) if right else math.inf
-    return Differences(len(case.places), 0.0, error, 0)
+    return Differences((), (error,) * len(case.places))
 
 
 def compare_encode(

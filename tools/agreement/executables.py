@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
@@ -97,37 +97,41 @@ class Proof:
         eager = open_executable(artifact.path / entry.reference, "eager")
         candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
         proved = self._segments if entry.bucket.kind == "encode" else self._rows
-        return {name: float(value) for name, value in asdict(proved(artifact, entry, eager, candidate)).items()}
+        return proved(artifact, entry, eager, candidate)
 
-    def _rows(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> Differences:
+    def _rows(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> dict[str, float]:
         manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
         tolerance, proved = tolerance_of(DTYPES[manifest.dtype], signature), self._step(manifest, entry)
         any_size = entry.any_size and entry.compiled is not None
         known, dealt = self._alone(artifact, bucket, any_size), Counter[int]()
-        graphs, counts = {"eager": eager, entry.backend: candidate}, live_counts(bucket.batch)
+        served, counts = candidate, live_counts(bucket.batch)
+        halves = {"eager": eager} if entry.compiled else {}
         if any_size:
-            sized, first = LiveRows(candidate, bucket, signature, manifest.limits), self._first_of_several(bucket)
-            graphs = {entry.backend: sized} | ({"eager": eager, f"{entry.backend}, padded": candidate} if first else {})
-            counts = counts if first or bucket.batch == 1 else counts[1:]
-        measured = dict.fromkeys(graphs, Differences())
+            served, first = LiveRows(candidate, bucket, signature, manifest.limits), self._first_of_several(bucket)
+            halves, counts = halves | {entry.backend: candidate} if first else {}, counts if first or bucket.batch == 1 else counts[1:]
+        measured = dict.fromkeys((*halves, entry.backend), Differences())
 
         def run(name: str, executable: Executable, rows: Sequence[RowAlone], step: ProvedStep, live: int, seed: int) -> None:
             # One at a time, the last one gone: each has pools of its own, for all requests that are served at once.
             together = Together(rows, step, live, torch.Generator().manual_seed(seed), dealt)
-            measured[name] = measured[name].combined(together.differences(executable, tolerance.measure))
+            measured[name] += together.differences(executable, tolerance.measure)
             del together
             give_back_heap()
 
-        for seed, live in itertools.product(range(SEEDS if sum(counts) < ENOUGH else 1), counts):
-            for name in graphs if live == bucket.batch // 2 + 1 and not seed else [entry.backend]:
-                run(name, graphs[name], known, proved, live, 17 * seed + live)
+        # Steps of one row are cheap, and each row that is known is run as one.
+        seeds = len(known) if bucket.batch == 1 else SEEDS if sum(counts) < ENOUGH else 1
+        for name, executable in halves.items():
+            run(name, executable, known, proved, bucket.batch // 2 + 1, 0)
+        for seed, live in itertools.product(range(seeds), counts):
+            run(entry.backend, served, known, proved, live, 17 * seed + live)
         if any_size and bucket.kind == "prefill":
             step = _of_several(proved, short := [row for row in known if row.row.count * SHARING <= bucket.q_len] or known)
             dealt.clear()
             run(entry.backend, LiveRows(candidate, step.bucket, step.signature, manifest.limits), short, step, step.bucket.batch, 0)
-        for name, differences in measured.items():
-            check_tolerance(differences, tolerance, f"{bucket.name} ({name}) against eager rows run alone")
-        return measured[entry.backend]
+        return {
+            name: check_tolerance(differences, tolerance, f"{bucket.name} ({name}) against eager rows run alone")
+            for name, differences in measured.items()
+        }[entry.backend]
 
     def _first_of_several(self, bucket: Bucket) -> bool:
         """Whether a bucket of several rows is the first of its kind and width to be proved."""
@@ -136,7 +140,7 @@ class Proof:
         self._several |= {kind} if first else set()
         return first
 
-    def _segments(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> Differences:
+    def _segments(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> dict[str, float]:
         manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
         tolerance, params = tolerance_of(DTYPES[manifest.dtype], signature), self._operands(manifest, bucket)
         single = open_executable(artifact.path / _single(manifest, bucket).reference, "eager")
@@ -147,12 +151,11 @@ class Proof:
         for live, seed in itertools.product(live_counts(bucket.batch), range(SEEDS)):
             one, other = (poisoned_encode(bucket, signature, live, 17 * seed + live, padding) for padding in PADDINGS)
             for name, reference in references.items():
-                differences = compare_encode(reference, candidate, params, (one, other), signature, tolerance.measure)
-                measured[name] = measured[name].combined(differences)
+                measured[name] += compare_encode(reference, candidate, params, (one, other), signature, tolerance.measure)
             give_back_heap()
         for name, differences in measured.items():
-            check_tolerance(differences, tolerance, f"{bucket.name} ({entry.backend}) against {name}")
-        return differences
+            told = check_tolerance(differences, tolerance, f"{bucket.name} ({entry.backend}) against {name}")
+        return told
 
     def _alone(self, artifact: Artifact, bucket: Bucket, any_size: bool) -> list[RowAlone]:
         """Rows for all buckets that differ from this one in rows, run alone when the first of them is proved."""

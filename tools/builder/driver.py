@@ -7,18 +7,22 @@ and the artifact is published when all of them are complete.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...graphs.errors import LoweringError
-from ...graphs.types import Bucket, Signature
+from ...graphs.types import Bucket
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
 from ...lowering.artifact.graph_io import encode
 from ...lowering.artifact.manifest import ExecutableRecord
-from ...lowering.backend import Backend, Parts, backend
+from ...lowering.backend import Backend, backend
 from ...lowering.collectives_check import check_ranks, expand
+from ...lowering.lower import Lowered
 from ...lowering.toolchain import toolchain
 from ..agreement import executables
 from ..progress import Progress
@@ -27,7 +31,7 @@ from .describe import describe
 from .environment import environment
 from .kinds import Kinds
 from .planned import Plan
-from .pool import THREADS, CompileJob, CompileResult, StagedRecord, record_of, run_all
+from .pool import THREADS, CompileJob, CompileResult, StagedRecord, record_of, rewriting, run_all
 from .rank_memory import check_before_lowering, communicator_bytes, rank_memory
 from .stages import stage
 from .stamp import bucket_stamp
@@ -243,6 +247,8 @@ def _take_over(state: _Build) -> None:
 def _build_local(state: _Build, began: float) -> float:
     """Publishes every bucket with its eager reference, then adds executables; returns the seconds until the artifact could serve."""
     plan, progress = state.plan, state.progress
+    if any(not state.is_complete(bucket) for bucket in plan.buckets) and state.jobs > 1:
+        threading.Thread(target=_warm, args=(state,), daemon=True).start()
     lowered = _stage_local(state)
     state.publish()
     ready_seconds = time.monotonic() - began
@@ -254,30 +260,43 @@ def _build_local(state: _Build, began: float) -> float:
         return ready_seconds
     count = f"{len(lowered)} of {len(plan.buckets)} buckets"
     progress.say(f"{state.writer.path} can serve ({ready_seconds:.1f} s); compiling {count} for speed")
-    # The buckets whose speed users notice most come first.
-    todo = sorted(lowered, key=lambda bucket: (bucket.kind != "decode", bucket.tokens))
-    jobs = [CompileJob(plan, bucket, state.cache_dir, lowered[bucket], nice=state.nice) for bucket in todo]
-    with progress.bar(f"compile and verify ({state.backend.name})", len(todo)) as bar:
-        for result in run_all(jobs, state.jobs):
+    with progress.bar(f"compile and verify ({state.backend.name})", len(lowered)) as bar:
+        for result in run_all(_compile_jobs(state, lowered), state.jobs):
             bucket = state.add_result(result).bucket
             bar.step(f"{bucket.name} {result.seconds:.1f} s, {executables.said(bucket, state.verify(bucket))}")
     return ready_seconds
 
 
-def _stage_local(state: _Build) -> dict[Bucket, Parts | tuple[bytes, Signature]]:
+def _warm(state: _Build) -> None:
+    # A thread is as nice as it says, and so is what it starts. Who compiles then says what is wrong.
+    os.setpriority(os.PRIO_PROCESS, 0, max(state.nice, os.getpriority(os.PRIO_PROCESS, 0)))
+    with contextlib.suppress(LoweringError):
+        state.backend.warm(state.cache_dir)
+
+
+def _compile_jobs(state: _Build, lowered: Mapping[Bucket, Lowered]) -> Iterator[CompileJob]:
+    """What is to compile, each made when it is asked for: others compile meanwhile."""
+    kinds = Kinds(state.plan, state.progress)
+    # The buckets whose speed users notice most come first.
+    for bucket in sorted(lowered, key=lambda bucket: (bucket.kind != "decode", bucket.tokens)):
+        with rewriting():
+            graph = kinds.parts(lowered[bucket]) or (encode(lowered[bucket].graph), lowered[bucket].signature)
+        state.entries[bucket] = replace(state.entries[bucket], any_size=bucket in kinds.any_size)
+        yield CompileJob(state.plan, bucket, state.cache_dir, graph, nice=state.nice)
+
+
+def _stage_local(state: _Build) -> dict[Bucket, Lowered]:
     """Adds every bucket's eager graph, and previous executables whose key is unchanged; returns lowered graphs that need compiling."""
     plan, todo = state.plan, [bucket for bucket in state.stamps if not state.is_complete(bucket)]
-    lowered: dict[Bucket, Parts | tuple[bytes, Signature]] = {}
-    kinds = Kinds(plan, state.progress)
-    with state.progress.bar("trace, partition, lower", len(todo)) as bar:
+    lowered: dict[Bucket, Lowered] = {}
+    with state.progress.bar("trace, partition, lower", len(todo)) as bar, rewriting():
         for bucket in todo:
             staged = stage(plan, bucket)
             reference = staged.lowered if plan.backend == "eager" else backend("eager").lower(staged.partitioned)
             eager = state.writer.add("graphs", encode(reference.graph), "graph")
             state.add_staged(bucket, record_of(plan, staged), eager)
             if not state.is_complete(bucket):
-                lowered[bucket] = kinds.parts(staged.lowered) or (encode(staged.lowered.graph), staged.lowered.signature)
-                state.entries[bucket] = replace(state.entries[bucket], any_size=bucket in kinds.any_size)
+                lowered[bucket] = staged.lowered
             bar.step(bucket.name)
     return lowered
 

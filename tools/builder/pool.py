@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -124,19 +125,20 @@ def _compiling(nice: int) -> Iterator[None]:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
-    # Graphs are rewritten here but never called; generating Python code for each would take a fifth of the time.
-    with warnings.catch_warnings(), _use_lazy_graph_module(True), _uncollected():
+    with warnings.catch_warnings(), rewriting():
         warnings.simplefilter("ignore")
         yield
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which takes a fifth of the time to find that nearly all of a bucket's graphs are still in use."""
+def rewriting() -> Iterator[None]:
+    """Where graphs are rewritten and never called: generating Python code for each would take a fifth of the time, and so would the
+    garbage collector, to find that nearly all of a bucket's graphs are still in use."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with _use_lazy_graph_module(True):
+            yield
     finally:
         if enabled:
             gc.enable()
@@ -199,41 +201,44 @@ def _part_in_worker(job: CompileJob, part: Part) -> tuple[bytes, float]:
     return data, time.monotonic() - began
 
 
-def run_all(jobs: Sequence[CompileJob], workers: int) -> Iterator[CompileResult]:
-    """Yields results as they complete; jobs start in the order given.
+def run_all(jobs: Iterable[CompileJob], workers: int) -> Iterator[CompileResult]:
+    """Yields results as they complete; jobs start in the order given, each as soon as it is made.
 
     Graphs in parts share the processes part by part, and a part that several graphs have is compiled for the first of them.
 
     Raises:
         NpucompileError: that of the first job that fails, or a process was killed; the other jobs are cancelled.
     """
-    parts = {part.key for job in jobs if isinstance(job.lowered, Parts) for part in job.lowered.parts}
-    tasks = len(parts) + sum(not isinstance(job.lowered, Parts) for job in jobs)
-    if workers <= 1 or tasks <= 1:
-        yield from map(run, jobs)
+    rest = iter(jobs)
+    begun = list(itertools.islice(rest, 2))
+    if workers <= 1 or sum(len(job.lowered.parts) if isinstance(job.lowered, Parts) else 1 for job in begun) <= 1:
+        yield from map(run, itertools.chain(begun, rest))
         return
-    files = tuple({job.plan.source.family_file for job in jobs if job.plan.source.family_file})
-    # Spawn, because a fork inherits torch's thread pools in an undefined state.
-    context, count = multiprocessing.get_context("spawn"), min(workers, tasks)
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(files,))
+    file = begun[0].plan.source.family_file
+    # Spawn, because a fork inherits torch's thread pools in an undefined state. Processes start as there is work for them.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare, initargs=((file,) if file else (),))
     try:
-        yield from _results(pool, jobs)
+        yield from _results(pool, itertools.chain(begun, rest))
     except BrokenProcessPool:
         raise LoweringError(
-            f"one of {count} processes that compile was killed, for want of memory more likely than not; "
+            f"one of up to {workers} processes that compile was killed, for want of memory more likely than not; "
             "what was finished is kept: build again, with --jobs 1 to need less"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _results(pool: Executor, jobs: Sequence[CompileJob]) -> Iterator[CompileResult]:
+def _results(pool: Executor, jobs: Iterable[CompileJob]) -> Iterator[CompileResult]:
     """Results of jobs in a pool, as they complete."""
-    whole = {pool.submit(_run_in_worker, job): None for job in jobs if not isinstance(job.lowered, Parts)}
-    waiting = [(job, job.lowered) for job in jobs if isinstance(job.lowered, Parts)]
+    whole, waiting = dict[Future[CompileResult], None](), list[tuple[CompileJob, Parts]]()
     futures, first = dict[str, Future[tuple[bytes, float]]](), dict[str, CompileJob]()
-    for job, graph in waiting:
-        for part in graph.parts:
+    for job in jobs:
+        if not isinstance(job.lowered, Parts):
+            whole[pool.submit(_run_in_worker, job)] = None
+            continue
+        waiting.append((job, job.lowered))
+        for part in job.lowered.parts:
             if part.key not in futures:
                 futures[part.key], first[part.key] = pool.submit(_part_in_worker, replace(job, lowered=None), part), job
     everything: list[Future[Any]] = [*whole, *futures.values()]

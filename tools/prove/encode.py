@@ -64,7 +64,7 @@ def differences_of_ranks(
         pools = [[together[group].pool.clone()] for group in groups]
         outputs = run_step(run, mesh, signatures[1], shards, pools, [case.inputs for case in together])
         for group, (pool,), of_rank in zip(groups, pools, outputs, strict=True):
-            measured = measured.combined(encode_differences(together[group], expected[group], of_rank["finite"], pool, measure))
+            measured += encode_differences(together[group], expected[group], of_rank["finite"], pool, measure)
     return measured
 
 
@@ -109,7 +109,7 @@ def verify_small(manifest: Manifest, bucket: Bucket, cache_dir: Path) -> dict[st
     def shipped(graph: Lowered) -> ShippedGraph:
         return DECODERS[chosen.name](chosen.compile(graph, cache_dir=cache_dir, threads=0).data)
 
-    def compared(reference: Step, run: Run, dtype: torch.dtype, signature: Signature, allowed: Tolerance, what: str) -> Differences:
+    def compared(reference: Step, run: Run, dtype: torch.dtype, signature: Signature, allowed: Tolerance, what: str) -> dict[str, float]:
         alone = signature_of(encode_step.program(model, tower, bucket, limits, dtype))
         params = [random_leaf(leaf, leaf.aval, zlib.crc32(leaf.name.encode())) for leaf in alone.params]
         shards = [params] * mesh.size
@@ -127,4 +127,4 @@ def verify_small(manifest: Manifest, bucket: Bucket, cache_dir: Path) -> dict[st
         # As for the text's graphs (npu.py): GE may choose another order.
         run = Interpreter(file, mesh, order="reversed-ready") if isinstance(file, GeFile) else Interpreter(file, mesh)
         compared(lambda operands: alone([operands])[0], run, dtype, graph.signature, SAME, f"torch operators in {manifest.dtype}")
-    return {"rows": measured.rows, "state_error": measured.state_error}
+    return {name: measured[name] for name in ("rows", "state_error")}

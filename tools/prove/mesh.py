@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 
@@ -56,14 +55,14 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
         for entry in manifest.graphs:
             params, *own = ([each[i] for i in manifest.operands(entry.bucket)[0]] for each in (whole, *shards))
             measured = (_verify_encode if entry.bucket.kind == "encode" else _verify_entry)(artifact, entry, params, own)
-            measurements[entry.bucket.name] = {name: float(value) for name, value in asdict(measured).items()}
-            bar.step(f"{entry.bucket.name} on {manifest.mesh}: {said(entry.bucket, asdict(measured))}")
+            measurements[entry.bucket.name] = measured
+            bar.step(f"{entry.bucket.name} on {manifest.mesh}: {said(entry.bucket, measured)}")
     return measurements
 
 
 def _verify_entry(
     artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Sequence[torch.Tensor]]
-) -> Differences:
+) -> dict[str, float]:
     """Runs a step of each dp group on one device, and all on their ranks together."""
     manifest, mesh, rules = artifact.manifest, Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
     reference, signature = unsharded(manifest, entry)
@@ -88,13 +87,13 @@ def _verify_entry(
         for rank, actual in enumerate(run_step(sharded, mesh, manifest.signature(entry), shards, state, inputs)):
             outputs, left = expected[groups[rank]]
             pools = list(zip(manifest.state, shares(left, rank), state[rank], strict=True))
-            measured = measured.combined(output_differences(cases[groups[rank]], outputs, actual, pools, tolerance.measure))
+            measured += output_differences(cases[groups[rank]], outputs, actual, pools, tolerance.measure)
     return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
 
 
 def _verify_encode(
     artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Sequence[torch.Tensor]]
-) -> Differences:
+) -> dict[str, float]:
     """Runs a step of segments of each dp group on one device, and all on their ranks together, with other bytes in padding."""
     manifest, mesh = artifact.manifest, Mesh.parse(artifact.manifest.mesh)
     reference, signature = unsharded(manifest, entry)

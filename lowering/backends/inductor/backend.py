@@ -38,8 +38,8 @@ _MODEL = "model"
 _LAYOUTS, _PACKER = "npucompile/layouts.json", "npucompile/pack.so"
 """Entries of a package whose graph reads packed parameters: their layouts by position, and the library that packs them."""
 METADATA = "_metadata.json"
-NODES_A_BODY = 500
-"""A body compiles for as long as this many nodes more: 3 s of headers and linking, where a node takes 6 ms (decision 048)."""
+NODES_A_BODY = 120
+"""A body compiles for as long as this many nodes more: 2 s of headers and linking, where a node takes 20 ms (decision 048)."""
 
 
 class PackageExecutable:
@@ -192,6 +192,12 @@ class Inductor(Backend):
 
     name = NAME
     suffix = "pt2"
+
+    def warm(self, cache_dir: Path) -> None:
+        """Compiles the kernels, which takes half a minute."""
+        from . import aoti, native
+
+        native.archive(aoti.compiler()[0], aoti.instruction_set() or "native", cache_dir.resolve())
 
     def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
         """Replaces primitives by aten operators and native kernels, in each body once, and gives parameters their layouts; bodies write

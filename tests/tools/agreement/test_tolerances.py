@@ -9,7 +9,7 @@ import torch
 from support.toy_step import PLAIN, signature
 
 from npucompile.graphs.types import Aval, Bucket, Leaf
-from npucompile.tools.agreement.tolerances import ROUNDED_ACTIVATIONS, SUMMED, TOLERANCES, deviation, difference, tolerance_of
+from npucompile.tools.agreement.tolerances import ROUNDED_ACTIVATIONS, SUMMED, TOLERANCES, deviation, difference, together, tolerance_of
 
 
 def test_difference_is_relative_beyond_one_and_infinite_for_nan() -> None:
@@ -25,6 +25,15 @@ def test_deviation_is_an_average_and_infinite_for_nan() -> None:
     assert deviation([(torch.ones(100), torch.cat([torch.ones(99), torch.zeros(1)]))]) == pytest.approx(0.1)
     assert deviation([(torch.ones(2), torch.tensor([1.0, float("nan")]))]) == float("inf")
     assert deviation([(torch.empty(0), torch.empty(0))]) == deviation([]) == 0.0
+
+
+def test_rows_together_are_what_most_of_them_are_unless_one_is_wrong() -> None:
+    assert together(difference, [0.1, 0.3, 0.2]) == 0.3
+    assert together(deviation, [0.1, 0.3, 0.2]) == 0.2
+    assert together(deviation, [0.5, *[0.01] * 97]) == pytest.approx(0.15)
+    assert together(deviation, [1.0, *[0.01] * 97]) > TOLERANCES[torch.bfloat16].logits
+    assert together(deviation, [float("inf"), *[0.01] * 97]) == float("inf")
+    assert together(deviation, []) == together(difference, []) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
