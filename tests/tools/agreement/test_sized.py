@@ -78,7 +78,12 @@ def test_they_run_without_padding_and_with_several_prompts(taking_any):
 def test_the_first_of_several_rows_alone_proves_its_eager_graph_and_padding(taking_any, monkeypatch):
     artifact, opened = taking_any
     checked = []
-    monkeypatch.setattr(executables, "check_tolerance", lambda found, tolerance, what: checked.append(what.split(" against")[0]) or found.measured(tolerance.measure))
+
+    def noted(found, tolerance, what):
+        checked.append(what.split(" against")[0])
+        return found.measured(tolerance.measure)
+
+    monkeypatch.setattr(executables, "check_tolerance", noted)
     executables.verify(artifact, tiny.QUIET)
     of = {name: [what for what in checked if what.startswith(name)] for name in opened}
     assert of == {
