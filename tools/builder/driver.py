@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
@@ -258,10 +260,12 @@ def _build_local(state: _Build, began: float) -> float:
             progress.say(f"verified {bucket.name} with the new weights")
     if not lowered:
         return ready_seconds
-    count = f"{len(lowered)} of {len(plan.buckets)} buckets"
+    threads, count = torch.get_num_threads(), f"{len(lowered)} of {len(plan.buckets)} buckets"
     progress.say(f"{state.writer.path} can serve ({ready_seconds:.1f} s); compiling {count} for speed")
     with progress.bar(f"compile and verify ({state.backend.name})", len(lowered)) as bar:
         for result in run_all(_compile_jobs(state, lowered), state.jobs):
+            # While others compile, threads that wait for each other at every operator would wait for a core first.
+            torch.set_num_threads(threads if result.last else 1)
             bucket = state.add_result(result).bucket
             bar.step(f"{bucket.name} {result.seconds:.1f} s, {executables.said(bucket, state.verify(bucket))}")
     return ready_seconds

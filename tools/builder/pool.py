@@ -82,12 +82,14 @@ class CompileResult:
         staged: None if the caller staged the bucket.
         compiled: None if there is nothing to compile, or the key is known.
         seconds: wall time; of a graph in parts the sum over those that no bucket before it had.
+        last: whether nothing is being compiled any more.
     """
 
     job: CompileJob
     staged: StagedRecord | None
     compiled: Compiled | None
     seconds: float
+    last: bool = True
 
 
 def record_of(plan: Plan, staged: Staged) -> StagedRecord:
@@ -251,4 +253,5 @@ def _results(pool: Executor, jobs: Iterable[CompileJob]) -> Iterator[CompileResu
             waiting.remove((job, graph))
             made = {part.key: futures[part.key].result() for part in graph.parts}
             compiled = backend(job.plan.backend).join(graph, [data for data, _ in made.values()], cache_dir=job.cache_dir)
-            yield CompileResult(job, None, compiled, sum(seconds for key, (_, seconds) in made.items() if first[key] is job))
+            seconds = sum(seconds for key, (_, seconds) in made.items() if first[key] is job)
+            yield CompileResult(job, None, compiled, seconds, all(future.done() for future in everything))
