@@ -14,8 +14,8 @@ CPU_BUCKETS = (1, 4, 16, 64)
 
 DEFAULT_PREFILL = (PrefillSize(32), PrefillSize(128))
 ANY_SIZE_PREFILL = (PrefillSize(64), PrefillSize(512))
-"""Where an executable takes any rows and tokens a row (decision 071): the largest are most tokens of a step, which any prompts share. A step
-of more reads weights no cheaper, and streams wait for it. Short prompts take the smallest until there is an executable."""
+"""Where an executable takes any rows and tokens a row (decision 071): the largest are most tokens of a step, which any prompts share. A
+step of more reads weights no cheaper, and streams wait for it. Short prompts take the smallest until there is an executable."""
 
 DEFAULT_ENCODE = (EncodeSize(256), EncodeSize(1024), EncodeSize(4096))
 """Patches of the smallest picture of published processors, and of pictures of 512x512 and 1024x1024 pixels."""
