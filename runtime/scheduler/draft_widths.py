@@ -102,6 +102,7 @@ def buckets_of_width(policy: Policy, times: StepTimes, acceptance: Acceptance, l
 
     def rate(bucket: Bucket) -> float:
         tokens = sum(rows * expected[min(drafts, bucket.q_len - 1)] for drafts, rows in most.items()) / sum(most.values())
+        # The fastest of the last: first steps of an executable are often slow.
         ms = min(times.samples[bucket]) if policy.measured else policy.price(bucket)
         return tokens * min(live, bucket.batch) / ms
 

@@ -163,10 +163,8 @@ class Proof:
         if kind not in self._known:
             single = _single(manifest, bucket)
             batch = max(entry.bucket.batch for entry in manifest.graphs if (entry.bucket.kind, entry.bucket.q_len) == kind)
-            reference, sharing = (
-                open_executable(artifact.path / single.reference, "eager"),
-                SHARING if any_size and bucket.kind == "prefill" else 1,
-            )
+            reference = open_executable(artifact.path / single.reference, "eager")
+            sharing = SHARING if any_size and bucket.kind == "prefill" else 1
             self._known[kind] = rows_alone(reference, self._step(manifest, single), batch, SEEDS, sharing)
             give_back_heap()
         return self._known[kind]

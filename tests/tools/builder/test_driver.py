@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from support import tiny
 from npucompile.graphs.errors import ArtifactError, CheckpointError, ConfigError, LoweringError, ModelError, VerifyError
 from npucompile.lowering.artifact.artifact import MANIFEST, Artifact, ArtifactWriter
 from npucompile.models import registry
+from npucompile.tools.builder import driver, pool
 from npucompile.tools.progress import Progress
 
 SMALL = {"buckets": (1, 2), "prefill": (4,)}
@@ -100,6 +102,21 @@ def test_of_two_builds_at_once_the_second_is_refused_with_the_first_ones_process
         tiny.built(tiny.planned(tiny_checkpoint, **SMALL), tmp_path / "out")
     tiny.built(tiny.planned(tiny_checkpoint, **SMALL), tmp_path / "out")
     Artifact.open(tmp_path / "out")
+
+
+def test_what_all_compiles_need_is_made_in_a_thread_where_there_is_something_to_compile(tmp_path, tiny_checkpoint, stub, monkeypatch):
+    made = threading.Event()
+
+    def warm(cache_dir):
+        made.set()
+        raise LoweringError("whoever compiles says so")
+
+    monkeypatch.setattr(stub, "warm", warm, raising=False)
+    monkeypatch.setattr(driver, "run_all", lambda jobs, workers: map(pool.run, jobs))
+    for wanted in (True, False):
+        made.clear()
+        driver.build(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out", tmp_path / "cache", tiny.QUIET, jobs=2)
+        assert made.wait(10 if wanted else 0.2) is wanted
 
 
 def test_every_bucket_is_compiled_proved_and_published(tmp_path, tiny_checkpoint, stub):

@@ -222,6 +222,20 @@ def test_parts_that_several_graphs_have_are_compiled_once(in_parts):
     assert all(result.staged is None and result.seconds >= 0 for result in results.values())
 
 
+def test_jobs_are_made_while_others_compile_and_the_last_result_is_known(in_parts):
+    jobs, seen = in_parts
+    compiled = []
+
+    def made():
+        for job in (*jobs, replace(jobs[0], lowered=Parts((Part("d", b"d"),), b"3"))):
+            compiled.append(len(seen))
+            yield job
+
+    results = list(pool.run_all(made(), 2))
+    assert compiled == [0, 0, 3], "the third is made when the parts of those before it have been handed out"
+    assert results[-1].last
+
+
 def test_one_process_compiles_graph_by_graph(in_parts):
     jobs, _ = in_parts
     assert [result.compiled.data for result in pool.run_all(jobs, 1)] == [b"1AB", b"2BC"]
