@@ -36,4 +36,8 @@ bool has_dots_for(int64_t D);
 // `count` rows of queries from `first` on.
 void attend_dots(const HeadBf16& head, int64_t first, int64_t count);
 
+// The same for attention by dot products: what `attend_few_dots` computes are the bits of `attend_dots`.
+bool has_few_dots_for(int64_t rows, int64_t D, int64_t P);
+void attend_few_dots(const HeadBf16& first, int64_t count);
+
 }  // namespace npuc

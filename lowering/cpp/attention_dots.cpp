@@ -15,8 +15,8 @@ namespace npuc {
 
 namespace {
 
-// Tokens whose panels stay in the L1 cache while rows pass, and elements of a line of a token.
-constexpr int64_t SEGMENT = 128, ELEMENTS = 32;
+// Elements of a line of a token.
+constexpr int64_t ELEMENTS = 32;
 
 // Weighted values of a segment, added to those of segments before.
 struct Added final : Sink {
@@ -57,10 +57,7 @@ WITH_DOTS void pack_keys(const Pointers& p, int64_t j, int64_t count, char* to) 
 
 // Values [j, j + count) as panels of 16 elements, of `all` tokens, zeros from `count` on.
 WITH_DOTS void pack_values(const Pointers& p, int64_t j, int64_t count, int64_t all, char* to) {
-    alignas(64) int16_t places[2][32];
-    for (int i = 0; i < 32; i++)
-        for (int half = 0; half < 2; half++) places[half][i] = int16_t(half * 16 + i / 2 + i % 2 * 32);
-    const __m512i low = _mm512_load_si512(places[0]), high = _mm512_load_si512(places[1]);
+    const Interleaved pairs;
     const int64_t panel = all / 2 * LINE;
     for (int64_t t = 0; t < all; t += 2, to += LINE) {
         const bf16* first = t < count ? p.token(p.h.v, j + t) : nullptr;
@@ -71,8 +68,8 @@ WITH_DOTS void pack_values(const Pointers& p, int64_t j, int64_t count, int64_t 
         for (int64_t d = 0; d < p.h.D; d += ELEMENTS, line += 2 * panel) {
             const __m512i a = first ? _mm512_loadu_si512(first + d) : _mm512_setzero_si512();
             const __m512i b = second ? _mm512_loadu_si512(second + d) : _mm512_setzero_si512();
-            _mm512_store_si512(line, _mm512_permutex2var_epi16(a, low, b));
-            _mm512_store_si512(line + panel, _mm512_permutex2var_epi16(a, high, b));
+            _mm512_store_si512(line, pairs.first(a, b));
+            _mm512_store_si512(line + panel, pairs.second(a, b));
             if (ahead) _mm_prefetch(ahead + d, _MM_HINT_T0);
             if (beside) _mm_prefetch(beside + d, _MM_HINT_T0);
         }

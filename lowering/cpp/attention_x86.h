@@ -8,8 +8,12 @@
 #include <initializer_list>
 
 #include "attention.h"
+#include "panels.h"
 
 namespace npuc {
+
+// Tokens whose weighted values attention by dot products adds up alone: their panels stay in the L1 cache while rows pass.
+constexpr int64_t SEGMENT = 128;
 
 struct Pointers {
     const HeadBf16& h;
@@ -25,10 +29,9 @@ struct Pointers {
     }
 };
 
-// [16 tokens][16 queries] to [query][token], rows of the result being `ld` apart; only the first `queries` are stored.
-WITH_DOTS inline void turn(const float* from, int64_t queries, float* to, int64_t ld) {
-    __m512 a[16], b[16];
-    UNROLL for (int i = 0; i < 16; i++) a[i] = _mm512_load_ps(from + i * 16);
+// Turns 16 vectors of 16: number i of the result has element i of each.
+WITH_DOTS INLINE void turn(__m512 (&a)[16]) {
+    __m512 b[16];
     UNROLL for (int i = 0; i < 16; i += 2) {
         b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
         b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
@@ -40,7 +43,7 @@ WITH_DOTS inline void turn(const float* from, int64_t queries, float* to, int64_
         a[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pairs(b[i + 1]), pairs(b[i + 3])));
         a[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pairs(b[i + 1]), pairs(b[i + 3])));
     }
-    // Now a[4 t + c] has column c of each quarter, for tokens 4 t on.
+    // Now a[4 t + c] has column c of each quarter, for vectors 4 t on.
     UNROLL for (int c = 0; c < 4; c++) {
         const __m512 low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), high = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
         const __m512 low2 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88), high2 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
@@ -49,10 +52,31 @@ WITH_DOTS inline void turn(const float* from, int64_t queries, float* to, int64_
         b[4 + c] = _mm512_shuffle_f32x4(high, high2, 0x88);
         b[12 + c] = _mm512_shuffle_f32x4(high, high2, 0xdd);
     }
+    UNROLL for (int i = 0; i < 16; i++) a[i] = b[i];
+}
+
+// [16 tokens][16 queries] to [query][token], rows of the result being `ld` apart; only the first `queries` are stored.
+WITH_DOTS inline void turn(const float* from, int64_t queries, float* to, int64_t ld) {
+    __m512 a[16];
+    UNROLL for (int i = 0; i < 16; i++) a[i] = _mm512_load_ps(from + i * 16);
+    turn(a);
     UNROLL for (int i = 0; i < 16; i++) {
-        if (i < queries) _mm512_storeu_ps(to + i * ld, b[i]);
+        if (i < queries) _mm512_storeu_ps(to + i * ld, a[i]);
     }
 }
+
+// Two lines of bfloat16 as pairs, which dot products take: of the first 16 elements of both, and of the others.
+struct Interleaved {
+    __m512i low, high;
+
+    WITH_DOTS INLINED Interleaved() {
+        const __m512i ramp = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        low = _mm512_or_si512(ramp, _mm512_slli_epi32(_mm512_add_epi32(ramp, _mm512_set1_epi32(32)), 16));
+        high = _mm512_add_epi32(low, _mm512_set1_epi32(0x100010));
+    }
+    WITH_DOTS INLINED __m512i first(__m512i a, __m512i b) const { return _mm512_permutex2var_epi16(a, low, b); }
+    WITH_DOTS INLINED __m512i second(__m512i a, __m512i b) const { return _mm512_permutex2var_epi16(a, high, b); }
+};
 
 // Queries as columns: [D / 2][16][2], zeros for those that do not exist; D is a multiple of 32.
 WITH_DOTS inline void lay_out(const HeadBf16& h, int64_t first, int64_t queries, uint16_t* to) {

@@ -139,26 +139,6 @@ void attend_by_tiles(const bf16* q, const bf16* k, const bf16* v, const int32_t*
                           P, N, scale});
 }
 
-// The heads of a request go to one thread, as neighbours in memory, unless there are fewer requests than would keep all threads busy.
-int64_t shares_of_heads(int64_t B, int64_t G) { return std::min<int64_t>(G, (2 * omp_get_max_threads() + B - 1) / B); }
-
-// Bytes of keys and values of a request that stay in the caches of a thread until they are used.
-constexpr int64_t KEPT = 4 << 20;
-
-// Asks for what `heads` heads from this one on have of all tokens: a head after the other, each would be read in pieces of 256 bytes, for
-// which the core waits. 64 requests of 80 tokens take 0.88 of the time, of 200 tokens 0.74 (8 heads of 128, Zen 4).
-void ask_for_heads(const HeadBf16& h, int64_t heads) {
-    const int64_t last = std::min(h.start + h.Q, h.N * h.P), end = std::min(last, h.live);
-    if (heads == 1 || last * heads * h.D * 4 > KEPT) return;
-    for (int64_t j = 0; j < last; j++) {
-        const int64_t at = ((int64_t(h.table[j / h.P]) * h.P + j % h.P) * h.G + h.g) * h.D;
-        for (int64_t d = 0; d < heads * h.D; d += 32) {
-            __builtin_prefetch(h.k + at + d, 0, 2);
-            if (j < end) __builtin_prefetch(h.v + at + d, 0, 2);
-        }
-    }
-}
-
 // Rows of queries go by so many at a time: keys are rearranged once for them, and their scores are not many.
 constexpr int64_t DOT_ROWS = 144;
 
@@ -167,33 +147,33 @@ void attend_by_dots(const bf16* q, const bf16* k, const bf16* v, const int32_t* 
     const int64_t B = sizes[0], Q = sizes[1], H = sizes[2], G = sizes[3], D = sizes[4], P = sizes[5], N = sizes[6];
     int64_t keys = 0;
     for (int64_t b = 0; b < B; b++) keys += starts[b] + Q;
-    const int64_t rows = Q * (H / G), parts = (rows + DOT_ROWS - 1) / DOT_ROWS, apart = parts > 1 ? G : shares_of_heads(B, G);
+    const int64_t rows = Q * (H / G), parts = (rows + DOT_ROWS - 1) / DOT_ROWS;
 #pragma omp parallel for collapse(3) schedule(dynamic) if (keys * Q * H * D >= WORTH)
     for (int64_t b = 0; b < B; b++)
-        for (int64_t share = 0; share < apart; share++)
+        for (int64_t g = 0; g < G; g++)
             // The last rows, which attend to most, begin: no thread is left with them at the end.
             for (int64_t part = parts - 1; part >= 0; part--) {
-                const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first, stop = G * (share + 1) / apart;
-                HeadBf16 head{q + b * Q * H * D, k, v, out + b * Q * H * D, table + b * N, starts[b], starts[b] + lengths[b], G * share / apart,
-                              H / G, Q, H, G, D, P, N, scale};
-                ask_for_heads(head, stop - head.g);
-                for (; head.g < stop; head.g++) attend_dots(head, first, count);
+                const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first;
+                attend_dots({q + b * Q * H * D, k, v, out + b * Q * H * D, table + b * N, starts[b], starts[b] + lengths[b], g, H / G, Q, H, G, D,
+                             P, N, scale},
+                            first, count);
             }
 }
 
-void attend_few_rows(const bf16* q, const bf16* k, const bf16* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
-                       float scale, const int64_t* sizes, bf16* out) {
+// Neighbouring heads of a request go to one thread, as many as keep all threads busy.
+template <typename Few>
+void attend_few_rows(const Few& few, const bf16* q, const bf16* k, const bf16* v, const int32_t* table, const int32_t* starts,
+                     const int32_t* lengths, float scale, const int64_t* sizes, bf16* out) {
     const int64_t B = sizes[0], Q = sizes[1], H = sizes[2], G = sizes[3], D = sizes[4], P = sizes[5], N = sizes[6];
     int64_t keys = 0;
     for (int64_t b = 0; b < B; b++) keys += starts[b] + Q;
-    const int64_t parts = shares_of_heads(B, G);
+    const int64_t parts = std::min<int64_t>(G, (2 * omp_get_max_threads() + B - 1) / B);
 #pragma omp parallel for collapse(2) schedule(dynamic) if (keys * Q * H * D >= WORTH)
     for (int64_t b = 0; b < B; b++)
         for (int64_t part = 0; part < parts; part++) {
             const int64_t g = G * part / parts;
-            attend_few({q + b * Q * H * D, k, v, out + b * Q * H * D, table + b * N, starts[b], starts[b] + lengths[b], g, H / G, Q, H, G, D, P,
-                        N, scale},
-                       G * (part + 1) / parts - g);
+            few({q + b * Q * H * D, k, v, out + b * Q * H * D, table + b * N, starts[b], starts[b] + lengths[b], g, H / G, Q, H, G, D, P, N, scale},
+                G * (part + 1) / parts - g);
         }
 }
 #endif
@@ -211,7 +191,8 @@ void npuc_attention_bf16(const void* q, const void* k, const void* v, const int3
 #if defined(__x86_64__)
     const int64_t rows = sizes[1] * (sizes[2] / sizes[3]), D = sizes[4], P = sizes[5];
     auto* to = static_cast<bf16*>(out);
-    if (has_few_for(rows, D, P)) return attend_few_rows(of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
+    if (has_few_dots_for(rows, D, P)) return attend_few_rows(attend_few_dots, of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
+    if (has_few_for(rows, D, P)) return attend_few_rows(attend_few, of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
     if (has_dots_for(D)) return attend_by_dots(of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
     if (has_tiles_for(D)) return attend_by_tiles(of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);
 #endif

@@ -382,7 +382,7 @@ def test_a_row_of_attention_is_the_same_in_every_batch(run, dtype):
 def test_queries_of_one_token_and_of_several_say_the_same(run, sizes, dtype):
     """A candidate token attends to the same keys as in a step of its own."""
     Q = sizes[0]
-    q, k, v, table, num_computed_tokens, query_lens, scale = attending(3, *sizes, [60, 3, 0], [Q] * 3, dtype)
+    q, k, v, table, num_computed_tokens, query_lens, scale = attending(3, *sizes, [250, 3, 0], [Q] * 3, dtype)
     together = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
     for t in range(Q):
         single = run.attention(q[:, t : t + 1], k, v, table, num_computed_tokens + t, torch.ones_like(query_lens), scale)
