@@ -20,7 +20,7 @@ CLEARLY = 2 / 3
 between two steps."""
 
 
-NEARLY = 0.9
+NEARLY = 0.95
 """Steps that compute at least this part of the tokens that the best one does, for what they cost, count as equally good."""
 
 

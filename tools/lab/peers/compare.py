@@ -202,7 +202,13 @@ def compare(
             starts.append(line)
             progress.say(f"{side.name}: {line['load_s']:.1f} s to the first token")
         for load in loads:
-            measured, failed = throughput(load, processes, rounds, vocab)
+            try:
+                measured, failed = throughput(load, processes, rounds, vocab)
+            except KeyboardInterrupt:
+                if not lines:
+                    raise
+                notes.append(f"interrupted at {load.streams} streams; what was measured before is shown")
+                break
             lines += measured
             notes += failed
             progress.say(short(load, measured))

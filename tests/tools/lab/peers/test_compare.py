@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import io
+from functools import partial
 from typing import Any
+
+import pytest
 
 from npucompile.tools.bench.stats import Spread
 from npucompile.tools.bench.streams import Load
-from npucompile.tools.lab.peers.compare import Served, rows, standing, throughput
+from npucompile.tools.lab.peers.compare import Served, Side, compare, rows, standing, throughput
 from npucompile.tools.lab.peers.process import PeerError
+from npucompile.tools.progress import Progress
 
 
 def served(prefill_s: float, decode_s: float, decoded: int, first: int = 7) -> Served:
@@ -70,3 +75,36 @@ def test_sides_take_turns_and_one_that_fails_has_a_reason() -> None:
     lines, failed = throughput(Load(2, 4, 2), processes, 1, 9)
     assert [line["engine"] for line in lines] == ["ours"]
     assert failed == ["peer failed at 2 streams: no room"]
+
+
+class Interrupted:
+    """A side that is interrupted at its first load of so many streams."""
+
+    version = "1"
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def ask(self, do: str, **values: Any) -> dict[str, Any]:
+        if do != "generate":
+            return {"loaded": "whole"}
+        if len(values["prompts"]) == self.at:
+            raise KeyboardInterrupt
+        return {"token_ids": [[1] * values["tokens"] for _ in values["prompts"]], "prefill_s": 1.0, "decode_s": 1.0, "decoded": 1}
+
+    def close(self) -> None:
+        pass
+
+
+def interrupted(at: int) -> Any:
+    loads = (Load(2, 4, 2), Load(3, 4, 2), Load(4, 4, 2))
+    open_side: Any = partial(Interrupted, at)
+    return compare([Side("ours", open_side, "m")], {}, "bf16", 2, loads, 9, 1, Progress(io.StringIO()))[0]
+
+
+def test_what_was_measured_before_an_interrupt_is_shown() -> None:
+    table = interrupted(4)
+    assert [line["streams"] for line in table.rows] == [2, 3]
+    assert "interrupted at 4 streams; what was measured before is shown" in table.notes
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(2)
