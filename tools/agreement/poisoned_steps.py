@@ -270,15 +270,15 @@ def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature
 def run_step(executable: Executable, case: PoisonedStep, signature: Signature) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     """Outputs by name, and pools that have what the step left where it may write; the case's own pools are afterwards what they were.
 
-    Only those places are copied. Pools are made for all requests that are served at once, gigabytes of a large model: what the results
-    do not hold of them is memory that nobody writes, which the kernel never gives.
+    Only those places are copied. Pools are made for all requests that are served at once, gigabytes of a large model: elsewhere the
+    results are what nothing may read, in memory that takes none.
     """
     first = len(signature.params)
     pools = case.operands[first : first + len(signature.state)]
     places = [_written_places(leaf, case.live) for leaf in signature.state]
     before = [pool[at] for pool, at in zip(pools, places, strict=True)]
     outputs = executable(case.operands)
-    after = [torch.empty_like(pool) for pool in pools]
+    after = [filled_tensor(leaf.aval.shape, unread_value(leaf), leaf.aval.dtype) for leaf in signature.state]
     for pool, at, was, left in zip(pools, places, before, after, strict=True):
         left[at] = pool[at]
         pool[at] = was

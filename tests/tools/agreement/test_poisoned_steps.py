@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from support.residency import resident_bytes
 from support.toy_step import DRAFTING, Toy, poisoned_steps
 
 from npucompile.graphs.types import Bucket
+from npucompile.tools.agreement.poisoned_steps import run_step
 
 
 def test_every_count_of_accepted_drafts_occurs() -> None:
@@ -12,3 +16,13 @@ def test_every_count_of_accepted_drafts_occurs() -> None:
     (case,) = poisoned_steps(bucket, DRAFTING, (3,), seeds=1)
     counts = Toy(bucket, DRAFTING)([t.clone() for t in case.operands])[2]
     assert sorted(counts.tolist()) == [1, 2, 3]
+
+
+def test_pools_after_a_step_take_memory_only_where_it_wrote() -> None:
+    bucket, limits = Bucket("decode", 3, 3), replace(DRAFTING, num_pages=2**20)
+    (case,) = poisoned_steps(bucket, limits, (3,), seeds=1)
+    toy = Toy(bucket, limits)
+    (keys, *_), pages = run_step(toy, case, toy.signature)[1], {0, *(page for row in case.live for page in row.pages)}
+    assert keys.nbytes >= 2**25
+    assert resident_bytes([keys]) < 2**20
+    assert set(keys.isfinite().flatten(1).any(1).nonzero().flatten().tolist()) <= pages
