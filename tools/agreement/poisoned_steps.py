@@ -270,8 +270,8 @@ def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature
 def run_step(executable: Executable, case: PoisonedStep, signature: Signature) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     """Outputs by name, and pools that have what the step left where it may write; the case's own pools are afterwards what they were.
 
-    Only those places are copied. Pools are made for all requests that are served at once, gigabytes of a large model: elsewhere the
-    results are what nothing may read, in memory that takes none.
+    Only those places are copied; elsewhere the results hold what no live row may read, which takes no memory: pools are made for all
+    requests that are served at once, gigabytes of a large model.
     """
     first = len(signature.params)
     pools = case.operands[first : first + len(signature.state)]
