@@ -133,9 +133,9 @@ class RequestState(NamedTuple):
         return with_numbers(tokens, start, self.request.pictures, self.picture_numbers) if self.picture_numbers else tokens
 
     def finishes_in_flight(self, max_model_len: int) -> bool:
-        """Whether the steps in flight finish the request, however few tokens they produce."""
+        """Whether the steps in flight finish the request, however few tokens they produce; where there are none, nothing does."""
         least = self.min_num_tokens
-        return least - len(self.request.prompt) >= self.request.max_tokens or least >= max_model_len
+        return least > self.num_tokens and (least - len(self.request.prompt) >= self.request.max_tokens or least >= max_model_len)
 
     def preempted(self) -> RequestState:
         """The request after it lost its pages and its state; the tokens it generated remain."""
