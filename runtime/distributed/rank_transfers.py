@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from ...graphs.types import Mesh
 from ..executor import Executor
 from ..kv_transfer.layout import Instance
+from ..kv_transfer.lease import Lease, clock_s
 from ..kv_transfer.mooncake import Mooncake
-from ..kv_transfer.pools import WAITING, Peer, RankWriter
+from ..kv_transfer.pools import WAITING, RankWriter, reason_of
 from .control_plane import error_text
 
-KINDS = ("transfer", "peer", "write", "stop_writing", "receive")
+KINDS = ("transfer", "reopen", "peer", "lease", "write", "stop_writing", "receive")
 """Messages of rank 0 that are for this."""
 
 MOST_PEERS = 64
-"""Servers that a rank remembers, the last ones that it was told of."""
+"""Servers, and leases, that a rank remembers, the last ones that it was told of."""
 
 Answer = Callable[..., None]
 Later = Callable[[Callable[[], None]], None]
+T = TypeVar("T")
 
 
 class RankTransfers:
@@ -40,7 +42,8 @@ class RankTransfers:
         self._executor, self._rank, self._mesh, self._stream = executor, rank, mesh, stream
         self._answer = answer
         self._writer: RankWriter | None = None
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, Instance] = {}
+        self._leases: dict[int, Lease] = {}
         # By number of a write that has not ended.
         self._stopping: dict[int, threading.Event] = {}
         self._threads = ThreadPoolExecutor(WAITING, thread_name_prefix="kv-transfer-result")
@@ -54,10 +57,16 @@ class RankTransfers:
         """
         if kind == "transfer":
             self._open(**fields)
+        elif kind == "reopen":
+            # It waits for the end of an engine.
+            self._threads.submit(self._reopen, **fields)
         elif kind == "peer":
-            self._peers[fields["peer"]] = Peer(Instance.from_json(fields["instance"]), fields["sessions"])
-            while len(self._peers) > MOST_PEERS:
-                del self._peers[next(iter(self._peers))]
+            _remember(self._peers, fields["peer"], Instance.from_json(fields["instance"]))
+        elif kind == "lease":
+            lease = self._leases.pop(fields["lease"], None) or Lease()
+            _remember(self._leases, fields["lease"], lease)
+            lease.extend(fields["until_s"])
+            self._answer(fields["number"], "", clock_s=clock_s())
         elif kind == "write":
             later(self._write(**fields))
         elif kind == "stop_writing":
@@ -84,20 +93,28 @@ class RankTransfers:
         except Exception as error:
             self._answer(number, error_text(error))
             return
-        self._answer(number, "", session=transfer.session, addresses=[region.address for region in self._writer.regions])
+        addresses = [region.address for region in self._writer.regions]
+        self._answer(number, "", session=transfer.session, addresses=addresses, clock_s=clock_s())
 
-    def _write(self, number: int, write: int, peer: int, group: int, pairs: Mapping[str, list[list[int]]]) -> Callable[[], None]:
+    def _reopen(self, number: int) -> None:
+        assert self._writer is not None
+        transfer = self._writer.transfer
+        reason = reason_of(transfer.reopen)
+        self._answer(number, reason, session=transfer.session, clock_s=clock_s())
+
+    def _write(
+        self, number: int, write: int, peer: int, lease: int, group: int, sessions: Sequence[str], pairs: Mapping[str, list[list[int]]]
+    ) -> Callable[[], None]:
         """What starts a write."""
-        writer, target = self._writer, self._peers[peer]
-        assert writer is not None
+        # Of a peer or a lease that is forgotten nothing is known, and nothing is written.
+        writer, target, held = self._writer, self._peers.get(peer), self._leases.get(lease, Lease())
         stopping = self._stopping[write] = threading.Event()
         numbers = {axis: [(source, place) for source, place in own] for axis, own in pairs.items()}
 
         def run() -> None:
-            try:
-                reason = writer.write(target, group, numbers, stopping)
-            except Exception as error:
-                reason = error_text(error)
+            reason = f"rank {self._rank} does not know peer {peer}"
+            if writer is not None and target is not None:
+                reason = writer.write(target, group, sessions, numbers, lambda: not (stopping.is_set() or held.over))
             del self._stopping[write]
             self._answer(number, reason)
 
@@ -105,3 +122,10 @@ class RankTransfers:
             self._threads.submit(run)
 
         return start
+
+
+def _remember(by_number: dict[int, T], number: int, value: T) -> None:
+    """Keeps the last `MOST_PEERS`."""
+    by_number[number] = value
+    while len(by_number) > MOST_PEERS:
+        del by_number[next(iter(by_number))]

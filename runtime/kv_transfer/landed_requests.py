@@ -25,7 +25,7 @@ class LandedRequests(BatchSink):
         engine: runs them.
         call: has the thread of rooms call a function.
         lost: told of a request that has lost its pages to others and is parked again with new ones.
-        late: told of a request that ended while it waited for pages.
+        late: told how a request ended while it waited for pages; also of one that was given up, whose client knows nothing of this end.
 
     Attributes:
         local: whether the engine can compute prompts.
@@ -38,7 +38,7 @@ class LandedRequests(BatchSink):
         engine: HandoverEngine,
         call: Callable[[Callable[[], None]], None],
         lost: Callable[[Request, Sink, ParkedEvent], None],
-        late: Callable[[str], None],
+        late: Callable[[FinishEvent], None],
     ) -> None:
         self._engine, self._call, self._lost, self._late = engine, call, lost, late
         self.local = any(bucket.kind == "prefill" for bucket in engine.executor.buckets)
@@ -88,7 +88,7 @@ class LandedRequests(BatchSink):
                 if isinstance(event, FinishEvent):
                     self._by_id.pop(event.request_id, None)
             elif isinstance(event, FinishEvent):
-                self._call(functools.partial(self._late, event.request_id))
+                self._call(functools.partial(self._late, event))
         for sink, own in by_sink.values():
             if isinstance(sink, BatchSink):
                 sink.deliver(own)

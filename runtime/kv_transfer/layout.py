@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from ...graphs.errors import NpucompileError
 from ...graphs.types import PICTURE_ROWS, Leaf, Limits, Mesh, Rules
@@ -45,6 +46,10 @@ class Region:
     count: int
     address: int
     split: bool
+
+    def at(self, address: int) -> Region:
+        """The same pool on another rank."""
+        return replace(self, address=address)
 
     @property
     def nbytes(self) -> int:
@@ -99,10 +104,11 @@ class Instance:
         drafts: drafts a step; 0 without a draft head.
         tp: ranks that share the heads of a request.
         max_model_len: most tokens of a request.
-        ranks: the regions of each rank, dp groups one after the other; they differ in their addresses alone.
+        pools: regions of rank 0; those of other ranks differ in their addresses alone.
+        addresses: of the pools on each rank, dp groups one after the other.
 
     Raises:
-        LayoutError: ranks differ otherwise, or make no whole groups.
+        LayoutError: ranks have other pools, or make no whole groups.
     """
 
     model: str
@@ -110,14 +116,18 @@ class Instance:
     drafts: int
     tp: int
     max_model_len: int
-    ranks: tuple[tuple[Region, ...], ...]
+    pools: tuple[Region, ...]
+    addresses: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if self.tp < 1 or not self.ranks or len(self.ranks) % self.tp:
-            raise LayoutError(f"{len(self.ranks)} ranks in groups of {self.tp}")
-        pools = [tuple(replace(region, address=0) for region in rank) for rank in self.ranks]
-        if other := next((number for number, rank in enumerate(pools) if rank != pools[0]), None):
+        if self.tp < 1 or not self.addresses or len(self.addresses) % self.tp:
+            raise LayoutError(f"{len(self.addresses)} ranks in groups of {self.tp}")
+        if other := next((number for number, rank in enumerate(self.addresses) if len(rank) != len(self.pools)), None):
             raise LayoutError(f"rank {other} has other pools than rank 0; legal are the same ones on all ranks")
+
+    def rank(self, number: int) -> list[Region]:
+        """The regions of a rank."""
+        return [region.at(address) for region, address in zip(self.pools, self.addresses[number], strict=True)]
 
     def group(self, number: int) -> Sequence[int]:
         """Numbers of the ranks of a dp group.
@@ -125,51 +135,55 @@ class Instance:
         Raises:
             LayoutError: there is no such group.
         """
-        groups = len(self.ranks) // self.tp
+        groups = len(self.addresses) // self.tp
         if not 0 <= number < groups:
             raise LayoutError(f"dp group {number}; legal are 0 to {groups - 1}")
         return range(number * self.tp, (number + 1) * self.tp)
 
     def item_bytes(self, axis: str) -> int:
         """Bytes of one page, or of the state of one request, in all pools: the shares of a group's ranks together, a whole pool once."""
-        return sum(region.item_bytes * (self.tp if region.split else 1) for region in self.ranks[0] if region.axis == axis)
+        return sum(region.item_bytes * (self.tp if region.split else 1) for region in self.pools if region.axis == axis)
 
     def request_bytes(self, tokens: int) -> int:
         """Bytes that travel for a prompt of so many tokens: the pages of all but its last token, and a state."""
         return -(-(tokens - 1) // self.page_size) * self.item_bytes(PAGES) + self.item_bytes(SLOTS) if tokens > 1 else 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> bytes:
         """As it is sent: the pools once, and their addresses on each rank."""
-        fields = {name: value for name, value in vars(self).items() if name != "ranks"}
-        pools = [{name: value for name, value in asdict(region).items() if name != "address"} for region in self.ranks[0]]
-        return {**fields, "pools": pools, "addresses": [[region.address for region in rank] for rank in self.ranks]}
+        return msgspec.json.encode(self)
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Instance:
+    def from_json(data: bytes | msgspec.Raw) -> Instance:
         """As it was sent.
 
         Raises:
-            LayoutError: a field is missing, unknown or of another type.
+            LayoutError: a field is missing or of another type.
         """
         try:
-            fields = dict(data)
-            pools, addresses = fields.pop("pools"), fields.pop("addresses")
-            ranks = tuple(
-                tuple(
-                    Region(**{**pool, "shape": tuple(pool["shape"]), "address": address}) for pool, address in zip(pools, rank, strict=True)
-                )
-                for rank in addresses
-            )
-            return Instance(**fields, ranks=ranks)
-        except (KeyError, TypeError, ValueError) as error:
+            return msgspec.json.decode(data, type=Instance)
+        except (msgspec.DecodeError, UnicodeError) as error:
             raise LayoutError(f"the other server describes itself in another way: {error}") from None
 
 
-def instance_of(manifest: Manifest, addresses: Sequence[Mapping[str, int]] = (), source: str = "") -> Instance:
-    """An artifact as a server of it describes itself.
+def located(instance: Instance, ranks: Sequence[Sequence[Region]]) -> Instance:
+    """A server as it describes itself once its pools are in memory.
 
     Args:
-        addresses: of the pools of each rank, by path; by default all are 0, as before anything is in memory.
+        ranks: the regions of each rank (`Pools.ranks`).
+
+    Raises:
+        LayoutError: ranks have other pools.
+    """
+    for number, rank in enumerate(ranks):
+        if [region.at(0) for region in rank] != [region.at(0) for region in ranks[0]]:
+            raise LayoutError(f"rank {number} has other pools than rank 0; legal are the same ones on all ranks")
+    return replace(instance, pools=tuple(ranks[0]), addresses=tuple(tuple(region.address for region in rank) for rank in ranks))
+
+
+def instance_of(manifest: Manifest, source: str = "") -> Instance:
+    """An artifact as a server of it describes itself, before anything is in memory: all addresses are 0.
+
+    Args:
         source: digest of the checkpoint that is served, where the artifact was built without one.
 
     Raises:
@@ -177,9 +191,11 @@ def instance_of(manifest: Manifest, addresses: Sequence[Mapping[str, int]] = (),
     """
     mesh, rules, limits = Mesh.parse(manifest.mesh), Rules.of(manifest.rules), manifest.limits
     leaves = local_leaves(manifest.state, mesh, rules)
-    each = addresses or [{leaf.path: 0 for leaf in leaves}] * mesh.size
-    ranks = tuple(regions(leaves, limits, own, rules) for own in each)
-    return Instance(_model_of(manifest, source), limits.page_size, limits.drafts, mesh.axis("tp"), limits.max_model_len, ranks)
+    pools = regions(leaves, limits, {leaf.path: 0 for leaf in leaves}, rules)
+    model = _model_of(manifest, source)
+    return Instance(
+        model, limits.page_size, limits.drafts, mesh.axis("tp"), limits.max_model_len, pools, ((0,) * len(pools),) * mesh.size
+    )
 
 
 def _model_of(manifest: Manifest, source: str) -> str:
@@ -218,12 +234,12 @@ def check(prefill: Instance, decode: Instance) -> None:
         )
         if theirs != ours
     ]
-    split = sorted({region.name for side in (prefill, decode) for region in side.ranks[0] if region.split})
+    split = sorted({region.name for side in (prefill, decode) for region in side.pools if region.split})
     if split and prefill.tp != decode.tp:
         some = ", ".join(split[:3])
         differences.append(f"tensor parallel ranks: {prefill.tp} and {decode.tp}, and each holds a part of {some}")
     # What is the same on all ranks of each.
-    sent, wanted = ({region.name: region.kind for region in side.ranks[0]} for side in (prefill, decode))
+    sent, wanted = ({region.name: region.kind for region in side.pools} for side in (prefill, decode))
     for name in sorted(sent.keys() | wanted.keys()):
         if sent.get(name) != wanted.get(name):
             differences.append(f"pool {name} of a rank: {_named(sent.get(name))} and {_named(wanted.get(name))}")

@@ -1,35 +1,50 @@
-"""What the two servers of a pair tell each other: JSON objects over one connection, in order, each of a room but the first."""
+"""What the two servers of a pair tell each other: JSON objects over one connection, in order, each of a room but the first.
+
+Every field is checked where a message arrives: what is read here goes on to the engine's thread, which nothing may end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from ...graphs.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
+
+MOST_BYTES = 4 << 20
+"""Of a message: a prompt of 400,000 tokens, or a greeting of 1,000 ranks with 200 pools each."""
+
+Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
-class Hello(NamedTuple):
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
+    """Any of them; JSON has its kind as `type`."""
+
+
+class Hello(Message, frozen=True):
     """The first message of either side.
 
     Attributes:
-        instance: `layout.Instance` as JSON.
-        sessions: of the transfer engines of its ranks, in the order of the ranks of all dp groups.
+        instance: `layout.Instance` as JSON, which is read once the version is known.
+        engine_id: of a prefill server, by which vLLM's proxies name it.
     """
 
     version: int
-    instance: Mapping[str, Any]
-    sessions: list[str]
+    instance: msgspec.Raw
+    engine_id: str = ""
 
 
-class Refused(NamedTuple):
+class Refused(Message, frozen=True):
     """The answer to the greeting of a server that cannot be paired with this one; nothing follows."""
 
     reason: str
 
 
-class Ask(NamedTuple):
+class Ask(Message, frozen=True):
     """A decode server asks for a prompt, whose last token it computes itself.
 
     Attributes:
@@ -37,36 +52,36 @@ class Ask(NamedTuple):
         routed: the number by which a router told both servers of the request; 0 for none.
     """
 
-    room: int
-    tokens: list[int]
+    room: Number
+    tokens: list[Number]
     cache_salt: str
     tenant: str
-    priority: int
-    routed: int
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+    routed: Number
 
 
-class Declined(NamedTuple):
+class Declined(Message, frozen=True):
     """A request that a router sent to both servers is not asked for: its answer was a status and why.
 
     Attributes:
         routed: see `Ask`.
     """
 
-    routed: int
-    status: int
+    routed: Number
+    status: Annotated[int, Meta(ge=100, le=599)]
     reason: str
 
 
-class Computed(NamedTuple):
+class Computed(Message, frozen=True):
     """Attributes:
     cached_tokens: how many were known before.
     """
 
-    room: int
-    cached_tokens: int
+    room: Number
+    cached_tokens: Number
 
 
-class Ready(NamedTuple):
+class Ready(Message, frozen=True):
     """Where the pages and the state go.
 
     Attributes:
@@ -74,65 +89,83 @@ class Ready(NamedTuple):
         pages: in order of position.
         known: how many of them are filled already.
         slot: of the state.
+        sessions: of the transfer engines of the group's ranks, in their order. They are told here alone, since whoever knows one can
+            read and write the memory behind it.
     """
 
-    room: int
-    group: int
-    pages: list[int]
-    known: int
-    slot: int
+    room: Number
+    group: Number
+    pages: list[Number]
+    known: Number
+    slot: Number
+    sessions: list[str]
 
 
-class Done(NamedTuple):
+class Renew(Message, frozen=True):
+    """A prefill server asks to go on writing: its lease is over so long after `at_s` (`lease.LEASE_S`).
+
+    Attributes:
+        at_s: of its own clock, when it asked.
+    """
+
+    at_s: Seconds
+
+
+class Renewed(Message, frozen=True):
+    """The answer, with the same time; a decode server that has given the other one up does not answer."""
+
+    at_s: Seconds
+
+
+class Done(Message, frozen=True):
     """All bytes have arrived."""
 
-    room: int
+    room: Number
 
 
-class Failed(NamedTuple):
+class Failed(Message, frozen=True):
     """The prefill server has given the room up, and writes nothing more."""
 
-    room: int
+    room: Number
     reason: str
 
 
-class Abort(NamedTuple):
-    """The decode server has given the room up."""
+class Abort(Message, frozen=True):
+    """The decode server has given the room up.
 
-    room: int
+    Attributes:
+        again: whether it asks for the same prompt under another number, so that nobody is told of an end.
+    """
+
+    room: Number
+    again: bool = False
 
 
-class Gone(NamedTuple):
+class Gone(Message, frozen=True):
     """The answer to an abort: nothing is in flight."""
 
-    room: int
+    room: Number
 
 
-Message = Hello | Refused | Ask | Declined | Computed | Ready | Done | Failed | Abort | Gone
-
-_ALL = (Hello, Refused, Ask, Declined, Computed, Ready, Done, Failed, Abort, Gone)
-_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in _ALL}
-M = TypeVar("M", bound=Message)
+_decoder = msgspec.json.Decoder(Hello | Refused | Ask | Declined | Computed | Ready | Renew | Renewed | Done | Failed | Abort | Gone)
 
 
-def to_json(message: Message) -> dict[str, Any]:
+def encode(message: Message) -> str:
     """As it is sent."""
-    return {"type": type(message).__name__.lower(), **message._asdict()}
+    return msgspec.json.encode(message).decode()
 
 
-def from_json(data: Any) -> Message:
+def decode(text: str | bytes) -> Message:
     """As it was sent.
 
     Raises:
-        ProtocolError: it is no message of this version.
+        ProtocolError: it is no message of this version, or longer than `MOST_BYTES`.
     """
-    if not isinstance(data, dict) or data.get("type") not in _KINDS:
-        raise ProtocolError(f"a message {str(data)[:80]!r}; legal are objects with a type of {', '.join(_KINDS)}")
-    kind = _KINDS[data["type"]]
-    wanted, got = set(kind._fields), data.keys() - {"type"}
-    if wanted != got:
-        raise ProtocolError(f"a message {data['type']} with {', '.join(sorted(got))}; legal is {', '.join(sorted(wanted))}")
-    if "room" in wanted and type(data["room"]) is not int:
-        raise ProtocolError(f"a message {data['type']} of room {data['room']!r}; legal is a number")
-    message: Message = kind(**{name: data[name] for name in kind._fields})
+    # Characters of a text are a byte or more.
+    if len(text) > MOST_BYTES:
+        raise ProtocolError(f"a message of {len(text)} bytes; legal are up to {MOST_BYTES}")
+    try:
+        message: Message = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ProtocolError(f"a message {text[:80]!r} is none that is legal here: {error}") from None
     return message

@@ -12,12 +12,16 @@ are written again, once. When a segment that does not move has failed is up to t
 from __future__ import annotations
 
 import bisect
+import contextlib
 import importlib
 import itertools
+import os
+import socket
+import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -35,6 +39,9 @@ ARRIVED, LOST = 1, -1
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 2e-3
 """Between two looks at a segment that is being written."""
+
+ACCEPT_S, SOON_S = 1.1, 0.01
+"""The end of an engine waits, with the interpreter's lock, until its thread that accepts connections looks up: each second, until told."""
 
 
 class Writes(NamedTuple):
@@ -69,7 +76,7 @@ class Mooncake:
         self._peers: defaultdict[str, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(IN_FLIGHT))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-transfer", initializer=enter)
         engine, self.session = self._start()
-        # The last one writes; peers may write through all of them.
+        # The last one writes; peers may write through all of them. There is none where the memory could not be opened again.
         self._engines = [engine]
 
     def register(self, memory: Sequence[Memory]) -> None:
@@ -79,11 +86,15 @@ class Mooncake:
                 self._register(engine, memory)
             self._memory = sorted([*self._memory, *memory])
 
-    def write(self, session: str, segments: Sequence[Segment], stopping: threading.Event) -> Writes:
+    def write(self, session: str, segments: Sequence[Segment], allowed: Callable[[], bool]) -> Writes:
         """See `TransferEngine`."""
         for segment in segments:
             self._check(segment)
-        return Writes([self._pool.submit(self._write, session, batch, stopping) for batch in batches(segments)])
+        return Writes([self._pool.submit(self._write, session, batch, allowed) for batch in batches(segments)])
+
+    def reopen(self) -> None:
+        """See `TransferEngine`. Called by any thread; ends those of the old engine before it returns."""
+        self._pool.submit(self._reopen).result()
 
     def close(self) -> None:
         """See `TransferEngine`."""
@@ -93,17 +104,33 @@ class Mooncake:
                 engine.unregister_memory(memory.address)
             self._memory.clear()
 
-    def _write(self, session: str, batch: Sequence[Segment], stopping: threading.Event) -> str:
+    def _write(self, session: str, batch: Sequence[Segment], allowed: Callable[[], bool]) -> str:
         with self._peers[session]:
-            if stopping.is_set():
-                return f"{len(batch)} segments to {session} are not written any more"
+            if not self._engines:
+                return "the memory of this server is being opened again"
             engine = self._engines[-1]
-            failed = _failed(engine, session, batch)
-            if failed and not stopping.is_set() and not engine.send_probe(session):
+            failed = _failed(engine, session, batch, allowed)
+            if failed and allowed() and not engine.send_probe(session):
                 # A peer that lives and cannot be written to is not reached by this engine any more.
                 self._replace(engine)
-                failed = _failed(self._engines[-1], session, failed)
+                failed = _failed(self._engines[-1], session, failed, allowed)
+        if failed and not allowed():
+            return f"{len(failed)} of {len(batch)} segments to {session} are not written any more"
         return f"{len(failed)} of {len(batch)} segments to {session} cannot be written, says Mooncake" if failed else ""
+
+    def _reopen(self) -> None:
+        with self._lock:
+            old, self._engines = self._engines, []
+            if self._protocol == "ascend":
+                # A device has one engine.
+                _end(old)
+            try:
+                # While the old ones keep their ports, so that no port has two meanings.
+                engine, self.session = self._start()
+                self._register(engine, self._memory)
+                self._engines = [engine]
+            finally:
+                _end(old)
 
     def _replace(self, engine: Any) -> None:
         """Starts another engine over the same memory, unless somebody has in the meantime."""
@@ -144,10 +171,29 @@ class Mooncake:
         raise TransferError(f"{segment.nbytes} bytes at {segment.source:#x} are to be sent; that memory is not registered")
 
 
-def _failed(engine: Any, session: str, batch: Sequence[Segment]) -> list[Segment]:
-    """Writes segments, and returns those that have failed once none is in flight."""
+def _end(engines: list[Any]) -> None:
+    """Ends engines with all connections of peers; nobody else may refer to them."""
+    if engines:
+        _look_up_soon({engine.get_rpc_port() for engine in engines})
+        time.sleep(ACCEPT_S)
+        engines.clear()
+
+
+def _look_up_soon(ports: Collection[int]) -> None:
+    """Has the threads that accept connections at ports of this process look up every `SOON_S`."""
+    directory = "/proc/self/fd"
+    for name in os.listdir(directory) if os.path.isdir(directory) else ():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{directory}/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as stream:
+                    if stream.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and stream.getsockname()[1] in ports:
+                        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(SOON_S * 1e6)))
+
+
+def _failed(engine: Any, session: str, batch: Sequence[Segment], allowed: Callable[[], bool]) -> list[Segment]:
+    """Writes segments, and returns those that have failed or were not begun, once none is in flight."""
     # A number is 0 where nothing was begun.
-    started = [(engine.transfer_submit_write(session, *segment), segment) for segment in batch]
+    started = [(engine.transfer_submit_write(session, *segment) if allowed() else 0, segment) for segment in batch]
     return [segment for number, segment in started if not (number and _arrives(engine, number))]
 
 

@@ -104,7 +104,7 @@ class OpenRooms(Generic[H]):
             self._do(number, handover, do)
         if stage in (Stage.ENDED, Stage.LANDED):
             del self._handovers[number], self._numbers[handover.request_id]
-            self._closed(handover)
+            self._closed(number, handover)
 
     def _next(self, room: Room, event: Event) -> Step:
         """`room.prefill` or `room.decode`."""
@@ -113,6 +113,6 @@ class OpenRooms(Generic[H]):
     def _do(self, number: int, handover: H, do: Do) -> None:
         raise NotImplementedError
 
-    def _closed(self, handover: H) -> None:
+    def _closed(self, number: int, handover: H) -> None:
         """A room is not open any more."""
         raise NotImplementedError

@@ -5,28 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from ...graphs.errors import NpucompileError
+from ..distributed.control_plane import error_text
 from ..request import ParkedEvent
 from .layout import PAGES, SLOTS, Instance, LayoutError, Region
+from .lease import Lease
 from .messages import Ready
 from .segments import Pairs, segments
 from .transfer_engine import Memory, Segment, TransferEngine
 
 WAITING = 8
 """Handovers that a rank waits for at a time; the engine bounds what is in flight itself."""
-
-
-class Peer(NamedTuple):
-    """The other server.
-
-    Attributes:
-        sessions: of its ranks' transfer engines, dp groups one after the other.
-    """
-
-    instance: Instance
-    sessions: Sequence[str]
 
 
 class Pools(Protocol):
@@ -43,11 +33,24 @@ class Pools(Protocol):
         """By which peers reach each rank's pools."""
         ...
 
-    def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Callable[[str], None]) -> Callable[[], None]:
+    def lease(self) -> Lease:
+        """One for a connection, without which nothing is written."""
+        ...
+
+    def write(self, source: ParkedEvent, peer: Instance, target: Ready, lease: Lease, done: Callable[[str], None]) -> Callable[[], None]:
         """Writes the pages and the state of a parked request to a decode server; returns at once what keeps it from beginning more.
 
         Args:
+            lease: one of `lease`; after its end nothing is begun.
             done: called once, by another thread, when no byte is in flight any more, with the reason where some may be missing.
+        """
+        ...
+
+    def reopen(self, done: Callable[[str], None]) -> None:
+        """Closes the pools to all who write to them, and opens them under other sessions.
+
+        Args:
+            done: called once, by another thread, with the reason where they could not be opened again; closed they are.
         """
         ...
 
@@ -84,36 +87,43 @@ class RankWriter:
         self.transfer, self.regions, self._rank, self._tp = transfer, executor.regions, rank, tp
         transfer.register(executor.areas)
 
-    def plan(self, peer: Peer, group: int, pairs: Pairs) -> dict[str, list[Segment]]:
+    def plan(self, peer: Instance, group: int, sessions: Sequence[str], pairs: Pairs) -> dict[str, list[Segment]]:
         """The segments that this rank writes, by session.
 
         Args:
             group: dp group of the decode server.
+            sessions: of the ranks of that group.
 
         Raises:
-            LayoutError: there is no such group, page or slot.
+            LayoutError: there is no such group, page or slot, or another number of sessions.
         """
-        ranks = peer.instance.group(group)
+        ranks = peer.group(group)
+        if len(sessions) != len(ranks):
+            raise LayoutError(f"{len(sessions)} sessions of a dp group of {len(ranks)} ranks")
         return {
-            peer.sessions[ranks[target]]: segments(own, peer.instance.ranks[ranks[target]], pairs)
-            for target, own in shares(self.regions, self._rank, self._tp, peer.instance.tp)
+            sessions[target]: segments(own, peer.rank(ranks[target]), pairs)
+            for target, own in shares(self.regions, self._rank, self._tp, peer.tp)
         }
 
-    def write(self, peer: Peer, group: int, pairs: Pairs, stopping: threading.Event) -> str:
+    def write(self, peer: Instance, group: int, sessions: Sequence[str], pairs: Pairs, allowed: Callable[[], bool]) -> str:
         """Writes and waits until no byte is in flight; returns why some may be missing, or an empty text.
 
         Args:
-            stopping: see `TransferEngine.write`.
+            allowed: see `TransferEngine.write`.
         """
-        transfers = []
+        transfers, reasons = [], []
         try:
-            for session, own in self.plan(peer, group, pairs).items():
-                transfers.append(self.transfer.write(session, own, stopping))
-            reason = ""
-        except (NpucompileError, LookupError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            for session, own in self.plan(peer, group, sessions, pairs).items():
+                transfers.append(self.transfer.write(session, own, allowed))
+        except Exception as error:
+            reasons.append(error_text(error))
         # All of them are waited for, whatever the first ones say.
-        return next((result for result in [transfer.result() for transfer in transfers] if result), reason)
+        for transfer in transfers:
+            try:
+                reasons.append(transfer.result())
+            except Exception as error:
+                reasons.append(error_text(error))
+        return next(filter(None, reversed(reasons)), "")
 
     def close(self) -> None:
         """Waits for what is in flight, and forgets the memory."""
@@ -138,22 +148,40 @@ class LocalPools:
         """See `Pools`."""
         return [self._writer.transfer.session]
 
-    def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Callable[[str], None]) -> Callable[[], None]:
+    def lease(self) -> Lease:
+        """See `Pools`."""
+        return Lease()
+
+    def write(self, source: ParkedEvent, peer: Instance, target: Ready, lease: Lease, done: Callable[[str], None]) -> Callable[[], None]:
         """See `Pools`."""
         stopping = threading.Event()
-        self._waiting.submit(lambda: done(self._write(source, peer, target, stopping)))
+        self._waiting.submit(lambda: done(self._write(source, peer, target, lambda: not (stopping.is_set() or lease.over))))
         return stopping.set
+
+    def reopen(self, done: Callable[[str], None]) -> None:
+        """See `Pools`."""
+        self._waiting.submit(lambda: done(reason_of(self._writer.transfer.reopen)))
 
     def close(self) -> None:
         """Waits for what is in flight."""
         self._waiting.shutdown()
         self._writer.close()
 
-    def _write(self, source: ParkedEvent, peer: Peer, target: Ready, stopping: threading.Event) -> str:
+    def _write(self, source: ParkedEvent, peer: Instance, target: Ready, allowed: Callable[[], bool]) -> str:
         try:
-            return self._writer.write(peer, target.group, pairs_of(source, target), stopping)
+            pairs = pairs_of(source, target)
         except LayoutError as error:
             return str(error)
+        return self._writer.write(peer, target.group, target.sessions, pairs, allowed)
+
+
+def reason_of(function: Callable[[], None]) -> str:
+    """Calls a function; returns why it did not do what it is for, or an empty text."""
+    try:
+        function()
+    except Exception as error:
+        return error_text(error)
+    return ""
 
 
 def shares(regions: Sequence[Region], rank: int, tp: int, target_tp: int) -> list[tuple[int, list[Region]]]:

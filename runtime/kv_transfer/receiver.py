@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,12 +11,16 @@ from ..delivery import Sink
 from ..request import RECEIVE, ParkedEvent, Request
 from . import room as rooms
 from .landed_requests import LandedRequests
-from .messages import Abort, Ask, Computed, Declined, Done, Failed, Gone, Message, Ready
+from .messages import Abort, Ask, Computed, Declined, Done, Failed, Gone, Message, Ready, Renew, Renewed
 from .open_rooms import Connection, Handover, OpenRooms
 from .room import Do, Kind, Room, Stage
+from .write_access import WriteAccess
 
 OK = 200
 """The status of a request of which nothing is to be computed."""
+
+FIRST = -(2**31)
+"""The priority of a request that was running: before all others."""
 
 CANCELLED = Kind.CANCELLED.value
 """Why a room is given up whose client has left."""
@@ -24,6 +29,7 @@ CANCELLED = Kind.CANCELLED.value
 @dataclass
 class _Handover(Handover):
     """Attributes:
+    tokens, routed: what is asked for (`messages.Ask`).
     asked_s: when it was asked for first.
     target: where it is parked.
     again: it had landed before.
@@ -34,7 +40,9 @@ class _Handover(Handover):
     request: Request
     sink: Sink
     failed: Callable[[str], None]
+    tokens: Sequence[int]
     asked_s: float
+    routed: int = 0
     target: ParkedEvent | None = None
     again: bool = False
     submitted: bool = False
@@ -47,20 +55,29 @@ class Receiver(OpenRooms[_Handover]):
     Args:
         number: draws the number of a room.
         landed: takes the requests whose pages have arrived.
+        access: to the pools of this server.
+        sessions: of the ranks of a dp group, by which they are reached now.
 
     Attributes:
         connected: whether the prefill server can be asked.
     """
 
-    def __init__(self, connection: Connection, number: Callable[[], int], landed: LandedRequests) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        number: Callable[[], int],
+        landed: LandedRequests,
+        access: WriteAccess,
+        sessions: Callable[[int], list[str]],
+    ) -> None:
         super().__init__(connection)
-        self._number, self._landed = number, landed
+        self._number, self._landed, self._access, self._sessions = number, landed, access, sessions
         self.connected = True
 
     @property
     def withheld(self) -> int:
-        """Rooms whose pages nobody may use, since the prefill server does not say whether it writes to them."""
-        return sum(handover.room.stage is Stage.WITHHELD for handover in self._handovers.values())
+        """Rooms whose pages nobody may use until the access of a prefill server that does not answer is taken back."""
+        return sum(handover.room.stage is Stage.REVOKING for handover in self._handovers.values())
 
     def asks(self, request_id: str) -> bool:
         """Whether a request has an open room."""
@@ -83,14 +100,16 @@ class Receiver(OpenRooms[_Handover]):
                 self.decline(routed, OK, "")
             return
         # Tokens that are scored are computed by decode steps, one after the other.
-        handover = _Handover(self._begun(), request.id, request, sink, failed, self._clock())
-        self._ask(handover, request.prompt[: len(request.prompt) - request.num_scored], routed)
+        tokens = request.prompt[: len(request.prompt) - request.num_scored]
+        self._ask(_Handover(self._begun(), request.id, request, sink, failed, tokens, self._clock(), routed), request.priority)
 
     def ask_again(self, request: Request, sink: Sink, failed: Callable[[str], None], parked: ParkedEvent) -> None:
         """Asks for all tokens of a request that had landed, has lost its pages, and is parked again. Where nobody hands them over the
         engine computes them, if it can, and `failed` is told of a client that has left alone."""
-        room = self._begun()
-        self._ask(_Handover(room, request.id, request, sink, failed, self._clock(), parked, again=True, submitted=True), parked.token_ids)
+        handover = _Handover(self._begun(), request.id, request, sink, failed, parked.token_ids, self._clock(), target=parked)
+        handover.again = handover.submitted = True
+        self._ask(handover, FIRST)
+        self._withdraw_waiting()
 
     def cancel(self, request_id: str) -> bool:
         """The client of a request has left; returns whether a room of it was open. One that has landed is the engine's alone."""
@@ -99,7 +118,7 @@ class Receiver(OpenRooms[_Handover]):
             return False
         handover = self._handovers[number]
         self._step(number, Kind.CANCELLED)
-        if handover.room.stage in (Stage.FENCED, Stage.WITHHELD):
+        if handover.room.stage in (Stage.FENCED, Stage.REVOKING):
             self._give_up(handover, CANCELLED)
         return True
 
@@ -114,6 +133,8 @@ class Receiver(OpenRooms[_Handover]):
                 self._step(number, Kind.FAILED, reason)
             case Gone(room=number):
                 self._step(number, Kind.GONE)
+            case Renew(at_s=at_s):
+                self._send(Renewed(at_s))
             case _:
                 pass
 
@@ -129,6 +150,11 @@ class Receiver(OpenRooms[_Handover]):
         self.connected = False
         super().disconnected()
 
+    def tick(self) -> None:
+        """Ends what has waited too long, and takes access back."""
+        super().tick()
+        self._access.tick()
+
     def decline(self, routed: int, status: int, reason: str) -> None:
         """Says that a request of a router is not asked for."""
         self._send(Declined(routed, status, reason))
@@ -136,10 +162,10 @@ class Receiver(OpenRooms[_Handover]):
     def _begun(self) -> Room:
         return rooms.begin_decode(self._clock(), self._timeouts)
 
-    def _ask(self, handover: _Handover, tokens: Sequence[int], routed: int = 0) -> None:
+    def _ask(self, handover: _Handover, priority: int) -> None:
         number, request = self._number(), handover.request
         self._open(number, handover)
-        self._send(Ask(number, list(tokens), request.cache_salt, request.tenant, request.priority, routed))
+        self._send(Ask(number, list(handover.tokens), request.cache_salt, request.tenant, priority, handover.routed))
         if not self.connected:
             self._step(number, Kind.DISCONNECTED)
 
@@ -148,6 +174,30 @@ class Receiver(OpenRooms[_Handover]):
         if (number := self._numbers.get(event.request_id)) is not None:
             self._handovers[number].target = event
             self._step(number, Kind.RESERVED)
+            self._withdraw_waiting()
+
+    def _reserve(self, number: int, handover: _Handover) -> None:
+        if handover.target is not None:
+            self._step(number, Kind.RESERVED)
+            return
+        if not handover.submitted:
+            self._submit(number, handover)
+        self._withdraw_waiting()
+
+    def _withdraw_waiting(self) -> None:
+        """Has computed prompts that wait for pages computed again later, where others have pages and wait until they are computed.
+
+        Each server would otherwise wait for what the other one holds: this one for a place where prompts are computed, of which those
+        that are computed have all, and they for pages.
+        """
+        if not any(handover.target and handover.room.stage is Stage.ASKED for handover in self._handovers.values()):
+            return
+        for number, handover in list(self._handovers.items()):
+            if handover.room.stage is Stage.WAITING and not handover.target:
+                del self._handovers[number]
+                self._send(Abort(number, again=True))
+                handover.room = self._begun()
+                self._ask(handover, handover.request.priority)
 
     def _next(self, room: Room, event: rooms.Event) -> rooms.Step:
         return rooms.decode(room, event, self._timeouts)
@@ -157,30 +207,34 @@ class Receiver(OpenRooms[_Handover]):
             case Do.SEND_ABORT:
                 self._send(Abort(number))
             case Do.SEND_READY:
-                target = handover.target
-                assert target is not None
-                self._send(Ready(number, target.group, list(target.pages), target.known, target.slot))
-            case Do.RESERVE if handover.submitted:
-                self._step(number, Kind.RESERVED)
+                self._access.grant((self, number), functools.partial(self._ready, number, handover))
+            case Do.REVOKE:
+                self._access.revoke((self, number), functools.partial(self._step, number, Kind.REVOKED))
             case Do.RESERVE:
-                self._submit(number, handover)
+                self._reserve(number, handover)
             case Do.RUN:
                 self._landed.landed(handover.request, handover.sink, self._clock() - handover.asked_s)
             case Do.GIVE_UP:
                 if not (handover.again and self._landed.local) or handover.room.reason == CANCELLED:
                     self._give_up(handover, handover.room.reason)
-            case Do.FREE | Do.WITHHOLD:
-                # Freed with the request, which is cancelled when the room ends; withheld until then.
+            case Do.FREE:
+                # With the request, which is cancelled when the room ends.
                 pass
             case _:
                 raise AssertionError(do)
+
+    def _ready(self, number: int, handover: _Handover) -> None:
+        target = handover.target
+        assert target is not None
+        self._send(Ready(number, target.group, list(target.pages), target.known, target.slot, self._sessions(target.group)))
 
     def _give_up(self, handover: _Handover, reason: str) -> None:
         if not handover.told:
             handover.told = True
             handover.failed(reason)
 
-    def _closed(self, handover: _Handover) -> None:
+    def _closed(self, number: int, handover: _Handover) -> None:
+        self._access.release((self, number))
         if handover.room.stage is Stage.ENDED and handover.submitted:
             # No write to its pages is in flight.
             if handover.told:

@@ -5,7 +5,7 @@ what its server has to do. Messages may be lost, repeated or late, either server
 (`Room.deadline_s`). What always holds:
 
     A page or slot of the decode server is given to somebody else only when no write to it can be in flight: after an answer of the
-    prefill server that says so (DONE, FAILED, GONE), or when the connection has ended and the transfer engine's own bound is over.
+    prefill server that says so (DONE, FAILED, GONE), or when its access was revoked (`write_access`), whatever its process does then.
     A page of the prefill server stays while a write reads it.
     The request ends once, on the decode server: it runs there, is computed anew, or ends with a reason.
 
@@ -18,7 +18,8 @@ before a room has landed. The decode server gets pages only when the prompt is c
              WRITING    (the engine writes)     <-- READY     RECEIVING
              ENDED      (pages are free)        DONE -->      LANDED     (the scheduler has it)
 
-    ABORT in WRITING leads to DRAINING until the writes that were begun have ended, on the other side to FENCED until that is known.
+    ABORT in WRITING leads to DRAINING until the writes that were begun have ended, on the other side to FENCED until that is known, and
+    where it is not said in time, or there is nobody left to say it, to REVOKING.
 """
 
 from __future__ import annotations
@@ -35,16 +36,13 @@ class Timeouts(NamedTuple):
         asked: how long a decode server waits until a prompt is computed.
         held: how long a prefill server keeps a computed prompt for a decode server that has no pages for it.
         receiving: how long a transfer may take.
-        fence: how long an aborted transfer may go on before its pages are given up as withheld.
-        in_flight: how long a transfer engine may write after the process that started it was last heard of: what it takes to give up a
-            segment, and before that until the process knows that nobody listens and begins no more.
+        fence: how long an aborted transfer may go on before access is revoked.
     """
 
     asked: float = 300.0
     held: float = 300.0
     receiving: float = 300.0
     fence: float = 30.0
-    in_flight: float = 45.0
 
 
 DEFAULTS = Timeouts()
@@ -63,7 +61,7 @@ class Stage(enum.Enum):
     WAITING = "the prompt is computed, and pages are missing"
     RECEIVING = "pages are being received"
     FENCED = "the handover is given up, and writes may be in flight"
-    WITHHELD = "the prefill server does not say whether writes are in flight"
+    REVOKING = "the prefill server does not say whether writes are in flight, and its access is taken back"
     LANDED = "the scheduler has the request"
     # Of both.
     ENDED = "nothing is held"
@@ -86,6 +84,7 @@ class Kind(enum.Enum):
     RESERVED = "reserved"
     WRITTEN = "written"
     NOT_WRITTEN = "not written"
+    REVOKED = "revoked"
     # The own client left; the connection to the other server ended; the deadline is over.
     CANCELLED = "cancelled"
     DISCONNECTED = "disconnected"
@@ -118,10 +117,10 @@ class Do(enum.Enum):
     WRITE = "write"
     STOP_WRITING = "stop writing"
     FREE = "free"
-    # Of a decode server: get pages, give them to the scheduler, count them as withheld. And once for each request: what becomes of it.
+    # Of a decode server: get pages, give them to the scheduler, take access to them back. And once for each request: what becomes of it.
     RESERVE = "reserve"
     RUN = "run"
-    WITHHOLD = "withhold"
+    REVOKE = "revoke"
     GIVE_UP = "give up"
 
 
@@ -131,7 +130,7 @@ class Room(NamedTuple):
     Attributes:
         stage: where it is.
         deadline_s: when TIMEOUT is due; infinity for never.
-        connected: whether the connection to the other server stands since the room began.
+        connected: of a prefill server, whether the connection to the other one stands since the room began.
         reason: why it was given up; empty where it was not.
     """
 
@@ -146,7 +145,7 @@ class Room(NamedTuple):
         return self.stage in _HOLDING
 
 
-_HOLDING = {Stage.HELD, Stage.WRITING, Stage.DRAINING, Stage.RECEIVING, Stage.FENCED, Stage.WITHHELD}
+_HOLDING = {Stage.HELD, Stage.WRITING, Stage.DRAINING, Stage.RECEIVING, Stage.FENCED, Stage.REVOKING}
 
 Step = tuple[Room, tuple[Do, ...]]
 _ENDED = Room(Stage.ENDED)
@@ -216,16 +215,11 @@ def decode(room: Room, event: Event, timeouts: Timeouts) -> Step:
             return _before_pages(room, event, timeouts)
         case Stage.RECEIVING:
             return _receiving(room, event, timeouts)
-        case Stage.FENCED | Stage.WITHHELD:
-            if kind in (Kind.GONE, Kind.DONE, Kind.FAILED):
+        case Stage.FENCED | Stage.REVOKING:
+            if kind in (Kind.GONE, Kind.DONE, Kind.FAILED, Kind.REVOKED):
                 return _failed(room.reason), (Do.FREE,)
-            if kind is Kind.DISCONNECTED and room.connected:
-                # Nobody is left to say it: after this time nothing is in flight any more.
-                return room._replace(stage=Stage.FENCED, deadline_s=event.at_s + timeouts.in_flight, connected=False), ()
-            if kind is Kind.TIMEOUT and room.stage is Stage.FENCED:
-                if not room.connected:
-                    return _failed(room.reason), (Do.FREE,)
-                return room._replace(stage=Stage.WITHHELD, deadline_s=math.inf), (Do.WITHHOLD, Do.SEND_ABORT)
+            if kind in (Kind.DISCONNECTED, Kind.TIMEOUT) and room.stage is Stage.FENCED:
+                return Room(Stage.REVOKING, reason=room.reason), (Do.REVOKE,)
             return room, ()
         case _:
             # Pages that came too late.
@@ -262,7 +256,7 @@ def _receiving(room: Room, event: Event, timeouts: Timeouts) -> Step:
             reason = "cancelled" if event.kind is Kind.CANCELLED else f"timeout: {room.stage.value}"
             return Room(Stage.FENCED, event.at_s + timeouts.fence, reason=reason), (Do.SEND_ABORT, Do.GIVE_UP)
         case Kind.DISCONNECTED:
-            return Room(Stage.FENCED, event.at_s + timeouts.in_flight, False, "disconnected"), (Do.GIVE_UP,)
+            return Room(Stage.REVOKING, reason="disconnected"), (Do.REVOKE, Do.GIVE_UP)
         case _:
             return room, ()
 

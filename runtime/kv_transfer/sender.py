@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...graphs.errors import RequestError
+from ..distributed.control_plane import error_text
 from ..request import SEND, Event, FinishEvent, ParkedEvent, Request
 from . import room as rooms
-from .messages import Abort, Ask, Computed, Done, Failed, Gone, Message, Ready
+from .layout import Instance
+from .lease import LEASE_S, RENEW_S, clock_s
+from .messages import Abort, Ask, Computed, Done, Failed, Gone, Message, Ready, Renew, Renewed
 from .open_rooms import Connection, Handover, OpenRooms
-from .pools import Peer, Pools
+from .pools import Pools
 from .room import Do, Kind, Room
 
 
@@ -47,14 +51,23 @@ class Sender(OpenRooms[_Handover]):
         self,
         connection: Connection,
         pools: Pools,
-        peer: Peer,
+        peer: Instance,
         name: str,
         enter: Callable[[int], Callable[[], None]] = lambda _: _stay,
         ended: Callable[[int, str], None] = lambda number, reason: None,
     ) -> None:
         super().__init__(connection)
         self._pools, self._peer, self._name, self._enter, self._ended = pools, peer, name, enter, ended
+        self._lease, self._asked_s = pools.lease(), -math.inf
+        # Rooms that are to be written once there is a lease.
+        self._leaseless: dict[int, _Handover] = {}
         self.writes = self.pages_written = 0
+
+    def tick(self) -> None:
+        """Ends what has waited too long, and renews the lease."""
+        super().tick()
+        if self._handovers:
+            self._renew()
 
     def received(self, message: Message) -> None:
         """Handles a message of the decode server."""
@@ -67,8 +80,16 @@ class Sender(OpenRooms[_Handover]):
                     self._step(number, Kind.READY)
             case Abort(room=number) if number not in self._handovers:
                 self._send(Gone(number))
-            case Abort(room=number):
+            case Abort(room=number, again=again):
+                if again:
+                    self._handovers[number].routed = 0
                 self._step(number, Kind.ABORT)
+            case Renewed(at_s=at_s):
+                # Of a time that this server has asked with; what comes later is no answer.
+                self._lease.extend(min(at_s, self._asked_s) + LEASE_S)
+                leaseless, self._leaseless = self._leaseless, {}
+                for number, handover in leaseless.items():
+                    self._write(number, handover)
             case _:
                 pass
 
@@ -90,6 +111,7 @@ class Sender(OpenRooms[_Handover]):
             self._send(Failed(ask.room, str(error)))
             self._tell(ask.routed, str(error))
             return
+        self._renew()
         self._open(ask.room, _Handover(rooms.begin_prefill(self._clock(), self._timeouts), request_id, leave, ask.routed))
         try:
             request = Request(
@@ -102,8 +124,9 @@ class Sender(OpenRooms[_Handover]):
                 priority=ask.priority,
             )
             self._engine.submit(request, lambda event: self._engine_event(ask.room, event))
-        except (RequestError, TypeError) as error:
-            self._step(ask.room, Kind.NOT_PREFILLED, str(error))
+        except Exception as error:
+            # Whatever is wrong with a request ends that one.
+            self._step(ask.room, Kind.NOT_PREFILLED, error_text(error))
 
     def _engine_event(self, number: int, event: Event) -> None:
         if isinstance(event, FinishEvent) and event.reason != "cancelled":
@@ -118,7 +141,7 @@ class Sender(OpenRooms[_Handover]):
     def _next(self, room: Room, event: rooms.Event) -> rooms.Step:
         return rooms.prefill(room, event, self._timeouts)
 
-    def _closed(self, handover: _Handover) -> None:
+    def _closed(self, number: int, handover: _Handover) -> None:
         handover.leave()
         self._tell(handover.routed, handover.room.reason)
 
@@ -150,6 +173,9 @@ class Sender(OpenRooms[_Handover]):
         source, target = handover.source, handover.target
         assert source is not None
         assert target is not None
+        if self._lease.over:
+            self._leaseless[number], handover.stop_writing = handover, lambda: self._without_lease(number)
+            return
 
         def ended(reason: str) -> None:
             if not reason:
@@ -157,4 +183,16 @@ class Sender(OpenRooms[_Handover]):
                 self.pages_written += len(target.pages) - target.known
             self._step(number, Kind.NOT_WRITTEN if reason else Kind.WRITTEN, reason)
 
-        handover.stop_writing = self._pools.write(source, self._peer, target, lambda reason: self._call(lambda: ended(reason)))
+        handover.stop_writing = self._pools.write(
+            source, self._peer, target, self._lease, lambda reason: self._call(lambda: ended(reason))
+        )
+
+    def _without_lease(self, number: int) -> None:
+        """A room of which nothing was written is given up."""
+        if self._leaseless.pop(number, None):
+            self._call(lambda: self._step(number, Kind.NOT_WRITTEN, "the decode server did not renew the lease"))
+
+    def _renew(self) -> None:
+        if (now_s := clock_s()) - self._asked_s >= RENEW_S:
+            self._asked_s = now_s
+            self._send(Renew(now_s))

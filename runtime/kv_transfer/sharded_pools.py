@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from ..distributed.messages import encode
 from ..distributed.rank_transfers import MOST_PEERS
 from ..distributed.sharded_executor import ShardedExecutor
 from ..request import ParkedEvent
-from .layout import LayoutError, Region
+from .layout import Instance, LayoutError, Region
+from .lease import Lease, clock_s
 from .messages import Ready
-from .pools import WAITING, Peer, RankWriter, pairs_of
+from .pools import WAITING, RankWriter, pairs_of, reason_of
 from .transfer_engine import TransferEngine, TransferError
 
 Done = Callable[[str], None]
@@ -38,27 +39,30 @@ class ShardedPools:
     def __init__(self, executor: ShardedExecutor, transfer: TransferEngine, host: str, protocol: str) -> None:
         self._control_plane, mesh = executor.control_plane, executor.control_plane.mesh
         self._tp = mesh.axis("tp")
-        answers: queue.SimpleQueue[tuple[int, Mapping[str, Any]]] = queue.SimpleQueue()
-        for rank in self._control_plane.ranks:
-            answered = lambda fields, rank=rank: answers.put((rank, fields))  # noqa: E731
-            self._control_plane.ask(rank, "transfer", answered, host=host, protocol=protocol)
+        # Of each other rank, its clock less that of this process, or less than that: what it said, when its answer was read.
+        self.clocks: dict[int, float] = {}
         self._writer = RankWriter(transfer, executor, 0, self._tp)
-        by_rank = dict(answers.get() for _ in self._control_plane.ranks)
-        for rank, fields in sorted(by_rank.items()):
-            if reason := fields["reason"]:
-                raise TransferError(f"rank {rank}: {reason}")
-        others = [by_rank[rank] for rank in range(1, mesh.size)]
-        self._sessions = [transfer.session, *(fields["session"] for fields in others)]
+        addresses: dict[int, Sequence[int]] = {}
+        self._sessions = dict[int, str]()
+        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def opened(rank: int, fields: Mapping[str, Any]) -> None:
+            addresses[rank] = fields["addresses"]
+
+        self._ask_all("transfer", opened, answers.put, host=host, protocol=protocol)
+        if reason := answers.get():
+            raise TransferError(reason)
+        self._sessions[0] = transfer.session
         self.ranks: tuple[tuple[Region, ...], ...] = (
             self._writer.regions,
             *(
-                tuple(replace(region, address=address) for region, address in zip(self._writer.regions, fields["addresses"], strict=True))
-                for fields in others
+                tuple(region.at(address) for region, address in zip(self._writer.regions, addresses[rank], strict=True))
+                for rank in range(1, mesh.size)
             ),
         )
         self._idle, self._in_flight = threading.Condition(), 0
-        self._peers: dict[int, Peer] = {}
-        self._numbers, self._writes = itertools.count(1), itertools.count(1)
+        self._peers: dict[int, Instance] = {}
+        self._numbers = itertools.count(1)
         # One thread tells the ranks, so that they know a peer before they are to write to it; the others wait for rank 0's own writes.
         self._telling = ThreadPoolExecutor(1, thread_name_prefix="kv-transfer-ranks")
         self._waiting = ThreadPoolExecutor(WAITING, thread_name_prefix="kv-transfer-result")
@@ -66,14 +70,19 @@ class ShardedPools:
     @property
     def sessions(self) -> list[str]:
         """See `Pools`."""
-        return list(self._sessions)
+        return [session for _, session in sorted(self._sessions.items())]
 
-    def write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Done) -> Callable[[], None]:
+    def lease(self) -> Lease:
+        """See `Pools`."""
+        return _RanksLease(next(self._numbers), self)
+
+    def write(self, source: ParkedEvent, peer: Instance, target: Ready, lease: Lease, done: Done) -> Callable[[], None]:
         """See `Pools`. Where a rank is lost, its part ends with it, and those of the others when they have ended."""
+        assert isinstance(lease, _RanksLease)
         with self._idle:
             self._in_flight += 1
-        write, stopping = next(self._writes), threading.Event()
-        self._telling.submit(self._write, source, peer, target, done, write, stopping)
+        write, stopping = next(self._numbers), threading.Event()
+        self._telling.submit(self._write, source, peer, target, lease, done, write, stopping)
 
         def stop() -> None:
             stopping.set()
@@ -83,6 +92,22 @@ class ShardedPools:
                     self._telling.submit(self._control_plane.send, rank, frame)
 
         return stop
+
+    def reopen(self, done: Done) -> None:
+        """See `Pools`."""
+        answered = self._joined(2, done)
+        self._ask_all("reopen", lambda rank, fields: None, lambda reason: answered({"reason": reason}))
+
+        def own() -> None:
+            reason = reason_of(self._writer.transfer.reopen)
+            self._sessions[0] = self._writer.transfer.session
+            answered({"reason": reason})
+
+        self._waiting.submit(own)
+
+    def extend(self, number: int, until_s: float) -> None:
+        """Tells the ranks that a lease is over later."""
+        self._ask_all("lease", lambda rank, fields: None, lambda reason: None, lease=number, until_s=until_s)
 
     def close(self) -> None:
         """Waits for what is in flight; the other ranks close their engines when they end."""
@@ -95,31 +120,56 @@ class ShardedPools:
     def _ranks(self, source: ParkedEvent) -> Sequence[int]:
         return range(source.group * self._tp, (source.group + 1) * self._tp)
 
-    def _write(self, source: ParkedEvent, peer: Peer, target: Ready, done: Done, write: int, stopping: threading.Event) -> None:
+    def _write(
+        self, source: ParkedEvent, peer: Instance, target: Ready, lease: _RanksLease, done: Done, write: int, stopping: threading.Event
+    ) -> None:
         ranks = self._ranks(source)
         try:
             pairs = pairs_of(source, target)
         except LayoutError as error:
             self._done(done, str(error))
             return
-        answered = self._joined(len(ranks), done)
+        answered = self._joined(len(ranks), lambda reason: self._done(done, reason))
+        to: dict[str, Any] = {"group": target.group, "sessions": target.sessions, "pairs": pairs}
         if 0 in ranks:
-            self._waiting.submit(lambda: answered({"reason": self._writer.write(peer, target.group, pairs, stopping)}))
+            allowed = lambda: not (stopping.is_set() or lease.over)  # noqa: E731
+            self._waiting.submit(lambda: answered({"reason": self._writer.write(peer, **to, allowed=allowed)}))
         number = self._number(peer)
         for rank in ranks:
             if rank:
-                self._control_plane.ask(rank, "write", answered, write=write, peer=number, group=target.group, pairs=pairs)
+                self._control_plane.ask(rank, "write", answered, write=write, peer=number, lease=lease.number, **to)
 
-    def _number(self, peer: Peer) -> int:
+    def _ask_all(self, kind: str, each: Callable[[int, Mapping[str, Any]], None], done: Done, **fields: Any) -> None:
+        """Asks all other ranks; `done` is told of the first reason when all have answered. A time is one of this process."""
+        ranks = self._control_plane.ranks
+        if not ranks:
+            done("")
+            return
+        answered = self._joined(len(ranks), done)
+
+        def answer(rank: int, fields: Mapping[str, Any]) -> None:
+            reason = fields["reason"]
+            if not reason:
+                self.clocks[rank] = fields["clock_s"] - clock_s()
+                if "session" in fields:
+                    self._sessions[rank] = fields["session"]
+                each(rank, fields)
+            answered({"reason": f"rank {rank}: {reason}" if reason else ""})
+
+        for rank in ranks:
+            own = {**fields, "until_s": fields["until_s"] + self.clocks[rank]} if "until_s" in fields else fields
+            self._control_plane.ask(rank, kind, functools.partial(answer, rank), **own)
+
+    def _number(self, peer: Instance) -> int:
         """By which the ranks know a peer; those that they do not know yet are told to them."""
         for number, known in self._peers.items():
-            if known.instance is peer.instance and known.sessions == peer.sessions:
+            if known is peer:
                 return number
         number = next(self._numbers)
         self._peers[number] = peer
         while len(self._peers) > MOST_PEERS:
             del self._peers[next(iter(self._peers))]
-        frame = encode("peer", peer=number, instance=peer.instance.to_json(), sessions=list(peer.sessions))
+        frame = encode("peer", peer=number, instance=peer.to_json())
         for rank in self._control_plane.ranks:
             self._control_plane.send(rank, frame)
         return number
@@ -133,7 +183,7 @@ class ShardedPools:
                 reasons.append(str(fields["reason"]))
                 last = len(reasons) == count
             if last:
-                self._done(done, next(filter(None, reasons), ""))
+                done(next(filter(None, reasons), ""))
 
         return answered
 
@@ -144,3 +194,20 @@ class ShardedPools:
             with self._idle:
                 self._in_flight -= 1
                 self._idle.notify_all()
+
+
+class _RanksLease(Lease):
+    """A lease that all ranks are told of, each in its own clock.
+
+    Args:
+        number: by which they know it.
+    """
+
+    def __init__(self, number: int, pools: ShardedPools) -> None:
+        super().__init__()
+        self.number, self._pools = number, pools
+
+    def extend(self, until_s: float) -> None:
+        """See `Lease`."""
+        super().extend(until_s)
+        self._pools.extend(self.number, self.until_s)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ...graphs.errors import NpucompileError
@@ -56,14 +55,22 @@ class TransferEngine(Protocol):
         """
         ...
 
-    def write(self, session: str, segments: Sequence[Segment], stopping: threading.Event) -> Transfer:
+    def write(self, session: str, segments: Sequence[Segment], allowed: Callable[[], bool]) -> Transfer:
         """Starts writes to a peer. They may be tried again: the same bytes go to the same places.
 
         Args:
-            stopping: what was not begun when it is set is not written.
+            allowed: is asked before each segment is begun; whether it may be.
 
         Raises:
             TransferError: a segment does not read registered memory. The engines themselves do not notice.
+        """
+        ...
+
+    def reopen(self) -> None:
+        """Closes all connections of peers that write to the memory, also of those that stand still, and takes writes under another session.
+
+        Raises:
+            TransferError: it is closed, and cannot be opened. The next call tries it again.
         """
         ...
 

@@ -6,21 +6,26 @@ import asyncio
 import functools
 import hashlib
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from msgspec import Raw
 
 from ...graphs.errors import RequestError
 from ...runtime.delivery import Sink
 from ...runtime.engine import Engine
 from ...runtime.engine_groups import EngineGroups
 from ...runtime.kv_transfer.landed_requests import LandedRequests
-from ...runtime.kv_transfer.messages import Hello, Message
+from ...runtime.kv_transfer.layout import Instance
+from ...runtime.kv_transfer.lease import clock_s
+from ...runtime.kv_transfer.messages import VERSION, Hello, Message
 from ...runtime.kv_transfer.open_rooms import Connection
+from ...runtime.kv_transfer.pools import Pools
 from ...runtime.kv_transfer.receiver import CANCELLED, Receiver
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
+from ...runtime.kv_transfer.write_access import WriteAccess
 from ...runtime.request import RECEIVE, Event, ExecutionRecord, FinishEvent, ParkedEvent, Request
 from ...runtime.scheduler import admission
 from ...runtime.scheduler.picture_admission import check_pictures
@@ -46,28 +51,39 @@ class DecodeEngine:
 
     Args:
         engine: decodes.
-        hello: how this server greets.
+        instance: how this server describes itself.
+        pools: of this server.
         urls: of the prefill servers.
         headers: of requests to them, by name.
     """
 
     def __init__(
-        self, engine: Engine | EngineGroups, hello: Hello, urls: Sequence[str], headers: Mapping[str, str], timeouts: Timeouts = DEFAULTS
+        self,
+        engine: Engine | EngineGroups,
+        instance: Instance,
+        pools: Pools,
+        urls: Sequence[str],
+        headers: Mapping[str, str],
+        timeouts: Timeouts = DEFAULTS,
     ) -> None:
         self._engine = engine
-        self._landed = LandedRequests(engine, self._call, self._lost, lambda request_id: self._cancel([request_id]))
+        self._landed = LandedRequests(engine, self._call, self._lost, self._late)
         # Replaced and never changed: the engine's thread goes through it.
         self._receivers: tuple[Receiver, ...] = ()
         # The engine has a request that is handed over again under another name, since the first one's pages may still be written.
         self._names: dict[str, str] = {}
-        self._expired: set[str] = set()
+        # How requests end that this server gives up, by the name that the engine has for them: reason, message, code.
+        self._ends: dict[str, tuple[str, str | None, str | None]] = {}
         self._local_count = 0
         self._failures: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
 
         def make(send: Callable[[Message], None], number: Callable[[], int]) -> Receiver:
-            return Receiver(Connection(engine, send, self._call, time.monotonic, timeouts), number, self._landed)
+            return Receiver(Connection(engine, send, self._call, clock_s, timeouts), number, self._landed, access, sessions)
 
+        access = WriteAccess(pools, self._call, clock_s)
+        sessions = lambda group: [pools.sessions[rank] for rank in instance.group(group)]  # noqa: E731
+        hello = Hello(VERSION, Raw(instance.to_json()))
         self.links = tuple(PrefillLink(url, hello, headers, make, self._replaced) for url in urls)
         engine.on_parked(self._parked)
         self._thread = threading.Thread(target=self._run, name="npucompile-handovers", daemon=True)
@@ -265,17 +281,23 @@ class DecodeEngine:
         self._engine.cancel(*[name for name in names if not any(receiver.cancel(name) for receiver in self._receivers)])
 
     def _expire(self, request_id: str) -> None:
-        if any(receiver.asks(self._names.get(request_id, request_id)) for receiver in self._receivers):
-            self._expired.add(request_id)
-            self._cancel([request_id])
+        message = "the time of the request was over before its prompt was handed over"
+        self._end_room(self._names.get(request_id, request_id), "timeout", message, "timeout")
+
+    def _late(self, event: FinishEvent) -> None:
+        """The engine has ended an attempt that waited for pages; one that was given up before is nobody's, and another may be under way."""
+        self._end_room(event.request_id, event.reason, event.message, event.code)
+
+    def _end_room(self, name: str, reason: str, message: str | None, code: str | None) -> None:
+        for receiver in self._receivers:
+            if receiver.asks(name):
+                self._ends[name] = reason, message, code
+                receiver.cancel(name)
 
     def _give_up(self, request: Request, sink: Sink, output: int = 0) -> None:
-        """Ends a request whose client, or deadline, has ended its room."""
-        if request.id in self._expired:
-            self._expired.discard(request.id)
-            self._end(request, sink, "timeout", "the time of the request was over before its prompt was handed over", "timeout", output)
-        else:
-            self._end(request, sink, "cancelled", output=output)
+        """Ends a request whose client, deadline or engine has ended its room."""
+        reason, message, code = self._ends.pop(self._names.get(request.id, request.id), ("cancelled", None, None))
+        self._end(request, sink, reason, message, code, output)
 
     def _renamed(self, sink: Sink, request_id: str, event: Event) -> None:
         if isinstance(event, FinishEvent):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from msgspec import Raw
 from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -19,9 +18,10 @@ from ...runtime.engine import Engine
 from ...runtime.engine_groups import EngineGroups
 from ...runtime.kv_transfer import layout
 from ...runtime.kv_transfer.layout import PAGES, SLOTS, Instance
-from ...runtime.kv_transfer.messages import VERSION, Declined, Hello, Message, Refused, from_json, to_json
+from ...runtime.kv_transfer.lease import clock_s
+from ...runtime.kv_transfer.messages import VERSION, Declined, Hello, Message, Refused, decode, encode
 from ...runtime.kv_transfer.open_rooms import Connection
-from ...runtime.kv_transfer.pools import Peer, Pools
+from ...runtime.kv_transfer.pools import Pools
 from ...runtime.kv_transfer.receiver import OK
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
 from ...runtime.kv_transfer.sender import Sender
@@ -53,7 +53,7 @@ class PrefillHub:
 
     def __init__(self, engine: Engine | EngineGroups, pools: Pools, instance: Instance, timeouts: Timeouts = DEFAULTS) -> None:
         self._engine, self._pools, self._instance, self._timeouts = engine, pools, instance, timeouts
-        self._hello = Hello(VERSION, instance.to_json(), pools.sessions)
+        self._hello = Hello(VERSION, Raw(instance.to_json()), secrets.token_hex(16))
         self._names = itertools.count()
         # Replaced and never changed: the engine's thread goes through it.
         self._senders: tuple[Sender, ...] = ()
@@ -86,7 +86,7 @@ class PrefillHub:
             peer = await asyncio.wait_for(self._greeted(websocket), GREETING_S)
         except (NpucompileError, TimeoutError, ValueError) as error:
             reason = str(error) or f"no greeting came within {GREETING_S:g} s"
-            await websocket.send_text(_text(Refused(reason)))
+            await websocket.send_text(encode(Refused(reason)))
             await websocket.close(1008)
             return
 
@@ -96,11 +96,11 @@ class PrefillHub:
             loop.call_soon_threadsafe(function)
 
         name = f"handover-{next(self._names)}"
-        connection = Connection(self._engine, outgoing.put_nowait, call, time.monotonic, self._timeouts)
+        connection = Connection(self._engine, outgoing.put_nowait, call, clock_s, self._timeouts)
         sender = Sender(connection, self._pools, peer, name, enter, self._room_ended)
         self._senders = (*self._senders, sender)
         try:
-            await websocket.send_text(_text(self._hello))
+            await websocket.send_text(encode(self._hello))
             await _until_closed(websocket, sender, outgoing, self._declined)
         finally:
             sender.disconnected()
@@ -122,7 +122,7 @@ class PrefillHub:
         if not rooms:
             if not (fields.kv_transfer_params or {}).get("do_remote_decode"):
                 raise Refusal("prefill_role")
-            joined = {"remote_engine_id": self._hello.sessions[0], "remote_request_id": str(secrets.randbits(62) + 1)}
+            joined = {"remote_engine_id": self._hello.engine_id, "remote_request_id": str(secrets.randbits(62) + 1)}
             return JSONResponse(answered(path, {"kv_transfer_params": {**_VLLM, **joined}}))
         for room in rooms:
             if (reply := await self._end_of(room)) is not None:
@@ -156,13 +156,13 @@ class PrefillHub:
         while len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    async def _greeted(self, websocket: WebSocket) -> Peer:
-        hello = from_json(json.loads(await websocket.receive_text()))
+    async def _greeted(self, websocket: WebSocket) -> Instance:
+        hello = decode(await websocket.receive_text())
         if not isinstance(hello, Hello) or hello.version != VERSION:
             raise RequestError(f"a pair begins with a greeting of version {VERSION}, not {str(hello)[:80]}", code="handover_greeting")
         instance = Instance.from_json(hello.instance)
         layout.check(self._instance, instance)
-        return Peer(instance, hello.sessions)
+        return instance
 
     def _parked(self, event: ParkedEvent) -> None:
         any(sender.parked(event) for sender in self._senders)
@@ -195,7 +195,7 @@ async def _until_closed(
 
     async def receive() -> None:
         async for text in websocket.iter_text():
-            message = from_json(json.loads(text))
+            message = decode(text)
             if isinstance(message, Declined):
                 declined(message)
             else:
@@ -203,7 +203,7 @@ async def _until_closed(
 
     async def send() -> None:
         while True:
-            await websocket.send_text(_text(await outgoing.get()))
+            await websocket.send_text(encode(await outgoing.get()))
 
     async def tick() -> None:
         while True:
@@ -219,7 +219,3 @@ async def _until_closed(
         error = task.exception()
         if error is not None and not isinstance(error, WebSocketDisconnect | RuntimeError):
             log.warning("the connection of a decode server ends: %s", error)
-
-
-def _text(message: Message) -> str:
-    return json.dumps(to_json(message), separators=(",", ":"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from ...graphs.errors import NpucompileError, ProtocolError, SpecError
 from ...runtime.kv_transfer import layout
 from ...runtime.kv_transfer.layout import Instance
-from ...runtime.kv_transfer.messages import Hello, Message, Refused, from_json, to_json
+from ...runtime.kv_transfer.messages import MOST_BYTES, Hello, Message, Refused, decode, encode
 from ...runtime.kv_transfer.receiver import Receiver
 from .prefill_hub import GREETING_S, PATH, TICK_S
 
@@ -62,7 +61,7 @@ class PrefillLink:
         self._socket = socket_url(url)
         self.state = "was not reached yet"
         self.receiver: Receiver | None = None
-        self._sessions: list[str] = []
+        self._engine_id = ""
 
     @property
     def rooms(self) -> int:
@@ -72,7 +71,7 @@ class PrefillLink:
     def is_at(self, place: str) -> bool:
         """Whether this is the prefill server of a router's choice (`routed.Choice`)."""
         parts = urlsplit(self.url)
-        return place in (parts.netloc, parts.hostname) or place in self._sessions
+        return place in (parts.netloc, parts.hostname) or place == self._engine_id != ""
 
     async def run(self) -> None:
         """Keeps the connection, for ever."""
@@ -86,7 +85,7 @@ class PrefillLink:
                     ping_timeout=HEARTBEAT_S,
                     open_timeout=GREETING_S,
                     compression=None,
-                    max_size=None,
+                    max_size=MOST_BYTES,
                     proxy=None,
                 ) as connection:
                     await self._greet(connection)
@@ -98,13 +97,13 @@ class PrefillLink:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _greet(self, connection: ClientConnection) -> None:
-        await connection.send(_text(self._hello))
-        answer = from_json(json.loads(await asyncio.wait_for(connection.recv(), GREETING_S)))
+        await connection.send(encode(self._hello))
+        answer = decode(await asyncio.wait_for(connection.recv(), GREETING_S))
         if isinstance(answer, Refused):
             raise layout.LayoutError(f"refuses this server: {answer.reason}")
         if not isinstance(answer, Hello) or answer.version != self._hello.version:
             raise ProtocolError(f"a greeting of version {self._hello.version} was expected, not {str(answer)[:80]}")
-        self._sessions = answer.sessions
+        self._engine_id = answer.engine_id
         layout.check(Instance.from_json(answer.instance), Instance.from_json(self._hello.instance))
 
     async def _serve(self, connection: ClientConnection) -> None:
@@ -116,12 +115,12 @@ class PrefillLink:
 
         async def send() -> None:
             while True:
-                await connection.send(_text(await outgoing.get()))
+                await connection.send(encode(await outgoing.get()))
 
         sending, ticking = asyncio.ensure_future(send()), asyncio.ensure_future(_tick(receiver))
         try:
             async for text in connection:
-                receiver.received(from_json(json.loads(text)))
+                receiver.received(decode(text))
             raise ProtocolError("the connection was closed")
         finally:
             sending.cancel()
@@ -148,7 +147,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, websockets.InvalidStatus):
         return f"refuses this server with status {error.response.status_code}: {error.response.body.decode(errors='replace')[:300]}"
     return str(error) or f"did not answer within {GREETING_S:g} s"
-
-
-def _text(message: Message) -> str:
-    return json.dumps(to_json(message), separators=(",", ":"))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import Executor
-from npucompile.runtime.kv_transfer.layout import Instance, instance_of
-from npucompile.runtime.kv_transfer.messages import VERSION, Hello
+from npucompile.runtime.kv_transfer.layout import Instance, instance_of, located
 from npucompile.runtime.kv_transfer.opening import open_pools
 from npucompile.runtime.kv_transfer.pools import Pools
 from npucompile.runtime.kv_transfer.room import DEFAULTS, Timeouts
@@ -85,7 +84,7 @@ class PrefillServer:
         self.stack = ExitStack()
         limits = self.engine.executor.limits
         self.service = Service(self.engine, byte_codec(), ServedModel("tiny", limits.max_model_len, self.engine.executor.vocab_size))
-        instance = self._change(replace(instance_of(self.artifact.manifest), ranks=self.pools.ranks))
+        instance = self._change(located(instance_of(self.artifact.manifest), self.pools.ranks))
         self.hub = self.service.handovers = PrefillHub(self.engine, self.pools, instance, self._timeouts)
         settings = Serving(access=Access.of(self._keys, (), ()))
         self.server = self.stack.enter_context(running(self.service, ADDRESS, self.port, settings=settings))
@@ -126,10 +125,9 @@ class Fleet:
         executor = load(opened)
         self.pools: Pools = open_pools(executor, ADDRESS)
         self.engine = started(executor if mixed else OneKind(executor, "decode"))
-        self.instance = replace(instance_of(opened.manifest), ranks=self.pools.ranks)
-        hello = Hello(VERSION, self.instance.to_json(), self.pools.sessions)
+        self.instance = located(instance_of(opened.manifest), self.pools.ranks)
         urls = [f"http://{ADDRESS}:{prefill.port}" for prefill in self.prefills]
-        self.decode = DecodeEngine(self.engine, hello, urls, headers or {}, timeouts)
+        self.decode = DecodeEngine(self.engine, self.instance, self.pools, urls, headers or {}, timeouts)
 
     def connected(self, count: int | None = None) -> None:
         """Waits until so many prefill servers are connected; None for all."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Sequence
-from dataclasses import replace
 
 from support import ranks
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import Executor
-from npucompile.runtime.kv_transfer.layout import instance_of
+from npucompile.runtime.kv_transfer.layout import Instance, instance_of, located
 from npucompile.runtime.kv_transfer.messages import Ready
 from npucompile.runtime.kv_transfer.opening import open_pools
-from npucompile.runtime.kv_transfer.pools import Peer
 from npucompile.runtime.request import RECEIVE, SEND, ParkedEvent, Request, TokenEvent
 
 WAIT_S = 240
@@ -25,13 +24,15 @@ class Server:
     """A server that computes prompts for others, and goes on with those of others or its own.
 
     Attributes:
-        peer: this server, as another one knows it.
+        peer, sessions: this server, as another one knows it.
         parked: by request id, of the two requests of a handover.
     """
 
     def __init__(self, executor: Executor, artifact: Artifact) -> None:
         self.executor, self.pools = executor, open_pools(executor, "127.0.0.1")
-        self.peer = Peer(replace(instance_of(artifact.manifest), ranks=self.pools.ranks), self.pools.sessions)
+        self.peer: Instance = located(instance_of(artifact.manifest), self.pools.ranks)
+        self.sessions, self.lease = self.pools.sessions, self.pools.lease()
+        self.lease.extend(math.inf)
         self.reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.start()
 
@@ -63,7 +64,9 @@ class Server:
     def write(self, to: Server, known: int = 0) -> str:
         """Writes what was computed to where it is reserved, but for so many pages."""
         target = to.parked["target"]
-        self.pools.write(self.parked["source"], to.peer, Ready(1, target.group, list(target.pages), known, target.slot), self.reasons.put)
+        sessions = [to.sessions[rank] for rank in to.peer.group(target.group)]
+        ready = Ready(1, target.group, list(target.pages), known, target.slot, sessions)
+        self.pools.write(self.parked["source"], to.peer, ready, self.lease, self.reasons.put)
         return self.reasons.get(timeout=WAIT_S)
 
     def land(self) -> None:

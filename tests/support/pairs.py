@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,14 +16,15 @@ from npucompile.runtime.delivery import Sink
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.kv_transfer import messages
 from npucompile.runtime.kv_transfer.landed_requests import LandedRequests
-from npucompile.runtime.kv_transfer.layout import Instance, Region
+from npucompile.runtime.kv_transfer.layout import Instance, Region, located
+from npucompile.runtime.kv_transfer.lease import LEASE_S, Lease
 from npucompile.runtime.kv_transfer.open_rooms import Connection
-from npucompile.runtime.kv_transfer.pools import Peer
 from npucompile.runtime.kv_transfer.receiver import Receiver
 from npucompile.runtime.kv_transfer.segments import segments
 from npucompile.runtime.kv_transfer.sender import Sender
 from npucompile.runtime.kv_transfer.transfer_engine import Memory
-from npucompile.runtime.request import ParkedEvent, Request, Sampling
+from npucompile.runtime.kv_transfer.write_access import WriteAccess
+from npucompile.runtime.request import FinishEvent, ParkedEvent, Request, Sampling
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 
 PROMPT = tuple(3 + (7 * place) % 50 for place in range(40))
@@ -52,23 +52,47 @@ class Pooled(NamedTuple):
 
 
 class Writes:
-    """`Pools` over memory of one process, whose writes are made when a test says so."""
+    """`Pools` of both servers over memory of one process, whose writes are made when a test says so: also after the reader has given
+    the writer up, as by a process that was stopped.
+
+    Attributes:
+        session: what is opened again is not written by who knows the last one.
+        guard: is told of every page and slot that is written.
+    """
 
     def __init__(self, own: Sequence[Region]) -> None:
         self.own = own
         self.waiting: deque[Callable[[bool], None]] = deque()
+        self.session = 0
+        self.guard: Callable[[messages.Ready], None] = lambda target: None
 
-    def write(self, source: ParkedEvent, peer: Peer, target: messages.Ready, done: Callable[[str], None]) -> Callable[[], None]:
+    def sessions(self, group: int) -> list[str]:
+        return [str(self.session)]
+
+    def lease(self) -> Lease:
+        return Lease()
+
+    def write(
+        self, source: ParkedEvent, peer: Instance, target: messages.Ready, lease: Lease, done: Callable[[str], None]
+    ) -> Callable[[], None]:
         pages = [*zip(source.pages, target.pages, strict=True)][target.known :]
-        plan = segments(self.own, peer.instance.ranks[0], {"pages": pages, "slots": [(source.slot, target.slot)]})
+        plan = segments(self.own, peer.rank(0), {"pages": pages, "slots": [(source.slot, target.slot)]})
 
         def finish(fails: bool) -> None:
+            if target.sessions != self.sessions(0):
+                done("there is no such session")
+                return
+            self.guard(target)
             for segment in plan[: len(plan) // 2] if fails else plan:
                 ctypes.memmove(segment.target, segment.source, segment.nbytes)
             done("the link is down" if fails else "")
 
         self.waiting.append(finish)
         return lambda: None
+
+    def reopen(self, done: Callable[[str], None]) -> None:
+        self.session += 1
+        done("")
 
 
 class Pair:
@@ -83,7 +107,7 @@ class Pair:
     def __init__(self, artifact: Path) -> None:
         self.now_s = 0.0
         (self.p, own), (self.d, target) = server(artifact, "prefill"), server(artifact, "decode")
-        self.peer = Peer(Instance("", 16, 3, 1, 64, (target,)), ["here"])
+        self.peer = located(Instance("", 16, 3, 1, 64, (), ((),)), [target])
         self.writes = Writes(own)
         self.calls: deque[Callable[[], None]] = deque()
         self.connections = itertools.count()
@@ -93,7 +117,8 @@ class Pair:
         self.d.stepper.on_parked = lambda event: self.landed.parked(event) or any(r.parked(event) for r in self.receivers)
         self.p.stepper.on_parked = lambda event: [s.parked(event) for s in self.senders] and None
         self.receivers: list[Receiver] = []
-        self.landed = LandedRequests(self.d, self.calls.append, self.lost, self.cancel)
+        self.access = WriteAccess(self.writes, self.calls.append, lambda: self.now_s)
+        self.landed = LandedRequests(self.d, self.calls.append, self.lost, self.late)
         self.connect()
 
     def connect(self) -> None:
@@ -101,10 +126,10 @@ class Pair:
         self.to_d: deque[str] = deque()
         clock = lambda: self.now_s  # noqa: E731
         to_p, to_d = self.to_p, self.to_d
-        send = [lambda message, queue=queue: queue.append(json.dumps(messages.to_json(message))) for queue in (to_d, to_p)]
+        send = [lambda message, queue=queue: queue.append(messages.encode(message)) for queue in (to_d, to_p)]
         ends = [Connection(engine, own, self.calls.append, clock) for engine, own in zip((self.p, self.d), send, strict=True)]
         self.senders.append(Sender(ends[0], self.writes, self.peer, f"c{next(self.connections)}"))
-        self.receivers.append(Receiver(ends[1], lambda: next(self.numbers), self.landed))
+        self.receivers.append(Receiver(ends[1], lambda: next(self.numbers), self.landed, self.access, self.writes.sessions))
 
     def ask(self, request: Request) -> None:
         events = self.results[request.id] = []
@@ -125,6 +150,10 @@ class Pair:
         if not any([receiver.cancel(request_id) for receiver in self.receivers]):
             self.d.cancel(request_id)
 
+    def late(self, event: FinishEvent) -> None:
+        for receiver in self.receivers:
+            receiver.cancel(event.request_id)
+
     def lost(self, request: Request, sink: Sink, parked: ParkedEvent) -> None:
         if self.reachable:
             self.receivers[-1].ask_again(request, sink, self.results[request.id].append, parked)
@@ -133,7 +162,8 @@ class Pair:
 
     def wait(self) -> None:
         parts = [*self.senders, *self.receivers]
-        self.now_s = min([part.next_deadline_s for part in parts if part.next_deadline_s < float("inf")], default=self.now_s)
+        # Where nothing is due, memory is opened again meanwhile.
+        self.now_s = min([part.next_deadline_s for part in parts if part.next_deadline_s < float("inf")], default=self.now_s + LEASE_S)
         for part in parts:
             part.tick()
 
@@ -142,9 +172,9 @@ class Pair:
         if self.calls:
             self.calls.popleft()()
         elif self.to_p:
-            self.senders[-1].received(messages.from_json(json.loads(self.to_p.popleft())))
+            self.senders[-1].received(messages.decode(self.to_p.popleft()))
         elif self.to_d:
-            self.receivers[-1].received(messages.from_json(json.loads(self.to_d.popleft())))
+            self.receivers[-1].received(messages.decode(self.to_d.popleft()))
         elif not (self.p.step() or self.d.step()):
             if not self.writes.waiting:
                 return False
@@ -187,7 +217,7 @@ def check(pair: Pair, artifact: Path, *failed: str) -> None:
     """All requests end right, though some have lost their pages, but for those that had not landed where a handover failed."""
     pair.settle()
     preemptions = 0
-    for number in range(6):
+    for number in range(len(pair.results)):
         *events, end = pair.results[f"r{number}"]
         if (not events and end) in failed:
             continue

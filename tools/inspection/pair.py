@@ -29,7 +29,7 @@ def pair(prefill: Artifact, decode: Artifact, tokens: int | None = None) -> tupl
         refused = ""
     except LayoutError as error:
         refused = str(error)
-    kinds = Counter((region.name.rpartition(".")[2], region.kind, region.split) for region in source.ranks[0])
+    kinds = Counter((region.name.rpartition(".")[2], region.kind, region.split) for region in source.pools)
     pools = [
         {"pool": name, "layers": count, "items": axis, "dtype": dtype, "shape": list(shape), "split": split}
         for (name, (axis, dtype, shape), split), count in kinds.items()

@@ -16,8 +16,7 @@ from ...lowering.artifact.artifact import Artifact
 from ...runtime.engine import Engine
 from ...runtime.engine_groups import EngineGroups
 from ...runtime.executor import Executor
-from ...runtime.kv_transfer.layout import instance_of
-from ...runtime.kv_transfer.messages import VERSION, Hello
+from ...runtime.kv_transfer.layout import instance_of, located
 from ...runtime.kv_transfer.opening import open_pools, protocol_of
 from ...runtime.kv_transfer.pools import Pools
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
@@ -130,7 +129,7 @@ class Pairing:
             pools: that `load` has opened.
         """
         closing.callback(pools.close)
-        instance = replace(instance_of(artifact.manifest, source=self.source), ranks=pools.ranks)
+        instance = located(instance_of(artifact.manifest, self.source), pools.ranks)
         if self.role == PREFILL:
 
             def join(service: Service) -> None:
@@ -138,7 +137,7 @@ class Pairing:
 
             return engine, join
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        decoding = DecodeEngine(engine, Hello(VERSION, instance.to_json(), pools.sessions), self.prefill, headers, self.timeouts)
+        decoding = DecodeEngine(engine, instance, pools, self.prefill, headers, self.timeouts)
         closing.callback(decoding.close)
 
         def join_decoding(service: Service) -> None:

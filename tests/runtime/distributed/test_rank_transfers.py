@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from support import ranks
 from npucompile.graphs.types import Mesh
 from npucompile.runtime.distributed import rank_transfers
 from npucompile.runtime.distributed.rank_transfers import MOST_PEERS, RankTransfers
-from npucompile.runtime.kv_transfer.layout import Instance, Region
+from npucompile.runtime.kv_transfer.layout import Instance, Region, located
 from npucompile.runtime.kv_transfer.segments import Segment
 from npucompile.runtime.kv_transfer.transfer_engine import Memory, TransferError
 
@@ -41,10 +40,13 @@ class Transfer:
     def register(self, memory: Sequence[Memory]) -> None:
         self.memory = list(memory)
 
-    def write(self, session: str, segments: Sequence[Segment], stopping: threading.Event) -> Transfer:
+    def write(self, session: str, segments: Sequence[Segment], allowed: Callable[[], bool]) -> Transfer:
         self.written.append((session, list(segments)))
-        self.stopping = stopping
+        self.allowed = allowed
         return self
+
+    def reopen(self) -> None:
+        self.session += "0"
 
     def result(self) -> str:
         return self.results.get(timeout=WAIT_S)
@@ -98,32 +100,36 @@ class Rank:
         return self.answers.get(timeout=WAIT_S)
 
 
-def instance(tp: int, count: int, split: bool = True) -> dict[str, Any]:
-    return Instance("", 16, 0, tp, 64, tuple(pools(10_000 * (rank + 1), split) for rank in range(count))).to_json()
+def instance(tp: int, count: int, split: bool = True) -> bytes:
+    ranks = [pools(10_000 * (rank + 1), split) for rank in range(count)]
+    return located(Instance("", 16, 0, tp, 64, (), ((),) * tp), ranks).to_json()
 
 
 def test_a_rank_writes_to_the_rank_of_its_number_once_its_steps_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch, pools(500))
     rank.tell("transfer", number=1, host="host", protocol="tcp")
-    assert rank.heard() == {"number": 1, "reason": "", "session": "host:1", "addresses": [500, 1500]}
+    opened = rank.heard()
+    assert opened == {"number": 1, "reason": "", "session": "host:1", "addresses": [500, 1500], "clock_s": opened["clock_s"]}
     (engine,) = rank.engines
     assert (engine.protocol, engine.memory) == ("tcp", [(500, 36), (1500, 72)])
-    rank.tell("peer", peer=7, instance=instance(2, 4), sessions=["a", "b", "c", "d"])
-    rank.tell("write", number=2, write=2, peer=7, group=1, pairs={"pages": [[1, 3], [2, 4]]})
-    rank.tell("write", number=3, write=3, peer=7, group=5, pairs={"pages": [[1, 3]]})
+    rank.tell("peer", peer=7, instance=instance(2, 4))
+    rank.tell("lease", number=9, lease=4, until_s=opened["clock_s"] + 60)
+    assert rank.heard()["clock_s"] >= opened["clock_s"]
+    rank.tell("write", number=2, write=2, peer=7, lease=4, group=1, sessions=["c", "d"], pairs={"pages": [[1, 3], [2, 4]]})
+    rank.tell("write", number=3, write=3, peer=7, lease=4, group=5, sessions=["c", "d"], pairs={"pages": [[1, 3]]})
     assert (engine.written, rank.answers.empty(), len(rank.steps)) == ([], True, 2)
     rank.steps.pop(0)()
     ranks.eventually(lambda: engine.written)
-    assert not engine.stopping.is_set()
+    assert engine.allowed()
     rank.tell("stop_writing", write=2)
-    assert engine.stopping.is_set()
+    assert not engine.allowed()
     engine.results.put("the link is down")
     assert rank.heard() == {"number": 2, "reason": "the link is down"}
     rank.tell("stop_writing", write=2)
     # Neighbours at both ends, in one piece.
     assert engine.written == [("d", [(504, 40_012, 8), (1508, 41_024, 16)])]
     rank.steps.pop()()
-    assert rank.heard() == {"number": 3, "reason": "LayoutError: dp group 5; legal are 0 to 1"}
+    assert rank.heard() == {"number": 3, "reason": "dp group 5; legal are 0 to 1"}
     rank.transfers.close()
     assert engine.closed
 
@@ -131,8 +137,8 @@ def test_a_rank_writes_to_the_rank_of_its_number_once_its_steps_have_ended(monke
 def test_the_ranks_of_a_group_share_what_all_of_them_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch, pools(500, split=False))
     rank.tell("transfer", number=1, host="host", protocol="tcp")
-    rank.tell("peer", peer=1, instance=instance(4, 4, split=False), sessions=["a", "b", "c", "d"])
-    rank.tell("write", number=2, write=2, peer=1, group=0, pairs={"pages": [[1, 3]]})
+    rank.tell("peer", peer=1, instance=instance(4, 4, split=False))
+    rank.tell("write", number=2, write=2, peer=1, lease=4, group=0, sessions=["a", "b", "c", "d"], pairs={"pages": [[1, 3]]})
     rank.steps.pop()()
     for _ in range(4):
         rank.engines[0].results.put("")
@@ -147,10 +153,10 @@ def test_writes_in_flight_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     rank = Rank(monkeypatch, pools(500))
     rank.tell("transfer", number=1, host="host", protocol="tcp")
     for peer in range(MOST_PEERS + 1):
-        rank.tell("peer", peer=peer, instance=instance(2, 2), sessions=["a", "b"])
+        rank.tell("peer", peer=peer, instance=instance(2, 2))
     assert len(rank.transfers._peers) == MOST_PEERS
     for number in (2, 3):
-        rank.tell("write", number=number, write=number, peer=MOST_PEERS, group=0, pairs={"pages": [[1, 3]]})
+        rank.tell("write", number=number, write=number, peer=MOST_PEERS, lease=4, group=0, sessions=["a", "b"], pairs={"pages": [[1, 3]]})
         rank.steps.pop()()
         rank.engines[0].results.put("")
     rank.transfers.close()
@@ -170,4 +176,35 @@ def test_a_rank_on_another_machine_than_rank_0_has_its_own_address(monkeypatch: 
     rank = Rank(monkeypatch, pools(500), rank_0)
     rank.tell("transfer", number=1, host="host", protocol="tcp")
     assert rank.heard()["session"] == session
+    rank.transfers.close()
+
+
+def test_without_a_lease_nothing_is_begun_and_a_forgotten_peer_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch, pools(500))
+    rank.tell("transfer", number=1, host="host", protocol="tcp")
+    now_s = rank.heard()["clock_s"]
+    rank.tell("peer", peer=1, instance=instance(2, 2))
+    rank.tell("write", number=2, write=2, peer=1, lease=4, group=0, sessions=["a", "b"], pairs={"pages": [[1, 3]]})
+    rank.tell("lease", number=3, lease=5, until_s=now_s - 1)
+    rank.tell("write", number=4, write=4, peer=1, lease=5, group=0, sessions=["a", "b"], pairs={"pages": [[1, 3]]})
+    for _ in range(2):
+        rank.steps.pop()()
+        ranks.eventually(lambda: rank.engines[0].written)
+        rank.engines[0].written.clear()
+        assert not rank.engines[0].allowed()
+        rank.engines[0].results.put("")
+    rank.tell("write", number=6, write=6, peer=2, lease=5, group=0, sessions=["a", "b"], pairs={"pages": [[1, 3]]})
+    rank.steps.pop()()
+    found = {answer["number"]: answer["reason"] for answer in (rank.heard() for _ in range(4))}
+    assert found == {2: "", 3: "", 4: "", 6: "rank 3 does not know peer 2"}
+    rank.transfers.close()
+
+
+def test_memory_is_opened_again_under_another_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch, pools(500))
+    rank.tell("transfer", number=1, host="host", protocol="tcp")
+    rank.heard()
+    rank.tell("reopen", number=2)
+    answer = rank.heard()
+    assert (answer["number"], answer["reason"], answer["session"]) == (2, "", "host:10")
     rank.transfers.close()

@@ -6,9 +6,9 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 import time
 from multiprocessing.connection import Connection
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from npucompile.runtime.kv_transfer.mooncake import Mooncake
 from npucompile.runtime.kv_transfer.transfer_engine import Memory, Segment, TransferError
 from tests.support import optional
 
-PAGE, PAGES = 4096, 2500
-GO = threading.Event()
+PAGE, PAGES, BIG = 4096, 2500, 1 << 28
+GO = lambda: True  # noqa: E731
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,12 +84,72 @@ def test_memory_that_nobody_registered_is_neither_sent_nor_written(engine, peer)
 
 def test_what_was_not_begun_is_not_written(engine, peer):
     (mooncake, pool), (_, pipe, session, address) = engine, peer
-    stopping = threading.Event()
-    stopping.set()
-    transfer = mooncake.write(session, [Segment(pool.data_ptr(), address, PAGE)], stopping)
-    assert transfer.result() == f"1 segments to {session} are not written any more"
+    answers = iter([True, False, *[False] * 9])
+    plan = [Segment(pool.data_ptr() + place * PAGE, address + place * PAGE, PAGE) for place in range(3)]
+    transfer = mooncake.write(session, plan, lambda: next(answers))
+    # It is asked before each.
+    assert transfer.result() == f"2 of 3 segments to {session} are not written any more"
     pipe.send(True)
-    assert pipe.recv() == bytes(PAGES * PAGE)
+    assert pipe.recv() == pool[:PAGE].numpy().tobytes() + bytes((PAGES - 1) * PAGE)
+
+
+def send(pipe: Connection) -> None:
+    """A process that writes to whom it is told of."""
+    engine = Mooncake("127.0.0.1")
+    pool = torch.full((BIG,), 7, dtype=torch.uint8)
+    engine.register([Memory(pool.data_ptr(), pool.nbytes)])
+    pipe.send(engine.session)
+    while known := pipe.recv():
+        session, address, nbytes = known
+        pipe.send(engine.write(session, [Segment(pool.data_ptr(), address, nbytes)], GO).result())
+
+
+@pytest.mark.parametrize("stops", ["before it writes", "while it writes"])
+def test_a_writer_that_was_stopped_writes_nothing_once_the_memory_was_opened_again(stops):
+    """Whatever it was told, or has begun."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=send, args=(theirs,), daemon=True)
+    process.start()
+    engine, pool = Mooncake("127.0.0.1"), torch.zeros(BIG, dtype=torch.uint8)
+    engine.register([Memory(pool.data_ptr(), pool.nbytes)])
+    ours.recv()
+    first = engine.session
+    ours.send((first, pool.data_ptr(), PAGE))
+    assert ours.recv() == ""
+    if stops == "before it writes":
+        os.kill(process.pid, signal.SIGSTOP)
+    ours.send((first, pool.data_ptr(), BIG))
+    if stops == "while it writes":
+        while not pool[BIG // 64]:
+            pass
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        assert not pool[-1], "the machine writes faster than it stops a process"
+    engine.reopen()
+    assert engine.session != first
+    pool.fill_(1)
+    os.kill(process.pid, signal.SIGCONT)
+    assert first in ours.recv()
+    assert bool((pool == 1).all())
+    # It lives, and reaches the memory under its new session.
+    ours.send((engine.session, pool.data_ptr(), PAGE))
+    assert ours.recv() == ""
+    assert pool[: PAGE + 1].tolist() == [*[7] * PAGE, 1]
+    process.kill()
+    process.join()
+    engine.close()
+
+
+def test_memory_that_cannot_be_opened_again_is_closed(engine, peer, monkeypatch):
+    (mooncake, pool), (_, _, session, address) = engine, peer
+    with monkeypatch.context() as patch:
+        patch.setattr(mooncake, "_start", mock.Mock(side_effect=TransferError("no port is free")))
+        with pytest.raises(TransferError, match="no port is free"):
+            mooncake.reopen()
+    plan = [Segment(pool.data_ptr(), address, PAGE)]
+    assert mooncake.write(session, plan, GO).result() == "the memory of this server is being opened again"
+    mooncake.reopen()
+    assert mooncake.write(session, plan, GO).result() == ""
 
 
 def test_a_peer_that_is_lost_is_a_reason(engine, peer):

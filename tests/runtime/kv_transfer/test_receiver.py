@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from npucompile.runtime.kv_transfer.room import DEFAULTS, Stage
+from npucompile.runtime.kv_transfer.lease import LEASE_S
+from npucompile.runtime.kv_transfer.room import Stage
 from tests.support.pairs import check, crowded
 
 
@@ -19,7 +20,7 @@ def test_requests_that_lose_their_pages_are_asked_for_again(tiny_artifact: Path)
 
 @pytest.mark.parametrize("writing", [False, True])
 def test_a_second_handover_that_fails_ends_in_computing_here(tiny_artifact: Path, writing: bool) -> None:
-    """Before anything is written, and while pages are, which are used again when no write can be under way."""
+    """Before anything is written, and while pages are, which are used again when nobody can write to them."""
     pair, began = crowded(tiny_artifact), 0.0
     while not any(handover.again for handover in pair.receivers[0]._handovers.values()):
         assert pair.go_on()
@@ -30,7 +31,8 @@ def test_a_second_handover_that_fails_ends_in_computing_here(tiny_artifact: Path
     pair.cut()
     check(pair, tiny_artifact, "disconnected")
     assert pair.landed.computed_here > 0
-    assert pair.now_s - began >= (DEFAULTS.in_flight if writing else 0)
+    assert pair.now_s - began >= (LEASE_S if writing else 0)
+    assert pair.access.revoked == writing
 
 
 def test_a_client_that_leaves_during_a_second_handover_is_told_once(tiny_artifact: Path) -> None:
@@ -39,7 +41,7 @@ def test_a_client_that_leaves_during_a_second_handover_is_told_once(tiny_artifac
     while not (again := [h for h in receiver._handovers.values() if h.again and h.room.stage is Stage.RECEIVING]):
         assert pair.go_on()
     pair.cut()
-    assert again[0].room.stage is Stage.FENCED
+    assert again[0].room.stage is Stage.REVOKING
     pair.cancel(again[0].request_id)
     pair.cancel(again[0].request_id)
     pair.settle()

@@ -25,10 +25,10 @@ class Pair:
         self.to_p, self.to_d = deque[Kind](), deque[Kind]()
         self.connected = self.p_lives = True
         self.computing, self.writing, self.reserving = True, False, False
-        self.write_ends_s = math.inf
         self.p_pages = self.d_pages = False
+        # A writer whose access was revoked goes on for ever, and nothing that it writes arrives.
+        self.revoking, self.access = False, True
         self.outcomes = Counter[Do]()
-        self.withheld = 0
 
     def prefill(self, kind: Kind, reason: str = "") -> None:
         self.p, todo = prefill(self.p, Event(kind, self.now_s, reason), TIMEOUTS)
@@ -42,11 +42,8 @@ class Pair:
             elif do is Do.WRITE:
                 assert self.p_pages
                 assert not self.writing
-                # A long prompt is many writes, one after the other.
-                self.writing, self.write_ends_s = True, self.now_s + 10 * TIMEOUTS.in_flight
-            elif do is Do.STOP_WRITING:
-                self._last_writes()
-            else:
+                self.writing = True
+            elif do is not Do.STOP_WRITING:
                 assert do is Do.FREE
                 assert not self.writing, "a page is freed that a write reads"
                 assert self.p_pages
@@ -62,11 +59,12 @@ class Pair:
             elif do is Do.RESERVE:
                 self.reserving = True
             elif do is Do.FREE:
-                assert not self.writing, "a page is freed that a write may write to"
+                assert not (self.writing and self.access), "a page is freed that a write may write to"
                 assert self.d_pages
                 self.d_pages = False
-            elif do is Do.WITHHOLD:
-                self.withheld += 1
+            elif do is Do.REVOKE:
+                assert not self.revoking
+                self.revoking = True
             else:
                 assert do in (Do.RUN, Do.GIVE_UP)
                 if do is Do.RUN:
@@ -85,6 +83,8 @@ class Pair:
             moves["not written"] = lambda: self._written(Kind.NOT_WRITTEN)
         if self.reserving:
             moves["reserved"] = self._reserved
+        if self.revoking:
+            moves["revoked"] = self._revoked
         if self.to_p:
             moves["to prefill"] = self._to_p
             moves["to prefill twice"] = lambda: self.to_p.append(self.to_p[-1])
@@ -103,7 +103,7 @@ class Pair:
 
     @property
     def next_s(self) -> float:
-        return min(self.p.deadline_s if self.p_lives else math.inf, self.d.deadline_s, self.write_ends_s)
+        return min(self.p.deadline_s if self.p_lives else math.inf, self.d.deadline_s)
 
     def _prefilled(self) -> None:
         self.computing, self.p_pages = False, True
@@ -114,13 +114,17 @@ class Pair:
         self.prefill(Kind.NOT_PREFILLED, "the prompt is too long")
 
     def _written(self, kind: Kind) -> None:
-        self.writing, self.write_ends_s = False, math.inf
+        self.writing = False
         if self.p_lives:
             self.prefill(kind, "the peer is lost")
 
     def _reserved(self) -> None:
         self.reserving, self.d_pages = False, True
         self.decode(Kind.RESERVED)
+
+    def _revoked(self) -> None:
+        self.revoking, self.access = False, False
+        self.decode(Kind.REVOKED)
 
     def _to_p(self) -> None:
         kind = self.to_p.popleft()
@@ -139,20 +143,13 @@ class Pair:
         self.decode(Kind.DISCONNECTED)
 
     def _die(self) -> None:
-        """Its process ends, and its writes with it or within the bound of the transfer engine."""
+        """Its process ends or stands still, and its writes with it: they may go on at any time."""
         self.p_lives = self.computing = self.p_pages = False
-        self._last_writes()
         if self.connected:
             self._cut()
 
-    def _last_writes(self) -> None:
-        if self.writing:
-            self.write_ends_s = min(self.write_ends_s, self.now_s + TIMEOUTS.in_flight)
-
     def _wait(self) -> None:
         self.now_s = self.next_s
-        if self.write_ends_s <= self.now_s:
-            self._written(Kind.NOT_WRITTEN)
         if self.p_lives and self.p.deadline_s <= self.now_s:
             self.prefill(Kind.TIMEOUT)
         if self.d.deadline_s <= self.now_s:
@@ -161,7 +158,7 @@ class Pair:
     def go_on(self) -> bool:
         """What happens where nobody interferes: what is on its way arrives, engines end, and timers fire."""
         moves = self.moves()
-        quiet = [name for name in ("to prefill", "to decode", "prefilled", "reserved", "written", "wait") if name in moves]
+        quiet = [name for name in ("to prefill", "to decode", "prefilled", "reserved", "revoked", "written", "wait") if name in moves]
         if quiet:
             moves[quiet[0]]()
         return bool(quiet)
@@ -180,7 +177,7 @@ def test_nothing_is_held_lost_or_twice(choices: list[tuple[int, int]]) -> None:
             break
     assert pair.outcomes.total() == 1
     assert pair.d.stage in (Stage.LANDED, Stage.ENDED)
-    assert (pair.p_pages, pair.d_pages, pair.writing) == (False, False, False)
+    assert (pair.p_pages, pair.d_pages, pair.revoking) == (False, False, False)
     assert not pair.p_lives or pair.p.stage is Stage.ENDED
     assert (pair.outcomes[Do.RUN] == 1) == (pair.d.stage is Stage.LANDED)
     assert bool(pair.d.reason) == (pair.d.stage is Stage.ENDED)
@@ -193,18 +190,16 @@ def test_a_quiet_room_lands():
     assert (pair.p, pair.d, pair.outcomes) == (Room(Stage.ENDED), Room(Stage.LANDED), Counter({Do.RUN: 1}))
 
 
-@pytest.mark.parametrize("last", [Kind.GONE, Kind.DONE, Kind.FAILED, Kind.DISCONNECTED])
-def test_a_prefill_server_that_says_nothing_has_its_target_withheld_until_it_speaks_or_ends(last):
+@pytest.mark.parametrize("last", [Kind.GONE, Kind.DONE, Kind.FAILED, Kind.REVOKED])
+@pytest.mark.parametrize("first", [Kind.TIMEOUT, Kind.DISCONNECTED])
+def test_a_prefill_server_that_says_nothing_keeps_its_target_until_it_speaks_or_can_write_no_more(first, last):
     pair = Pair()
     for name in ("prefilled", "to decode", "reserved", "to prefill", "client leaves"):
         pair.moves()[name]()
-    pair.to_p.clear()
-    pair.write_ends_s = math.inf
-    pair._wait()
-    assert (pair.d.stage, pair.withheld, pair.d_pages) == (Stage.WITHHELD, 1, True)
+    pair.decode(first)
+    assert (pair.d.stage, pair.revoking, pair.d_pages) == (Stage.REVOKING, True, True)
+    pair.decode(Kind.DISCONNECTED)
+    assert pair.d_pages
     pair.writing = False
     pair.decode(last)
-    if last is Kind.DISCONNECTED:
-        assert pair.d.stage is Stage.FENCED
-        pair._wait()
     assert (pair.d.stage, pair.d_pages) == (Stage.ENDED, False)

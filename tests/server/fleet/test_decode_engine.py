@@ -15,8 +15,8 @@ from npucompile.graphs.errors import RequestError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.runtime.kv_transfer.room import DEFAULTS
-from npucompile.runtime.request import Logprobs, Request, Sampling
+from npucompile.runtime.kv_transfer.room import Stage
+from npucompile.runtime.request import ExecutionRecord, FinishEvent, Logprobs, Request, Sampling
 from npucompile.runtime.segments import SegmentSizes
 from tests.support import optional
 
@@ -125,7 +125,7 @@ def test_another_prefill_server_computes_what_one_has_lost(tiny_artifact: Path) 
 
 
 def test_without_a_prefill_server_requests_are_refused_or_computed_here(tiny_artifact: Path) -> None:
-    fleet = Fleet(tiny_artifact, timeouts=DEFAULTS._replace(in_flight=0.1))
+    fleet = Fleet(tiny_artifact)
     fleet.connected()
     running = [fleet.ask(Request(f"{n}", (60 + n, *PROMPT), 10)) for n in range(8)]
     fleet.prefills[0].stop()
@@ -141,13 +141,79 @@ def test_without_a_prefill_server_requests_are_refused_or_computed_here(tiny_art
     fleet.close()
 
 
+@pytest.mark.parametrize("length", [40, 2, 1])
+def test_a_request_that_generates_nothing_ends(fleet: Fleet, length: int) -> None:
+    """No step was left to end it, and it kept its place."""
+    end = fleet.ask(Request(f"nothing {length}", PROMPT[:length], 0)).wait().end
+    assert end is not None
+    assert (end.reason, end.completion_tokens) == ("length", 0)
+    fleet.check()
+
+
+def small(artifact: Artifact) -> CpuExecutor:
+    """Fewer pages than requests take."""
+    executor = CpuExecutor(artifact)
+    executor.limits = replace(executor.limits, num_pages=11)
+    return executor
+
+
+def test_the_end_of_an_attempt_that_is_given_up_is_nobodys(tiny_artifact: Path) -> None:
+    """Of requests that wait for pages when their prefill server is lost: they were answered with nothing, as by the client's own wish."""
+    fleet = Fleet(tiny_artifact, mixed=True, load=small)
+    fleet.connected()
+    requests = [Request(f"{n}", PROMPT[n : n + 17], 40, skip_reading_prefix_cache=True) for n in range(12)]
+    answers = [fleet.ask(request) for request in requests]
+    (receiver,) = fleet.decode._receivers
+    until(lambda: sum(handover.room.stage is Stage.WAITING for handover in list(receiver._handovers.values())) > 2)
+    fleet.prefills[0].stop()
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.wait().end.reason == "length"  # type: ignore[union-attr]
+        assert answer.tokens == alone(fleet, request).tokens
+    fleet.check()
+    fleet.close()
+
+
+def test_prompts_that_wait_for_pages_do_not_keep_requests_that_had_landed_from_going_on(tiny_artifact: Path) -> None:
+    """Each server waited for what the other one held: a place where prompts are computed, and pages."""
+    fleet = Fleet(tiny_artifact, load=small)
+    fleet.connected()
+    requests = [Request(f"{n}", PROMPT[n : n + 17], 40, skip_reading_prefix_cache=True) for n in range(12)]
+    answers = [fleet.ask(request) for request in requests]
+    ends = [answer.wait().end for answer in answers]
+    assert {end.reason for end in ends if end} == {"length"}
+    assert sum(end.record.preemptions for end in ends if end)
+    fleet.check()
+    fleet.close()
+
+
+def test_how_the_engine_ends_what_waits_for_pages_is_told(tiny_artifact: Path) -> None:
+    """A deadline that is over there, or a failure, is not the client's own wish."""
+    fleet = Fleet(tiny_artifact, load=small)
+    fleet.connected()
+    requests = [Request(f"{n}", PROMPT[n : n + 17], 40, skip_reading_prefix_cache=True) for n in range(12)]
+    answers = [fleet.ask(request) for request in requests]
+    (receiver,) = fleet.decode._receivers
+
+    def waiting() -> list[str]:
+        rooms = list(receiver._handovers.values())
+        return [handover.request_id for handover in rooms if handover.room.stage is Stage.WAITING]
+
+    until(lambda: len(waiting()) > 2)
+    # The last one waits longest.
+    name = waiting()[-1]
+    event = FinishEvent(name, "error", 17, 0, ExecutionRecord(), "the device is lost", code="engine_failed")
+    fleet.decode._call(lambda: fleet.decode._late(event))
+    end = answers[int(name)].wait().end
+    assert end is not None
+    assert (end.reason, end.message, end.code) == ("error", "the device is lost", "engine_failed")
+    for answer in answers:
+        assert answer.wait().end.reason == ("error" if answer is answers[int(name)] else "length")  # type: ignore[union-attr]
+    fleet.check()
+    fleet.close()
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_a_request_that_nobody_hands_over_again_is_computed_here_or_ends(tiny_artifact: Path, local: bool) -> None:
-    def small(artifact: Artifact) -> CpuExecutor:
-        executor = CpuExecutor(artifact)
-        executor.limits = replace(executor.limits, num_pages=11)
-        return executor
-
     fleet = Fleet(tiny_artifact, mixed=local, load=small)
     fleet.connected()
     chosen = fleet.decode._chosen

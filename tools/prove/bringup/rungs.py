@@ -23,7 +23,7 @@ from ....runtime.device_params import LoadParams
 from ....runtime.distributed.rendezvous import RendezvousConfig
 from ....runtime.distributed.sharded_executor import ShardedExecutor
 from ....runtime.executor import Executor
-from ....runtime.kv_transfer.layout import Region, instance_of
+from ....runtime.kv_transfer.layout import Region, instance_of, located
 from ....runtime.kv_transfer.opening import open_pools, protocol_of
 from ...builder.targets import target
 from ...inspection.views import roofline_of
@@ -257,7 +257,7 @@ class Bringup:
             result.failures = [Failure("handovers", "the transfer engine", str(error))]
             return
         with closing(pools), self.progress.bar("handovers", handovers.PROMPTS) as bar:
-            instance = replace(instance_of(self.artifact.manifest), ranks=pools.ranks)
+            instance = located(instance_of(self.artifact.manifest), pools.ranks)
             read = item_reader(executor, self.settings.step_limit_s)
             own = handovers.Handovers(executor, pools, instance, read, self.settings.step_limit_s)
             result.failures, result.facts = own.run(bar)

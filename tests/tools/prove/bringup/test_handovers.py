@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support import optional, tiny
 from support.fleet import OneKind
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.runtime.kv_transfer.layout import Region, instance_of
+from npucompile.runtime.kv_transfer.layout import Region, instance_of, located
 from npucompile.runtime.kv_transfer.opening import open_pools
 from npucompile.runtime.kv_transfer.pools import Pools
 from npucompile.tools.prove.bringup.handovers import PROMPTS, Handovers
@@ -32,7 +33,7 @@ def server(tiny_artifact: Path) -> Iterator[Handovers]:
     artifact = Artifact.open(tiny_artifact)
     executor = CpuExecutor(artifact)
     with closing(open_pools(executor, "127.0.0.1")) as pools:
-        yield Handovers(executor, pools, replace(instance_of(artifact.manifest), ranks=pools.ranks), read, 60)
+        yield Handovers(executor, pools, located(instance_of(artifact.manifest), pools.ranks), read, 60)
 
 
 def run(server: Handovers) -> Any:
@@ -54,10 +55,11 @@ class Losing:
 
     def __init__(self, pools: Pools, **parts: Any) -> None:
         self._pools, self._parts = pools, parts
-        self.ranks, self.sessions = pools.ranks, pools.sessions
+        self.ranks, self.sessions, self.lease = pools.ranks, pools.sessions, pools.lease
 
-    def write(self, source: Any, peer: Any, target: Any, done: Any) -> None:
-        self._pools.write(source, peer, target._replace(**{name: change(target) for name, change in self._parts.items()}), done)
+    def write(self, source: Any, peer: Any, target: Any, lease: Any, done: Any) -> None:
+        changed = msgspec.structs.replace(target, **{name: change(target) for name, change in self._parts.items()})
+        self._pools.write(source, peer, changed, lease, done)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,5 @@ def test_a_page_or_state_that_does_not_arrive_is_named(server: Handovers, parts:
 
 
 def test_what_the_engine_says_is_the_failure(server: Handovers) -> None:
-    unknown = tuple(replace(region, address=4096) for region in server.instance.ranks[0])
-    (failure,), _ = run(server._replace(instance=replace(server.instance, ranks=(unknown,))))
+    (failure,), _ = run(server._replace(instance=replace(server.instance, addresses=((4096,) * len(server.instance.pools),))))
     assert "cannot be written, says Mooncake" in failure.message
