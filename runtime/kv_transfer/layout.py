@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -148,19 +149,19 @@ class Instance:
         """Bytes that travel for a prompt of so many tokens: the pages of all but its last token, and a state."""
         return -(-(tokens - 1) // self.page_size) * self.item_bytes(PAGES) + self.item_bytes(SLOTS) if tokens > 1 else 0
 
-    def to_json(self) -> bytes:
+    def to_json(self) -> dict[str, Any]:
         """As it is sent: the pools once, and their addresses on each rank."""
-        return msgspec.json.encode(self)
+        return dict(msgspec.to_builtins(self))
 
     @staticmethod
-    def from_json(data: bytes | msgspec.Raw) -> Instance:
+    def from_json(data: bytes | msgspec.Raw | Mapping[str, Any]) -> Instance:
         """As it was sent.
 
         Raises:
             LayoutError: a field is missing or of another type.
         """
         try:
-            return msgspec.json.decode(data, type=Instance)
+            return msgspec.convert(data, Instance) if isinstance(data, Mapping) else msgspec.json.decode(data, type=Instance)
         except (msgspec.DecodeError, UnicodeError) as error:
             raise LayoutError(f"the other server describes itself in another way: {error}") from None
 

@@ -5,7 +5,7 @@ Every field is checked where a message arrives: what is read here goes on to the
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -30,12 +30,26 @@ class Hello(Message, frozen=True):
 
     Attributes:
         instance: `layout.Instance` as JSON, which is read once the version is known.
+        sessions: of a decode server, of the transfer engines of its ranks, in the order of the ranks of all dp groups. Whoever knows one
+            can read and write the memory behind it, so a prefill server, which answers strangers too, tells none. They are texts, which
+            is looked at for each write (`pools.Peer.group`).
         engine_id: of a prefill server, by which vLLM's proxies name it.
     """
 
     version: int
     instance: msgspec.Raw
+    sessions: list[Any] = []
     engine_id: str = ""
+
+
+class Sessions(Message, frozen=True):
+    """The memory of a decode server was opened again.
+
+    Attributes:
+        sessions: see `Hello`; for all that it says of `Ready` from now on.
+    """
+
+    sessions: list[str]
 
 
 class Refused(Message, frozen=True):
@@ -89,8 +103,6 @@ class Ready(Message, frozen=True):
         pages: in order of position.
         known: how many of them are filled already.
         slot: of the state.
-        sessions: of the transfer engines of the group's ranks, in their order. They are told here alone, since whoever knows one can
-            read and write the memory behind it.
     """
 
     room: Number
@@ -98,7 +110,6 @@ class Ready(Message, frozen=True):
     pages: list[Number]
     known: Number
     slot: Number
-    sessions: list[str]
 
 
 class Renew(Message, frozen=True):
@@ -147,7 +158,15 @@ class Gone(Message, frozen=True):
     room: Number
 
 
-_decoder = msgspec.json.Decoder(Hello | Refused | Ask | Declined | Computed | Ready | Renew | Renewed | Done | Failed | Abort | Gone)
+_decoder = msgspec.json.Decoder(
+    Hello | Refused | Sessions | Ask | Declined | Computed | Ready | Renew | Renewed | Done | Failed | Abort | Gone
+)
+
+
+class _OfRoom(msgspec.Struct):
+    """What a message that is otherwise wrong may have."""
+
+    room: Number
 
 
 def encode(message: Message) -> str:
@@ -169,3 +188,11 @@ def decode(text: str | bytes) -> Message:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ProtocolError(f"a message {text[:80]!r} is none that is legal here: {error}") from None
     return message
+
+
+def room_of(text: str | bytes) -> int | None:
+    """The room of a message that `decode` refuses, which is the only one that has to end for it; None where there is none."""
+    try:
+        return msgspec.json.decode(text[:MOST_BYTES], type=_OfRoom).room
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None

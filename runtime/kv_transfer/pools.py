@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..distributed.control_plane import error_text
 from ..request import ParkedEvent
@@ -17,6 +17,30 @@ from .transfer_engine import Memory, Segment, TransferEngine
 
 WAITING = 8
 """Handovers that a rank waits for at a time; the engine bounds what is in flight itself."""
+
+
+class Peer(NamedTuple):
+    """The other server.
+
+    Attributes:
+        sessions: of its ranks' transfer engines, dp groups one after the other.
+    """
+
+    instance: Instance
+    sessions: Sequence[str]
+
+    def group(self, number: int) -> Sequence[str]:
+        """The sessions of a dp group.
+
+        Raises:
+            LayoutError: there is no such group, or not a session for each rank.
+        """
+        ranks = self.instance.group(number)
+        if len(self.sessions) != len(self.instance.addresses):
+            raise LayoutError(f"{len(self.sessions)} sessions of {len(self.instance.addresses)} ranks; legal is one each")
+        if wrong := [session for session in self.sessions if not isinstance(session, str)]:
+            raise LayoutError(f"a session {wrong[0]!r}; legal is a text")
+        return [self.sessions[rank] for rank in ranks]
 
 
 class Pools(Protocol):
@@ -37,7 +61,7 @@ class Pools(Protocol):
         """One for a connection, without which nothing is written."""
         ...
 
-    def write(self, source: ParkedEvent, peer: Instance, target: Ready, lease: Lease, done: Callable[[str], None]) -> Callable[[], None]:
+    def write(self, source: ParkedEvent, peer: Peer, target: Ready, lease: Lease, done: Callable[[str], None]) -> Callable[[], None]:
         """Writes the pages and the state of a parked request to a decode server; returns at once what keeps it from beginning more.
 
         Args:
@@ -95,11 +119,9 @@ class RankWriter:
             sessions: of the ranks of that group.
 
         Raises:
-            LayoutError: there is no such group, page or slot, or another number of sessions.
+            LayoutError: there is no such group, page or slot.
         """
         ranks = peer.group(group)
-        if len(sessions) != len(ranks):
-            raise LayoutError(f"{len(sessions)} sessions of a dp group of {len(ranks)} ranks")
         return {
             sessions[target]: segments(own, peer.rank(ranks[target]), pairs)
             for target, own in shares(self.regions, self._rank, self._tp, peer.tp)
@@ -152,7 +174,7 @@ class LocalPools:
         """See `Pools`."""
         return Lease()
 
-    def write(self, source: ParkedEvent, peer: Instance, target: Ready, lease: Lease, done: Callable[[str], None]) -> Callable[[], None]:
+    def write(self, source: ParkedEvent, peer: Peer, target: Ready, lease: Lease, done: Callable[[str], None]) -> Callable[[], None]:
         """See `Pools`."""
         stopping = threading.Event()
         self._waiting.submit(lambda: done(self._write(source, peer, target, lambda: not (stopping.is_set() or lease.over))))
@@ -167,12 +189,12 @@ class LocalPools:
         self._waiting.shutdown()
         self._writer.close()
 
-    def _write(self, source: ParkedEvent, peer: Instance, target: Ready, allowed: Callable[[], bool]) -> str:
+    def _write(self, source: ParkedEvent, peer: Peer, target: Ready, allowed: Callable[[], bool]) -> str:
         try:
-            pairs = pairs_of(source, target)
+            sessions, pairs = peer.group(target.group), pairs_of(source, target)
         except LayoutError as error:
             return str(error)
-        return self._writer.write(peer, target.group, target.sessions, pairs, allowed)
+        return self._writer.write(peer.instance, target.group, sessions, pairs, allowed)
 
 
 def reason_of(function: Callable[[], None]) -> str:

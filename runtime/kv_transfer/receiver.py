@@ -11,7 +11,7 @@ from ..delivery import Sink
 from ..request import RECEIVE, ParkedEvent, Request
 from . import room as rooms
 from .landed_requests import LandedRequests
-from .messages import Abort, Ask, Computed, Declined, Done, Failed, Gone, Message, Ready, Renew, Renewed
+from .messages import Abort, Ask, Computed, Declined, Done, Failed, Gone, Message, Ready, Renew, Renewed, Sessions
 from .open_rooms import Connection, Handover, OpenRooms
 from .room import Do, Kind, Room, Stage
 from .write_access import WriteAccess
@@ -56,22 +56,14 @@ class Receiver(OpenRooms[_Handover]):
         number: draws the number of a room.
         landed: takes the requests whose pages have arrived.
         access: to the pools of this server.
-        sessions: of the ranks of a dp group, by which they are reached now.
 
     Attributes:
         connected: whether the prefill server can be asked.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        number: Callable[[], int],
-        landed: LandedRequests,
-        access: WriteAccess,
-        sessions: Callable[[int], list[str]],
-    ) -> None:
+    def __init__(self, connection: Connection, number: Callable[[], int], landed: LandedRequests, access: WriteAccess) -> None:
         super().__init__(connection)
-        self._number, self._landed, self._access, self._sessions = number, landed, access, sessions
+        self._number, self._landed, self._access = number, landed, access
         self.connected = True
 
     @property
@@ -155,6 +147,10 @@ class Receiver(OpenRooms[_Handover]):
         super().tick()
         self._access.tick()
 
+    def reopened(self, sessions: list[str]) -> None:
+        """The pools of this server are reached by other sessions from now on."""
+        self._send(Sessions(sessions))
+
     def decline(self, routed: int, status: int, reason: str) -> None:
         """Says that a request of a router is not asked for."""
         self._send(Declined(routed, status, reason))
@@ -226,7 +222,7 @@ class Receiver(OpenRooms[_Handover]):
     def _ready(self, number: int, handover: _Handover) -> None:
         target = handover.target
         assert target is not None
-        self._send(Ready(number, target.group, list(target.pages), target.known, target.slot, self._sessions(target.group)))
+        self._send(Ready(number, target.group, list(target.pages), target.known, target.slot))
 
     def _give_up(self, handover: _Handover, reason: str) -> None:
         if not handover.told:

@@ -10,11 +10,10 @@ from ...graphs.errors import RequestError
 from ..distributed.control_plane import error_text
 from ..request import SEND, Event, FinishEvent, ParkedEvent, Request
 from . import room as rooms
-from .layout import Instance
 from .lease import LEASE_S, RENEW_S, clock_s
-from .messages import Abort, Ask, Computed, Done, Failed, Gone, Message, Ready, Renew, Renewed
+from .messages import Abort, Ask, Computed, Done, Failed, Gone, Message, Ready, Renew, Renewed, Sessions
 from .open_rooms import Connection, Handover, OpenRooms
-from .pools import Pools
+from .pools import Peer, Pools
 from .room import Do, Kind, Room
 
 
@@ -51,7 +50,7 @@ class Sender(OpenRooms[_Handover]):
         self,
         connection: Connection,
         pools: Pools,
-        peer: Instance,
+        peer: Peer,
         name: str,
         enter: Callable[[int], Callable[[], None]] = lambda _: _stay,
         ended: Callable[[int, str], None] = lambda number, reason: None,
@@ -66,7 +65,7 @@ class Sender(OpenRooms[_Handover]):
     def tick(self) -> None:
         """Ends what has waited too long, and renews the lease."""
         super().tick()
-        if self._handovers:
+        if any(handover.room.holds for handover in self._handovers.values()):
             self._renew()
 
     def received(self, message: Message) -> None:
@@ -84,6 +83,8 @@ class Sender(OpenRooms[_Handover]):
                 if again:
                     self._handovers[number].routed = 0
                 self._step(number, Kind.ABORT)
+            case Sessions(sessions=sessions):
+                self._peer = self._peer._replace(sessions=sessions)
             case Renewed(at_s=at_s):
                 # Of a time that this server has asked with; what comes later is no answer.
                 self._lease.extend(min(at_s, self._asked_s) + LEASE_S)
@@ -92,6 +93,13 @@ class Sender(OpenRooms[_Handover]):
                     self._write(number, handover)
             case _:
                 pass
+
+    def refused(self, number: int, reason: str) -> None:
+        """A message of the decode server about a room is none that can be read; the room ends."""
+        if number in self._handovers:
+            self._step(number, Kind.CANCELLED)
+        else:
+            self._send(Failed(number, reason))
 
     def parked(self, event: ParkedEvent) -> bool:
         """A request is computed; returns whether it is one of this connection. Called by the engine's thread."""
@@ -111,7 +119,6 @@ class Sender(OpenRooms[_Handover]):
             self._send(Failed(ask.room, str(error)))
             self._tell(ask.routed, str(error))
             return
-        self._renew()
         self._open(ask.room, _Handover(rooms.begin_prefill(self._clock(), self._timeouts), request_id, leave, ask.routed))
         try:
             request = Request(
@@ -154,6 +161,7 @@ class Sender(OpenRooms[_Handover]):
             case Do.SEND_COMPUTED:
                 assert handover.source is not None
                 self._send(Computed(number, handover.source.known * self._engine.executor.limits.page_size))
+                self._renew()
             case Do.SEND_DONE:
                 self._send(Done(number))
             case Do.SEND_FAILED:

@@ -17,7 +17,7 @@ from ..request import ParkedEvent
 from .layout import Instance, LayoutError, Region
 from .lease import Lease, clock_s
 from .messages import Ready
-from .pools import WAITING, RankWriter, pairs_of, reason_of
+from .pools import WAITING, Peer, RankWriter, pairs_of, reason_of
 from .transfer_engine import TransferEngine, TransferError
 
 Done = Callable[[str], None]
@@ -76,7 +76,7 @@ class ShardedPools:
         """See `Pools`."""
         return _RanksLease(next(self._numbers), self)
 
-    def write(self, source: ParkedEvent, peer: Instance, target: Ready, lease: Lease, done: Done) -> Callable[[], None]:
+    def write(self, source: ParkedEvent, peer: Peer, target: Ready, lease: Lease, done: Done) -> Callable[[], None]:
         """See `Pools`. Where a rank is lost, its part ends with it, and those of the others when they have ended."""
         assert isinstance(lease, _RanksLease)
         with self._idle:
@@ -121,20 +121,20 @@ class ShardedPools:
         return range(source.group * self._tp, (source.group + 1) * self._tp)
 
     def _write(
-        self, source: ParkedEvent, peer: Instance, target: Ready, lease: _RanksLease, done: Done, write: int, stopping: threading.Event
+        self, source: ParkedEvent, peer: Peer, target: Ready, lease: _RanksLease, done: Done, write: int, stopping: threading.Event
     ) -> None:
         ranks = self._ranks(source)
         try:
-            pairs = pairs_of(source, target)
+            sessions, pairs = peer.group(target.group), pairs_of(source, target)
         except LayoutError as error:
             self._done(done, str(error))
             return
         answered = self._joined(len(ranks), lambda reason: self._done(done, reason))
-        to: dict[str, Any] = {"group": target.group, "sessions": target.sessions, "pairs": pairs}
+        to: dict[str, Any] = {"group": target.group, "sessions": sessions, "pairs": pairs}
         if 0 in ranks:
             allowed = lambda: not (stopping.is_set() or lease.over)  # noqa: E731
-            self._waiting.submit(lambda: answered({"reason": self._writer.write(peer, **to, allowed=allowed)}))
-        number = self._number(peer)
+            self._waiting.submit(lambda: answered({"reason": self._writer.write(peer.instance, **to, allowed=allowed)}))
+        number = self._number(peer.instance)
         for rank in ranks:
             if rank:
                 self._control_plane.ask(rank, "write", answered, write=write, peer=number, lease=lease.number, **to)

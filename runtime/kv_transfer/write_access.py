@@ -37,13 +37,20 @@ class WriteAccess:
     Args:
         call: has that thread call a function.
         clock: monotonic seconds.
+        reopened: called when the memory is open under other sessions, before anything else is granted.
 
     Attributes:
         revoked: how often the memory was opened again.
     """
 
-    def __init__(self, pools: Reopened, call: Callable[[Callable[[], None]], None], clock: Callable[[], float]) -> None:
-        self._pools, self._call, self._clock = pools, call, clock
+    def __init__(
+        self,
+        pools: Reopened,
+        call: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+        reopened: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._pools, self._call, self._clock, self._reopened = pools, call, clock, reopened
         # Rooms that were told the present session, and those that wait for the next one.
         self._writers: set[Hashable] = set()
         self._queued: dict[Hashable, Callable[[], None]] = {}
@@ -103,6 +110,7 @@ class WriteAccess:
         self._freed += self._lost
         self._lost = []
         self.revoked += 1
+        self._reopened()
         queued, self._queued = self._queued, {}
         for room, send in queued.items():
             self.grant(room, send)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from msgspec import Raw
 
 from ...graphs.errors import RequestError
@@ -79,11 +80,15 @@ class DecodeEngine:
         self._loop = asyncio.new_event_loop()
 
         def make(send: Callable[[Message], None], number: Callable[[], int]) -> Receiver:
-            return Receiver(Connection(engine, send, self._call, clock_s, timeouts), number, self._landed, access, sessions)
+            return Receiver(Connection(engine, send, self._call, clock_s, timeouts), number, self._landed, access)
 
-        access = WriteAccess(pools, self._call, clock_s)
-        sessions = lambda group: [pools.sessions[rank] for rank in instance.group(group)]  # noqa: E731
-        hello = Hello(VERSION, Raw(instance.to_json()))
+        def reopened() -> None:
+            for link in self.links:
+                if link.receiver is not None:
+                    link.receiver.reopened(pools.sessions)
+
+        access, description = WriteAccess(pools, self._call, clock_s, reopened), Raw(msgspec.json.encode(instance))
+        hello = lambda: Hello(VERSION, description, pools.sessions)  # noqa: E731
         self.links = tuple(PrefillLink(url, hello, headers, make, self._replaced) for url in urls)
         engine.on_parked(self._parked)
         self._thread = threading.Thread(target=self._run, name="npucompile-handovers", daemon=True)
@@ -173,13 +178,19 @@ class DecodeEngine:
         """Called by the engine's thread."""
         self._landed.parked(event) or any(receiver.parked(event) for receiver in self._receivers)
 
+    def _at(self, place: str) -> PrefillLink | None:
+        """The prefill server that a router names: by its URL, or, where that has SGLang's bootstrap port, by its host, if that has one."""
+        exact = next((link for link in self.links if link.is_at(place)), None)
+        at_host = [link for link in self.links if link.is_at(place.rpartition(":")[0])]
+        return exact or (at_host[0] if len(at_host) == 1 else None)
+
     def _named(self, choice: Choice) -> PrefillLink:
         """The prefill server that a router has chosen.
 
         Raises:
             RequestError: it is none of this server's, or not connected.
         """
-        link = next((link for link in self.links if link.is_at(choice.place)), None)
+        link = self._at(choice.place)
         if link is None:
             legal = ", ".join(link.url for link in self.links)
             raise Refusal("unknown_prefill_server", param=choice.field, field=choice.field, place=choice.place, legal=legal)
@@ -189,7 +200,7 @@ class DecodeEngine:
 
     def decline(self, choice: Choice, status: int, reason: str) -> None:
         """Tells the prefill server of a router's choice that its requests are not asked for."""
-        link = next((link for link in self.links if link.is_at(choice.place)), None)
+        link = self._at(choice.place)
         if link is not None and (receiver := link.receiver) is not None:
             for room in choice.rooms:
                 self._call(functools.partial(receiver.decline, room, status, reason))

@@ -9,19 +9,20 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
 from msgspec import Raw
 from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ...graphs.errors import NpucompileError, RequestError
+from ...graphs.errors import NpucompileError, ProtocolError, RequestError
 from ...runtime.engine import Engine
 from ...runtime.engine_groups import EngineGroups
 from ...runtime.kv_transfer import layout
 from ...runtime.kv_transfer.layout import PAGES, SLOTS, Instance
 from ...runtime.kv_transfer.lease import clock_s
-from ...runtime.kv_transfer.messages import VERSION, Declined, Hello, Message, Refused, decode, encode
+from ...runtime.kv_transfer.messages import VERSION, Declined, Hello, Message, Refused, decode, encode, room_of
 from ...runtime.kv_transfer.open_rooms import Connection
-from ...runtime.kv_transfer.pools import Pools
+from ...runtime.kv_transfer.pools import Peer, Pools
 from ...runtime.kv_transfer.receiver import OK
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
 from ...runtime.kv_transfer.sender import Sender
@@ -53,7 +54,7 @@ class PrefillHub:
 
     def __init__(self, engine: Engine | EngineGroups, pools: Pools, instance: Instance, timeouts: Timeouts = DEFAULTS) -> None:
         self._engine, self._pools, self._instance, self._timeouts = engine, pools, instance, timeouts
-        self._hello = Hello(VERSION, Raw(instance.to_json()), secrets.token_hex(16))
+        self._hello = Hello(VERSION, Raw(msgspec.json.encode(instance)), engine_id=secrets.token_hex(16))
         self._names = itertools.count()
         # Replaced and never changed: the engine's thread goes through it.
         self._senders: tuple[Sender, ...] = ()
@@ -156,13 +157,14 @@ class PrefillHub:
         while len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    async def _greeted(self, websocket: WebSocket) -> Instance:
+    async def _greeted(self, websocket: WebSocket) -> Peer:
         hello = decode(await websocket.receive_text())
-        if not isinstance(hello, Hello) or hello.version != VERSION:
+        # An older decode server refuses this one by its answer.
+        if not isinstance(hello, Hello) or hello.version > VERSION:
             raise RequestError(f"a pair begins with a greeting of version {VERSION}, not {str(hello)[:80]}", code="handover_greeting")
         instance = Instance.from_json(hello.instance)
         layout.check(self._instance, instance)
-        return instance
+        return Peer(instance, hello.sessions)
 
     def _parked(self, event: ParkedEvent) -> None:
         any(sender.parked(event) for sender in self._senders)
@@ -195,7 +197,13 @@ async def _until_closed(
 
     async def receive() -> None:
         async for text in websocket.iter_text():
-            message = decode(text)
+            try:
+                message = decode(text)
+            except ProtocolError as error:
+                if (room := room_of(text)) is None:
+                    raise
+                sender.refused(room, str(error))
+                continue
             if isinstance(message, Declined):
                 declined(message)
             else:

@@ -50,13 +50,15 @@ class PrefillLink:
         receiver: of the present connection; None without one.
 
     Args:
-        hello: the greeting of this server.
+        hello: the greeting of this server, as it is now.
         headers: of the request that opens the connection.
         make: makes a receiver from what sends messages and what draws the numbers of rooms.
         replaced: called when there is another receiver, or none.
     """
 
-    def __init__(self, url: str, hello: Hello, headers: Mapping[str, str], make: MakeReceiver, replaced: Callable[[], None]) -> None:
+    def __init__(
+        self, url: str, hello: Callable[[], Hello], headers: Mapping[str, str], make: MakeReceiver, replaced: Callable[[], None]
+    ) -> None:
         self.url, self._hello, self._headers, self._make, self._replaced = url, hello, headers, make, replaced
         self._socket = socket_url(url)
         self.state = "was not reached yet"
@@ -88,28 +90,33 @@ class PrefillLink:
                     max_size=MOST_BYTES,
                     proxy=None,
                 ) as connection:
-                    await self._greet(connection)
+                    sessions = await self._greet(connection)
                     pause_s = SHORTEST_PAUSE_S
-                    await self._serve(connection)
+                    await self._serve(connection, sessions)
             except (OSError, TimeoutError, ValueError, NpucompileError, websockets.WebSocketException) as error:
                 self._say(_reason(error))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _greet(self, connection: ClientConnection) -> None:
-        await connection.send(encode(self._hello))
+    async def _greet(self, connection: ClientConnection) -> list[str]:
+        """Returns the sessions that the other server was told."""
+        hello = self._hello()
+        await connection.send(encode(hello))
         answer = decode(await asyncio.wait_for(connection.recv(), GREETING_S))
         if isinstance(answer, Refused):
             raise layout.LayoutError(f"refuses this server: {answer.reason}")
-        if not isinstance(answer, Hello) or answer.version != self._hello.version:
-            raise ProtocolError(f"a greeting of version {self._hello.version} was expected, not {str(answer)[:80]}")
+        if not isinstance(answer, Hello) or answer.version != hello.version:
+            raise ProtocolError(f"a greeting of version {hello.version} was expected, not {str(answer)[:80]}")
         self._engine_id = answer.engine_id
-        layout.check(Instance.from_json(answer.instance), Instance.from_json(self._hello.instance))
+        layout.check(Instance.from_json(answer.instance), Instance.from_json(hello.instance))
+        return hello.sessions
 
-    async def _serve(self, connection: ClientConnection) -> None:
+    async def _serve(self, connection: ClientConnection, sessions: list[str]) -> None:
         """Rooms of one connection, until it ends."""
         outgoing: asyncio.Queue[Message] = asyncio.Queue()
         receiver = self.receiver = self._make(outgoing.put_nowait, lambda: secrets.randbits(62))
+        if (present := self._hello().sessions) != sessions:
+            receiver.reopened(present)
         self._say("connected")
         self._replaced()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...graphs.errors import RequestError
 from ..engine.choice import Choice
-from ..requests.router_fields import HandoverFields
+from ..requests.router_fields import MOST_ROOM, HandoverFields
 
 PROBE_HOST = "2.2.2.2"
 """What SGLang's health probes name; nothing is handed over."""
@@ -55,14 +55,16 @@ def choice_of(fields: HandoverFields) -> Choice:
             )
         return Choice(f"{hosts[0]}:{ports[0]}" if ports and ports[0] else str(hosts[0]), rooms, "bootstrap_host")
     engine, room = given.get("remote_engine_id"), given.get("remote_request_id")
-    if not given.get("do_remote_prefill") or not isinstance(engine, str) or not str(room).isdecimal():
+    number = str(room)
+    legal = number.isascii() and number.isdecimal() and len(number) < 20 and int(number) <= MOST_ROOM
+    if not given.get("do_remote_prefill") or not isinstance(engine, str) or not legal:
         raise RequestError(
             "kv_transfer_params of a decode server are what a prefill server has answered: do_remote_prefill, remote_engine_id and "
-            "remote_request_id",
+            f"remote_request_id, a number up to {MOST_ROOM}",
             param="kv_transfer_params",
             code="no_room",
         )
-    return Choice(engine, [int(str(room))], "kv_transfer_params")
+    return Choice(engine, [int(number)], "kv_transfer_params")
 
 
 def answered(path: str, more: dict[str, Any]) -> dict[str, Any]:

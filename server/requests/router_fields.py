@@ -28,7 +28,10 @@ class RouterFields(Body):
 
 Host = Annotated[str, Field(max_length=253)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Room = Annotated[int, Field(ge=0, lt=2**63)]
+MOST_ROOM, MOST_PROMPTS = 2**63 - 1, 4096
+Room = Annotated[int, Field(ge=0, le=MOST_ROOM)]
+Of = Field(max_length=MOST_PROMPTS)
+"""Of the lists of a body of several prompts."""
 
 
 class HandoverFields(Body):
@@ -40,9 +43,9 @@ class HandoverFields(Body):
         kv_transfer_params: vLLM's object, with `do_remote_prefill` or `do_remote_decode`.
     """
 
-    bootstrap_host: Host | list[Host | None] | None = None
-    bootstrap_port: Port | list[Port | None] | None = None
-    bootstrap_room: Room | list[Room | None] | None = None
+    bootstrap_host: Host | Annotated[list[Host | None], Of] | None = None
+    bootstrap_port: Port | Annotated[list[Port | None], Of] | None = None
+    bootstrap_room: Room | Annotated[list[Room | None], Of] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from clients.test_routers import ASKED, BEARER, CANCELLED, KEY, MODULES, PROGRAM
 from openai import APIStatusError, OpenAI
 from support import optional, ranks, tiny
 from support.servers import Server
+
+from npucompile.tools.launch_lines.imported import import_text
 
 PAIRED = {"sglang-router": "--pd-disaggregation", "vllm-router": "--vllm-pd-disaggregation"}
 """What each router calls it. smg takes this server for vLLM, and learns its connector from annotations of Kubernetes alone."""
@@ -68,9 +71,12 @@ def client(request, pair, tmp_path_factory) -> Iterator[OpenAI]:
         "--decode",
         place(pair.decode),
     ]
-    for server in pair.prefills:
-        url = place(server)
-        command += ["--prefill", url, *([url.rpartition(":")[2]] if router == "sglang-router" else [])]
+    for number, server in enumerate(pair.prefills):
+        command += ["--prefill", place(server), *([8998 + number] if router == "sglang-router" else [])]
+    if router == "sglang-router":
+        # A line as guides have it, with bootstrap ports, as `npucompile import` prints it.
+        (role,) = import_text(shlex.join(["python", *map(str, command[1:])])).roles
+        command = [python, *shlex.split(role.routes[0])[1:]]
     # vllm-router asks pairs with the key that its environment has.
     named = {**os.environ, "OPENAI_API_KEY": KEY}
     with (

@@ -11,9 +11,10 @@ from support import ranks
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import Executor
-from npucompile.runtime.kv_transfer.layout import Instance, instance_of, located
+from npucompile.runtime.kv_transfer.layout import instance_of, located
 from npucompile.runtime.kv_transfer.messages import Ready
 from npucompile.runtime.kv_transfer.opening import open_pools
+from npucompile.runtime.kv_transfer.pools import Peer
 from npucompile.runtime.request import RECEIVE, SEND, ParkedEvent, Request, TokenEvent
 
 WAIT_S = 240
@@ -24,14 +25,14 @@ class Server:
     """A server that computes prompts for others, and goes on with those of others or its own.
 
     Attributes:
-        peer, sessions: this server, as another one knows it.
+        peer: this server, as another one knows it.
         parked: by request id, of the two requests of a handover.
     """
 
     def __init__(self, executor: Executor, artifact: Artifact) -> None:
         self.executor, self.pools = executor, open_pools(executor, "127.0.0.1")
-        self.peer: Instance = located(instance_of(artifact.manifest), self.pools.ranks)
-        self.sessions, self.lease = self.pools.sessions, self.pools.lease()
+        self.peer = Peer(located(instance_of(artifact.manifest), self.pools.ranks), self.pools.sessions)
+        self.lease = self.pools.lease()
         self.lease.extend(math.inf)
         self.reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.start()
@@ -64,8 +65,7 @@ class Server:
     def write(self, to: Server, known: int = 0) -> str:
         """Writes what was computed to where it is reserved, but for so many pages."""
         target = to.parked["target"]
-        sessions = [to.sessions[rank] for rank in to.peer.group(target.group)]
-        ready = Ready(1, target.group, list(target.pages), known, target.slot, sessions)
+        ready = Ready(1, target.group, list(target.pages), known, target.slot)
         self.pools.write(self.parked["source"], to.peer, ready, self.lease, self.reasons.put)
         return self.reasons.get(timeout=WAIT_S)
 

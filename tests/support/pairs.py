@@ -19,6 +19,7 @@ from npucompile.runtime.kv_transfer.landed_requests import LandedRequests
 from npucompile.runtime.kv_transfer.layout import Instance, Region, located
 from npucompile.runtime.kv_transfer.lease import LEASE_S, Lease
 from npucompile.runtime.kv_transfer.open_rooms import Connection
+from npucompile.runtime.kv_transfer.pools import Peer
 from npucompile.runtime.kv_transfer.receiver import Receiver
 from npucompile.runtime.kv_transfer.segments import segments
 from npucompile.runtime.kv_transfer.sender import Sender
@@ -66,20 +67,21 @@ class Writes:
         self.session = 0
         self.guard: Callable[[messages.Ready], None] = lambda target: None
 
-    def sessions(self, group: int) -> list[str]:
+    @property
+    def sessions(self) -> list[str]:
         return [str(self.session)]
 
     def lease(self) -> Lease:
         return Lease()
 
     def write(
-        self, source: ParkedEvent, peer: Instance, target: messages.Ready, lease: Lease, done: Callable[[str], None]
+        self, source: ParkedEvent, peer: Peer, target: messages.Ready, lease: Lease, done: Callable[[str], None]
     ) -> Callable[[], None]:
         pages = [*zip(source.pages, target.pages, strict=True)][target.known :]
-        plan = segments(self.own, peer.rank(0), {"pages": pages, "slots": [(source.slot, target.slot)]})
+        plan = segments(self.own, peer.instance.rank(0), {"pages": pages, "slots": [(source.slot, target.slot)]})
 
         def finish(fails: bool) -> None:
-            if target.sessions != self.sessions(0):
+            if peer.sessions != self.sessions:
                 done("there is no such session")
                 return
             self.guard(target)
@@ -107,8 +109,8 @@ class Pair:
     def __init__(self, artifact: Path) -> None:
         self.now_s = 0.0
         (self.p, own), (self.d, target) = server(artifact, "prefill"), server(artifact, "decode")
-        self.peer = located(Instance("", 16, 3, 1, 64, (), ((),)), [target])
         self.writes = Writes(own)
+        self.instance = located(Instance("", 16, 3, 1, 64, (), ((),)), [target])
         self.calls: deque[Callable[[], None]] = deque()
         self.connections = itertools.count()
         self.numbers = itertools.count(1)
@@ -117,7 +119,8 @@ class Pair:
         self.d.stepper.on_parked = lambda event: self.landed.parked(event) or any(r.parked(event) for r in self.receivers)
         self.p.stepper.on_parked = lambda event: [s.parked(event) for s in self.senders] and None
         self.receivers: list[Receiver] = []
-        self.access = WriteAccess(self.writes, self.calls.append, lambda: self.now_s)
+        reopened = lambda: self.receivers[-1].reopened(self.writes.sessions)  # noqa: E731
+        self.access = WriteAccess(self.writes, self.calls.append, lambda: self.now_s, reopened)
         self.landed = LandedRequests(self.d, self.calls.append, self.lost, self.late)
         self.connect()
 
@@ -128,8 +131,8 @@ class Pair:
         to_p, to_d = self.to_p, self.to_d
         send = [lambda message, queue=queue: queue.append(messages.encode(message)) for queue in (to_d, to_p)]
         ends = [Connection(engine, own, self.calls.append, clock) for engine, own in zip((self.p, self.d), send, strict=True)]
-        self.senders.append(Sender(ends[0], self.writes, self.peer, f"c{next(self.connections)}"))
-        self.receivers.append(Receiver(ends[1], lambda: next(self.numbers), self.landed, self.access, self.writes.sessions))
+        self.senders.append(Sender(ends[0], self.writes, Peer(self.instance, self.writes.sessions), f"c{next(self.connections)}"))
+        self.receivers.append(Receiver(ends[1], lambda: next(self.numbers), self.landed, self.access))
 
     def ask(self, request: Request) -> None:
         events = self.results[request.id] = []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...graphs.errors import SpecError
 from ..builder.targets import target
@@ -37,7 +38,7 @@ class Role:
         lines: numbers of the lines that launch it, one a machine.
         findings: of all of them, equal ones once.
         servers: one for each instance; none for a router.
-        routes: lines of a router that run as they are.
+        routes: lines of a router, which run as they are but for bootstrap ports.
         needless: why a router is not needed here.
         replicas: commands that serve each dp group by itself, behind a router, where groups share nothing.
     """
@@ -233,7 +234,7 @@ def _role(group: list[_Read], script: Script, shared: _Shared, out: str | None) 
     if name == "router":
         said = _unique(one for each in group for one in router_findings(each.launch, each.given, script))
         needless = tuple(dict.fromkeys(filter(None, (each.launch.needless for each in group))))
-        routes = tuple(shlex.join((*each.launch.start, *each.launch.words)) for each in group if not each.launch.needless)
+        routes = tuple(shlex.join((*each.launch.start, *_at_their_ports(each.launch.words))) for each in group if not each.launch.needless)
         return Role("router", name, lines, said, routes=routes, needless="; ".join(needless))
     facts = _facts_of(group)
     proposal = shared.propose(facts, out)
@@ -251,6 +252,19 @@ def _role(group: list[_Read], script: Script, shared: _Shared, out: str | None) 
     servers = tuple(serve.server(context, machines[at : at + facts.nodes]) for at in range(0, facts.instances * facts.nodes, facts.nodes))
     several = replicated(facts, proposal, servers[0])
     return Role(facts.role, name, lines, _unique(findings), proposal, servers, replicas=several)
+
+
+def _at_their_ports(words: Sequence[str]) -> Iterator[str]:
+    """The words of a router's line, in which each prefill server is asked at its own port: there is none to bootstrap from here."""
+    url = None
+    for before, word in zip(("", *words), words, strict=False):
+        if url is not None and word.isdecimal():
+            if port := urlsplit(url).port:
+                yield str(port)
+            url = None
+            continue
+        url = word if before == "--prefill" else None
+        yield word
 
 
 class _Serve:

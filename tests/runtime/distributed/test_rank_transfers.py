@@ -100,7 +100,7 @@ class Rank:
         return self.answers.get(timeout=WAIT_S)
 
 
-def instance(tp: int, count: int, split: bool = True) -> bytes:
+def instance(tp: int, count: int, split: bool = True) -> dict[str, Any]:
     ranks = [pools(10_000 * (rank + 1), split) for rank in range(count)]
     return located(Instance("", 16, 0, tp, 64, (), ((),) * tp), ranks).to_json()
 

@@ -21,7 +21,7 @@ from npucompile.models import registry, sharding_rules
 from npucompile.runtime.kv_transfer.layout import Instance, LayoutError, Region, located, regions
 from npucompile.runtime.kv_transfer.messages import Ready
 from npucompile.runtime.kv_transfer.mooncake import Mooncake
-from npucompile.runtime.kv_transfer.pools import LocalPools, RankWriter, pairs_of
+from npucompile.runtime.kv_transfer.pools import LocalPools, Peer, RankWriter, pairs_of
 from npucompile.runtime.kv_transfer.segments import Segment
 from npucompile.runtime.kv_transfer.transfer_engine import Memory
 from npucompile.runtime.request import FinishEvent, ParkedEvent, Request, Sampling
@@ -36,10 +36,10 @@ def test_over_the_real_engine(tiny_artifact: Path) -> None:
     optional.transfer_engine()
     pair = Pair(tiny_artifact)
     engines = [Mooncake("127.0.0.1"), Mooncake("127.0.0.1")]
-    pools = [LocalPools(engine, Pooled(own)) for engine, own in zip(engines, (pair.writes.own, pair.peer.pools), strict=True)]
+    pools = [LocalPools(engine, Pooled(own)) for engine, own in zip(engines, (pair.writes.own, pair.instance.pools), strict=True)]
     pair.senders[-1]._pools = pools[0]
     pair.senders[-1]._lease = pools[0].lease()
-    pair.receivers[-1]._sessions = lambda group: pools[1].sessions
+    pair.senders[-1]._peer = Peer(pair.instance, pools[1].sessions)
     pair.ask(Request("r", PROMPT, 6, Sampling(seed=1)))
     while not (events := pair.results["r"]) or not isinstance(events[-1], FinishEvent):
         pair.go_on()
@@ -82,7 +82,7 @@ def test_of_unequal_ranks_each_item_of_each_target_is_written_once(randoms: rand
     peer = located(Instance("", 128, 1, target_tp, 1024, (), ((),) * target_tp), targets)
     sessions = [f"host:{rank}" for rank in peer.group(group)]
     pages = [randoms.sample(range(1, count), 7) for count in (40, 30)]
-    pairs = pairs_of(ParkedEvent("", 0, tuple(pages[0]), 1), Ready(1, group, pages[1], 2, 3, sessions))
+    pairs = pairs_of(ParkedEvent("", 0, tuple(pages[0]), 1), Ready(1, group, pages[1], 2, 3))
     plans = [RankWriter(Unused(), Pooled(own), rank, tp).plan(peer, group, sessions, pairs) for rank, own in enumerate(sources)]
     expected = {(region.name, source): (region.name, target) for region in targets[0] for source, target in pairs[region.axis]}
     for rank in range(len(targets)):
@@ -101,11 +101,13 @@ def test_what_fits_nothing_is_a_reason_and_nothing_is_written() -> None:
     own = latents(0, 1, 9)
     peer = located(Instance("", 128, 0, 1, 1024, (), ((),)), own)
     with pytest.raises(LayoutError, match="2 pages were computed, and there are 1 for them"):
-        pairs_of(ParkedEvent("", 0, (1, 2), 1), Ready(1, 0, [1], 0, 1, ["host:0"]))
+        pairs_of(ParkedEvent("", 0, (1, 2), 1), Ready(1, 0, [1], 0, 1))
     writer = RankWriter(Unused(), Pooled(own[0]), 0, 1)
     assert "dp group 1; legal are 0 to 0" in writer.write(peer, 1, ["host:0"], {"pages": [(1, 1)]}, GO)
     assert "legal are 1 to 8" in writer.write(peer, 0, ["host:0"], {"pages": [(1, 9)]}, GO)
-    assert "2 sessions of a dp group of 1 ranks" in writer.write(peer, 0, ["host:0", "host:1"], {"pages": [(1, 1)]}, GO)
+    for sessions, text in ((["host:0", "host:1"], "2 sessions of 1 ranks"), ([7], "a session 7; legal is a text")):
+        with pytest.raises(LayoutError, match=text):
+            Peer(peer, sessions).group(0)
     assert writer.plan(peer, 0, ["host:0"], {"pages": []}) == {"host:0": []}
 
 
@@ -145,7 +147,7 @@ def test_whatever_an_engine_raises_is_a_reason_that_is_told() -> None:
 
     (own,) = latents(0, 1, 9)
     peer, pools = located(Instance("", 128, 0, 1, 1024, (), ((),)), [own]), LocalPools(Raises(), Pooled(own))
-    pools.write(ParkedEvent("", 0, (1, 2), 1), peer, Ready(1, 0, [1, 2], 0, 1, ["host:0"]), pools.lease(), reasons.put)
+    pools.write(ParkedEvent("", 0, (1, 2), 1), Peer(peer, ["host:0"]), Ready(1, 0, [1, 2], 0, 1), pools.lease(), reasons.put)
     assert reasons.get(timeout=20) == "OverflowError: host:0"
     pools.reopen(reasons.put)
     assert reasons.get(timeout=20) == "OverflowError: reopen"

@@ -103,24 +103,25 @@ def check_reasons(executor: Executor, artifact: Artifact) -> None:
     """What a rank cannot write is its reason, and service goes on."""
     (alone,) = complete(executor, PROMPTS[2:3], Sampling(), 6, frozenset())
     server = Server(executor, artifact)
-    peer, sessions = server.peer, server.sessions
+    peer, sessions = server.peer, server.pools.sessions
     server.compute(PROMPTS[2])
     tokens = server.reserve(PROMPTS[2])
-    server.peer = replace(peer, addresses=(peer.addresses[0], (4096,) * len(peer.pools)))
+    own, unknown = peer.instance.addresses[0], (4096,) * len(peer.instance.pools)
+    server.peer = peer._replace(instance=replace(peer.instance, addresses=(own, unknown)))
     assert f"segments to {sessions[1]} cannot be written" in server.write(server)
-    server.peer, server.sessions = peer, [sessions[0], "127.0.0.1:1"]
+    server.peer = peer._replace(sessions=[sessions[0], "127.0.0.1:1"])
     assert "segments to 127.0.0.1:1 cannot be written" in server.write(server)
     # Neither rank writes once the lease is over, or under a session of before.
-    server.sessions, lease, server.lease = sessions, server.lease, server.pools.lease()
+    server.peer, lease, server.lease = peer, server.lease, server.pools.lease()
     assert "are not written any more" in server.write(server)
     server.lease.extend(clock_s() + 60)
     server.pools.reopen(server.reasons.put)
     assert server.reasons.get(timeout=60) == ""
     assert not set(sessions) & set(server.pools.sessions)
     for one in range(2):
-        server.sessions = [*server.pools.sessions[:one], sessions[one], *server.pools.sessions[one + 1 :]]
+        server.peer = peer._replace(sessions=[*server.pools.sessions[:one], sessions[one], *server.pools.sessions[one + 1 :]])
         assert f"segments to {sessions[one]} cannot be written" in server.write(server)
-    server.sessions, server.lease, reserved = server.pools.sessions, lease, server.parked["target"]
+    server.peer, server.lease, reserved = peer._replace(sessions=server.pools.sessions), lease, server.parked["target"]
     server.parked["target"] = reserved._replace(pages=(*reserved.pages, 1))
     assert server.write(server) == "1 pages were computed, and there are 2 for them"
     server.parked["target"] = reserved

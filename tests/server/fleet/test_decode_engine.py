@@ -150,6 +150,18 @@ def test_a_request_that_generates_nothing_ends(fleet: Fleet, length: int) -> Non
     fleet.check()
 
 
+def test_a_prefill_server_is_found_by_what_routers_call_it(fleet: Fleet) -> None:
+    """Which is its host and SGLang's bootstrap port, where a line has that."""
+    first, second = fleet.decode.links
+    engine_id = fleet.prefills[1].hub._hello.engine_id
+    assert [fleet.decode._at(place) for place in (first.url.removeprefix("http://"), engine_id)] == [first, second]
+    # Two are at this host.
+    assert fleet.decode._at("127.0.0.1:8998") is None
+    with mock.patch.object(fleet.decode, "links", (first,)):
+        assert fleet.decode._at("127.0.0.1:8998") is first
+        assert [fleet.decode._at(place) for place in ("127.0.0.2:8998", "", ":", "x")] == [None] * 4
+
+
 def small(artifact: Artifact) -> CpuExecutor:
     """Fewer pages than requests take."""
     executor = CpuExecutor(artifact)

@@ -8,12 +8,14 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.fleet import Fleet, until
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from npucompile.runtime.kv_transfer.messages import VERSION, Ask, decode, encode
+from npucompile.runtime.kv_transfer.messages import VERSION, Ask, Computed, Failed, Hello, Ready, Renewed, decode, encode
+from npucompile.runtime.request import Request
 from npucompile.server.fleet.prefill_hub import PATH
 from tests.support import optional
 
@@ -42,6 +44,38 @@ def test_a_greeting_that_is_none_is_answered_by_what_is_wrong(fleet: Fleet, gree
         socket.send(greeting)
         assert text in getattr(decode(socket.recv()), "reason", "")
     until(lambda: fleet.prefills[0].hub.stats()["kv_transfer_connections"] == 1)
+
+
+def test_a_message_of_wrong_types_ends_its_room_alone(fleet: Fleet) -> None:
+    """It ended the server, or kept pages for ever."""
+    hub, engine = fleet.prefills[0].hub, fleet.prefills[0].engine
+    with connect(f"ws://127.0.0.1:{fleet.prefills[0].port}{PATH}") as socket:
+        socket.send(encode(Hello(VERSION, msgspec.Raw(msgspec.json.encode(fleet.instance)), [7])))
+        assert isinstance(decode(socket.recv()), Hello)
+        ask, ready = Ask(1, [1, 2, 3], "", "", 0, 0), Ready(1, 0, [1], 0, 1)
+        wrong = {"cache_salt": 7, "priority": None, "routed": ["x"], "tokens": [-1], "more": 1}
+        for number, (name, value) in enumerate(wrong.items(), 10):
+            socket.send(json.dumps({**json.loads(encode(ask)), "room": number, name: value}))
+            answer = decode(socket.recv())
+            assert isinstance(answer, Failed)
+            assert (answer.room, name in answer.reason) == (number, True)
+        for number, changed in ((1, {"pages": None}), (2, {"known": "x"}), (3, {})):
+            socket.send(encode(msgspec.structs.replace(ask, room=number)))
+            while not isinstance(decode(socket.recv()), Computed):
+                pass
+            socket.send(json.dumps({**json.loads(encode(ready)), "room": number, **changed}))
+            # What is wrong with the last one is a session.
+            while not isinstance(answer := decode(socket.recv()), Failed):
+                socket.send(encode(Renewed(answer.at_s)))
+            assert answer.room == number
+        # The decode server that is connected has noticed nothing.
+        assert fleet.ask(Request("beside", (5, 6, 7, 8), 2)).wait().end.reason == "length"  # type: ignore[union-attr]
+        until(lambda: hub.rooms == 0)
+        socket.send("nothing that has a room")
+        with pytest.raises(ConnectionClosed):
+            socket.recv()
+    fleet.check()
+    assert not engine.stats()["num_requests_running"]
 
 
 def test_it_answers_no_requests_of_its_own(fleet: Fleet) -> None:

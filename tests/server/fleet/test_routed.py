@@ -38,6 +38,8 @@ def test_a_decode_server_is_told_where_and_which(fields: dict[str, Any], place: 
         ({"bootstrap_host": ["p", "q"], "bootstrap_room": [5, 6]}, "one prefill server a body"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "what a prefill server has answered"),
         ({"kv_transfer_params": {**ANSWERED, "remote_request_id": "x"}}, "what a prefill server has answered"),
+        ({"kv_transfer_params": {**ANSWERED, "remote_request_id": "9" * 5000}}, "a number up to 9223372036854775807"),
+        ({"kv_transfer_params": {**ANSWERED, "remote_request_id": 2**63}}, "a number up to 9223372036854775807"),
     ],
 )
 def test_what_is_missing_is_named(fields: dict[str, Any], text: str) -> None:

@@ -127,7 +127,8 @@ def test_a_script_of_several_servers_has_a_role_for_each():
     assert {finding.status for finding in router.findings if finding.name.startswith("HCCL")} == {"unnecessary"}
     assert next(f.why for f in router.findings if f.name == "--polcy") == "router has no flag --polcy; the nearest is --policy"
     assert (router.build, router.serve, imported.commands[-1]) == ("", "", router.routes[0])
-    assert router.routes[0].startswith("python -m sglang_router.launch_router --pd-disaggregation --prefill http://p:8000 8998")
+    line = "python -m sglang_router.launch_router --pd-disaggregation --prefill http://p:8000 8000 --decode http://d:8001"
+    assert router.routes[0].startswith(line)
     assert imported.as_dict()["command"].splitlines() == imported.commands
     assert imported.notes == [TOKEN]
 

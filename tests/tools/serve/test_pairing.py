@@ -118,7 +118,7 @@ def test_the_thread_that_steps_opens_the_pools(tiny_artifact: Path, monkeypatch:
     assert len(opened) == 1
     engine = running.service.handovers._pools._writer.transfer
     (area, *_) = running.engine.executor.areas
-    engine.write(engine.session, [Segment(area.address, area.address, 8)], threading.Event()).result()
+    engine.write(engine.session, [Segment(area.address, area.address, 8)], lambda: True).result()
     assert {name.rpartition("_")[0] for name in entered} == {"kv-transfer"}
     running.engine.stop()
     running.closing.close()

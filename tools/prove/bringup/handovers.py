@@ -15,7 +15,7 @@ from ....runtime.engine import Engine
 from ....runtime.executor import Executor
 from ....runtime.kv_transfer.layout import PAGES, Instance, Region
 from ....runtime.kv_transfer.messages import Ready
-from ....runtime.kv_transfer.pools import Pools
+from ....runtime.kv_transfer.pools import Peer, Pools
 from ....runtime.request import RECEIVE, SEND, Event, FinishEvent, ParkedEvent, Request, TokenEvent
 from ...progress import Bar
 from .results import Failure
@@ -103,11 +103,10 @@ class Handovers(NamedTuple):
                 raise HandoverError(f"no pages within {self.timeout_s:g} s: {outcome.message or 'the ranks do not answer'}")
         source, target = parked[SOURCE], parked[TARGET]
         reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
-        sessions = [self.pools.sessions[rank] for rank in self.instance.group(target.group)]
         lease = self.pools.lease()
         lease.extend(math.inf)
-        ready = Ready(1, target.group, list(target.pages), 0, target.slot, sessions)
-        self.pools.write(source, self.instance, ready, lease, reasons.put)
+        peer = Peer(self.instance, self.pools.sessions)
+        self.pools.write(source, peer, Ready(1, target.group, list(target.pages), 0, target.slot), lease, reasons.put)
         try:
             reason = reasons.get(timeout=self.timeout_s)
         except queue.Empty:
