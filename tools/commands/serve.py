@@ -184,6 +184,7 @@ def command(
         server.lifecycle.service = served.service
         stop.raises = False
         notes = [said_of_ends(served), *said_of_pictures(served.service), *api.said_of_sampling(artifact)]
+        notes += pairing.notes(transfer_port, artifact)
         announce(served, artifact, build is not None, progress, notes)(server.url)
         server.wait(stop, lambda: served.engine.failure is not None)
         if served.engine.failure:

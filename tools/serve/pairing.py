@@ -27,6 +27,7 @@ from ...server.fleet.prefill_link import socket_url
 from ..ranks.weights import served_digest
 from .options import BOTH, DECODE, PREFILL, TRANSFER_PORTS
 
+MOONCAKE_PORTS = 15_000, 17_000
 WILDCARDS = ("0.0.0.0", "::", "")
 _ROLE_OF = {"prefill": PREFILL, "decode": DECODE}
 
@@ -105,6 +106,20 @@ class Pairing:
             return self
         return replace(self, protocol=self.protocol or protocol_of(device), source=served_digest(artifact, checkpoint))
 
+    def notes(self, port: int | None, artifact: Artifact) -> list[str]:
+        """What is said at the start.
+
+        Args:
+            port: the first one of the transfer engines.
+        """
+        if self.role == BOTH:
+            return []
+        first, last = transfer_ports(port, artifact)
+        return [
+            f"ports of the transfer engine, of {first} to {last} and at every address of this machine (Mooncake binds to none): "
+            "whoever reaches them can read and write this server's memory; keep strangers off"
+        ]
+
     def load(self, load_executor: Callable[[], Executor], opened: Callable[[Pools], None]) -> Executor:
         """Loads an executor and opens its pools for the other servers, both by the thread that steps.
 
@@ -150,8 +165,13 @@ def transfer_variables(port: int | None, artifact: Artifact) -> Mapping[str, str
     """Variables by which transfer engines take ports from this one on; none where any will do."""
     if port is None:
         return {}
-    last = port + TRANSFER_PORTS * Mesh.parse(artifact.manifest.mesh).size - 1
-    return {"MC_MIN_RPC_PORT": str(port), "MC_MAX_RPC_PORT": str(last)}
+    first, last = transfer_ports(port, artifact)
+    return {"MC_MIN_RPC_PORT": str(first), "MC_MAX_RPC_PORT": str(last)}
+
+
+def transfer_ports(port: int | None, artifact: Artifact) -> tuple[int, int]:
+    """The first and the last port that transfer engines take; by default those of Mooncake's configuration."""
+    return MOONCAKE_PORTS if port is None else (port, port + TRANSFER_PORTS * Mesh.parse(artifact.manifest.mesh).size - 1)
 
 
 def _own_address(url: str) -> str:

@@ -1,9 +1,11 @@
 """Two prefill and two decode servers on machines of their own, of which one is killed, stopped or cut off while requests run: every request
-ends with its tokens or a named error, nothing is held afterwards, and service goes on."""
+ends with its tokens or a named error, nothing is held afterwards, and service goes on. And a writer that stands still, however long."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
 import itertools
 import json
 import os
@@ -16,12 +18,20 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
-from support import optional, ranks, tiny
-from support.fleet import until
+from support import optional, ranks, servers, tiny
+from support.fleet import ADDRESS, Answer, OneKind, started, until
 from support.machines import Machine, machines
+
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.kv_transfer.layout import instance_of, located
+from npucompile.runtime.kv_transfer.opening import open_pools
+from npucompile.runtime.request import Request
+from npucompile.server.fleet.decode_engine import DecodeEngine
 
 PORT, TOKENS, CLIENTS, REQUESTS = 8000, 12, 6, 1000
 PROMPTS = [" ".join(["and God said let there be light"] * (1 + number % 9)) + f" {number}" for number in range(24)]
@@ -108,7 +118,7 @@ class Clients:
 
     def _ask(self, client: httpx.Client, prompt: str, draw: random.Random) -> str:
         body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
-        text, ended = "", False
+        text, reason, ended = "", "", False
         try:
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
@@ -124,12 +134,15 @@ class Clients:
                         if "error" in chunk:
                             return self._named(chunk["error"]["code"], prompt)
                         text += chunk["choices"][0]["text"]
+                        reason = chunk["choices"][0]["finish_reason"] or reason
         except httpx.ConnectError:
             return "unreachable"
         except (httpx.HTTPError, OSError):
             # What came so far is the beginning of the answer.
             return "connection" if self._expected[prompt].startswith(text) else self._named("corrupted", prompt)
-        return "right" if ended and text == self._expected[prompt] else self._named(f"wrong: {text!r}", prompt)
+        # An end that says nothing of a fault is one of a whole answer.
+        right = ended and reason == "length" and text == self._expected[prompt]
+        return "right" if right else self._named(f"wrong: {text!r} {reason}", prompt)
 
     def _named(self, code: str, prompt: str) -> str:
         if code not in CODES | AGAIN:
@@ -177,10 +190,15 @@ def kill(node: Node) -> None:
     node.start()
 
 
-def stop(node: Node) -> None:
+def stop(node: Node, seconds: float = 3) -> None:
     os.kill(node.process.pid, signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(seconds)
     os.kill(node.process.pid, signal.SIGCONT)
+
+
+def stand(node: Node) -> None:
+    """Longer than anybody waits for it."""
+    stop(node, 40)
 
 
 def cut(node: Node) -> None:
@@ -196,7 +214,7 @@ def drain(node: Node) -> None:
     node.start()
 
 
-FAULTS = {"kill": kill, "stop": stop, "cut": cut, "drain": drain}
+FAULTS = {"kill": kill, "stop": stop, "stand": stand, "cut": cut, "drain": drain}
 
 
 @pytest.fixture(scope="module")
@@ -231,3 +249,44 @@ def test_requests_end_right_or_with_a_named_error(fleet: Fleet, role: str, name:
     after = Clients(fleet.decodes, fleet.expected, 60, leave=0)
     after.join()
     assert after.outcomes == {"right": 60}
+
+
+@pytest.mark.long
+def test_a_prefill_server_that_stands_still_writes_nothing_that_was_given_back(tiny_artifact: Path) -> None:
+    """Stopped before it reads where to write, it went on 55 s later, when others had the pages."""
+    optional.transfer_engine()
+    opened, executor = Artifact.open(tiny_artifact), CpuExecutor(Artifact.open(tiny_artifact))
+    engine, pools = started(OneKind(executor, "decode")), open_pools(executor, ADDRESS)
+    with contextlib.closing(servers.Server(tiny_artifact, "--no-build", "--role", "prefill")) as prefill:
+        decode = DecodeEngine(engine, located(instance_of(opened.manifest), pools.ranks), pools, [prefill.http], {})
+        until(lambda: decode.links[0].receiver is not None)
+        granted = decode.links[0].receiver._access.grant  # type: ignore[union-attr]
+
+        def stopping(room: Any, send: Any) -> None:
+            os.kill(prefill.process.pid, signal.SIGSTOP)
+            granted(room, send)
+
+        with mock.patch.object(decode.links[0].receiver._access, "grant", stopping):  # type: ignore[union-attr]
+            answer = Answer()
+            decode.submit(Request("stopped", tuple(range(3, 43)), 4), answer)
+            answer.wait()
+        assert (answer.end and answer.end.code, answer.tokens) == ("not_handed_over", [])
+        sessions = pools.sessions
+        until(lambda: not decode.stats()["kv_transfer_rooms"] and not engine.stats()["num_requests_running"], 60)
+        assert pools.sessions != sessions
+
+        def memory() -> list[bytes]:
+            return [hashlib.sha256((ctypes.c_ubyte * area.nbytes).from_address(area.address)).digest() for area in executor.areas]
+
+        before = memory()
+        os.kill(prefill.process.pid, signal.SIGCONT)
+        until(lambda: decode.links[0].receiver is not None, 60)
+        time.sleep(3)
+        assert memory() == before
+        again = Answer()
+        decode.submit(Request("again", tuple(range(3, 43)), 4), again)
+        assert again.wait().end.reason == "length"  # type: ignore[union-attr]
+        engine.stepper.check()
+        decode.close()
+    engine.stop(drain=False)
+    pools.close()

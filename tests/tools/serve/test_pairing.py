@@ -42,6 +42,15 @@ def test_a_decode_server_writes_and_shows_keys_by_what_it_is_told() -> None:
     assert pairing() == Pairing(host="127.0.0.1")
 
 
+def test_what_is_open_to_strangers_is_said(tiny_artifact: Path) -> None:
+    artifact = Artifact.open(tiny_artifact)
+    assert pairing().notes(None, artifact) == []
+    for port, text in ((None, "of 15000 to 17000"), (20_000, "of 20000 to 20007")):
+        (note,) = pairing(role="prefill").notes(port, artifact)
+        assert text in note
+        assert "read and write this server's memory" in note
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
