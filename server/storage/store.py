@@ -77,7 +77,6 @@ class StoredResponse:
         texts = 0 if self.items is None else size_bytes(self.items)
         return ENTRY_BYTES + texts + len(self.body or b"") + (self.replay.size_bytes if self.replay else 0)
 
-
     @property
     def pictures(self) -> frozenset[PictureFile]:
         """The pictures of its conversation; equal ones are one (`pictures.reader`)."""

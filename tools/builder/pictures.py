@@ -9,6 +9,7 @@ from typing import Any
 from ...graphs.errors import ConfigError, SpecError
 from ...graphs.types import Bucket
 from ...models.deployed import deployed_tower
+from ...models.registry import ModelSource
 from ...server.pictures import videos
 from ...server.pictures.processor import FILES, PUBLISHED, PatchProcessor, PictureProcessor, has_files, read_processor
 from ...server.pictures.videos import VideoProcessor
@@ -38,8 +39,8 @@ def choose_encode(plan: Plan) -> Plan:
         raise SpecError(f"{what}: {plan.source.name} has no vision tower; legal is none")
     if plan.phase == "decode":
         raise SpecError(f"{what}: an instance that only decodes reads no pictures; legal is none")
-    processor, note = _processor(plan)
-    filmed = _video_processor(plan)
+    processor, note = processor_of(plan.source)
+    filmed = video_processor_of(plan.source)
     for each in (processor, filmed):
         unlike = (
             [f"{name} is {left}, its processor's {right}" for name, left, right in _shared(tower, each) if left != right] if each else []
@@ -117,19 +118,19 @@ def picture_rows(plan: Plan, buckets: Sequence[Bucket], merged: int) -> int:
     return 1 + pinned + max(bucket.tokens for bucket in buckets) // merged
 
 
-def _processor(plan: Plan) -> tuple[PictureProcessor, str | None]:
-    """How the model's pictures are prepared, and a note where no file says so."""
-    directory, tower = plan.source.checkpoint_dir, plan.source.tower
+def processor_of(source: ModelSource) -> tuple[PictureProcessor, str | None]:
+    """How the pictures of a model with a tower are prepared, and a note where no file says so."""
+    directory, tower = source.checkpoint_dir, source.tower
     if directory is not None and any((directory / name).is_file() for name in FILES):
         return read_processor(directory), None
     sizes = {ours: getattr(tower, theirs) for ours, theirs in _SHARED}
-    where = f"{directory} has neither {' nor '.join(FILES)}" if directory else f"{plan.source.name} is a set of sizes"
+    where = f"{directory} has neither {' nor '.join(FILES)}" if directory else f"{source.name} is a set of sizes"
     return replace(PUBLISHED, **sizes), f"pictures are prepared as published: {where}"
 
 
-def _video_processor(plan: Plan) -> VideoProcessor | None:
-    """How the model's videos are prepared; None for a checkpoint whose files say it of pictures alone."""
-    directory, tower = plan.source.checkpoint_dir, plan.source.tower
+def video_processor_of(source: ModelSource) -> VideoProcessor | None:
+    """How the videos of a model with a tower are prepared; None for a checkpoint whose files say it of pictures alone."""
+    directory, tower = source.checkpoint_dir, source.tower
     if directory is not None and has_files(directory, videos.FILES, videos.NESTED):
         return videos.read_video_processor(directory)
     if directory is not None and any((directory / name).is_file() for name in FILES):

@@ -27,7 +27,7 @@ from ..ranks.launch import open_named_artifact, opened_ranks, run_rank
 from ..ranks.offline import OfflineCompletion, complete
 from ..ranks.rank_settings import RankSettings
 from ..ranks.torchrun import launcher_config
-from ..serve.artifact_tokenizer import tokenizer_of
+from ..serve.artifact_tokenizer import tokenizer_of, with_texts_of
 from .device_options import device_options
 from .family_option import family_option
 
@@ -97,13 +97,14 @@ def command(
             artifact = open_named_artifact(home, artifact_or_model, config.local_rank)
         else:
             artifact = stack.enter_context(opened(home, artifact_or_model, dtype, draft_model, family, bool(images)))
-        manifest, progress = artifact.manifest, Progress(quiet=as_json)
+        progress = Progress(quiet=as_json)
         settings = settled(artifact, settings)
         home = applied(home, artifact, settings, progress, config.node.address if config else "")
         if config and config.rank:
             run_rank(artifact, config, settings)
             return
-        codec = tokenizer_of(artifact, checkpoint)
+        artifact = with_texts_of(artifact, checkpoint)
+        manifest, codec = artifact.manifest, tokenizer_of(artifact)
         if prompt is not None and codec is None:
             raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
         ids, pictures = codec.encode(prompt) if codec and prompt is not None else prompt_ids, None

@@ -38,6 +38,7 @@ from ..ranks.launch import ABORT_S, exit_after, open_named_artifact, opened_rank
 from ..ranks.nodes import TOKEN_VARIABLE, NodeOptions, node_config, read_token, said_of
 from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..ranks.torchrun import launcher_config
+from ..serve.artifact_tokenizer import with_texts_of
 from ..serve.options import HOST, PORT, SECTIONS
 from ..serve.pairing import Pairing, transfer_variables
 from ..serve.recording import facts_of
@@ -142,7 +143,7 @@ def command(
         if build:
             stack.callback(build.stop)
         settings = settled(artifact, settings)
-        pairing = pairing.settled(artifact, settings.device, checkpoint)
+        artifact, pairing = with_texts_of(artifact, checkpoint), pairing.settled(artifact, settings.device, checkpoint)
         home = applied(home, artifact, settings, progress, address).with_variables(transfer_variables(transfer_port, artifact))
         engines: list[Engine | EngineGroups] = []
 
@@ -158,7 +159,6 @@ def command(
         served = start_service(
             artifact,
             load_executor,
-            checkpoint,
             api=api,
             limits=serving.limits,
             step_limit_s=limit_s,

@@ -21,6 +21,7 @@ from ...models.quant.description import formats_in
 from ...models.slices import Shard
 from ..artifact_model import full_model, with_variant
 from ..progress import Progress
+from .same_model import check_same_model
 
 NO_DIGEST = "none"
 """`Manifest.source_digest` of an artifact that was built without a checkpoint."""
@@ -89,10 +90,13 @@ def check_checkpoint(artifact: Artifact, checkpoint: Path | None) -> None:
 
     Raises:
         ArtifactError: there are no weights, or the directory that the artifact refers to is gone.
-        CheckpointError: the directory cannot be read, or has another digest.
+        CheckpointError: the directory cannot be read, or has another digest, or another model than an artifact of sizes alone.
     """
     directory, expected = checkpoint_of(artifact, checkpoint), artifact.manifest.source_digest
-    if directory is None or expected == NO_DIGEST:
+    if directory is None:
+        return
+    if expected == NO_DIGEST:
+        check_same_model(artifact, directory)
         return
     digest = safetensors_files.digest(open_both(directory, recorded(artifact.manifest.model)))
     if digest != expected:

@@ -69,11 +69,13 @@ class ApiSettings:
             SpecError: there is no parser of that name.
         """
         file = self.chat_template
-        if file is None and artifact.manifest.chat_template:
+        # Of sizes alone, that of the checkpoint that is served (artifact_tokenizer.py).
+        text = artifact.manifest.model.get("template")
+        if file is None and text is None and artifact.manifest.chat_template:
             file = artifact.path / artifact.manifest.chat_template
-        template = None
         if file is not None:
-            template = ChatTemplate(_text(file), artifact.manifest.model.get("special_tokens", {}))
+            text = _text(file)
+        template = None if text is None else ChatTemplate(text, artifact.manifest.model.get("special_tokens", {}))
         return ChatFormat.of(template, self.reasoning_parser, self.tool_call_parser)
 
 

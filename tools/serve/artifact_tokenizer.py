@@ -1,21 +1,49 @@
-"""The tokenizer that an artifact is served with: apart from the server, which `generate` does not load."""
+"""The texts that an artifact is served with: its tokenizer, ends and template, or a checkpoint's; apart from the server, for `generate`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ...lowering.artifact.artifact import Artifact
+from ...models import registry
+from ...models.end_tokens import TOKENIZER
+from ...models.family_file import FamilyFile
 from ...server.text.tokenizer import TextTokenizer
+from ..ranks.weights import NO_DIGEST
 
-TOKENIZER = "tokenizer.json"
 
+def with_texts_of(artifact: Artifact, checkpoint: Path | None) -> Artifact:
+    """The artifact with what the checkpoint that it is served with says of texts, where it was built of sizes alone, or has no tokenizer.
 
-def tokenizer_of(artifact: Artifact, checkpoint: Path | None = None) -> TextTokenizer | None:
-    """The tokenizer of an artifact, or else of the checkpoint that it is served with; None where neither has one.
+    Sizes know neither which tokens end a response nor how a chat is written.
 
     Raises:
-        ModelError: the checkpoint's tokenizer cannot be used.
+        ModelError: a file of the checkpoint cannot be read.
+    """
+    manifest = artifact.manifest
+    if checkpoint is None:
+        return artifact
+    file = checkpoint / TOKENIZER
+    tokenizer = str(file.resolve()) if file.is_file() else manifest.tokenizer
+    if manifest.source_digest != NO_DIGEST:
+        return artifact if manifest.tokenizer else replaced(artifact, tokenizer=tokenizer)
+    source = registry.find(checkpoint, FamilyFile.recorded(manifest.model))
+    ends = [token for token in source.eos_ids if token < int(manifest.model["vocab_size"])]
+    texts = {"special_tokens": dict(source.special_tokens), "sampling": dict(source.sampling), "template": source.chat_template}
+    return replaced(artifact, tokenizer=tokenizer, model={**manifest.model, "eos_ids": ends, **texts})
+
+
+def replaced(artifact: Artifact, **changes: object) -> Artifact:
+    """The artifact whose manifest differs in these fields; a path in it may be absolute."""
+    return Artifact(artifact.path, replace(artifact.manifest, **changes), artifact.digest)  # type: ignore[arg-type]
+
+
+def tokenizer_of(artifact: Artifact) -> TextTokenizer | None:
+    """The tokenizer of an artifact; None where it has none.
+
+    Raises:
+        ModelError: it cannot be used.
     """
     stored = artifact.manifest.tokenizer
-    path = artifact.path / stored if stored else checkpoint / TOKENIZER if checkpoint else None
-    return TextTokenizer.load(path) if path and path.is_file() else None
+    return TextTokenizer.load(artifact.path / stored) if stored else None

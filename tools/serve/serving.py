@@ -61,7 +61,6 @@ def said_of_ends(running: RunningService) -> str:
 def start_service(
     artifact: Artifact,
     load_executor: Callable[[], Executor],
-    checkpoint: Path | None = None,
     on_failure: Callable[[], None] = lambda: None,
     *,
     api: ApiSettings | None = None,
@@ -77,7 +76,6 @@ def start_service(
 
     Args:
         load_executor: called on the engine's thread.
-        checkpoint: a directory that the user named.
         on_failure: called when no step can run any more; `engine.failure` says why.
         api: how the model presents itself.
         limits: of requests that wait or run.
@@ -95,7 +93,7 @@ def start_service(
         SpecError: there is no parser of that name.
     """
     manifest = artifact.manifest
-    codec = tokenizer_of(artifact, checkpoint)
+    codec = tokenizer_of(artifact)
     if codec is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
     api = api or ApiSettings()
