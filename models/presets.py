@@ -22,6 +22,9 @@ TOWERS: Mapping[str, Mapping[str, Any]] = {name: preset["tower"] for name, prese
 SOURCES: Mapping[str, str] = {name: preset["source"] for name, preset in _PUBLISHED.items()}
 """Where the fields of each preset were read."""
 
+NAMES: Mapping[str, tuple[str, ...]] = {name: tuple(preset["names"]) for name, preset in _PUBLISHED.items() if "names" in preset}
+"""Names by which other checkpoints with exactly those fields are published, beside the preset's own."""
+
 DRAFT_PRESETS: Mapping[str, Mapping[str, Any]] = {
     name: preset
     for file in sorted((Path(__file__).parent / "published" / "drafts").glob("*.json"))

@@ -9,12 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from ...graphs.types import Mesh
+from .names import named_scheme
 
 ASCEND_NODE = 8
 """NPUs of an A2 node; a line with more of them on a node is for an A3, whose nodes have 16."""
-
-_SCHEME = re.compile(r"(?<![a-z0-9])(w[48]a8|w4a16)(?![0-9])")
-_SIZE = re.compile(r"[^a-z0-9.]+")
 
 
 @dataclass(frozen=True)
@@ -195,21 +193,6 @@ def vllm_series(most: int) -> tuple[int, ...]:
     """Batch sizes that vLLM captures for so many requests (vllm/config/vllm.py, `_set_cudagraph_sizes`, release 0.13.0)."""
     largest = min(most, 512)
     return tuple(sorted({size for size in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if size <= largest} | {largest}))
-
-
-def named_scheme(path: str) -> tuple[str | None, str]:
-    """Scheme that the name of a checkpoint says, and the word that says it."""
-    match = _SCHEME.search(path.lower())
-    return (match[1], match[1]) if match else (None, "")
-
-
-def preset_of(path: str, presets: tuple[str, ...]) -> str | None:
-    """The preset whose name is a part of a checkpoint's name, the longest one; None where it is of another model."""
-    text = _SIZE.sub("-", path.lower())
-    if "distill" in text:
-        return None
-    fitting = [name for name in presets if re.search(rf"(?<![a-z0-9.]){re.escape(name)}(?![a-z0-9]|\.[0-9])", text)]
-    return max(fitting, key=len, default=None)
 
 
 def _mesh(dp: int, tp: int) -> Mesh:

@@ -191,7 +191,10 @@ def context(value: Any, context: Context) -> Verdict:
     if str(value) == ours:
         return Verdict(CARRIED, f"--max-model-len {ours}")
     page = target(context.proposal.target).page_size
-    why = "the model's own" if value is None or value <= 0 else f"a multiple of {page} tokens, at most the model's own context"
+    if value is not None and value >= int(ours) + page:
+        why = f"--max-model-len {ours} is built: {context.proposal.model} takes no more than its own context"
+        return Verdict(REFUSED, f"{why}; a config.json that scales the rotation says a longer one")
+    why = "the model's own" if value is None or value <= 0 else f"a multiple of {page} tokens"
     return Verdict(MAPPED, f"--max-model-len {ours}: {why}")
 
 

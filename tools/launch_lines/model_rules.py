@@ -6,7 +6,7 @@ from typing import Any
 
 from ..builder.settings.model import KV_CACHE_DTYPES, MAX_DRAFTS
 from ..builder.targets import target
-from .facts import named_scheme
+from .names import named_scheme, unread_form
 from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, rule_of
 
@@ -15,6 +15,8 @@ from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, r
 def model(value: Any, context: Context) -> Verdict:
     """The checkpoint."""
     proposal = context.proposal
+    if not proposal.known:
+        return Verdict(REFUSED, unread_form(str(value)) or f"{value} is not here, nor known by name; legal is import with --model")
     if proposal.model == value:
         return Verdict(CARRIED, f"npucompile build {value}")
     if str(value).startswith(("/", "~")) and "$" not in str(value):

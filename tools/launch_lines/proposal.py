@@ -23,7 +23,8 @@ from ..builder.settings.sizes import PUBLISHED_ENCODE
 from ..builder.settings.table import SETTINGS
 from ..builder.targets import Target, target
 from ..notation import NO_PICTURES, format_buckets, format_prefill
-from .facts import ASCEND_NODE, Facts, preset_of
+from .facts import ASCEND_NODE, Facts
+from .names import preset_of, unread_form
 from .published import ENGINES, matching, phase_of
 
 DEFAULT_TARGET = "ascend-a3"
@@ -89,7 +90,7 @@ class Named:
 def named(facts: Facts, model: str | None = None, target_name: str | None = None) -> Named:
     """The model of a line, and the deployments that it may be."""
     path = str(facts.values.get("model") or "MODEL")
-    chosen = model or (path if _is_here(path) else preset_of(path, registry.presets()) or path)
+    chosen = model or (path if _is_here(path) else preset_of(path) or path)
     known = chosen in registry.presets() or _is_here(chosen)
     assumed: list[str] = []
     rows = matching(facts, chosen if known else None, target_name) if known or PLACEHOLDER.search(path) else []
@@ -98,7 +99,9 @@ def named(facts: Facts, model: str | None = None, target_name: str | None = None
         assumed.append(f"model {chosen}: the line names none that is known, and every size of it is published for that one")
     elif not known:
         rows = []
-    if not known:
+    if not known and unread_form(path):
+        assumed.append(f"model {path}: in no form that is read; say which with --model")
+    elif not known:
         assumed.append(f"model {path}: neither a directory here nor a published model that is known by name; say which with --model")
     elif chosen != path and model is None and not assumed:
         assumed.append(

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.models import registry
-from npucompile.tools.launch_lines.facts import Facts, named_scheme, preset_of, sglang_series, vllm_series
+from npucompile.tools.launch_lines.facts import Facts, sglang_series, vllm_series
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
@@ -77,33 +76,3 @@ def test_requests_of_all_groups_are_shared_by_them():
 )
 def test_roles(values, role):
     assert Facts("vllm", values).role == role
-
-
-@pytest.mark.parametrize(
-    ("path", "preset"),
-    [
-        ("/models/Eco-Tech/Qwen3.5-397B-A17B-w4a8-mtp", "qwen3.5-397b"),
-        ("vllm-ascend/DeepSeek-V3.2-W8A8", "deepseek-v3.2"),
-        ("deepseek-ai/DeepSeek-V3.1", None),
-        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", "qwen3-coder-480b-a35b"),
-        ("Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b"),
-        ("Qwen3-VL-30B-A3B-Instruct", None),
-        ("DeepSeek-R1-Distill-Qwen-7B", None),
-        ("Qwen/Qwen3-Embedding-8B", None),
-        ("Qwen3_32B", "qwen3-32b"),
-        ("Qwen3-320B", None),
-    ],
-)
-def test_models_are_known_by_their_whole_name(path, preset):
-    assert preset_of(path, registry.presets()) == preset
-
-
-def test_schemes_are_words_of_a_name():
-    assert [named_scheme(name)[0] for name in ("X-w8a8", "X-W4A8-mtp", "X-w4a16", "X-w8a80", "Xw8a8", "X")] == [
-        "w8a8",
-        "w4a8",
-        "w4a16",
-        None,
-        None,
-        None,
-    ]

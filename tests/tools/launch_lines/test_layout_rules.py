@@ -47,7 +47,7 @@ from npucompile.tools.launch_lines.imported import import_text
         ("sglang", "--disaggregation-mode null", "unnecessary", "a server prefills and decodes"),
         ("vllm", "--max-model-len 8K", "carried", "--max-model-len 8192"),
         ("sglang", "--context-length 8200", "mapped", "--max-model-len 8192: a multiple of 128 tokens"),
-        ("vllm", "--max-model-len 999999999", "mapped", "--max-model-len 262144"),
+        ("vllm", "--max-model-len 999999999", "refused", "--max-model-len 262144 is built: qwen3.5-397b takes no more"),
         ("vllm", "--max-model-len -1", "mapped", "--max-model-len 262144: the model's own"),
         ("vllm", "--max-num-seqs 24", "carried", "--max-num-seqs 24"),
         ("sglang", "--max-running-requests 100 --dp-size 4 --enable-dp-attention", "mapped", "--max-num-seqs 25: 100 in all 4 dp groups"),
