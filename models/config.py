@@ -56,7 +56,7 @@ class Fields:
             raise ConfigError(f"{self.where}: {' or '.join(names)} is missing")
         return default  # type: ignore[no-any-return]
 
-    def only(self, name: str, *legal: bool | str | int) -> None:
+    def only(self, name: str, *legal: bool | str | float) -> None:
         """Accepts an absent field, or one that holds a supported value.
 
         Raises:

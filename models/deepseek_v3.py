@@ -49,6 +49,7 @@ _LEGAL: dict[str, tuple[bool | str | int, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "use_qk_norm": (False,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),

@@ -19,6 +19,7 @@ from . import attention, feed_forward, sequence_parallel
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
+from .config_fields import CONFIRMED, STORAGE, WITHOUT_EFFECT
 from .draft_model import DRAFT, PREFIX, DraftFamily
 from .family import DraftHead, Intermediates, ModelConfig
 from .params import Param, Source, norm
@@ -27,6 +28,9 @@ from .variant import PLAIN, Variant
 
 EMBEDDING, OFFSETS = "embed_tokens.weight", "d2t"
 """Tensors that a checkpoint may lack: without an embedding the head reads the model's, without offsets it has the model's vocabulary."""
+
+THETA = 1e4
+"""Base of the rotation where the file does not say it: that of a Llama in transformers, and of SpecForge."""
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 
@@ -38,6 +42,7 @@ _LEGAL: dict[str, tuple[bool | str, ...]] = {
     "bias": (False,),
     "qkv_bias": (False,),
     "tie_word_embeddings": (False,),
+    **CONFIRMED,
 }
 
 _READ = {
@@ -46,12 +51,10 @@ _READ = {
     "target_hidden_size", "norm_before_residual", "eagle_config", "eagle_aux_hidden_state_layer_ids",
 }  # fmt: skip
 
-# What transformers writes into any Llama's file, and what only training reads.
-_WITHOUT_EFFECT = {
-    "_name_or_path", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "max_window_layers",
-    "pad_token_id", "pretraining_tp", "sliding_window", "target_model_type", "torch_dtype", "transformers_version", "unk_token_id",
-    "use_cache",
-}  # fmt: skip
+# A head is one dense layer without windows, whatever its file says of experts and of windows that no layer has.
+_WITHOUT_EFFECT = (WITHOUT_EFFECT - STORAGE) | {
+    *("_name_or_path", "decoder_sparse_step", "max_window_layers", "mlp_only_layers", "sliding_window", "target_model_type"),
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def read_config(values: Mapping[str, Any], where: str, target: ModelConfig, part
         target_hidden_size=hidden,
         num_key_value_heads=fields.get(int, "num_key_value_heads", default=heads, minimum=1),
         head_dim=width,
-        rotary=read_rotary(fields, width),
+        rotary=read_rotary(fields, width, base=THETA),
         rms_norm_eps=fields.get(float, "rms_norm_eps", minimum=0),
         taps=_taps(fields, len(target.layer_kinds)),
         norm_before_residual=fields.get(bool, "norm_before_residual", default=False),

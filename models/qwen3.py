@@ -27,7 +27,14 @@ _SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_hea
 _MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
 
 # Fields of config.json of which only these values are implemented.
-_LEGAL: dict[str, tuple[bool | str, ...]] = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)}
+_LEGAL: dict[str, tuple[bool | str | int, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "qkv_bias": (False,),
+    "use_qk_norm": (True,),
+    "use_sliding_window": (False,),
+    "shared_expert_intermediate_size": (0,),
+}
 
 # Fields that not every model reads; windows are not read where no layer has one.
 _SOMETIMES = frozenset({*_MOE_SIZES, "intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})

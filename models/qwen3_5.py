@@ -17,6 +17,7 @@ NAME = "qwen3_5"
 _LEGAL: dict[str, tuple[bool | str | int, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
+    "use_qk_norm": (True,),
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),
     "mtp_use_dedicated_embeddings": (False,),

@@ -16,6 +16,7 @@ NAME = "qwen3_next"
 _LEGAL: dict[str, tuple[bool | str, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
+    "use_qk_norm": (True,),
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),
 }

@@ -19,8 +19,9 @@ SECTIONS = (11, 11, 10)
 """Of a file that names none (transformers 5.23, Qwen3_5TextRotaryEmbedding)."""
 
 _FIELDS = {
-    "attention_factor", "beta_fast", "beta_slow", "factor", "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim",
-    "original_max_position_embeddings", "partial_rotary_factor", "rope_theta", "rope_type", "truncate", "type",
+    "apply_yarn_scaling", "attention_factor", "attn_factor", "beta_fast", "beta_slow", "extrapolation_factor", "factor",
+    "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor",
+    "rope_theta", "rope_type", "truncate", "type",
 }  # fmt: skip
 """Fields that a rotation may have; some kinds do not read all of them, as in transformers."""
 
@@ -85,7 +86,7 @@ class Rotary:
         return max(stated, self.positions)
 
 
-def read_rotary(text: Fields, width: int, *, partial: float = 1.0) -> Rotary:
+def read_rotary(text: Fields, width: int, *, partial: float = 1.0, base: float | None = None) -> Rotary:
     """Reads the rotation of heads of `width` channels from a config.json.
 
     Files of transformers 5 have `rope_parameters`; older ones have `rope_theta`, and `rope_scaling` where frequencies are scaled, which
@@ -94,6 +95,7 @@ def read_rotary(text: Fields, width: int, *, partial: float = 1.0) -> Rotary:
     Args:
         text: fields of the text model.
         partial: share of the channels that are rotated where no field says it.
+        base: `rope_theta` where no field says it; None where one must.
 
     Raises:
         ConfigError: naming the field that is missing, malformed or of an unknown kind.
@@ -110,7 +112,8 @@ def read_rotary(text: Fields, width: int, *, partial: float = 1.0) -> Rotary:
         raise ConfigError(f"{text.where}: head_dim * partial_rotary_factor is {dim}; expected an even number of at most {width}")
     theta = next((fields for fields in [fields for fields in (scaling, parameters, text) if fields.has("rope_theta")]), scaling)
     sections = next((_sections(fields) for fields in (scaling, parameters) if fields.has("mrope_section")), ())
-    rotary = Rotary(dim, theta.get(float, "rope_theta", minimum=1), sections=sections)
+    given = {} if base is None else {"default": base}
+    rotary = Rotary(dim, theta.get(float, "rope_theta", minimum=1, **given), sections=sections)
     kind = scaling.get(str, "rope_type", default=scaling.get(str, "type", default="default"))
     if kind == "linear":
         factor, all_dim = scaling.get(float, "factor", minimum=1), scaling.get(float, "mscale_all_dim", default=0.0, minimum=0)
@@ -142,6 +145,13 @@ def _yarn(rotary: Rotary, fields: Fields, text: Fields) -> Rotary:
     mscale = fields.get(float, "mscale", default=0.0, minimum=0)
     all_dim = fields.get(float, "mscale_all_dim", default=0.0, minimum=0)
     inferred = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
+    if not fields.has("attention_factor"):
+        # vLLM's field (rotary_embedding/yarn_scaling_rope.py), which published files have and transformers passes over.
+        inferred *= fields.get(float, "attn_factor", default=1.0, minimum=0)
+    else:
+        fields.only("attn_factor", 1, 1.0)
+    fields.only("extrapolation_factor", 1, 1.0)
+    fields.only("apply_yarn_scaling", True)
     low, high = _turning(rotary, original, fast), _turning(rotary, original, slow)
     if fields.get(bool, "truncate", default=True):
         low, high = math.floor(low), math.ceil(high)

@@ -97,6 +97,17 @@ def test_a_field_that_changes_what_transformers_computes_is_read_or_refused(name
         ("next", {"attn_output_gate": False}),
         ("latent", {"num_key_value_heads": 2}),
         ("latent", {"mlp_bias": True}),
+        ("latent", {"use_qk_norm": True}),
+        ("plain", {"use_qk_norm": False}),
+        ("plain", {"qkv_bias": True}),
+        ("plain", {"is_causal": False}),
+        ("plain", {"use_rope": False}),
+        ("plain", {"position_embedding_type": "alibi"}),
+        ("plain", {"quantization": {"group_size": 64, "bits": 4}}),
+        ("plain", {"dual_chunk_attention_config": {"chunk_size": 262144}}),
+        ("plain-moe", {"shared_expert_intermediate_size": 24}),
+        ("dense", {"use_qk_norm": False}),
+        ("next", {"use_qk_norm": False}),
         ("sparse", {"index_topk_freq": 4}),
         ("sparse", {"index_topk_pattern": "FSFS"}),
         ("sparse", {"layer_types": ["indexed_attention", "full_attention"]}),
@@ -130,9 +141,16 @@ PUBLISHED: dict[str, Any] = {
     "_name_or_path": "x", "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": [151645, 151643], "pad_token_id": None,
     "initializer_range": 0.02, "torch_dtype": "bfloat16", "dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": True,
     "output_router_logits": False, "router_aux_loss_coef": 0.001, "unsloth_fixed": True, "use_sliding_window": False,
+    # Of models that were tuned or converted.
+    "attn_implementation": "flash_attention_2", "is_causal": True, "use_flash_attn": True, "model_max_length": 32768, "init_std": 0.02,
+    "gradient_checkpointing": True, "base_model": "Qwen/Qwen3-8B", "trust_remote_code": True, "loss_type": "ForCausalLM",
+    "hidden_dropout_prob": 0.1, "transformers.js_config": {"dtype": "q4"}, "use_bfloat16": True, "pruned_heads": {}, "tags": ["x"],
 }  # fmt: skip
 OF_FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"sliding_window": None, "max_window_layers": 64},
+    # The second half is of Qwen3-Coder-480B-A35B-Instruct.
+    "qwen3": {
+        "sliding_window": None, "max_window_layers": 64, "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True,
+    },
     "qwen3_5": {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "output_gate_type": "swish", "language_model_only": False},
     "qwen3_next": {"mlp_only_layers": []},
     "deepseek_v3": {

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from support import eagle, oracle, speculators
+from transformers import LlamaConfig
 
 from npucompile.graphs.errors import CheckpointError, ConfigError
 from npucompile.models import eagle3
@@ -88,6 +89,16 @@ def test_default_taps_are_the_published_ones():
     inputs = {**values, "eagle_config": None, IDS: [2, 47, 91]}
     read = [eagle3.read_config(v, "config.json", deep, (OFFSETS,)).taps for v in (named, {**values, "eagle_config": None}, inputs)]
     assert read == [(2, 47, 91)] * 3
+
+
+def test_fields_of_a_llamas_file_that_change_nothing_pass_and_its_base_is_the_default():
+    """Published heads say how sparse decoders are, which have no experts, and leave the base of the rotation to the class."""
+    values, target = eagle.settings(oracle.case("plain")), oracle.case("plain").model.config
+    whole = {"decoder_sparse_step": 1, "use_sliding_window": False, "attn_implementation": "sdpa", "gradient_checkpointing": True}
+    read = eagle3.read_config(values, "config.json", target, (OFFSETS,))
+    assert eagle3.read_config(values | whole, "config.json", target, (OFFSETS,)) == read
+    without = {name: value for name, value in values.items() if not name.startswith("rope")}
+    assert eagle3.read_config(without, "config.json", target, (OFFSETS,)).rotary.theta == LlamaConfig().rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,30 @@ def test_scale_of_scores_is_that_of_deepseek():
     assert math.isclose(want, 1.873854, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("magnitudes", [{}, {"mscale": 0.7, "mscale_all_dim": 1.0}])
+def test_attn_factor_multiplies_the_magnitude_that_transformers_infers(magnitudes):
+    """As vLLM reads it; transformers 5.23 passes it over, and takes the product as `attention_factor`. A published file has 1 / 1.1386."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, **magnitudes}
+    inferred = read({"rope_theta": 1e6, "rope_scaling": yarn}).scaling.magnitude
+    factor = {"attn_factor": 0.8782488562869419}
+    ours = read({"rope_theta": 1e6, "rope_scaling": {**yarn, **factor, "extrapolation_factor": 1, "apply_yarn_scaling": True}})
+    assert ours.scaling.magnitude == pytest.approx(0.8782488562869419 * inferred)
+    assert magnitudes or ours.scaling.magnitude == pytest.approx(1.0)
+    whole = {"rope_theta": 1e6, "rope_scaling": {**yarn, "attention_factor": ours.scaling.magnitude}}
+    assert read(whole) == ours
+    module = modeling_qwen3.Qwen3RotaryEmbedding(Qwen3Config(head_dim=64, max_position_embeddings=40_960, **whole))
+    assert ours.scaling.magnitude == pytest.approx(module.attention_scaling)
+
+
+@pytest.mark.parametrize(
+    "field", [{"extrapolation_factor": 0.5}, {"apply_yarn_scaling": False}, {"attention_factor": 1.0, "attn_factor": 0.5}]
+)
+def test_what_makes_another_scaling_is_refused_by_name(field):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    with pytest.raises(ConfigError, match=f"{list(field)[-1]} is"):
+        read({"rope_theta": 1e6, "rope_scaling": {**yarn, **field}})
+
+
 def test_only_some_channels_turn():
     fields = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
     assert read(fields) == read({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}) == Rotary(32, 1e4)
