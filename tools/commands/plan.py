@@ -8,12 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ...graphs.errors import SpecError
 from ..builder.settings.model import SCHEMES
 from ..builder.settings.place import TARGETS
 
 NPU_TARGETS = tuple(name for name in TARGETS if name.startswith("ascend"))
+
+LAYOUT = ("cards", "target", "quantization", "drafts")
+NOT_READ = {
+    "deployment": (("itl_target", *LAYOUT), "has a layout, weights and a server of its own; legal is {} with a MODEL"),
+    "artifact": (
+        (*LAYOUT, "max_buckets", "metrics", "html", "file"),
+        "has its layout, its graphs and their times; legal is {} with a MODEL or --deployment",
+    ),
+    "trace": (("requests", "rate", "shared_prefix"), "says which requests come when; legal is {} with --input and --output"),
+}
+"""Options that a subject leaves without a meaning, by parameter, and why: an answer that passed them over would be to another question."""
 
 
 def _refuse_measured(_: click.Context, __: click.Parameter, value: str | None) -> None:
@@ -73,7 +85,10 @@ def _refuse_measured(_: click.Context, __: click.Parameter, value: str | None) -
     help="Parameters that `npucompile calibrate` wrote.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     model: str | None,
     deployment: str | None,
     artifact: Path | None,
@@ -96,6 +111,13 @@ def command(
             raise SpecError(f"{name} {path}: {path.parent} is no directory; legal is a file in one that exists")
     if sum(subject is not None for subject in (model, deployment, artifact)) != 1:
         raise SpecError("legal is one of a MODEL with its traffic, --deployment ID and --artifact DIR")
+    subjects = {"deployment": deployment, "artifact": artifact, "trace": options["trace"]}
+    for subject, (unread, why) in NOT_READ.items():
+        if subjects[subject] is None:
+            continue
+        for parameter in context.command.params:
+            if parameter.name in unread and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
+                raise SpecError(f"{parameter.opts[0]} with --{subject}, which {why.format(parameter.opts[0])}")
     # Imported late, so that `--help` need not load torch.
     views = importlib.import_module("..plan.views", __package__)
     if artifact is not None:
@@ -105,8 +127,7 @@ def command(
     if buckets_out is not None:
         buckets_out.write_text(json.dumps({"buckets": list(view.buckets)}) + "\n", encoding="utf-8")
     if html is not None:
-        if view.draw is None:
-            raise SpecError("--html with --artifact; legal is --html with a MODEL or --deployment")
+        assert view.draw is not None, "an artifact's view is drawn by nobody, and refused above"
         view.draw(html)
     click.echo(json.dumps(view.data, indent=1) if as_json else "\n".join(view.lines))
     if view.refused:

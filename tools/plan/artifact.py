@@ -23,7 +23,7 @@ from .run import Latencies
 from .simulate import Setting, simulate
 from .system import Serving, Workload
 from .table import StepTable
-from .views import View, latency_lines, workload_of
+from .views import View, latency_lines, missed, workload_of
 
 GraphSeconds = Callable[[GraphEntry, int], float]
 """Seconds of one step of a graph whose requests have so many cached tokens."""
@@ -76,7 +76,11 @@ def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
         *latency_lines(seen.itl_ms, seen.priority_ttft_ms),
         f"serve      {command}",
     ]
-    return View(data, lines, sorted(entry.bucket.batch for entry in artifact.manifest.graphs if entry.bucket.kind == "decode"))
+    misses = " and ".join(missed(seen, options["tpot"], options["ttft"]))
+    refused = f"{artifact.path} does not meet the target: {misses}" if misses else ""
+    return View(
+        data, lines, sorted(entry.bucket.batch for entry in artifact.manifest.graphs if entry.bucket.kind == "decode"), refused=refused
+    )
 
 
 def serve(

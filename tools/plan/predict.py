@@ -178,6 +178,8 @@ def _binding(case: Case, parts: Mapping[str, float], padded: float, trace: Trace
         busy = trace.prefill_busy_s / trace.makespan_s / case.prefill.layout.instances
         if busy > 0.9:
             return "prefill", f"prefill instances compute {100 * busy:.0f} % of the time"
+    if not trace.steps:
+        return "prefill", "no step decodes: every answer is the token that its prompt gives"
     if parts["prefill"] / total > 0.35:
         return "prefill", f"{100 * parts['prefill'] / total:.0f} % of a token's time is prefill of other requests"
     if padded > 0.10:

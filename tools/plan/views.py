@@ -6,7 +6,7 @@ import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...graphs.errors import SpecError
 from ...graphs.paths import file_named
 from ...lowering.artifact.artifact import MANIFEST
 from ...models.registry import find
-from ..builder.deployments import deployments
+from ..builder.deployments import Deployment, deployments
 from ..builder.targets import target
 from . import buckets, pictures, recipe
 from .candidates import Question, schemes_of, stored_scheme
@@ -25,7 +25,7 @@ from .measurements import measured
 from .parameters import FILE, Parameters, fitted
 from .predict import Prediction, predict
 from .published import case_of
-from .run import Spread
+from .run import Latencies, Spread
 from .search import Answer, Found, excess, search
 from .shape import shape_of
 from .system import Case, Workload
@@ -57,14 +57,14 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
     Raises:
         SpecError: there is none of that id, or the metrics cannot be read.
     """
-    if options["itl_target"] is not None:
-        raise SpecError("--itl-target with --deployment, whose engine has no such target; legal is --itl-target with a MODEL or --artifact")
     parameters = _parameters(options)
-    case = case_of(name, options["accepted"])
+    published_case = case_of(name, options["accepted"])
+    row = deployments()[name]
+    case = with_traffic(published_case, row, options)
     prediction = predict(case, parameters)
     lists, published = _lists(prediction, case, options)
-    own, row = measured().get(name), deployments()[name]
-    work = case.workload
+    # A measurement is of the row's own traffic.
+    own, work = measured().get(name) if case is published_case else None, case.workload
     chosen = buckets.shortest(lists).buckets if lists else case.decode.buckets
     data = {
         "deployment": name,
@@ -76,7 +76,8 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
         "buckets": {"published": list(case.decode.buckets), "chosen": list(chosen)},
     }
     lines = [
-        f"{name}: {row.model}, {work.inputs[0]} tokens in, {work.outputs[0]} out, {work.concurrency} in flight, {work.requests} requests",
+        f"{name}: {row.model}, {work.mean_input:g} tokens in, {work.mean_output:g} out, {work.concurrency} in flight, "
+        f"{work.requests} requests",
         *prediction_lines(prediction),
     ]
     if row.pictures and (cost := tower_cost(row.model, row.quantization, case.decode.machine, parameters)):
@@ -90,7 +91,9 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
     if buildable(row):
         lines += ["", *commands_of(row).shown()]
         data["commands"] = as_commands(row)
-    return View(data, lines, chosen, lambda path: pictures.write(path, name, [(name, case, prediction)], parameters))
+    misses = " and ".join(missed(prediction, options["tpot"], options["ttft"]))
+    refused = f"{name} does not meet the target: {misses}" if misses else ""
+    return View(data, lines, chosen, lambda path: pictures.write(path, name, [(name, case, prediction)], parameters), refused)
 
 
 def search_view(model: str, options: Mapping[str, Any]) -> View:
@@ -117,7 +120,10 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
         lines += prediction_lines(prediction)
         sizes = recipe.prefill_of(legal[0].candidate, parameters)
         lines.append(f"prefill    {', '.join(map(str, sizes.buckets))} tokens a step: {100 * sizes.lost:.1f} % of its time is padding")
-        lines += ["", *buckets.curve_lines(lists, case)]
+        lines += [
+            "",
+            *(buckets.curve_lines(lists, case) if lists else ["no step decodes: every answer is the token that its prompt gives"]),
+        ]
     else:
         lines += ["", f"no build: {refusals[id(checked[0][0])]}"]
     data = {
@@ -134,7 +140,7 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
     }
     title = f"{question.model} on {question.npus} NPUs of {question.target}"
     drawn = [(found.candidate.label, found.candidate.case, found.prediction) for found in answer.best]
-    chosen = buckets.shortest(lists).buckets
+    chosen = buckets.shortest(lists).buckets if lists else (case.serving.max_running,)
     return View(data, lines, chosen, lambda path: pictures.write(path, title, drawn, parameters), refused)
 
 
@@ -186,18 +192,39 @@ def workload_of(options: Mapping[str, Any]) -> Workload:
     return of_lengths(*lengths, options["requests"], options["rate"], options["shared_prefix"])
 
 
+def with_traffic(case: Case, row: Deployment, options: Mapping[str, Any]) -> Case:
+    """The case of a published row with the traffic that options describe in place of its own, each part by itself.
+
+    Raises:
+        SpecError: as `workload_of`, or a request that is longer than the launch takes.
+    """
+    if not any(options[name] for name in ("inputs", "outputs", "concurrency", "requests", "rate", "shared_prefix", "trace")):
+        return case
+    own, given = case.workload, {name: value for name, value in options.items() if value}
+    rate = 1 / own.arrivals[1] if len(own.arrivals) > 1 else None
+    lengths = {"inputs": str(own.inputs[0]), "outputs": str(own.outputs[0]), "concurrency": own.concurrency, "rate": rate}
+    lengths |= {} if "inputs" in given else {"shared_prefix": own.cached}
+    lengths |= {} if "concurrency" in given else {"requests": own.requests}
+    work = workload_of(options if "trace" in given else {**options, **lengths, **given})
+    longest = max(i + o for i, o in zip(work.inputs, work.outputs, strict=True))
+    most = max((phase.context_len or 0 for phase in row.phases.values()), default=0)
+    if 0 < most < longest:
+        raise SpecError(f"a request of {longest} tokens with --deployment {row.id}, whose launch takes {most}; legal is a shorter one")
+    return replace(case, workload=work)
+
+
+def missed(seen: Latencies, tpot_ms: float | None, ttft_ms: float | None) -> list[str]:
+    """Targets that latencies miss, with both sides."""
+    pairs = (("TPOT", tpot_ms, seen.tpot_ms.mean), ("TTFT", ttft_ms, seen.ttft_ms.mean))
+    return [f"{name} {got:,.1f} ms (asked: {asked:g})" for name, asked, got in pairs if asked is not None and got > asked]
+
+
 def refusal_of(question: Question, answer: Answer, parameters: Parameters) -> str:
     """Which target nothing meets, what comes closest, and what binds it."""
     closest = answer.best[0]
-    missed = []
-    for name, asked, got in (
-        ("TPOT", question.tpot_ms, closest.prediction.tpot_ms.mean),
-        ("TTFT", question.ttft_ms, closest.prediction.ttft_ms.mean),
-    ):
-        if asked is not None and got > asked:
-            missed.append(f"{name} {got:,.1f} ms (asked: {asked:g})")
+    misses = " and ".join(missed(closest.prediction, question.tpot_ms, question.ttft_ms))
     binds = f"What binds it is {closest.prediction.binding}: {closest.prediction.why}. {_advice(question, closest, parameters)}"
-    return f"none of {answer.tried} layouts meets the target; closest is {closest.candidate.label} with {' and '.join(missed)}. {binds}"
+    return f"none of {answer.tried} layouts meets the target; closest is {closest.candidate.label} with {misses}. {binds}"
 
 
 def _advice(question: Question, closest: Found, parameters: Parameters) -> str:
@@ -222,7 +249,7 @@ def prediction_lines(prediction: Prediction) -> list[str]:
         f"binds      {prediction.binding}: {prediction.why}",
     ]
     shown = [f"{name} {part:.1f}" for name, part in prediction.parts_ms.items() if part >= 0.05]
-    lines.append(f"a token    {', '.join(shown)} ms; a step {prediction.step_ms:.1f} ms")
+    lines += [f"a token    {', '.join(shown)} ms; a step {prediction.step_ms:.1f} ms"] if shown else []
     lines.append("memory     " + ", ".join(f"{name} {part:.1f}" for name, part in prediction.memory.items() if part >= 0.05) + " GiB")
     return [*lines, *(f"assumed    {text}" for text in prediction.assumed)]
 

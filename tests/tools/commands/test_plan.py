@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from npucompile.tools.cli import main
 from npucompile.tools.commands.plan import NPU_TARGETS
 from npucompile.tools.plan.predict import predict
 from npucompile.tools.plan.published import case_of
+from npucompile.tools.plan.system import Workload
+from npucompile.tools.plan.traffic import of_trace
 
 
 def run(*words: str):
@@ -82,6 +85,53 @@ def test_wrong_options_are_refused(words: tuple[str, ...], message: str) -> None
     result = run(*words)
     assert result.exit_code == 1
     assert message in " ".join(result.output.split())
+
+
+ROW = "qwen3-32b-a3x2-mix-2k-2k-50ms"
+
+
+def test_other_traffic_on_a_published_row_is_what_is_predicted(tmp_path: Path) -> None:
+    case = case_of(ROW)
+    own = case.workload
+    for words, work in (
+        (("--concurrency", "8"), Workload.uniform(own.inputs[0], own.outputs[0], 8, 32)),
+        (("--input", "1000", "--output", "500"), Workload.uniform(1000, 500, own.concurrency, own.requests)),
+        (("--requests", "40", "--rate", "2"), Workload.uniform(own.inputs[0], own.outputs[0], own.concurrency, 40, 2.0)),
+        (("--shared-prefix", "512"), replace(own, cached=512)),
+    ):
+        data = json.loads(run("--deployment", ROW, *words, "--json").stdout)
+        assert data["predicted"] == predict(replace(case, workload=work)).as_dict(), words
+        assert data["measured"] is None
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"timestamp": 50 * i, "input_length": 300, "output_length": 20}) + "\n" for i in range(30)))
+    traced = json.loads(run("--deployment", ROW, "--trace", str(trace), "--json").stdout)
+    assert traced["predicted"] == predict(replace(case, workload=of_trace(trace, None))).as_dict()
+    late = run("--deployment", ROW, "--tpot", "1")
+    assert (late.exit_code, "does not meet the target: TPOT" in late.output) == (1, True)
+    long = run("--deployment", "dsr1-a3x32-pd-6k-1.6k-20ms", "--input", "8000")
+    assert "whose launch takes" in long.output
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [
+        *(("--deployment", (option, value)) for option, value in (("--cards", "4"), ("--target", "ascend-a3"), ("--itl-target", "5"))),
+        *(("--deployment", words) for words in (("--quantization", "w8a8"), ("--speculative-tokens", "1"))),
+        *(("--artifact", (option, value)) for option, value in (("--cards", "4"), ("--max-buckets", "4"), ("--metrics", "x"))),
+        *(("--trace", (option, value)) for option, value in (("--requests", "9"), ("--rate", "1"), ("--shared-prefix", "5"))),
+    ],
+)
+def test_an_option_that_a_subject_leaves_without_a_meaning_is_refused_by_name(tmp_path: Path, subject: str, words: tuple[str, str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 300, "output_length": 20}')
+    subjects = {
+        "--deployment": ("--deployment", ROW),
+        "--artifact": ("--artifact", str(tmp_path), "--input", "5", "--output", "5", "--concurrency", "1"),
+        "--trace": ("qwen3-32b", "--cards", "2", "--trace", str(trace)),
+    }
+    result = run(*subjects[subject], *words)
+    assert result.exit_code == 1
+    assert f"{words[0]} with {subject}, which" in result.output
 
 
 def test_an_artifact_in_place_of_a_model_is_told_its_option(tmp_path: Path) -> None:

@@ -49,5 +49,15 @@ def test_priorities_and_a_target_for_gaps_are_those_of_the_server(tmp_path: Path
     ttft = data["best"][0]["predicted"]["priority_ttft_ms"]
     assert f"priority   -1: TTFT {ttft['-1']['mean']:,.0f} ms" in result.output
     assert 2 * ttft["-1"]["mean"] < ttft["0"]["mean"]
-    refused = CliRunner().invoke(main, ["plan", "--deployment", "dsv32-reference-values", "--itl-target", "5"])
-    assert "whose engine has no such target" in refused.output
+
+
+def test_answers_of_one_token_are_planned(tmp_path: Path) -> None:
+    """Nothing decodes, so there are no buckets to choose, and what binds is prefill."""
+    words = ["plan", "qwen3-32b", "--cards", "2", "--input", "2000", "--output", "1", "--concurrency", "16", "--quantization", "w8a8"]
+    result = CliRunner().invoke(main, [*words, "--speculative-tokens", "0", "--html", str(tmp_path / "plan.html")])
+    assert result.exit_code == 0, result.output
+    assert "no step decodes: every answer is the token that its prompt gives" in result.output
+    assert "npucompile build qwen3-32b" in result.output
+    data = json.loads(CliRunner().invoke(main, [*words, "--speculative-tokens", "0", "--json"]).stdout)
+    assert data["best"][0]["predicted"]["binding"] == "prefill"
+    assert data["best"][0]["predicted"]["ttft_ms"] == data["best"][0]["predicted"]["e2e_ms"] > 0
