@@ -54,11 +54,16 @@ def _ids(fields: Fields) -> list[int]:
 def special_token(directory: Path, name: str) -> str | None:
     """Text of a special token by tokenizer_config.json, where it is a text or an object with its text as content; None where it has none.
 
+    Older files have special_tokens_map.json beside it, which transformers reads where tokenizer_config.json lists no added tokens.
+
     Raises:
         ConfigError: it is neither.
     """
-    path = directory / TOKENIZER_CONFIG
-    token = read_json(path).get(name) if path.is_file() else None
+    path, older = directory / TOKENIZER_CONFIG, directory / "special_tokens_map.json"
+    values = read_json(path) if path.is_file() else {}
+    if "added_tokens_decoder" not in values and older.is_file():
+        values = {**values, **read_json(older)}
+    token = values.get(name)
     text = token.get("content") if isinstance(token, Mapping) else token
     if text is not None and not isinstance(text, str):
         raise ConfigError(f"{path}: {name} is {token!r}; expected a text, or an object with content")
@@ -66,16 +71,22 @@ def special_token(directory: Path, name: str) -> str | None:
 
 
 def token_ids(directory: Path) -> Mapping[str, int]:
-    """Ids of a tokenizer.json by text, added tokens before those of the vocabulary; empty without a file.
+    """Ids of a tokenizer.json by text, added tokens before those of the vocabulary, those of files beside it too; empty without a file.
 
     Raises:
-        ConfigError: it is no JSON object.
+        ConfigError: a file is no JSON object.
     """
-    path = directory / TOKENIZER
+    path, config, added = directory / TOKENIZER, directory / TOKENIZER_CONFIG, directory / "added_tokens.json"
     if not path.is_file():
         return {}
     stat = path.stat()
-    return _token_ids(path.resolve(), stat.st_mtime_ns, stat.st_size)
+    beside = read_json(added) if added.is_file() else {}
+    decoder = read_json(config).get("added_tokens_decoder") if config.is_file() else None
+    if isinstance(decoder, Mapping):
+        beside = {
+            str(token.get("content")): int(place) for place, token in decoder.items() if isinstance(token, Mapping) and place.isdecimal()
+        }
+    return {**_token_ids(path.resolve(), stat.st_mtime_ns, stat.st_size), **{k: v for k, v in beside.items() if type(v) is int}}
 
 
 @functools.lru_cache(maxsize=4)

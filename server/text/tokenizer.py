@@ -10,6 +10,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 from ...graphs.errors import ModelError
+from .added_tokens import add_tokens
 from .byte_text import ByteDetokenizer, TokenBytes, is_byte_level
 from .prompt_bound import chars_per_token
 from .token_text import REPLACEMENT, TokenText, token_text
@@ -39,9 +40,11 @@ class TextTokenizer:
 
     Attributes:
         library: the tokenizer as the library `tokenizers` has it.
+        added: whether it has tokens that files beside its own added.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, added: bool = False) -> None:
+        self.added = added
         # A truncation or padding stored in the file would silently change prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -51,16 +54,19 @@ class TextTokenizer:
 
     @staticmethod
     def load(path: Path) -> TextTokenizer:
-        """Reads `path`, a tokenizer.json or the directory that holds one.
+        """Reads `path`, a tokenizer.json or the directory that holds one, with the tokens that other files there add.
 
         Raises:
-            ModelError: there is none, or it is malformed.
+            ModelError: there is none, or it is malformed, or another file contradicts it.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise ModelError(f"{file} does not exist; text needs a tokenizer.json")
         try:
-            tokenizer = TextTokenizer(Tokenizer.from_file(str(file)))
+            library = Tokenizer.from_file(str(file))
+            tokenizer = TextTokenizer(library, add_tokens(library, file.parent))
+        except ModelError:
+            raise
         except Exception as error:  # The library raises bare Exception for every malformed file.
             raise ModelError(f"{file} is not a tokenizer.json: {error}") from error
         # Takes as long as reading the file; not to be left to the first long prompt.

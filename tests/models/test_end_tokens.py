@@ -34,6 +34,13 @@ def chat(eos, added=(), vocab=None):
         ({"config": {"eos_token_id": 3}, **chat("<|im_end|>", added=[("<|im_end|>", 3)])}, (3,)),
         ({"config": {"eos_token_id": 3}, **chat("<|elsewhere|>", added=[("<|im_end|>", 8)])}, (3,)),
         ({"config": {"eos_token_id": 3}, "tokenizer_config": {"eos_token": "</s>"}}, (3,)),
+        # Of files beside tokenizer.json: what older ones name, and ids of tokens that it lacks.
+        ({"config": {}, **chat("</s>", vocab={"</s>": 2, "<e>": 4}), "special_tokens_map": {"eos_token": {"content": "<e>"}}}, (4,)),
+        ({"config": {}, **chat("<x>", vocab={"</s>": 2}), "added_tokens": {"<x>": 7}}, (7,)),
+        (
+            {"config": {}, "tokenizer": {}, "tokenizer_config": {"eos_token": "<x>", "added_tokens_decoder": {"7": {"content": "<x>"}}}},
+            (7,),
+        ),
     ],
 )
 def test_every_end_token_that_any_file_names_ends_a_response(tmp_path, files, eos):

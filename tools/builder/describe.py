@@ -31,8 +31,10 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
     elif plan.weights == "bound":
         checkpoint, source = bind_weights(plan)
     if plan.source.tokenizer:
-        TextTokenizer.load(plan.source.tokenizer)  # refuses an unusable file now, not when serving
-        tokenizer = writer.add("tokenizer", plan.source.tokenizer.read_bytes(), "json")
+        # Refuses an unusable file now, not when serving; the artifact has one file with all tokens.
+        codec = TextTokenizer.load(plan.source.tokenizer)
+        text = codec.library.to_str().encode() if codec.added else plan.source.tokenizer.read_bytes()
+        tokenizer = writer.add("tokenizer", text, "json")
     template = plan.source.chat_template
     chosen = backend(plan.backend)
     return Manifest(
