@@ -72,6 +72,11 @@ class Home:
         """What may be removed at any time."""
         return self.root / "cache"
 
+    @property
+    def temporary(self) -> Path:
+        """Where torch unpacks executables."""
+        return Path(self.environment.get("TMPDIR") or "/tmp")
+
 
 class Commands(click.Group):
     """A group whose commands are `command` in `tools/commands/<name>.py`; `--help` imports none of them.

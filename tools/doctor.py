@@ -15,6 +15,7 @@ import torch
 from ..graphs.errors import LoweringError
 from ..lowering.ascend.toolchain.harness import DISTRIBUTIONS, installed, lacking
 from ..lowering.ascend.toolchain.stubs import cann, find_compiler
+from ..lowering.backends.inductor import unpacking
 from ..lowering.backends.inductor.aoti import compiler
 from .bench.machine import CPUINFO, cpu_model
 from .heap import available_bytes
@@ -144,6 +145,11 @@ def _memory(_: Environment) -> tuple[str, str]:
     return f"{available / 2**30:.1f} GiB available", advice
 
 
+def _temporary(environment: Environment) -> tuple[str, str]:
+    directory = environment.get("TMPDIR") or "/tmp"
+    return directory, unpacking.problem(Path(directory)) or ""
+
+
 def _extra(_: Environment) -> tuple[str, str]:
     versions = installed()
     present = ", ".join(f"{name} {versions[name]}" for name in DISTRIBUTIONS[:2] if name in versions)
@@ -178,6 +184,7 @@ CHECKS = (
     Check("cpu", "cpu", _cpu),
     Check("C++ compiler", "cpu", _cxx),
     Check("memory", "cpu", _memory),
+    Check("temporary files", "cpu", _temporary),
     Check("torch_npu extra", "ascend", _extra),
     Check("CANN", "ascend", _cann),
     Check("C compiler for stub CANN libraries", "ascend", _stub_compiler),

@@ -7,7 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...graphs.errors import LoweringError
 from ...lowering.backend import backend
+from ...lowering.backends.inductor import unpacking
+from ...lowering.backends.inductor.backend import NAME as INDUCTOR
 from ..notation import format_buckets
 from ..progress import Progress
 from . import plan as planning
@@ -16,12 +19,23 @@ from .instance import phases
 from .rank_memory import fit_prompts
 
 
-def build_all(model: str, options: Mapping[str, Any], out: Path | None, artifacts: Path, cache: Path, jobs: int, nice: int) -> list[Path]:
+def build_all(
+    model: str,
+    options: Mapping[str, Any],
+    out: Path | None,
+    artifacts: Path,
+    cache: Path,
+    jobs: int,
+    nice: int,
+    *,
+    temporary: Path = Path("/tmp"),
+) -> list[Path]:
     """Builds a model; returns the artifacts' directories.
 
     Args:
         options: fields of `plan.Options` besides the model.
         out: the artifact's directory; None means one under `artifacts`, named after the model.
+        temporary: where executables are unpacked to be verified.
 
     Raises:
         NpucompileError: naming what cannot be built.
@@ -33,6 +47,8 @@ def build_all(model: str, options: Mapping[str, Any], out: Path | None, artifact
     paths = []
     # Every plan is checked before the first is built.
     plans = [planning.plan(replace(request, phase=phase)) for phase in wanted]
+    if any(plan.backend == INDUCTOR for plan in plans) and (reason := unpacking.problem(temporary)):
+        raise LoweringError(reason)
     for plan in plans if request.prefill else [fit_prompts(plan) for plan in plans]:
         for line in plan_lines(plan):
             progress.say(line)

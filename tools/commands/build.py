@@ -69,7 +69,7 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
         return
     # Imported late, so that a build that is up to date does not load torch.
     build_all = importlib.import_module("..builder.build_all", __package__).build_all
-    paths = build_all(model, options, out, home.artifacts, home.cache, jobs, nice)
+    paths = build_all(model, options, out, home.artifacts, home.cache, jobs, nice, temporary=home.temporary)
     for path in paths:
         importlib.import_module("..ranks.precompile", __package__).precompile(home, path, precompile, Progress())
         # The device's compiler may touch the files it keeps whenever it reads them.

@@ -12,10 +12,12 @@ from typing import Any
 import click
 import torch
 
-from ...graphs.errors import ArtifactMissing, ModelError, NpucompileError, SpecError
+from ...graphs.errors import ArtifactMissing, LoweringError, ModelError, NpucompileError, SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.lock import builder_of
+from ...lowering.backends.inductor import unpacking
+from ...lowering.backends.inductor.backend import NAME as INDUCTOR
 from ...models.presets import BUNDLED
 from ...runtime.distributed.rendezvous import RendezvousConfig
 from ...runtime.engine import Engine
@@ -142,6 +144,10 @@ def command(
             artifact, build = find_or_build(home, artifact_or_model, settings, no_build, progress, family)
         if build:
             stack.callback(build.stop)
+        packages = [entry.compiled.file for entry in artifact.manifest.graphs if entry.compiled and entry.compiled.backend == INDUCTOR]
+        unpacked = sum((artifact.path / name).stat().st_size for name in packages)
+        if packages and (reason := unpacking.problem(home.temporary, unpacked)):
+            raise LoweringError(reason)
         settings = settled(artifact, settings)
         artifact, pairing = with_texts_of(artifact, checkpoint), pairing.settled(artifact, settings.device, checkpoint)
         home = applied(home, artifact, settings, progress, address).with_variables(transfer_variables(transfer_port, artifact))

@@ -21,6 +21,7 @@ from ....graphs.step_inputs import LEAST_CHUNK
 from ....graphs.types import Bucket
 from ...backend import Backend, Compiled, Kind, Part, Parts
 from ...platform import CPU, Platform
+from . import unpacking
 from .packing import Layout, Packer
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ class PackageExecutable:
         try:
             # torch._inductor.aoti_load_package would import the compiler into the serving process.
             self._run = torch._C._aoti.AOTIModelPackageLoader(str(path), _MODEL, False, 1, -1).run
-        except RuntimeError as error:
-            raise LoweringError(f"{path} is not a package torch {torch.__version__} can load: {_error_line(error)}") from error
-        self._layouts, self._packer = _packing(path)
+            self._layouts, self._packer = _packing(path)
+        except (RuntimeError, OSError) as error:
+            said = f"{path} is not a package torch {torch.__version__} can load: {_error_line(error)}"
+            raise LoweringError(unpacking.blamed(path, error) or said) from error
         self._packed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def prepare(self, params: Sequence[torch.Tensor]) -> tuple[int, ...]:
