@@ -16,6 +16,7 @@ from ..progress import Progress
 from . import plan as planning
 from .driver import build
 from .instance import phases
+from .pictures import check_served
 from .rank_memory import fit_prompts
 
 
@@ -49,6 +50,8 @@ def build_all(
     plans = [planning.plan(replace(request, phase=phase)) for phase in wanted]
     if any(plan.backend == INDUCTOR for plan in plans) and (reason := unpacking.problem(temporary)):
         raise LoweringError(reason)
+    for plan in plans:
+        check_served(plan)
     for plan in plans if request.prefill else [fit_prompts(plan) for plan in plans]:
         for line in plan_lines(plan):
             progress.say(line)

@@ -11,6 +11,7 @@ from ...lowering.backend import backend
 from ...lowering.toolchain import toolchain
 from ...models import programs
 from ...models.vision import IDS
+from ...server.chat.template import ChatTemplate
 from ...server.pictures.processor import PictureProcessor
 from ...server.text.tokenizer import TextTokenizer
 from ..progress import Progress
@@ -36,6 +37,8 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
         text = codec.library.to_str().encode() if codec.added else plan.source.tokenizer.read_bytes()
         tokenizer = writer.add("tokenizer", text, "json")
     template = plan.source.chat_template
+    if template is not None:
+        ChatTemplate(template)  # as the tokenizer
     chosen = backend(plan.backend)
     return Manifest(
         model={

@@ -56,6 +56,8 @@ def choose_encode(plan: Plan) -> Plan:
         raise SpecError(
             f"{what}: no picture fits max_model_len {limits.max_model_len}; legal are up to {limits.max_model_len * merged} patches"
         )
+    if asked is None and (too_small := _too_small(processor, fitting)):
+        return plan.noted(f"no pictures: {too_small}; the context is {limits.max_model_len}")
     longer = format_encode([size for size in sizes if size not in fitting])
     buckets = tuple(sorted(Bucket("encode", size.segments, size.patches) for size in fitting))
     rows = picture_rows(plan, buckets, merged)
@@ -74,6 +76,26 @@ def choose_encode(plan: Plan) -> Plan:
         f"pictures of up to {max(size.patches for size in fitting)} patches, {rows - 1} rows of them are kept{how}",
         note,
     )
+
+
+def check_served(plan: Plan) -> None:
+    """Refuses encode sizes of which none holds the least picture: the artifact could be proved, and its server would end where it starts.
+
+    Raises:
+        SpecError: naming the least size.
+    """
+    sizes = [EncodeSize(bucket.q_len, bucket.batch) for bucket in plan.buckets if bucket.kind == "encode"]
+    if plan.pictures and (too_small := _too_small(plan.pictures, sizes)):
+        raise SpecError(f"--encode {format_encode(sizes)}: {too_small}; legal is a largest size of as many or more that the context holds")
+
+
+def _too_small(processor: PictureProcessor, sizes: Sequence[EncodeSize]) -> str:
+    """Why no picture fits any of these sizes; "" where some do."""
+    merged = processor.merge_size**2
+    least = -(-processor.min_pixels // (processor.patch_size**2 * merged)) * merged
+    if max(size.patches for size in sizes) >= least:
+        return ""
+    return f"a picture has {least} patches at least, which take {least // merged} tokens, by what its processor says"
 
 
 def _asked(plan: Plan) -> tuple[EncodeSize, ...] | None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -239,6 +240,14 @@ def test_an_uncompiled_artifact_is_the_same_bytes_wherever_and_whenever_it_is_bu
     here, there = tiny.contents(tmp_path / "here"), tiny.contents(tmp_path / "there" / "out")
     assert list(here) == list(there)
     assert [name for name in here if here[name] != there[name]] == []
+
+
+def test_a_template_that_no_server_can_use_is_refused_before_anything_is_built(tmp_path, tiny_checkpoint):
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    (checkpoint / "chat_template.jinja").write_text("{% if x %}")
+    with pytest.raises(ModelError, match="the chat template is not Jinja: line 1"):
+        tiny.built(tiny.planned(checkpoint, **SMALL), tmp_path / "out", fresh=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_report_of_sizes_needs_no_weights(tmp_path, monkeypatch):

@@ -26,9 +26,11 @@ from npucompile.server.pictures import videos
 from npucompile.server.pictures.processor import PUBLISHED
 from npucompile.tools.agreement.executables import verify
 from npucompile.tools.builder import plan as planning
+from npucompile.tools.builder.build_all import build_all
+from npucompile.tools.builder.pictures import check_served
 from npucompile.tools.builder.plan import Options, Plan
 from npucompile.tools.builder.rank_memory import planned_memory
-from npucompile.tools.notation import EncodeSize
+from npucompile.tools.notation import EncodeSize, PrefillSize
 from npucompile.tools.prove.mesh import verify_mesh
 
 NAME = "width 72"
@@ -64,6 +66,26 @@ def test_a_plan_with_pictures(checkpoint: Path) -> None:
     words = plan.arguments
     assert words[words.index("--encode") + 1] == "64,32x2"
     assert plan.references == (Bucket("encode", 1, 32),)
+
+
+def test_sizes_that_hold_no_picture_are_refused_by_the_build(checkpoint: Path, tmp_path: Path) -> None:
+    """It was built, proved and stored, and its server ended with limits of pixels that no picture has."""
+    message = "--encode 64,32x2: a picture has 256 patches at least, which take 64 tokens"
+    with pytest.raises(SpecError, match=message):
+        check_served(planned(checkpoint))
+    options = {"buckets": (1,), "prefill": (PrefillSize(8),), "backend": "eager", "encode": ENCODE, "max_model_len": 64}
+    with pytest.raises(SpecError, match=message):
+        build_all(str(checkpoint), options, tmp_path / "out", tmp_path, tmp_path, 1, 0)
+    assert not (tmp_path / "out").exists()
+    for least, sizes in ((256, (EncodeSize(256),)), (64, ENCODE)):
+        directory = shutil.copytree(checkpoint, tmp_path / f"least-{least}")
+        size = {**FIELDS["size"], "shortest_edge": least * 256}
+        (directory / "preprocessor_config.json").write_text(json.dumps({**FIELDS, "size": size}))
+        check_served(planned(directory, encode=sizes))
+    # Where nobody asks, a context that holds no picture takes none.
+    short = planned(checkpoint, encode=None, max_model_len=32)
+    assert not any(bucket.kind == "encode" for bucket in short.buckets)
+    assert any(note.startswith("no pictures: a picture has 256 patches at least") for note in short.notes)
 
 
 def test_how_videos_are_prepared_is_read_or_as_published(checkpoint: Path, tmp_path: Path) -> None:
