@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..graphs.errors import ConfigError
+from .directories import contents, missing
 
 T = TypeVar("T", int, float, bool, str)
 _REQUIRED = object()
@@ -149,7 +150,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a checkpoint directory holds config.json") from None
+        raise ConfigError(f"{path}: {missing(path)}; a checkpoint directory holds config.json, and {contents(path.parent)}") from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
         raise ConfigError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(value, dict):

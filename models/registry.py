@@ -18,6 +18,7 @@ from ..graphs.errors import ConfigError, FamilyError, UnknownModel
 from ..graphs.paths import directory_named
 from .checkpoint import holds_any, open_checkpoint
 from .config import Fields, read_json
+from .directories import dangling, missing
 from .draft_model import Config as WithDraftModel
 from .draft_model import DraftSource
 from .end_tokens import TOKENIZER, end_tokens, special_token
@@ -234,6 +235,9 @@ def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:
 
 
 def _from_directory(name: str, directory: Path, family: FamilyFile | None) -> ModelSource:
+    # A tokenizer or a file of defaults that is not there is left out; one that should be there is not.
+    if link := dangling(directory, ".json", ".jinja"):
+        raise ConfigError(f"{link}: {missing(link)}")
     values = as_stored(read_json(directory / "config.json"), directory)
     model = from_config(name, values, str(directory / "config.json"), family)
     file, ends = directory / TOKENIZER, end_tokens(directory, values)

@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from ..graphs.errors import CheckpointError, ConfigError
 from .config import read_json
+from .directories import contents, dangling, missing
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMES = ((SINGLE, INDEX), ("quant_model_weight*.safetensors", "quant_model_weight*.safetensors.index.json"))
@@ -150,8 +151,16 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if index is None:
         return Checkpoint(directory, (single,), entries_of(single))
     weight_map = _weight_map(index)
+    listed = set(weight_map.values())
+    if index.name == INDEX and SINGLE not in listed and (directory / SINGLE).is_file():
+        absent = sum(not (directory / name).exists() for name in listed)
+        gone = f", {absent} of them not there" if absent else ""
+        raise CheckpointError(
+            f"{directory}: holds {SINGLE}, and {INDEX}, which lists {len(listed)} other files{gone}; "
+            "legal is one of both: transformers reads the whole file, others what the index lists"
+        )
     tensors: dict[str, TensorEntry] = {}
-    files = tuple(directory / name for name in sorted(set(weight_map.values())))
+    files = tuple(directory / name for name in sorted(listed))
     for file in files:
         # Where two shards hold the same name the index decides; a tensor that the index omits is still taken.
         tensors.update((name, entry) for name, entry in entries_of(file).items() if weight_map.get(name, file.name) == file.name)
@@ -178,9 +187,10 @@ def _index_or_single(directory: Path) -> tuple[Path | None, Path]:
                 )
             if paths:
                 return (paths[0] if pattern == index else None), paths[0]
-    there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
+    if link := dangling(directory, ".safetensors", ".json"):
+        raise CheckpointError(f"{link}: {missing(link)}")
     legal = ", ".join(name for names in NAMES for name in names)
-    raise CheckpointError(f"{directory}: holds none of {legal}, the only formats read; there is {there}")
+    raise CheckpointError(f"{directory}: holds none of {legal}, the only formats read; {contents(directory)}")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -237,7 +247,7 @@ def entries_of(file: Path) -> dict[str, TensorEntry]:
             return entries
     except FileNotFoundError:
         index = next(iter(sorted(file.parent.glob("*.safetensors.index.json"))), None)
-        raise CheckpointError(f"{file}: no such file{f', though {index.name} names it' if index else ''}") from None
+        raise CheckpointError(f"{file}: {missing(file)}{f', though {index.name} names it' if index else ''}") from None
     except (SafetensorError, OSError) as error:
         size = f"; the file has {file.stat().st_size} bytes" if file.is_file() else ""
         raise CheckpointError(f"{file}: truncated or corrupt safetensors: {error}{size}") from None

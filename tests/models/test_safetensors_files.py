@@ -141,7 +141,7 @@ def test_a_malformed_index_is_named(sharded, text):
 
 def test_other_formats_are_refused_with_what_is_there(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"holds none of model\.safetensors, .*there is pytorch_model\.bin"):
+    with pytest.raises(CheckpointError, match=r"holds none of model\.safetensors, .*it holds pytorch_model\.bin"):
         safetensors_files.open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="not a directory"):
         safetensors_files.open_checkpoint(tmp_path / "absent")

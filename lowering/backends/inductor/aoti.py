@@ -56,15 +56,18 @@ def compiler() -> tuple[str, str]:
     Raises:
         LoweringError: when there is none.
     """
+    from torch._inductor import config
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         path = get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        raise LoweringError(
-            "the inductor backend needs a C++ compiler and found none: install g++ (apt install g++) or name one in the variable CXX"
-        ) from error
+        named = config.cpp.cxx[-1]
+        why = "install g++ (apt install g++) or name one in the variable CXX"
+        if named != "g++":
+            why = f"CXX is {named!r}, which is no program; legal is one name or path, without options and without what wraps it"
+        raise LoweringError(f"the inductor backend needs a C++ compiler and found none: {why}") from error
     versions = re.findall(r"(?:gcc|clang) version [^_()]+", get_compiler_version_info(path))
     return path, versions[-1].strip() if versions else path
 

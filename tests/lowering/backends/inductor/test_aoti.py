@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import config, cpp_builder
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.backends.inductor import aoti, native
@@ -48,6 +49,15 @@ def test_the_compiler_is_named_with_its_version() -> None:
     path, version = aoti.compiler()
     assert path
     assert any(character.isdigit() for character in version)
+
+
+def test_a_variable_with_words_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch runs what CXX says as one program, and says nothing of it."""
+    monkeypatch.setattr(config.cpp, "cxx", (None, "ccache g++"))
+    cpp_builder.cpp_compiler_search.cache_clear()
+    with pytest.raises(LoweringError, match=r"found none: CXX is 'ccache g\+\+', which is no program; legal is one name or path"):
+        aoti.compiler()
+    cpp_builder.cpp_compiler_search.cache_clear()
 
 
 def test_a_missing_compiler_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
