@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import click
 
 from .. import __version__
+from ..graphs.control_group import processors
 from ..graphs.errors import NpucompileError
 
 COMMANDS = {
@@ -177,7 +178,11 @@ def main(ctx: click.Context) -> None:
 
     Artifacts and caches are stored in ~/.npucompile, or in $NPUCOMPILE_HOME if it is set.
     """
-    ctx.obj = Home(Path(os.environ.get("NPUCOMPILE_HOME") or Path.home() / ".npucompile"), dict(os.environ))
+    home = Home(Path(os.environ.get("NPUCOMPILE_HOME") or Path.home() / ".npucompile"), dict(os.environ))
+    if "OMP_NUM_THREADS" not in home.environment and (count := processors()) < len(os.sched_getaffinity(0)):
+        # Before torch is loaded, here and in processes that are started: threads beyond a quota of a control group stop all others.
+        home = home.with_variables({"OMP_NUM_THREADS": str(count)})
+    ctx.obj = home
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..graphs.control_group import processors
 from ..graphs.errors import LoweringError
 from ..lowering.ascend.toolchain.harness import DISTRIBUTIONS, installed, lacking
 from ..lowering.ascend.toolchain.stubs import cann, find_compiler
@@ -129,7 +129,7 @@ def _torch(_: Environment) -> tuple[str, str]:
 
 def _cpu(_: Environment) -> tuple[str, str]:
     model = cpu_model(CPUINFO.read_text(encoding="utf-8") if CPUINFO.is_file() else "")
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}", ""
+    return f"{model}, {processors()} cores, {torch.backends.cpu.get_cpu_capability()}", ""
 
 
 def _cxx(_: Environment) -> tuple[str, str]:

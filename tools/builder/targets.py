@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...graphs import control_group
 from ...graphs.errors import SpecError
 from ...graphs.types import MESH_AXES, Mesh
 from ...lowering.machines import NPUS, Npu
@@ -80,8 +81,9 @@ class Target:
         return self.npu.hbm_bytes - self.npu.usable_hbm_bytes if self.npu else 0
 
 
-MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""Memory of this machine, which all its ranks share."""
+_PHYSICAL_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MACHINE_BYTES = min(_PHYSICAL_BYTES, control_group.memory_limit() or _PHYSICAL_BYTES)
+"""Memory of this machine that its ranks share: of a container, what its control group may take."""
 
 # Ranks are processes of this machine; 64 of them are enough to test any mesh.
 _CPU = Target(

@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 import torch
 
+from ...graphs.control_group import processors
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
@@ -283,7 +284,7 @@ def _leave_signals_to_rank_0(ends_by_interrupt: bool = False) -> None:
 
 def _divide_threads(settings: RankSettings, ranks: int) -> None:
     """Sets the CPU threads of this rank: with more threads than cores, ranks would wait for each other at every operator."""
-    torch.set_num_threads(settings.threads or max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(settings.threads or max(1, processors() // ranks))
 
 
 def _interrupt(error: RankError, left: threading.Event) -> None:
