@@ -20,9 +20,10 @@ from ..engine.lifecycle import Lifecycle
 from ..engine.service import Service
 from ..fleet.routed import choice_of, is_probe
 from ..guard.body_room import BodyRoom
-from ..guard.door import CLIENT
+from ..guard.door import CLIENT, OWNER
 from ..requests.create_body import INLINE_PROMPT_CHARS
 from ..requests.error_objects import Refusal, error_reply
+from ..requests.fields import show
 from ..requests.router_fields import HandoverFields
 from ..requests.structured_output import OutputFormat
 from ..response.run import ResponseRun
@@ -45,7 +46,7 @@ class Api:
     Attributes:
         service: returns the service for a new response; raises RequestError where there is none now.
         serving: returns it for anything else.
-        live: completions that run, by the id of their request.
+        live: completions that run, by the owner and the id of their request.
         bodies: room for large ones.
     """
 
@@ -54,7 +55,7 @@ class Api:
         self.serving = lifecycle.serving
         self._lifecycle, self._max_body_bytes = lifecycle, max_body_bytes
         self.bodies = BodyRoom(max_body_bytes)
-        self.live: dict[str, Live[Any] | ResponseRun] = {}
+        self.live: dict[tuple[str, str], Live[Any] | ResponseRun] = {}
 
     @property
     def body_bytes(self) -> int:
@@ -94,25 +95,28 @@ class Api:
             chosen.reset(token)
         return response
 
-    def start(self, request_id: str, requests: Sequence[Request], core: Core[Out], client: str, *, streams: bool) -> Live[Out]:
-        """Submits requests of a client (`client_of`), whose events `core` turns into outputs.
+    def start(self, request_id: str, requests: Sequence[Request], core: Core[Out], asked: HttpRequest, *, streams: bool) -> Live[Out]:
+        """Submits the engine's requests for an HTTP request, whose events `core` turns into outputs.
 
         Raises:
-            RequestError: the engine refuses one; none runs then.
+            RequestError: the engine refuses one, or its client has one of this id already; none runs then.
         """
+        name = owner_of(asked), request_id
+        if name in self.live:
+            raise RequestError(f"rid {show(request_id)} is the id of a request that runs; legal is one that is not", param="rid")
         bound = MAX_WAITING if streams else None
-        live = Live(self.service(), requests, core, lambda: self.live.pop(request_id, None), bound)
-        live.start(client)
-        self.live[request_id] = live
+        live = Live(self.service(), requests, core, lambda: self.live.pop(name, None), bound)
+        live.start(client_of(asked))
+        self.live[name] = live
         return live
 
     def generate(
-        self, request_id: str, requests: Sequence[Request], options: GenerationOptions, client: str, *, streams: bool
+        self, request_id: str, requests: Sequence[Request], options: GenerationOptions, asked: HttpRequest, *, streams: bool
     ) -> Live[Output]:
         """`start` for text."""
         core = Generation(requests, self.service().tokenizer, options.stop, options.skip_special_tokens)
         try:
-            return self.start(request_id, requests, core, client, streams=streams)
+            return self.start(request_id, requests, core, asked, streams=streams)
         except RequestError as error:
             fields = {
                 "top_logprobs": options.logprobs_field,
@@ -127,6 +131,11 @@ class Api:
 def client_of(request: HttpRequest) -> str:
     """Whose request it is."""
     return str(request.scope.get(CLIENT, ""))
+
+
+def owner_of(request: HttpRequest) -> str:
+    """Whose requests and responses it may name."""
+    return str(request.scope.get(OWNER, ""))
 
 
 def new_id(prefix: str) -> str:

@@ -59,7 +59,7 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     choices = [
         ChatChoice(index, _parser(body, service, prompt.text, so_far), body, prompt.token_ids, service.tokenizer) for index in range(body.n)
     ]
-    live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)
+    live = api.generate(header.id, requests, options, request, streams=body.stream)
     if body.stream:
         return EventStream(live, ChunkFrames(header, choices, body.n, usage))
     answer = whole_answer(header, choices, body.n, await whole(live, request.receive))

@@ -16,7 +16,7 @@ from ..engine.output_stream import CompletionEnd, TextDelta
 from ..engine.service import Service
 from ..text.logprobs import finite, prompt_entries
 from ..text.tokenizer import Detokenizer, TextTokenizer
-from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
+from .api import Api, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
 from .choices import FINISH_REASONS, ChunkFrames, Header, whole_answer
 from .request_models import MAX_TOKENS, CompletionRequest, Prompt
 from .sse import EventStream, whole
@@ -44,7 +44,7 @@ async def completions(api: Api, body: CompletionRequest, request: Request) -> Re
     encoded, requests = await off_loop(takes_long(sum(map(len, body.prompt)), options), prepared)
     prompts = [ids for ids in encoded for _ in range(body.n)]
     choices = [CompletionChoice(index, ids, body, service.tokenizer) for index, ids in enumerate(prompts)]
-    live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)
+    live = api.generate(header.id, requests, options, request, streams=body.stream)
     if body.stream:
         return EventStream(live, ChunkFrames(header, choices, body.n, usage))
     return JSONResponse(whole_answer(header, choices, body.n, await whole(live, request.receive)))

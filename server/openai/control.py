@@ -16,7 +16,7 @@ from ..engine.service import ServedModel
 from ..requests.bodies import Body
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
-from .api import Api, client_of, new_id
+from .api import Api, new_id, owner_of
 from .sse import whole
 
 PROBE_TIMEOUT_S = 20.0
@@ -35,15 +35,17 @@ class AbortRequest(Body):
     abort_all: bool = False
 
 
-async def abort_request(api: Api, body: AbortRequest, _: Request) -> Response:
-    """Ends the completions of one request, by the id in its answer or the `rid` that it gave, or of all; unknown ids are ignored.
+async def abort_request(api: Api, body: AbortRequest, request: Request) -> Response:
+    """Ends the completions of one request, by the id in its answer or the `rid` that it gave, or of all; unknown ids are ignored. With keys
+    those of the same key alone.
 
     Raises:
         RequestError: it names none.
     """
     if body.rid is None and not body.abort_all:
         raise RequestError("rid is missing; legal is the id of a request, or abort_all: true", param="rid")
-    named = list(api.live.values()) if body.abort_all else [api.live[body.rid]] if body.rid in api.live else []
+    asks = owner_of(request)
+    named = [live for (owner, rid), live in api.live.items() if owner == asks and (body.abort_all or rid == body.rid)]
     for live in named:
         live.cancel()
     return JSONResponse({"aborted": len(named)})
@@ -123,7 +125,7 @@ async def health_generate(api: Api, request: Request) -> Response:
     """Whether a token can be generated, end to end: 200 or 503."""
     service = api.service()
     base, options = new_id("probe-"), GenerationOptions(max_tokens=1, ignore_eos=True)
-    live = api.generate(base, service.requests(base, (0,), options, "prompt"), options, client_of(request), streams=False)
+    live = api.generate(base, service.requests(base, (0,), options, "prompt"), options, request, streams=False)
     try:
         outputs = await asyncio.wait_for(whole(live, request.receive), PROBE_TIMEOUT_S)
     except TimeoutError:

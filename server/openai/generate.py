@@ -117,8 +117,6 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
     params = params.model_copy(update={name: value for name, value in lengths.items() if value is not None})
     given, param = _prompts(body)
     rid = body.rid or new_id("")
-    if rid in api.live:
-        raise RequestError(f"rid {rid!r} is the id of a request that runs; legal is one that is not", param="rid")
     options = _options(params, service, body)
     base = new_id("gen-")
 
@@ -143,7 +141,7 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
     several = len(requests) > 1 or (isinstance(body.text, tuple) and len(body.text) > 1)
     rids = [rid] if len(requests) == 1 else [f"{rid}-{index}" for index in range(len(requests))]
     answers = [Answer(index, rids[index], body, engine_request.prompt, service.tokenizer) for index, engine_request in enumerate(requests)]
-    live = api.generate(rid, requests, options, client_of(request), streams=body.stream)
+    live = api.generate(rid, requests, options, request, streams=body.stream)
     if body.stream:
         return EventStream(live, AnswerFrames(answers, several))
     for index, delta, end in pieces(await whole(live, request.receive)):

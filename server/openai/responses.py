@@ -13,13 +13,12 @@ from starlette.responses import JSONResponse, Response
 
 from ..engine.prompts import reading
 from ..engine.service import Service
-from ..guard.door import OWNER
 from ..requests.create_body import ResponseCreate, read_create
 from ..requests.fields import FieldError
 from ..response.events import ServerEvent, error_event
 from ..response.prepare import Owners, continued, keeping, new_response_id, prepare
 from ..response.run import ResponseRun
-from .api import Api, client_of, defaults, off_loop
+from .api import Api, client_of, defaults, off_loop, owner_of
 from .errors import EngineTimeout
 from .event_reader import EventReader
 from .live import MAX_WAITING
@@ -41,18 +40,19 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     # What is read of them may be megabytes of pictures.
     fields.clear()
     body.clear()
-    owners = Owners(str(request.scope.get(OWNER, "")))
+    owner = owner_of(request)
+    owners = Owners(owner)
     what_is_kept = keeping(service, create, owners)
     whole_body, response_id = continued(service, create, owners), new_response_id()
     async with reading(service, whole_body.pictures, create.fields.mm_processor_kwargs, client_of(request), create.fields.n) as read:
         prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, response_id, pictures=read))
-    run = ResponseRun(service, prepared, what_is_kept, on_end=lambda: api.live.pop(response_id, None))
+    run = ResponseRun(service, prepared, what_is_kept, on_end=lambda: api.live.pop((owner, response_id), None))
     reader = EventReader(service, MAX_WAITING if streams else None)
     reader.follow(run)
     waits = streams or not create.fields.background
     run.start(reader if waits else None, client_of(request))
     if not run.ended.is_set():
-        api.live[response_id] = run
+        api.live[owner, response_id] = run
     if not waits:
         return JSONResponse(run.snapshot())
     if streams:
@@ -71,7 +71,7 @@ async def render_responses(api: Api, body: dict[str, Any], request: Request) -> 
     """
     service = api.serving()
     create = _create({name: value for name, value in body.items() if value is not None and name != "stream_options"}, service)
-    whole_body = continued(service, create, Owners(str(request.scope.get(OWNER, ""))))
+    whole_body = continued(service, create, Owners(owner_of(request)))
     prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, new_response_id()))
     return JSONResponse({"token_ids": [token for engine_request in prepared.requests[:1] for token in engine_request.prompt]})
 

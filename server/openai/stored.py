@@ -9,11 +9,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ...graphs.errors import RequestError
-from ..guard.door import OWNER
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
 from ..storage.store import StoredResponse
-from .api import Api
+from .api import Api, owner_of
 from .event_reader import EventReader
 from .responses import EventFrames
 from .sse import EventStream
@@ -81,7 +80,7 @@ async def delete(api: Api, request: Request) -> Response:
 
 
 def _stored(api: Api, request: Request) -> StoredResponse:
-    return api.serving().store.named(request.path_params["response_id"], (str(request.scope.get(OWNER, "")),))
+    return api.serving().store.named(request.path_params["response_id"], (owner_of(request),))
 
 
 def _body(stored: StoredResponse) -> Response:

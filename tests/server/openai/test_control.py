@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import httpx
 import pytest
-from support.scripted import MODEL, scripted
+from support.scripted import MODEL, ScriptedEngine, scripted
+from support.texts import byte_codec
 
 from npucompile import __version__
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
+from npucompile.server.engine.service import Service
+from npucompile.server.guard.access import Access
 from npucompile.server.openai import control
+from npucompile.server.run import Serving, running
 
 
 @pytest.fixture
@@ -32,6 +39,32 @@ def test_a_request_is_aborted(served, body, reason):
     thread.join(30)
     assert answers[0].json()["meta_info"]["finish_reason"]["type"] == reason
     assert client.post("/abort_request", json=body).json() == {"aborted": 0}
+
+
+def test_with_keys_a_client_names_its_own_requests_alone():
+    """Two keys may use the same rid, and neither ends what is the other's, by name or by asking for all."""
+    with contextlib.closing(ScriptedEngine(lambda prompt: "…")) as engine:
+        service = Service(engine, byte_codec(), MODEL, chat=ChatFormat(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")))
+        with running(service, settings=Serving(access=Access.of(["one", "two"]))) as server, contextlib.ExitStack() as stack:
+            one, two = (
+                stack.enter_context(
+                    httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30, headers={"Authorization": f"Bearer {key}"})
+                )
+                for key in ("one", "two")
+            )
+            bodies = (("/generate", {"text": "a", "rid": "mine"}), ("/v1/responses", {"input": "b"}))
+            threads = [threading.Thread(target=one.post, args=(path,), kwargs={"json": body}) for path, body in bodies]
+            threads.append(threading.Thread(target=two.post, args=("/generate",), kwargs={"json": {"text": "c", "rid": "mine"}}))
+            for thread in threads:
+                thread.start()
+            assert engine.wait_submitted(3)
+            assert two.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": 1}
+            assert two.post("/abort_request", json={"abort_all": True}).json() == {"aborted": 0}
+            assert engine.wait_cancelled()
+            assert len(engine.cancelled) == 1
+            assert one.post("/abort_request", json={"abort_all": True}).json() == {"aborted": 2}
+            for thread in threads:
+                thread.join(30)
 
 
 def test_an_abort_names_what_to_abort(served):
