@@ -40,7 +40,7 @@ def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, 
     access = access or Access()
     limits = limits or SocketLimits()
     refusals = Refusals(limits.refusals_per_s, time.monotonic)
-    hub = SocketHub(lifecycle, limits, refusals)
+    hub = SocketHub(lifecycle, limits)
     # Browsers ask before they send a key (CORS), and without one; what is answered then depends on the origin alone.
     origins = [ANY] if ANY in access.origins else sorted(access.origins)
     cors = [Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else []

@@ -12,9 +12,11 @@ from starlette.websockets import WebSocket
 
 from ...graphs.errors import RequestError
 from ..requests.error_objects import ErrorReply, error_reply
+from ..requests.shared_threads import asking
 from ..telemetry.trace_context import carried, carrier
 from .access import KEY_SUBPROTOCOL, Access
 from .refusals import Refusals
+from .work import Work, work
 
 CLIENT = "npucompile.client"
 """Key of a scope: whose request it is, KEY and the digest of its key or else the address that it comes from."""
@@ -51,24 +53,28 @@ class Door:
         try:
             key = self._access.check(scope)
         except RequestError as error:
-            await refuse(scope, receive, self._paced(address, send), error_reply(error))
+            await refuse(scope, receive, self._paced(Work(self._refusals, address), send), error_reply(error))
             return
         client = f"{KEY}{key}" if key else address
         known: dict[str, Any] = {CLIENT: client, OWNER: key or ""}
         if "subprotocols" in scope:
             known["subprotocols"] = [name for name in scope["subprotocols"] if not name.startswith(KEY_SUBPROTOCOL)]
-        token = carrier.set(carried(scope))
+        own = Work(self._refusals, client)
+        tokens = carrier.set(carried(scope)), asking.set(client), work.set(own)
         try:
-            await self._app({**scope, **known}, receive, self._paced(client, send))
+            await self._app({**scope, **known}, receive, self._paced(own, send))
         finally:
-            carrier.reset(token)
+            for variable, token in zip((carrier, asking, work), tokens, strict=True):
+                variable.reset(token)  # type: ignore[attr-defined]
 
-    def _paced(self, client: str, send: Send) -> Send:
+    def _paced(self, own: Work, send: Send) -> Send:
         """Sends an answer, a refusal when it is its turn."""
 
         async def paced(message: Any) -> None:
             if message["type"] in _STARTS and message["status"] >= _REFUSED:
-                await asyncio.sleep(self._refusals.wait_s(client))
+                await asyncio.sleep(own.refused())
+            elif message["type"] == "http.response.start":
+                own.admitted()
             if message["type"] == "http.response.start" and self._leaving():
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -21,6 +20,7 @@ from ..engine.service import Service
 from ..fleet.routed import choice_of, is_probe
 from ..guard.body_room import BodyRoom
 from ..guard.door import CLIENT, OWNER
+from ..guard.work import work
 from ..requests.create_body import INLINE_PROMPT_CHARS
 from ..requests.error_objects import Refusal, error_reply
 from ..requests.fields import show
@@ -32,8 +32,6 @@ from .request_models import ChatRequest, CompletionRequest, SamplingFields
 from .sse import EventStream
 
 MAX_BODY_BYTES = 4 * 2**20
-
-T = TypeVar("T")
 
 
 class Api:
@@ -107,6 +105,7 @@ class Api:
         bound = MAX_WAITING if streams else None
         live = Live(self.service(), requests, core, lambda: self.live.pop(name, None), bound)
         live.start(client_of(asked))
+        work.get().admitted()
         self.live[name] = live
         return live
 
@@ -141,11 +140,6 @@ def owner_of(request: HttpRequest) -> str:
 def new_id(prefix: str) -> str:
     """An id that no other request has."""
     return f"{prefix}{uuid.uuid4().hex}"
-
-
-async def off_loop(takes_long: bool, work: Callable[[], T]) -> T:
-    """The result of work for one request, done on a thread if it takes long."""
-    return await asyncio.to_thread(work) if takes_long else work()
 
 
 def takes_long(prompt_chars: int, options: GenerationOptions | None = None) -> bool:

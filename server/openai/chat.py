@@ -13,9 +13,10 @@ from ..chat.reply_grammar import check_choice
 from ..chat.template import Chat
 from ..engine.prompts import Prompt, counted, prompt_of, reading, rendered
 from ..engine.service import Service
+from ..guard.work import off_loop
 from ..parsers.message import MessageParser
 from ..requests.tool_fields import NamedChoice, ToolUse
-from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
+from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, options_of, takes_long
 from .chat_choice import ChatChoice
 from .choices import ChunkFrames, Header, whole_answer
 from .messages import messages_of, pictures_of

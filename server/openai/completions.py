@@ -14,9 +14,10 @@ from ...runtime.request import Request as EngineRequest
 from ..engine.generation import GenerationOptions
 from ..engine.output_stream import CompletionEnd, TextDelta
 from ..engine.service import Service
+from ..guard.work import off_loop
 from ..text.logprobs import finite, prompt_entries
 from ..text.tokenizer import Detokenizer, TextTokenizer
-from .api import Api, fingerprint, includes_usage, length_of, new_id, off_loop, options_of, takes_long
+from .api import Api, fingerprint, includes_usage, length_of, new_id, options_of, takes_long
 from .choices import FINISH_REASONS, ChunkFrames, Header, whole_answer
 from .request_models import MAX_TOKENS, CompletionRequest, Prompt
 from .sse import EventStream, whole

@@ -19,6 +19,7 @@ from ..engine.output_stream import CompletionEnd, TextDelta
 from ..engine.prompts import Prompt as EnginePrompt
 from ..engine.prompts import reading, with_pictures
 from ..engine.service import Service
+from ..guard.work import off_loop
 from ..pictures.processor import Picture
 from ..pictures.prompt import encoded, expanded, in_order
 from ..pictures.reader import count_of
@@ -32,7 +33,7 @@ from ..requests.pictures import Kind, PicturePart, ProcessorFields, picture_part
 from ..requests.router_fields import UNKNOWN_MODEL, RouterFields
 from ..requests.structured_output import OutputFormat
 from ..text.tokenizer import TextTokenizer
-from .api import Api, client_of, defaults, new_id, off_loop, takes_long
+from .api import Api, client_of, defaults, new_id, takes_long
 from .choices import check_in_time, pieces
 from .errors import failure
 from .request_models import MAX_STOP_TOKENS, Prompt, prompts

@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse, Response
 
 from ..engine.prompts import reading
 from ..engine.service import Service
+from ..guard.work import off_loop, work
 from ..requests.create_body import ResponseCreate, read_create
 from ..requests.fields import FieldError
 from ..response.events import ServerEvent, error_event
 from ..response.prepare import Owners, continued, keeping, new_response_id, prepare
 from ..response.run import ResponseRun
-from .api import Api, client_of, defaults, off_loop, owner_of
+from .api import Api, client_of, defaults, owner_of
 from .errors import EngineTimeout
 from .event_reader import EventReader
 from .live import MAX_WAITING
@@ -51,6 +52,7 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     reader.follow(run)
     waits = streams or not create.fields.background
     run.start(reader if waits else None, client_of(request))
+    work.get().admitted()
     if not run.ended.is_set():
         api.live[owner, response_id] = run
     if not waits:

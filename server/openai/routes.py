@@ -15,6 +15,7 @@ from starlette.routing import Route
 from ...graphs.errors import ProtocolError, RequestError
 from ..engine.lifecycle import Lifecycle
 from ..guard.body_room import Grow
+from ..guard.work import LARGE_BYTES, work
 from ..requests.bodies import Body, validate
 from ..requests.fields import show
 from ..requests.frames import decode_json
@@ -136,8 +137,11 @@ async def read_json(request: Request, max_bytes: int, grow: Grow) -> dict[str, A
         grow(len(data))
     if data.startswith(codecs.BOM_UTF8):
         del data[: len(codecs.BOM_UTF8)]
+    if len(data) > LARGE_BYTES:
+        await work.get().turn()
     try:
-        body = decode_json(data, "the body")
+        with work.get().counted():
+            body = decode_json(data, "the body")
     except ProtocolError as error:
         raise RequestError(str(error), code=error.code) from None
     if not isinstance(body, dict):
@@ -151,13 +155,14 @@ def _posted(api: Api, post: Post) -> Callable[[Request], Awaitable[Response]]:
             return await answer_within(request, grow)
 
     async def answer_within(request: Request, grow: Grow) -> Response:
-        body = await read_json(request, api.body_bytes, grow)
+        body, own = await read_json(request, api.body_bytes, grow), work.get()
         handover = handover_of(body, post.path) if post.completes else None
 
         async def run() -> Response:
             if post.model is None:
                 return await post.endpoint(api, body, request)
-            fields = validate(post.model, body, post.path)
+            with own.counted():
+                fields = validate(post.model, body, post.path)
             # What is read of it may be megabytes of pictures, which would stay as long as the answer takes.
             body.clear()
             return await post.endpoint(api, fields, request)

@@ -13,12 +13,13 @@ from ...graphs.errors import RequestError
 from ..chat.template import Chat
 from ..engine.prompts import counted, rendered
 from ..engine.service import Service
+from ..guard.work import off_loop
 from ..pictures.reader import Count
 from ..requests.bodies import Body, FailFast
 from ..requests.generation_fields import TokenId
 from ..requests.pictures import ProcessorFields
 from ..requests.tool_fields import Tool
-from .api import Api, off_loop, takes_long
+from .api import Api, takes_long
 from .messages import messages_of, pictures_of
 from .request_models import Message
 

@@ -20,7 +20,11 @@ from .limits import CHANNELS, MOST_PIXELS, PictureLimits
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Legal formats by their names in Pillow, which tries no other: EPS starts Ghostscript, and PSD wrote out of bounds (CVE-2026-25990)."""
 
+MOST_SCANS = 64
+"""Of a JPEG. Each costs as much as all its pixels, and a few bytes; libjpeg writes 10, and mozjpeg as many or a few more."""
+
 _WHITE = (255, 255, 255, 255)
+_SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112  # tag of EXIF (CIPA DC-008)
 _UPRIGHT: Mapping[object, tuple[bool, int, int]] = {
     2: (False, 1, -1), 3: (False, -1, -1), 4: (False, -1, 1), 5: (True, 1, 1), 6: (True, -1, 1), 7: (True, -1, -1), 8: (True, 1, -1),
@@ -72,6 +76,9 @@ def _opened(data: bytes, limits: PictureLimits, param: str | None) -> Iterator[I
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > limits.max_pixels:
                 raise _too_large(f"{image.width}x{image.height} pixels", limits, param)
+            if image.format == "JPEG" and (scans := _scans(data)) > MOST_SCANS:
+                message = f"the picture has {scans} scans; legal are up to {MOST_SCANS}"
+                raise RequestError(message, param=param, code="image_parse_error")
             yield image
     except RequestError:
         raise
@@ -83,6 +90,15 @@ def _opened(data: bytes, limits: PictureLimits, param: str | None) -> Iterator[I
     except Exception:  # Decoders raise whatever the bytes lead them to; none of it is the server's failure.
         message = "the picture cannot be decoded: its file is cut or damaged; legal is a whole file of " + _legal()
         raise RequestError(message, param=param, code="image_parse_error") from None
+
+
+def _scans(data: bytes) -> int:
+    """Scans of a JPEG: what is before the first of them, such as EXIF, may hold their mark as well."""
+    place = 2
+    while data[place : place + 1] == b"\xff" and data[place + 1 : place + 2] != _SCAN[1:]:
+        # A fill byte is a mark's first, without a length.
+        place += 1 if data[place + 1 : place + 2] == b"\xff" else 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return data.count(_SCAN, place)
 
 
 def _legal() -> str:

@@ -14,11 +14,11 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import SplitResult, urlsplit
 
 from ...graphs.errors import RequestError, SpecError
 from ..requests.pictures import NOUNS, Kind
+from ..requests.shared_threads import SharedThreads
 
 FETCHES = 8
 """At once; more wait."""
@@ -78,7 +78,7 @@ class Hosts:
         self._max_bytes, self._time_s, self._resolve = max_bytes, time_s, resolve
         self._context = context or ssl.create_default_context()
         # A name server that hangs holds a thread, which others then lack.
-        self._threads = ThreadPoolExecutor(FETCHES, "npucompile-media")
+        self._threads = SharedThreads(FETCHES, "npucompile-media")
 
     async def fetch(self, url: str, param: str, kind: Kind) -> bytes:
         """What is at a URL.
@@ -87,7 +87,8 @@ class Hosts:
             RequestError: its host is not allowed, or nothing could be fetched (codes invalid_image_url, failed_to_download_image).
         """
         place = self._place(url, param, kind)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._get, place, kind, time.monotonic() + self._time_s)
+        deadline_s = time.monotonic() + self._time_s
+        work = asyncio.wrap_future(self._threads.submit(lambda: self._get(place, kind, deadline_s)))
         try:
             return await asyncio.wait_for(work, self._time_s)
         except _TooLarge:

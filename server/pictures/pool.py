@@ -1,4 +1,5 @@
-"""A bounded pool of processes that decode pictures (`decoder`): one that crashes, hangs or grows too large costs its picture alone."""
+"""A bounded pool of processes that decode pictures (`decoder`), shared by clients: one that crashes, hangs or grows too large costs its
+picture alone."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +20,7 @@ import msgspec
 import torch
 
 from ...graphs.errors import RequestError
+from ..requests.shared_threads import SharedThreads
 from . import decoder
 from .decoder import Outcome, Task, read, write
 from .limits import CHANNELS, DecoderLimits, PictureLimits, VideoLimits
@@ -66,7 +68,7 @@ class DecoderPool:
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._threads = ThreadPoolExecutor(limits.processes, "npucompile-pictures")
+        self._threads = SharedThreads(limits.processes, "npucompile-pictures")
         for _ in range(limits.processes):
             self._start()
 
@@ -82,7 +84,7 @@ class DecoderPool:
 
     def size(self, data: bytes, param: str) -> Future[tuple[int, int]]:
         """Height and width in the header of a picture; raises what `decoding.size` does."""
-        return self._threads.submit(lambda: self._run(self._task(data), param).size)
+        return self._threads.submit(lambda: self._run(self._task(data), param).size, lasts=False)
 
     def picture(self, data: bytes, processor: PictureProcessor, param: str) -> Future[Picture]:
         """A picture as `processor` makes it; raises what `decoding.decode` and it do."""
@@ -90,11 +92,11 @@ class DecoderPool:
 
     def header(self, data: bytes, param: str) -> Future[VideoHeader]:
         """What the file of a video says of it; raises what `video_file.read_header` does."""
-        return self._threads.submit(lambda: self._header(data, param))
+        return self._threads.submit(lambda: self._header(data, param), lasts=False)
 
     def video(self, data: bytes, processor: VideoProcessor, param: str) -> Future[Video]:
         """A video as `processor` makes it; raises what `video_file.read_video` does."""
-        return self._threads.submit(lambda: self._video(data, processor, param))
+        return self._threads.submit(lambda: self._video(data, processor, param), lasts=True)
 
     def close(self) -> None:
         """Ends the processes, whatever they do."""
@@ -103,7 +105,7 @@ class DecoderPool:
             for process in self._processes:
                 process.kill()
         self._idle.put(None)
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.close()
         for process in self._processes:
             _end(process)
         self._processes.clear()

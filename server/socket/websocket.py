@@ -30,7 +30,7 @@ from ..engine.prompts import reading
 from ..engine.service import Service
 from ..guard.door import CLIENT, OWNER, refuse
 from ..guard.limits import SocketLimits
-from ..guard.refusals import Refusals
+from ..guard.work import LARGE_BYTES, off_loop, work
 from ..requests.error_objects import Refusal, error_reply
 from ..requests.fields import show
 from ..requests.frames import JSON, choose_subprotocol
@@ -48,17 +48,13 @@ log = logging.getLogger(__name__)
 
 POLICY_VIOLATION = 1008
 
-INLINE_FRAME_BYTES = 2**16
-"""Larger frames are parsed on a thread."""
-
 
 class SocketHub:
     """The websocket endpoint; counts open sockets."""
 
-    def __init__(self, lifecycle: Lifecycle, limits: SocketLimits, refusals: Refusals) -> None:
+    def __init__(self, lifecycle: Lifecycle, limits: SocketLimits) -> None:
         self._lifecycle = lifecycle
         self._limits = limits
-        self._refusals = refusals
         self.connections = 0
 
     async def serve(self, websocket: WebSocket) -> None:
@@ -72,7 +68,7 @@ class SocketHub:
         await websocket.accept(subprotocol)
         self.connections += 1
         try:
-            await _Socket(websocket, service, self._lifecycle, self._limits, self._refusals, subprotocol or JSON).run()
+            await _Socket(websocket, service, self._lifecycle, self._limits, subprotocol or JSON).run()
         finally:
             self.connections -= 1
 
@@ -80,9 +76,7 @@ class SocketHub:
 class _Socket:
     """One open socket; every method runs on the event loop."""
 
-    def __init__(
-        self, websocket: WebSocket, service: Service, lifecycle: Lifecycle, limits: SocketLimits, refusals: Refusals, subprotocol: str
-    ) -> None:
+    def __init__(self, websocket: WebSocket, service: Service, lifecycle: Lifecycle, limits: SocketLimits, subprotocol: str) -> None:
         self._websocket = websocket
         self._service = service
         self._lifecycle = lifecycle
@@ -90,7 +84,6 @@ class _Socket:
         max_frame_bytes = limits.frame_bytes(service.model.max_model_len) + service.picture_bytes
         self._connection = Connection(subprotocol, max_frame_bytes=max_frame_bytes, max_streams=limits.max_streams)
         self._client = websocket.scope.get(CLIENT, "")
-        self._refusals = refusals
         # Names in the store what this socket alone may continue.
         self._owners = Owners(websocket.scope.get(OWNER, ""), uuid.uuid4().hex)
         self._streams: dict[str, _Stream] = {}
@@ -185,12 +178,12 @@ class _Socket:
     async def _refuse(self, event: ServerEvent) -> None:
         """Sends a refusal; what comes next, on the socket or in its lane, waits until it was its turn."""
         self._send([event])
-        await asyncio.sleep(self._refusals.wait_s(self._client))
+        await asyncio.sleep(work.get().refused())
 
     async def _command(self, frame: str | bytes) -> Command | None:
-        if len(frame) <= INLINE_FRAME_BYTES:
+        if len(frame) <= LARGE_BYTES:
             return self._connection.receive(frame)
-        return self._connection.apply(await asyncio.to_thread(self._connection.parse, frame))
+        return self._connection.apply(await off_loop(True, lambda: self._connection.parse(frame)))
 
     async def _begin(self, create: CreateCommand) -> None:
         """Starts a response; one that cannot be started is refused, and makes place in its lane."""
@@ -210,7 +203,7 @@ class _Socket:
         body = create.body
         async with reading(service, body.pictures, body.fields.mm_processor_kwargs, self._client, body.fields.n) as read:
             arguments = service, body, create.response_id, create.stream_id, read
-            prepared = await asyncio.to_thread(prepare, *arguments) if body.takes_long else prepare(*arguments)
+            prepared = await off_loop(body.takes_long, lambda: prepare(*arguments))
         if self._closed:
             return
         run = ResponseRun(service, prepared, keeping)
@@ -218,6 +211,7 @@ class _Socket:
         self._streams[create.response_id] = stream
         try:
             run.start(stream, self._client)
+            work.get().admitted()
         except Exception:
             self._streams.pop(create.response_id, None)
             raise

@@ -142,9 +142,13 @@ def test_what_is_refused_is_counted_for_its_client_before_it_is_answered(scheme,
     order = []
 
     class Counted:
-        def wait_s(self, client):
+        def wait_s(self, client, work_s):
+            assert work_s == 0
             order.append(client)
             return 0.0
+
+        def charge(self, client, work_s):
+            assert work_s == 0
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": status, "headers": []})

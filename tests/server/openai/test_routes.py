@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import time
 
 import httpx
 import pytest
@@ -102,3 +104,21 @@ def test_a_fault_of_the_server_has_no_detail(client, monkeypatch, caplog):
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert "secret" not in answer.text
     assert "secret" in caplog.text
+
+
+def test_large_requests_that_are_refused_take_a_share_of_the_processor():
+    """The second waits before it is parsed, and another client's does not."""
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}] * 20_000, "max_tokens": 4}).encode()
+    with scripted(chat=ChatFormat(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"))) as (url, _):
+
+        def seconds(address):
+            transport = httpx.HTTPTransport(local_address=address)
+            with httpx.Client(transport=transport, timeout=60) as client:
+                began_s = time.monotonic()
+                answer = client.post(f"{url}/chat/completions", content=body)
+                assert answer.json()["error"]["code"] == "context_length_exceeded"
+                return time.monotonic() - began_s
+
+        first = seconds("127.0.0.1")
+        assert seconds("127.0.0.1") > 3 * first
+        assert seconds("127.0.0.2") < 2 * first

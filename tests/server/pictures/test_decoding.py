@@ -17,6 +17,7 @@ from support.published_pictures import MODES, encoded, picture
 from transformers.image_transforms import convert_to_rgb
 
 from npucompile.graphs.errors import RequestError, SpecError
+from npucompile.server.pictures import decoding
 from npucompile.server.pictures.decoding import FORMATS, decode
 from npucompile.server.pictures.limits import MOST_PIXELS, PictureLimits
 
@@ -76,6 +77,18 @@ def test_a_turned_picture_is_seen_upright(form: str, orientation: int) -> None:
     options = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}, "PNG": {}}[form]
     rgb = decode(encoded(lying, form, exif=exif, **options))
     assert (rgb.int() - array(upright).int()).abs().max() <= 12
+
+
+def test_scans_of_a_jpeg_are_bounded_and_what_is_beside_them_is_none() -> None:
+    """A few bytes each, and each costs as much as all pixels."""
+    exif = b"Exif\0\0MM\0*\0\0\0\x08" + b"\xff\xda" * 500
+    file = encoded(picture(32, 48, 3), "JPEG", progressive=True, exif=exif, restart_marker_rows=1)
+    assert decode(file).shape == (3, 32, 48)
+    scan = file[file.rindex(b"\xff\xda") : -2]
+    legal = decoding.MOST_SCANS - file.count(b"\xff\xda", file.index(b"\xff\xc2"))
+    assert decode(file[:-2] + scan * legal + file[-2:]).shape == (3, 32, 48)
+    error = refused(file[:-2] + scan * (legal + 1) + file[-2:])
+    assert (error.code, f"has {decoding.MOST_SCANS + 1} scans" in str(error)) == ("image_parse_error", True)
 
 
 def test_damaged_exif_turns_nothing() -> None:

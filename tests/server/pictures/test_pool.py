@@ -19,6 +19,7 @@ from npucompile.graphs.errors import RequestError
 from npucompile.server.pictures.decoding import decode
 from npucompile.server.pictures.limits import DecoderLimits, PictureLimits
 from npucompile.server.pictures.pool import DecoderPool
+from npucompile.server.requests.shared_threads import asking
 
 ODD = """
 import os, sys, time
@@ -36,6 +37,9 @@ while head := sys.stdin.buffer.read(8):
             os.abort()
         case b"hang":
             time.sleep(1000)
+        case b"slow":
+            time.sleep(1.1)
+            send(msgspec.msgpack.encode({"error": "it says"}))
         case b"garbage":
             send(b"\\xc1" * 9)
         case b"endless":
@@ -94,6 +98,27 @@ def test_a_process_that_hangs_is_ended_in_time_and_others_go_on_meanwhile():
         with pytest.raises(RequestError, match="cannot be decoded within 1 s"):
             hangs.result(60)
         assert one.size(b"good", "p").result(60) == (3, 4)
+
+
+def test_a_client_with_many_slow_pictures_holds_up_no_other():
+    with pool(processes=2, time_s=60.0) as one:
+
+        def ask(client, data):
+            token = asking.set(client)
+            try:
+                return one.picture(data, VISION.processor, "p")
+            finally:
+                asking.reset(token)
+
+        with pytest.raises(RequestError, match="it says"):
+            ask("many", b"slow").result(60)
+        slow = [ask("many", b"slow") for _ in range(20)]
+        began_s = time.monotonic()
+        for _ in range(3):
+            with pytest.raises(RequestError, match="it says"):
+                ask("another", b"code").result(60)
+        assert time.monotonic() - began_s < 1
+        assert not any(work.done() for work in slow)
 
 
 def test_a_process_that_ended_while_it_was_idle_costs_no_picture():

@@ -1,0 +1,72 @@
+"""server/guard/work.py: what is refused takes a share of the processor, and what is admitted is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from npucompile.server.guard.refusals import BURST_S, WORK_SHARE, Refusals
+from npucompile.server.guard.work import Work, off_loop, work
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_the_next_work_of_a_client_waits_until_that_of_its_refusals_is_a_share_of_the_time():
+    clock = Clock()
+    refusals = Refusals(200, clock)
+    first, other = Work(refusals, "a"), Work(refusals, "b")
+    first.add(1.0)
+    # The answer itself waits for nothing that was its own, the next one does.
+    assert first.refused() == 0
+    assert refusals.owed_s("a") == pytest.approx(1 / WORK_SHARE - BURST_S)
+    assert (refusals.owed_s("b"), other.refused()) == (0, 0)
+    second = Work(refusals, "a")
+    second.add(0.5)
+    assert second.refused() == pytest.approx(1 / WORK_SHARE - BURST_S)
+    clock.now_s += 1.5 / WORK_SHARE
+    assert refusals.owed_s("a") == 0
+
+
+def test_what_is_admitted_costs_nothing():
+    refusals = Refusals(200, Clock())
+    one = Work(refusals, "a")
+    one.add(1.0)
+    assert refusals.owed_s("a") > 0
+    one.admitted()
+    assert refusals.owed_s("a") == 0
+    assert one.refused() == 0
+
+
+def test_none_waits_where_refusals_are_not_paced():
+    one = Work(Refusals(None, Clock()), "a")
+    one.add(1e6)
+    assert one.refused() == 0
+    asyncio.run(one.turn())
+
+
+def test_work_on_a_thread_waits_for_its_turn_and_is_counted():
+    clock = Clock()
+    refusals = Refusals(200, clock)
+
+    async def run():
+        work.set(Work(refusals, "a"))
+        assert await off_loop(False, threading.get_ident) == threading.get_ident()
+        assert await off_loop(True, threading.get_ident) != threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            await off_loop(True, lambda: sum(range(10**6)) // 0)
+        refusals.charge("a", 1.0)
+        waiting = asyncio.ensure_future(off_loop(True, lambda: 7))
+        await asyncio.sleep(0.15)
+        assert not waiting.done()
+        clock.now_s += 100
+        assert await waiting == 7
+        assert work.get().refused() == 0
+
+    asyncio.run(run())
