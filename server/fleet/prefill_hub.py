@@ -158,7 +158,10 @@ class PrefillHub:
             del self._ended[next(iter(self._ended))]
 
     async def _greeted(self, websocket: WebSocket) -> Peer:
-        hello = decode(await websocket.receive_text())
+        try:
+            hello = decode(await websocket.receive_text())
+        except KeyError:
+            raise RequestError("a greeting is a text of JSON, and no bytes", code="handover_greeting") from None
         # An older decode server refuses this one by its answer.
         if not isinstance(hello, Hello) or hello.version > VERSION:
             raise RequestError(f"a pair begins with a greeting of version {VERSION}, not {str(hello)[:80]}", code="handover_greeting")

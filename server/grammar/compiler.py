@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,6 +21,8 @@ from ..requests.json_blanks import with_blanks
 from .failures import LIMITS, failure, is_too_complex, reason_of
 from .schema_check import compilable, has_half_pair
 from .tokens import GrammarTokens, by_number
+
+log = logging.getLogger(__name__)
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
 REPLY = "reply"
@@ -43,9 +46,13 @@ class GrammarCompiler:
         self._eos = sorted(eos_token_ids)
 
     @cached_property
-    def _tokens(self) -> llguidance.LLTokenizer:
-        """The tokenizer in llguidance's form, which takes about a second for 250,000 tokens."""
-        return llguidance.LLTokenizer(GrammarTokens(self._tokenizer, self._eos), eos_token=self._eos)
+    def _tokens(self) -> llguidance.LLTokenizer | str:
+        """The tokenizer in llguidance's form, which takes about a second for 250,000 tokens; why there is none where it has none."""
+        try:
+            return llguidance.LLTokenizer(GrammarTokens(self._tokenizer, self._eos), eos_token=self._eos)
+        except Exception as error:  # llguidance raises ValueError, and what Rust panics with is no ValueError.
+            log.warning("structured outputs are not supported with this tokenizer: %s", error)
+            return f"{type(error).__name__}: {str(error)[:MAX_SHOWN_CHARS]}"
 
     def constraint(self, kind: str, value: Any, param: str = "response_format") -> GrammarConstraint:
         """The constraint of one request.
@@ -65,13 +72,17 @@ class GrammarCompiler:
         grammar = self._grammar(kind, value, param)
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise RequestError(f"{param} has {len(grammar)} characters; legal are at most {MAX_GRAMMAR_CHARS}", param=param)
-        matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
+        tokens = self._tokens
+        if isinstance(tokens, str):
+            message = f"{param} needs a tokenizer that says which text each token is; of this model's that cannot be read: {tokens}"
+            raise RequestError(message, param=param, code="structured_output_unsupported")
+        matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _refusal(kind, matcher.get_error(), param)
         body = value.body if kind == REPLY else None
-        constraint = GrammarConstraint(matcher, self._tokens.vocab_size, goes_back="grammar" not in (kind, body and body.kind))
+        constraint = GrammarConstraint(matcher, tokens.vocab_size, goes_back="grammar" not in (kind, body and body.kind))
         # Whether it has any word is known with the first mask, which is kept; and an expression that is too large is built for it.
-        first = np.zeros((1, -(-self._tokens.vocab_size // WORD_BITS)), np.int32)
+        first = np.zeros((1, -(-tokens.vocab_size // WORD_BITS)), np.int32)
         try:
             constraint.fill((), (), first)
         except ValueError as error:

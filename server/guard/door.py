@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ...graphs.errors import RequestError
 from ..requests.error_objects import ErrorReply, error_reply
@@ -62,7 +63,9 @@ class Door:
         own = Work(self._refusals, client)
         tokens = carrier.set(carried(scope)), asking.set(client), work.set(own)
         try:
-            await self._app({**scope, **known}, receive, self._paced(own, send))
+            # A client that leaves while it is answered is no fault of the server's.
+            with contextlib.suppress(WebSocketDisconnect):
+                await self._app({**scope, **known}, receive, self._paced(own, send))
         finally:
             for variable, token in zip((carrier, asking, work), tokens, strict=True):
                 variable.reset(token)  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ SLICE_BYTES = 2**13
 SMALL_FRAMES_PER_S = 500
 """Pings, pongs and fragments of one connection, above which it is closed."""
 
-POLICY_VIOLATION = 1008
+POLICY_VIOLATION, INVALID_DATA = 1008, 1007
 
 
 def protocols(
@@ -186,6 +186,19 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         if hasattr(self, "scope"):
             extensions = cast(dict[str, Any], self.scope["extensions"])
             extensions[FRAMES] = {}
+
+    def send_receive_event_to_app(self) -> None:
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            self.frames = [b"".join(self.frames)]
+            try:
+                self.frames[0].decode()
+            except UnicodeDecodeError:
+                # uvicorn would write a traceback.
+                self.frames = []
+                self.conn.send_close(INVALID_DATA)
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()
 
     def handle_ping(self) -> None:
         output = self.conn.data_to_send()

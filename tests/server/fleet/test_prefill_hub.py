@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import struct
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from socket import SHUT_RDWR, SO_LINGER, SOL_SOCKET
 
 import msgspec
 import pytest
@@ -33,13 +37,15 @@ def fleet(tiny_artifact: Path) -> Iterator[Fleet]:
     ("greeting", "text"),
     [
         ("{", "none that is legal"),
+        (b"\0\1", "a text of JSON"),
+        ("[" * 100_000, "none that is legal"),
         ("{}", "none that is legal"),
         (encode(Ask(1, [1, 2], "", "", 0, 0)), f"a greeting of version {VERSION}"),
         (json.dumps({"type": "hello", "version": VERSION + 1, "instance": {}}), f"a greeting of version {VERSION}"),
         (json.dumps({"type": "hello", "version": VERSION, "instance": {}}), "describes itself in another way"),
     ],
 )
-def test_a_greeting_that_is_none_is_answered_by_what_is_wrong(fleet: Fleet, greeting: str, text: str) -> None:
+def test_a_greeting_that_is_none_is_answered_by_what_is_wrong(fleet: Fleet, greeting: str | bytes, text: str) -> None:
     with connect(f"ws://127.0.0.1:{fleet.prefills[0].port}{PATH}") as socket:
         socket.send(greeting)
         assert text in getattr(decode(socket.recv()), "reason", "")
@@ -76,6 +82,23 @@ def test_a_message_of_wrong_types_ends_its_room_alone(fleet: Fleet) -> None:
             socket.recv()
     fleet.check()
     assert not engine.stats()["num_requests_running"]
+
+
+def test_who_leaves_before_it_is_answered_is_no_fault(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    errors = logging.getLogger("uvicorn.error")
+    errors.addHandler(caplog.handler)
+    try:
+        for greeting in (None, "{"):
+            with connect(f"ws://127.0.0.1:{fleet.prefills[0].port}{PATH}") as socket:
+                if greeting:
+                    socket.send(greeting)
+                # It is reset when it is closed, without a closing handshake.
+                socket.socket.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+                socket.socket.shutdown(SHUT_RDWR)
+        time.sleep(0.3)
+    finally:
+        errors.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_it_answers_no_requests_of_its_own(fleet: Fleet) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.grammars import COMPILER, EOS, SPECIAL, SPELT, TEXT, TOKENIZER, V, ids, masks, vocabulary
+from tokenizers import Tokenizer, decoders, models
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.grammar.compiler import GrammarCompiler
@@ -164,3 +165,16 @@ def test_what_must_be_written_is_written_whatever_tokens_are_named_like_it(vocab
 def test_a_model_whose_end_the_tokenizer_lacks_is_refused():
     with pytest.raises(RequestError, match=rf"the model's are \[{V}\], the tokenizer has {TOKENIZER.get_vocab_size()} tokens"):
         GrammarCompiler(TOKENIZER, [V]).constraint("regex", "a")
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.CTC()])
+def test_a_tokenizer_of_which_nobody_knows_what_its_tokens_spell_is_refused_each_time(decoder, caplog):
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="[UNK]"))
+    if decoder is not None:
+        words.decoder = decoder
+    compiler = GrammarCompiler(words, [3])
+    for kind, value in (("regex", "a"), ("json_object", None), ("choice", ["a"]), ("grammar", 'start: "a"'), ("json_schema", {})):
+        with pytest.raises(RequestError) as caught:
+            compiler.constraint(kind, value, "response_format")
+        assert (caught.value.code, caught.value.param) == ("structured_output_unsupported", "response_format")
+    assert caplog.text.count("structured outputs are not supported with this tokenizer") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -199,6 +200,21 @@ def test_large_frames_of_one_peer_do_not_stop_another():
     began = time.monotonic()
     json.loads(frames[3])
     assert max(lags) < 10 * (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("frames", [[b"\x81\x82\0\0\0\0\xff\xff"], [b"\x01\x81\0\0\0\0\xe2", b"\x80\x81\0\0\0\0\x82"]])
+def test_text_that_is_not_utf_8_closes_its_socket_and_is_no_fault(server, caplog, frames):
+    errors = logging.getLogger("uvicorn.error")
+    errors.addHandler(caplog.handler)
+    try:
+        with upgraded(server) as stream:
+            for frame in frames:
+                stream.sendall(frame)
+            assert stream.recv(4096) == b"\x88\x02\x03\xef"
+            assert stream.recv(4096) == b""
+    finally:
+        errors.removeHandler(caplog.handler)
+    assert caplog.records == []
 
 
 def test_a_fragmented_message_is_read(server):
