@@ -5,8 +5,9 @@ The scheduler is a pure function of its state, and a request's random numbers of
 nothing but which deadlines have passed: where one has, the journal has the time, and when the requests with deadlines were submitted. And
 where the policy goes by the times that steps take, those are in it, too.
 
-A file is a sequence of msgpack values: the format's number, a mapping of facts about the run, and then one list an entry, which begins
-with a word of `Entry`. Each is written as it happens; a process that dies leaves a file that can be read up to its last whole entry.
+A file is the format's number in msgpack, and then records: a mapping of facts about the run, and one list an entry, which begins with a
+word of `Entry`, each as bytes of msgpack behind their CRC-32. Each is written as it happens; a process that dies leaves a file that can be
+read up to its last whole entry, and one that ends in order writes `END`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import hashlib
 import itertools
 import logging
 import math
+import os
+import stat
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -34,16 +38,16 @@ from .scheduler.scheduled_step import ScheduledStep
 
 log = logging.getLogger(__name__)
 
-FORMAT = 7
+FORMAT = 8
 STEP, PICTURE, SUBMIT, CANCEL, FLUSH, LANDED, EXPIRED = "step", "picture", "submit", "cancel", "flush", "landed", "expired"
 HELD, MASKS, DEAD_END = "held", "masks", "dead end"
-LAUNCH, RESULT, TOOK, FAILURE = "launch", "result", "took", "failure"
+LAUNCH, RESULT, TOOK, FAILURE, END = "launch", "result", "took", "failure", "end"
 """First words of entries: a call of `Engine.step`; the key, shape and patches of a picture of a request that follows; a request, with the
 time of its submission if it has a deadline, the arrival of one to cancel, the order to forget all prefixes, and the arrival of one whose
 pages a handover has filled, handled by it; the time and the requests whose deadlines have passed; the arrivals of requests that sit it
 out, since their bitmasks are not filled; the bitmasks of constrained requests in the step that it launches; a request that cannot go on
 under its constraint; a step that is launched; the tokens of a step, or which segments of an encode step are finite; how many ms it took; a
-step that failed."""
+step that failed; the end of the run."""
 
 MOST_PICTURE_BYTES = 1 << 30
 """Of patches in a journal. Those of later pictures are left out, and what has them cannot be repeated."""
@@ -156,7 +160,8 @@ class NoJournal(Journal):
 
 
 class JournalFile:
-    """A journal's file, open for writing. A write that fails ends the record, and not the engine.
+    """A journal's file, open for writing, and its user's alone to read: it has prompts. A write that fails ends the record, and not the
+    engine.
 
     Args:
         file: is replaced.
@@ -165,11 +170,11 @@ class JournalFile:
 
     def __init__(self, file: Path, facts: Mapping[str, Any]) -> None:
         self._packer = msgpack.Packer()
-        self._file: BinaryIO = file.open("wb", buffering=0)
+        self._file: BinaryIO = open(file, "wb", buffering=0, opener=_private)  # noqa: SIM115 - closed by `close`
         try:
-            self._file.write(self._packer.pack(FORMAT) + self._packer.pack(dict(facts)))
+            self._file.write(self._packer.pack(FORMAT) + self._framed(dict(facts)))
         except OSError:
-            self.close()
+            self._file.close()
             raise
 
     def write(self, entry: Entry) -> None:
@@ -177,36 +182,72 @@ class JournalFile:
         if self._file.closed:
             return
         try:
-            self._file.write(self._packer.pack(entry))
+            self._file.write(self._framed(entry))
         except OSError as error:
             log.error("%s cannot be written; the record ends here: %s", self._file.name, error)
-            self.close()
+            self._file.close()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, at the end of the run."""
+        self.write([END])
         self._file.close()
+
+    def _framed(self, value: Any) -> bytes:
+        data = self._packer.pack(value)
+        return bytes(self._packer.pack([zlib.crc32(data), data]))
+
+
+def _private(path: str, flags: int) -> int:
+    """Opens a file that only its user may read, also where there was one that others might."""
+    number = os.open(path, flags, 0o600)
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        os.fchmod(number, 0o600)
+    return number
 
 
 def read(file: Path) -> tuple[dict[str, Any], Iterator[Entry]]:
     """The facts and the entries of a journal; an entry at the end that is not whole is left out.
 
     Raises:
-        SpecError: the file is no journal of this format.
+        SpecError: the file is no journal of this format, or, where an entry is taken, that is not what was written.
+    """
+    records = _records(file)
+    facts = next(records, None)
+    if not isinstance(facts, dict):
+        raise SpecError(f"{file} has no facts of a run; legal is a journal of `npucompile serve --record`")
+    return facts, records
+
+
+def _records(file: Path) -> Iterator[Any]:
+    """What a journal has behind the number of its format, up to its end or to a record that is not whole.
+
+    Raises:
+        SpecError: as `read`.
     """
     with file.open("rb") as source:
-        items = msgpack.Unpacker(source)
-        try:
-            number, facts = next(items), next(items)
-        except (StopIteration, ValueError, msgpack.UnpackException):
-            number, facts = None, None
-    if number != FORMAT or not isinstance(facts, dict):
-        raise SpecError(f"{file} begins with {number!r}; legal is a journal of `npucompile serve --record`, which begins with {FORMAT}")
+        items = msgpack.Unpacker(source, max_buffer_size=0)
+        number = _next(items, file, 0)
+        if number != FORMAT:
+            raise SpecError(f"{file} begins with {number!r}; legal is a journal of `npucompile serve --record`, which begins with {FORMAT}")
+        for place in itertools.count(1):
+            if (record := _next(items, file, place)) is None:
+                return
+            digest, data = record if isinstance(record, list) and len(record) == 2 else (None, b"")
+            if not isinstance(data, bytes) or zlib.crc32(data) != digest:
+                raise _damaged(file, place)
+            yield msgpack.unpackb(data)
 
-    def entries() -> Iterator[Entry]:
-        with file.open("rb") as source:
-            yield from itertools.islice(msgpack.Unpacker(source), 2, None)
 
-    return facts, entries()
+def _next(items: msgpack.Unpacker, file: Path, place: int) -> Any:
+    try:
+        return next(items, None)
+    except (ValueError, msgpack.UnpackException):
+        raise _damaged(file, place) from None
+
+
+def _damaged(file: Path, place: int) -> SpecError:
+    what = f"record {place} of {file}" if place else f"the beginning of {file}"
+    return SpecError(f"{what} is not what was written; legal is a journal of `npucompile serve --record` as it left it")
 
 
 def as_plain(request: Request) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from .engine import Engine
 from .journal import (
     CANCEL,
     DEAD_END,
+    END,
     EXPIRED,
     FAILURE,
     FLUSH,
@@ -63,12 +64,14 @@ class Replay:
         steps: calls of `Engine.step` that were repeated.
         tokens: that came out the same.
         divergence: None where nothing differed.
+        cut: whether the record ends where its process was ended, perhaps within a step.
     """
 
     steps: int
     requests: int
     tokens: int
     divergence: Divergence | None = None
+    cut: bool = False
 
 
 def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], None] = lambda _: None) -> Replay:
@@ -92,7 +95,13 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
     engine.stepper.masks = recorded_filling = _RecordedFilling(engine.executor.limits.bitmask_words)
     masks: dict[str, bytes | None] = {}
     patches: dict[tuple[bytes, bytes], Any] = {}
-    for recorded in _steps(entries):
+    cut = True
+    for recorded, last in _steps(entries):
+        if recorded[-1] == [END]:
+            cut = False
+            recorded.pop()
+            if not recorded:
+                break
         repeated.clear()
         masks.clear()
         recorded_filling.unready = frozenset(arrival for word, *values in recorded if word == HELD for arrival in values[0])
@@ -121,13 +130,13 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
             elif word == CANCEL:
                 engine.cancel(ids[values[0]])
         engine.step()
-        divergence = _difference(steps + 1, recorded, repeated)
+        divergence = _difference(steps + 1, recorded, repeated, cut=cut and last)
         if divergence:
             return Replay(steps, len(ids), tokens, divergence)
         steps += 1
         tokens += sum(len(row or ()) for word, *values in recorded if word == RESULT for rows in values[1] for row in rows)
         on_step(steps)
-    return Replay(steps, len(ids), tokens)
+    return Replay(steps, len(ids), tokens, cut=cut)
 
 
 class _RecordedFilling(MaskFilling):
@@ -162,22 +171,23 @@ class _Recorded:
             bitmask[:] = np.frombuffer(mask, bitmask.dtype).reshape(-1, bitmask.shape[1])[-len(bitmask) :]
 
 
-def _steps(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """The entries of each step, without the word that begins it."""
+def _steps(entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], bool]]:
+    """The entries of each step, without the word that begins it, and whether it is the last."""
     step: list[Entry] = []
     for entry in entries:
         if entry[0] != STEP:
             step.append(entry)
         elif step:
-            yield step
+            yield step, False
             step = []
     if step:
-        yield step
+        yield step, True
 
 
-def _difference(number: int, recorded: list[Entry], repeated: list[Entry]) -> Divergence | None:
+def _difference(number: int, recorded: list[Entry], repeated: list[Entry], *, cut: bool) -> Divergence | None:
+    """Where the entries of a step differ first; a record that is cut has no more where its process was ended."""
     expected, found = ([entry for entry in entries if entry[0] in COMPARED] for entries in (recorded, repeated))
-    for before, now in zip_longest(expected, found):
+    for before, now in zip_longest(expected, found[: len(expected)] if cut else found):
         if before is None or now is None or _compared(before) != _compared(now):
             return Divergence(number, before, now)
     return None

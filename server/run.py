@@ -69,7 +69,7 @@ def serve(
     settings: Serving | None = None,
     on_ready: Callable[[str, int], None] | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM; then drains, closes every socket with 1012 and returns.
+    """Serves until one of SIGNALS; then drains, closes every socket with 1012 and returns.
 
     Call it on the main thread, which is where signals arrive.
 
@@ -86,8 +86,12 @@ def serve(
         server.wait(stop)
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A terminal that is closed sends the last; who started the server under `nohup` has it ignored, which stays so."""
+
+
 class Stop:
-    """Notes SIGINT and SIGTERM in a `with` on the main thread.
+    """Notes SIGNALS in a `with` on the main thread.
 
     Attributes:
         raises: whether a signal also ends whatever runs, as KeyboardInterrupt.
@@ -101,7 +105,8 @@ class Stop:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Stop:
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,6 +147,8 @@ class RunningServer:
         deadline = time.monotonic() + self._settings.drain_timeout_s
         while service and service.admission.live and time.monotonic() < deadline and not (stop.forced or failed()):
             time.sleep(POLL_S)
+        if service:
+            service.ending = True
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """Closes every socket and ends the thread."""

@@ -142,7 +142,9 @@ class OutputStream:
             self._pieces[-1:] = ["".join(self._pieces[-1:]) + text]
         last = self._delta(text) if text or self._token_ids or self._prompt_logprobs else None
         output_tokens = self._output_tokens if self.stopped else event.completion_tokens
-        reason = "stop" if self.stopped and event.reason in ("cancelled", "length", "timeout") else event.reason
+        # An end of the server is one of the request alone, whose text was complete.
+        ended = event.reason in ("cancelled", "length", "timeout") or event.code == "draining"
+        reason = "stop" if self.stopped and ended else event.reason
         ended_by = None if self.stopped else event.ended_by
         return last, CompletionEnd(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message, ended_by, event.code)
 

@@ -25,7 +25,7 @@ from ..guard.admission import Admission
 from ..guard.door import has_key
 from ..guard.limits import SocketLimits
 from ..pictures.reader import PictureReader
-from ..requests.error_objects import Refusal
+from ..requests.error_objects import REFUSALS, Refusal
 from ..requests.fields import show
 from ..requests.router_fields import HandoverFields
 from ..requests.structured_output import OutputFormat
@@ -150,6 +150,7 @@ class Service:
         tracing: makes a span for each request; None for none.
         handovers: what decode servers connect to, on a prefill server; it answers no requests of its own.
         decoding: the engine of a decode server, for what routers choose.
+        ending: the server cuts what still runs, which its clients are told.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class Service:
         self.tracing: Tracing | None = None
         self.handovers: Handovers | None = None
         self.decoding: Decoding | None = None
+        self.ending = False
         self._mailbox: Mailbox | None = None
         self._holding = False
         self._engine = engine
@@ -315,6 +317,8 @@ class Service:
         spans = {request.id: self.tracing.begin(request, carrier.get()) for request in requests} if self.tracing else {}
 
         def receive(event: Event) -> None:
+            if self.ending and isinstance(event, FinishEvent) and event.reason == "cancelled":
+                event = replace(event, reason="error", message=REFUSALS["draining.cut"], code="draining")
             try:
                 deliver(event)
             except Exception:

@@ -11,7 +11,7 @@ from ...graphs.errors import RequestError
 from ...runtime.constraint import DEAD_END, TOO_COMPLEX
 from ..engine.output_stream import CompletionEnd
 from ..guard.door import error_response as response_of
-from ..requests.error_objects import ErrorReply, error_reply, failure_of
+from ..requests.error_objects import STATUS_BY_CODE, ErrorReply, error_reply, failure_of
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ def failure(end: CompletionEnd) -> Exception:
 
 def failure_object(message: str, code: str | None = None) -> dict[str, Any]:
     """The object of an error that ended a stream."""
-    return ErrorReply(400 if code in (DEAD_END, TOO_COMPLEX) else 500, message, code or "internal_error").as_object()
+    status = 400 if code in (DEAD_END, TOO_COMPLEX) else STATUS_BY_CODE.get(code or "", 500)
+    return ErrorReply(status, message, code or "internal_error").as_object()
 
 
 def error_response(error: Exception) -> JSONResponse:

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ...graphs.errors import RequestError
 from ..engine.prompts import reading
 from ..engine.service import Service
 from ..guard.work import off_loop, work
@@ -63,6 +64,8 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     failure = response["error"] or {}
     if failure.get("code") == "timeout" and not response["usage"]["output_tokens"]:
         raise EngineTimeout(failure["message"])
+    if failure.get("code") == "draining":
+        raise RequestError(failure["message"], code="draining")
     return JSONResponse(response)
 
 

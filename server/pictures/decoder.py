@@ -129,8 +129,9 @@ def limit(memory_bytes: int) -> None:
 def main(memory_bytes: int) -> None:
     """Serves tasks from standard input to its end."""
     os.nice(NICENESS)
-    # A terminal's Ctrl-C is for the server, which still answers what it has.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal's signals are for the server, which still answers what it has.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     with contextlib.suppress(ImportError):
         import av  # noqa: F401 - what it takes is not a video's

@@ -65,6 +65,7 @@ REFUSALS: Mapping[str, str] = {
     "unknown_prefill_server": "{field} names the prefill server {place}; legal are those of `npucompile serve --prefill`: {legal}",
     "no_prefill_server": "no prefill server is connected: {reasons}",
     "draining": "the server is ending and takes no new requests",
+    "draining.cut": "the server is ending, and cut this answer at the end of the time for that (`npucompile serve --drain-timeout`)",
     "too_many_streams": "{count} responses run or wait on this socket; the limit is {most}",
     "stream_in_use.response": "response {response} is open on this socket already; legal is one whose connection was lost",
     "stream_in_use.lane": "{lane} has response {response}; legal is a lane without one",

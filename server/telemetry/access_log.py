@@ -14,21 +14,25 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...runtime.request import FinishEvent
+
+log = logging.getLogger(__name__)
 
 HEADER = "x-request-id"
 MAX_ID_CHARS = 128
@@ -53,9 +57,10 @@ class AccessLog:
     def opened(file: Path | None) -> Iterator[AccessLog]:
         """A log that is written for the length of a `with`, to the end of a file, or to standard output.
 
-        The file may be renamed or removed while the log is open (logrotate does); the next line starts a new one.
+        The file may be renamed or removed while the log is open (logrotate does); the next line starts a new one. A new one is its user's
+        alone to read. Lines that cannot be written are lost, which is said once, and end nothing.
         """
-        target = logging.StreamHandler(sys.stdout) if file is None else WatchedFileHandler(file, encoding="utf-8")
+        target = _Out(sys.stdout) if file is None else _OutFile(file, encoding="utf-8")
         lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
         handler, listener = QueueHandler(lines), QueueListener(lines, target)
         listener.start()
@@ -142,6 +147,59 @@ class AccessLog:
     def _log(self, event: str, name: str, **fields: Any) -> None:
         moment = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
         self._write(json.dumps({"time": moment, "event": event, "id": name, **fields}))
+
+
+class _Out(logging.StreamHandler[TextIO]):
+    """Writes lines to a stream."""
+
+    _said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lost = False
+        try:
+            super().emit(record)
+        except OSError as error:
+            # A file that was renamed could not be written to its end, or not be begun anew.
+            self._tell(error)
+        self._said = self._lost
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's
+        self._tell(sys.exc_info()[1])
+
+    def close(self) -> None:
+        # What is still to be written has nowhere to go.
+        try:
+            super().close()
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        self._lost = True
+        if not self._said:
+            log.error("the access log cannot be written, and lines are lost: %s", error)
+
+
+class _OutFile(_Out, WatchedFileHandler):
+    """Writes them to a file."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=_private)
+
+    def reopenIfNeeded(self) -> None:  # noqa: N802 - logging's
+        try:
+            super().reopenIfNeeded()
+        except OSError as error:
+            # What the renamed file had no room for is lost.
+            self._tell(error)
+            if self.stream is not None:
+                with suppress(OSError):
+                    self.stream.close()
+            self.stream = self._open()
+            self._statstream()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _id_of(scope: Scope) -> str:

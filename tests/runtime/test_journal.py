@@ -41,18 +41,43 @@ def written(file: Path) -> Path:
         # Nothing is kept back: a process that dies now has it in its file.
         assert list(read(file)[1])[-1] == entry
     journal.close()
+    assert file.stat().st_mode & 0o777 == 0o600
     return file
 
 
 def test_entries_are_read_in_order_with_the_facts(tmp_path: Path) -> None:
     facts, entries = read(written(tmp_path / "journal"))
-    assert (facts, list(entries)) == ({"artifact": "sha256:ab"}, ENTRIES)
+    assert (facts, list(entries)) == ({"artifact": "sha256:ab"}, [*ENTRIES, ["end"]])
 
 
 def test_an_entry_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
     file = written(tmp_path / "journal")
     file.write_bytes(file.read_bytes()[:-3])
-    assert list(read(file)[1]) == ENTRIES[:-1]
+    assert list(read(file)[1]) == ENTRIES
+
+
+def test_a_journal_that_others_could_read_is_begun_as_its_users_alone(tmp_path: Path) -> None:
+    (tmp_path / "journal").touch(0o644)
+    (tmp_path / "journal").chmod(0o644)
+    written(tmp_path / "journal")
+
+
+def test_a_changed_byte_is_refused_or_leaves_out_what_follows(tmp_path: Path) -> None:
+    """Whatever it is changed to, nothing is read that was not written, and nothing is raised but a sentence."""
+    file = written(tmp_path / "journal")
+    data = file.read_bytes()
+    refused = 0
+    for place in range(len(data)):
+        for byte in {0x00, 0x81, 0xC1, 0xFF, data[place] ^ 1} - {data[place]}:
+            file.write_bytes(data[:place] + bytes([byte]) + data[place + 1 :])
+            try:
+                facts, entries = read(file)
+                found = list(entries)
+            except SpecError:
+                refused += 1
+            else:
+                assert (facts, found) == ({"artifact": "sha256:ab"}, [*ENTRIES, ["end"]][: len(found)])
+    assert refused > 3 * len(data)
 
 
 @pytest.mark.parametrize("data", [b"", b"npucompile", msgpack.packb(FORMAT + 1) + msgpack.packb({}), msgpack.packb(FORMAT)])

@@ -170,3 +170,17 @@ def test_a_record_that_ends_early_is_repeated_as_far_as_it_goes() -> None:
     steps = [i for i, entry in enumerate(entries) if entry == ["step"]]
     found = repeat(entries[: steps[4]], VISITS, DEVICE)
     assert (found.steps, found.divergence) == (4, None)
+
+
+def test_a_record_may_be_cut_anywhere_and_what_differs_before_is_found() -> None:
+    """A process that is killed leaves one that ends between a launch and its result, or between two requests of a step."""
+    entries = record(VISITS, DEVICE)
+    for length in range(1, len(entries) + 1):
+        found = repeat(entries[:length], VISITS, DEVICE)
+        assert (found.divergence, found.cut) == (None, True), entries[length - 1]
+    whole = repeat([*entries, ["end"]], VISITS, DEVICE)
+    assert (whole.divergence, whole.cut) == (None, False)
+    place = max(i for i, entry in enumerate(entries) if entry[0] == "result" and entries[i - 1] != ["step"])
+    early = repeat([*entries[:place], ["end"]], VISITS, DEVICE)
+    assert early.divergence is not None
+    assert (early.divergence.recorded, early.divergence.repeated) == (None, entries[place])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import resource
 import signal
 import socket
@@ -14,8 +15,9 @@ import threading
 import time
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
-from support.scripted import ManualEngine
+from support.scripted import MODEL, ManualEngine, ScriptedEngine
 from support.texts import byte_codec
 from tokenizers import Tokenizer, models
 from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
@@ -23,6 +25,8 @@ from websockets.sync.client import connect
 
 from npucompile.graphs.errors import SpecError
 from npucompile.server import run
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.run import Serving, Stop, running, serve, serving, websocket_url
 from npucompile.server.text.tokenizer import TextTokenizer
@@ -37,9 +41,9 @@ def threads():
     return {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", run.SIGNALS)
 def test_a_signal_ends_serve_and_handlers_come_back(service, number):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(each) for each in run.SIGNALS]
     ready = []
 
     def on_ready(host, port):
@@ -50,7 +54,7 @@ def test_a_signal_ends_serve_and_handlers_come_back(service, number):
     ((host, port),) = ready
     assert host == "127.0.0.1"
     assert port > 0
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert [signal.getsignal(each) for each in run.SIGNALS] == before
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port))
 
@@ -215,6 +219,53 @@ def test_a_stream_that_does_not_end_is_not_waited_for_for_ever(how):
             websocket.recv(timeout=60)
         assert closed.value.rcvd.code == 1012
     assert len(engine.cancelled) == 1
+
+
+def test_a_terminal_that_is_closed_ends_nothing_that_was_told_to_go_on():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.wanted
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+PATHS = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}, "/generate": {"text": "x"}}
+
+
+def test_an_answer_that_the_end_of_the_server_cuts_looks_like_no_whole_one():
+    """Over HTTP, streamed and whole, and over the websocket."""
+    with contextlib.closing(ScriptedEngine(lambda _: "ab…")) as engine:
+        service = Service(engine, byte_codec(), MODEL, chat=ChatFormat(ChatTemplate("{{ messages[0].content }}")))
+        answers = {}
+        with Stop() as stop, running(service, settings=Serving(drain_timeout_s=0.2)) as server, streaming(server) as websocket:
+
+            def ask(path, stream):
+                url = f"http://127.0.0.1:{server.port}{path}"
+                answers[path, stream] = httpx.post(url, json={**PATHS[path], "stream": stream}, timeout=60)
+
+            asking = [threading.Thread(target=ask, args=(path, stream)) for path in PATHS for stream in (False, True)]
+            for thread in asking:
+                thread.start()
+            assert engine.wait_submitted(1 + len(asking))
+            signal.raise_signal(signal.SIGTERM)
+            server.wait(stop)
+            # As the engine does when it is stopped.
+            engine.cancel(*(request.id for request in engine.requests))
+            for thread in asking:
+                thread.join(60)
+            frame = websocket.recv(timeout=60)
+            while "response.failed" not in frame:
+                frame = websocket.recv(timeout=60)
+    assert json.loads(frame)["response"]["error"]["code"] == "draining"
+    for (path, stream), answer in answers.items():
+        assert (answer.status_code, "draining" in answer.text) == (200 if stream else 503, True), path
+        assert stream or answer.headers["retry-after"] == "2"
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert not stream or "draining" in json.dumps(events[-1])
+        assert '"abort"' not in answer.text
 
 
 def test_a_signal_while_starting_ends_what_runs():

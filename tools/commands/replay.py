@@ -78,7 +78,7 @@ def lines(found: Replay) -> list[str]:
     """The outcome as text."""
     counts = f"{found.steps} steps of {found.requests} requests repeated, {found.tokens} tokens equal"
     if found.divergence is None:
-        return [counts, "nothing differs"]
+        return [counts, "nothing differs" + (", up to where the record was cut" if found.cut else "")]
     return [counts, *difference(found.divergence)]
 
 

@@ -269,16 +269,18 @@ def run_rank(
 
 
 def _leave_signals_to_rank_0(ends_by_interrupt: bool = False) -> None:
-    """Rank 0 ends all ranks in order: torchrun sends SIGTERM to all at once, and so does Ctrl-C send SIGINT on one machine.
+    """Rank 0 ends all ranks in order: torchrun sends SIGTERM to all at once, and so does a terminal send SIGINT or SIGHUP on one machine.
 
     Args:
-        ends_by_interrupt: whether Ctrl-C here ends this rank as SIGTERM does, as on a machine without rank 0.
+        ends_by_interrupt: whether these end this rank as SIGTERM does, as on a machine without rank 0.
     """
 
     def end(number: int, _: object) -> None:
         exit_after(EXIT_S, 128 + number)
 
-    signal.signal(signal.SIGINT, end if ends_by_interrupt else signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end if ends_by_interrupt else signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
 
 

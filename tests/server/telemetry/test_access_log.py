@@ -129,6 +129,37 @@ def test_a_log_is_appended_to_and_a_renamed_one_begun_anew(tmp_path: Path) -> No
     assert [entry["id"] for entry in read(file, 1)] == ["b"]
 
 
+def test_its_file_is_its_users_alone_unless_another_made_it(tmp_path: Path) -> None:
+    shared = tmp_path / "shared.jsonl"
+    shared.touch(0o640)
+    shared.chmod(0o640)
+    for file in (tmp_path / "access.jsonl", shared):
+        with AccessLog.opened(file) as log:
+            log.ended(FinishEvent("a", "stop", 1, 1, END))
+    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "access.jsonl", shared)] == [0o600, 0o640]
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_full_disk_loses_lines_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, renamed: bool) -> None:
+    file = tmp_path / "access.jsonl"
+    # Writing to this device fails with ENOSPC.
+    file.symlink_to("/dev/full")
+    with AccessLog.opened(file) as log:
+        for _ in range(3):
+            log.ended(FinishEvent("a", "stop", 1, 1, END))
+        deadline = time.monotonic() + 30
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if renamed:
+            file.unlink()
+            while not file.exists() and time.monotonic() < deadline:
+                log.ended(FinishEvent("b", "stop", 1, 1, END))
+                time.sleep(0.01)
+            log.ended(FinishEvent("c", "stop", 1, 1, END))
+    assert caplog.text.count("the access log cannot be written, and lines are lost") == 1
+    assert not renamed or '"id": "c"' in file.read_text()
+
+
 def test_without_a_file_it_is_written_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     with AccessLog.opened(None) as log:
         log.ended(FinishEvent("a", "error", 1, 0, ExecutionRecord()))

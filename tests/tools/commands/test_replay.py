@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import msgpack
 import pytest
 from support import tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.journal import Journal, JournalFile
+from npucompile.runtime.journal import Journal, JournalFile, read
 from npucompile.runtime.request import Request, Sampling
 from npucompile.tools.serve.recording import facts_of
 
@@ -40,6 +39,15 @@ def test_a_run_repeats(recorded: Path, tmp_path: Path) -> None:
     assert result.stdout.endswith("nothing differs\n")
 
 
+def test_a_run_that_was_cut_repeats_up_to_there_and_a_changed_one_is_refused(recorded: Path, tmp_path: Path) -> None:
+    data = recorded.read_bytes()
+    (tmp_path / "cut").write_bytes(data[:-40])
+    result = tiny.cli(tmp_path, "replay", tmp_path / "cut")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "nothing differs, up to where the record was cut")
+    (tmp_path / "changed").write_bytes(data[: len(data) // 2] + b"\x81\x01" + data[len(data) // 2 + 2 :])
+    assert "is not what was written" in tiny.refused(tmp_path, "replay", tmp_path / "changed")
+
+
 def test_another_artifact_is_refused_or_compared(recorded: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     tiny.built(tiny.planned(tiny.write_checkpoint(tmp_path / "checkpoint", seed=8)), other)
@@ -53,9 +61,6 @@ def test_another_artifact_is_refused_or_compared(recorded: Path, tmp_path: Path)
 def test_what_cannot_be_repeated_is_refused(recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("{}")
     assert "legal is a journal of `npucompile serve --record`" in tiny.refused(tmp_path, "replay", tmp_path / "other")
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(recorded.read_bytes())
-    items = list(unpacker)
-    items[1]["run_ahead"] = 1
-    (tmp_path / "ahead").write_bytes(b"".join(map(msgpack.packb, items)))
+    facts, _ = read(recorded)
+    JournalFile(tmp_path / "ahead", {**facts, "run_ahead": 1}).close()
     assert "was recorded with run_ahead 1; legal here is up to 0" in tiny.refused(tmp_path, "replay", tmp_path / "ahead")
