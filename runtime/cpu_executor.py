@@ -14,6 +14,7 @@ from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules
 from ..lowering.artifact import mapped
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.fixed_cost import fixed_tokens
+from ..lowering.artifact.manifest import Manifest
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.backend import open_executable
 from ..lowering.executable import Executable, HostExecutable, check_operands
@@ -52,7 +53,6 @@ class CpuExecutor:
     """
 
     groups, run_ahead, max_ranked = 1, 0, 0
-    missing: Mapping[Bucket, str] = {}
 
     def __init__(self, artifact: Artifact, *, rank: int | None = None) -> None:
         self.artifact = artifact
@@ -75,7 +75,8 @@ class CpuExecutor:
         self._state = self._pools.tensors
         self._request_slots = next(pool for leaf, pool in zip(manifest.state, self._state, strict=True) if leaf.path == "request_slots")
         self._coords = mesh.coords(rank or 0)
-        self._entries = {entry.bucket: entry for entry in manifest.graphs}
+        self.missing: Mapping[Bucket, str] = _left_out(manifest)
+        self._entries = {entry.bucket: entry for entry in manifest.graphs if entry.bucket not in self.missing}
         self._signatures = {bucket: local_signature(manifest, entry) for bucket, entry in self._entries.items()}
         self._input_rows = {bucket: {leaf.path: leaf.aval.shape[0] for leaf in s.inputs} for bucket, s in self._signatures.items()}
         self._output_names = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
@@ -129,7 +130,7 @@ class CpuExecutor:
         rows, length = len(arrays["request_slots"]), arrays["tokens"].shape[1] if bucket.kind == "prefill" else bucket.q_len
         if rows * length > bucket.tokens:
             raise SpecError(f"a step of {rows} rows of {length} tokens in {bucket.name}; legal are up to {bucket.tokens} tokens")
-        if any_size := self._any_size.get(_kind(bucket)):
+        if (any_size := self._any_size.get(_kind(bucket))) and not self._entries[bucket].refused:
             return FinishedStep([self._run(any_size, long_enough(bucket.kind, arrays, self.limits, logprobs=self.max_logprobs > 0))])
         parts = whole_steps(bucket, arrays, self.buckets, self.limits, logprobs=self.max_logprobs > 0)
         outputs = [(len(part.rows), self._run(part.bucket, part.inputs)) for part in parts]
@@ -226,6 +227,20 @@ class CpuExecutor:
         if entry.compiled.file not in self._opened:
             self._opened[entry.compiled.file] = open_executable(self.artifact.path / entry.compiled.file, entry.compiled.backend)
         return self._opened[entry.compiled.file]
+
+
+def _left_out(manifest: Manifest) -> dict[Bucket, str]:
+    """Buckets without an executable, as it was wrong, whose steps a larger one runs faster than their eager graph; each with the reason."""
+    compiled = [entry.bucket for entry in manifest.graphs if entry.compiled]
+    return {
+        entry.bucket: entry.refused
+        for entry in manifest.graphs
+        if entry.refused and any(_kind(other) == _kind(entry.bucket) and _holds(other, entry.bucket) for other in compiled)
+    }
+
+
+def _holds(bucket: Bucket, other: Bucket) -> bool:
+    return bucket.batch >= other.batch and bucket.q_len >= other.q_len
 
 
 def _kind(bucket: Bucket) -> tuple[str, int]:

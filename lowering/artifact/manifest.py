@@ -68,6 +68,7 @@ class GraphEntry:
         stamp: digest of everything that decides the bucket's graph; while it is equal the bucket need not be traced again.
         census: number of operators of the executable by type, where its backend counts them.
         any_size: its executable, once it has one, runs steps of any rows and tokens a row: sizes are values that its operands tell.
+        refused: how the executable that was compiled for it disagreed with the reference, so that it was left out.
     """
 
     bucket: Bucket
@@ -84,6 +85,7 @@ class GraphEntry:
     stamp: str = ""
     census: Mapping[str, int] = field(default_factory=dict)
     any_size: bool = False
+    refused: str = ""
 
     @property
     def files(self) -> tuple[str, ...]:

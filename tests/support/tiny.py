@@ -199,7 +199,7 @@ class Stub(Backend):
 
     Attributes:
         compiled: names of the buckets that it compiled, in order.
-        error: number that its executables add to logits.
+        error: number that its executables add to logits, where their rows are `wrong`; None is any number of rows.
         refuses: substring of the names of buckets that it refuses.
         version: part of its options, as of a compiler.
     """
@@ -209,7 +209,7 @@ class Stub(Backend):
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
-        self.error = 0.0
+        self.error, self.wrong = 0.0, None
         self.refuses: str | None = None
         self.version = 1
 
@@ -247,7 +247,9 @@ class Stub(Backend):
                 return run.prepare(params)
 
             def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                return [result + stub.error if result.shape[-1] == VOCAB else result for result in run(operands)]
+                results = run(operands)
+                wrong = stub.wrong in (None, len(results[0]))
+                return [result + stub.error if wrong and result.shape[-1] == VOCAB else result for result in results]
 
         return Executable()
 

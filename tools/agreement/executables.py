@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ...graphs.errors import ArtifactError
+from ...graphs.errors import ArtifactError, VerifyError
 from ...graphs.types import DTYPES, Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.artifact.manifest import Manifest
@@ -22,7 +22,7 @@ from .compare import Differences, check_tolerance
 from .encode_steps import PADDINGS, compare_encode, poisoned_encode
 from .poisoned_steps import ProvedStep, live_counts
 from .sized import LiveRows, signature_of
-from .tolerances import tolerance_of
+from .tolerances import Tolerance, tolerance_of
 
 SEEDS = 2
 """Random test cases of each number of live rows, of buckets that are not so large that one of each has `ENOUGH` rows."""
@@ -63,6 +63,10 @@ def load_params(artifact: Artifact) -> list[torch.Tensor]:
     return [weights[leaf.name] for leaf in artifact.manifest.params]
 
 
+class ExecutableDisagrees(VerifyError):
+    """Raised where an executable is wrong, and the eager graph that it was compiled from is right."""
+
+
 class Proof:
     """Proves the buckets of an artifact one by one; rows are run alone once for all buckets of a kind and width."""
 
@@ -92,12 +96,17 @@ class Proof:
             rows, logits_error, state_error, token_mismatches.
 
         Raises:
-            VerifyError: as for `verify`.
+            VerifyError: as for `verify`; ExecutableDisagrees where the executable alone is wrong.
         """
         eager = open_executable(artifact.path / entry.reference, "eager")
         candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
         proved = self._segments if entry.bucket.kind == "encode" else self._rows
-        return proved(artifact, entry, eager, candidate)
+        try:
+            return proved(artifact, entry, eager, candidate)
+        except VerifyError:
+            # Another bucket has to prove what those of its kind share.
+            self._several.discard((entry.bucket.kind, entry.bucket.q_len))
+            raise
 
     def _rows(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> dict[str, float]:
         manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
@@ -128,10 +137,9 @@ class Proof:
             step = _of_several(proved, short := [row for row in known if row.row.count * SHARING <= bucket.q_len] or known)
             dealt.clear()
             run(entry.backend, LiveRows(candidate, step.bucket, step.signature, manifest.limits), short, step, step.bucket.batch, 0)
-        return {
-            name: check_tolerance(differences, tolerance, f"{bucket.name} ({name}) against eager rows run alone")
-            for name, differences in measured.items()
-        }[entry.backend]
+        for name, differences in measured.items():
+            told = _checked(differences, tolerance, f"{bucket.name} ({name}) against eager rows run alone", of_executable=name != "eager")
+        return told
 
     def _first_of_several(self, bucket: Bucket) -> bool:
         """Whether a bucket of several rows is the first of its kind and width to be proved."""
@@ -154,7 +162,8 @@ class Proof:
                 measured[name] += compare_encode(reference, candidate, params, (one, other), signature, tolerance.measure)
             give_back_heap()
         for name, differences in measured.items():
-            told = check_tolerance(differences, tolerance, f"{bucket.name} ({entry.backend}) against {name}")
+            what = f"{bucket.name} ({entry.backend}) against {name}"
+            told = _checked(differences, tolerance, what, of_executable=name == "the eager graph" and entry.compiled is not None)
         return told
 
     def _alone(self, artifact: Artifact, bucket: Bucket, any_size: bool) -> list[RowAlone]:
@@ -175,6 +184,13 @@ class Proof:
 
     def _operands(self, manifest: Manifest, bucket: Bucket) -> list[torch.Tensor]:
         return [self._params[i] for i in manifest.operands(bucket)[0]]
+
+
+def _checked(differences: Differences, tolerance: Tolerance, what: str, *, of_executable: bool) -> dict[str, float]:
+    try:
+        return check_tolerance(differences, tolerance, what)
+    except VerifyError as error:
+        raise (ExecutableDisagrees(str(error)) if of_executable else error) from None
 
 
 def _single(manifest: Manifest, bucket: Bucket) -> GraphEntry:

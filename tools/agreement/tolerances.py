@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -77,7 +77,8 @@ class Tolerance:
 
 
 TOLERANCES = {
-    # State is allowed more than logits: the draft head's keys accumulate the rounding of all layers.
+    # State is allowed STATE_SHARE times what logits are: the draft head's keys accumulate the rounding of all layers. Longer and more
+    # sums than those of small models are allowed more (`summing`).
     torch.float32: Tolerance(1e-5, 4e-5, True, difference),
     # A router that rounds the other way sends a token to another expert, so that single values differ by several percent: in bfloat16
     # only an average can show that a kernel is right. A wrong kernel is off by the size of the values, a leak gives NaN.
@@ -96,10 +97,31 @@ SUMMED = Tolerance(1e-4, 1e-4, True, difference)
 """Allowed in float32 between one device and several ranks, which add in another order."""
 
 
+STATE_SHARE = 4
+ROUNDING = 2.0**-24
+"""Largest relative error of one operation in float32."""
+ORDERS = 2.0
+"""Both runs are off, in different ways; and it is the worst of many values that is measured."""
+
+
+def summing(signature: Signature) -> float:
+    """How far two orders of adding may put the logits of a float32 graph apart, over their size.
+
+    A sum of n terms in float32 is off by about sqrt(n) roundings of its size (Higham and Mary, "A new approach to probabilistic rounding
+    error analysis", SIAM J. Sci. Comput. 41, 2019), and errors of sums behind each other add up as their squares do. Each weight matrix
+    [.., n] is a sum of n terms, and each norm one. A term that is left out, or taken twice, is an error of 1 / sqrt(n).
+    """
+    terms = sum(leaf.aval.shape[-1] for leaf in signature.params if leaf.aval.shape)
+    return float(ORDERS * ROUNDING * terms**0.5)
+
+
 def tolerance_of(dtype: torch.dtype, signature: Signature, ranks: int = 1) -> Tolerance:
     """Allowed differences of a graph that computes in a dtype on so many ranks."""
+    if dtype == torch.float32 and rounds_caches(signature.state):
+        return ROUNDED
     if dtype == torch.float32:
-        return ROUNDED if rounds_caches(signature.state) else TOLERANCES[dtype] if ranks == 1 else SUMMED
+        least, logits = TOLERANCES[dtype] if ranks == 1 else SUMMED, summing(signature)
+        return replace(least, logits=max(least.logits, logits), state=max(least.state, STATE_SHARE * logits))
     # Only weights that meet activations in int8 are int8: those of W4A16 are packed into int32.
     return ROUNDED_ACTIVATIONS if any(leaf.aval.dtype == torch.int8 for leaf in signature.params) else TOLERANCES[dtype]
 

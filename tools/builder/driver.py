@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ...graphs.errors import LoweringError
+from ...graphs.errors import LoweringError, VerifyError
 from ...graphs.types import Bucket
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
 from ...lowering.artifact.graph_io import encode
@@ -128,6 +128,7 @@ class _Build:
         entries: buckets taken over or staged so far.
         compile_seconds: by bucket name, of buckets compiled so far.
         proof: of the executables, made when the first is verified.
+        left_out: buckets whose executables disagreed.
     """
 
     plan: Plan
@@ -142,6 +143,7 @@ class _Build:
     entries: dict[Bucket, GraphEntry] = field(default_factory=dict)
     compile_seconds: dict[str, float] = field(default_factory=dict)
     proof: executables.Proof | None = None
+    left_out: dict[Bucket, VerifyError] = field(default_factory=dict)
 
     @property
     def backend(self) -> Backend:
@@ -165,7 +167,8 @@ class _Build:
     def is_complete(self, bucket: Bucket) -> bool:
         """Whether nothing of a bucket is left to stage or compile."""
         entry = self.entries.get(bucket)
-        return entry is not None and (entry.compiled is not None or not self.compiles or bucket not in self.plan.buckets)
+        done = entry is not None and (entry.compiled is not None or bool(entry.refused))
+        return entry is not None and (done or not self.compiles or bucket not in self.plan.buckets)
 
     def previous_entry(self, bucket: Bucket) -> GraphEntry | None:
         """The bucket's entry in the previous artifact, where it has an intact executable."""
@@ -220,6 +223,33 @@ class _Build:
         self.publish()
         return measured
 
+    def verified(self, bucket: Bucket) -> str:
+        """`verify`, or leaves out an executable that disagrees where its reference is right; returns what to say of it.
+
+        Raises:
+            VerifyError: the reference is wrong.
+        """
+        try:
+            return executables.said(bucket, self.verify(bucket))
+        except executables.ExecutableDisagrees as error:
+            self.left_out[bucket] = error
+            self.entries[bucket] = replace(self.entries[bucket], compiled=None, verified={})
+            return f"left out: {error}; its steps run in the next larger bucket, or uncompiled where there is none"
+
+    def check_left_out(self) -> None:
+        """Publishes why executables were left out, for which the next build does not compile them again.
+
+        Raises:
+            VerifyError: the first of them, where no bucket has an executable.
+        """
+        if not self.left_out:
+            return
+        if not any(self.entries[bucket].compiled for bucket in self.plan.buckets):
+            raise next(iter(self.left_out.values()))
+        for bucket, error in self.left_out.items():
+            self.entries[bucket] = replace(self.entries[bucket], refused=str(error))
+        self.publish()
+
     def publish(self) -> None:
         """Publishes all entries; on this machine without executables that are not verified with these weights."""
         entries = {
@@ -238,7 +268,7 @@ def _take_over(state: _Build) -> None:
             if entry.bucket not in plan.buckets:
                 entry = replace(entry, compiled=None, verified={})
             elif not state.same_weights:
-                entry = replace(entry, verified={})
+                entry = replace(entry, verified={}, refused="")
             state.entries[entry.bucket] = entry
     for bucket in plan.buckets if not plan.target.local else ():
         stamp, suffix = state.stamps[bucket], str(state.backend.suffix)
@@ -256,9 +286,9 @@ def _build_local(state: _Build, began: float) -> float:
     ready_seconds = time.monotonic() - began
     for bucket in plan.buckets:
         if state.entries[bucket].compiled and not state.entries[bucket].verified:
-            state.verify(bucket)
-            progress.say(f"verified {bucket.name} with the new weights")
+            progress.say(f"{bucket.name} with the new weights: {state.verified(bucket)}")
     if not lowered:
+        state.check_left_out()
         return ready_seconds
     threads, count = torch.get_num_threads(), f"{len(lowered)} of {len(plan.buckets)} buckets"
     progress.say(f"{state.writer.path} can serve ({ready_seconds:.1f} s); compiling {count} for speed")
@@ -267,7 +297,8 @@ def _build_local(state: _Build, began: float) -> float:
             # While others compile, threads that wait for each other at every operator would wait for a core first.
             torch.set_num_threads(threads if result.last else 1)
             bucket = state.add_result(result).bucket
-            bar.step(f"{bucket.name} {result.seconds:.1f} s, {executables.said(bucket, state.verify(bucket))}")
+            bar.step(f"{bucket.name} {result.seconds:.1f} s, {state.verified(bucket)}")
+    state.check_left_out()
     return ready_seconds
 
 

@@ -207,4 +207,4 @@ class BackgroundBuild:
 def incomplete(artifact: Artifact) -> bool:
     """Whether some buckets of an artifact have no executable yet."""
     manifest = artifact.manifest
-    return manifest.backend not in ("eager", "null") and any(entry.compiled is None for entry in manifest.graphs)
+    return manifest.backend not in ("eager", "null") and any(entry.compiled is None and not entry.refused for entry in manifest.graphs)

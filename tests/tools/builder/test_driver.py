@@ -20,10 +20,17 @@ from support import tiny
 from npucompile.graphs.errors import ArtifactError, CheckpointError, ConfigError, LoweringError, ModelError, VerifyError
 from npucompile.lowering.artifact.artifact import MANIFEST, Artifact, ArtifactWriter
 from npucompile.models import registry
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.engine import Engine
+from npucompile.runtime.request import Request
+from npucompile.tools.agreement import executables
 from npucompile.tools.builder import driver, pool
+from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
+from npucompile.tools.serve.serving import incomplete
 
 SMALL = {"buckets": (1, 2), "prefill": (4,)}
+PAIRED = {"buckets": (1, 2), "prefill": (4, PrefillSize(4, 2)), "backend": "stub"}
 BUCKETS = ["decode-b1-q4", "decode-b2-q4", "prefill-b1-q4"]
 
 
@@ -189,6 +196,68 @@ def test_new_weights_that_an_executable_gets_wrong_are_served_uncompiled(tmp_pat
     artifact = Artifact.open(out)
     assert {entry.backend for entry in artifact.manifest.graphs} == {"eager"}
     assert torch.equal(artifact.load_weights()["params.norm"], load_file(model / "model.safetensors")["model.norm.weight"])
+
+
+def test_one_executable_that_disagrees_is_left_out_and_the_next_larger_bucket_runs_its_steps(tmp_path, tiny_checkpoint, stub, monkeypatch):
+    said = []
+    monkeypatch.setattr(Progress, "say", lambda _, text: said.append(text))
+    stub.error, stub.wrong = 1e-3, 1
+    out, plan = tmp_path / "out", tiny.planned(tiny_checkpoint, **PAIRED)
+    tiny.built(plan, out, progress=Progress())
+    artifact = Artifact.open(out)
+    found = {entry.bucket.name: (entry.backend, entry.refused[:28]) for entry in artifact.manifest.graphs}
+    assert found == {
+        "prefill-b1-q4": ("eager", "prefill-b1-q4 (stub) against"), "prefill-b2-q4": ("stub", ""),
+        "decode-b1-q4": ("eager", "decode-b1-q4 (stub) against "), "decode-b2-q4": ("stub", ""),
+    }  # fmt: skip
+    assert sum("left out: " in text and "legal is at most" in text for text in said) == 2
+    # It is not compiled again, nor is it built behind a server.
+    stub.compiled.clear()
+    tiny.built(plan, out)
+    assert (stub.compiled, incomplete(Artifact.open(out))) == ([], False)
+    executor = CpuExecutor(artifact)
+    assert {bucket.name for bucket in executor.missing} == {"prefill-b1-q4", "decode-b1-q4"}
+    assert set(executor.backends.values()) == {"stub"}
+    engine, events = Engine(executor, refresh_every_s=None), []
+    engine.submit(Request("r", (1, 2, 3, 4, 5), 6), events.append)
+    while engine.step():
+        pass
+    assert (events[-1].reason, set(engine.stats()["degraded_steps"])) == ("length", {"prefill-b1-q4", "decode-b1-q4"})
+    # Other weights may fit.
+    stub.error = 0.0
+    tiny.write_checkpoint(tmp_path / "other", seed=3)
+    tiny.built(tiny.planned(tmp_path / "other", **PAIRED), out)
+    assert {entry.backend for entry in Artifact.open(out).manifest.graphs} == {"stub"}
+
+
+def test_an_eager_graph_that_is_wrong_is_not_served_in_place_of_its_executable(tmp_path, tiny_checkpoint, stub, monkeypatch):
+    plain = executables.check_tolerance
+
+    def check(differences, tolerance, what):
+        if "(eager)" in what:
+            raise VerifyError(what)
+        return plain(differences, tolerance, what)
+
+    monkeypatch.setattr(executables, "check_tolerance", check)
+    with pytest.raises(VerifyError, match=r"decode-b1-q4 \(eager\)"):
+        tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this CPU has no AVX-512 to hide")
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_build_is_proved_with_avx_512_hidden(tmp_path, tiny_checkpoint, drafts):
+    """torch's own switch, by which ours are compiled as well (`aoti.instruction_set`); float32 has no variants for newer processors."""
+    out, environment = tmp_path / "out", {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "NPUCOMPILE_HOME": str(tmp_path / "home")}
+    options = ["--dtype", "float32", "--buckets", "1,2", "--prefill", "16", "--max-model-len", "64", "--speculative-tokens", str(drafts)]
+    command = [sys.executable, "-m", "npucompile", "build", str(tiny_checkpoint), *options, "--out", str(out)]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    manifest = Artifact.open(out).manifest
+    assert [name for name in manifest.cpu_features if "avx512" in name] == []
+    assert "avx2" in manifest.cpu_features
+    for entry in manifest.graphs:
+        assert (entry.backend, entry.refused) == ("inductor", "")
+        assert entry.verified["logits_error"] < 1e-5
 
 
 def test_an_executable_that_disagrees_is_not_published(tmp_path, tiny_checkpoint, stub):
