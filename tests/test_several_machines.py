@@ -193,7 +193,7 @@ def test_a_machine_that_is_late_is_named_on_the_others(sharded, start):
     with machines(2) as members:
         alone = start(members[0], 0, sharded("tp=2"), "--join-timeout", 5)
         assert re.search(rf"waiting for node rank 1 \(rank 1\) at {MASTER} port 29500, \d s more; {re.escape(came)}", alone.said(came))
-        late = f"node rank 1 (rank 1) of 2 machines did not come to {MASTER} within 5 s"
+        late = f"node rank 1 (rank 1) of 2 machines did not come to {MASTER} within 5 s (--join-timeout)"
         assert alone.last_words() == f"Error: {late}; {came}"
         other = start(members[1], 1, sharded("tp=2"), "--join-timeout", 4)
         where = f"node rank 0 at {MASTER} port 29500"

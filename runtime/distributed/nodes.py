@@ -48,10 +48,11 @@ class Reminder:
     """Says what is waited for, early and then from time to time."""
 
     say: Say
+    one_machine: bool = False
     _next_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._next_s = time.monotonic() + FIRST_SAID_S
+        self._next_s = time.monotonic() + (SAID_S if self.one_machine else FIRST_SAID_S)
 
     def due(self) -> bool:
         """Whether it is time; each call that returns True starts the next interval."""

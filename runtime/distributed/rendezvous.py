@@ -16,7 +16,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ...graphs.errors import ProtocolError
 from .control_plane import RankError
 from .messages import HEADER, RankMessage, decode, encode, receive
-from .nodes import CONNECT_S, Node, Reminder, Say, family, missing_nodes, reachable, unreached, wait_for_listener
+from .nodes import CONNECT_S, Node, Reminder, Say, family, missing_nodes, numbered, reachable, unreached, wait_for_listener
 
 CONTROL = "control"
 """Substore in which rank 0 says where it listens."""
@@ -34,6 +34,8 @@ ADDRESS = "address"
 """Key there: rank 0's port."""
 
 POLL_S = 0.1
+
+Working = Callable[[Collection[int]], bool]
 HELLO_S = 5.0
 """How long a new connection may take to send its hello."""
 
@@ -130,13 +132,15 @@ def accept_ranks(
     identity: Mapping[str, str],
     exited: Callable[[], str | None] = lambda: None,
     say: Say = _silent,
+    working: Working = lambda _: False,
 ) -> dict[int, Arrival]:
-    """Rank 0: waits for all other ranks, and accepts them if all match.
+    """Rank 0: waits for all other ranks, and accepts them if all match. The time that they have begins anew while they work.
 
     Args:
         identity: what must be equal on all ranks, by name.
         exited: describes a rank's process that has already ended; None while there is none.
-        say: is told which machines are missing.
+        say: is told which machines are missing, and which ranks still start.
+        working: whether all these ranks are processes of this machine of which one has worked since it was last asked.
 
     Raises:
         RankError: naming the ranks that did not connect in time, or both ranks and both values of what differs.
@@ -144,13 +148,14 @@ def accept_ranks(
     arrivals: dict[int, Arrival] = {}
     turned_away: list[str] = []
     refusal: str | None = None
-    deadline, reminder = time.monotonic() + config.timeout_s, Reminder(say)
+    deadline, reminder = time.monotonic() + config.timeout_s, Reminder(say, config.node.count == 1)
     with _listening(config, store) as listener:
         try:
             while refusal is None and len(arrivals) < config.world_size - 1:
                 refusal = _accept_one(listener, arrivals, config, identity, turned_away, say)
+                deadline = _extended(deadline, config, arrivals, working)
                 refusal = refusal or _ended(arrivals) or _late(arrivals, config, deadline, turned_away) or exited()
-                if config.node.count > 1 and refusal is None and reminder.due():
+                if refusal is None and reminder.due():
                     _remind(config, arrivals, turned_away, deadline, say)
             refusal = refusal or _apart(config, arrivals)
             answer = encode("welcome") if refusal is None else encode("refused", message=refusal)
@@ -219,10 +224,10 @@ def _proof(token: str, challenge: bytes, hello: bytes) -> bytes:
 
 def _answer(stream: socket.socket, config: RendezvousConfig, exited: Callable[[], str | None], say: Say, hello: bytes) -> RankMessage:
     """Rank 0's last word, after others; raises `OSError` where there is none."""
-    # Rank 0 may wait as long for the others as this rank waited for it.
-    deadline = time.monotonic() + 2 * config.timeout_s
     stream.settimeout(HELLO_S)
     while True:
+        # Rank 0 may wait as long for the others as this rank waited for it, and says so where it waits longer.
+        deadline = time.monotonic() + 2 * config.timeout_s
         while not _readable([stream], POLL_S):
             if reason := exited():
                 stream.sendall(encode("ended", message=reason))
@@ -348,16 +353,26 @@ def _ended(arrivals: Mapping[int, Arrival]) -> str | None:
     return None
 
 
+def _extended(deadline: float, config: RendezvousConfig, arrivals: Mapping[int, Arrival], working: Working) -> float:
+    """The deadline, anew where those that are missing work."""
+    return time.monotonic() + config.timeout_s if working(_missing(config, arrivals)) else deadline
+
+
+def _missing(config: RendezvousConfig, arrivals: Mapping[int, Arrival]) -> list[int]:
+    return [rank for rank in range(1, config.world_size) if rank not in arrivals]
+
+
 def _late(arrivals: Mapping[int, Arrival], config: RendezvousConfig, deadline: float, turned_away: list[str]) -> str | None:
     if time.monotonic() < deadline or len(arrivals) == config.world_size - 1:
         return None
     timeout = f"{config.host} within {config.timeout_s:g} s"
     if config.node.count > 1:
         missing = missing_nodes(config.world_size, config.node.count, {0, *arrivals})
-        return f"{missing} of {config.node.count} machines did not come to {timeout}; {_present(config, arrivals, turned_away)} [node_late]"
-    missing = ", ".join(str(rank) for rank in range(1, config.world_size) if rank not in arrivals)
+        came = _present(config, arrivals, turned_away)
+        return f"{missing} of {config.node.count} machines did not come to {timeout} (--join-timeout); {came} [node_late]"
+    missing = ", ".join(map(str, _missing(config, arrivals)))
     present = ", ".join(map(str, sorted(arrivals))) or "none"
-    return f"ranks {missing} of {config.world_size} did not come to {timeout}; those that came: {present}"
+    return f"ranks {missing} of {config.world_size} did not come to {timeout} (--join-timeout); those that came: {present}"
 
 
 def _present(config: RendezvousConfig, arrivals: Mapping[int, Arrival], turned_away: list[str]) -> str:
@@ -368,14 +383,18 @@ def _present(config: RendezvousConfig, arrivals: Mapping[int, Arrival], turned_a
 
 
 def _remind(config: RendezvousConfig, arrivals: Mapping[int, Arrival], turned_away: list[str], deadline: float, say: Say) -> None:
-    """Tells this machine, and one rank of each other one, who is missing."""
-    missing = missing_nodes(config.world_size, config.node.count, {0, *arrivals})
+    """Tells this machine, and one rank of each other one, who is missing; without others, all ranks."""
     left_s = max(0.0, deadline - time.monotonic())
-    where = f"{config.host} port {config.port}"
-    text = f"waiting for {missing} at {where}, {left_s:.0f} s more; {_present(config, arrivals, turned_away)} [node_late]"
+    if config.node.count > 1:
+        missing = missing_nodes(config.world_size, config.node.count, {0, *arrivals})
+        where = f"{config.host} port {config.port}"
+        text = f"waiting for {missing} at {where}, {left_s:.0f} s more; {_present(config, arrivals, turned_away)} [node_late]"
+    else:
+        missing = numbered(_missing(config, arrivals))
+        text = f"waiting for {missing} of {config.world_size}, {left_s:.0f} s more if nothing happens in it (--join-timeout)"
     say(text)
     for arrival in arrivals.values():
-        if arrival.port:
+        if arrival.port or config.node.count == 1:
             arrival.stream.sendall(encode("waiting", message=text))
 
 

@@ -158,7 +158,8 @@ def lead_ranks(
         if config.starts_ranks:
             stack.callback(processes.stop)
             processes.start(artifact.path, replace(config, port=store.port), settings, environment)
-        arrivals = accept_ranks(config, store, rank_identity(artifact, settings), processes.first_exit, progress.say)
+        identity = rank_identity(artifact, settings)
+        arrivals = accept_ranks(config, store, identity, processes.first_exit, progress.say, processes.working)
         connections = {rank: arrival.stream for rank, arrival in arrivals.items()}
         address = config.node.address or next(iter(connections.values())).getsockname()[0]
         left = threading.Event()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class RankProcesses:
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._worked_s: dict[int, float] = {}
 
     def start(self, path: Path, config: RendezvousConfig, settings: RankSettings, environment: Mapping[str, str]) -> None:
         """Starts the ranks of this machine behind this one, `config.rank`."""
@@ -47,6 +48,18 @@ class RankProcesses:
         """Which rank has ended, and how; None while all run."""
         rank = next((rank for rank, process in self._processes.items() if process.poll() is not None), None)
         return None if rank is None else f"rank {rank} ended before it was ready: {self.exit_reason(rank)}; it says why above, if it could"
+
+    def working(self, ranks: Collection[int]) -> bool:
+        """Whether all these ranks are processes of this one, of which one has used a processor since this was last asked. Importing takes
+        minutes where a disk or the processors are slow, and a process that hangs uses none."""
+        before, self._worked_s = self._worked_s, {}
+        for rank in ranks:
+            if rank not in self._processes:
+                return False
+            with contextlib.suppress(OSError, ValueError):
+                fields = Path(f"/proc/{self._processes[rank].pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+                self._worked_s[rank] = float(fields[11]) + float(fields[12])  # utime and stime (man proc_pid_stat)
+        return any(worked_s > before.get(rank, 0.0) for rank, worked_s in self._worked_s.items())
 
     def exit_reason(self, rank: int) -> str | None:
         """How a rank's process ended; None when it still runs, or this process did not start it."""

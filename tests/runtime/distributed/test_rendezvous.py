@@ -10,6 +10,7 @@ import resource
 import socket
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -145,11 +146,35 @@ def test_a_process_that_has_many_files_open_is_a_rank(first):
 def test_ranks_that_do_not_come_are_named(first):
     config, store = first
     rank = Rank(other(config, 1))
-    with pytest.raises(RankError, match=r"ranks 2 of 3 did not come to 127.0.0.1 within 3 s; those that came: 1") as caught:
+    with pytest.raises(
+        RankError, match=r"ranks 2 of 3 did not come to 127.0.0.1 within 3 s \(--join-timeout\); those that came: 1"
+    ) as caught:
         accept_ranks(replace(config, timeout_s=3), store, IDENTITY)
     assert rank.ended() == str(caught.value)
     with pytest.raises(RankError, match=r"ranks 1, 2 of 3 did not come .* those that came: none"):
         accept_ranks(replace(config, timeout_s=0.1), store, IDENTITY)
+
+
+def test_a_rank_that_still_works_is_waited_for_and_those_that_came_wait_with_it(first, monkeypatch):
+    """Three times as long as ranks have otherwise, also beside one that came at once."""
+    config, store = first
+    monkeypatch.setattr(nodes, "SAID_S", 0.2)
+    early, said, began_s = Rank(other(config, 1, timeout_s=0.5)), [], time.monotonic()
+    late = threading.Timer(1.5, lambda: came.append(Rank(other(config, 2))))
+    came, asked = [], []
+
+    def working(ranks):
+        asked.append(list(ranks))
+        return time.monotonic() - began_s < 1.6
+
+    late.start()
+    connections = accept_ranks(replace(config, timeout_s=0.5), store, IDENTITY, say=said.append, working=working)
+    assert sorted(connections) == [1, 2]
+    assert [early.ended(), came[0].ended()] == [None, None]
+    assert asked[-1] in ([2], [])
+    assert any("waiting for rank 2 of 3" in text and "--join-timeout" in text for text in said)
+    for stream in (early.stream, came[0].stream, *(arrival.stream for arrival in connections.values())):
+        stream.close()
 
 
 def test_a_process_that_ended_is_not_waited_for(first):
@@ -315,7 +340,9 @@ def test_every_machine_is_told_which_one_is_missing(machines):
     with pytest.raises(RankError) as caught:
         accept_ranks(replace(config, timeout_s=3), store, IDENTITY, say=said.append)
     came = r"those that came: node rank 0 \(host0 at 127.0.0.1\), node rank 2 \(host2 at 127.0.0.3\) \[node_late\]"
-    assert re.fullmatch(rf"node rank 1 \(rank 1\) of 3 machines did not come to 127.0.0.1 within 3 s; {came}", str(caught.value))
+    assert re.fullmatch(
+        rf"node rank 1 \(rank 1\) of 3 machines did not come to 127.0.0.1 within 3 s \(--join-timeout\); {came}", str(caught.value)
+    )
     assert caught.value.code == "node_late"
     assert late.ended() == str(caught.value)
     assert waiting

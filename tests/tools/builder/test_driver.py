@@ -250,7 +250,7 @@ def test_a_build_is_proved_with_avx_512_hidden(tmp_path, tiny_checkpoint, drafts
     """torch's own switch, by which ours are compiled as well (`aoti.instruction_set`); float32 has no variants for newer processors."""
     out, environment = tmp_path / "out", {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "NPUCOMPILE_HOME": str(tmp_path / "home")}
     options = ["--dtype", "float32", "--buckets", "1,2", "--prefill", "16", "--max-model-len", "64", "--speculative-tokens", str(drafts)]
-    command = [sys.executable, "-m", "npucompile", "build", str(tiny_checkpoint), *options, "--out", str(out)]
+    command = [sys.executable, "-m", "npucompile.tools.cli", "build", str(tiny_checkpoint), *options, "--out", str(out)]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     manifest = Artifact.open(out).manifest
     assert [name for name in manifest.cpu_features if "avx512" in name] == []

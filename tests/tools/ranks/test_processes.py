@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from npucompile.runtime.distributed.rendezvous import RendezvousConfig
 from npucompile.tools.ranks import processes as module
@@ -58,3 +59,26 @@ def test_ranks_behind_the_first_one_of_a_machine_are_started(monkeypatch, tmp_pa
     monkeypatch.setattr(module.subprocess, "Popen", Started)
     RankProcesses().start(tmp_path, RendezvousConfig(3, 9, "host", 1, 2), RankSettings(), {})
     assert commands == [[str(tmp_path), "4", str(os.getpid())]]
+
+
+def test_a_rank_works_while_it_uses_a_processor():
+    processes = started(RankProcesses(), "while True: pass", "import time; time.sleep(60)")
+    try:
+        assert not processes.working([1, 3])  # it did not start the third
+        deadline = time.monotonic() + 30
+        for _ in range(3):
+            time.sleep(0.05)
+            while not processes.working([1, 2]):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        processes.working([2])
+        time.sleep(0.5)
+        assert not processes.working([2])
+        processes._processes[1].send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        processes.working([1])
+        time.sleep(0.3)
+        assert not processes.working([1])
+    finally:
+        processes._processes[1].send_signal(signal.SIGCONT)
+        processes.stop(within_s=0)
