@@ -16,6 +16,7 @@ from ..parsers.call_formats import FORMATS
 from ..parsers.reasoning import CLOSE, OPEN
 from ..parsers.schemas import MAX_SHAPES, Schemas
 from ..parsers.tool_calls import CallFormat, TaggedArguments
+from ..requests.fields import show
 from ..requests.json_blanks import OPTIONS, with_blanks
 from ..requests.structured_output import OutputFormat
 from ..requests.tool_fields import AUTO, REQUIRED, ToolUse
@@ -178,12 +179,13 @@ def _named(grammar: str, name: str) -> dict[str, Any]:
 def check_choice(use: ToolUse, calls: str | None) -> None:
     """Raises RequestError where a request wants calls that nothing can make."""
     wants = use.choice == REQUIRED
-    if wants and not use.tools:
+    if wants and not use.offered:
         message = f"tool_choice is {use.named or use.choice!r} and there are no tools; legal is tools beside it"
         raise RequestError(message, param="tool_choice")
     names = [tool["function"]["name"] for tool in use.tools]
-    if use.named is not None and use.named not in names:
-        raise RequestError(f"tool_choice names {use.named!r}, and tools are {names}; legal is one of them", param="tool_choice")
+    for name in (use.named, *(use.allowed or ())):
+        if name is not None and name not in names:
+            raise RequestError(f"tool_choice names {show(name)}, and tools are {show(names)}; legal is one of them", param="tool_choice")
     if use.constrains and calls is None:
         message = (
             "the chat template shows no format of tool calls, which tool_choice, parallel_tool_calls: false and strict functions need; "

@@ -27,6 +27,7 @@ from ..guard.limits import SocketLimits
 from ..pictures.reader import PictureReader
 from ..requests.error_objects import REFUSALS, Refusal
 from ..requests.fields import show
+from ..requests.left_out import LeftOutCounter
 from ..requests.router_fields import HandoverFields
 from ..requests.structured_output import OutputFormat
 from ..storage.store import ResponseStore
@@ -147,6 +148,7 @@ class Service:
 
     Attributes:
         without_pictures: why that is so, and what would take pictures.
+        left_out: counts what requests have and no prompt can have.
         tracing: makes a span for each request; None for none.
         handovers: what decode servers connect to, on a prefill server; it answers no requests of its own.
         decoding: the engine of a decode server, for what routers choose.
@@ -167,6 +169,7 @@ class Service:
     ) -> None:
         self.limits = limits = limits or SocketLimits()
         self.store = ResponseStore(limits.max_stored_bytes, limits.stored_s)
+        self.left_out = LeftOutCounter(limits.strict_fields)
         self.model = model
         self.tokenizer = tokenizer
         self.chat = chat or ChatFormat()
@@ -385,7 +388,8 @@ class Service:
     def stats(self) -> Mapping[str, Any]:
         """The engine's numbers, and those of handovers and of pictures."""
         others = [each.stats() for each in (self.handovers, self.pictures) if each]
-        return {**self._engine.stats(), **{name: value for own in others for name, value in own.items()}}
+        own = {"request_parts_left_out_total": self.left_out.total}
+        return {**self._engine.stats(), **own, **{name: value for each in others for name, value in each.items()}}
 
     def _max_tokens(self, prompt_tokens: int, param: str, options: GenerationOptions) -> int:
         limit, wanted, name = self.model.max_model_len, options.max_tokens, options.max_tokens_field

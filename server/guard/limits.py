@@ -41,6 +41,7 @@ class SocketLimits:
         max_replay_bytes: of the events of one response that can be resumed.
         resume_grace_s: how long a response that can be resumed goes on without a reader.
         close_timeout_s: how long sending the close frame may take.
+        strict_fields: whether requests are refused for what no prompt can have, such as tools of a provider.
     """
 
     max_frame_bytes: int | None = None
@@ -63,6 +64,7 @@ class SocketLimits:
     max_replay_bytes: int = 8 * 2**20
     resume_grace_s: float = 30.0
     close_timeout_s: float = 5.0
+    strict_fields: bool = False
 
     def __post_init__(self) -> None:
         counts = (

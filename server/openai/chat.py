@@ -15,7 +15,8 @@ from ..engine.prompts import Prompt, counted, prompt_of, reading, rendered
 from ..engine.service import Service
 from ..guard.work import off_loop
 from ..parsers.message import MessageParser
-from ..requests.tool_fields import NamedChoice, ToolUse
+from ..requests.left_out import LeftOut
+from ..requests.tool_fields import Offer, ToolChoice, ToolUse
 from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, options_of, takes_long
 from .chat_choice import ChatChoice
 from .choices import ChunkFrames, Header, whole_answer
@@ -40,7 +41,13 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
         # Text without special tokens would be text without marks.
         options = replace(options, skip_special_tokens=False)
     header = Header(
-        new_id("chatcmpl-"), "chat.completion", service.now_s(), service.model.name, fingerprint(service), "chat.completion.chunk"
+        id=new_id("chatcmpl-"),
+        object="chat.completion",
+        created=service.now_s(),
+        model=service.model.name,
+        system_fingerprint=fingerprint(service),
+        chunk_object="chat.completion.chunk",
+        warnings=service.left_out.warnings(_left_out(body)),
     )
     chat = chat_of(body, service)
     so_far = str(chat.messages[-1]["content"]) if chat.continue_final_message else ""
@@ -58,7 +65,8 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
 
         prompt, requests = await off_loop(takes, prepared)
     choices = [
-        ChatChoice(index, _parser(body, service, prompt.text, so_far), body, prompt.token_ids, service.tokenizer) for index in range(body.n)
+        ChatChoice(index, _parser(body, service, prompt.text, so_far), body, prompt.token_ids, service.tokenizer, use.declared)
+        for index in range(body.n)
     ]
     live = api.generate(header.id, requests, options, request, streams=body.stream)
     if body.stream:
@@ -109,8 +117,12 @@ def _parser(body: ChatRequest, service: Service, prompt: str, so_far: str) -> Me
 
 def tool_use(body: ChatRequest) -> ToolUse:
     """The tools of a request, and what is to become of them."""
-    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else None
-    return ToolUse.of([tool.model_dump(exclude_unset=True) for tool in body.tools], body.tool_choice, named, body.parallel_tool_calls)
+    return ToolUse.of([tool for tool in body.tools if isinstance(tool, Offer)], body.tool_choice, body.parallel_tool_calls)
+
+
+def _left_out(body: ChatRequest) -> list[LeftOut]:
+    chosen = body.tool_choice.left_out if isinstance(body.tool_choice, ToolChoice) else ()
+    return [part for part in (*body.tools, *chosen) if isinstance(part, LeftOut)]
 
 
 def _logprobs(body: ChatRequest) -> int | None:

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...runtime.request import Logprobs
 from ..engine.output_stream import CompletionEnd, TextDelta
+from ..parsers.custom_input import CustomInput
 from ..parsers.message import MessageParser, Part
 from ..parsers.reasoning import Content, Reasoning
 from ..parsers.tool_calls import CallArguments, CallBegin, CallEnd, new_call_id
+from ..requests.tool_fields import Declared
 from ..text.logprobs import prompt_entries, token_objects
 from ..text.tokenizer import TextTokenizer
 from .choices import FINISH_REASONS
 from .request_models import ChatRequest
+
+
+class _Call:
+    """A call of a function, or of a custom tool, whose one argument is its input."""
+
+    def __init__(self, call_id: str, declared: Declared) -> None:
+        self.text: list[str] = []
+        self.kind, self.field = ("custom", "input") if declared.custom else ("function", "arguments")
+        self._reader = CustomInput() if declared.custom else None
+        self._id, self._name = call_id, declared.name
+
+    def push(self, arguments: str) -> str:
+        return self._add(self._reader.push(arguments) if self._reader else arguments)
+
+    def finish(self) -> str:
+        return self._add(self._reader.finish() if self._reader else "")
+
+    def object(self, text: str) -> dict[str, Any]:
+        return {"id": self._id, "type": self.kind, self.kind: {"name": self._name, self.field: text}}
+
+    def _add(self, text: str) -> str:
+        self.text.append(text)
+        return text
 
 
 class ChatChoice:
@@ -22,18 +48,27 @@ class ChatChoice:
         parser: of its text.
         body: the request.
         prompt: token ids.
+        declared: what the client calls functions that are none to it.
     """
 
-    def __init__(self, index: int, parser: MessageParser, body: ChatRequest, prompt: tuple[int, ...], tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self,
+        index: int,
+        parser: MessageParser,
+        body: ChatRequest,
+        prompt: tuple[int, ...],
+        tokenizer: TextTokenizer,
+        declared: Mapping[str, Declared] | None = None,
+    ) -> None:
         self._index = index
+        self._declared = declared or {}
         self._parser = parser
         self._returns_ids = body.return_token_ids
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._begun = False
         self._text: dict[str, list[str]] = {"content": [], "reasoning_content": []}
-        self._calls: list[dict[str, Any]] = []
-        self._arguments: list[list[str]] = []
+        self._calls: list[_Call] = []
         self._cut = False
         self._logprobs: list[dict[str, Any]] | None = [] if body.logprobs else None
         self._ids: list[int] = []
@@ -68,7 +103,7 @@ class ChatChoice:
         if reasoning:
             message["reasoning_content"] = reasoning
         if self._calls:
-            message["tool_calls"] = self._whole_calls()
+            message["tool_calls"] = [call.object("".join(call.text)) for call in self._calls]
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         choice = {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
         return choice | ({"token_ids": self._ids, "prompt_token_ids": self._prompt} if self._returns_ids else {})
@@ -82,14 +117,16 @@ class ChatChoice:
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
             if isinstance(part, CallBegin):
-                self._begin_call(part.name)
-                calls[len(self._calls) - 1] = {**self._calls[-1], "function": {"name": part.name, "arguments": ""}}
-            elif isinstance(part, CallArguments):
-                self._arguments[-1].append(part.text)
-                call = calls.setdefault(len(self._calls) - 1, {"index": len(self._calls) - 1, "function": {"arguments": ""}})
-                call["function"]["arguments"] += part.text
-            elif isinstance(part, CallEnd):
-                self._cut = not part.whole
+                self._calls.append(_Call(new_call_id(), self._declared.get(part.name, Declared(part.name))))
+                calls[len(self._calls) - 1] = {"index": len(self._calls) - 1, **self._calls[-1].object("")}
+            elif isinstance(part, CallArguments | CallEnd):
+                call = self._calls[-1]
+                text = call.push(part.text) if isinstance(part, CallArguments) else call.finish()
+                self._cut = isinstance(part, CallEnd) and not part.whole
+                if text:
+                    index = len(self._calls) - 1
+                    new = calls.setdefault(index, {"index": index, call.kind: {call.field: ""}})
+                    new[call.kind][call.field] += text
         texts = {
             "reasoning_content": "".join(part.text for part in parts if isinstance(part, Reasoning)),
             "content": "".join(part.text for part in parts if isinstance(part, Content)),
@@ -98,16 +135,6 @@ class ChatChoice:
         for name, text in fields.items():
             self._text[name].append(text)
         return fields | ({"tool_calls": list(calls.values())} if calls else {})
-
-    def _begin_call(self, name: str) -> None:
-        self._calls.append({"index": len(self._calls), "id": new_call_id(), "type": "function", "function": {"name": name}})
-        self._arguments.append([])
-
-    def _whole_calls(self) -> list[dict[str, Any]]:
-        return [
-            {"id": call["id"], "type": "function", "function": {**call["function"], "arguments": "".join(arguments)}}
-            for call, arguments in zip(self._calls, self._arguments, strict=True)
-        ]
 
     def _reason(self, end: CompletionEnd) -> str | None:
         # A call that a stop string cut is not to be run.

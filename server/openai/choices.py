@@ -60,6 +60,7 @@ class Header:
 
     Attributes:
         object: of an answer; chunks of a chat have another.
+        warnings: what of the request its prompt does not have (`requests.left_out`); an answer has them, and the first chunk.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Header:
     model: str
     system_fingerprint: str | None
     chunk_object: str
+    warnings: Sequence[Mapping[str, str]] = ()
 
     def of(self, kind: str) -> dict[str, Any]:
         """The fields, with `object` of that kind."""
@@ -90,6 +92,7 @@ class ChunkFrames(Frames[Output]):
     usage: bool
     failed: bool = False
     _ends: dict[int, CompletionEnd] = field(default_factory=dict)
+    _warned: bool = False
 
     def feed(self, outputs: Sequence[Output]) -> list[bytes]:
         frames: list[bytes] = []
@@ -115,6 +118,8 @@ class ChunkFrames(Frames[Output]):
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
         body = {**self.header.of(self.header.chunk_object), "choices": choices}
+        if self.header.warnings and not self._warned:
+            body["warnings"], self._warned = self.header.warnings, True
         return frame({**body, "usage": usage} if self.usage else body)
 
 
@@ -140,7 +145,8 @@ def whole_answer(header: Header, choices: Sequence[Choice], n: int, outputs: Seq
                 raise failure(end)
     check_in_time(ends.values())
     usage = usage_object([ends[index].usage for index in range(len(choices))], n)
-    return {**header.of(header.object), "choices": [choice.whole() for choice in choices], "usage": usage}
+    warnings = {"warnings": header.warnings} if header.warnings else {}
+    return {**header.of(header.object), "choices": [choice.whole() for choice in choices], "usage": usage, **warnings}
 
 
 def usage_object(completions: Sequence[Usage], n: int = 1) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...graphs.errors import RequestError
-from ..requests.fields import show
 from ..requests.items import read_arguments
 from ..requests.pictures import PicturePart, picture_part
+from ..requests.tool_fields import INPUT
 from .request_models import ImagePart, Message, MessageToolCall, Part, TextPart, VideoPart
 
 
@@ -61,7 +61,7 @@ def _content(message: Message, where: str) -> str | list[dict[str, Any]]:
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where}.content is missing; only messages of the assistant may have none", param=f"{where}.content")
     if not isinstance(message.content, list):
-        return message.content or ""
+        return "\n".join(filter(None, (message.content, message.refusal)))
     if any(isinstance(part, ImagePart | VideoPart) for part in message.content):
         return [_shown(part, f"{where}.content[{index}]") for index, part in enumerate(message.content)]
     # As vLLM joins parts for templates that read a text.
@@ -84,11 +84,14 @@ def _part(part: TextPart, where: str) -> str:
 
 
 def _call(call: MessageToolCall, where: str) -> dict[str, Any]:
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
-        arguments = read_arguments(arguments)
-    if arguments is None:
-        param = f"{where}.function.arguments"
-        raise RequestError(f"{param} is {show(call.function.arguments)}; legal is the text of a JSON object", param=param)
-    values = {"type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    if call.custom is not None:
+        name: str = call.custom.name
+        arguments: dict[str, Any] | str = {INPUT: call.custom.input}
+    elif call.function is not None:
+        name, given = call.function.name, call.function.arguments or ""
+        arguments = read_arguments(given) if isinstance(given, str) else given
+    else:
+        param = f"{where}.{call.type}"
+        raise RequestError(f"{param} is missing in a call of that type", param=param, code="missing_field")
+    values = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return values if call.id is None else {"id": call.id, **values}

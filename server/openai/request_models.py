@@ -6,12 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag
 
-from ..requests.bodies import Body, FailFast, Ignored, Neutral
+from ..requests.bodies import HINT, Body, FailFast, Ignored, Neutral
 from ..requests.bounds import MAX_TOP_LOGPROBS
 from ..requests.generation_fields import GenerationFields, TokenId
+from ..requests.left_out import LeftOut
 from ..requests.pictures import Detail, ProcessorFields, UrlText, url_text
 from ..requests.structured_output import OutputFormat, of_chat
-from ..requests.tool_fields import Choice, Effort, NamedChoice, Tool
+from ..requests.tool_fields import Effort, Offer, ToolChoice
+from ..requests.tools import read_chat_tools, read_choice
 
 MAX_PROMPTS = 1024
 MAX_TOKENS = 16
@@ -78,12 +80,22 @@ class CompletionRequest(SamplingFields):
     suffix: Annotated[Any, Neutral(("",), "the models complete forwards only")] = None
 
 
-class TextPart(Body):
+class Hints(Body):
+    """Fields of messages, their parts and calls that change no answer: how a provider caches them, and what it said of them before."""
+
+    cache_control: Annotated[Any, Ignored(HINT)] = None
+    prompt_cache_breakpoint: Annotated[Any, Ignored(HINT)] = None
+    provider_specific_fields: Annotated[Any, Ignored(HINT)] = None
+    extra_content: Annotated[Any, Ignored(HINT)] = None
+
+
+class TextPart(Hints):
     """Text in a message's content."""
 
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
+    annotations: Annotated[Any, Ignored(HINT)] = None
 
 
 class ImageUrl(Body):
@@ -91,26 +103,30 @@ class ImageUrl(Body):
 
     url: Annotated[UrlText, PlainValidator(url_text)]
     detail: Detail | None = None
+    format: Annotated[Any, Ignored(HINT)] = None
 
 
-class ImagePart(Body):
+class ImagePart(Hints):
     """A picture in a message's content."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
+    uuid: Annotated[Any, Ignored(HINT)] = None
 
 
 class VideoUrl(Body):
     """`video_url` of a part."""
 
     url: Annotated[UrlText, PlainValidator(url_text)]
+    format: Annotated[Any, Ignored(HINT)] = None
 
 
-class VideoPart(Body):
+class VideoPart(Hints):
     """A video in a message's content, as vLLM and SGLang have it; OpenAI's API has none."""
 
     type: Literal["video_url"]
     video_url: VideoUrl
+    uuid: Annotated[Any, Ignored(HINT)] = None
 
 
 _SHOWN = {"image_url": "ImagePart", "video_url": "VideoPart"}
@@ -126,23 +142,32 @@ Part = Annotated[
 ]
 
 
-class FunctionCall(Body):
+class FunctionCall(Hints):
     """A call in a message of the assistant."""
 
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = ""
+    parsed_arguments: Annotated[Any, Ignored(HINT)] = None
 
 
-class MessageToolCall(Body):
+class CustomCall(Hints):
+    """A call of a custom tool in a message of the assistant."""
+
+    name: str
+    input: str
+
+
+class MessageToolCall(Hints):
     """A tool call in a message of the assistant."""
 
-    function: FunctionCall
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
     index: int | None = None
 
 
-class Message(Body):
+class Message(Hints):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -152,10 +177,16 @@ class Message(Body):
     reasoning: str | None = None
     tool_calls: Annotated[list[MessageToolCall], FailFast()] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
-    annotations: list[Any] | None = None
+    refusal: str | None = None
+    annotations: Annotated[Any, Ignored(HINT)] = None
+    reasoning_details: Annotated[Any, Ignored(HINT)] = None
+    thinking_blocks: Annotated[Any, Ignored(HINT)] = None
+    parsed: Annotated[Any, Ignored(HINT)] = None
     audio: None = None
     function_call: None = None
+
+
+ChatTools = Annotated[tuple[Offer | LeftOut, ...], PlainValidator(read_chat_tools)]
 
 
 class ChatRequest(SamplingFields):
@@ -166,8 +197,8 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list)
-    tool_choice: Choice | NamedChoice | None = None
+    tools: ChatTools = ()
+    tool_choice: Annotated[ToolChoice | str | None, PlainValidator(read_choice)] = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     mm_processor_kwargs: ProcessorFields | None = None

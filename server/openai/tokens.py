@@ -18,10 +18,10 @@ from ..pictures.reader import Count
 from ..requests.bodies import Body, FailFast
 from ..requests.generation_fields import TokenId
 from ..requests.pictures import ProcessorFields
-from ..requests.tool_fields import Tool
+from ..requests.tool_fields import Offer, ToolUse
 from .api import Api, takes_long
 from .messages import messages_of, pictures_of
-from .request_models import Message
+from .request_models import ChatTools, Message
 
 
 class TokenizeRequest(Body):
@@ -30,7 +30,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1), FailFast()] | None = None
-    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list)
+    tools: ChatTools = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -77,7 +77,7 @@ def _tokens(service: Service, body: TokenizeRequest, counts: Sequence[Count]) ->
         return service.tokenizer.encode(body.prompt or "", add_special=add_special)
     chat = Chat(
         messages=messages_of(body.messages),
-        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] or None,
+        tools=ToolUse.of([tool for tool in body.tools if isinstance(tool, Offer)], None, True).offered or None,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,

@@ -68,6 +68,7 @@ HELP: Mapping[str, str] = {
     "picture_decode_seconds_total": "Of processes that decode, added up.",
     "picture_decode_hits_total": "Pictures and videos that were decoded for another request before.",
     "picture_decode_cached_bytes": "Of pictures that are kept decoded.",
+    "request_parts_left_out_total": "Tools and items that no prompt can have, left out of requests and named in their answers.",
     "websocket_connections": "Sockets open.",
     "draining": "1 from the moment that the server was told to end.",
     "requests_not_finite_total": "Requests that failed because the model returned what is no number.",

@@ -11,12 +11,12 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .fields import MAX_PARAM_CHARS, FieldError, show
+from .fields import MAX_PARAM_CHARS, FieldError, near, show
 
 
 class Body(BaseModel):
@@ -47,6 +47,10 @@ class Ignored:
     """
 
     why: str
+
+
+HINT = "a hint, which changes no answer here"
+"""Why fields within messages, parts, calls and tools are ignored, as such fields of a body are."""
 
 
 class FailFast(pydantic.FailFast):
@@ -82,8 +86,9 @@ def validate(model: type[B], body: dict[str, Any], where: str) -> B:
     for name, value in fields.items():
         if name not in known:
             # What a field asks for, before what is accepted and asks for nothing.
-            legal = ", ".join(sorted(known, key=lambda field: isinstance(known[field], Neutral)))
-            raise FieldError(f"{where} has no field {show(name)}; it has {legal}", param=name[:MAX_PARAM_CHARS], code="unknown_field")
+            names = sorted(known, key=lambda field: isinstance(known[field], Neutral))
+            legal = near(name, names) or f"it has {', '.join(names)}"
+            raise FieldError(f"{where} has no field {show(name)}; {legal}", param=name[:MAX_PARAM_CHARS], code="unknown_field")
         mark = known[name]
         if isinstance(mark, Neutral) and not any(_same(value, neutral) for neutral in mark.values):
             legal = ", ".join([*(json.dumps(neutral) for neutral in mark.values), "absent"])
@@ -92,16 +97,41 @@ def validate(model: type[B], body: dict[str, Any], where: str) -> B:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise _first_error(error, where) from None
+        raise _first_error(error, model, where) from None
     except RecursionError:
         raise FieldError(f"the body for {where} is nested too deep", param="body") from None
+
+
+def checked(model: type[B], value: Any, where: str) -> B:
+    """Part of a body as a model; `where` it is.
+
+    Raises:
+        FieldError: as `validate`.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _first_error(error, model, where, where) from None
+
+
+@functools.cache
+def _names(model: type[Body]) -> tuple[str, ...]:
+    """Names of the fields of a model, and of those within it."""
+    inner = [name for field in model.model_fields.values() for part in _models(field.annotation) for name in _names(part)]
+    return tuple(dict.fromkeys([*model.model_fields, *inner]))
+
+
+def _models(annotation: Any) -> list[type[Body]]:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
 
 
 def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _first_error(error: ValidationError, where: str) -> FieldError:
+def _first_error(error: ValidationError, model: type[Body], where: str, at: str = "") -> FieldError:
     """The first of pydantic's errors as a short message; of a union, the alternative that got furthest."""
     errors = error.errors(include_url=False)
     depth = max(len(entry["loc"]) for entry in errors if entry["loc"][:1] == errors[0]["loc"][:1])
@@ -110,13 +140,14 @@ def _first_error(error: ValidationError, where: str) -> FieldError:
     if isinstance(cause, FieldError):
         # Of a reader of our own, which knows best where in the value it is.
         return cause
-    name = _path(first["loc"])[:MAX_PARAM_CHARS]
+    name = _path(first["loc"], at)[:MAX_PARAM_CHARS]
     if first["type"] == "missing":
         return FieldError(f"{name} is missing in the body for {where}", param=name, code="missing_field")
     if first["type"] == "extra_forbidden":
-        return FieldError(f"{name} is not a field that {where} has", param=name, code="unknown_field")
+        meant = near(str(first["loc"][-1]), _names(model))
+        return FieldError(f"{name} is not a field that {where} has{'; ' * bool(meant)}{meant}", param=name, code="unknown_field")
     # Where several types are legal there is an error for each.
-    peers = [entry for entry in errors if len(entry["loc"]) == depth and _path(entry["loc"])[:MAX_PARAM_CHARS] == name]
+    peers = [entry for entry in errors if len(entry["loc"]) == depth and _path(entry["loc"], at)[:MAX_PARAM_CHARS] == name]
     legal = " or ".join(dict.fromkeys(map(_legal, peers)))
     return FieldError(f"{name} is {show(first['input'])}; legal is {legal[:300]}", param=name)
 
@@ -151,9 +182,8 @@ _LEGAL: Mapping[str, str] = {
 """What pydantic's errors say in its own words, which are Python's."""
 
 
-def _path(location: Sequence[int | str]) -> str:
-    """`messages[0].content`; names of the alternatives of a union, which are types, are left out."""
-    path = ""
+def _path(location: Sequence[int | str], path: str = "") -> str:
+    """`messages[0].content` below a path; names of the alternatives of a union, which are types, are left out."""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"

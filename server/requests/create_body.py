@@ -15,7 +15,7 @@ item; see `service`), `speculative_tokens` (draft tokens to verify per step; 0 i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -34,17 +34,28 @@ from .bounds import (
 )
 from .fields import FieldError
 from .generation_fields import GenerationFields
-from .items import ChatMessage, Item, pictures_of, read_items, template_messages, text_of
+from .items import AddedTools, ChatMessage, Item, pictures_of, read_items, template_messages, text_of
+from .left_out import LeftOut
 from .pictures import PicturePart, ProcessorFields
 from .structured_output import OutputFormat, of_responses
-from .tool_fields import MAX_TOOLS, Choice, FunctionTool, NamedFunction, Reasoning, ToolUse
+from .tool_fields import AUTO, Offer, Reasoning, ToolChoice, ToolUse
+from .tools import read_choice, read_tools
 
 INLINE_PROMPT_CHARS = 4096
 """Longer prompts are tokenized on a thread."""
 
 LOGPROBS = "message.output_text.logprobs"
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-"""The second changes nothing: reasoning is told as it is."""
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""All but the first change nothing: reasoning is told as it is, and no output has the others."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ FOR_THE_PROVIDER = "the provider's bookkeeping"
 StreamId = Annotated[str, Field(min_length=1, max_length=MAX_STREAM_ID_CHARS)]
 
 
-def _input(value: Any) -> str | tuple[Item, ...]:
+def _input(value: Any) -> str | tuple[Item | LeftOut, ...]:
     return value if isinstance(value, str) else read_items(value)
 
 
@@ -91,7 +102,7 @@ class CreateFields(GenerationFields):
     """The fields of `response.create`; see docs/api.md."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None
-    input: Annotated[str | tuple[Item, ...] | None, PlainValidator(_input)] = None
+    input: Annotated[str | tuple[Item | LeftOut, ...] | None, PlainValidator(_input)] = None
     input_token_ids: Annotated[tuple[int, ...] | None, PlainValidator(_token_ids)] = None
     stream_id: StreamId | None = None
     instructions: Annotated[str, Field(min_length=1)] | None = None
@@ -106,8 +117,8 @@ class CreateFields(GenerationFields):
     generate: bool = True
     background: bool = False
     resumable: bool = False
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
-    tool_choice: Choice | NamedFunction = "auto"
+    tools: Annotated[tuple[Offer | LeftOut, ...], PlainValidator(read_tools)] = ()
+    tool_choice: Annotated[ToolChoice | str, PlainValidator(read_choice)] = AUTO
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -121,6 +132,7 @@ class CreateFields(GenerationFields):
     prompt_cache_key: Annotated[Any, Ignored("a hint for caches")] = None
     prompt_cache_retention: Annotated[Any, Ignored("a hint for caches")] = None
     service_tier: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
+    client_metadata: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     max_tool_calls: Annotated[Any, Ignored("concerns tools of the provider")] = None
 
 
@@ -154,6 +166,15 @@ class ResponseCreate:
         return self.fields.text or self.fields.structured_outputs
 
     @property
+    def left_out(self) -> list[LeftOut]:
+        """The parts of the body that its prompt does not have."""
+        given = self.fields.input if isinstance(self.fields.input, tuple) else ()
+        choice = self.fields.tool_choice
+        tools = [*self.fields.tools, *(tool for item in given if isinstance(item, AddedTools) for tool in item.tools)]
+        chosen = choice.left_out if isinstance(choice, ToolChoice) else ()
+        return [part for part in (*tools, *given, *chosen) if isinstance(part, LeftOut)]
+
+    @property
     def items(self) -> tuple[Item, ...]:
         """The prompt as items of a conversation: a text is what the user says, token ids say nothing."""
         if isinstance(self.prompt, Conversation):
@@ -167,7 +188,8 @@ class ResponseCreate:
 
     def after(self, previous: tuple[Item, ...]) -> ResponseCreate:
         """The same behind the items of a conversation so far."""
-        return replace(self, prompt=Conversation((*previous, *self.items), self.fields.instructions))
+        items = (*previous, *self.items)
+        return replace(self, prompt=Conversation(items, self.fields.instructions), use=_use(self.fields, items))
 
     @property
     def prompt_chars(self) -> int:
@@ -189,6 +211,7 @@ def read_create(body: dict[str, Any]) -> ResponseCreate:
         FieldError: a field is missing, unknown, or has an illegal value.
     """
     fields = validate(CreateFields, body, "response.create")
+    echoed = {name: body[name] for name in ("tools", "tool_choice", "text") if body.get(name) is not None}
     if fields.n > 1 and (fields.tools or not fields.generate):
         why = "there are tools" if fields.tools else "generate is false"
         raise FieldError(f"n is {fields.n} and {why}; legal is 1 or absent", param="n")
@@ -198,8 +221,9 @@ def read_create(body: dict[str, Any]) -> ResponseCreate:
         sampling = fields.sampling({})
     except RequestError as error:
         raise FieldError(str(error), param=error.param or "temperature") from None
-    echoed = {name: body[name] for name in ("tools", "tool_choice", "text") if body.get(name) is not None}
-    return ResponseCreate(fields, _prompt(fields), sampling, _use(fields), echoed)
+    prompt = _prompt(fields)
+    items = prompt.items if isinstance(prompt, Conversation) else ()
+    return ResponseCreate(fields, prompt, sampling, _use(fields, items), echoed)
 
 
 def _prompt(fields: CreateFields) -> Prompt:
@@ -216,9 +240,12 @@ def _prompt(fields: CreateFields) -> Prompt:
         message = ChatMessage("user", fields.input)
         alone = fields.instructions is None and not fields.tools
         return fields.input if alone else Conversation((message,), fields.instructions)
-    return Conversation(fields.input or (), fields.instructions)
+    items = tuple(item for item in fields.input or () if not isinstance(item, LeftOut))
+    return Conversation(items, fields.instructions)
 
 
-def _use(fields: CreateFields) -> ToolUse:
-    named = fields.tool_choice.name if isinstance(fields.tool_choice, NamedFunction) else None
-    return ToolUse.of([tool.for_chats() for tool in fields.tools], fields.tool_choice, named, fields.parallel_tool_calls)
+def _use(fields: CreateFields, items: Sequence[Item]) -> ToolUse:
+    """The tools of the body, and those that items of its conversation bring."""
+    brought = [tool for item in items if isinstance(item, AddedTools) for tool in item.tools]
+    offers = [tool for tool in (*fields.tools, *brought) if isinstance(tool, Offer)]
+    return ToolUse.of(offers, fields.tool_choice, fields.parallel_tool_calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,8 +32,15 @@ def refuse_unknown(body: Mapping[str, Any], legal: Sequence[str], what: str) -> 
     """Raises FieldError when `body` has a field that is not legal; `what` names the message."""
     for name in body:
         if name not in legal:
-            message = f"{what} has no field {show(name)}; legal fields are {list(legal)}"
+            meant = near(name, legal)
+            message = f"{what} has no field {show(name)}; {meant}{' ' * bool(meant)}legal fields are {list(legal)}"
             raise FieldError(message, param=name[:MAX_PARAM_CHARS], code="unknown_field")
+
+
+def near(name: str, legal: Sequence[str]) -> str:
+    """The name that one is nearest to, as a question; "" where it is like none."""
+    nearest = difflib.get_close_matches(name[:MAX_PARAM_CHARS], legal, 1)
+    return f"did you mean {nearest[0]}?" if nearest else ""
 
 
 def show(value: Any) -> str:

@@ -1,20 +1,68 @@
-"""The fields that are about tools and reasoning, as OpenAI's chats and its Responses have them."""
+"""The fields that are about tools and reasoning, as OpenAI's chats and its Responses have them.
+
+The prompt has functions alone. A custom tool is a function of one text there, and a function of a namespace has both names in its own; who
+declared them gets calls as declared. What no prompt can have, such as a tool of the provider, is left out (`left_out`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from .bodies import HINT, Body, Ignored
+from .left_out import LeftOut
 
-from .bodies import Body
-
-MAX_TOOLS = 1024
-MAX_NAME_CHARS = 256
 NONE, AUTO, REQUIRED = "none", "auto", "required"
-Choice = Literal["none", "auto", "required"]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+INPUT = "input"
+"""The one argument of a custom tool's function."""
+
+Function = Mapping[str, Any]
+"""A tool in the form of chats, which templates know."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a client calls a function of the prompt.
+
+    Attributes:
+        custom: whether it is a custom tool, whose calls have one text.
+    """
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A tool as a prompt has it, and as the client declared it."""
+
+    function: Function
+    declared: Declared
+
+    @property
+    def name(self) -> str:
+        """In the prompt."""
+        return str(self.function["function"]["name"])
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """A `tool_choice` that names tools.
+
+    Attributes:
+        named: the one that has to be called.
+        allowed: those that may be called; None for all.
+        mode: where they are listed: whether one of them has to be called.
+        left_out: those that are listed and not in the prompt.
+    """
+
+    named: str | None = None
+    allowed: tuple[str, ...] | None = None
+    mode: str | None = None
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -26,78 +74,43 @@ class ToolUse:
         choice: "none", "auto" or "required".
         named: the function that has to be called, where choice is "required"; None for any.
         parallel: whether a reply may have several calls.
+        allowed: names of the tools that may be called; None for all.
+        declared: what the client calls functions that are none to it, by their names in the prompt.
     """
 
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Function, ...] = ()
     choice: str = AUTO
     named: str | None = None
     parallel: bool = True
+    allowed: tuple[str, ...] | None = None
+    declared: Mapping[str, Declared] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tools: Sequence[Mapping[str, Any]], choice: object, named: str | None, parallel: bool) -> ToolUse:
-        """From the fields of a request; `named` is the function that `choice` names, where it is no text."""
-        word = choice if isinstance(choice, str) else AUTO if named is None else REQUIRED
-        return cls(tuple(tools), word, named, parallel)
+    def of(cls, offers: Sequence[Offer], choice: ToolChoice | str | None, parallel: bool) -> ToolUse:
+        """From the fields of a request; of several tools of a name the last one counts."""
+        by_name = {offer.name: offer for offer in offers}
+        declared = {name: offer.declared for name, offer in by_name.items() if offer.declared != Declared(name)}
+        tools = tuple(offer.function for offer in by_name.values())
+        if isinstance(choice, ToolChoice):
+            return cls(tools, choice.mode or REQUIRED, choice.named, parallel, choice.allowed, declared)
+        return cls(tools, choice or AUTO, None, parallel, None, declared)
 
     @property
-    def offered(self) -> tuple[Mapping[str, Any], ...]:
+    def offered(self) -> tuple[Function, ...]:
         """The tools that the prompt has: what is not to be called is not in it."""
-        return () if self.choice == NONE else self.tools
+        allowed = self.tools if self.allowed is None else tuple(tool for tool in self.tools if tool["function"]["name"] in self.allowed)
+        return () if self.choice == NONE else allowed
 
     @property
     def constrains(self) -> bool:
         """Whether calls have to be of a form that the model might not write by itself."""
-        forms = self.choice == REQUIRED or not self.parallel or any(tool["function"].get("strict") for tool in self.tools)
+        forms = self.choice == REQUIRED or not self.parallel or any(tool["function"].get("strict") for tool in self.offered)
         return bool(self.offered) and forms
 
     @property
-    def callable(self) -> tuple[Mapping[str, Any], ...]:
+    def callable(self) -> tuple[Function, ...]:
         """The tools that may be called."""
         return tuple(tool["function"] for tool in self.offered if self.named in (None, tool["function"]["name"]))
-
-
-class FunctionName(Body):
-    """The name of a function."""
-
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-
-
-class Function(FunctionName):
-    """What a tool is."""
-
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool of a chat."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionTool(Function):
-    """A tool of a response."""
-
-    type: Literal["function"]
-
-    def for_chats(self) -> dict[str, Any]:
-        """In the form of chats, which templates know."""
-        return {"type": "function", "function": {name: value for name, value in self if name != "type" and value is not None}}
-
-
-class NamedChoice(Body):
-    """A `tool_choice` of a chat that names a function."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class NamedFunction(FunctionName):
-    """A `tool_choice` of a response that names a function."""
-
-    type: Literal["function"]
 
 
 class Reasoning(Body):
@@ -105,7 +118,10 @@ class Reasoning(Body):
 
     Attributes:
         effort: a variable of the chat template; None leaves it to that.
+        summary: how it would be summed up; it is told in full instead.
     """
 
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Annotated[Any, Ignored(HINT)] = None

@@ -41,6 +41,7 @@ class ResponseInfo:
         store, background: whether it is kept, and whether it goes on without a connection.
         tools, tool_choice, parallel_tool_calls, text: as the request has them.
         effort: of reasoning.
+        warnings: what of the request its prompt does not have (`requests.left_out`).
     """
 
     response_id: str
@@ -61,6 +62,7 @@ class ResponseInfo:
     parallel_tool_calls: bool = True
     text: Mapping[str, Any] = field(default_factory=lambda: {"format": {"type": "text"}})
     effort: str | None = None
+    warnings: Sequence[Mapping[str, str]] = ()
 
 
 def error_event(error: Exception, *, stream_id: str | None = None) -> ServerEvent:
@@ -169,7 +171,7 @@ class ResponseEvents:
             "truncation": "disabled",
             "text": dict(self._info.text),
             "reasoning": {"effort": self._info.effort, "summary": None} if self._info.effort else None,
-        }
+        } | ({"warnings": list(self._info.warnings)} if self._info.warnings else {})
 
     def _numbered(self, bodies: Sequence[EventBody]) -> list[ServerEvent]:
         first, self._sequence = self._sequence, self._sequence + len(bodies)

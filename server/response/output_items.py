@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..parsers.custom_input import CustomInput
+from ..requests.tool_fields import Declared
 from ..text.logprobs import without_bytes
 
 EventBody = dict[str, Any]
@@ -130,10 +132,16 @@ class ReasoningItem:
 
 
 class FunctionCallItem:
-    """A call of a function; it is open from its beginning."""
+    """A call of a function; it is open from its beginning.
 
-    def __init__(self, item_id: str, index: int, call_id: str, name: str) -> None:
+    Args:
+        name: that the prompt has for the function.
+        declared: what the client calls it.
+    """
+
+    def __init__(self, item_id: str, index: int, call_id: str, name: str, declared: Declared | None = None) -> None:
         self.call_id, self.name = call_id, name
+        self._declared = declared or Declared(name)
         self._id = item_id
         self._index = index
         self._arguments: list[str] = []
@@ -157,17 +165,51 @@ class FunctionCallItem:
         """The last events."""
         self._status = _closed(status)
         return [
-            {**self._header("response.function_call_arguments.done"), "name": self.name, "arguments": self.arguments},
+            {**self._header("response.function_call_arguments.done"), "name": self._declared.name, "arguments": self.arguments},
             {"type": "response.output_item.done", "output_index": self._index, "item": self.as_object()},
         ]
 
     def as_object(self) -> EventBody:
         """The item as an entry of the response's output."""
-        call = {"id": self._id, "type": "function_call", "call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-        return {**call, "status": self._status}
+        return self._object("function_call", "arguments", self.arguments)
+
+    def _object(self, kind: str, field: str, text: str) -> EventBody:
+        call = {"id": self._id, "type": kind, "call_id": self.call_id, "name": self._declared.name, field: text, "status": self._status}
+        return call | ({"namespace": self._declared.namespace} if self._declared.namespace else {})
 
     def _header(self, kind: str) -> EventBody:
         return {"type": kind, "item_id": self._id, "output_index": self._index}
+
+
+class CustomCallItem(FunctionCallItem):
+    """A call of a custom tool: its one argument is its input."""
+
+    def __init__(self, item_id: str, index: int, call_id: str, name: str, declared: Declared) -> None:
+        super().__init__(item_id, index, call_id, name, declared)
+        self._reader = CustomInput()
+        self._input: list[str] = []
+
+    def delta(self, text: str, token_ids: Sequence[int]) -> list[EventBody]:
+        """The event of more input."""
+        self._arguments.append(text)
+        self._input.append(self._reader.push(text))
+        header = self._header("response.custom_tool_call_input.delta")
+        return [{**header, "delta": self._input[-1], "token_ids": list(token_ids)}] if self._input[-1] else []
+
+    def close(self, status: str) -> list[EventBody]:
+        """The last events."""
+        self._status = _closed(status)
+        self._input.append(self._reader.finish())
+        rest = {**self._header("response.custom_tool_call_input.delta"), "delta": self._input[-1], "token_ids": []}
+        return [
+            *([rest] if rest["delta"] else []),
+            {**self._header("response.custom_tool_call_input.done"), "input": "".join(self._input)},
+            {"type": "response.output_item.done", "output_index": self._index, "item": self.as_object()},
+        ]
+
+    def as_object(self) -> EventBody:
+        """The item as an entry of the response's output."""
+        return self._object("custom_tool_call", "input", "".join(self._input))
 
 
 def _closed(status: str) -> str:

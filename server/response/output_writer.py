@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ..parsers.message import MessageParser, Part
@@ -10,7 +10,8 @@ from ..parsers.reasoning import Content, Reasoning
 from ..parsers.tool_calls import CallArguments, CallBegin, CallEnd, new_call_id
 from ..requests.items import CallItem, ChatMessage, Item
 from ..requests.items import ReasoningItem as ReasoningInput
-from .output_items import EventBody, FunctionCallItem, MessageItem, ReasoningItem
+from ..requests.tool_fields import Declared
+from .output_items import CustomCallItem, EventBody, FunctionCallItem, MessageItem, ReasoningItem
 
 
 class OutputWriter(Protocol):
@@ -80,10 +81,12 @@ class PartsWriter:
 
     Args:
         base: what ids of items end in.
+        declared: what the client calls functions that are none to it.
     """
 
-    def __init__(self, base: str, parser: MessageParser) -> None:
+    def __init__(self, base: str, parser: MessageParser, declared: Mapping[str, Declared] | None = None) -> None:
         self.reasoning_tokens = 0
+        self._declared = declared or {}
         self._base = base
         self._parser = parser
         self._items: list[OpenItem] = []
@@ -137,7 +140,9 @@ class PartsWriter:
                 return [*events, *message.delta(text, self._take_ids(), self._take_logprobs())]
             case CallBegin(name):
                 events = self._close("completed")
-                call = FunctionCallItem(self._id("fc"), len(self._items), new_call_id(), name)
+                shown = self._declared.get(name, Declared(name))
+                kind, mark = (CustomCallItem, "ctc") if shown.custom else (FunctionCallItem, "fc")
+                call = kind(self._id(mark), len(self._items), new_call_id(), name, shown)
                 self._add(call)
                 return [*events, *call.open()]
             case CallArguments(text):

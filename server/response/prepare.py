@@ -111,6 +111,7 @@ def prepare(
         parser=None if prompt is None else prompt.parser,
         # Text without special tokens would be text without marks.
         skip_special=not any(map(service.tokenizer.is_special, marks)),
+        declared=body.use.declared,
     )
 
 
@@ -132,6 +133,7 @@ def _info(service: Service, body: ResponseCreate, response_id: str, stream_id: s
         background=body.fields.background,
         parallel_tool_calls=body.use.parallel,
         effort=body.fields.reasoning.effort,
+        warnings=service.left_out.warnings(body.left_out),
         **echoed,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ...runtime.request import Event, Request
@@ -10,6 +10,7 @@ from ..engine.generation import Generation, completion_id
 from ..engine.output_stream import CompletionEnd, TextDelta
 from ..parsers.message import MessageParser
 from ..requests.items import Item
+from ..requests.tool_fields import Declared
 from ..text.logprobs import token_objects
 from ..text.tokenizer import TextTokenizer
 from .events import ResponseEvents, ResponseInfo, ServerEvent
@@ -28,6 +29,7 @@ class PreparedResponse:
         items: the conversation before its output; None for a prompt of token ids.
         parser: makes a parser of the text of a single completion; None leaves it one message.
         skip_special: whether special tokens have no text.
+        declared: what the client calls functions that are none to it.
         generates: whether there is an output; else the prompt is computed, and the one token behind it left out. Without requests
             there is nothing to compute.
     """
@@ -39,6 +41,7 @@ class PreparedResponse:
     generates: bool = True
     parser: Callable[[], MessageParser] | None = field(default=None, compare=False)
     skip_special: bool = True
+    declared: Mapping[str, Declared] = field(default_factory=dict)
 
 
 class Response:
@@ -115,6 +118,6 @@ def prepared_end(end: CompletionEnd) -> CompletionEnd:
 def _writers(prepared: PreparedResponse) -> list[OutputWriter]:
     base = prepared.info.response_id.removeprefix("resp_")
     if prepared.parser is not None:
-        return [PartsWriter(base, prepared.parser())]
+        return [PartsWriter(base, prepared.parser(), prepared.declared)]
     count = len(prepared.requests) or 1
     return [TextWriter(MessageItem(completion_id(f"msg_{base}", index), index), count == 1) for index in range(count)]

@@ -112,6 +112,8 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
                     + _PARSED, None, "auto", api="tool_call_parser"),
         ServeOption("default-sampling", "Sampling where an HTTP request sets none: the checkpoint's generation_config.json, then OpenAI's; "
                     "or OpenAI's alone.", click.Choice(("checkpoint", "openai")), "checkpoint", api="sampling"),
+        ServeOption("strict-fields", "Refuse requests with tools or items that no prompt can have, such as a provider's web search; "
+                    "without it they are left out, and the answer names them.", limit="strict_fields", extra={"is_flag": True}),
     ),
     "How much a client may take": (
         ServeOption("max-queue", "Requests that may wait beside those that run.", _AMOUNT, limit="max_queue",

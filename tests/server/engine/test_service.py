@@ -128,7 +128,7 @@ def test_the_rest_is_passed_on():
     facade = service(engine, readiness=lambda: {"status": "starting"})
     facade.cancel("resp_1")
     assert engine.cancelled == ["resp_1"]
-    assert facade.stats() == {"num_requests_running": 1}
+    assert facade.stats() == {"num_requests_running": 1, "request_parts_left_out_total": 0}
     assert facade.readiness() == {"status": "starting"}
     assert service().readiness() == {"status": "ok"}
     assert Response(prepare(input="abc"), facade.tokenizer).begin()[0]["type"] == "response.created"

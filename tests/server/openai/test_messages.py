@@ -43,10 +43,8 @@ def test_content_is_text_and_arguments_are_objects(fields, expected):
     [
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
-        *[
-            ({"role": "assistant", "tool_calls": [{"function": CALLED | {"arguments": text}}]}, f"{CALL}.function.arguments")
-            for text in ("[1]", "1", "null")
-        ],
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, f"{CALL}.function"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, f"{CALL}.custom"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields, param):
@@ -55,7 +53,34 @@ def test_what_is_wrong_is_named(fields, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("text", ['{"a": "b', "[" * 10**5])
+@pytest.mark.parametrize("nothing", ["", "null", None, {}])
+def test_a_call_may_have_no_arguments(nothing):
+    message = read(role="assistant", tool_calls=[{"function": CALLED | {"arguments": nothing}}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_hints_within_messages_change_nothing():
+    hints = {"cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"a": 1}, "extra_content": {"google": {}}}
+    part = {"type": "text", "text": "a", "annotations": [], **hints}
+    call = {"id": "1", "type": "function", "function": {**CALLED, "parsed_arguments": {"a": 1}, **hints}, **hints}
+    said = {"role": "assistant", "reasoning_details": [{"type": "reasoning.text"}], "thinking_blocks": [{}], "parsed": None, **hints}
+    expected = read(role="assistant", content="a", tool_calls=[{"id": "1", "function": CALLED}])
+    assert read(**said, content=[part], tool_calls=[call]) == expected
+    seen = {"type": "image_url", "image_url": {"url": "data:,", "format": "image/png"}, "uuid": "x", **hints}
+    filmed = {"type": "video_url", "video_url": {"url": "data:,", "format": "video/mp4"}, "uuid": "x", **hints}
+    assert read(role="user", content=[seen, filmed], **hints)["content"] == [{"type": "image"}, {"type": "video"}]
+
+
+def test_a_refusal_is_what_the_assistant_said():
+    assert read(role="assistant", refusal="no")["content"] == "no"
+
+
+def test_a_call_of_a_custom_tool_is_one_of_its_function():
+    message = read(role="assistant", tool_calls=[{"id": "1", "type": "custom", "custom": {"name": "patch", "input": "a"}}])
+    assert message["tool_calls"][0] == {"id": "1", "type": "function", "function": {"name": "patch", "arguments": {"input": "a"}}}
+
+
+@pytest.mark.parametrize("text", ['{"a": "b', "[" * 10**5, "[1]", "1"])
 def test_arguments_that_are_no_json_are_text(text):
     message = read(role="assistant", tool_calls=[{"function": CALLED | {"arguments": text}}])
     assert message["tool_calls"][0]["function"]["arguments"] == text

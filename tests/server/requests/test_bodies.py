@@ -48,12 +48,17 @@ def test_null_is_absent_and_marks_say_what_may_come():
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"sise": 1}, ("unknown_field", "sise", "/path has no field 'sise'; it has size, parts, user, nothing, never")),
+        ({"sise": 1}, ("unknown_field", "sise", "/path has no field 'sise'; did you mean size?")),
+        ({"x": 1}, ("unknown_field", "x", "/path has no field 'x'; it has size, parts, user, nothing, never")),
         ({"size": "1"}, ("invalid_field", "size", "size is '1'; legal is an integer")),
         ({"size": True}, ("invalid_field", "size", "size is True; legal is an integer")),
         ({"size": 0}, ("invalid_field", "size", "size is 0; legal is a number of at least 1")),
         ({"parts": [{}]}, ("missing_field", "parts[0].text", "parts[0].text is missing in the body for /path")),
         ({"parts": [{"text": "a", "x": 1}]}, ("unknown_field", "parts[0].x", "parts[0].x is not a field that /path has")),
+        (
+            {"parts": [{"text": "a", "txet": 1}]},
+            ("unknown_field", "parts[0].txet", "parts[0].txet is not a field that /path has; did you mean text?"),
+        ),
         (
             {"nothing": False},
             ("unsupported_value", "nothing", "nothing is False, which is not supported (it is not done); legal is 0, {}, absent"),

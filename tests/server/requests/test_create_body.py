@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
+from openai.types.responses import ResponseIncludable
 
 from npucompile.runtime.request import Sampling
 from npucompile.server.requests.bounds import MAX_COMPLETIONS, MAX_SEED, MAX_TOP_LOGPROBS
@@ -127,7 +129,26 @@ def test_what_says_nothing_is_accepted():
     nothing = {"user": "me", "service_tier": "auto", "max_tool_calls": 3, "truncation": "disabled", "context_management": [], "new": None}
     assert create(input="a", **nothing).prompt == "a"
     assert create(input="a", reasoning={"effort": None, "summary": "auto"}).fields.reasoning.effort is None
-    assert create(input="a", reasoning={"effort": "low"}).fields.reasoning.effort == "low"
+    assert create(input="a", reasoning={"effort": "low", "summary": "concise"}).fields.reasoning.effort == "low"
+    assert create(input="a", include=[*get_args(ResponseIncludable)], client_metadata={"session": "x"}).logprobs == 0
+
+
+def test_what_no_prompt_can_have_is_left_out_and_the_rest_works():
+    search, shell = {"type": "web_search"}, {"type": "local_shell_call", "id": "x", "call_id": "c", "action": {}, "status": "completed"}
+    added = {"type": "additional_tools", "role": "developer", "tools": [{**TOOL, "name": "g"}, {"type": "mcp", "server_label": "m"}]}
+    secret = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA"}
+    body = create(input=[{"role": "user", "content": "a"}, shell, secret, added], tools=[search, TOOL])
+    assert [part.param for part in body.left_out] == ["tools[0]", "input[3].tools[1]", "input[1]", "input[2]"]
+    assert [tool["function"]["name"] for tool in body.use.tools] == ["f", "g"]
+    assert [message["content"] for message in body.prompt.messages()] == ["a"]
+    # Tools that a conversation was given stay in it.
+    assert [tool["function"]["name"] for tool in create(input="b", previous_response_id="r").after(body.items).use.tools] == ["g"]
+
+
+def test_tools_are_allowed_one_by_one():
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    use = create(input="a", tools=[TOOL, {**TOOL, "name": "g"}], tool_choice=allowed).use
+    assert (use.choice, [tool["function"]["name"] for tool in use.offered]) == ("required", ["f"])
 
 
 # --- refused: fields, code, param, and what the text must name where no other test pins it ---
@@ -144,7 +165,7 @@ REFUSED = [
     ({"input": [{"role": "user"}]}, "invalid_field", "input[0].content", "None"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "invalid_image_url", "input[0].content[0].image_url", "data URL"),
     ({"input": [{"role": "user", "content": "x", "name": 1}]}, "unknown_field", "name", "input[0]"),
-    ({"input": [{"type": "web_search_call"}]}, "invalid_field", "input[0].type", "'reasoning'"),
+    ({"input": [{"type": "item_reference"}]}, "invalid_field", "input[0].type", "'reasoning'"),
     *(({"input": None, "input_token_ids": ids}, "invalid_field", "input_token_ids", "integers") for ids in ("12", [1, True], [1.0])),
     ({"stream": False}, "invalid_field", "stream", "websocket"),
     ({"background": True}, "invalid_field", "background", "resumable"),
@@ -155,8 +176,8 @@ REFUSED = [
     *(({"metadata": value}, "invalid_field", "metadata", "16 strings of up to 512") for value in ({"a": 1}, {"a": "x" * 513}, [])),
     ({"truncation": "auto"}, "unsupported_value", "truncation", 'legal is "disabled", absent'),
     ({"conversation": "conv_1"}, "unsupported_value", "conversation", "legal is absent"),
-    ({"include": ["file_search_call.results"]}, "invalid_field", "include[0]", LOGPROBS),
-    ({"tools": [{"type": "mcp", "name": "f"}]}, "invalid_field", "tools[0].type", "'function'"),
+    ({"include": ["output_text.logprobs"]}, "invalid_field", "include[0]", LOGPROBS),
+    ({"tools": [{"type": 1, "name": "f"}]}, "invalid_field", "tools[0].type", "'function'"),
     ({"tools": [{"type": "function"}]}, "missing_field", "tools[0].name", ""),
     ({"tools": [{**TOOL, "x": 1}]}, "unknown_field", "tools[0].x", ""),
     ({"tool_choice": "any"}, "invalid_field", "tool_choice", "required"),
