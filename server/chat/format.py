@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from ...graphs.errors import RequestError, SpecError
 from ..grammar.compiler import REPLY
 from ..parsers import call_formats, reasoning
 from ..parsers.message import MessageParser
 from ..parsers.tool_calls import ToolCallParser
-from ..requests.fields import show
 from ..requests.structured_output import OutputFormat
 from ..requests.tool_fields import ToolUse
 from .reply_grammar import INSIDE, MAYBE, Reply, check_choice
 from .reply_grammar import NONE as NOT_AT_ALL
-from .template import Chat, ChatTemplate
+from .template import Chat, ChatTemplate, Message
 
 AUTO, NONE = "auto", "none"
+
+SYSTEM, DEVELOPER = "system", "developer"
+BETWEEN = "\n\n"
+"""Two messages of the system that are one."""
+
+_ANY_OBJECT = TypeAdapter(dict[str, Any])
 
 SPELLED = ("regex", "choice", "grammar")
 """Kinds of structured output that say every character."""
@@ -66,14 +74,19 @@ class ChatFormat:
                 param="messages",
                 code="chat_template_missing",
             )
+        messages = list(chat.messages)
         if "developer" not in self.template.text:
             # OpenAI's newer name of a role that most templates know by the older one.
-            messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat.messages]
-            chat = replace(chat, messages=messages)
+            messages = [{**message, "role": SYSTEM} if message["role"] == DEVELOPER else message for message in messages]
+        chat = replace(chat, messages=_led(messages, self.template))
         try:
             return self.template.render(chat)
         except RequestError as error:
-            raise _about_cut_calls(chat, error) from None
+            shown = [_with_objects(message) for message in chat.messages]
+            if error.code != "chat_template_error" or shown == chat.messages:
+                raise
+            # It may show no arguments but objects, as those of a call that was cut are none.
+            return self.template.render(replace(chat, messages=shown))
 
     def variables(self, given: Mapping[str, Any], effort: str | None, param: str) -> dict[str, Any]:
         """Variables of the template, with the effort of reasoning under the name that the template has for it.
@@ -145,20 +158,35 @@ class ChatFormat:
         return MessageParser(thinking, ToolCallParser(call_formats.FORMATS[self.tool_calls], schemas))
 
 
-def _about_cut_calls(chat: Chat, error: RequestError) -> RequestError:
-    """The error of a template, which where a call has no object of arguments is that it can show no text in its place."""
-    cut = [
-        (f"messages[{i}].tool_calls[{j}]", call["function"]["arguments"])
-        for i, message in enumerate(chat.messages)
-        for j, call in enumerate(message.get("tool_calls", ()))
-        if isinstance(call["function"]["arguments"], str)
-    ]
-    if error.code != "chat_template_error" or not cut:
-        return error
-    where, arguments = cut[0]
-    why = f"{where} of the conversation has the arguments {show(arguments)}, which are no JSON, as those of a call that was cut"
-    message = f"{why}, and the chat template shows none but objects; legal is the whole conversation without that call ({error})"
-    return RequestError(message, param=error.param, code=error.code)
+def _led(messages: list[Message], template: ChatTemplate) -> list[Message]:
+    """The messages with those of the system that they begin with as one, where the template has no place for several."""
+    leading = list(takewhile(lambda message: message["role"] in (SYSTEM, DEVELOPER), messages))
+    if len(leading) < 2 or all(template.takes(leading[0]["role"], message["role"]) for message in leading[1:]):
+        return messages
+    contents = [message["content"] for message in leading]
+    if all(isinstance(content, str) for content in contents):
+        whole: Any = BETWEEN.join(contents)
+    else:
+        parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
+        whole = [*parts[0], *(part for more in parts[1:] for part in ({"type": "text", "text": BETWEEN}, *more))]
+    return [{**leading[0], "content": whole}, *messages[len(leading) :]]
+
+
+def _with_objects(message: Message) -> Message:
+    """The message with an object for arguments that are none: what of them is whole, or else the text."""
+    if not any(isinstance(call["function"]["arguments"], str) for call in message.get("tool_calls", ())):
+        return message
+    return {**message, "tool_calls": [{**call, "function": _with_object(call["function"])} for call in message["tool_calls"]]}
+
+
+def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        return function
+    try:
+        return {**function, "arguments": _ANY_OBJECT.validate_json(arguments, experimental_allow_partial="trailing-strings")}
+    except ValueError:
+        return {**function, "arguments": {"arguments": arguments}}
 
 
 def _named(name: str, legal: Mapping[str, object], aliases: Mapping[str, str]) -> str | None:

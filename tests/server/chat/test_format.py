@@ -127,3 +127,39 @@ def test_a_message_that_is_continued_is_read_as_if_it_had_come_at_once(name, cut
 def test_an_answer_without_reasoning_goes_on_as_an_answer(name):
     parser = ChatFormat(None, name).parser("assistant\nThe answer is", so_far="The answer is")
     assert [*parser.push(" 42. <think>"), *parser.finish()] == [Content(" 42. <think>")]
+
+
+ONE_ALONE = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('once') }}{% endif %}{#
+#}<{{ m.role }}>{{ m.content if m.content is string else m.content | map(attribute='text') | join }}{% endfor %}"""
+FIRST_ALONE = "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def say(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(ONE_ALONE, "<system>a\n\nb<user>c"), (FIRST_ALONE, "<system>a\n\nb<user>c"), (EACH, "<system>a<system>b<user>c")],
+)
+def test_messages_of_the_system_that_come_first_are_one_where_the_template_has_one_place(template, expected):
+    form = ChatFormat(ChatTemplate(template))
+    assert form.render(Chat([say("system", "a"), say("developer", "b"), say("user", "c")])) == expected
+    assert form.render(Chat([say("system", "a"), say("user", "c")])) == expected.replace("\n\nb", "").replace("<system>b", "")
+
+
+def test_a_developer_whom_the_template_knows_is_joined_where_it_would_be_left_out():
+    known = ChatFormat(ChatTemplate("{% set m = messages[0] %}{# developer #}<{{ m.role }}>{{ m.content }}<{{ messages[-1].content }}>"))
+    assert known.render(Chat([say("system", "a"), say("developer", "b"), say("user", "c")])) == "<system>a\n\nb<c>"
+
+
+def test_parts_of_several_messages_of_the_system_come_in_order():
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "d"}]
+    form = ChatFormat(ChatTemplate(ONE_ALONE))
+    assert form.render(Chat([say("system", "a"), say("system", parts), say("user", "c")])) == "<system>a\n\nbd<user>c"
+
+
+def test_one_that_comes_later_is_the_templates_to_refuse():
+    with pytest.raises(RequestError, match="once"):
+        ChatFormat(ChatTemplate(ONE_ALONE)).render(Chat([say("system", "a"), say("user", "c"), say("system", "b")]))
