@@ -28,6 +28,9 @@ BETWEEN = "\n\n"
 
 _ANY_OBJECT = TypeAdapter(dict[str, Any])
 
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates are told whether to think: Qwen's and DeepSeek's."""
+
 SPELLED = ("regex", "choice", "grammar")
 """Kinds of structured output that say every character."""
 
@@ -99,11 +102,12 @@ class ChatFormat:
         """
         if effort is None:
             return dict(given)
-        text = self.template.text if self.template else ""
-        if self.template is None or "reasoning_effort" in text:
+        if self.template is None or "reasoning_effort" in self.template.text:
             return {"reasoning_effort": effort, **given}
-        if effort == "none" and "enable_thinking" in text:
-            return {"enable_thinking": False, **given}
+        switch = next((name for name in SWITCHES if name in self.template.variables), None)
+        if switch is not None:
+            # All that it can do about an effort is to think or not.
+            return {switch: effort != "none", **given}
         message = f"{param} is {effort!r}, and the model's chat template has no such setting; legal is absent"
         raise RequestError(message, param=param, code="unsupported_value")
 

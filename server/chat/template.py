@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -59,6 +60,7 @@ class ChatTemplate:
 
     Attributes:
         text: Jinja.
+        variables: that it looks up.
 
     Raises:
         ModelError: the text is not a template.
@@ -80,6 +82,7 @@ class ChatTemplate:
             self._template = environment.from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template is not Jinja: line {error.lineno}: {error.message}") from None
+        self.variables = frozenset(find_undeclared_variables(environment.parse(text)))
 
     def takes(self, first: str, second: str) -> bool:
         """Whether a conversation may begin with messages of these two roles, both of which the prompt shows."""

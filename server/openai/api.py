@@ -27,6 +27,7 @@ from ..requests.fields import show
 from ..requests.router_fields import HandoverFields
 from ..requests.structured_output import OutputFormat
 from ..response.run import ResponseRun
+from .choices import UsageWanted
 from .live import MAX_WAITING, Core, Live, Out
 from .request_models import ChatRequest, CompletionRequest, SamplingFields
 from .sse import EventStream
@@ -204,8 +205,8 @@ def _format(body: SamplingFields) -> OutputFormat | None:
     return body.response_format or body.structured_outputs
 
 
-def includes_usage(body: SamplingFields) -> bool:
-    """Whether a stream ends with its usage.
+def usage_wanted(body: SamplingFields) -> UsageWanted:
+    """Where a stream has its usage.
 
     Raises:
         RequestError: there are options of a stream and no stream.
@@ -214,7 +215,9 @@ def includes_usage(body: SamplingFields) -> bool:
         raise RequestError(
             "stream_options is given, but stream is false; legal is stream_options with stream: true", param="stream_options"
         )
-    return bool(body.stream_options and body.stream_options.include_usage)
+    if not body.stream_options or not body.stream_options.include_usage:
+        return UsageWanted.NOWHERE
+    return UsageWanted.EACH if body.stream_options.continuous_usage_stats else UsageWanted.LAST
 
 
 def fingerprint(service: Service) -> str | None:

@@ -17,7 +17,7 @@ from ..guard.work import off_loop
 from ..parsers.message import MessageParser
 from ..requests.left_out import LeftOut
 from ..requests.tool_fields import Offer, ToolChoice, ToolUse
-from .api import Api, client_of, fingerprint, includes_usage, length_of, new_id, options_of, takes_long
+from .api import Api, client_of, fingerprint, length_of, new_id, options_of, takes_long, usage_wanted
 from .chat_choice import ChatChoice
 from .choices import ChunkFrames, Header, whole_answer
 from .messages import messages_of, pictures_of
@@ -31,7 +31,7 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     Raises:
         RequestError: it cannot be served.
     """
-    service, usage = api.service(), includes_usage(body)
+    service, usage = api.service(), usage_wanted(body)
     service.check_model(body.model)
     max_tokens, field = length_of(body)
     options = options_of(body, service, max_tokens, _logprobs(body), field)
@@ -70,7 +70,7 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     ]
     live = api.generate(header.id, requests, options, request, streams=body.stream)
     if body.stream:
-        return EventStream(live, ChunkFrames(header, choices, body.n, usage))
+        return EventStream(live, ChunkFrames(header, choices, body.n, usage, [len(prompt.token_ids)] * body.n))
     answer = whole_answer(header, choices, body.n, await whole(live, request.receive))
     if body.prompt_logprobs is not None:
         # In vLLM's chats all choices share them.

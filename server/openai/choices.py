@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from ..engine.generation import Output
@@ -14,6 +16,14 @@ from .sse import DONE, Frames, failure_frames, frame
 
 FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "timeout"}
 """OpenAI's names of the engine's finish reasons; vLLM's for a request that was aborted, and one of our own."""
+
+
+class UsageWanted(Enum):
+    """Where a stream has its usage: in a last chunk of its own, as OpenAI's do, or as vLLM's so far in each chunk, too."""
+
+    NOWHERE = 0
+    LAST = 1
+    EACH = 2
 
 
 class Piece(NamedTuple):
@@ -83,16 +93,19 @@ class ChunkFrames(Frames[Output]):
 
     Attributes:
         n: choices of each prompt.
-        usage: whether the stream ends with its usage.
+        usage: where the stream has its usage.
+        prompts: tokens of the prompt of each choice.
     """
 
     header: Header
     choices: Sequence[Choice]
     n: int
-    usage: bool
+    usage: UsageWanted
+    prompts: Sequence[int]
     failed: bool = False
     _ends: dict[int, CompletionEnd] = field(default_factory=dict)
     _warned: bool = False
+    _tokens: Counter[int] = field(default_factory=Counter)
 
     def feed(self, outputs: Sequence[Output]) -> list[bytes]:
         frames: list[bytes] = []
@@ -100,18 +113,24 @@ class ChunkFrames(Frames[Output]):
             if end is not None and end.reason == "error":
                 self.failed = True
                 return [*frames, *failure_frames(end.message, end.code)]
+            self._tokens[index] += len(delta.token_ids) if delta else 0
             if end is not None:
-                self._ends[index] = end
+                self._ends[index], self._tokens[index] = end, end.usage.output_tokens
             choice = self.choices[index].chunk(delta, end)
             if choice is not None:
-                frames.append(self._chunk([choice]))
+                frames.append(self._chunk([choice], self._so_far(index) if self.usage is UsageWanted.EACH else None))
         return frames
+
+    def _so_far(self, index: int) -> dict[str, int]:
+        """The usage of a choice until now."""
+        prompt, output = self.prompts[index], self._tokens[index]
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
     def end(self) -> list[bytes]:
         late = [end for end in self._ends.values() if end.reason == "timeout"]
         if late:
             return failure_frames(late[0].message, "timeout")
-        if not self.usage:
+        if self.usage is UsageWanted.NOWHERE:
             return [DONE]
         usages = [self._ends[index].usage for index in range(len(self.choices))]
         return [self._chunk([], usage_object(usages, self.n)), DONE]
@@ -120,7 +139,7 @@ class ChunkFrames(Frames[Output]):
         body = {**self.header.of(self.header.chunk_object), "choices": choices}
         if self.header.warnings and not self._warned:
             body["warnings"], self._warned = self.header.warnings, True
-        return frame({**body, "usage": usage} if self.usage else body)
+        return frame(body if self.usage is UsageWanted.NOWHERE else {**body, "usage": usage})
 
 
 def check_in_time(ends: Collection[CompletionEnd]) -> None:

@@ -17,7 +17,7 @@ from ..engine.service import Service
 from ..guard.work import off_loop
 from ..text.logprobs import finite, prompt_entries
 from ..text.tokenizer import Detokenizer, TextTokenizer
-from .api import Api, fingerprint, includes_usage, length_of, new_id, options_of, takes_long
+from .api import Api, fingerprint, length_of, new_id, options_of, takes_long, usage_wanted
 from .choices import FINISH_REASONS, ChunkFrames, Header, whole_answer
 from .request_models import MAX_TOKENS, CompletionRequest, Prompt
 from .sse import EventStream, whole
@@ -29,7 +29,7 @@ async def completions(api: Api, body: CompletionRequest, request: Request) -> Re
     Raises:
         RequestError: it cannot be served.
     """
-    service, usage = api.service(), includes_usage(body)
+    service, usage = api.service(), usage_wanted(body)
     service.check_model(body.model)
     max_tokens, field = length_of(body)
     options = options_of(body, service, MAX_TOKENS if max_tokens is None else max_tokens, body.logprobs, field, "logprobs")
@@ -47,7 +47,7 @@ async def completions(api: Api, body: CompletionRequest, request: Request) -> Re
     choices = [CompletionChoice(index, ids, body, service.tokenizer) for index, ids in enumerate(prompts)]
     live = api.generate(header.id, requests, options, request, streams=body.stream)
     if body.stream:
-        return EventStream(live, ChunkFrames(header, choices, body.n, usage))
+        return EventStream(live, ChunkFrames(header, choices, body.n, usage, list(map(len, prompts))))
     return JSONResponse(whole_answer(header, choices, body.n, await whole(live, request.receive)))
 
 

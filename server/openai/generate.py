@@ -25,10 +25,10 @@ from ..pictures.prompt import encoded, expanded, in_order
 from ..pictures.reader import count_of
 from ..pictures.videos import Video
 from ..requests.bodies import Body, FailFast, Ignored, Neutral, validate
-from ..requests.bounds import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_SEED, MAX_TOP_LOGPROBS
+from ..requests.bounds import MAX_COMPLETIONS, MAX_SALT_CHARS, MAX_TOP_LOGPROBS
 from ..requests.error_objects import failure_of
 from ..requests.fields import show
-from ..requests.generation_fields import LogitBias, Priority, StopString, TokenId, chosen, stop_strings
+from ..requests.generation_fields import LogitBias, Priority, Seed, StopString, TokenId, chosen, seed_of, stop_strings
 from ..requests.pictures import Kind, PicturePart, ProcessorFields, picture_part
 from ..requests.router_fields import UNKNOWN_MODEL, RouterFields
 from ..requests.structured_output import OutputFormat
@@ -53,7 +53,7 @@ class SamplingParams(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    sampling_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    sampling_seed: Seed | None = None
     stop: StopString | Annotated[list[StopString], FailFast()] = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FailFast()] = Field(default_factory=list)
     ignore_eos: bool = False
@@ -221,7 +221,7 @@ def _options(params: SamplingParams, service: Service, body: GenerateRequest) ->
     return GenerationOptions(
         max_tokens=params.max_new_tokens,
         max_tokens_field="max_new_tokens",
-        sampling=Sampling(**chosen(params, defaults(service)), seed=params.sampling_seed, min_tokens=params.min_new_tokens),
+        sampling=Sampling(**chosen(params, defaults(service)), seed=seed_of(params.sampling_seed), min_tokens=params.min_new_tokens),
         stop=stop_strings(params.stop),
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,

@@ -26,7 +26,7 @@ class StreamOptions(Body):
     """`stream_options`."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 

@@ -41,7 +41,7 @@ from .generate import GenerateRequest, generate
 from .request_models import ChatRequest, CompletionRequest
 from .responses import render_responses, responses
 from .sse import ClientGone
-from .stored import cancel, delete, retrieve
+from .stored import cancel, compact, delete, retrieve
 from .tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 CLIENT_CLOSED = 499
@@ -96,6 +96,7 @@ STORED = (
     ("GET", "/v1/responses/{response_id}", retrieve),
     ("DELETE", "/v1/responses/{response_id}", delete),
     ("POST", "/v1/responses/{response_id}/cancel", cancel),
+    ("POST", "/v1/responses/compact", compact),
 )
 """Method and path of what is done with responses that are kept."""
 

@@ -79,6 +79,15 @@ async def delete(api: Api, request: Request) -> Response:
     return JSONResponse({"id": stored.response_id, "object": "response", "deleted": True})
 
 
+async def compact(_: Api, __: Request) -> Response:
+    """Refuses what OpenAI's clients may ask for before they sum a conversation up themselves.
+
+    Raises:
+        RequestError: in any case.
+    """
+    raise Refusal("no_compaction")
+
+
 def _stored(api: Api, request: Request) -> StoredResponse:
     return api.serving().store.named(request.path_params["response_id"], (owner_of(request),))
 

@@ -16,6 +16,8 @@ from ..requests.error_objects import RETRY_AFTER_S, ErrorReply, error_reply
 from ..requests.fields import show
 from .exposition import CONTENT_TYPE, render_metrics
 
+NEAR = 0.85
+"""How much of a path and of one that is meant has to be the same: all of them begin alike, and a misspelling leaves most of it."""
 MAX_PATH_CHARS = 200
 """Of a path that is compared with those there are."""
 
@@ -56,6 +58,6 @@ def _said(request: Request, error: HTTPException) -> str:
         return f"{request.method} {show(path)}; legal is {(error.headers or {}).get('Allow', 'another method')}"
     if error.status_code != 404:
         return error.detail
-    near = [f"/v1{path}"] if f"/v1{path}" in paths else difflib.get_close_matches(path[:MAX_PATH_CHARS], paths, 1)
+    near = [f"/v1{path}"] if f"/v1{path}" in paths else difflib.get_close_matches(path[:MAX_PATH_CHARS], paths, 1, NEAR)
     meant = f" (did you mean {near[0]}?)" if near else ""
     return f"there is nothing at {show(path)}{meant}; served are {', '.join(paths)}"

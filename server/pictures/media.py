@@ -14,7 +14,8 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from urllib.parse import SplitResult, urlsplit
+from string import punctuation
+from urllib.parse import SplitResult, quote, urlsplit
 
 from ...graphs.errors import RequestError, SpecError
 from ..requests.pictures import NOUNS, Kind
@@ -100,10 +101,11 @@ class Hosts:
 
     def _place(self, url: str, param: str, kind: Kind) -> SplitResult:
         try:
-            place = urlsplit(url)
+            given = urlsplit(url)
+            place = _encoded(given)
             host, port = (place.hostname or "").rstrip("."), place.port or PORTS[place.scheme]
             allowed = not self._allowed.isdisjoint({(host, port), (host, 0 if port in PORTS.values() else port)})
-            plain = url.isascii() and url.isprintable() and " " not in url and place.username is None and place.password is None
+            plain = url.isprintable() and " " not in url and given.username is None and given.password is None
         except (ValueError, KeyError):
             allowed = plain = False
         if not (plain and allowed):
@@ -147,6 +149,20 @@ class _TooLarge(Exception):
     pass
 
 
+def _ascii(host: str | None) -> str:
+    """The name that is looked up."""
+    return (host or "") if host is None or host.isascii() else host.encode("idna").decode()
+
+
+def _encoded(place: SplitResult) -> SplitResult:
+    """A URL in ASCII, as browsers ask for it: names of hosts in IDNA, other letters of path and query in percents of UTF-8."""
+    netloc = place.netloc
+    if not netloc.isascii():
+        netloc = _ascii(place.hostname) + (f":{place.port}" if place.port else "")
+    path, query = (quote(text, safe=punctuation) for text in (place.path, place.query))
+    return place._replace(netloc=netloc, path=path, query=query)
+
+
 def _left(deadline_s: float) -> float:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
@@ -166,9 +182,9 @@ def _host(text: str) -> tuple[str, int]:
     """Name and port; port 0 stands for those of the schemes."""
     try:
         place = urlsplit(f"//{text}")
-        host, port = place.hostname, place.port or 0
+        host, port = _ascii(place.hostname), place.port or 0
     except ValueError:
-        host, port = None, 0
+        host, port = "", 0
     if not host or place.path or place.query or place.username is not None or "*" in host:
         raise SpecError(f"--allowed-media-host {text!r} is no host; legal is a name or an address, and :PORT where another is meant")
     return host.rstrip("."), port

@@ -240,6 +240,8 @@ def _prompt(fields: CreateFields) -> Prompt:
         message = ChatMessage("user", fields.input)
         alone = fields.instructions is None and not fields.tools
         return fields.input if alone else Conversation((message,), fields.instructions)
+    if fields.input == () and not prepares and fields.instructions is None:
+        raise FieldError("input is [], without instructions or previous_response_id; legal is at least one item", param="input")
     items = tuple(item for item in fields.input or () if not isinstance(item, LeftOut))
     return Conversation(items, fields.instructions)
 

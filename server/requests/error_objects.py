@@ -19,6 +19,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "origin_not_allowed": 403,
     "model_not_found": 404,
     "response_not_found": 404,
+    "no_compaction": 404,
     "body_too_large": 413,
     "unsupported_encoding": 415,
     "host_not_allowed": 421,
@@ -72,6 +73,7 @@ REFUSALS: Mapping[str, str] = {
     "response_not_found.socket": "no response with {named} is open on this socket; open streams are {open}",
     "response_not_found": "there is no response with id {response}",
     "response_not_found.unkept": "response {response} was made with store: false, and has ended; its events may still be followed",
+    "no_compaction": "conversations are not compacted here; legal is a shorter input, or a response that is asked to sum one up",
     "not_resumable": "response {response} was not made to be resumed; legal is one with background: true or resumable: true",
     "previous_response_not_found": "Previous response with id {response} not found: it {why}; legal is the whole input without it",
     "unsupported_value.outputs": "Previous response with id {response} has {count} outputs, of which none is the one to go on with; legal "

@@ -30,6 +30,7 @@ SAMPLED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "freque
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Seed = Annotated[int, Field(ge=-1, le=MAX_SEED)]
 Biases = tuple[tuple[int, float], ...]
 
 
@@ -61,7 +62,7 @@ class GenerationFields(RouterFields):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), FailFast()] = Field(default_factory=list)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -90,7 +91,12 @@ class GenerationFields(RouterFields):
             RequestError: a value is not legal.
         """
         allowed = None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids)))
-        return Sampling(**chosen(self, defaults), seed=self.seed, min_tokens=self.min_tokens, allowed_token_ids=allowed)
+        return Sampling(**chosen(self, defaults), seed=seed_of(self.seed), min_tokens=self.min_tokens, allowed_token_ids=allowed)
+
+
+def seed_of(seed: int | None) -> int | None:
+    """The seed of a field; -1 is none, as in vLLM."""
+    return None if seed == -1 else seed
 
 
 def stop_strings(stop: str | list[str]) -> tuple[str, ...]:

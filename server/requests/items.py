@@ -23,8 +23,8 @@ ITEM_BYTES = 128
 """What an item is counted for beside its text, where memory is bounded."""
 
 HINTS = (
-    *("agent", "async", "cache_control", "caller", "created_by", "end_turn", "internal_chat_message_metadata_passthrough", "parsed_arguments"),
-    *("prompt_cache_breakpoint", "provider_specific_fields"),
+    *("agent", "async", "cache_control", "caller", "created_by", "end_turn", "internal_chat_message_metadata_passthrough"),
+    *("parsed_arguments", "prompt_cache_breakpoint", "provider_specific_fields"),
 )
 """Fields of items and their parts that change no answer, such as where a provider is to keep a prompt."""
 

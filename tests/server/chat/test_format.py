@@ -163,3 +163,31 @@ def test_parts_of_several_messages_of_the_system_come_in_order():
 def test_one_that_comes_later_is_the_templates_to_refuse():
     with pytest.raises(RequestError, match="once"):
         ChatFormat(ChatTemplate(ONE_ALONE)).render(Chat([say("system", "a"), say("user", "c"), say("system", "b")]))
+
+
+SWITCHED = "{% if enable_thinking is defined and enable_thinking is false %}{% endif %}"
+DEEPSEEKS = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "effort", "given", "expected"),
+    [
+        (SWITCHED, "none", {}, {"enable_thinking": False}),
+        *((SWITCHED, effort, {}, {"enable_thinking": True}) for effort in ("minimal", "low", "medium", "high", "xhigh", "max")),
+        (SWITCHED, "high", {"enable_thinking": False}, {"enable_thinking": False}),
+        (SWITCHED, None, {}, {}),
+        (DEEPSEEKS, "none", {}, {"thinking": False}),
+        (DEEPSEEKS, "low", {}, {"thinking": True}),
+        (SWITCHED + "{{ reasoning_effort }}", "low", {}, {"reasoning_effort": "low"}),
+    ],
+)
+def test_an_effort_is_what_the_template_can_do_about_it(text, effort, given, expected):
+    assert ChatFormat(ChatTemplate(text)).variables(given, effort, "reasoning_effort") == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["{{ messages }}", "{% for m in messages %}{{ m.thinking }}{% set thinking = m.thinking %}{{ thinking }}{% endfor %}"]
+)
+def test_an_effort_is_refused_where_the_template_can_do_nothing(text):
+    with pytest.raises(RequestError, match="no such setting"):
+        ChatFormat(ChatTemplate(text)).variables({}, "low", "reasoning_effort")

@@ -11,7 +11,8 @@ from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import Sampling
 from npucompile.server.engine.service import Service
 from npucompile.server.openai.api import defaults as checkpoint_defaults
-from npucompile.server.openai.api import fingerprint, includes_usage, new_id, options_of
+from npucompile.server.openai.api import fingerprint, new_id, options_of, usage_wanted
+from npucompile.server.openai.choices import UsageWanted
 from npucompile.server.openai.request_models import CompletionRequest
 
 
@@ -47,10 +48,13 @@ def test_one_stop_string_or_several():
 
 
 def test_usage_is_of_streams():
-    assert not includes_usage(body(stream=True))
-    assert includes_usage(body(stream=True, stream_options={"include_usage": True}))
+    assert usage_wanted(body(stream=True)) is UsageWanted.NOWHERE
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    for options, expected in ((both, UsageWanted.EACH), (both | {"include_usage": False}, UsageWanted.NOWHERE)):
+        assert usage_wanted(body(stream=True, stream_options=options)) is expected
+    assert usage_wanted(body(stream=True, stream_options={"include_usage": True})) is UsageWanted.LAST
     with pytest.raises(RequestError, match="stream: true"):
-        includes_usage(body(stream_options={"include_usage": False}))
+        usage_wanted(body(stream_options={"include_usage": False}))
 
 
 def test_restrictions_are_part_of_the_sampling():

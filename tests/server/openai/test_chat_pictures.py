@@ -185,7 +185,7 @@ def test_what_is_no_legal_picture_is_refused_with_openais_codes_and_the_place(se
         ({"type": "image_url", "image_url": {"url": 1}}, "messages[0].content[0].image_url.url"),
         ({"type": "image_url", "image_url": {"url": "data:", "detail": "most"}}, "messages[0].content[0].image_url.detail"),
         ({"type": "image_url", "image_url": {"url": "data:", "content_hash": "x"}}, "messages[0].content[0].image_url.content_hash"),
-        ({"type": "image_url", "image_url": {"url": "data:"}, "uuid": "x"}, "messages[0].content[0].uuid"),
+        ({"type": "image_url", "image_url": {"url": "data:"}, "uid": "x"}, "messages[0].content[0].uid"),
         ({"type": "file", "file": {"file_id": "x"}}, "messages[0].content[0].file"),
         ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].input_audio"),
         ({"type": "image_embeds", "image_embeds": "x"}, "messages[0].content[0].image_embeds"),

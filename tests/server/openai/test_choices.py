@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.texts import RECORD
 
 from npucompile.server.engine.output_stream import CompletionEnd, TextDelta, Usage
-from npucompile.server.openai.choices import ChunkFrames, Header, pieces, usage_object, whole_answer
+from npucompile.server.openai.choices import ChunkFrames, Header, UsageWanted, pieces, usage_object, whole_answer
 from npucompile.server.openai.errors import EngineFailure
 
 HEADER = Header("id", "whole", 1, "tiny", None, "chunk")
@@ -59,11 +59,28 @@ def test_an_answer_has_its_choices_and_usage():
 
 
 def test_a_failure_ends_a_stream():
-    frames = ChunkFrames(HEADER, [Choice(), Choice()], 2, usage=True)
+    frames = ChunkFrames(HEADER, [Choice(), Choice()], 2, UsageWanted.LAST, [1, 1])
     sent = frames.feed([(0, delta()), (1, end("error")), (0, delta())])
     assert frames.failed
     assert json.loads(sent[1].removeprefix(b"data: "))["error"]["message"] == "gone"
     assert sent[2:] == [b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "usages"),
+    [
+        (UsageWanted.NOWHERE, ["absent"] * 4),
+        (UsageWanted.LAST, [None] * 4 + [(1, 2)]),
+        (UsageWanted.EACH, [(7, 1), (7, 2), (7, 1), (7, 1), (1, 2)]),
+    ],
+)
+def test_a_stream_has_its_usage_where_it_is_wanted(wanted, usages):
+    """So far of its choice in each chunk, as in vLLM; the one that ends a choice has what the engine counted."""
+    frames = ChunkFrames(HEADER, [Choice(), Choice()], 2, wanted, [7, 7])
+    *sent, done = [*frames.feed([(0, delta()), (0, delta()), (1, end()), (0, end())]), *frames.end()]
+    assert done == b"data: [DONE]\n\n"
+    told = [json.loads(chunk.removeprefix(b"data: ")).get("usage", "absent") for chunk in sent]
+    assert [(usage["prompt_tokens"], usage["completion_tokens"]) if isinstance(usage, dict) else usage for usage in told] == usages
 
 
 def usage(prompt, output, cached, drafted, accepted):

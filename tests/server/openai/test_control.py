@@ -90,7 +90,7 @@ def test_bench_tools_find_what_they_ask_for(served, method):
         assert (info["served_model_names"], info["artifact"], info["internal_states"]) == (["tiny", "small"], MODEL.artifact, [{}])
         # Histograms end at infinity, which JSON does not have.
         groups = {key: {"0": 0} for key in ("dp_requests_running", "dp_requests_waiting", "dp_prompt_tokens")}
-        assert info["stats"] == {"num_requests_running": 0, "num_requests_waiting": 0, **groups}
+        assert info["stats"] == {"num_requests_running": 0, "num_requests_waiting": 0, "request_parts_left_out_total": 0, **groups}
         assert (info["tp_size"], info["dp_size"], info["pp_size"], info["disaggregation_mode"]) == (MODEL.tp, MODEL.dp, 1, "null")
         assert (info["served_model_name"], info["context_length"]) == ("tiny", MODEL.max_model_len)
     for path in ("/model_info", "/get_model_info"):

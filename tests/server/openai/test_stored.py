@@ -34,6 +34,11 @@ def deltas(events):
     return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
 
+def test_a_conversation_is_not_compacted_in_words_that_say_so(client):
+    with pytest.raises(openai.NotFoundError, match="not compacted here; legal is a shorter input"):
+        client.post("/responses/compact", body={"model": "tiny", "input": []}, cast_to=object)
+
+
 def test_a_response_is_read_again_and_deleted(client):
     made = client.responses.create(model="tiny", input="ab")
     assert client.responses.retrieve(made.id).to_dict() == made.to_dict()

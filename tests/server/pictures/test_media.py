@@ -57,6 +57,32 @@ def test_a_picture_of_an_allowed_host_is_fetched():
     assert b"\r\nHost: 127.0.0.1" in asked[0]
 
 
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("/zwölf/ä.png?größe=ß%20&b=🙂", b"/zw%C3%B6lf/%C3%A4.png?gr%C3%B6%C3%9Fe=%C3%9F%20&b=%F0%9F%99%82"),
+        ("/a(1)[2];c,d|e", b"/a(1)[2];c,d|e"),
+    ],
+)
+def test_other_letters_of_a_url_are_asked_for_as_browsers_do(url, target):
+    with peer(BODY) as (port, asked):
+        assert fetch(Hosts([f"127.0.0.1:{port}"], {"image": 3, "video": 3}), f"HTTP://127.0.0.1:{port}{url}") == b"abc"
+    assert asked[0].startswith(b"GET " + target + b" HTTP/1.1\r\n")
+
+
+@pytest.mark.parametrize("allowed", ["bücher.example", "BÜCHER.example", "xn--bcher-kva.example"])
+@pytest.mark.parametrize("url", ["http://bücher.example/", "http://Bücher.EXAMPLE./", "http://xn--bcher-kva.example/"])
+def test_a_host_with_other_letters_is_one_name_however_it_is_written(allowed, url):
+    asked = []
+
+    def resolve(name, port):
+        asked.append((name, port))
+        return ["127.0.0.1"]
+
+    refused(Hosts([allowed], {"image": 3, "video": 3}, resolve=resolve), url)
+    assert asked == [("xn--bcher-kva.example", 80)]
+
+
 def test_a_video_may_be_larger_and_errors_are_of_one():
     with peer(BODY) as (port, asked):
         hosts, url = Hosts([f"127.0.0.1:{port}"], {"image": 2, "video": 3}), f"http://127.0.0.1:{port}/"
@@ -75,7 +101,7 @@ def test_a_video_may_be_larger_and_errors_are_of_one():
     "url",
     ["http://evil.example/", "http://127.0.0.1/", "http://a@ok.example/", "http://ok.example@evil.example/", "http://ok.example:8080/",
      "http://sub.ok.example/", "http://ok.example\\.evil/", "http://ok.example /", "http://ok.example/\r\nX: y", "http://[::1]/",
-     "https://", "http://ok.example:x/", "http://2130706433/"],
+     "http://é@ok.example/", "http://ok。evil.example/", "http://ok.example\u200b/", "https://", "http://ok.example:x/", "http://2130706433/"],
 )  # fmt: skip
 def test_other_hosts_are_refused_before_anything_is_looked_up(url):
     def resolve(*_):

@@ -157,6 +157,7 @@ IDS = {"input": None, "input_token_ids": [1]}
 REFUSED = [
     ({"temprature": 1}, "unknown_field", "temprature", "temperature"),
     ({"input": None}, "invalid_field", "input", "no input"),
+    ({"input": []}, "invalid_field", "input", "at least one item"),
     ({"input_token_ids": [1]}, "invalid_field", "input", "exactly one"),
     ({"input": 5}, "invalid_field", "input", "string"),
     ({"input": [1, 2]}, "invalid_field", "input[0]", "input_token_ids"),
@@ -197,7 +198,7 @@ REFUSED = [
 WRONG = {
     "stream_id": ("", 1, "s" * 129), "model": (1, ""), "instructions": ("",), "previous_response_id": ("",), "store": (1,),
     "max_output_tokens": (0, 2.0, True), "temperature": (-1, "hot", float("inf")), "top_p": (0, 1.5), "min_p": (2,), "top_k": (1.5,),
-    "seed": (-1,), "stop": ("", ["a"] * 17, "a" * 1025, {"a": 1}), "ignore_eos": (1,), "include": (LOGPROBS,), "stream": (1,),
+    "seed": (-2,), "stop": ("", ["a"] * 17, "a" * 1025, {"a": 1}), "ignore_eos": (1,), "include": (LOGPROBS,), "stream": (1,),
     "top_logprobs": (21, -1, True), "n": (0, 2.0, False), "cache_salt": ("", "x" * 257), "skip_reading_prefix_cache": (1,),
     "speculative_tokens": (-1, 1.5, False), "tools": ({},), "parallel_tool_calls": (1,), "reasoning": ([],), "chat_template_kwargs": ([],),
     "logit_bias": ({"-1": 1},), "allowed_token_ids": ([],),

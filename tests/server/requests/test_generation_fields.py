@@ -14,6 +14,8 @@ from npucompile.server.requests.generation_fields import GenerationFields
         ({"allowed_token_ids": [3, 1, 3]}, {"allowed_token_ids": (1, 3)}),
         ({"logit_bias": {"30": 1, "7": -2.5}}, {"logit_bias": ((7, -2.5), (30, 1))}),
         ({"top_k": -1}, {"top_k": 0}),
+        ({"seed": -1}, {"seed": None}),
+        ({"seed": 0}, {"seed": 0}),
         ({"top_p": 0.5}, {"top_p": 0.5}),
         ({}, {"top_p": 0.25, "logit_bias": (), "allowed_token_ids": None}),
     ],

@@ -33,7 +33,8 @@ def kinds(union):
 
 
 def test_hints_of_a_tool_are_not_in_the_prompt():
-    hinted = {**FUNCTION, "defer_loading": True, "allowed_callers": ["direct"], "async": True, "output_schema": {}, "cache_control": {"a": 1}}
+    hints = {"defer_loading": True, "allowed_callers": ["direct"], "async": True, "output_schema": {}, "cache_control": {"a": 1}}
+    hinted = {**FUNCTION, **hints}
     plain = {"name": "f", "parameters": SCHEMA, "strict": False}
     assert functions(read_tools([hinted])) == functions(read_tools([FUNCTION])) == [plain]
     chat = {"type": "function", "function": {**plain, "cache_control": {"type": "ephemeral"}}, "cache_control": {"type": "ephemeral"}}
@@ -41,8 +42,8 @@ def test_hints_of_a_tool_are_not_in_the_prompt():
 
 
 def test_a_custom_tool_is_a_function_of_one_text():
-    inner = ChatCompletionCustomToolParam(type="custom", custom={
-        "name": "patch", "description": "edits", "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": RULES}}})  # fmt: skip
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": RULES}}
+    inner = ChatCompletionCustomToolParam(type="custom", custom={"name": "patch", "description": "edits", "format": form})
     for tools, at in ((read_tools([CUSTOM]), "tools[0]"), (read_chat_tools([inner]), "tools[0].custom")):
         offer, left_out = tools
         assert offer.function["function"] == {"name": "patch", "description": TOLD, "parameters": TEXT}

@@ -79,4 +79,4 @@ def test_what_is_only_computed_ends_where_the_next_turn_goes_on():
     prepared = prepare(service(), read_create({"input": turn, "generate": False, "max_output_tokens": 60}), "r")
     assert [request.max_tokens for request in prepared.requests] == [1]
     with pytest.raises(RequestError, match="nobody speaks"):
-        prompts({"input": []})
+        prompts({"input": [], "instructions": None, "previous_response_id": "r"})

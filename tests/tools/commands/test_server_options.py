@@ -42,6 +42,7 @@ def test_every_option_is_one_of_the_settings(tmp_path):
         "--max-client-connections", 4, "--max-frame-bytes", 5, "--handshake-timeout", 6, "--slow-reader-timeout", 7, "--drain-timeout", 8,
         "--max-queued-tokens", 9, "--max-client-tokens", 10, "--min-priority", -11, "--request-timeout", 12, "--first-token-timeout", 13,
         "--max-client-refusals", 14, "--trusted-proxy", "10.0.0.7", "--trusted-proxy", "fd00::/8", "--drain-notice", 15,
+        "--strict-fields",
     )  # fmt: skip
     assert chosen.access.key_digests == (digest("first"), digest("second"))
     assert chosen.access.origins == {"https://a.example", "https://b.example"}
@@ -53,6 +54,7 @@ def test_every_option_is_one_of_the_settings(tmp_path):
     assert (limits.max_frame_bytes, limits.handshake_s, limits.slow_reader_s) == (5, 6, 7)
     assert (limits.max_queued_tokens, limits.max_tokens_per_client, limits.min_priority) == (9, 10, -11)
     assert (limits.request_timeout_s, limits.first_token_timeout_s, limits.refusals_per_s) == (12, 13, 14)
+    assert limits.strict_fields
     assert settings("--max-client-refusals", 0).limits.refusals_per_s is None
 
 
