@@ -155,11 +155,13 @@ class ChatFormat:
     ) -> MessageParser:
         """A parser of one completion of a prompt that offers tools, given as in a request; `so_far` as in `reply`."""
         separates = separate_reasoning and self.reasoning is not None
-        thinking = reasoning.reasoning_parser(str(self.reasoning), prompt, so_far) if separates else None
-        if not tools or self.tool_calls is None:
+        form = call_formats.FORMATS[self.tool_calls] if tools and self.tool_calls is not None else None
+        marks = form.openings if form else ()
+        thinking = reasoning.reasoning_parser(str(self.reasoning), prompt, so_far, marks) if separates else None
+        if form is None:
             return MessageParser(thinking)
         schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
-        return MessageParser(thinking, ToolCallParser(call_formats.FORMATS[self.tool_calls], schemas))
+        return MessageParser(thinking, ToolCallParser(form, schemas))
 
 
 def _led(messages: list[Message], template: ChatTemplate) -> list[Message]:

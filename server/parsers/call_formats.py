@@ -15,17 +15,13 @@ SEP = "<｜tool▁sep｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DSML = "｜DSML｜"
+FUNCTION = "<function="
+ARGUMENTS, ABOUT = ("arguments", "parameters"), ("id", "type")
+"""What models call the arguments of a call, and what they may write of it besides."""
 
-_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _FENCE = re.compile(rf"[^\n]*?{SEP}(?P<name>[^\n]+)\n```json\n\s*(?=\{{)")
 _BARE = re.compile(rf"(?P<name>(?:(?!{SEP}).)*){SEP}\s*(?=\{{)", re.DOTALL)
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = read_json(text)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
 
 
 def _name(name: Any) -> str:
@@ -38,29 +34,35 @@ def _json_name(text: str) -> str:
     return _name(json.loads(text))
 
 
-def _whole(body: str) -> tuple[str, str]:
-    """`{"name": ..., "arguments": {...}}` in any order; arguments may be left out, or be the text of an object."""
-    call = _object(body)
-    arguments = call.get("arguments", {})
+def _whole(body: str) -> list[tuple[str, str]]:
+    """`{"name": ..., "arguments": {...}}` in any order, or a list of such. Arguments may be left out, or be the text of an object."""
+    calls = read_json(body)
+    return [_call(call) for call in (calls if isinstance(calls, list) and calls else [calls])]
+
+
+def _call(call: Any) -> tuple[str, str]:
+    if not isinstance(call, dict) or not call.keys() <= {"name", *ARGUMENTS, *ABOUT} or call.keys() >= set(ARGUMENTS):
+        raise ValueError("no call, or one with more than a name and arguments")
+    arguments = call.get(ARGUMENTS[0], call.get(ARGUMENTS[1]))
     if isinstance(arguments, str):
-        arguments = _object(arguments)
-    if not isinstance(arguments, dict):
+        arguments = read_json(arguments)
+    if not isinstance(arguments, dict | None):
         raise ValueError("arguments are no object")
-    return _name(call.get("name")), json.dumps(arguments, ensure_ascii=False)
+    return _name(call.get("name")), json.dumps(arguments or {}, ensure_ascii=False)
 
 
-def _none(_: str) -> tuple[str, str]:
+def _none(_: str) -> list[tuple[str, str]]:
     raise ValueError("no call")
 
 
 def json_reader(_: Tools) -> CallReader:
     """`{"name": ..., "arguments": {...}}`."""
-    return JsonReader(_NAMED, _json_name, _whole)
+    return JsonReader(_NAMED, _json_name, _whole, "}")
 
 
 def fenced_reader(_: Tools) -> CallReader:
     """`function<sep>NAME`, and the arguments in a fence of Markdown."""
-    return JsonReader(_FENCE, _name, _none)
+    return JsonReader(_FENCE, _name, _none, "```")
 
 
 def bare_reader(_: Tools) -> CallReader:
@@ -71,9 +73,11 @@ def bare_reader(_: Tools) -> CallReader:
 XML_TAGS = Tags(
     header=re.compile(r"\s*<function=(?P<name>[^>\n]+)>"),
     argument=re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>"),
+    argument_mark="<parameter=",
     close="</parameter>",
-    tail=re.compile(r"\s*</function>\s*"),
+    block=("<tool_call>", "</tool_call>"),
     tail_mark="</function>",
+    header_mark=FUNCTION,
     trims=True,
 )
 """`<function=NAME><parameter=NAME>VALUE</parameter>...</function>`; the tool's schema says which values are JSON."""
@@ -81,8 +85,9 @@ XML_TAGS = Tags(
 INVOKE_TAGS = Tags(
     header=re.compile(r'\s*name="(?P<name>[^"\n]+)"\s*>'),
     argument=re.compile(rf'\s*<{DSML}parameter\s+name="(?P<key>[^"\n]+)"\s+string="(?P<string>true|false)"\s*>'),
+    argument_mark=f"<{DSML}parameter",
     close=f"</{DSML}parameter>",
-    tail=re.compile(r"\s*"),
+    block=(f"<{DSML}invoke", f"</{DSML}invoke>"),
 )
 """Attributes and parameters of an `invoke` element, each of which says whether it is a string or JSON."""
 
@@ -95,6 +100,7 @@ FORMATS: Mapping[str, CallFormat] = {
     "qwen3_coder": CallFormat(
         "<tool_call>", "</tool_call>", partial(TaggedReader, XML_TAGS), lambda name: f"\n<function={name}>\n", "</function>\n",
         between="\n", arguments=TaggedArguments(lambda name, _: f"<parameter={name}>\n", "\n</parameter>\n"), aliases=("qwen3_xml",),
+        bare=FUNCTION,
     ),
     "deepseek_v3": CallFormat(
         CALL_BEGIN, CALL_END, fenced_reader, lambda name: f"function{SEP}{name}\n```json\n", "\n```", before=CALLS[0], after=CALLS[1],

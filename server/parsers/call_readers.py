@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from . import marks
 from .schemas import Schemas, Values, type_of
-from .tool_calls import CallArguments, CallBegin, CallEnd, CallPart, Tools
+from .tool_calls import CallArguments, CallBegin, CallEnd, CallPart, NoCall, Tools
 
 _SIGNS = re.compile(r'[\\"{}\[\]]')
 _NOT_FINITE = re.compile(r"-?\b(?:NaN|Infinity)\b")
@@ -69,23 +70,34 @@ class JsonScanner:
             self.done = self._depth <= 0
 
 
+Whole = Callable[[str], list[tuple[str, str]]]
+
+
 class JsonReader:
     """A call whose arguments are a JSON object, sent as it is written; numbers that JSON does not have are sent as texts.
 
     Args:
         header: matches up to the object, with the group `name`.
         name_of: the name that the group stands for; raises ValueError where it is none.
-        whole: name and arguments of a call that the header does not match, such as one whose arguments come first; raises ValueError where
-            it is no call.
+        whole: names and arguments of calls that the header does not match, such as one whose arguments come first; raises ValueError where
+            it is none.
+        tail: what closes the call behind the object.
     """
 
-    def __init__(self, header: re.Pattern[str], name_of: Callable[[str], str], whole: Callable[[str], tuple[str, str]]) -> None:
-        self._header, self._name_of, self._whole = header, name_of, whole
-        self._text = ""
+    def __init__(self, header: re.Pattern[str], name_of: Callable[[str], str], whole: Whole, tail: str = "") -> None:
+        self._header, self._name_of, self._whole, self._tail = header, name_of, whole, tail
+        self._text = self._after = ""
         self._scanner: JsonScanner | None = None
         self._word = ""
 
     closing = ""
+    failed = False
+
+    @property
+    def rest(self) -> str:
+        """See `CallReader`."""
+        after = self._after.lstrip()
+        return "" if self._tail.startswith(after) else after.removeprefix(self._tail)
 
     @property
     def inside(self) -> bool:
@@ -112,8 +124,8 @@ class JsonReader:
         if self._scanner is not None:
             rest: list[CallPart] = [CallArguments(self._finite())] if self._word else []
             return [*rest, CallEnd(self._scanner.done)]
-        name, arguments = self._whole(self._text)
-        return [CallBegin(name), CallArguments(arguments), CallEnd()]
+        calls = self._whole(self._text)
+        return [part for name, arguments in calls for part in (CallBegin(name), CallArguments(arguments), CallEnd())]
 
     def _arguments(self, text: str) -> list[CallPart]:
         scanner, written, place = self._scanner, "", 0
@@ -129,6 +141,7 @@ class JsonReader:
             else:
                 # Of a word at the end there may be more to come.
                 written += self._finite(_WORD_AT_END.search(self._word))
+        self._after += text[place:]
         return [CallArguments(written)] if written else []
 
     def _finite(self, held: re.Match[str] | None = None) -> str:
@@ -145,39 +158,68 @@ class Tags:
     Attributes:
         header: matches up to the first argument, with the group `name`.
         argument: matches the opening tag of an argument, with the group `key`, and `string` where the tag says whether it is a text.
+        argument_mark: what that tag begins with.
         close: closing tag of an argument.
-        tail: matches what is behind the last argument of a whole call.
-        tail_mark: what the tail begins with; where it is written, and the end mark behind it, a closing tag before it was forgotten.
+        tail_mark: what is behind the last argument of a whole call; "" for nothing.
+        header_mark: what the header begins with, where that is a mark.
+        block: marks before and behind a call.
         trims: whether a line break at each end of a value belongs to the tags.
     """
 
     header: re.Pattern[str]
     argument: re.Pattern[str]
+    argument_mark: str
     close: str
-    tail: re.Pattern[str]
+    block: tuple[str, str]
     tail_mark: str = ""
+    header_mark: str = ""
     trims: bool = False
+
+    @cached_property
+    def stops(self) -> tuple[str, ...]:
+        """Marks at which a value may end: its own, or another before which that was forgotten."""
+        return tuple(filter(None, (self.close, self.argument_mark, self.tail_mark, self.block[1])))
+
+    @cached_property
+    def stop(self) -> re.Pattern[str]:
+        """Matches one of them."""
+        return re.compile("|".join(map(re.escape, self.stops)))
+
+    def may_be_argument(self, text: str) -> bool:
+        """Whether a text may be the beginning of an opening tag."""
+        begun = text.startswith(self.argument_mark) and ">" not in text and not (self.trims and "\n" in text)
+        return begun or self.argument_mark.startswith(text)
 
 
 class TaggedReader:
     """A call whose arguments are in tags, sent as the JSON object that they stand for.
 
-    Texts are sent as they come, other values when they are whole.
+    Texts are sent as they come, other values when they are whole. A value whose closing tag was forgotten ends before the next argument,
+    and before the end of the call.
     """
 
     def __init__(self, tags: Tags, tools: Tools) -> None:
         self._tags, self._tools = tags, tools
         self._pending = ""
         self._name: str | None = None
-        self._begun = False
-        self._arguments = 0
+        self._keys: set[str] = set()
+        self._given: list[str] = []
+        self._begun = self._over = self._final = False
         self._in_value = self._at_value = self._streams = False
         self._values = Values()
+        self._searched = 0
+        self.failed = False
 
     @property
     def inside(self) -> bool:
         """See `CallReader`."""
-        return self._in_value and not self._forgotten()
+        held = self._pending[self._searched :]
+        return self._in_value and not (self._tags.tail_mark and held.rstrip() == self._tags.tail_mark)
+
+    @property
+    def rest(self) -> str:
+        """See `CallReader`."""
+        return self._pending if self._over else ""
 
     def push(self, text: str) -> list[CallPart]:
         """See `CallReader`."""
@@ -199,36 +241,53 @@ class TaggedReader:
 
     def finish(self) -> list[CallPart]:
         """See `CallReader`."""
-        parts: list[CallPart] = []
-        if self._in_value and self._forgotten():
-            self._pending = self._pending.replace(self._tags.tail_mark, self._tags.close + self._tags.tail_mark, 1)
-            parts += self.push("")
-        if self._name is None or self._in_value or not self._tags.tail.fullmatch(self._pending):
-            raise ValueError("no call, or not a whole one")
+        self._final = True
+        parts = self.push("")
+        if self._in_value and not self._streams and self._pending:
+            # A value that was cut is told as it was written.
+            parts.append(CallArguments(self._pending))
+        if self._name is None or self._in_value or self.failed or not (self._over or not self._tags.tail_mark):
+            raise NoCall(parts)
         if not self._begun:
             return [CallBegin(self._name), CallArguments("{}"), CallEnd()]
         return [*parts, CallArguments("}"), CallEnd()]
 
     def _between(self) -> str | None:
         """What the next tag stands for; None while there is none."""
-        if self._name is None:
-            header = self._tags.header.match(self._pending)
-            if header is None or not header["name"].strip():
-                return None
-            self._name = header["name"].strip()
-            self._pending = self._pending[header.end() :]
-        argument = self._tags.argument.match(self._pending)
-        if argument is None:
+        if self._over or self.failed or (self._name is None and not self._named()):
             return None
-        self._pending = self._pending[argument.end() :]
+        text = self._pending.lstrip()
+        argument = self._tags.argument.match(text)
+        if argument is not None:
+            self._pending = text[argument.end() :]
+            return self._opened(argument)
+        if self._tags.tail_mark and text.startswith(self._tags.tail_mark):
+            self._over, self._pending = True, text[len(self._tags.tail_mark) :]
+        elif text and (self._final or not (self._tags.may_be_argument(text) or self._tags.tail_mark.startswith(text))):
+            # What is no tag is behind the call, or there is none.
+            self._over, self.failed = bool(self._given), not self._given
+        return None
+
+    def _named(self) -> bool:
+        header = self._tags.header.match(self._pending)
+        if header is None or not header["name"].strip():
+            return False
+        self._name = header["name"].strip()
+        self._pending = self._pending[header.end() :]
+        self._keys = {key for shape in Schemas(self._tools.get(self._name)).shapes() for key in shape.properties}
+        return True
+
+    def _opened(self, argument: re.Match[str]) -> str:
+        """What an opening tag stands for."""
         key = argument["key"].strip()
         self._in_value = self._at_value = True
+        self._searched = 0
         string = argument.groupdict().get("string")
         # A tag that says that it holds JSON may hold any.
-        self._values = Schemas(self._tools.get(self._name)).argument(key) if string is None else Values()
+        self._values = Schemas(self._tools.get(str(self._name))).argument(key) if string is None else Values()
         self._streams = self._values.is_text if string is None else string == "true"
-        self._arguments += 1
-        return f"{'{' if self._arguments == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: {chr(34) if self._streams else ''}"
+        self._given.append(key)
+        return f"{'{' if len(self._given) == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: {chr(34) if self._streams else ''}"
 
     def _value(self) -> str | None:
         """What can be said of the value with the text so far; None for nothing new."""
@@ -237,33 +296,50 @@ class TaggedReader:
                 return None
             self._pending = self._pending.removeprefix("\n")
         self._at_value = False
-        place = self._pending.find(self._tags.close)
-        if place >= 0:
-            value, self._pending = self._pending[:place], self._pending[place + len(self._tags.close) :]
+        end = self._end()
+        if end is not None:
+            value, self._pending = self._pending[: end[0]], self._pending[end[1] :]
             self._in_value = False
             value = value.removesuffix("\n") if self._tags.trims else value
             return _escaped(value) + '"' if self._streams else json.dumps(typed(value, self._values), ensure_ascii=False)
         if not self._streams:
             return None
-        end = len(self._pending) - self._held()
-        value, self._pending = self._pending[:end], self._pending[end:]
+        held = self._tags.trims and not self._final and self._pending[: self._searched].endswith("\n")
+        certain = self._searched - held
+        value, self._pending = self._pending[:certain], self._pending[certain:]
+        self._searched -= certain
         return _escaped(value) or None
 
-    def _held(self) -> int:
-        """How much at the end may not be part of the value."""
-        text = self._pending
-        if self._tags.tail_mark and (place := text.find(self._tags.tail_mark)) >= 0:
-            undecided = len(text) - place
-        else:
-            undecided = max(marks.partial(text, self._tags.close), marks.partial(text, self._tags.tail_mark) if self._tags.tail_mark else 0)
-        if self._tags.trims and text[: len(text) - undecided].endswith("\n"):
-            undecided += 1
-        return undecided
+    def _end(self) -> tuple[int, int] | None:
+        """Where the value ends, and where what follows it begins. Where that is not certain, `_searched` is up to where it goes on."""
+        place = self._searched
+        while (found := self._tags.stop.search(self._pending, place)) is not None:
+            if found.group() == self._tags.close:
+                return found.span()
+            ends = self._ends_before(found)
+            if ends is not False:
+                self._searched = found.start()
+                return (found.start(), found.start()) if ends else None
+            place = found.end()
+        held = 0 if self._final else max(marks.partial(self._pending, mark) for mark in self._tags.stops)
+        self._searched = max(place, len(self._pending) - held)
+        return None
 
-    def _forgotten(self) -> bool:
-        """Whether a call seems to have ended without the closing tag of its last argument."""
-        place = self._pending.find(self._tags.tail_mark) if self._tags.tail_mark else -1
-        return place >= 0 and self._tags.tail.fullmatch(self._pending[place:]) is not None
+    def _ends_before(self, mark: re.Match[str]) -> bool | None:
+        """Whether a value ends before another mark than its own; None where what follows decides."""
+        text = self._pending[mark.start() :]
+        if mark.group() == self._tags.argument_mark:
+            argument = self._tags.argument.match(text)
+            if argument is None:
+                return None if self._tags.may_be_argument(text) and not self._final else False
+            key = argument["key"].strip()
+            return key not in self._given and (not self._keys or key in self._keys)
+        begin, end = self._tags.block
+        legal = [begin, end, *filter(None, (self._tags.header_mark,))] if mark.group() == self._tags.tail_mark else [begin]
+        follows = text[len(mark.group()) :].lstrip()
+        if any(map(follows.startswith, legal)) or (self._final and not follows):
+            return True
+        return None if not self._final and any(other.startswith(follows) for other in legal) else False
 
 
 def _escaped(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..requests.items import without_halves
-from .reasoning import Content, Reasoning, ReasoningParser
+from .reasoning import Content, Reasoned, Reasoning, ReasoningParser, Unclosed
 from .tool_calls import CallArguments, CallBegin, CallPart, ToolCallParser
 
 Part = Reasoning | Content | CallPart
@@ -32,12 +32,15 @@ class MessageParser:
         parts = list(self._with_calls(self._reasoning.finish() if self._reasoning else []))
         return [*parts, *_parts(self._tool_calls.finish())] if self._tool_calls else parts
 
-    def _with_calls(self, parts: Iterable[Reasoning | Content]) -> Iterable[Part]:
+    def _with_calls(self, parts: Iterable[Reasoned]) -> Iterable[Part]:
         for part in parts:
             if self._tool_calls and isinstance(part, Content):
                 yield from _parts(self._tool_calls.push(part.text))
+            elif self._tool_calls and isinstance(part, Unclosed):
+                found = _parts([*self._tool_calls.push(part.text), *self._tool_calls.finish()])
+                yield from found if any(isinstance(each, CallBegin) for each in found) else [Reasoning(part.text)]
             elif part.text:
-                yield part
+                yield Reasoning(part.text) if isinstance(part, Unclosed) else part
 
 
 def _parts(found: Iterable[str | CallPart]) -> list[Part]:

@@ -1,7 +1,8 @@
 """Tells reasoning from the answer: text up to `</think>`, as Qwen and DeepSeek models write it.
 
 The template may have opened the reasoning in the prompt, or the model opens it itself. Blanks at the marks belong to them. However the
-text is cut into pieces, the parts add up to the same.
+text is cut into pieces, the parts add up to the same. Models forget to close reasoning before a call: what comes from the mark of one on is
+not told before `</think>` or the end of the text says which of both it is.
 """
 
 from __future__ import annotations
@@ -28,18 +29,30 @@ class Content:
     text: str
 
 
+@dataclass(frozen=True)
+class Unclosed:
+    """What reasoning that was not closed has from the mark of a call on."""
+
+    text: str
+
+
+Reasoned = Reasoning | Content | Unclosed
+
+
 class ReasoningParser:
     """One completion's reasoning and answer.
 
     Args:
         inside: whether the text begins within reasoning; else only where it begins with `<think>`.
         so_far: what the message has before that text, which then goes on where this ends; blank for a message that begins.
+        calls: marks that a call begins with, where calls are looked for.
     """
 
-    def __init__(self, inside: bool, so_far: str = "") -> None:
+    def __init__(self, inside: bool, so_far: str = "", calls: Sequence[str] = ()) -> None:
         self._inside = False
+        self._calls = tuple(calls)
         self._pending = ""
-        self._step: Callable[[bool], Reasoning | Content | None] = self._at_start
+        self._step: Callable[[bool], Reasoned | None] = self._at_start
         self.push(so_far)
         self._pending, self._inside = "", inside
 
@@ -48,17 +61,17 @@ class ReasoningParser:
         """Whether the next text is reasoning, as far as one can tell."""
         return self._step in (self._at_reasoning, self._in_reasoning) or (self._step == self._at_start and self._inside)
 
-    def push(self, text: str) -> list[Reasoning | Content]:
+    def push(self, text: str) -> list[Reasoned]:
         """The parts that are certain with this text."""
         self._pending += text
         return self._run(final=False)
 
-    def finish(self) -> list[Reasoning | Content]:
+    def finish(self) -> list[Reasoned]:
         """The rest, at the end of the text."""
         return self._run(final=True)
 
-    def _run(self, final: bool) -> list[Reasoning | Content]:
-        parts: list[Reasoning | Content] = []
+    def _run(self, final: bool) -> list[Reasoned]:
+        parts: list[Reasoned] = []
         while self._pending or final:
             step = self._step
             part = step(final)
@@ -68,7 +81,7 @@ class ReasoningParser:
                 break
         return parts
 
-    def _at_start(self, final: bool) -> Reasoning | Content | None:
+    def _at_start(self, final: bool) -> Reasoned | None:
         text = self._pending.lstrip()
         if text.startswith(OPEN):
             self._pending = text[len(OPEN) :]
@@ -77,29 +90,33 @@ class ReasoningParser:
             self._step = self._at_reasoning if self._inside else self._in_answer
         return None
 
-    def _at_reasoning(self, final: bool) -> Reasoning | Content | None:
+    def _at_reasoning(self, final: bool) -> Reasoned | None:
         self._pending = self._pending.lstrip()
         if self._pending or final:
             self._step = self._in_reasoning
         return None
 
-    def _in_reasoning(self, final: bool) -> Reasoning | Content | None:
+    def _in_reasoning(self, final: bool) -> Reasoned | None:
         text, _, rest = self._pending.partition(CLOSE)
         if len(text) < len(self._pending):
             self._pending = rest
             self._step = self._at_answer
             return Reasoning(text.rstrip())
-        end = len(text) if final else marks.certain(text, [CLOSE])
+        call = marks.first(text, self._calls) if self._calls else None
+        end = len(text[: call[0]].rstrip()) if call else len(text) if final else marks.certain(text, [CLOSE, *self._calls])
         self._pending = text[end:]
+        if final and not end and self._pending:
+            self._pending = ""
+            return Unclosed(text)
         return Reasoning(text[:end])
 
-    def _at_answer(self, final: bool) -> Reasoning | Content | None:
+    def _at_answer(self, final: bool) -> Reasoned | None:
         self._pending = self._pending.lstrip()
         if self._pending or final:
             self._step = self._in_answer
         return None
 
-    def _in_answer(self, _: bool) -> Reasoning | Content | None:
+    def _in_answer(self, _: bool) -> Reasoned | None:
         text, self._pending = self._pending, ""
         return Content(text)
 
@@ -122,15 +139,16 @@ def choose(template: str) -> str | None:
     return "qwen3" if CLOSE in template else None
 
 
-def reasoning_parser(name: str, prompt: str, so_far: str = "") -> ReasoningParser:
+def reasoning_parser(name: str, prompt: str, so_far: str = "", calls: Sequence[str] = ()) -> ReasoningParser:
     """A parser of what a model writes after a prompt.
 
     Args:
         name: one of PARSERS.
         prompt: that the chat template made.
         so_far: the message that the prompt ends within; blank where it ends before one.
+        calls: see `ReasoningParser`.
     """
-    return ReasoningParser(begins_inside(name, prompt), so_far)
+    return ReasoningParser(begins_inside(name, prompt), so_far, calls)
 
 
 def begins_inside(name: str, prompt: str) -> bool:

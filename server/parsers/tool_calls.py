@@ -1,7 +1,8 @@
 """Tells tool calls from the answer around them. However the text is cut into pieces, the parts add up to the same.
 
 A call is between two marks. Its name is told as soon as it is certain, and its arguments as they come. What is no call stays text; once
-a call has been begun it stays one, whatever its arguments become.
+a call has been begun it stays one, whatever its arguments become. Models forget marks: several calls may be between two, and one that
+begins like no text may have none. Nothing that was written is lost but marks: it is a call or it is text.
 """
 
 from __future__ import annotations
@@ -50,8 +51,28 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
+class NoCall(ValueError):
+    """What was written is no call, or not a whole one.
+
+    Attributes:
+        parts: of it that had not been told.
+    """
+
+    def __init__(self, parts: Sequence[CallPart]) -> None:
+        super().__init__("no call, or not a whole one")
+        self.parts = parts
+
+
 class CallReader(Protocol):
     """What is between the marks of one call."""
+
+    @property
+    def rest(self) -> str:
+        """What was written behind the call, once that is over."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is certain that this is no call."""
 
     @property
     def inside(self) -> bool:
@@ -65,7 +86,7 @@ class CallReader(Protocol):
         """What ends the arguments so far, where the call has been begun and its end is not as it should be."""
 
     def finish(self) -> Sequence[CallPart]:
-        """The rest; raises ValueError where it is no call, or one that is not whole."""
+        """The rest; raises ValueError where it is no call, or one that is not whole. From then on `rest` is certain."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,7 @@ class CallFormat:
         before, after: around all calls; without blanks they are marks, which have no text.
         between: two calls.
         arguments: in tags; None for a JSON object.
+        bare: what a call without marks begins with, and the name of a tool and > behind that; "" where none is one.
         aliases: names that others have for it.
     """
 
@@ -100,12 +122,18 @@ class CallFormat:
     after: str = ""
     between: str = ""
     arguments: TaggedArguments | None = None
+    bare: str = ""
     aliases: tuple[str, ...] = ()
 
     @property
     def around(self) -> tuple[str, ...]:
         """The marks around all calls."""
         return tuple(mark for text in (self.before, self.after) if (mark := text.strip()))
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Marks that a call may begin with."""
+        return tuple(filter(None, (self.begin, self.before.strip(), self.bare)))
 
     @property
     def first_mark(self) -> str:
@@ -125,10 +153,11 @@ class ToolCallParser:
     def __init__(self, form: CallFormat, tools: Tools) -> None:
         self._form = form
         self._tools = tools
-        self._marks = (form.begin, *form.around)
+        self._marks = (form.begin, *form.around, *filter(None, (form.bare,)))
         self._pending = ""
         self._after_mark = False
         self._reader: CallReader | None = None
+        self._mark, self._block = "", False
         self._read: list[str] = []
         self._begun = False
 
@@ -160,26 +189,61 @@ class ToolCallParser:
             self._after_mark = self._after_mark and not text
             return [text] if text else [], False
         place, mark = first
-        text, self._pending = self._pending[:place].rstrip(), self._pending[place + len(mark) :]
+        named = self._named(place, final) if mark == self._form.bare else True
+        if named is False:
+            place += len(mark)
+            text, self._pending, self._after_mark = self._pending[:place], self._pending[place:], False
+            return [text], True
+        text = self._pending[:place].rstrip()
+        if named is None:
+            self._pending, self._after_mark = self._pending[len(text) :], self._after_mark and not text
+            return [text] if text else [], False
+        blanks, self._pending = self._pending[len(text) : place], self._pending[place + len(mark) :]
         self._after_mark = True
         if mark == self._form.begin:
-            self._reader, self._read, self._begun = self._form.reader(self._tools), [], False
+            self._begin(mark, block=True)
+        elif mark == self._form.bare:
+            self._pending = mark + self._pending
+            self._begin(blanks, block=False)
         return [text] if text else [], True
+
+    def _named(self, place: int, final: bool) -> bool | None:
+        """Whether a tool is named behind the mark of a call without others; None while that is not certain."""
+        name, end, _ = self._pending[place + len(self._form.bare) :].partition(">")
+        if not end and not final and "\n" not in name:
+            return None
+        return bool(end) and name.strip() in self._tools
+
+    def _begin(self, mark: str, *, block: bool) -> None:
+        """A call may begin here, behind its mark, or within a block that another has begun; without marks, behind blanks."""
+        self._reader, self._mark, self._block, self._read, self._begun = self._form.reader(self._tools), mark, block, [], False
 
     def _call(self, reader: CallReader, final: bool) -> tuple[list[str | CallPart], bool]:
         """What is certain of the call, and whether there may be more behind it."""
         end = self._form.end
         place = self._pending.find(end)
-        if place < 0:
-            undecided = 0 if final else marks.partial(self._pending, end)
-            text, self._pending = self._pending[: len(self._pending) - undecided], self._pending[len(self._pending) - undecided :]
-            parts = self._feed(reader, text)
-            return [*parts, *(self._close(reader, "") if final else ())], False
-        text, self._pending = self._pending[:place], self._pending[place + len(end) :]
+        cut = place if place >= 0 else len(self._pending) - (0 if final else marks.partial(self._pending, end))
+        text, self._pending = self._pending[:cut], self._pending[cut:]
         parts = self._feed(reader, text)
+        if reader.failed and not self._block:
+            # Text that begins like a call without marks.
+            self._pending = "".join(self._read)[len(self._form.bare) :] + self._pending
+            self._reader, self._after_mark = None, False
+            return [self._mark + self._form.bare], True
+        if self._is_behind(reader.rest, final or place >= 0):
+            return [*parts, *self._close(reader, whole=True, block=self._block)], True
+        if place < 0:
+            return [*parts, *(self._close(reader) if final else ())], bool(final and self._pending)
+        self._pending = self._pending[len(end) :]
         if reader.inside:
             return [*parts, *self._feed(reader, end)], True
-        return [*parts, *self._close(reader, end)], True
+        return [*parts, *self._close(reader, end, whole=True)], True
+
+    def _is_behind(self, rest: str, certain: bool) -> bool:
+        """Whether something is written behind a call, before the end of its block; a mark that has begun may not be it."""
+        rest = rest.lstrip()
+        known = (self._form.begin, self._form.end, *self._form.around)
+        return bool(rest) and (certain or not any(mark != rest and mark.startswith(rest) for mark in known))
 
     def _feed(self, reader: CallReader, text: str) -> list[str | CallPart]:
         parts = reader.push(text) if text else ()
@@ -188,16 +252,32 @@ class ToolCallParser:
             self._begun = any(isinstance(part, CallBegin) for part in parts)
         return list(parts)
 
-    def _close(self, reader: CallReader, mark: str) -> list[str | CallPart]:
-        """The end of the call, or its text where it is none; `mark` ended it."""
+    def _close(self, reader: CallReader, mark: str = "", *, whole: bool = False, block: bool = False) -> list[str | CallPart]:
+        """The end of the call, or its text where it is none.
+
+        Args:
+            mark: that ended it.
+            whole: whether it has an end, whatever its arguments are.
+            block: whether another call may follow before the end mark.
+        """
         self._reader = None
         try:
-            parts = reader.finish() if mark or self._begun else None
-        except ValueError:
-            closing = [CallArguments(reader.closing)] if self._begun and mark and reader.closing else []
-            parts = [*closing, CallEnd(whole=False)] if self._begun else None
-        if parts is not None:
-            # A call whose end mark is there is one, whatever its arguments are.
-            return [CallEnd() if mark and isinstance(part, CallEnd) else part for part in parts]
-        self._after_mark = False
-        return [self._form.begin + "".join(self._read) + mark]
+            parts = list(reader.finish()) if whole or self._begun or not self._block else None
+        except ValueError as error:
+            untold = list(error.parts) if isinstance(error, NoCall) else []
+            closing = [CallArguments(reader.closing)] if whole and reader.closing else []
+            parts = [*untold, *closing, CallEnd(whole=False)] if self._begun else None
+        if parts is None:
+            self._after_mark = False
+            text = "".join(self._read).strip() if self._block and not self._mark else f"{self._mark}{''.join(self._read)}{mark}"
+            return [text] if text else []
+        self._go_on(reader.rest.lstrip(), block)
+        return [CallEnd() if whole and isinstance(part, CallEnd) else part for part in parts]
+
+    def _go_on(self, rest: str, block: bool) -> None:
+        """What is behind a call is another one where its block has not ended, or text."""
+        if block and rest and not rest.startswith((self._form.end, *self._form.around)):
+            mark = self._form.begin if rest.startswith(self._form.begin) else ""
+            rest = rest.removeprefix(mark)
+            self._begin(mark, block=True)
+        self._pending = rest.removeprefix(self._form.end) + self._pending

@@ -17,7 +17,8 @@ from npucompile.server.parsers.tool_calls import CallArguments, CallBegin, CallE
 class Colon:
     """`NAME:JSON`, known at its end."""
 
-    inside = False
+    inside = failed = False
+    rest = closing = ""
 
     def __init__(self, tools):
         self.tools, self.text = tools, ""

@@ -1,0 +1,163 @@
+"""Calls that models write nearly right, most of which vLLM's parsers read too: each is a call or text, and nothing is lost."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.parsing import Call, pieces_of, whole
+
+from npucompile.server.chat.format import ChatFormat
+from npucompile.server.parsers.call_formats import FORMATS
+from npucompile.server.parsers.reasoning import Content, Reasoning
+from npucompile.server.parsers.tool_calls import CallArguments, CallBegin
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}, "t": {"type": "string"}, "y": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
+CLOSED, OPEN = "<think>\n\n</think>\n\n", "<think>\n"
+F = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
+G = "<function=g>\n<parameter=t>\na b\n</parameter>\n</function>"
+ONE, OTHER = Call("f", {"x": 1}), Call("g", {"t": "a b"})
+JSON_F, JSON_G = '{"name": "f", "arguments": {"x": 1}}', '{"name": "g", "arguments": {"t": "a b"}}'
+X, T = "<parameter=x>\n1\n", "<parameter=t>\na b\n"
+SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+
+
+def parse(form, prompt, pieces, tools=TOOLS):
+    parser = ChatFormat(None, "qwen3", form).parser(prompt, tools)
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    together = []
+    for part in whole(parts):
+        if together and type(part) is type(together[-1]) is not Call:
+            together[-1] = type(part)(together[-1].text + part.text)
+        else:
+            together.append(part)
+    return together
+
+
+TAGGED = [
+    ("the end mark alone is missing", f"<tool_call>\n{F}", [ONE]),
+    ("without marks", F, [ONE]),
+    ("without the first mark", f"So:\n{F}\n</tool_call>", [Content("So:"), ONE]),
+    ("without marks, text behind", f"{F}\nDone.", [ONE, Content("Done.")]),
+    ("two without marks", f"{F}\n{G}", [ONE, OTHER]),
+    ("without arguments", "<function=f>\n</function>", [Call("f", {})]),
+    ("two in one block", f"<tool_call>\n{F}\n{G}\n</tool_call>", [ONE, OTHER]),
+    ("three, and text", f"<tool_call>\n{F}\n{F}\n{G}\nok\n</tool_call>\nbye", [ONE, ONE, OTHER, Content("ok\nbye")]),
+    ("an end mark is missing between two", f"<tool_call>\n{F}\n<tool_call>\n{G}\n</tool_call>", [ONE, OTHER]),
+    ("a first mark is missing between two", f"<tool_call>\n{F}\n</tool_call>\n{G}\n</tool_call>", [ONE, OTHER]),
+    ("a parameter without its end", f"<tool_call>\n<function=f>\n{X}{T}</parameter>\n</function>\n</tool_call>",
+     [Call("f", {"x": 1, "t": "a b"})]),
+    ("a text without its end", f"<tool_call>\n<function=f>\n{T}{X}</parameter>\n</function>\n</tool_call>",
+     [Call("f", {"t": "a b", "x": 1})]),
+    ("the last one without its end", "<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n</tool_call>", [ONE]),
+    ("the last one of the first of two", f"<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n{G}\n</tool_call>", [ONE, OTHER]),
+    ("neither its end nor the function's", "<tool_call>\n<function=g>\n<parameter=t>\na b\n</tool_call>", [OTHER]),
+    ("neither, and another call", f"<tool_call>\n<function=g>\n{T}</tool_call>\n<tool_call>\n{F}\n</tool_call>", [OTHER, ONE]),
+    ("text between arguments", "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\nhm\n</function>\n</tool_call>",
+     [ONE, Content("hm\n</function>")]),
+    ("text about tags", "Write <function=name> and <function=f> there.", [Content("Write <function=name> and <function=f> there.")]),
+    ("text about tags, then a call", f"As <function=f> does:\n<tool_call>\n{F}\n</tool_call>", [Content("As <function=f> does:"), ONE]),
+    ("an unknown function without marks", "<function=h>\n</function>", [Content("<function=h>\n</function>")]),
+    ("a value that speaks of tags", "<tool_call>\n<function=g>\n<parameter=t>\n<parameter=z> </function> x </tool_call> y\n</parameter>\n"
+     "</function>\n</tool_call>", [Call("g", {"t": "<parameter=z> </function> x </tool_call> y"})]),
+]  # fmt: skip
+
+JSON = [
+    ("parameters", '<tool_call>\n{"name": "f", "parameters": {"x": 1}}\n</tool_call>', [ONE]),
+    ("parameters first", '<tool_call>\n{"parameters": {"x": 1}, "name": "f"}\n</tool_call>', [ONE]),
+    ("two in one block", f"<tool_call>\n{JSON_F}\n{JSON_G}\n</tool_call>", [ONE, OTHER]),
+    ("two with a comma", f"<tool_call>\n{JSON_F},\n{JSON_G}\n</tool_call>", [ONE, Content(f",\n{JSON_G}")]),
+    ("a list", f"<tool_call>\n[{JSON_F}, {JSON_G}]\n</tool_call>", [ONE, OTHER]),
+    ("an end mark is missing between two", f"<tool_call>\n{JSON_F}\n<tool_call>\n{JSON_G}\n</tool_call>", [ONE, OTHER]),
+    ("text behind it", f"<tool_call>\n{JSON_F} so\n</tool_call>", [ONE, Content("so")]),
+    ("an outer bracket is missing", '<tool_call>\n{"name": "f", "arguments": {"x": 1}\n</tool_call>', [ONE]),
+    ("arguments by another name", '<tool_call>\n{"name": "f", "args": {"x": 1}}\n</tool_call>',
+     [Content('<tool_call>\n{"name": "f", "args": {"x": 1}}\n</tool_call>')]),
+    ("both names", '<tool_call>\n{"arguments": {"x": 1}, "parameters": {}, "name": "f"}\n</tool_call>',
+     [Content('<tool_call>\n{"arguments": {"x": 1}, "parameters": {}, "name": "f"}\n</tool_call>')]),
+    ("without marks it is text", JSON_F, [Content(JSON_F)]),
+]  # fmt: skip
+
+OTHERS = [
+    ("deepseek_v31", f'{BEGIN}f{SEP}{{"x": 1}} so{END}', [ONE, Content("so")]),
+    ("deepseek_v31", f'{BEGIN}f{SEP}{{"x": 1}}{BEGIN}g{SEP}{{"t": "a b"}}{END}', [ONE, OTHER]),
+    ("deepseek_v3", f'{BEGIN}function{SEP}f\n```json\n{{"x": 1}}\n```{BEGIN}function{SEP}g\n```json\n{{"t": "a b"}}\n```{END}',
+     [ONE, OTHER]),
+    ("deepseek_v32", '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="x" string="false">1<｜DSML｜parameter name="t" string="true">a b'
+     "</｜DSML｜parameter>\n</｜DSML｜invoke>", [Call("f", {"x": 1, "t": "a b"})]),
+]  # fmt: skip
+
+CASES = [
+    *(("qwen3_coder", *case) for case in TAGGED),
+    *(("hermes", *case) for case in JSON),
+    *((form, form, *rest) for form, *rest in OTHERS),
+]
+
+
+@pytest.mark.parametrize(("form", "name", "text", "expected"), CASES, ids=[f"{form}: {name}" for form, name, _, _ in CASES])
+def test_what_is_nearly_a_call_is_one_or_is_text(form, name, text, expected):
+    assert parse(form, CLOSED, [text]) == expected
+    # Token by token, and character by character, it is the same.
+    assert parse(form, CLOSED, list(text)) == expected
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "hermes"])
+@pytest.mark.parametrize(
+    ("around", "expected"),
+    [
+        ("I need f.\n{}", [Reasoning("I need f."), ONE]),
+        ("{}", [ONE]),
+        ("I need f.\n{}\nLet me see.", [Reasoning("I need f."), ONE, Content("Let me see.")]),
+        ("I need f.\n{}\n{}", [Reasoning("I need f."), ONE, ONE]),
+        ("I could {}\n</think>\n\nNo.", None),
+        ("I could {}\n</think>\n\n{}", None),
+        ("I know <tool_call> well.", [Reasoning("I know <tool_call> well.")]),
+        ("I know <tool_call> and </tool_call> well.\n", [Reasoning("I know <tool_call> and </tool_call> well.\n")]),
+    ],
+)
+def test_a_call_within_thinking_that_is_not_closed_is_one(form, around, expected):
+    call = f"<tool_call>\n{F if form == 'qwen3_coder' else JSON_F}\n</tool_call>"
+    text = around.replace("{}", call)
+    if expected is None:
+        expected = [Reasoning(f"I could {call}"), Content("No.") if "No." in around else ONE]
+    for pieces in ([text], list(text)):
+        assert parse(form, OPEN, pieces) == expected
+    assert parse(form, OPEN, [text], tools=())[0] == (
+        Reasoning(text) if "</think>" not in text else Reasoning(f"I could {call}"))  # fmt: skip
+
+
+def test_a_call_that_is_cut_within_thinking_is_told_as_far_as_it_was_written():
+    parser = ChatFormat(None, "qwen3", "qwen3_coder").parser(OPEN, TOOLS)
+    parts = [*parser.push("hm\n<tool_call>\n<function=g>\n<parameter=t>\na"), *parser.finish()]
+    assert [part for part in parts if not isinstance(part, CallArguments)][:2] == [Reasoning("hm"), CallBegin("g")]
+    assert not parts[-1].whole
+    assert "".join(part.text for part in parts if isinstance(part, CallArguments)) == '{"t": "a'
+
+
+WORDS = {
+    "qwen3_coder": ["<tool_call>", "</tool_call>", "<function=f>", "<function=h>", "</function>", "<parameter=x>", "<parameter=t>",
+                    "<parameter=z>", "</parameter>", "\n", " ", "<", "</"],
+    "hermes": ["<tool_call>", "</tool_call>", JSON_F, JSON_G, '{"name": "f", "parameters": {',
+               '"x": 1', "}", "[", "]", ",", '"', "\n", " ", "<"],
+}  # fmt: skip
+SAID = re.compile(r"w\d")
+
+
+@pytest.mark.parametrize("form", WORDS)
+@given(data=st.data())
+def test_nothing_that_was_written_is_lost_and_pieces_do_not_matter(form, data):
+    """Words among marks and halves of calls: each is in the reasoning, the text, or the arguments of a call, once and in order."""
+    words = data.draw(st.lists(st.sampled_from([*WORDS[form], "</think>", "w"]), max_size=14))
+    text = "".join(f"w{place % 10}" if word == "w" else word for place, word in enumerate(words))
+    prompt = data.draw(st.sampled_from([OPEN, CLOSED]))
+    assert parse(form, prompt, data.draw(pieces_of(text))) == parse(form, prompt, [text])
+    parser = ChatFormat(None, "qwen3", form).parser(prompt, TOOLS)
+    told = "".join(getattr(part, "text", "") for part in [*parser.push(text), *parser.finish()])
+    assert SAID.findall(told) == SAID.findall(text)
+
+
+def test_formats_are_all_here():
+    assert {form for form, *_ in CASES} == set(FORMATS)
