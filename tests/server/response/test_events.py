@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from npucompile.graphs.errors import ProtocolError, RequestError
@@ -15,6 +17,7 @@ from npucompile.server.response.output_writer import TextWriter
 from npucompile.server.response.usage import usage_object
 
 RECORD = ExecutionRecord(1.5, 2.5, 9.0, ("prefill-b1-q32",), (("decode-b2-q1", 3),), padded_rows=3, preemptions=0, cached_tokens=4)
+ROOT = Path(__file__).resolve().parents[3]
 HEAD = ResponseInfo("resp_1", "s", "tiny", 1700000000, 16, 0.0, 1.0, top_logprobs=2)
 USAGE = Usage(5, 3, RECORD)
 
@@ -114,3 +117,11 @@ def test_errors_are_told_apart():
     request = error_event(RequestError("too long", param="input", code="context_length_exceeded"), stream_id="b")
     assert request["stream_id"] == "b"
     assert (request["error"]["code"], request["error"]["param"]) == ("context_length_exceeded", "input")
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name)
+def test_a_page_that_names_one_end_of_a_response_names_them_all(page):
+    """A client that is written from it would wait for ever at the others."""
+    named = {kind for kind in TERMINAL_TYPES if f"`{kind}`" in page.read_text(encoding="utf-8")}
+    whole = "response.completed" in named or page.name == "README.md"
+    assert named == set(TERMINAL_TYPES) or not whole
