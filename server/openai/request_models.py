@@ -219,5 +219,7 @@ class ChatRequest(SamplingFields):
     service_tier: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     safety_identifier: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     prompt_cache_key: Annotated[Any, Ignored("a hint for caches")] = None
+    prompt_cache_retention: Annotated[Any, Ignored("a hint for caches")] = None
+    prompt_cache_options: Annotated[Any, Ignored("a hint for caches")] = None
     verbosity: Annotated[Any, Neutral(("medium",), "the models have no such setting")] = None
     web_search_options: Annotated[Any, Neutral((), "there is no web search")] = None

@@ -105,7 +105,8 @@ def _create(fields: dict[str, Any], service: Service) -> ResponseCreate:
 
 
 def _check_stream_options(options: Any, streams: bool) -> None:
-    if options in ({}, {"include_obfuscation": False}):
+    # Nothing is padded; padding is no part of an answer.
+    if isinstance(options, dict) and options.keys() <= {"include_obfuscation"} and all(type(value) is bool for value in options.values()):
         return
-    legal = '{"include_obfuscation": false}' if streams else "absent, as stream is false"
+    legal = '{"include_obfuscation": true or false}' if streams else "absent, as stream is false"
     raise FieldError(f"stream_options is {options!r:.200}; legal is {legal}", param="stream_options")

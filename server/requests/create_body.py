@@ -131,6 +131,7 @@ class CreateFields(GenerationFields):
     safety_identifier: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     prompt_cache_key: Annotated[Any, Ignored("a hint for caches")] = None
     prompt_cache_retention: Annotated[Any, Ignored("a hint for caches")] = None
+    prompt_cache_options: Annotated[Any, Ignored("a hint for caches")] = None
     service_tier: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     client_metadata: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     max_tool_calls: Annotated[Any, Ignored("concerns tools of the provider")] = None

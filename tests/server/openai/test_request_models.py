@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from npucompile.server.openai.generate import GenerateRequest, SamplingParams
 from npucompile.server.openai.request_models import MAX_PROMPTS, ChatRequest, CompletionRequest, SamplingFields, prompts
@@ -91,3 +93,16 @@ def test_prompts_have_four_forms(value, expected):
 def test_nothing_else_is_a_prompt(value):
     with pytest.raises(ValueError, match=r"prompts|token ids"):
         prompts(value)
+
+
+THEIRS = {
+    ChatRequest: (CompletionCreateParamsBase, {"moderation"}),
+    CreateFields: (ResponseCreateParamsBase, {"access_programs", "background_options", "image", "moderation", "stream_options"}),
+}
+"""Parameters of openai's clients that are unknown here, as they ask for another service; `stream_options` is read before the model is."""
+
+
+@pytest.mark.parametrize("model", THEIRS, ids=lambda model: model.__name__)
+def test_what_openais_clients_can_send_is_known(model):
+    theirs, unknown = THEIRS[model]
+    assert set(theirs.__annotations__) - set(model.model_fields) == unknown

@@ -71,7 +71,7 @@ def test_neutral_values_are_no_error(client):
     neutral = {
         "tools": [], "metadata": {}, "store": False, "user": "me", "parallel_tool_calls": True, "truncation": "disabled",
         "text": {"format": {"type": "text"}}, "reasoning": None, "background": False, "service_tier": "auto", "tool_choice": "auto",
-        "include": [], "previous_response_id": None,
+        "include": [], "previous_response_id": None, "extra_body": {"stream_options": {"include_obfuscation": True}},
     }  # fmt: skip
     assert client.responses.create(model="tiny", input="a", **neutral).output_text == "ua"
 
