@@ -36,10 +36,24 @@ class FunctionFields(ToolFields):
     strict: bool | None = None
 
 
+class Rules(Body):
+    """A grammar of a text."""
+
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomFormat(Rules):
+    """What the text of a custom tool must be; in chats its grammar is one level further in."""
+
+    type: Literal["text", "grammar"]
+    grammar: Rules | None = None
+
+
 class CustomFields(ToolFields):
     """What a custom tool is."""
 
-    format: dict[str, Any] | None = None
+    format: CustomFormat | None = None
 
 
 class Tool(Body):
@@ -130,10 +144,14 @@ def _function(fields: Mapping[str, Any]) -> Function:
 
 def _custom(tool: CustomFields, where: str) -> list[Offer | LeftOut]:
     """A function of one text; what that must look like is told to the model."""
-    form = tool.format or {}
-    grammar = form["grammar"] if isinstance(form.get("grammar"), dict) else form
-    rules = grammar.get("definition") if form.get("type") == "grammar" else None
-    said = [tool.description or "", f"{INPUT} keeps to this grammar ({grammar.get('syntax')}):\n{rules}" if rules else ""]
+    rules = ""
+    if tool.format and tool.format.type == "grammar":
+        grammar = tool.format.grammar or tool.format
+        for name, given in grammar:
+            if name in Rules.model_fields and given is None:
+                raise FieldError(f"{where}.format has no {name} of its grammar", param=f"{where}.format", code="missing_field")
+        rules = f"{INPUT} keeps to this grammar ({grammar.syntax}):\n{grammar.definition}"
+    said = [tool.description or "", rules]
     text = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
     function = {"name": tool.name, "description": "\n\n".join(filter(None, said)), "parameters": text}
     why = f"the grammar of {show(tool.name)} is told to the model, and not forced on it"

@@ -109,6 +109,8 @@ def test_a_tool_that_is_allowed_and_left_out_is_named():
         (read_tools, [{**FUNCTION, "paramters": {}}], "unknown_field", "tools[0].paramters", "did you mean parameters?"),
         (read_tools, [{**FUNCTION, "name": ""}], "invalid_field", "tools[0].name", "not empty"),
         (read_tools, [{**CUSTOM, "format": 1}], "invalid_field", "tools[0].format", "an object"),
+        (read_tools, [{**CUSTOM, "format": {"type": "xml"}}], "invalid_field", "tools[0].format.type", "'text' or 'grammar'"),
+        (read_tools, [{**CUSTOM, "format": {"type": "grammar", "syntax": "lark"}}], "missing_field", "tools[0].format", "no definition"),
         (read_tools, [{"type": "namespace", "name": "n", "tools": 1}], "invalid_field", "tools[0].tools", "a list"),
         (read_tools, [{"type": "namespace", "name": "n", "tools": [1]}], "invalid_field", "tools[0].tools[0]", "1"),
         (read_chat_tools, [{"type": "function"}], "missing_field", "tools[0].function", "missing"),
