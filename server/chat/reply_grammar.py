@@ -182,10 +182,11 @@ def check_choice(use: ToolUse, calls: str | None) -> None:
     if wants and not use.offered:
         message = f"tool_choice is {use.named or use.choice!r} and there are no tools; legal is tools beside it"
         raise RequestError(message, param="tool_choice")
-    names = [tool["function"]["name"] for tool in use.tools]
+    names = {tool["function"]["name"]: None for tool in use.tools}
     for name in (use.named, *(use.allowed or ())):
         if name is not None and name not in names:
-            raise RequestError(f"tool_choice names {show(name)}, and tools are {show(names)}; legal is one of them", param="tool_choice")
+            message = f"tool_choice names {show(name)}, and tools are {show(list(names))}; legal is one of them"
+            raise RequestError(message, param="tool_choice")
     if use.constrains and calls is None:
         message = (
             "the chat template shows no format of tool calls, which tool_choice, parallel_tool_calls: false and strict functions need; "

@@ -13,7 +13,7 @@ from .fields import FieldError, refuse_unknown, show
 from .left_out import LeftOut
 from .pictures import Content, Detail, PicturePart, picture_part
 from .tool_fields import INPUT, Offer
-from .tools import in_namespace, read_tools
+from .tools import MAX_TOOLS, brought, in_namespace, read_tools
 
 MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 256
@@ -119,6 +119,8 @@ def read_items(value: Any, param: str = "input") -> tuple[Item | LeftOut, ...]:
         raise FieldError(f"{param} is {show(value)}; legal is a string or a list of items", param=param)
     if len(value) > MAX_MESSAGES:
         raise FieldError(f"{param} has {len(value)} items; legal are at most {MAX_MESSAGES}", param=param)
+    if (tools := brought(value)) > MAX_TOOLS:
+        raise FieldError(f"items of {param} bring {tools} tools; legal are at most {MAX_TOOLS}", param=param)
     return tuple(_item(item, f"{param}[{i}]") for i, item in enumerate(value))
 
 

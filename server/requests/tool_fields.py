@@ -98,8 +98,10 @@ class ToolUse:
     @property
     def offered(self) -> tuple[Function, ...]:
         """The tools that the prompt has: what is not to be called is not in it."""
-        allowed = self.tools if self.allowed is None else tuple(tool for tool in self.tools if tool["function"]["name"] in self.allowed)
-        return () if self.choice == NONE else allowed
+        if self.choice == NONE or self.allowed is None:
+            return () if self.choice == NONE else self.tools
+        names = set(self.allowed)
+        return tuple(tool for tool in self.tools if tool["function"]["name"] in names)
 
     @property
     def constrains(self) -> bool:

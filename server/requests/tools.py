@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -101,10 +101,18 @@ def read_chat_tools(value: Any, param: str = "tools") -> tuple[Offer | LeftOut, 
 
 
 def _listed(value: Any, param: str) -> list[Any]:
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        shown = f"{len(value)} tools" if isinstance(value, list) else show(value)
+    """The entries of a list, none of which has been looked at."""
+    count = len(value) + brought(value) if isinstance(value, list) else 0
+    if not isinstance(value, list) or count > MAX_TOOLS:
+        shown = f"{count} tools" if isinstance(value, list) else show(value)
         raise FieldError(f"{param} is {shown}; legal is a list of at most {MAX_TOOLS}", param=param)
     return value
+
+
+def brought(entries: Sequence[Any]) -> int:
+    """How many tools entries of a list have within them."""
+    lists = (entry.get("tools") for entry in entries if isinstance(entry, dict))
+    return sum(len(tools) + brought(tools) for tools in lists if isinstance(tools, list))
 
 
 def _kind(entry: Any, where: str) -> str:

@@ -119,6 +119,12 @@ def test_calls_of_custom_tools_and_of_namespaces_are_those_of_the_functions_in_t
     assert call["tool_calls"][0]["function"]["name"] == "mcp__notes__f"
 
 
+def test_items_bring_no_more_tools_than_a_request_may_have():
+    with pytest.raises(FieldError, match="bring 2048 tools; legal are at most 1024") as caught:
+        read_items([{"type": "additional_tools", "tools": [{"type": "function", "name": "f"}] * 512}] * 4)
+    assert caught.value.param == "input"
+
+
 CONTENT_ELSEWHERE = ("item_reference", "compaction", "compaction_trigger", "configuration_update")
 """What stands for parts of a conversation that are not here: without it the answer would be to another one."""
 

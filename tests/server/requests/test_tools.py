@@ -103,6 +103,13 @@ def test_a_tool_that_is_allowed_and_left_out_is_named():
     [
         (read_tools, {}, "invalid_field", "tools", "a list of at most"),
         (read_tools, [FUNCTION] * (MAX_TOOLS + 1), "invalid_field", "tools", f"{MAX_TOOLS + 1} tools"),
+        (
+            read_tools,
+            [{"type": "namespace", "name": "n", "tools": [FUNCTION] * MAX_TOOLS}],
+            "invalid_field",
+            "tools",
+            f"{MAX_TOOLS + 1} tools",
+        ),
         (read_tools, ["f"], "invalid_field", "tools[0]", "'function', 'custom'"),
         (read_tools, [{"name": "f"}], "invalid_field", "tools[0].type", "None"),
         (read_tools, [{"type": "function"}], "missing_field", "tools[0].name", "missing"),
