@@ -22,7 +22,7 @@ from .template import Chat, ChatTemplate, Message
 
 AUTO, NONE = "auto", "none"
 
-SYSTEM, DEVELOPER = "system", "developer"
+SYSTEM, DEVELOPER, USER, ASSISTANT = "system", "developer", "user", "assistant"
 BETWEEN = "\n\n"
 """Two messages of the system that are one."""
 
@@ -81,7 +81,7 @@ class ChatFormat:
         if "developer" not in self.template.text:
             # OpenAI's newer name of a role that most templates know by the older one.
             messages = [{**message, "role": SYSTEM} if message["role"] == DEVELOPER else message for message in messages]
-        chat = replace(chat, messages=_led(messages, self.template))
+        chat = replace(chat, messages=_placed(messages, self.template))
         try:
             return self.template.render(chat)
         except RequestError as error:
@@ -164,18 +164,25 @@ class ChatFormat:
         return MessageParser(thinking, ToolCallParser(form, schemas))
 
 
-def _led(messages: list[Message], template: ChatTemplate) -> list[Message]:
-    """The messages with those of the system that they begin with as one, where the template has no place for several."""
+def _placed(messages: list[Message], template: ChatTemplate) -> list[Message]:
+    """The messages with those of the system where the template has a place for them: those that come first are one, and later ones are
+    the user's, where it would refuse them or leave them out."""
     leading = list(takewhile(lambda message: message["role"] in (SYSTEM, DEVELOPER), messages))
+    others = [
+        {**message, "role": USER}
+        if message["role"] in (SYSTEM, DEVELOPER) and not template.takes(USER, ASSISTANT, message["role"])
+        else message
+        for message in messages[len(leading) :]
+    ]
     if len(leading) < 2 or all(template.takes(leading[0]["role"], message["role"]) for message in leading[1:]):
-        return messages
+        return [*leading, *others]
     contents = [message["content"] for message in leading]
     if all(isinstance(content, str) for content in contents):
         whole: Any = BETWEEN.join(contents)
     else:
         parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
         whole = [*parts[0], *(part for more in parts[1:] for part in ({"type": "text", "text": BETWEEN}, *more))]
-    return [{**leading[0], "content": whole}, *messages[len(leading) :]]
+    return [{**leading[0], "content": whole}, *others]
 
 
 def _with_objects(message: Message) -> Message:

@@ -69,7 +69,7 @@ class ChatTemplate:
     def __init__(self, text: str, special_tokens: Mapping[str, str] | None = None, now: Callable[[], datetime] = datetime.now) -> None:
         self.text = text
         self._special_tokens = dict(special_tokens or {})
-        self._takes: dict[tuple[str, str], bool] = {}
+        self._takes: dict[tuple[str, ...], bool] = {}
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals |= {
@@ -84,16 +84,16 @@ class ChatTemplate:
             raise ModelError(f"the chat template is not Jinja: line {error.lineno}: {error.message}") from None
         self.variables = frozenset(find_undeclared_variables(environment.parse(text)))
 
-    def takes(self, first: str, second: str) -> bool:
-        """Whether a conversation may begin with messages of these two roles, both of which the prompt shows."""
-        if (first, second) not in self._takes:
-            messages = [{"role": role, "content": f"of the {place}"} for role, place in ((first, "first"), (second, "second"))]
+    def takes(self, *roles: str) -> bool:
+        """Whether a conversation may begin with messages of these roles, all of which the prompt shows."""
+        if roles not in self._takes:
+            messages = [{"role": role, "content": f"message {place}."} for place, role in enumerate(roles)]
             try:
                 text = self.render(Chat([*messages, {"role": "user", "content": "so"}]))
             except RequestError:
                 text = ""
-            self._takes[first, second] = all(message["content"] in text for message in messages)
-        return self._takes[first, second]
+            self._takes[roles] = all(message["content"] in text for message in messages)
+        return self._takes[roles]
 
     def render(self, chat: Chat) -> str:
         """The prompt of a conversation.

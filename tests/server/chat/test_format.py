@@ -160,9 +160,20 @@ def test_parts_of_several_messages_of_the_system_come_in_order():
     assert form.render(Chat([say("system", "a"), say("system", parts), say("user", "c")])) == "<system>a\n\nbd<user>c"
 
 
-def test_one_that_comes_later_is_the_templates_to_refuse():
-    with pytest.raises(RequestError, match="once"):
-        ChatFormat(ChatTemplate(ONE_ALONE)).render(Chat([say("system", "a"), say("user", "c"), say("system", "b")]))
+@pytest.mark.parametrize(
+    ("template", "later"), [(ONE_ALONE, "<user>d<user>e"), (FIRST_ALONE, "<user>d<user>e"), (EACH, "<system>d<user>e")]
+)
+def test_one_that_comes_later_is_the_users_where_the_template_has_no_place_for_it(template, later):
+    """As coding agents write where what they may do changes, and behind a summary of what came before."""
+    messages = [say("system", "a"), say("user", "b"), say("assistant", "c"), say("developer", "d"), say("user", "e")]
+    assert ChatFormat(ChatTemplate(template)).render(Chat(messages)) == f"<system>a<user>b<assistant>c{later}"
+
+
+def test_what_the_template_refuses_all_the_same_is_refused_in_its_words():
+    check = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('by turns') }}{% endif %}"
+    alternating = f"{{% for m in messages %}}{check}{{% endfor %}}"
+    with pytest.raises(RequestError, match="by turns"):
+        ChatFormat(ChatTemplate(alternating)).render(Chat([say("user", "a"), say("system", "b"), say("user", "c")]))
 
 
 SWITCHED = "{% if enable_thinking is defined and enable_thinking is false %}{% endif %}"

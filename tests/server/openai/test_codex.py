@@ -87,7 +87,7 @@ def test_an_agent_works_to_the_end(url, brought):
         # Sent back as they came, with what other providers add.
         history += items
         if said is not None:
-            history.append(output(items[-1], said))
+            history += [output(items[-1], said), {**ALLOWED, "content": [{"type": "input_text", "text": "You may run commands now."}]}]
     command, patch, find, message = seen
     assert (command["name"], json.loads(command["arguments"])) == ("exec_command", {"cmd": "cat a.py"})
     assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "apply_patch", PATCH)
