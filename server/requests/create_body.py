@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 
 from ...graphs.errors import RequestError
 from ...runtime.request import Sampling
@@ -105,7 +105,7 @@ class CreateFields(GenerationFields):
     input: Annotated[str | tuple[Item | LeftOut, ...] | None, PlainValidator(_input)] = None
     input_token_ids: Annotated[tuple[int, ...] | None, PlainValidator(_token_ids)] = None
     stream_id: StreamId | None = None
-    instructions: Annotated[str, Field(min_length=1)] | None = None
+    instructions: Annotated[str | None, AfterValidator(lambda text: text or None)] = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     include: Annotated[list[Included], FailFast()] = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

@@ -14,6 +14,8 @@ from .tool_fields import AUTO, INPUT, NONE, REQUIRED, Declared, Function, Offer,
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
+DEFAULT_NAMESPACE = "functions"
+"""The namespace of functions that have no other: its name changes nothing."""
 
 
 class ToolFields(Body):
@@ -77,9 +79,9 @@ class Namespace(Body):
 
 def in_namespace(namespace: object, name: str) -> str:
     """What a function of a namespace is called in the prompt."""
-    if not isinstance(namespace, str) or not namespace:
+    if not isinstance(namespace, str) or namespace in ("", DEFAULT_NAMESPACE):
         return name
-    return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
+    return f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
 def read_tools(value: Any, param: str = "tools") -> tuple[Offer | LeftOut, ...]:
@@ -176,7 +178,8 @@ def _namespaced(namespace: Namespace, where: str) -> list[Offer | LeftOut]:
             function, declared = entry.function["function"], entry.declared
             said = "\n\n".join(filter(None, (about, function.get("description"))))
             function = {**function, "name": in_namespace(namespace.name, declared.name), **({"description": said} if said else {})}
-            entry, about = Offer(_function(function), Declared(declared.name, namespace.name, declared.custom)), None
+            space = None if namespace.name == DEFAULT_NAMESPACE else namespace.name
+            entry, about = Offer(_function(function), Declared(declared.name, space, declared.custom)), None
         tools.append(entry)
     return tools
 

@@ -33,6 +33,14 @@ TOOLS = [
 ]  # fmt: skip
 
 
+LITE = [
+    {"type": "additional_tools", "role": "developer", "tools": [
+        {"type": "namespace", "name": "functions", "description": "", "tools": TOOLS[:2]}, *TOOLS[2:]]},
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are an agent."}]},
+]  # fmt: skip
+"""Where newer models have tools and instructions."""
+
+
 def body(*items, tools=TOOLS):
     return {
         "model": "tiny", "instructions": "You are an agent.", "input": [ALLOWED, ASKED, *items], "tools": tools, "tool_choice": "auto",
@@ -74,13 +82,14 @@ def output(item, text):
     return {"type": kind, "call_id": item["call_id"], "output": text}
 
 
-@pytest.mark.parametrize("brought", [False, True], ids=["tools", "additional_tools"])
-def test_an_agent_works_to_the_end(url, brought):
-    history = [{"type": "additional_tools", "role": "developer", "tools": TOOLS}] if brought else []
-    tools = [] if brought else TOOLS
-    seen = []
+@pytest.mark.parametrize("lite", [False, True], ids=["tools", "additional_tools"])
+def test_an_agent_works_to_the_end(url, lite):
+    history, seen = [], []
     for said in ("x = 1", "patched", "none", None):
-        items, response = turn(url, body(*history, tools=tools))
+        request = body(*history)
+        if lite:
+            request |= {"instructions": "", "tools": None, "input": [*LITE, *request["input"]]}
+        items, response = turn(url, request)
         assert len(response["warnings"]) == 4
         assert items == response["output"]
         seen.append(items[-1])
@@ -115,8 +124,11 @@ def test_an_agent_works_to_the_end_on_one_websocket(url):
     assert seen[1]["input"] == PATCH
 
 
-def test_the_prompt_has_what_the_model_may_see(url):
-    request = {name: value for name, value in body().items() if name not in ("stream", "store")}
+@pytest.mark.parametrize(
+    "lite", [{}, {"instructions": "", "tools": [], "input": [*LITE, ALLOWED, ASKED]}], ids=["tools", "additional_tools"]
+)
+def test_the_prompt_has_what_the_model_may_see(url, lite):
+    request = {name: value for name, value in {**body(), **lite}.items() if name not in ("stream", "store")}
     ids = httpx.post(f"{url}/responses/render", json=request).json()["token_ids"]
     text = httpx.post(f"{url.removesuffix('/v1')}/detokenize", json={"tokens": ids}).json()["prompt"]
     head = "[exec_command][apply_patch][mcp__notes__find]<system>You are an agent.\n\nYou may write here.\n"

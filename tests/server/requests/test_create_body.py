@@ -92,6 +92,11 @@ def test_instructions_come_before_the_input():
     assert create(input=[{"role": "user", "content": "ab"}], instructions="be brief").prompt == conversation
 
 
+def test_instructions_that_say_nothing_are_none():
+    assert create(input="ab", instructions="").prompt == "ab"
+    assert create(input=[{"role": "user", "content": "ab"}], instructions="").prompt.messages() == [{"role": "user", "content": "ab"}]
+
+
 def test_a_turn_may_hold_an_output_item_of_the_turn_before():
     part = {"type": "output_text", "text": "b", "annotations": [], "logprobs": []}
     item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
@@ -196,7 +201,7 @@ REFUSED = [
     ),
 ]
 WRONG = {
-    "stream_id": ("", 1, "s" * 129), "model": (1, ""), "instructions": ("",), "previous_response_id": ("",), "store": (1,),
+    "stream_id": ("", 1, "s" * 129), "model": (1, ""), "instructions": (1,), "previous_response_id": ("",), "store": (1,),
     "max_output_tokens": (0, 2.0, True), "temperature": (-1, "hot", float("inf")), "top_p": (0, 1.5), "min_p": (2,), "top_k": (1.5,),
     "seed": (-2,), "stop": ("", ["a"] * 17, "a" * 1025, {"a": 1}), "ignore_eos": (1,), "include": (LOGPROBS,), "stream": (1,),
     "top_logprobs": (21, -1, True), "n": (0, 2.0, False), "cache_salt": ("", "x" * 257), "skip_reading_prefix_cache": (1,),

@@ -62,6 +62,8 @@ def test_tools_of_a_namespace_have_both_names():
     assert [function.get("description") for function in functions([first, second])] == ["Notes.", ""]
     assert shell.param == "tools[0].tools[2]"
     assert read_tools([{**space, "name": "crm__"}])[0].name == "crm__f"
+    plain, custom, _ = read_tools([{**space, "name": "functions", "description": ""}])
+    assert (plain.name, plain.declared, custom.declared) == ("f", Declared("f"), Declared("say", custom=True))
 
 
 def test_every_other_kind_is_left_out_by_name_and_fails_nothing():
