@@ -18,8 +18,8 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ...graphs.errors import ProtocolError
@@ -259,6 +259,19 @@ def _listening(config: RendezvousConfig, store: TCPStore) -> Iterator[socket.soc
         yield listener
 
 
+class _Hello(msgspec.Struct):
+    """What `_hello` says of a rank."""
+
+    rank: int
+    world_size: int
+    identity: dict[str, str]
+    port: int
+    node_rank: int
+    nodes: int
+    host: str
+    address: str
+
+
 def _listener(host: str, port: int, backlog: int) -> socket.socket:
     return socket.create_server((host, port), family=family(host), backlog=backlog)
 
@@ -290,10 +303,15 @@ def _accept_one(
             _turn_away(stream, address, turned_away, say)
         stream.close()
         return None
-    fields = decode(hello[HEADER.size :]).fields
-    rank, node = fields["rank"], Node(fields["node_rank"], fields["nodes"], fields["host"], fields["address"])
-    refusal = _mismatch(fields, node, arrivals, config, identity)
-    arrivals[rank if rank not in arrivals else -1] = Arrival(stream, node, fields["port"])
+    try:
+        came = msgspec.convert(decode(hello[HEADER.size :]).fields, _Hello)
+    except (ProtocolError, msgspec.ValidationError):
+        # Where there is no token anybody can prove anything.
+        stream.close()
+        return None
+    node = Node(came.node_rank, came.nodes, came.host, came.address)
+    refusal = _mismatch(came, node, arrivals, config, identity)
+    arrivals[came.rank if came.rank not in arrivals else -1] = Arrival(stream, node, came.port)
     return refusal
 
 
@@ -308,9 +326,9 @@ def _turn_away(stream: socket.socket, address: str, turned_away: list[str], say:
 
 
 def _mismatch(
-    hello: Mapping[str, Any], node: Node, arrivals: Mapping[int, Arrival], config: RendezvousConfig, identity: Mapping[str, str]
+    hello: _Hello, node: Node, arrivals: Mapping[int, Arrival], config: RendezvousConfig, identity: Mapping[str, str]
 ) -> str | None:
-    rank, size, other, own = hello["rank"], hello["world_size"], hello["identity"], config.node
+    rank, size, other, own = hello.rank, hello.world_size, hello.identity, config.node
     if node.count != own.count:
         legal = "legal is one --nnodes on all machines"
         return f"{node} was started as one of {node.count} machines, {own} as one of {own.count}; {legal} [nnodes_mismatch]"

@@ -199,6 +199,13 @@ def test_strangers_are_turned_away_and_stop_nothing(first, monkeypatch):
             assert receive(stranger).kind == "challenge"
             stranger.sendall(data)
             assert told(stranger) == (WRONG_TOKEN if data in unproven else b"")
+    for fields in ({}, {"rank": [1]}, {"rank": 1, "world_size": 3, "identity": {"artifact": 1}}):
+        # Of who knows the token, or where there is none.
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as stranger:
+            challenge, wrong = receive(stranger).fields["challenge"], encode("hello", **fields)
+            proof = hmac.digest(config.token.encode(), challenge + wrong, "sha256")
+            stranger.sendall(encode("proven", hello=wrong, proof=proof))
+            assert told(stranger) == b""
     others = [Rank(other(config, rank)) for rank in (1, 2)]
     waiting.join(WAIT_S)
     assert sorted(connections) == [1, 2]
