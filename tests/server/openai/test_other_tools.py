@@ -44,7 +44,8 @@ def says(prompt):
 @pytest.fixture(scope="module")
 def client():
     with scripted(says, chat=ChatFormat(ChatTemplate(TEMPLATE), None, "hermes")) as (url, _):
-        yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            yield client
 
 
 def check(response):
@@ -121,8 +122,8 @@ def test_chats_have_custom_tools_too(client):
 
 def test_a_strict_server_refuses_what_it_would_leave_out():
     limits = SocketLimits(strict_fields=True)
-    with scripted(says, chat=ChatFormat(ChatTemplate(TEMPLATE), None, "hermes"), limits=limits) as (url, _):
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    form = ChatFormat(ChatTemplate(TEMPLATE), None, "hermes")
+    with scripted(says, chat=form, limits=limits) as (url, _), openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         assert client.responses.create(model="tiny", input=[USER], tools=[SPACE]).output[1].name == "find"
         for create, turn in ((client.responses.create, {"input": [USER]}), (client.chat.completions.create, {"messages": [USER]})):
             with pytest.raises(openai.BadRequestError, match=r"tools\[0\]: a tool of type 'web_search'.*--strict-fields"):
