@@ -43,9 +43,9 @@ def says(prompt):
 
 @pytest.fixture(scope="module")
 def client():
-    with scripted(says, chat=ChatFormat(ChatTemplate(TEMPLATE), None, "hermes")) as (url, _):
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            yield client
+    form = ChatFormat(ChatTemplate(TEMPLATE), None, "hermes")
+    with scripted(says, chat=form) as (url, _), openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def check(response):
