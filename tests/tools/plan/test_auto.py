@@ -51,7 +51,7 @@ def test_a_build_takes_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     from npucompile.tools.builder import build_all
 
     asked: list[object] = []
-    monkeypatch.setattr(build_all, "build_all", lambda model, options, *rest: asked.append(options["buckets"]) or [])
+    monkeypatch.setattr(build_all, "build_all", lambda model, options, *rest, **more: asked.append(options["buckets"]) or [])
     file = tmp_path / "buckets.json"
     file.write_text(json.dumps({"buckets": [1, 3]}))
     result = CliRunner().invoke(main, ["build", "qwen3.5-tiny", "--buckets", f"auto:{file}", "--out", str(tmp_path / "out")])
