@@ -34,6 +34,8 @@ def _ends(plan: Plan) -> Iterator[str]:
     ends = ", ".join(f"{token} ({' and '.join(plan.source.eos_files[token])})" for token in plan.eos_ids)
     yield f"responses end at token {ends}" if ends else "no file names a token that ends responses: they end at their limits and stops"
     unreachable = sorted(set(plan.source.eos_ids) - set(plan.eos_ids))
+    if plan.source.tokenizer is None:
+        yield "the checkpoint has no tokenizer.json: no server takes its text, and `generate` takes --token-ids alone"
     if unreachable:
         yield f"end-of-text ids {unreachable} lie outside the vocabulary of {plan.model.config.vocab_size} and end nothing"
 

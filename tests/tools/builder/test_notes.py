@@ -44,3 +44,10 @@ def test_it_is_said_which_files_name_the_ends_of_responses(tmp_path):
     silent = tiny.write_checkpoint(tmp_path / "silent", eos_token_id=None)
     assert any(note.startswith("no file names a token that ends responses") for note in tiny.planned(silent).notes)
     assert not any("end" in note for note in tiny.planned("qwen3.5-27b", backend="null").notes)
+
+
+def test_a_checkpoint_that_no_server_takes_text_of_is_mentioned(tmp_path):
+    """Its server ends where it starts, and its artifact is of use all the same."""
+    bare = tiny.write_checkpoint(tmp_path / "bare", tokenizer=False)
+    assert any(note.startswith("the checkpoint has no tokenizer.json") for note in tiny.planned(bare).notes)
+    assert not any("tokenizer.json" in note for note in tiny.planned(tiny.write_checkpoint(tmp_path / "whole")).notes)
