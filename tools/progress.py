@@ -1,9 +1,10 @@
-"""Reports the progress of long work: bars on a terminal, lines elsewhere."""
+"""Reports the progress of long work: bars on a terminal, lines elsewhere, where silence is broken from time to time."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TextIO
@@ -16,6 +17,9 @@ tqdm.monitor_interval = 0
 
 BAR_BYTES = 2**28
 """Less than this is read without a bar."""
+
+SILENT_S = 30.0
+"""Where no bar is drawn, a line says after so long how far it is."""
 
 BAR_STEPS = 20
 MB = 10**6
@@ -43,7 +47,18 @@ class Progress:
     def bar(self, title: str, total: int) -> Iterator[Bar]:
         """A bar over `total` steps; its last state stays on the terminal."""
         with tqdm(total=total, desc=title, file=self.stream, disable=self.quiet or not self.stream.isatty(), dynamic_ncols=True) as drawn:
-            yield Bar(self, title, total, drawn)
+            bar = Bar(self, title, total, drawn)
+            if self.quiet or not drawn.disable:
+                yield bar
+                return
+            ended = threading.Event()
+            speaking = threading.Thread(target=bar.break_silence, args=(ended,), daemon=True)
+            speaking.start()
+            try:
+                yield bar
+            finally:
+                ended.set()
+                speaking.join()
 
     @contextmanager
     def byte_bar(self, title: str, total: int) -> Iterator[ByteBar]:
@@ -58,12 +73,27 @@ class Bar:
     def __init__(self, progress: Progress, title: str, total: int, drawn: tqdm[None]) -> None:
         self._progress, self._drawn = progress, drawn
         self.title, self.total, self.done = title, total, 0
+        self._began_s = self._said_s = time.monotonic()
+
+    def break_silence(self, ended: threading.Event) -> None:
+        """Says how far it is whenever nothing was said for SILENT_S, until it has ended."""
+        while not ended.wait(max(0.0, self._said_s + SILENT_S - time.monotonic())):
+            if time.monotonic() >= self._said_s + SILENT_S:
+                self._say("...")
+
+    def _say(self, note: str) -> None:
+        """Writes a line: the count, a note, and if it takes long how long it has and how long it may yet."""
+        self._said_s = time.monotonic()
+        took_s, left = self._said_s - self._began_s, ""
+        if took_s >= SILENT_S and self.done < self.total:
+            left = f", {took_s:.0f} s so far" + (f", about {took_s / self.done * (self.total - self.done):.0f} s left" if self.done else "")
+        self._progress.say(f"{self.title} {self.done}/{self.total} {note}{left}")
 
     def step(self, note: str, count: int = 1) -> None:
         """Advances by `count` and shows `note`."""
         self.done += count
         if self._drawn.disable:
-            self._progress.say(f"{self.title} {self.done}/{self.total} {note}")
+            self._say(note)
         else:
             self._drawn.set_postfix_str(note, refresh=False)
             self._drawn.update(count)

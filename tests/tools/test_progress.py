@@ -1,7 +1,13 @@
 """tools/progress.py: lines without a terminal, bars on one."""
 
 import io
+import re
+import threading
+import time
 
+import pytest
+
+from npucompile.tools import progress as progress_module
 from npucompile.tools.progress import BAR_BYTES, BAR_STEPS, MB, Progress
 
 
@@ -33,6 +39,20 @@ def test_a_terminal_sees_one_bar_redrawn_below_the_lines() -> None:
     assert "2/4" in last
     assert ", second]" in last
     assert last.endswith("\n")
+
+
+def test_a_file_is_told_how_far_it_is_where_nothing_is_said_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "SILENT_S", 0.1)
+    out = io.StringIO()
+    with Progress(out).bar("compile", 3) as bar:
+        time.sleep(0.25)
+        bar.step("decode-b1-q1")
+        time.sleep(0.25)
+    lines = out.getvalue().splitlines()
+    assert re.fullmatch(r"compile 0/3 \.\.\., \d+ s so far", lines[0])
+    assert any(re.fullmatch(r"compile 1/3 decode-b1-q1, \d+ s so far, about \d+ s left", line) for line in lines)
+    assert re.fullmatch(r"compile 1/3 \.\.\., \d+ s so far, about \d+ s left", lines[-1])
+    assert not [thread for thread in threading.enumerate() if "break_silence" in thread.name]
 
 
 def test_quiet_says_nothing() -> None:

@@ -123,11 +123,12 @@ def choose_adjusted(plan: Plan) -> Plan:
 
 
 def say_length(plan: Plan) -> Plan:
-    """The plan for NPUs, which says so where requests are shorter than the model can take."""
+    """The plan for NPUs, which says so where requests are shorter than the model can take, also those of a published deployment."""
     length, longest = plan.limits.max_model_len, plan.source.max_position_embeddings
-    if plan.options.max_model_len is not None or plan.deployment or plan.target.local or length >= longest:
+    if plan.target.local or length >= longest or (plan.options.max_model_len is not None and not plan.deployment):
         return plan
-    return plan.noted(f"context {length} of {longest} tokens (state has room for all of it; --max-model-len to change)")
+    room = "" if plan.deployment else "state has room for all of it; "
+    return plan.noted(f"context {length} of {longest} tokens ({room}--max-model-len to change)")
 
 
 def _capped(limits: Limits, tokens: int | None) -> Limits:

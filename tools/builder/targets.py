@@ -115,7 +115,8 @@ def _of(npu: Npu, name: str, max_npus: int) -> Target:
         state_dtype=torch.bfloat16,
         buckets=DEFAULT_BUCKETS,
         max_model_len=4096,
-        prefill=(PrefillSize(2048),),
+        # A short prompt takes the smaller one.
+        prefill=(PrefillSize(128), PrefillSize(2048)),
         # Graphs are static: with log probabilities, every step would compute them for every row.
         max_logprobs=0,
         logit_adjustments=0,

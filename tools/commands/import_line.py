@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from itertools import zip_longest
 
 import click
 
@@ -87,8 +88,9 @@ def _pairs(settings: tuple[str, ...]) -> dict[str, str]:
 def report(imported: Imported) -> list[str]:
     """Tables for the terminal, a role at a time, and the commands."""
     lines: list[str] = []
+    assumed: set[str] = set()
     for role in imported.roles:
-        lines += [*_role_lines(role), ""]
+        lines += [*_role_lines(role, assumed), ""]
     counts = {status: sum(finding.status == status for finding in imported.findings) for status in STATUSES}
     lines.append(", ".join(f"{count} {status}" for status, count in counts.items()))
     if imported.commands:
@@ -98,7 +100,8 @@ def report(imported: Imported) -> list[str]:
     return lines
 
 
-def _role_lines(role: Role) -> list[str]:
+def _role_lines(role: Role, assumed: set[str]) -> list[str]:
+    """The tables of one role; of what is assumed that which was not of a role before."""
     where = f"line {role.lines[0]}" if len(role.lines) == 1 else f"lines {', '.join(map(str, role.lines))}"
     lines = [f"{role.engine}, {role.name} ({where})"]
     for status in STATUSES:
@@ -110,7 +113,8 @@ def _role_lines(role: Role) -> list[str]:
         return lines
     if proposal.deployment:
         lines.append(f"  this is the published deployment {proposal.deployment.id} ({proposal.deployment.source})")
-    lines += [f"  assumed: {text}" for text in proposal.assumed]
+    lines += [f"  assumed: {text}" for text in proposal.assumed if text not in assumed]
+    assumed.update(proposal.assumed)
     lines += _planned(proposal)
     return lines
 
@@ -127,10 +131,13 @@ def _planned(proposal: Proposal) -> list[str]:
 
 
 def _table(findings: list[Finding]) -> list[str]:
+    """Flags beside what becomes of them, which is said once for all of which the same is true."""
     wide = min(max(len(finding.given) for finding in findings), 58)
     lines = []
-    for finding in findings:
-        given = finding.given if len(finding.given) <= wide else finding.given[: wide - 3] + "..."
-        first, *rest = textwrap.wrap(finding.why, WIDTH - wide - 6) or [""]
-        lines += [f"    {given.ljust(wide)}  {first}", *(" " * (wide + 6) + text for text in rest)]
+    for why in dict.fromkeys(finding.why for finding in findings):
+        flags = [
+            given if len(given) <= wide else given[: wide - 3] + "..." for given in (each.given for each in findings if each.why == why)
+        ]
+        rows = zip_longest(flags, textwrap.wrap(why, WIDTH - wide - 6), fillvalue="")
+        lines += [f"    {given.ljust(wide)}  {text}".rstrip() for given, text in rows]
     return lines

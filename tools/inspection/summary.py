@@ -102,8 +102,12 @@ def as_dict(artifact: Artifact, entries: Sequence[GraphEntry], *, costs: bool = 
     }
 
 
+ESTIMATED = 8
+"""Buckets of a table of which it is estimated how long a step takes: it takes up to a second each."""
+
+
 def table(artifact: Artifact, entries: Sequence[GraphEntry]) -> list[str]:
-    """A summary of the artifact, and a line per bucket."""
+    """A summary of the artifact, and a line per bucket; of NPUs with the estimated time of a step and its launches."""
     facts = as_dict(artifact, entries)
     model, memory, limits, most = facts["model"], facts["memory"], artifact.manifest.limits, facts["max_logprobs"]
     scheme = f", {facts['quantization']}" if facts["quantization"] != "none" else ""
@@ -117,13 +121,21 @@ def table(artifact: Artifact, entries: Sequence[GraphEntry]) -> list[str]:
         _memory_line(artifact.manifest, memory),
         "toolchain: " + ", ".join(f"{k} {v}" for k, v in sorted(facts["toolchain"].items())),
         "",
-        f"{'bucket':<20} {'backend':<9} {'MFLOP':>12} {'MB read':>9} {'MB peak':>8}  {'proved within':<14} digest",
     ]
+    some = entries[:: -(-len(entries) // ESTIMATED)]
+    estimates = {entry.bucket: known for entry in some if (known := cost.bucket_facts(artifact, entry))}
+    times = f" {'ms':>8} {'launches':>9}" if estimates else ""
+    lines.append(f"{'bucket':<20} {'backend':<9}{times} {'MFLOP':>12} {'MB read':>9} {'MB peak':>8}  {'proved within':<14} digest")
     for entry in entries:
         proof = f"{entry.verified['logits_error']:.1e}" if "logits_error" in entry.verified else "-"
         flops, read, peak = entry.cost["flops"] / 1e6, entry.cost["read_bytes"] / 1e6, entry.memory["peak_bytes"] / 1e6
-        numbers = f"{flops:>12,.1f} {read:>9,.2f} {peak:>8,.2f}"
-        lines.append(f"{entry.bucket.name:<20} {runs_on(artifact.manifest, entry):<9} {numbers}  {proof:<14} {entry.digest[:12]}")
+        estimate = estimates.get(entry.bucket)
+        ms, launches = (f"{estimate['cost']['step_ms']:.2f}", f"{estimate['launches']:,}") if estimate else ("", "")
+        numbers = f"{f' {ms:>8} {launches:>9}' if estimates else ''} {flops:>12,.1f} {read:>9,.2f} {peak:>8,.2f}"
+        lines.append(f"{entry.bucket.name:<20} {runs_on(artifact.manifest, entry):<9}{numbers}  {proof:<14} {entry.digest[:12]}")
+    if estimates:
+        more = f", of {len(some)} of {len(entries)} buckets" if len(some) < len(entries) else ""
+        lines += ["", f"ms and launches are estimates of a step{more}: --cost says where they go"]
     return lines
 
 

@@ -264,7 +264,8 @@ def _kept_states(facts: Facts, source: registry.ModelSource | None, machine: Tar
     total, requests = facts.number("state_slots"), facts.group_requests
     if source is None or machine.local or facts.has("no_prefixes_kept") or not has_recurrent_states(source.model, limits):
         return {}
-    kept = requests if facts.values.get("prefix_caching") is True else None
+    # Where the line bounds no requests, those of a build by default are in flight.
+    kept = requests or max(facts.buckets or machine.buckets) if facts.values.get("prefix_caching") is True else None
     if total is not None:
         kept = max(total // facts.mesh.axis("dp") - (requests or 0), 0)
     return {"checkpoint-slots": str(kept)} if kept else {}

@@ -283,11 +283,20 @@ def test_what_a_target_alone_leaves_open_is_chosen(tmp_path):
         plan = planning.plan(Options(str(model), target="ascend-a3", mesh="tp=2"))
         width = 1 + 3 * heads
         assert plan.limits.with_bitmasks(0, 0).with_adjustments(0, 0) == Limits(128, 1 + 16 * 2, 1 + 16 * width, 256, width, 3 * heads)
-        assert [bucket.name for bucket in plan.buckets] == ["prefill-b1-q256", *(f"decode-b{n}-q{width}" for n in (1, 2, 4, 8, 16))]
+        # A prompt of three tokens takes a step of 128, and not one of the longest chunk.
+        prefill = ["prefill-b1-q128", "prefill-b1-q256"]
+        assert [bucket.name for bucket in plan.buckets] == [*prefill, *(f"decode-b{n}-q{width}" for n in (1, 2, 4, 8, 16))]
         assert (plan.quantization, plan.phase, plan.deployment, plan.published) == ("none", "mixed", "", False)
         # A device would compute them for every row of every step.
         assert plan.max_logprobs == 0
         assert planning.plan(Options(str(model), target="ascend-a3", mesh="tp=2", max_logprobs=5)).max_logprobs == 5
+
+
+def test_a_deployment_says_that_its_context_is_shorter_than_the_models():
+    plan = planning.plan(options_for(SPLIT, "prefill"))
+    length, longest = plan.limits.max_model_len, plan.source.max_position_embeddings
+    assert length < longest
+    assert f"context {length} of {longest} tokens (--max-model-len to change)" in plan.notes
 
 
 def test_a_prefill_instance_decodes_nothing_and_keeps_one_state_a_request():

@@ -35,6 +35,20 @@ def test_every_flag_stands_in_the_table_under_what_becomes_of_it():
     assert text.rstrip().endswith("npucompile serve qwen3-32b --checkpoint /models/Qwen3-32B-w8a8 --port 30000")
 
 
+def test_what_is_true_of_several_flags_is_said_once():
+    flags = ["--enable-lora", "--lora-paths a", "--max-loras-per-batch 3", "--enable-eplb", "--eplb-algorithm auto"]
+    text = said(f"{LINE} {' '.join(flags)}")
+    assert text.count("adapters are not served") == 1
+    assert text.count("experts stay on the ranks") == 1
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("    --enable-lora "))
+    assert [line.split("  ")[2] for line in lines[at : at + 3]] == flags[:3]
+    # Of several servers what is assumed of all.
+    script = "\n".join(f"vllm serve qwen3-8b --tensor-parallel-size 2 --port {port}" for port in (8000, 8001))
+    assumed = [line for line in said("-", text=script).splitlines() if line.startswith("  assumed: ")]
+    assert len(assumed) == len(set(assumed)) > 0
+
+
 def test_json_has_the_flags_and_the_commands():
     data = json.loads(said("--json", LINE))
     assert {"flags", "command", "notes", "roles"} == set(data)

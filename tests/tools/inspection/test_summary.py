@@ -15,6 +15,7 @@ from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.tools.builder.memory import GIB, MemoryPlan, Part
 from npucompile.tools.builder.stages import STAGES
+from npucompile.tools.inspection import cost, summary
 
 NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
 
@@ -146,12 +147,28 @@ def npu(own_artifact):
     return own_artifact
 
 
-def test_an_artifact_for_npus_says_what_it_is_for(tmp_path, npu):
+def test_an_artifact_for_npus_says_what_it_is_for(tmp_path, npu, monkeypatch):
+    estimated = []
+
+    def facts(_, entry):
+        estimated.append(entry.bucket.name)
+        return {"launches": 1234, "cost": {"step_ms": 2.5}}
+
+    monkeypatch.setattr(cost, "bucket_facts", facts)
     lines = tiny.cli(tmp_path, "inspect").stdout.splitlines()
     assert lines[0].startswith("tiny (qwen3_5) for ascend-a3, f32, w4a8, mesh dp=2,tp=2 ")
     assert lines[1] == "deployment row-1"
     assert lines[4] == "memory of a rank: 3.0 of 64.0 GiB (--memory shows its parts)"
-    assert [line.split()[:2] for line in lines[8:]] == [[name, "ge"] for name in NAMES]
+    # How long a step takes stands before what it computes.
+    assert lines[7].split()[:5] == ["bucket", "backend", "ms", "launches", "MFLOP"]
+    assert [line.split()[:4] for line in lines[8:-2]] == [[name, "ge", "2.50", "1,234"] for name in NAMES]
+    assert lines[-1] == "ms and launches are estimates of a step: --cost says where they go"
+    monkeypatch.setattr(summary, "ESTIMATED", 2)
+    estimated.clear()
+    lines = tiny.cli(tmp_path, "inspect").stdout.splitlines()
+    assert 1 <= len(estimated) <= 2
+    assert f", of {len(estimated)} of {len(NAMES)} buckets: --cost" in lines[-1]
+    monkeypatch.undo()
     everything = told(tmp_path)
     assert (everything["deployment"], everything["quantization"]) == ("row-1", "w4a8")
     assert everything["buckets"][0]["census"] == {"Data": 1, "HcomAllReduce": 2}

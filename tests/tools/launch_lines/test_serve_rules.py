@@ -85,6 +85,8 @@ def test_a_start_is_as_long_as_it_takes(name):
     ("line", "slots"),
     [
         ("vllm serve qwen3.5-27b -tp 4 --max-num-seqs 8 --max-model-len 4096 --enable-prefix-caching", 8),
+        # As many as are in flight by default, where the line says nothing of that.
+        ("vllm serve qwen3.5-27b -tp 4 --max-model-len 4096 --enable-prefix-caching", 16),
         ("vllm serve qwen3.5-27b -tp 4 --max-num-seqs 8 --max-model-len 4096", 0),
         ("vllm serve qwen3-8b -tp 4 --max-num-seqs 8 --max-model-len 4096 --enable-prefix-caching", 0),
         ("sglang serve qwen3.5-27b --tp 4 --dp 2 --enable-dp-attention --max-running-requests 8 --max-mamba-cache-size 40", 16),
