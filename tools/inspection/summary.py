@@ -94,6 +94,7 @@ def as_dict(artifact: Artifact, entries: Sequence[GraphEntry], *, costs: bool = 
                 "memory": dict(entry.memory),
                 "collectives": [list(c) for c in entry.collectives],
                 "verified": dict(entry.verified),
+                "refused": entry.refused,
                 "census": dict(entry.census),
             }
             | (cost.bucket_facts(artifact, entry) | legality.illegal(artifact, entry) if costs else {})
@@ -133,6 +134,8 @@ def table(artifact: Artifact, entries: Sequence[GraphEntry]) -> list[str]:
         ms, launches = (f"{estimate['cost']['step_ms']:.2f}", f"{estimate['launches']:,}") if estimate else ("", "")
         numbers = f"{f' {ms:>8} {launches:>9}' if estimates else ''} {flops:>12,.1f} {read:>9,.2f} {peak:>8,.2f}"
         lines.append(f"{entry.bucket.name:<20} {runs_on(artifact.manifest, entry):<9}{numbers}  {proof:<14} {entry.digest[:12]}")
+    if refused := [f"left out: {entry.refused}" for entry in entries if entry.refused]:
+        lines += ["", *refused]
     if estimates:
         more = f", of {len(some)} of {len(entries)} buckets" if len(some) < len(entries) else ""
         lines += ["", f"ms and launches are estimates of a step{more}: --cost says where they go"]

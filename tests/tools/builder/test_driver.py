@@ -25,6 +25,7 @@ from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import Request
 from npucompile.tools.agreement import executables
 from npucompile.tools.builder import driver, pool
+from npucompile.tools.inspection import summary
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 from npucompile.tools.serve.serving import incomplete
@@ -211,6 +212,7 @@ def test_one_executable_that_disagrees_is_left_out_and_the_next_larger_bucket_ru
         "decode-b1-q4": ("eager", "decode-b1-q4 (stub) against "), "decode-b2-q4": ("stub", ""),
     }  # fmt: skip
     assert sum("left out: " in text and "legal is at most" in text for text in said) == 2
+    assert sum(line.startswith("left out: ") for line in summary.table(artifact, artifact.manifest.graphs)) == 2
     # It is not compiled again, nor is it built behind a server.
     stub.compiled.clear()
     tiny.built(plan, out)
