@@ -105,7 +105,7 @@ class Clients:
 
     def _run(self, number: int) -> None:
         draw, node = random.Random(number), self._decodes[number % len(self._decodes)]
-        with node.machine.inside(), httpx.Client(base_url=node.url, timeout=120) as client:
+        with node.machine.inside(), httpx.Client(base_url=node.url, timeout=200) as client:
             while True:
                 with self._lock:
                     if next(self._numbers, None) is None:
@@ -170,7 +170,7 @@ class Fleet:
         until(lambda: all(node.ready() for node in self.nodes), 120)
         until(lambda: all(node.metrics()["kv_transfer_connections"] == 2 for node in self.nodes), 120)
         names = ("kv_transfer_rooms", "num_requests_running", "num_requests_waiting")
-        until(lambda: not any(node.metrics()[name] for node in self.nodes for name in names), 120)
+        until(lambda: not any(node.metrics()[name] for node in self.nodes for name in names), 60)
         assert not any(node.metrics()["kv_transfer_withheld"] for node in self.decodes)
 
     def _answer(self, prompt: str) -> str:
@@ -198,7 +198,7 @@ def stop(node: Node, seconds: float = 3) -> None:
 
 def stand(node: Node) -> None:
     """Longer than anybody waits for it."""
-    stop(node, 40)
+    stop(node, 120)
 
 
 def cut(node: Node) -> None:
