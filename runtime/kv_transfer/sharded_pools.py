@@ -106,8 +106,9 @@ class ShardedPools:
         self._waiting.submit(own)
 
     def extend(self, number: int, until_s: float) -> None:
-        """Tells the ranks that a lease is over later."""
-        self._ask_all("lease", lambda rank, fields: None, lambda reason: None, lease=number, until_s=until_s)
+        """Tells the ranks that a lease is over later, before they are told of what is written under it."""
+        ignore = lambda *_: None  # noqa: E731
+        self._telling.submit(self._ask_all, "lease", ignore, ignore, lease=number, until_s=until_s)
 
     def close(self) -> None:
         """Waits for what is in flight; the other ranks close their engines when they end."""
