@@ -75,7 +75,7 @@ class Door:
 
         async def paced(message: Any) -> None:
             if message["type"] in _STARTS and message["status"] >= _REFUSED:
-                await asyncio.sleep(own.refused())
+                await asyncio.sleep(own.refused(message["status"]))
             elif message["type"] == "http.response.start":
                 own.admitted()
             if message["type"] == "http.response.start" and self._leaving():

@@ -10,6 +10,9 @@ BURST_S = 0.25
 WORK_SHARE = 0.1
 """Of a processor that requests of one client may take which are refused in the end."""
 
+MOST_OWED_S = 15.0
+"""However much work was refused, the client's next request has its turn by then: behind one address there may be many."""
+
 LITTLE_S = 0.005
 """Work of a refusal that is only counted as one."""
 
@@ -42,7 +45,7 @@ class Refusals:
             now_s = self._clock()
             if len(self._paid_s) > MAX_CLIENTS:
                 self._paid_s = {name: paid_s for name, paid_s in self._paid_s.items() if paid_s > now_s}
-            self._paid_s[client] = max(self._paid_s.get(client, now_s), now_s) + work_s / WORK_SHARE
+            self._paid_s[client] = min(max(self._paid_s.get(client, now_s), now_s) + work_s / WORK_SHARE, now_s + MOST_OWED_S)
 
     def owed_s(self, client: str, work_s: float = 0.0) -> float:
         """For how many seconds a client's request is delayed that takes work, of which `work_s` was counted."""

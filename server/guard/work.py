@@ -14,6 +14,9 @@ from ..requests.shared_threads import SharedThreads
 from .refusals import Refusals
 
 POLL_S = 0.1
+SERVERS_OWN = 500
+"""Statuses from here on are not of what a client has sent."""
+
 LARGE_BYTES = 2**16
 """A body above it waits for its client's turn before it is parsed, as what is done on a thread does."""
 
@@ -57,8 +60,11 @@ class Work:
         """None of it was for a refusal."""
         self.add(-self._seconds)
 
-    def refused(self) -> float:
-        """It was; for how many seconds the refusal is delayed, by those before it."""
+    def refused(self, status: int) -> float:
+        """It was; for how many seconds the refusal is delayed, by those before it. One that says what the server has no room for, or cannot
+        do, is none of its client's doing."""
+        if status >= SERVERS_OWN:
+            self.admitted()
         own_s, self._seconds = self._seconds, 0.0
         return self._refusals.wait_s(self._client, own_s)
 

@@ -178,7 +178,7 @@ class _Socket:
     async def _refuse(self, event: ServerEvent) -> None:
         """Sends a refusal; what comes next, on the socket or in its lane, waits until it was its turn."""
         self._send([event])
-        await asyncio.sleep(work.get().refused())
+        await asyncio.sleep(work.get().refused(int(event.get("status", 400))))
 
     async def _command(self, frame: str | bytes) -> Command | None:
         if len(frame) <= LARGE_BYTES:

@@ -44,10 +44,18 @@ def test_a_terminal_sees_one_bar_redrawn_below_the_lines() -> None:
 def test_a_file_is_told_how_far_it_is_where_nothing_is_said_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "SILENT_S", 0.1)
     out = io.StringIO()
+
+    def heard(count: int) -> bool:
+        return len(out.getvalue().splitlines()) >= count
+
     with Progress(out).bar("compile", 3) as bar:
-        time.sleep(0.25)
+        deadline = time.monotonic() + 30
+        while not heard(1) and time.monotonic() < deadline:
+            time.sleep(0.01)
         bar.step("decode-b1-q1")
-        time.sleep(0.25)
+        before = len(out.getvalue().splitlines())
+        while not heard(before + 1) and time.monotonic() < deadline:
+            time.sleep(0.01)
     lines = out.getvalue().splitlines()
     assert re.fullmatch(r"compile 0/3 \.\.\., \d+ s so far", lines[0])
     assert any(re.fullmatch(r"compile 1/3 decode-b1-q1, \d+ s so far, about \d+ s left", line) for line in lines)
