@@ -25,7 +25,7 @@ from ..guard.admission import Admission
 from ..guard.door import has_key
 from ..guard.limits import SocketLimits
 from ..pictures.reader import PictureReader
-from ..requests.error_objects import REFUSALS, Refusal
+from ..requests.error_objects import Refusal
 from ..requests.fields import show
 from ..requests.left_out import LeftOutCounter
 from ..requests.router_fields import HandoverFields
@@ -321,7 +321,8 @@ class Service:
 
         def receive(event: Event) -> None:
             if self.ending and isinstance(event, FinishEvent) and event.reason == "cancelled":
-                event = replace(event, reason="error", message=REFUSALS["draining.cut"], code="draining")
+                cut = Refusal("draining.cut")
+                event = replace(event, reason="error", message=str(cut), code=cut.code)
             try:
                 deliver(event)
             except Exception:
