@@ -19,7 +19,6 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.kv_transfer.layout import instance_of
-from npucompile.runtime.kv_transfer.messages import VERSION, Hello
 from npucompile.runtime.request import FinishEvent, Request
 from npucompile.server.engine.service import ServedModel
 from npucompile.server.fleet.decode_engine import DecodeEngine
@@ -48,7 +47,7 @@ def metrics(tiny_artifact: Path) -> Metrics:
         engine.step()
     pools: Any = SimpleNamespace(sessions=[])
     prefill = PrefillHub(engine, pools, instance_of(artifact.manifest))
-    with contextlib.closing(DecodeEngine(engine, Hello(VERSION, {}, []), ["http://127.0.0.1:9"], {})) as decode:
+    with contextlib.closing(DecodeEngine(engine, instance_of(artifact.manifest), pools, ["http://127.0.0.1:9"], {})) as decode:
         pair = {**prefill.stats(), **decode.stats(), "kv_transfer_failures": {"timeout": 1}}
     stats = {**engine.stats(), **pair, "websocket_connections": 0, "degraded_steps": {"decode-b1-q4": 1}}
     text = render_metrics(stats, ServedModel("tiny", 64, 260))

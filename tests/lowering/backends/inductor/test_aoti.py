@@ -51,11 +51,11 @@ def test_the_compiler_is_named_with_its_version() -> None:
     assert any(character.isdigit() for character in version)
 
 
-def test_a_variable_with_words_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_with_words_is_named() -> None:
     """torch runs what CXX says as one program, and says nothing of it."""
-    monkeypatch.setattr(config.cpp, "cxx", (None, "ccache g++"))
     cpp_builder.cpp_compiler_search.cache_clear()
-    with pytest.raises(LoweringError, match=r"found none: CXX is 'ccache g\+\+', which is no program; legal is one name or path"):
+    words = config.patch({"cpp.cxx": (None, "ccache g++")})
+    with words, pytest.raises(LoweringError, match=r"found none: CXX is 'ccache g\+\+', which is no program; legal is one name or path"):
         aoti.compiler()
     cpp_builder.cpp_compiler_search.cache_clear()
 
