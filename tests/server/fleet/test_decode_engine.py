@@ -169,12 +169,17 @@ def small(artifact: Artifact) -> CpuExecutor:
     return executor
 
 
+def crowd(fleet: Fleet) -> tuple[list[Request], list[Answer]]:
+    """Twelve requests of which three have pages."""
+    requests = [Request(f"{n}", PROMPT[n : n + 17], 40, skip_reading_prefix_cache=True) for n in range(12)]
+    return requests, [fleet.ask(request) for request in requests]
+
+
 def test_the_end_of_an_attempt_that_is_given_up_is_nobodys(tiny_artifact: Path) -> None:
     """Of requests that wait for pages when their prefill server is lost: they were answered with nothing, as by the client's own wish."""
     fleet = Fleet(tiny_artifact, mixed=True, load=small)
     fleet.connected()
-    requests = [Request(f"{n}", PROMPT[n : n + 17], 40, skip_reading_prefix_cache=True) for n in range(12)]
-    answers = [fleet.ask(request) for request in requests]
+    requests, answers = crowd(fleet)
     (receiver,) = fleet.decode._receivers
     until(lambda: sum(handover.room.stage is Stage.WAITING for handover in list(receiver._handovers.values())) > 2)
     fleet.prefills[0].stop()
@@ -189,8 +194,7 @@ def test_prompts_that_wait_for_pages_do_not_keep_requests_that_had_landed_from_g
     """Each server waited for what the other one held: a place where prompts are computed, and pages."""
     fleet = Fleet(tiny_artifact, load=small)
     fleet.connected()
-    requests = [Request(f"{n}", PROMPT[n : n + 17], 40, skip_reading_prefix_cache=True) for n in range(12)]
-    answers = [fleet.ask(request) for request in requests]
+    _, answers = crowd(fleet)
     ends = [answer.wait().end for answer in answers]
     assert {end.reason for end in ends if end} == {"length"}
     assert sum(end.record.preemptions for end in ends if end)
@@ -202,8 +206,7 @@ def test_how_the_engine_ends_what_waits_for_pages_is_told(tiny_artifact: Path) -
     """A deadline that is over there, or a failure, is not the client's own wish."""
     fleet = Fleet(tiny_artifact, load=small)
     fleet.connected()
-    requests = [Request(f"{n}", PROMPT[n : n + 17], 40, skip_reading_prefix_cache=True) for n in range(12)]
-    answers = [fleet.ask(request) for request in requests]
+    _, answers = crowd(fleet)
     (receiver,) = fleet.decode._receivers
 
     def waiting() -> list[str]:
