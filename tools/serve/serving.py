@@ -144,16 +144,22 @@ def start_service(
 def watch(engine: Engine | EngineGroups, limit_s: float) -> None:
     """Starts a thread that gives the engine up when a step has taken longer than `limit_s`; without a limit it starts none.
 
-    A step that hangs ends the server with an error instead of all its clients waiting.
+    A step that hangs ends the server with an error instead of all its clients waiting. One beside which this process stood still has the
+    time again.
     """
     if math.isinf(limit_s):
         return
 
     def run() -> None:
+        pause_s, looked_s = min(1.0, limit_s / WATCH_POLLS), time.monotonic()
+        resumed_s = -math.inf
         while engine.failure is None:
-            if engine.step_age_s > limit_s:
+            if (now_s := time.monotonic()) - looked_s > limit_s / 2:
+                resumed_s = now_s
+            looked_s = now_s
+            if engine.step_age_s > limit_s and now_s - resumed_s > limit_s:
                 engine.give_up(f"a step has not ended within {limit_s:g} s, the time that --step-timeout gives it")
-            time.sleep(min(1.0, limit_s / WATCH_POLLS))
+            time.sleep(pause_s)
 
     threading.Thread(target=run, name="npucompile-watchdog", daemon=True).start()
 

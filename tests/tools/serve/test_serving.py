@@ -201,6 +201,30 @@ def test_a_step_that_hangs_is_given_up_with_the_option_that_says_so():
     assert hanging.failure == "a step has not ended within 0.2 s, the time that --step-timeout gives it"
 
 
+def test_a_step_beside_which_the_process_stood_still_has_the_time_again(monkeypatch):
+    """It was given up when the process went on, and the server ended."""
+    now_s, slept, given_up = 1000.0, [], []
+
+    def sleep(seconds):
+        nonlocal now_s
+        slept.append(seconds)
+        # Stopped for two minutes in the fifth pause.
+        now_s += 120 if len(slept) == 5 else seconds
+        if len(slept) > 300:
+            stopped.failure = "over"
+
+    began_s = now_s
+
+    class Stopped(SimpleNamespace):
+        step_age_s = property(lambda _: now_s - began_s)
+
+    stopped = Stopped(failure=None, give_up=lambda message: given_up.append(now_s))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    monkeypatch.setattr(module.threading, "Thread", lambda target, **_: SimpleNamespace(start=target))
+    module.watch(stopped, 60.0)
+    assert given_up[0] - (began_s + 4 + 120) == pytest.approx(60, abs=2)
+
+
 def test_steps_that_end_are_left_alone_and_nobody_is_watched_without_a_limit():
     working, unlimited = engine(0.1), engine(10.0)
     module.watch(working, 0.2)
