@@ -13,6 +13,7 @@ import queue
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -156,9 +157,13 @@ class ControlPlane:
             messages[early[0]] = early[1]
         while missing := [rank for rank in ranks if rank not in messages]:
             self.check()
+            began_s = time.monotonic()
             try:
                 answer = answers.queue.get(timeout=timeout_s)
             except queue.Empty:
+                if timeout_s is not None and time.monotonic() - began_s > 2 * timeout_s:
+                    # This process stood still, and has yet to read what was answered.
+                    continue
                 late = ", ".join(map(str, missing))
                 self.fail(missing[0], f"no {kind} from rank {late} within {timeout_s:g} s", lost=False)
                 answer = None

@@ -6,11 +6,13 @@ import contextlib
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from support import ranks
 
 from npucompile.graphs.types import Mesh
+from npucompile.runtime.distributed import control_plane
 from npucompile.runtime.distributed.control_plane import ControlPlane, RankError, error_text
 from npucompile.runtime.distributed.messages import encode
 
@@ -97,6 +99,20 @@ def test_a_rank_may_be_late(make_world):
     world = make_world()
     with pytest.raises(RankError, match=r"no outputs from rank 1, 3 within 0.05 s"):
         world.control_plane.gather([1, 3], "outputs", 0.05)
+
+
+def test_ranks_are_not_late_for_a_rank_0_that_stood_still(make_world, monkeypatch):
+    world, times = make_world(), iter([0.0, 120.0])
+
+    def monotonic():
+        now_s = next(times, None)
+        if now_s == 120.0:
+            # It goes on, and reads what has come.
+            world.far[1].sendall(encode("outputs", x=1))
+        return time.monotonic() if now_s is None else now_s
+
+    monkeypatch.setattr(control_plane, "time", SimpleNamespace(monotonic=monotonic))
+    assert world.control_plane.gather([1], "outputs", 1.0)[1].fields == {"x": 1}
 
 
 def test_an_answer_that_was_not_asked_for_is_a_failure(make_world):
