@@ -17,7 +17,7 @@ from .lease import LEASE_S
 log = logging.getLogger(__name__)
 
 QUIET_S = 2.0
-"""How long other writers may go on before their connections are closed too; their rooms fail and are asked for again."""
+"""How long other writers may go on before their connections are closed too; their rooms fail, and prompts are computed elsewhere."""
 
 AGAIN_S = 5.0
 """Before another attempt to open the memory, where that has failed. Nothing can be written meanwhile."""
