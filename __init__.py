@@ -12,4 +12,7 @@ os.environ.setdefault("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "65535")
 # It says on standard error what it opens and closes.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
+ISA = os.environ.get("NPUCOMPILE_ISA", "")
+"""The most of the instruction sets of lowering/isa.py that this process and those that it starts may use; "" for what there is."""
+
 __version__ = "0.1.0"

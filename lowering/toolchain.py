@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from .. import __version__
+from . import isa
 
 
 def toolchain() -> dict[str, str]:
@@ -57,6 +58,5 @@ def _installed(name: str) -> str:
 
 
 def missing_features(needed: Iterable[str]) -> list[str]:
-    """CPU features, by torch's names, that executables need and this machine lacks."""
-    features = torch.cpu.get_capabilities()
-    return sorted(name for name in needed if not features.get(name))
+    """CPU features, by torch's names, that executables need and this machine lacks, or hides."""
+    return sorted(set(needed) - isa.features())

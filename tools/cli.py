@@ -19,6 +19,7 @@ import click
 from .. import __version__
 from ..graphs.control_group import processors
 from ..graphs.errors import NpucompileError
+from ..lowering import isa
 
 COMMANDS = {
     "plan": "Predict latencies, and search the layout for a workload.",
@@ -182,6 +183,12 @@ def main(ctx: click.Context) -> None:
     if "OMP_NUM_THREADS" not in home.environment and (count := processors()) < len(os.sched_getaffinity(0)):
         # Before torch is loaded, here and in processes that are started: threads beyond a quota of a control group stop all others.
         home = home.with_variables({"OMP_NUM_THREADS": str(count)})
+    if isa.ISA:
+        try:
+            home = home.with_variables(isa.variables())
+            isa.in_use()
+        except NpucompileError as error:
+            raise click.ClickException(str(error)) from None
     ctx.obj = home
 
 

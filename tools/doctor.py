@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..graphs.control_group import processors
 from ..graphs.errors import LoweringError
+from ..lowering import isa
 from ..lowering.ascend.toolchain.harness import DISTRIBUTIONS, installed, lacking
 from ..lowering.ascend.toolchain.stubs import cann, find_compiler
 from ..lowering.backends.inductor import unpacking
@@ -129,7 +128,8 @@ def _torch(_: Environment) -> tuple[str, str]:
 
 def _cpu(_: Environment) -> tuple[str, str]:
     model = cpu_model(CPUINFO.read_text(encoding="utf-8") if CPUINFO.is_file() else "")
-    return f"{model}, {processors()} cores, {torch.backends.cpu.get_cpu_capability()}", ""
+    hidden = f" by {isa.SWITCH}" if isa.ISA else ""
+    return f"{model}, {processors()} cores, {isa.described()}{hidden}", ""
 
 
 def _cxx(_: Environment) -> tuple[str, str]:

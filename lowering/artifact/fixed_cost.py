@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from .. import isa
 from ..machines import NPUS
 from .manifest import Manifest
 from .shards import local_signature
@@ -47,7 +46,7 @@ def balance(manifest: Manifest, tiles: bool | None = None) -> float:
     """Operations that the artifact's machine computes while it reads a byte, in the dtype of its products."""
     chip = manifest.platform.get("chip", "")
     if tiles is None:
-        tiles = bool(torch.cpu.get_capabilities().get("amx_bf16"))
+        tiles = isa.has("amx")
     cpu = TILED_FLOPS_PER_BYTE if tiles else CPU_FLOPS_PER_BYTE
     bf16_or_own = FLOPS_PER_BYTE[chip] if chip else cpu[manifest.dtype]
     return bf16_or_own * (2 if manifest.quantization in _INT8 else 1)

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -42,12 +44,19 @@ Isa found() {
 Isa found() { return Isa::WIDE; }
 #endif
 
+// What the switch leaves that hides instruction sets from torch as well (lowering/isa.py): packages for less have the variants beyond it, too.
+Isa allowed() {
+    const char* level = std::getenv("NPUCOMPILE_ISA");
+    if (level == nullptr || *level == 0 || std::strcmp(level, "amx") == 0) return Isa::TILES;
+    return std::strcmp(level, "avx512_bf16") == 0 ? Isa::DOTS : Isa::WIDE;
+}
+
 std::atomic<int> limit{int(Isa::TILES)};
 
 }  // namespace
 
 Isa isa() {
-    static const Isa best = found();
+    static const Isa best = std::min(found(), allowed());
     return Isa(std::min(int(best), limit.load(std::memory_order_relaxed)));
 }
 

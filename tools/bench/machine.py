@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ... import __version__
+from ...lowering import isa
 from .stats import Clock, seconds_per_call
 
 MEMORY_BUFFER_BYTES = 512 * 2**20
@@ -30,6 +31,7 @@ class Machine:
 
     Attributes:
         cores: available to this process.
+        isa: the instruction sets that are used, by the level of lowering/isa.py.
         threads: of torch's operators.
         cache_bytes: size of the last-level cache; 0 if unknown.
         load: load average over the last minute, this benchmark included.
@@ -37,6 +39,7 @@ class Machine:
 
     cpu: str
     cores: int
+    isa: str
     threads: int
     cache_bytes: int
     torch: str
@@ -51,6 +54,7 @@ def describe(cpuinfo: Path = CPUINFO, caches: Path = CACHES) -> Machine:
     return Machine(
         cpu=cpu_model(cpuinfo.read_text(encoding="utf-8")) if cpuinfo.is_file() else platform.processor() or platform.machine(),
         cores=len(os.sched_getaffinity(0)),
+        isa=isa.described(),
         threads=torch.get_num_threads(),
         cache_bytes=cache_bytes(caches),
         torch=str(torch.__version__),
@@ -65,7 +69,7 @@ def lines(machine: Machine) -> list[str]:
     """The description as lines of text."""
     cache = f"{machine.cache_bytes / 2**20:.0f} MiB last-level cache" if machine.cache_bytes else "unknown cache"
     return [
-        f"{machine.cpu}, {machine.cores} cores, {cache}; {machine.threads} threads",
+        f"{machine.cpu}, {machine.cores} cores, {machine.isa}, {cache}; {machine.threads} threads",
         f"npucompile {machine.npucompile}, torch {machine.torch}, Python {machine.python}",
         f"{machine.date}, load average {machine.load:.1f} at the start",
     ]

@@ -8,6 +8,7 @@ import torch
 
 from ...graphs import tree
 from ...graphs.errors import PartitionError, SpecError
+from ...lowering import isa
 from ...models import registry, sharding_rules
 from ...models.deployed import deployed, heads_for
 from ...models.draft_model import PREFIX
@@ -37,9 +38,10 @@ def choose_dtype(plan: Plan) -> Plan:
         raise SpecError(f"--dtype {requested} for {plan.target.name}: its fused operators take {', '.join(legal)}; legal are {names}")
     if requested != "auto" or len(legal) == 1:
         return replace(plan, dtype=DTYPES[legal[0] if requested == "auto" else requested])
-    if torch.cpu._is_avx512_bf16_supported():
+    if isa.has("avx512_bf16"):
         return replace(plan, dtype=torch.bfloat16).noted("dtype bfloat16: this CPU multiplies it in hardware (--dtype to change)")
-    return replace(plan, dtype=torch.float32).noted("dtype float32: this CPU has no bfloat16 arithmetic (--dtype to change)")
+    cpu = f"without what {isa.SWITCH}={isa.ISA} hides this CPU" if isa.ISA else "this CPU"
+    return replace(plan, dtype=torch.float32).noted(f"dtype float32: {cpu} has no bfloat16 arithmetic (--dtype to change)")
 
 
 def choose_formats(plan: Plan) -> Plan:

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ... import ISA
+
 ROOT = Path(__file__).resolve().parents[2]
 
 STAMP = ".{name}.stamp.json"
@@ -151,7 +153,7 @@ def _machine() -> Iterator[bytes]:
             version = ""
         yield f"{name} {version}".encode()
     yield f"{sys.version} {platform.system()} {platform.machine()}".encode()
-    yield _cpu_flags().encode()
+    yield f"{_cpu_flags()} {ISA}".encode()
 
 
 def _cpu_flags() -> str:

@@ -117,7 +117,7 @@ def command(
         progress.say(f"the load average is {machine.load:.1f}: other processes will distort the figures")
     subject, tables = measure(home, artifact_or_model, wanted, settings, progress, family)
     if as_json:
-        report = {"machine": asdict(machine), "subject": subject, "figures": [as_data(table) for table in tables]}
+        report = {"isa": machine.isa, "machine": asdict(machine), "subject": subject, "figures": [as_data(table) for table in tables]}
         click.echo(json.dumps(report, indent=1))
         return
     heading = [*bench_machine.lines(machine), ", ".join(f"{name} {value}" for name, value in subject.items())]

@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from ....graphs.errors import LoweringError
+from ... import isa
 from . import in_place, native
 
 MODEL = "model"
@@ -32,22 +33,18 @@ def instruction_set() -> str | None:
     """Architecture level to compile for: that of torch's own kernels on this CPU, so that the artifact runs on every machine of that
     level. None on architectures without levels, where torch chooses.
     """
-    levels = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3", "DEFAULT": "x86-64"}
-    return levels.get(torch.backends.cpu.get_cpu_capability()) if torch.cpu.get_capabilities().get("architecture") == "x86_64" else None
+    level = isa.in_use()
+    return isa.LEVELS[level].march if level else None
 
 
 def cpu_features() -> tuple[str, ...]:
     """CPU features that compiled code may use, by their names in `torch.cpu.get_capabilities()`."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    levels = {
-        "x86-64-v3": ("avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt"),
-        "x86-64-v4": ("avx2", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_f", "avx512_vl", "bmi", "bmi2", "f16c", "fma3", "lzcnt"),
-    }
-    flags = re.findall(r"-m(\S+)", pick_vec_isa().build_arch_flags())
+    with _vectors():
+        flags = re.findall(r"-m(\S+)", pick_vec_isa().build_arch_flags())
     named = {re.sub(r"^avx512", "avx512_", flag).replace("-", "_").replace("fma", "fma3") for flag in flags}
-    known = torch.cpu.get_capabilities()
-    return tuple(sorted({*levels.get(instruction_set() or "", ()), *(name for name in named if known.get(name))}))
+    return tuple(sorted({*isa.compiled_features(), *(named & isa.features())}))
 
 
 def compiler() -> tuple[str, str]:
@@ -146,6 +143,7 @@ def _settings(cache_dir: Path) -> Iterator[None]:
 
     headers = cache_dir / "headers"
     with ExitStack() as stack:
+        stack.enter_context(_vectors())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if cache_dir_utils.cache_dir() != str(cache_dir):
@@ -155,6 +153,17 @@ def _settings(cache_dir: Path) -> Iterator[None]:
         # A third of the generated C++ would check operands, if an environment variable is set; `check_operands` does so instead.
         stack.enter_context(_replaced(CppWrapperCpu, "generate_input_output_runtime_checks", _no_checks))
         stack.enter_context(_replaced(CppWrapperCpu, "_write_aoti_interface_header", _body_interface))
+        yield
+
+
+@contextmanager
+def _vectors() -> Iterator[None]:
+    """Hides from torch's choice of vectors those that need hidden features: its own switch hides widths only."""
+    from torch._inductor import cpu_vec_isa
+
+    hidden = set(torch.cpu.get_capabilities()) - isa.features() if isa.ISA else set()
+    legal = [vectors for vectors in cpu_vec_isa.valid_vec_isa_list() if not hidden & set(str(vectors).split())]
+    with _replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: legal):
         yield
 
 

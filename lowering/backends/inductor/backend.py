@@ -19,6 +19,7 @@ from ....graphs import compile_count
 from ....graphs.errors import LoweringError
 from ....graphs.step_inputs import LEAST_CHUNK
 from ....graphs.types import Bucket
+from ... import isa
 from ...backend import Backend, Compiled, Kind, Part, Parts
 from ...platform import CPU, Platform
 from . import unpacking
@@ -330,7 +331,7 @@ class Inductor(Backend):
         return {
             "compiler": aoti.compiler()[1],
             "cpu_features": list(aoti.cpu_features()),
-            "instruction_set": aoti.instruction_set(),
+            "instruction_set": isa.in_use(),
             "in_place": in_place.DIGEST,
             "kernels": native.digest(),
             "sizes": sizes.DIGEST,

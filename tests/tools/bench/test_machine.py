@@ -39,8 +39,8 @@ def test_a_machine_without_either_file_is_described(tmp_path: Path) -> None:
 
 
 def test_a_description_names_what_figures_depend_on() -> None:
-    text = "\n".join(lines(Machine("Some CPU", 2, 1, 33 * 2**20, "2.13.0", "0.1.0", "3.11.7", "2026-11-21", 0.25)))
-    for word in ("Some CPU", "2 cores", "33 MiB", "1 threads", "torch 2.13.0", "2026-11-21", "load average 0.2"):
+    text = "\n".join(lines(Machine("Some CPU", 2, "avx2", 1, 33 * 2**20, "2.13.0", "0.1.0", "3.11.7", "2026-11-21", 0.25)))
+    for word in ("Some CPU", "2 cores", "avx2", "33 MiB", "1 threads", "torch 2.13.0", "2026-11-21", "load average 0.2"):
         assert word in text
 
 

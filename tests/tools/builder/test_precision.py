@@ -9,6 +9,7 @@ import torch
 from support import modelslim, tiny
 
 from npucompile.graphs.errors import CheckpointError, SpecError
+from npucompile.lowering import isa
 from npucompile.models.quant.formats import Formats
 from npucompile.tools.builder import plan as planning
 from npucompile.tools.builder import precision
@@ -83,7 +84,7 @@ def test_what_has_no_operator_is_refused(options: dict[str, str], message: str) 
 
 @pytest.mark.parametrize(("hardware", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_takes_the_dtype_the_cpu_multiplies(monkeypatch, tiny_checkpoint, hardware, dtype):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
+    monkeypatch.setattr(isa, "has", lambda level: hardware)
     plan = tiny.planned(tiny_checkpoint, dtype="auto")
     assert plan.dtype == dtype
     assert any(note.startswith(f"dtype {str(dtype).removeprefix('torch.')}: this CPU") for note in plan.notes)

@@ -152,8 +152,10 @@ def test_the_machine_counts(package, monkeypatch):
     assert stamp._cpu_flags()
     monkeypatch.setattr(stamp, "_cpu_flags", lambda: "avx9")
     other = fingerprint(OPTIONS, package, [])
+    monkeypatch.setattr(stamp, "ISA", "avx2")
+    hidden = fingerprint(OPTIONS, package, [])
     monkeypatch.setattr(stamp.platform, "machine", lambda: "abacus")
-    assert len({before, other, fingerprint(OPTIONS, package, [])}) == 3
+    assert len({before, other, hidden, fingerprint(OPTIONS, package, [])}) == 4
 
 
 def test_a_stamp_matches_what_it_was_made_of(artifact):

@@ -29,6 +29,7 @@ from npucompile.graphs.primitive import Primitive
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Rules, Signature
+from npucompile.lowering import isa
 from npucompile.lowering.artifact import graph_io
 from npucompile.lowering.backend import backend, open_executable
 from npucompile.lowering.backends.inductor import aoti
@@ -427,9 +428,21 @@ def test_a_missing_compiler_is_refused_before_anything_is_tried(tmp_path: Path, 
 def test_options_name_what_decides_the_bytes() -> None:
     options = backend("inductor").options(3)
     assert options["threads"] == 3
-    assert options["instruction_set"] == aoti.instruction_set()
+    assert options["instruction_set"] == isa.in_use()
     assert options["cpu_features"] == list(backend("inductor").cpu_features())
     assert backend("inductor").options(0) != options
+
+
+@pytest.mark.skipif(not isa.has("avx512"), reason="needs levels to tell apart")
+def test_packages_of_one_level_are_not_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = ["avx2", "avx512", *(["avx512_bf16"] if isa.has("avx512_bf16") else [])]
+    keys = []
+    for level in levels:
+        monkeypatch.setattr(isa, "ISA", level)
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", isa.variables()["ATEN_CPU_CAPABILITY"])
+        options = backend("inductor").options(1)
+        keys.append((options["instruction_set"], *(feature in options["cpu_features"] for feature in ("avx512_f", "avx512_vnni"))))
+    assert keys == [("avx2", False, False), ("avx512", True, False), ("avx512_bf16", True, True)][: len(levels)]
 
 
 def test_packing_does_not_depend_on_order() -> None:
