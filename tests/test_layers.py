@@ -108,7 +108,7 @@ UPWARD: dict[tuple[str, str], int] = {
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
     "graphs": 8630,
-    "lowering": 1520,
+    "lowering": 1640,
     "lowering/artifact": 1170,
     "lowering/ascend": 16420,
     "lowering/backends": 2000,
@@ -133,7 +133,7 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 550,
-    "tests": 96200,
+    "tests": 96500,
     "tools": 940,
     "tools/agreement": 1490,
     "tools/bench": 2730,
