@@ -11,7 +11,7 @@ class Choice:
     """What a router has chosen for the requests of a body.
 
     Args:
-        place: of the prefill server: HOST:PORT, or HOST, or its session (`Hello.sessions`).
+        place: of the prefill server: HOST:PORT, or HOST, or its id (`Hello.engine_id`).
         rooms: numbers by which the router told the prefill server of the requests.
 
     Attributes:
