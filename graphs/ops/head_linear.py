@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import products
 from ..primitive import Cost, Primitive, nbytes
 
 
@@ -30,7 +31,7 @@ def head_linear_reference(args: HeadLinear) -> Tensor:
     Returns:
         [T, H, N], dtype of x.
     """
-    return torch.bmm(args.x.transpose(0, 1), args.weight).transpose(0, 1).contiguous()
+    return products.bmm(args.x.transpose(0, 1), args.weight).transpose(0, 1).contiguous()
 
 
 head_linear.lowering("npu")(head_linear_reference)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import products
 from ..primitive import Cost, Primitive, nbytes
 
 
@@ -63,14 +64,14 @@ def attend(args: MlaAttention, chosen: Tensor | None = None) -> Tensor:
     hidden = key[None, None, :] > (args.num_computed_tokens[:, None] + token[None, :])[:, :, None]
     hidden = hidden if chosen is None else hidden | ~chosen
     keys = torch.cat([latents, rotated], -1).transpose(1, 2)
-    scores = torch.bmm(torch.cat([args.q, args.q_rope], -1).view(B, Q * H, -1), keys).float().view(B, Q, H, -1) * args.scale
+    scores = products.bmm(torch.cat([args.q, args.q_rope], -1).view(B, Q * H, -1), keys).float().view(B, Q, H, -1) * args.scale
     scores = torch.where(hidden[:, :, None], torch.full((), float("-inf"), device=scores.device), scores)
     valid = (token[None, :] < args.query_lens[:, None])[:, :, None, None]
     weights = torch.softmax(scores, -1)
     weights = torch.where(valid, weights, weights.nan_to_num(0.0)).to(latents.dtype)
     live = key[None, :] < (args.num_computed_tokens + args.query_lens)[:, None]
     values = torch.where(live[:, :, None], latents, torch.zeros((), dtype=latents.dtype, device=latents.device))
-    return torch.bmm(weights.view(B, Q * H, -1), values).view(args.q.shape).to(args.q.dtype)
+    return products.bmm(weights.view(B, Q * H, -1), values).view(args.q.shape).to(args.q.dtype)
 
 
 def gathered(cache: Tensor, page_table: Tensor) -> Tensor:

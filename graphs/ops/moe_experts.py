@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import products
 from ..native_ops import FEW_ROWS, Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 from .grouped_experts import GroupedExperts, grouped_experts_ge
@@ -41,8 +42,8 @@ def moe_experts_reference(args: MoeExperts) -> Tensor:
     for expert, (widen, narrow) in enumerate(zip(gate_up.flatten(1, 2).unbind(), down.unbind(), strict=True)):
         rows, choice = torch.nonzero(ids == expert, as_tuple=True)
         if rows.numel():
-            gate, up = torch.nn.functional.linear(x.index_select(0, rows), widen).chunk(2, -1)
-            out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, narrow)
+            gate, up = products.linear(x.index_select(0, rows), widen).chunk(2, -1)
+            out = products.linear(torch.nn.functional.silu(gate) * up, narrow)
             total = total.index_add(0, rows, out.float() * weights[rows, choice].float()[:, None])
     return total.to(x.dtype)
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import products
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 
@@ -45,12 +46,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, num_computed_tokens: Tensor, query_l
     v = torch.where(live[:, :, None, None], v, torch.zeros((), dtype=v.dtype, device=v.device))
     rows = q.view(B, Q, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B * G, -1, D)
     keys = k.permute(0, 2, 3, 1).reshape(B * G, D, K)
-    scores = torch.bmm(rows, keys).float().view(B, G, H // G, Q, K) * scale
+    scores = products.bmm(rows, keys).float().view(B, G, H // G, Q, K) * scale
     scores = torch.where(hidden[:, None, None], torch.full((), float("-inf"), device=q.device), scores)
     valid = (token[None, :] < query_lens[:, None])[:, None, None, :, None]
     weights = torch.softmax(scores, -1)
     weights = torch.where(valid, weights, weights.nan_to_num(0.0)).to(v.dtype).view(B * G, -1, K)
-    out = torch.bmm(weights, v.permute(0, 2, 1, 3).reshape(B * G, K, D))
+    out = products.bmm(weights, v.permute(0, 2, 1, 3).reshape(B * G, K, D))
     return out.view(B, G, H // G, Q, D).permute(0, 3, 1, 2, 4).contiguous().view(B, Q, H, D)
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import products
 from ..primitive import Cost, Primitive, nbytes
 from .linear import Linear, linear_on_cpu
 
@@ -35,7 +36,7 @@ def swiglu_linear_reference(args: SwigluLinear) -> Tensor:
     Returns:
         [T, F].
     """
-    gate, up = torch.nn.functional.linear(args.x, args.weight.flatten(0, 1)).chunk(2, -1)
+    gate, up = products.linear(args.x, args.weight.flatten(0, 1)).chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 

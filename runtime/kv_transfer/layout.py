@@ -194,9 +194,7 @@ def instance_of(manifest: Manifest, source: str = "") -> Instance:
     leaves = local_leaves(manifest.state, mesh, rules)
     pools = regions(leaves, limits, {leaf.path: 0 for leaf in leaves}, rules)
     model = _model_of(manifest, source)
-    return Instance(
-        model, limits.page_size, limits.drafts, mesh.axis("tp"), limits.max_model_len, pools, ((0,) * len(pools),) * mesh.size
-    )
+    return Instance(model, limits.page_size, limits.drafts, mesh.axis("tp"), limits.max_model_len, pools, ((0,) * len(pools),) * mesh.size)
 
 
 def _model_of(manifest: Manifest, source: str) -> str:

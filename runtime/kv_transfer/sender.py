@@ -191,9 +191,7 @@ class Sender(OpenRooms[_Handover]):
                 self.pages_written += len(target.pages) - target.known
             self._step(number, Kind.NOT_WRITTEN if reason else Kind.WRITTEN, reason)
 
-        handover.stop_writing = self._pools.write(
-            source, self._peer, target, self._lease, lambda reason: self._call(lambda: ended(reason))
-        )
+        handover.stop_writing = self._pools.write(source, self._peer, target, self._lease, lambda reason: self._call(lambda: ended(reason)))
 
     def _without_lease(self, number: int) -> None:
         """A room of which nothing was written is given up."""

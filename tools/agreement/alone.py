@@ -11,17 +11,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...graphs.errors import VerifyError
 from ...graphs.step_inputs import OPTIONAL_ROWS, StepInputs
 from ...graphs.types import Leaf
 from ...lowering.executable import Executable
 from .compare import Differences, differences_of, live_values
 from .poison import filled
-from .poisoned_steps import LiveRow, PoisonedStep, ProvedStep, drafted_step, run_step
-from .pools import FreePlaces, is_paged, is_picture_pool, is_request_slots, unread_value
+from .poisoned_steps import LiveRow, PoisonedStep, ProvedStep, drafted_step, run_step, slot_read
+from .pools import FreePlaces, is_paged, is_picture_pool, is_request_slots, is_state_slots, keeps_first_slots, unread_value
 from .tolerances import Measure, Pairs
 
 DECODED, PREFILLED = 4, 2
 """Rows that are run alone for each seed, if batches have as many; of decode steps at least one for each number of right drafts."""
+
+OWN_BYTES = 2**30
+"""Of pools, up to which each row of a step has places of its own."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,15 @@ class RowAlone:
     Attributes:
         fair: whether pools have room for a full batch of such rows.
         inputs, outputs: by name, of a batch of one row.
-        before, after: of each state leaf what the row's places have, before the step and after it.
+        before: of each state leaf which of the row's places the step reads, and what they have.
+        after: of each state leaf what the step leaves in the row's places; of state slots in those that it writes.
     """
 
     row: LiveRow
     fair: bool
     inputs: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
-    before: list[torch.Tensor]
+    before: list[tuple[list[int], torch.Tensor]]
     after: list[torch.Tensor]
 
     def values_after(self, position: int, leaf: Leaf, accepted: bool) -> list[torch.Tensor]:
@@ -79,6 +84,9 @@ def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, 
         reference, step: the graph of one row.
         batch: of the largest bucket.
         sharing: rows that have as many tokens together as one may have; all but the first are as short, and there are at least two of them.
+
+    Raises:
+        VerifyError: the reference read what no row may read.
     """
     bucket, signature = step.bucket, step.signature
     decode, first, found = bucket.kind == "decode", len(signature.params), list[RowAlone]()
@@ -88,17 +96,29 @@ def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, 
         long, generator = turn % each == 0 if sharing == 1 else turn == 0, torch.Generator().manual_seed(turn)
         share, chunk = (1, bucket.q_len) if long else (max(batch, sharing), max(1, bucket.q_len // sharing))
         case = drafted_step(reference, step, 1, generator, share=share, turn=turn, chunk=chunk)
-        own = [Places.of(case.live[0]).in_pool(leaf) for leaf in signature.state]
-        before = [pool[at] for pool, at in zip(case.operands[first:last], own, strict=True)]
+        row, places = case.live[0], Places.of(case.live[0])
+        before = [_before(leaf, pool, row, places) for leaf, pool in zip(signature.state, case.operands[first:last], strict=True)]
         outputs, pools = run_step(reference, case, signature)
         inputs = {leaf.path: operand for leaf, operand in zip(signature.inputs, case.operands[last:], strict=True)}
-        after = [pool[at] for pool, at in zip(pools, own, strict=True)]
-        found.append(RowAlone(case.live[0], share >= batch, inputs, outputs, before, after))
+        written = [row.slots if is_state_slots(leaf) else places.in_pool(leaf) for leaf in signature.state]
+        after = [pool[at] for pool, at in zip(pools, written, strict=True)]
+        if any(output.isnan().any() for output in outputs.values()):
+            raise VerifyError(f"{bucket.name} (eager): a row alone gives NaN, which is what fills all places that no row may read")
+        found.append(RowAlone(row, share >= batch, inputs, outputs, before, after))
     return found
+
+
+def _before(leaf: Leaf, pool: torch.Tensor, row: LiveRow, places: Places) -> tuple[list[int], torch.Tensor]:
+    own = places.in_pool(leaf)
+    read = [own.index(slot_read(leaf, row))] if is_state_slots(leaf) else [*range(len(own))]
+    return read, pool[[own[i] for i in read]]
 
 
 class Together:
     """A step of `live` rows that were run alone, at random places of the batch; all that they must not read is NaN.
+
+    Rows that take more than `OWN_BYTES` of the pools share: a row that is in the step already is there again with the places of the
+    first, all but what it reads and writes, as all of them write the same.
 
     Attributes:
         case: the step.
@@ -117,6 +137,9 @@ class Together:
         width = max(len(Places.of(each.row).slots) for each in known)
         # As where rows are made together: with a slot to read and one to write a state that was not written shows as NaN.
         self._separate = len(self._free.slots) >= live * width
+        largest = max(sum(after.nbytes for after in each.after) for each in known)
+        self._shares = live * largest > OWN_BYTES and (bucket.kind == "decode" or self._separate)
+        self._first, self._again = dict[int, Places](), dict[int, list[int]]()
         self.rows, placed = list[RowAlone](), list[LiveRow]()
         places = sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist())
         for left, place in zip(reversed(range(live)), places, strict=True):
@@ -137,9 +160,11 @@ class Together:
                 output[place] = alone.outputs[name][0]
 
         def values(position: int, row: LiveRow, accepted: bool) -> Pairs:
-            leaf, counts = self._signature.state[position], expected.get("counts") if accepted else None
-            alone = of[row.row].values_after(position, leaf, accepted)
-            return zip(alone, live_values(leaf, row, self._pools[position], counts), strict=True)
+            leaf, counts, pool = self._signature.state[position], expected.get("counts") if accepted else None, self._pools[position]
+            if row.row in self._again and not is_request_slots(leaf):
+                own = [i for i in self._again[row.row] if is_state_slots(leaf) and not (i and keeps_first_slots(leaf))]
+                return ((of[row.row].after[position][i], pool[row.slots[i]]) for i in own)
+            return zip(of[row.row].values_after(position, leaf, accepted), live_values(leaf, row, pool, counts), strict=True)
 
         return differences_of(self.case, expected, outputs, self._signature.state, values, measure)
 
@@ -160,19 +185,15 @@ class Together:
 
     def _place(self, row: int, chosen: int) -> LiveRow:
         """Gives a row its places, and writes what it reads there."""
-        alone, free = self._known[chosen], self._free
-        old = Places.of(alone.row)
-        written = [free.slots.pop() for _ in alone.row.slots]
-        unwritten = [free.slots.pop() for _ in alone.row.unwritten]
-        read = [free.slots.pop() if self._separate else written[0] for _ in old.slots[len(written) + len(unwritten) :]]
-        pages, pictures = [free.pages.pop() for _ in old.pages], [self._pictures.pop() for _ in old.pictures]
-        new = Places(pages, [*written, *unwritten, *read], free.request_slots.pop(), pictures)
-        for leaf, pool, before in zip(self._signature.state, self._pools, alone.before, strict=True):
-            for at, value in zip(new.in_pool(leaf), before, strict=True):
-                pool[at] = value  # one after the other: where a row writes the slot that it reads, what it reads is last
+        alone = self._known[chosen]
+        old, new = Places.of(alone.row), self._places(row, chosen)
+        for leaf, pool, (read, before) in zip(self._signature.state, self._pools, alone.before, strict=True):
+            own = new.in_pool(leaf)
+            if row not in self._again or is_request_slots(leaf) or is_state_slots(leaf):
+                pool[[own[i] for i in read]] = before
         slots = dict(zip(old.slots, new.slots, strict=True))
-        moved = {"page_table": dict(zip(old.pages, pages, strict=True)), "state_slots_out": slots, "state_slots_in": slots}
-        moved |= {"request_slots": {old.request_slot: new.request_slot}, "picture_rows": dict(zip(old.pictures, pictures, strict=True))}
+        moved = {"page_table": dict(zip(old.pages, new.pages, strict=True)), "state_slots_out": slots, "state_slots_in": slots}
+        moved |= {"request_slots": {old.request_slot: new.request_slot}, "picture_rows": dict(zip(old.pictures, new.pictures, strict=True))}
         moved |= self._fill_tables(alone, chosen)
         for name, operand in self._inputs.items():
             if name not in OPTIONAL_ROWS:
@@ -180,8 +201,27 @@ class Together:
                 if name in moved and value.any():
                     value[value != 0] = torch.tensor([moved[name][place] for place in value[value != 0].tolist()], dtype=value.dtype)
                 operand[row] = value
-        read_from = slots[alone.row.read]
-        return replace(alone.row, row=row, request_slot=new.request_slot, pages=pages, slots=written, unwritten=unwritten, read=read_from)
+        count, read_from = len(alone.row.slots), slots[alone.row.read]
+        written, unwritten = new.slots[:count], new.slots[count : count + len(alone.row.unwritten)]
+        placed = replace(alone.row, row=row, request_slot=new.request_slot, pages=new.pages, slots=written, unwritten=unwritten)
+        return replace(placed, read=read_from)
+
+    def _places(self, row: int, chosen: int) -> Places:
+        """Places of a row: those of the first that is the same, but for what it reads and writes, where rows share, else new ones."""
+        alone, free = self._known[chosen].row, self._free
+        old, request_slot = Places.of(alone), free.request_slots.pop()
+        if chosen in self._first:
+            first, read = self._first[chosen], {slot_read(leaf, alone) for leaf in self._signature.state if is_state_slots(leaf)}
+            self._again[row] = [i for i, slot in enumerate(alone.slots) if slot in read]
+            slots = [free.slots.pop() if i in self._again[row] else slot for i, slot in enumerate(first.slots)]
+            return replace(first, slots=slots, request_slot=request_slot)
+        fixed = [free.slots.pop() for _ in (*alone.slots, *alone.unwritten)]
+        read_only = [free.slots.pop() if self._separate else fixed[0] for _ in old.slots[len(fixed) :]]
+        pages, pictures = [free.pages.pop() for _ in old.pages], [self._pictures.pop() for _ in old.pictures]
+        new = Places(pages, [*fixed, *read_only], request_slot, pictures)
+        if self._shares:
+            self._first[chosen] = new
+        return new
 
     def _fill_tables(self, alone: RowAlone, chosen: int) -> dict[str, dict[int, int]]:
         """Enters a row's bitmask and adjustments in the step's, once for all that are the same; returns where they were and are."""

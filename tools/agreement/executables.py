@@ -78,7 +78,7 @@ class Proof:
         """
         self._params = load_params(artifact)
         self._known = dict[tuple[str, int], list[RowAlone]]()
-        self._several = set[tuple[str, int]]()
+        self._several, self._proved = set[tuple[str, int]](), set[Bucket]()
 
     def entry(self, artifact: Artifact, entry: GraphEntry) -> Mapping[str, float]:
         """Compares the executable of a bucket with the eager graph of one row, on whole batches, padded ones and single rows.
@@ -102,11 +102,19 @@ class Proof:
         candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
         proved = self._segments if entry.bucket.kind == "encode" else self._rows
         try:
-            return proved(artifact, entry, eager, candidate)
+            measured = proved(artifact, entry, eager, candidate)
         except VerifyError:
             # Another bucket has to prove what those of its kind share.
             self._several.discard((entry.bucket.kind, entry.bucket.q_len))
             raise
+        self._forget(artifact.manifest, entry.bucket)
+        return measured
+
+    def _forget(self, manifest: Manifest, bucket: Bucket) -> None:
+        """Drops the rows of a kind of which each bucket is proved: they are hundreds of megabytes of a large model."""
+        kind, self._proved = (bucket.kind, bucket.q_len), self._proved | {bucket}
+        if all(entry.bucket in self._proved for entry in manifest.graphs if (entry.bucket.kind, entry.bucket.q_len) == kind):
+            self._known.pop(kind, None)
 
     def _rows(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> dict[str, float]:
         manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
@@ -114,7 +122,8 @@ class Proof:
         any_size = entry.any_size and entry.compiled is not None
         known, dealt = self._alone(artifact, bucket, any_size), Counter[int]()
         served, counts = candidate, live_counts(bucket.batch)
-        halves = {"eager": eager} if entry.compiled else {}
+        # Of one row the eager graph is what ran the rows alone.
+        halves = {"eager": eager} if entry.compiled and bucket.batch > 1 else {}
         if any_size:
             served, first = LiveRows(candidate, bucket, signature, manifest.limits), self._first_of_several(bucket)
             halves, counts = halves | {entry.backend: candidate} if first else {}, counts if first or bucket.batch == 1 else counts[1:]

@@ -105,7 +105,7 @@ def poisoned_step(
     rows = _random_rows(bucket, limits, live, max(live, share, 1), chunk or bucket.q_len, generator)
     tokens = torch.randint(0, step.vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
     filled = [page for row in rows for page in filled_pages(row.pages, row.start, limits.page_size)]
-    state = [_random_pool(leaf, filled, [_slot_read(leaf, row) for row in rows], generator) for leaf in signature.state]
+    state = [_random_pool(leaf, filled, [slot_read(leaf, row) for row in rows], generator) for leaf in signature.state]
     for pool in (pool for leaf, pool in zip(signature.state, state, strict=True) if is_picture_pool(leaf)):
         for place in (place for row in rows for place in row.pictures if place):
             pool[place] = torch.randn(pool.shape[1:], generator=generator).to(pool.dtype)
@@ -225,7 +225,7 @@ def _random_pool(leaf: Leaf, filled: list[tuple[int, int]], slots: list[int], ge
     return pool
 
 
-def _slot_read(leaf: Leaf, row: LiveRow) -> int:
+def slot_read(leaf: Leaf, row: LiveRow) -> int:
     """The slot of a pool that a row's step reads."""
     return row.slots[0] if keeps_first_slots(leaf) and len(row.slots) > 1 else row.read
 

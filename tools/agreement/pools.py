@@ -46,7 +46,7 @@ def fill(leaf: Leaf, pool: torch.Tensor, pages: Iterable[tuple[int, int]], slots
         for page, used in pages:
             tokens = tokens_second(leaf, pool)[page, :used]
             tokens.copy_(random_cache(leaf, tokens.shape, generator))
-    elif not (is_request_slots(leaf) or is_picture_pool(leaf)):
+    elif is_state_slots(leaf):
         for slot in slots:
             pool[slot] = (0.3 * torch.randn(pool.shape[1:], generator=generator)).to(pool.dtype)
 
@@ -89,3 +89,8 @@ def is_picture_pool(leaf: Leaf) -> bool:
 def is_request_slots(leaf: Leaf) -> bool:
     """Whether a state leaf is the pool of request slots."""
     return leaf.aval.axes[0] == "request_slots"
+
+
+def is_state_slots(leaf: Leaf) -> bool:
+    """Whether a state leaf is a pool of state slots."""
+    return not (is_request_slots(leaf) or is_picture_pool(leaf) or is_paged(leaf))

@@ -13,6 +13,7 @@ from support.toy_step import DRAFTING, PLAIN, VOCAB, Toy, signature
 from npucompile.graphs.errors import VerifyError
 from npucompile.graphs.step_inputs import OPTIONAL_ROWS
 from npucompile.graphs.types import Bucket, Limits
+from npucompile.tools.agreement import alone
 from npucompile.tools.agreement.alone import RowAlone, Together, rows_alone
 from npucompile.tools.agreement.compare import Differences, check_tolerance
 from npucompile.tools.agreement.poisoned_steps import ProvedStep, live_counts
@@ -69,6 +70,27 @@ def test_rows_are_what_they_are_alone_and_each_fault_is_seen(bucket: Bucket, lim
             measured(known, bucket, limits, fault)
 
 
+@pytest.mark.parametrize(("bucket", "limits", "faults"), CASES, ids=lambda x: getattr(x, "name", None))
+def test_rows_that_share_places_show_each_fault_too(monkeypatch, bucket: Bucket, limits: Limits, faults: tuple[str, ...]) -> None:
+    monkeypatch.setattr(alone, "OWN_BYTES", 0)
+    known = known_rows(bucket, limits)[:2]
+    step = together(known, bucket, limits, bucket.batch)
+    pages = [tuple(row.pages) for row in step.case.live]
+    assert len({*pages}) == min(2, bucket.batch)
+    read = [row.read for row in step.case.live if row.read in row.slots]
+    assert len(read) == len({*read})
+    assert measured(known, bucket, limits)["state_error"] == 0.0
+    for fault in faults:
+        with pytest.raises(VerifyError, match=r"toy: (logits|state|tokens) differ by"):
+            measured(known, bucket, limits, fault)
+
+
+def test_a_reference_that_reads_what_no_row_may_is_refused() -> None:
+    single = Bucket("decode", 1, 1)
+    with pytest.raises(VerifyError, match=r"decode-b1-q1 \(eager\): a row alone gives NaN"):
+        rows_alone(Toy(single, PLAIN, "reads null"), proved(single, PLAIN), 4, 1)
+
+
 def test_rows_have_every_number_of_right_drafts_and_the_rarest_are_taken_first() -> None:
     bucket, dealt = Bucket("decode", 3, 3), Counter[int]()
     known = known_rows(bucket, DRAFTING)
@@ -98,12 +120,12 @@ def test_rows_keep_their_bitmasks_and_adjustments_in_tables_that_are_too_small_f
         inputs = dict(
             zip((leaf.path for leaf in signature(bucket, limits).inputs), step.case.operands[-len(known[0].inputs) :], strict=True)
         )
-        for place, alone in zip(step.case.rows, step.rows, strict=True):
+        for place, own_row in zip(step.case.rows, step.rows, strict=True):
             for table, whose in OPTIONAL_ROWS.items():
                 for name in whose:
-                    own, here = int(alone.inputs[name]), int(inputs[name][place])
+                    own, here = int(own_row.inputs[name]), int(inputs[name][place])
                     assert (own > 0) == (here > 0)
-                    assert not own or torch.equal(alone.inputs[table][own - 1], inputs[table][here - 1])
+                    assert not own or torch.equal(own_row.inputs[table][own - 1], inputs[table][here - 1])
                     seen[name] += own > 0
     assert set(seen) == {name for whose in OPTIONAL_ROWS.values() for name in whose}
     assert all(seen.values())

@@ -243,28 +243,31 @@ def test_an_eager_graph_that_is_wrong_is_not_served_in_place_of_its_executable(t
         return plain(differences, tolerance, what)
 
     monkeypatch.setattr(executables, "check_tolerance", check)
-    with pytest.raises(VerifyError, match=r"decode-b1-q4 \(eager\)"):
+    with pytest.raises(VerifyError, match=r"decode-b2-q4 \(eager\)"):
         tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out")
 
 
 @pytest.mark.skipif(torch.cpu.get_capabilities().get("architecture") != "x86_64", reason="levels are of x86-64")
-@pytest.mark.parametrize("drafts", [0, pytest.param(3, marks=pytest.mark.long)])
-def test_a_build_is_proved_with_avx_512_hidden(tmp_path, tiny_checkpoint, drafts):
-    """In the dtype that a CPU without AVX-512 gets, with one decode graph and one of prefill."""
+@pytest.mark.parametrize(
+    ("drafts", "dtype"), [(0, "auto"), (0, "float32"), pytest.param(3, "auto", marks=pytest.mark.long)], ids=["auto", "float32", "drafts"]
+)
+def test_a_build_is_proved_with_avx_512_hidden(tmp_path, tiny_checkpoint, drafts, dtype):
+    """In the dtype that a CPU without AVX-512 gets, and in float32, with one decode graph and one of prefill."""
     # Kept for later runs, as the kernels of tests/support are: what is compiled goes by its sources, and is proved each time.
     home = Path(tempfile.gettempdir()) / f"npuc-avx2-{os.getuid()}-{drafts}"
     out, environment = tmp_path / "out", {**os.environ, "NPUCOMPILE_ISA": "avx2", "NPUCOMPILE_HOME": str(home)}
     options = ["--buckets", "1,2" if drafts else "2", "--prefill", "16", "--max-model-len", "64", "--speculative-tokens", str(drafts)]
+    options += ["--dtype", dtype]
     command = [sys.executable, "-m", "npucompile.tools.cli", "build", str(tiny_checkpoint), *options, "--out", str(out)]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     shutil.rmtree(home / "cache" / "headers", ignore_errors=True)
     manifest = Artifact.open(out).manifest
-    assert manifest.dtype == "f32"
+    assert manifest.dtype == ("f32" if dtype == "float32" else "bf16")
     assert [name for name in manifest.cpu_features if "avx512" in name] == []
     assert "avx2" in manifest.cpu_features
     for entry in manifest.graphs:
         assert (entry.backend, entry.refused) == ("inductor", "")
-        assert entry.verified["logits_error"] < 1e-5
+        assert entry.verified["logits_error"] < (1e-5 if dtype == "float32" else 0.1)
 
 
 def test_an_executable_that_disagrees_is_not_published(tmp_path, tiny_checkpoint, stub):

@@ -82,12 +82,21 @@ def test_what_has_no_operator_is_refused(options: dict[str, str], message: str) 
         planning.plan(Options(**options, backend="null"))
 
 
-@pytest.mark.parametrize(("hardware", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_takes_the_dtype_the_cpu_multiplies(monkeypatch, tiny_checkpoint, hardware, dtype):
-    monkeypatch.setattr(isa, "has", lambda level: hardware)
+@pytest.mark.parametrize(
+    ("level", "dtype", "why"),
+    [
+        ("amx", torch.bfloat16, "this CPU multiplies it in hardware"),
+        ("avx512_bf16", torch.bfloat16, "this CPU multiplies it in hardware"),
+        ("avx512", torch.bfloat16, "half of float32's bytes"),
+        ("avx2", torch.bfloat16, "half of float32's bytes"),
+        (None, torch.float32, "was never measured"),
+    ],
+)
+def test_auto_takes_the_dtype_that_reads_less(monkeypatch, tiny_checkpoint, level, dtype, why):
+    monkeypatch.setattr(isa, "in_use", lambda: level)
     plan = tiny.planned(tiny_checkpoint, dtype="auto")
     assert plan.dtype == dtype
-    assert any(note.startswith(f"dtype {str(dtype).removeprefix('torch.')}: this CPU") for note in plan.notes)
+    assert any(note.startswith(f"dtype {str(dtype).removeprefix('torch.')}: ") and why in note for note in plan.notes)
     asked = tiny.planned(tiny_checkpoint, dtype="float32")
     assert (asked.dtype, [note for note in asked.notes if note.startswith("dtype")]) == (torch.float32, [])
 

@@ -77,7 +77,7 @@ DTYPE = Setting(
     by=lambda plan, quantised: PLAN if len(plan.target.dtypes) > 1 else DEFAULT,
     recorded=lambda recorded: recorded.dtype,
     what=lambda value, recorded: f"It computes in {value}.",
-    planned="The plan chose it for the CPU that the build ran on: bfloat16 where that multiplies it in hardware.",
+    planned="The plan chose it for the CPU that the build ran on: bfloat16 on x86, which every instruction set widens as it reads it.",
     explained=5,
 )
 QUANTIZATION = Setting(

@@ -11,6 +11,7 @@ import torch
 from torch._inductor import config, cpp_builder
 
 from npucompile.graphs.errors import LoweringError
+from npucompile.lowering import isa
 from npucompile.lowering.backends.inductor import aoti, native
 
 
@@ -31,6 +32,8 @@ X86 = torch.cpu.get_capabilities().get("architecture") == "x86_64"
 @pytest.mark.parametrize(("name", "level"), [("AVX512", "x86-64-v4"), ("AVX2", "x86-64-v3"), ("DEFAULT", "x86-64"), ("NEW", None)])
 def test_code_is_for_a_level_and_not_for_one_machine(monkeypatch: pytest.MonkeyPatch, name: str, level: str | None) -> None:
     capability(monkeypatch, name)
+    every = {feature: True for each in isa.LEVELS.values() for feature in each.features}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", **every})
     assert aoti.instruction_set() == level
 
 
