@@ -1,6 +1,8 @@
 // Products with panels by vectors of floats and, for int8, of 16-bit integers: the variant that runs everywhere.
 #include <algorithm>
 
+#include <utility>
+
 #include "product.h"
 
 #if defined(__AVX2__)
@@ -10,8 +12,6 @@
 namespace npuc {
 
 namespace {
-
-constexpr int V = CHANNELS / L;
 
 // sum += a * b, rounded once. Not left to the compiler, since GCC 12 multiplies into the register of a factor and keeps copies of sums on
 // the stack.
@@ -23,67 +23,89 @@ INLINE void add_product(vec& sum, vec a, vec b) {
 #endif
 }
 
-// One block of R rows, `x` being floats [2 lines][R], and P panels side by side. Prefetches AHEAD lines from `next` on for every line of a
-// panel: the next panels come from memory while these are multiplied.
-template <int R, int P, int AHEAD>
-void floats(const float* x, const char* weights, int64_t panel, int64_t lines, const char* next, float (*out)[R][CHANNELS]) {
-    vec acc[P][R][V] = {};
-    const ints high = ints{} + int32_t(0xffff0000);
-    for (int64_t k = 0; k < lines; k++, x += 2 * R) {
-        UNROLL for (int i = 0; i < AHEAD; i++, next += LINE) __builtin_prefetch(next, 0, 2);
-        UNROLL for (int odd = 0; odd < 2; odd++) {
-            UNROLL for (int i = 0; i < P; i++) {
-                vec own[V];
-                UNROLL for (int v = 0; v < V; v++) {
-                    ints line;
-                    std::memcpy(&line, weights + i * panel + k * LINE + v * 4 * L, sizeof line);
-                    line = odd ? line & high : line << 16;
-                    std::memcpy(&own[v], &line, sizeof line);
-                }
-                UNROLL for (int r = 0; r < R; r++) {
-                    const vec by = fill(x[odd * R + r]);
-                    UNROLL for (int v = 0; v < V; v++) add_product(acc[i][r][v], own[v], by);
-                }
-            }
-        }
-    }
-    UNROLL for (int i = 0; i < P; i++) {
-        UNROLL for (int r = 0; r < R; r++) {
-            UNROLL for (int v = 0; v < V; v++) store(&out[i][r][v * L], acc[i][r][v]);
-        }
-    }
-}
+// Sums of R rows with panels, each by `Products::add`, and in memory [panel][row][channel]. Indices are constants from the start: in a loop
+// that is unrolled later, GCC 12 loads and stores all sums with every line.
+template <typename Products, typename Rows, typename Panels>
+struct Sums;
 
-// The same of int8, `x` being pairs of int16 [2 lines][R]: no sum of two products overflows, so that all are exact.
+template <typename Products, int... RV, int... P>
+struct Sums<Products, std::integer_sequence<int, RV...>, std::integer_sequence<int, P...>> {
+    static constexpr int R = sizeof...(RV) / Products::V;
+    typename Products::Sum all[sizeof...(P)][sizeof...(RV)];
+
+    template <int p>
+    INLINE void add(const typename Products::Word* x, const typename Products::Line (&line)[Products::V]) {
+        (Products::add(all[p][RV], line[RV % Products::V], x[RV / Products::V]), ...);
+    }
+    template <int p>
+    INLINE void line(const typename Products::Word* x, const char* from) {
+        UNROLL for (int half = 0; half < 2; half++) {
+            typename Products::Line own[Products::V];
+            UNROLL for (int v = 0; v < Products::V; v++) own[v] = Products::widened(from + v * sizeof(own[v]), half);
+            add<p>(x + half * R, own);
+        }
+    }
+    template <int p>
+    INLINE void put(typename Products::Word (*out)[R][CHANNELS]) const {
+        ((std::memcpy(&out[p][0][0] + RV * (sizeof(all[p][RV]) / 4), &all[p][RV], sizeof(all[p][RV]))), ...);
+    }
+    template <int p>
+    INLINE void clear() {
+        ((all[p][RV] = typename Products::Sum{}), ...);
+    }
+
+    // One block of R rows, `x` being words [2 lines][R], with panels side by side. Prefetches AHEAD lines from `next` on for every line of a
+    // panel: the next panels come from memory while these are multiplied.
+    template <int AHEAD>
+    static void multiply(const typename Products::Word* x, const char* weights, int64_t panel, int64_t lines, const char* next,
+                         typename Products::Word (*out)[R][CHANNELS]) {
+        Sums sums;
+        (sums.template clear<P>(), ...);
+        for (int64_t k = 0; k < lines; k++, x += 2 * R) {
+            UNROLL for (int i = 0; i < AHEAD; i++, next += LINE) __builtin_prefetch(next, 0, 2);
+            (sums.template line<P>(x, weights + P * panel + k * LINE), ...);
+        }
+        (sums.template put<P>(out), ...);
+    }
+};
+
+struct Floats {
+    using Word = float;
+    using Sum = vec;
+    using Line = vec;
+    static constexpr int V = CHANNELS / L;
+
+    // The even or the odd numbers of a line.
+    static INLINE vec widened(const char* from, int odd) {
+        ints line;
+        std::memcpy(&line, from, sizeof line);
+        line = odd ? line & (ints{} + int32_t(0xffff0000)) : line << 16;
+        vec own;
+        std::memcpy(&own, &line, sizeof own);
+        return own;
+    }
+    static INLINE void add(vec& sum, vec line, float x) { add_product(sum, line, fill(x)); }
+};
+
+// The same of int8, words being pairs of int16: no sum of two products overflows, so that all are exact.
 #if defined(__AVX2__)
-template <int R, int P, int AHEAD>
-void integers(const int32_t* x, const char* weights, int64_t panel, int64_t lines, const char* next, int32_t (*out)[R][CHANNELS]) {
-    __m256i acc[P][R][2];
-    UNROLL for (int i = 0; i < P; i++) {
-        UNROLL for (int r = 0; r < R; r++) acc[i][r][0] = acc[i][r][1] = _mm256_setzero_si256();
+struct Integers {
+    using Word = int32_t;
+    using Sum = __m256i;
+    using Line = __m256i;
+    static constexpr int V = 2;
+
+    static INLINE __m256i widened(const char* from, int odd) {
+        const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        return _mm256_srai_epi16(odd ? line : _mm256_slli_epi16(line, 8), 8);
     }
-    for (int64_t k = 0; k < lines; k++, x += 2 * R) {
-        UNROLL for (int i = 0; i < AHEAD; i++, next += LINE) __builtin_prefetch(next, 0, 2);
-        UNROLL for (int i = 0; i < P; i++) {
-            UNROLL for (int v = 0; v < 2; v++) {
-                const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + i * panel + k * LINE + v * 32));
-                const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(line, 8), 8), odd = _mm256_srai_epi16(line, 8);
-                UNROLL for (int r = 0; r < R; r++) {
-                    acc[i][r][v] = _mm256_add_epi32(acc[i][r][v], _mm256_madd_epi16(even, _mm256_set1_epi32(x[r])));
-                    acc[i][r][v] = _mm256_add_epi32(acc[i][r][v], _mm256_madd_epi16(odd, _mm256_set1_epi32(x[R + r])));
-                }
-            }
-        }
+    static INLINE void add(__m256i& sum, __m256i line, int32_t x) {
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(line, _mm256_set1_epi32(x)));
     }
-    UNROLL for (int i = 0; i < P; i++) {
-        UNROLL for (int r = 0; r < R; r++) {
-            UNROLL for (int v = 0; v < 2; v++) _mm256_storeu_si256(reinterpret_cast<__m256i*>(&out[i][r][v * 8]), acc[i][r][v]);
-        }
-    }
-}
+};
 #else
-template <int R, int P, int AHEAD>
-void integers(const int32_t* x, const char* weights, int64_t panel, int64_t lines, const char*, int32_t (*out)[R][CHANNELS]) {
+template <int R, int P>
+void integers(const int32_t* x, const char* weights, int64_t panel, int64_t lines, int32_t (*out)[R][CHANNELS]) {
     const auto* rows = reinterpret_cast<const int16_t*>(x);
     for (int i = 0; i < P; i++) {
         const auto* columns = reinterpret_cast<const int8_t*>(weights + i * panel);
@@ -98,6 +120,9 @@ void integers(const int32_t* x, const char* weights, int64_t panel, int64_t line
 }
 #endif
 
+template <typename Products, int R, int P>
+using Side = Sums<Products, std::make_integer_sequence<int, R * Products::V>, std::make_integer_sequence<int, P>>;
+
 template <int R, int P, int AHEAD>
 void side_by_side(const Blocks& blocks, const char* data, const char* weights, const char* next, int64_t m, int64_t p, const Sink& sink) {
     union {
@@ -106,9 +131,15 @@ void side_by_side(const Blocks& blocks, const char* data, const char* weights, c
     } sums;
     // `arrange` wrote words where this reads them; the memory is aligned.
     if (blocks.kind == Kind::BF16)
-        floats<R, P, AHEAD>(reinterpret_cast<const float*>(data), weights, blocks.panel(), blocks.lines, next, sums.of_floats);
+        Side<Floats, R, P>::template multiply<AHEAD>(reinterpret_cast<const float*>(data), weights, blocks.panel(), blocks.lines, next,
+                                                     sums.of_floats);
     else
-        integers<R, P, AHEAD>(reinterpret_cast<const int32_t*>(data), weights, blocks.panel(), blocks.lines, next, sums.of_integers);
+#if defined(__AVX2__)
+        Side<Integers, R, P>::template multiply<AHEAD>(reinterpret_cast<const int32_t*>(data), weights, blocks.panel(), blocks.lines, next,
+                                                       sums.of_integers);
+#else
+        integers<R, P>(reinterpret_cast<const int32_t*>(data), weights, blocks.panel(), blocks.lines, sums.of_integers);
+#endif
     for (int i = 0; i < P; i++) sink.put(&sums.of_floats[i], m, std::min<int64_t>(R, blocks.M - m), p + i);
 }
 
@@ -130,7 +161,7 @@ void group(const Blocks& blocks, const char* data, const char* weights, int64_t 
 template <int R>
 void all(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then) {
     // Enough sums at a time that none waits for the one before it, and no more than there are registers.
-    constexpr int P = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    constexpr int P = R == 1 ? 4 : R <= (L == CHANNELS ? 3 : 2) ? 2 : 1;
     int64_t p = first;
     for (; p + P <= last; p += P) group<R, P>(blocks, data, weights, p, last, sink, then);
     for (; p < last; p++) group<R, 1>(blocks, data, weights, p, last, sink, then);
