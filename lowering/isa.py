@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -99,6 +99,12 @@ def compiled_features() -> tuple[str, ...]:
         return ()
     least = next(name for name in LEVELS if LEVELS[name].march == LEVELS[used].march)
     return tuple(feature for name in _upto(least) for feature in LEVELS[name].features)
+
+
+def level_of(needed: Collection[str]) -> str:
+    """The least level that has all of some features; "default" for those of no level."""
+    ordered = {feature: name for name, level in LEVELS.items() for feature in level.features}
+    return max((ordered[feature] for feature in needed if feature in ordered), key=_NAMES.index, default=_NAMES[0])
 
 
 def features() -> frozenset[str]:

@@ -84,3 +84,9 @@ def test_a_command_hides_it_from_torch_onednn_and_kernels_of_the_processes_that_
     words = [sys.executable, "-c", COMMAND, PROCESS, library]
     run = subprocess.run(words, env={**environment, isa.SWITCH: "avx2"}, capture_output=True, text=True, check=True)
     assert run.stdout.splitlines() == ["avx2 AVX2 False", "0 avx512_f avx512_vnni"]
+
+
+def test_what_code_needs_is_of_a_level():
+    assert [isa.level_of(level.features) for level in isa.LEVELS.values()] == list(isa.LEVELS)
+    assert isa.level_of(("avx2", "amx_tile", "unknown")) == "amx"
+    assert isa.level_of(("sse4_2",)) == "default"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ....lowering import isa
 from ...notation import format_buckets, parse_buckets
 from .record import CHECKPOINT, DEFAULT, PLAN, ROW, Setting, by_plan
 
@@ -68,6 +69,11 @@ def _draft_model(recorded: Recorded) -> object:
     return draft and draft["name"]
 
 
+def _code(recorded: Recorded) -> str:
+    needed = recorded.manifest.cpu_features
+    return f", by code for {isa.level_of(needed)}; kernels for what is beyond it are chosen where it is served" if needed else ""
+
+
 DTYPE = Setting(
     "dtype",
     "Computing type.",
@@ -76,7 +82,7 @@ DTYPE = Setting(
     extra={"default": "auto", "show_default": True},
     by=lambda plan, quantised: PLAN if len(plan.target.dtypes) > 1 else DEFAULT,
     recorded=lambda recorded: recorded.dtype,
-    what=lambda value, recorded: f"It computes in {value}.",
+    what=lambda value, recorded: f"It computes in {value}{_code(recorded)}.",
     planned="The plan chose it for the CPU that the build ran on: bfloat16 on x86, which every instruction set widens as it reads it.",
     explained=5,
 )
