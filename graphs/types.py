@@ -71,7 +71,10 @@ COORDS = "coords"
 """Name of the input by which a graph of several devices knows on which of them it runs: `Mesh.coords`."""
 
 WORLD = "world"
-"""Name of the group of all ranks; every other group of ranks has the name of the axis it lies along."""
+"""Name of the group of all ranks; a group of ranks along an axis has the name of the axis (`axis_group`)."""
+
+AXIS = "axis:"
+"""Before the names of axes that only functions have, in names of groups."""
 
 DISPATCH = "dispatch"
 """Name of a second group of all ranks, for backends whose expert dispatch shares its communicator with no other operator."""
@@ -80,12 +83,18 @@ FUSED_EXPERTS = "fused_experts"
 """Name of a third group of all ranks, for operators that exchange tokens of experts and compute them: their window is their own too."""
 
 
+def axis_group(axis: str) -> str:
+    """Name of the groups of ranks along an axis."""
+    return axis if axis in MESH_AXES else f"{AXIS}{axis}"
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Named device axes, e.g. `Mesh((("dp", 8), ("tp", 2)))`; () is one device.
 
     Ranks are numbered row-major over `MESH_AXES`, in whatever order a mesh lists its axes: rank = dp index * tp + tp index. So shards
-    of a logical axis that is split over all ranks lie in the order of the group "world". `Mesh.parse(str(mesh))` is the mesh.
+    of a logical axis that is split over all ranks lie in the order of the group "world". Axes of other names, which meshes of functions
+    may have, follow in their order. `Mesh.parse(str(mesh))` is the mesh.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -126,27 +135,31 @@ class Mesh:
             raise SpecError(f"rank {rank} of mesh {self}; legal is 0 to {self.size - 1}")
         return {name: rank // stride % size for name, (stride, size) in self._strides().items()}
 
+    @property
+    def complete(self) -> Mesh:
+        """The same devices on all axes that their numbers are made of: `MESH_AXES`, also those of size 1, then axes of other names."""
+        return Mesh(tuple((name, size) for name, (_, size) in self._strides().items()))
+
     def coords(self, rank: int) -> torch.Tensor:
-        """A rank's coordinates on `MESH_AXES`, [2] i32: the value of the input `coords` of a graph."""
-        coordinates = self.coordinates(rank)
-        return torch.tensor([coordinates[name] for name in MESH_AXES], dtype=torch.int32)
+        """A rank's coordinates on the axes of `complete`, [number of axes] i32: the value of the input `coords` of a graph."""
+        return torch.tensor(list(self.coordinates(rank).values()), dtype=torch.int32)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
         """The ranks of the group of a name that a rank belongs to, in the order of their index on the axis.
 
         Args:
-            name: an axis, "world", "dispatch" or "fused_experts"; a group along an absent axis is the rank alone.
+            name: of `axis_group`, "world", "dispatch" or "fused_experts"; a group along an absent axis is the rank alone.
             rank: 0 to size - 1.
         """
         if name in (WORLD, DISPATCH, FUSED_EXPERTS):
             return tuple(range(self.size))
-        stride, size = self._strides().get(name, (1, 1))
+        stride, size = self._strides().get(name.removeprefix(AXIS), (1, 1))
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + size * stride, stride))
 
     def groups(self, names: Iterable[str] = ()) -> dict[str, tuple[tuple[int, ...], ...]]:
         """All groups of these names; without names, of one name per axis and "world"."""
-        names = tuple(names) or (*self._strides(), WORLD)
+        names = tuple(names) or (*map(axis_group, self._strides()), WORLD)
         return {name: tuple(dict.fromkeys(self.group(name, rank) for rank in range(self.size))) for name in names}
 
     def _strides(self) -> dict[str, tuple[int, int]]:
@@ -252,6 +265,14 @@ class Bucket:
     @property
     def name(self) -> str:
         return f"{self.kind}-b{self.batch}-q{self.q_len}"
+
+
+@dataclass(frozen=True)
+class Function:
+    """What a program is that is no step of a language model: a function, traced for one set of shapes."""
+
+    name: str
+    kind: str = "function"
 
 
 WORD_BITS = 32
@@ -396,7 +417,7 @@ class Program:
     """
 
     name: str
-    bucket: Bucket
+    bucket: Bucket | Function
     forward: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] = field(compare=False)
     params: Tree
     state: Tree

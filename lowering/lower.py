@@ -21,7 +21,7 @@ from ..graphs.ir.record import record
 from ..graphs.ir.trace import name_placeholders
 from ..graphs.primitive import Primitive, of_target
 from ..graphs.stage import Stage
-from ..graphs.types import Bucket, Signature
+from ..graphs.types import Bucket, Function, Signature
 from .calls import calls_of
 from .donation import Donated, donations
 from .platform import CPU, Platform
@@ -39,7 +39,7 @@ class Lowered(Stage):
     The digest of its text is part of the executable's key.
     """
 
-    bucket: Bucket
+    bucket: Bucket | Function
     backend: str
     graph: GraphModule
     signature: Signature

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from ..errors import PartitionError
-from ..types import WORLD
+from ..types import WORLD, axis_group
 from .layout import assembled, local_of, num_shards, partition_context, placements
 
 Axes = tuple[str | None, ...]
@@ -76,7 +76,7 @@ def group_of(logical: str) -> str:
     names = tuple(name for name in context.rules.mesh_axes(logical) if context.mesh.axis(name) > 1) if context else ()
     if context and len(names) > 1 and names != tuple(name for name, size in context.mesh.axes if size > 1):
         raise PartitionError(f"axis {logical!r} is split over {names}; legal is one axis of mesh {context.mesh}, or all in its order")
-    return names[0] if len(names) == 1 and context and context.mesh.axis(names[0]) != context.mesh.size else WORLD
+    return axis_group(names[0]) if len(names) == 1 and context and context.mesh.axis(names[0]) != context.mesh.size else WORLD
 
 
 def all_gather(x: torch.Tensor, logical: str) -> torch.Tensor:

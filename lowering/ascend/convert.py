@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
 from . import converters, streams
-from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, messages, parse
+from .ge_file import GE_DTYPES, GROUP, LEGAL_GROUPS, RANK, is_symbol, messages, parse
 from .inspect_ge import follow_memory
 from .operators.table import COMMUNICATING, IN_PLACE
 from .recorded_values import RecordedValues
@@ -265,7 +265,7 @@ def _patches(name: str, op: Any) -> list[tuple[str, str, str]]:
     patches = [(op.name, _RANK_ATTR, RANK)] if _RANK_ATTR in op.attr else []
     for key in _GROUP_ATTRS:
         if group := op.attr[key].s.decode() if key in op.attr else "":
-            if group not in GROUPS:
-                raise LoweringError(f"{name}: {op.name} has {key} {group!r}; legal are {', '.join(GROUPS)}")
+            if not is_symbol(group):
+                raise LoweringError(f"{name}: {op.name} has {key} {group!r}; legal are {LEGAL_GROUPS}")
             patches.append((op.name, key, GROUP))
     return patches

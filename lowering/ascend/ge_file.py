@@ -13,7 +13,7 @@ import msgpack
 import torch
 
 from ...graphs.errors import LoweringError
-from ...graphs.types import DISPATCH, FUSED_EXPERTS, WORLD
+from ...graphs.types import AXIS, DISPATCH, FUSED_EXPERTS, WORLD
 from .packed import fields_of
 from .toolchain.stubs import wheel_path
 
@@ -23,6 +23,7 @@ RANK, GROUP = "ep_rank", "group"
 GROUPS = ("tp", "dp", WORLD, DISPATCH, FUSED_EXPERTS)
 """Symbols of groups that a graph may name. "dispatch" has the ranks of "world" and a communicator of its own: expert dispatch and combine
 allow no other operator in theirs (aclnnMoeDistributeDispatchV2, constraints)."""
+LEGAL_GROUPS = f"{', '.join(GROUPS)}, and {AXIS}NAME"
 GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {
     torch.float32: ("DT_FLOAT", 0),
     torch.float16: ("DT_FLOAT16", 1),
@@ -35,6 +36,11 @@ GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {
     torch.bool: ("DT_BOOL", 12),
 }
 """Name of a dtype in GE's protobuf messages, and its number in GE's own enumeration, which differs from the message's."""
+
+
+def is_symbol(group: object) -> bool:
+    """Whether a graph may name a group so: one of `GROUPS`, or that along an axis of a function's mesh."""
+    return isinstance(group, str) and (group in GROUPS or group.startswith(AXIS))
 
 
 @dataclass(frozen=True)

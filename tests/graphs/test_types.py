@@ -93,6 +93,7 @@ def test_groups_by_hand() -> None:
         "world": ((0, 1, 2, 3, 4, 5),),
     }
     assert Mesh.parse("tp=2").groups() == {"dp": ((0,), (1,)), "tp": ((0, 1),), "world": ((0, 1),)}
+    assert Mesh.parse("x=2").groups() == {"dp": ((0,), (1,)), "tp": ((0,), (1,)), "axis:x": ((0, 1),), "world": ((0, 1),)}
     assert Mesh().groups() == {"dp": ((0,),), "tp": ((0,),), "world": ((0,),)}
     # Expert dispatch may have a group of its own, whose ranks are all ranks.
     assert Mesh.parse("dp=2,tp=2").groups(["tp", "dispatch"]) == {"tp": ((0, 1), (2, 3)), "dispatch": ((0, 1, 2, 3),)}
@@ -106,8 +107,9 @@ def test_a_group_is_the_ranks_that_differ_on_its_axis_alone(text: str) -> None:
         for group in groups:
             assert all(mesh.group(name, rank) == group for rank in group)
             if name != "world":
-                assert [mesh.coordinates(rank)[name] for rank in group] == list(range(mesh.axis(name)))
-                others = [{axis: at for axis, at in mesh.coordinates(rank).items() if axis != name} for rank in group]
+                along = name.removeprefix("axis:")
+                assert [mesh.coordinates(rank)[along] for rank in group] == list(range(mesh.axis(along)))
+                others = [{axis: at for axis, at in mesh.coordinates(rank).items() if axis != along} for rank in group]
                 assert others == [others[0]] * len(group)
 
 

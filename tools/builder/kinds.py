@@ -28,6 +28,7 @@ class Kinds:
         """The parts to compile for a bucket; None where its graph is compiled as one. A graph that is none of its kind is compiled for
         itself, and the build says so."""
         bucket, chosen = lowered.bucket, backend(self._plan.backend)
+        assert isinstance(bucket, Bucket)
         if samples := chosen.samples(bucket):
             if samples not in self._known:
                 self._known[samples] = self._common(samples)

@@ -122,7 +122,7 @@ class MeshExchange:
     """Runs operators that communicate for all ranks of a mesh in this process: one call over the values of each group."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._groups, self._size = mesh.groups(GROUPS), mesh.size
+        self._groups, self._size = {**mesh.groups(), **mesh.groups(GROUPS)}, mesh.size
 
     def __call__(self, step: Step, calls: list[Any]) -> Sequence[Any]:
         """The results of each rank.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
-from ..ge_file import GROUPS
+from ..ge_file import LEGAL_GROUPS, is_symbol
 from . import type_rules, work
 from .call import Call, Results
 from .checks import FLOATS, refuse_options, require, require_shape
@@ -186,7 +186,7 @@ _DT_INT64 = 9
 
 
 def _over_groups(emit: Callable[..., Any]) -> Converter:
-    """Converts a collective over one of `GROUPS`, without a process group; others keep torchair's own converter.
+    """Converts a collective over a symbolic group, without a process group; others keep torchair's own converter.
 
     The `group` attribute holds the symbolic name until a rank loads the graph and puts its communicator's name there.
     """
@@ -194,10 +194,10 @@ def _over_groups(emit: Callable[..., Any]) -> Converter:
     def converter(ta: Any, earlier: Any) -> Any:
         def convert(x: Any, *args: Any, meta_outputs: Any = None) -> Any:
             *rest, group = args
-            if group in GROUPS:
+            if is_symbol(group):
                 return emit(ta.ge, x, *rest, group=group)
             if earlier is None:
-                raise LoweringError(f"a collective is over group {group!r}; legal are {', '.join(GROUPS)}")
+                raise LoweringError(f"a collective is over group {group!r}; legal are {LEGAL_GROUPS}")
             return earlier(x, *args)
 
         return convert

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..ge_file import GROUPS
+from ..ge_file import LEGAL_GROUPS, is_symbol
 from .node import LegalityRule, Node
 from .table import COMMUNICATING, record_of
 from .tensor_type import NZ, TensorType
@@ -103,14 +103,14 @@ def no_empty_input(node: Node, options: Mapping[str, str]) -> str | None:
 def communicator(node: Node, options: Mapping[str, str], attribute: str) -> str | None:
     """Operators with a group of their own share its communicator with no other operator of any graph.
 
-    A graph names communicators by the symbols `GROUPS`. As every graph keeps some of them for these, no two graphs can disagree.
+    A graph names communicators by symbols. As every graph keeps some of them for these, no two graphs can disagree.
 
     Args:
         attribute: which names the communicator.
     """
     group, own = node.attributes.get(attribute), COMMUNICATING[node.type].own_group
-    if group not in GROUPS:
-        return f"communicates over {group!r}; legal are the symbols {', '.join(GROUPS)}"
+    if not is_symbol(group):
+        return f"communicates over {group!r}; legal are the symbols {LEGAL_GROUPS}"
     if own and group != own:
         return f"shares the communicator {group!r} with other collectives; legal is {own!r}, which is for dispatch and combine alone"
     if not own and group in _OWN_GROUPS:

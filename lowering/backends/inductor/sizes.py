@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ....graphs.errors import LoweringError
 from ....graphs.step_inputs import LEAST_CHUNK, OPTIONAL_ROWS
-from ....graphs.types import Bucket, Signature
+from ....graphs.types import Bucket, Function, Signature
 
 Sizes = Mapping[str, int]
 """The sizes of a graph that its executable takes as values, by name: rows, where buckets of a kind differ in them tokens a row, and of
@@ -52,8 +52,9 @@ def samples(bucket: Bucket) -> tuple[Bucket, Bucket]:
     return first, second
 
 
-def sizes_of(bucket: Bucket, signature: Signature) -> Sizes:
-    """The sizes that executables of this kind take as values."""
+def sizes_of(bucket: Bucket | Function, signature: Signature) -> Sizes:
+    """The sizes that executables of this kind take as values; a function has none."""
+    assert isinstance(bucket, Bucket)
     widths = {} if bucket.kind == "decode" else {TOKENS: bucket.q_len}
     return {ROWS: bucket.batch, **widths} | {leaf.path: leaf.aval.shape[0] for leaf in signature.inputs if leaf.path in OPTIONAL_ROWS}
 

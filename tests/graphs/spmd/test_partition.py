@@ -20,7 +20,7 @@ from npucompile.graphs.spmd.layout import constrain
 from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.spmd.region import all_gather, shard_map
 from npucompile.graphs.text import as_text
-from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
+from npucompile.graphs.types import Aval, Bucket, Function, Mesh, Program, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 
 T, M, F, V = 4, 6, 10, 8
@@ -160,6 +160,93 @@ def test_experts_may_lie_on_all_devices() -> None:
         torch.testing.assert_close(y, weights.sum((1, 2)))
     with pytest.raises(PartitionError, match=r"params\.w: axis 'experts' of size 6 does not divide by 4 .* of mesh dp=2,tp=2"):
         partition(toy(6), Mesh.parse("dp=2,tp=2"), rules)
+
+
+# --- functions, over axes of any names ---
+
+LAYOUTS = [(None, None), ("a", None), (None, "a"), ("b", None), (None, "b"), ("both", None), (None, "both"), ("a", "b"), ("b", "a")]
+BY_AXES = Rules.of({"a": "x", "b": "y", "both": ("x", "y")})
+
+
+def function(f: Callable[..., Any], *avals: Aval) -> Program:
+    return Program("f", Function("f"), lambda p, s, i: (f(*i), s), {}, {}, avals)
+
+
+def on_all_ranks(split: Partitioned, values: list[torch.Tensor], avals: tuple[Aval, ...]) -> torch.Tensor:
+    """The output of a function, put together from those of all ranks, each of which is compared."""
+    mesh, rules = split.mesh, split.rules
+    shares = [
+        [*(value[rules.local_slice(aval, mesh, r)] for value, aval in zip(values, avals, strict=True)), mesh.coords(r)]
+        for r in range(mesh.size)
+    ]
+    results = [result for (result,) in Interpreter(split.graph, mesh)(shares)]
+    (leaf,) = split.signature.outputs
+    assert {tuple(result.shape) for result in results} == {leaf.aval.shape}
+    sizes = zip(leaf.aval.shape, leaf.aval.axes, strict=True)
+    whole = Aval(tuple(size * rules.num_shards(axis, mesh) for size, axis in sizes), leaf.aval.dtype, leaf.aval.axes)
+    full = torch.full(whole.shape, float("nan"))
+    for r, result in enumerate(results):
+        full[rules.local_slice(whole, mesh, r)] = result
+    assert all(torch.equal(full[rules.local_slice(whole, mesh, r)], result) for r, result in enumerate(results))
+    return full
+
+
+@pytest.mark.parametrize("before", LAYOUTS, ids=str)
+def test_a_value_goes_from_any_layout_to_any_other(before: tuple[str | None, ...]) -> None:
+    """Over two axes, of which both may split one dimension; each rank gets its own part, whichever rank traces."""
+    aval = Aval((12, 6), F32, before)
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    for after in LAYOUTS:
+        moved = partition(function(lambda v, after=after: constrain(v * 2, *after) + 1, aval), Mesh.parse("x=2,y=3"), BY_AXES)
+        assert moved.signature.outputs[0].aval.axes == after
+        assert torch.equal(on_all_ranks(moved, [x], (aval,)), x * 2 + 1)
+
+
+@pytest.mark.parametrize("summed", ["a", "b", "both"])
+def test_addends_are_summed_into_any_layout(summed: str) -> None:
+    avals = (Aval((12, 12), F32, (None, summed)), Aval((12, 6), F32, (summed, None)))
+    values = [torch.randn(aval.shape, generator=torch.Generator().manual_seed(i)) for i, aval in enumerate(avals)]
+    for after in LAYOUTS:
+        moved = partition(function(lambda a, b, after=after: constrain(a @ b, *after), *avals), Mesh.parse("x=2,y=3"), BY_AXES)
+        torch.testing.assert_close(on_all_ranks(moved, values, avals), values[0] @ values[1])
+
+
+@pytest.mark.parametrize("mesh", ["x=2,y=2", "y=2", "x=4", "y=2,x=2"])
+def test_a_function_is_split_over_axes_of_any_names(mesh: str) -> None:
+    """Rows over one axis and the width over another: a sum along that alone, and no gather at the end."""
+
+    def two_products(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return constrain(torch.nn.functional.silu(x @ up) @ down, "a", None)
+
+    avals = (Aval((4, M), F32, ("a", None)), Aval((M, 8), F32, (None, "b")), Aval((8, M), F32, ("b", None)))
+    values = [torch.randn(aval.shape, generator=torch.Generator().manual_seed(i)) for i, aval in enumerate(avals)]
+    parts = partition(function(two_products, *avals), Mesh.parse(mesh), Rules.of({"a": "x", "b": "y"}))
+    torch.testing.assert_close(on_all_ranks(parts, values, avals), two_products(*values))
+    rows = 4 // parts.mesh.axis("x")
+    assert parts.collectives == ((("all_reduce", "axis:y", f"f32[{rows},{M}]"),) if "y" in mesh else ())
+
+
+def test_dp_is_an_axis_like_others_of_a_function() -> None:
+    aval = Aval((4, M), F32, ("rows", None))
+    parts = partition(function(lambda x: x.square(), aval), Mesh.parse("dp=2,tp=2"), Rules.of({"rows": ("dp", "tp")}))
+    x = torch.randn(4, M)
+    assert parts.signature.outputs[0].aval == Aval((1, M), F32, ("rows", None))
+    assert torch.equal(on_all_ranks(parts, [x], (aval,)), x.square())
+
+
+@pytest.mark.parametrize(
+    ("f", "rules", "message"),
+    [
+        (lambda x: x.sum(), BY_AXES, r"f: outputs\. ends as \(Partial\(sum\), Replicate\(\)\); legal is whole, or split as the rules"),
+        (lambda x: x.t().reshape(-1), BY_AXES, r"legal is whole, or split as the rules split an axis"),
+        (lambda x: x, Rules.of({"a": ("y", "x")}), r"rule 'a' -> \('y', 'x'\): legal is the order of the mesh's axes, dp, tp, x, y"),
+        (lambda x: constrain(x, "both", None), BY_AXES, r"axis 'both' of size 4 does not divide by 8"),
+    ],
+    ids=["a partial sum", "parts of rows", "another order", "a size"],
+)
+def test_what_no_layout_of_a_function_is_is_refused(f: Callable[..., Any], rules: Rules, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        partition(function(f, Aval((4, 6), F32, ("a", None))), Mesh.parse("x=2,y=4"), rules)
 
 
 # --- refusals ---
