@@ -167,6 +167,22 @@ def _unread(stream: TextIO) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+def home_of_process() -> Home:
+    """The directories that the environment names; sets the variables by which torch keeps to its threads and instruction sets.
+
+    Raises:
+        SpecError: there are no such instruction sets here.
+    """
+    home = Home(Path(os.environ.get("NPUCOMPILE_HOME") or Path.home() / ".npucompile"), dict(os.environ))
+    if "OMP_NUM_THREADS" not in home.environment and (count := processors()) < len(os.sched_getaffinity(0)):
+        # Before torch is loaded, here and in processes that are started: threads beyond a quota of a control group stop all others.
+        home = home.with_variables({"OMP_NUM_THREADS": str(count)})
+    if isa.ISA:
+        home = home.with_variables(isa.variables())
+        isa.in_use()
+    return home
+
+
 @click.command(
     cls=Commands,
     epilog="To begin: `npucompile serve`, which builds the bundled model if nothing is built yet; then, in another terminal, "
@@ -179,17 +195,10 @@ def main(ctx: click.Context) -> None:
 
     Artifacts and caches are stored in ~/.npucompile, or in $NPUCOMPILE_HOME if it is set.
     """
-    home = Home(Path(os.environ.get("NPUCOMPILE_HOME") or Path.home() / ".npucompile"), dict(os.environ))
-    if "OMP_NUM_THREADS" not in home.environment and (count := processors()) < len(os.sched_getaffinity(0)):
-        # Before torch is loaded, here and in processes that are started: threads beyond a quota of a control group stop all others.
-        home = home.with_variables({"OMP_NUM_THREADS": str(count)})
-    if isa.ISA:
-        try:
-            home = home.with_variables(isa.variables())
-            isa.in_use()
-        except NpucompileError as error:
-            raise click.ClickException(str(error)) from None
-    ctx.obj = home
+    try:
+        ctx.obj = home_of_process()
+    except NpucompileError as error:
+        raise click.ClickException(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TextIO
@@ -23,6 +25,20 @@ SILENT_S = 30.0
 
 BAR_STEPS = 20
 MB = 10**6
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Hides warnings and log lines of torch and torchair, which are about their own code."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 class Progress:

@@ -1,14 +1,16 @@
 """tools/progress.py: lines without a terminal, bars on one."""
 
 import io
+import logging
 import re
 import threading
 import time
+import warnings
 
 import pytest
 
 from npucompile.tools import progress as progress_module
-from npucompile.tools.progress import BAR_BYTES, BAR_STEPS, MB, Progress
+from npucompile.tools.progress import BAR_BYTES, BAR_STEPS, MB, Progress, quiet_torch
 
 
 class Terminal(io.StringIO):
@@ -70,6 +72,17 @@ def test_quiet_says_nothing() -> None:
     with progress.bar("y", 1) as bar:
         bar.step("z")
     assert out.getvalue() == ""
+
+
+def test_torch_is_quiet_for_a_while() -> None:
+    logger = logging.getLogger("torch")
+    level = logger.level
+    with quiet_torch():
+        warnings.warn("of its own code", stacklevel=1)
+        assert not logger.isEnabledFor(logging.WARNING)
+    assert logger.level == level
+    with pytest.warns(UserWarning, match="after it"):
+        warnings.warn("after it", stacklevel=1)
 
 
 def test_bytes_advance_a_bar_in_twentieths_and_few_have_none() -> None:

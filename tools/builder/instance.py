@@ -113,7 +113,7 @@ def choose_backend(plan: Plan) -> Plan:
         SpecError: it makes nothing that the target runs, or not of this model on this mesh.
     """
     source, target, mesh, requested = plan.source, plan.target, plan.mesh, plan.options.backend
-    chosen = requested or (target.backend if not target.local or mesh.size == 1 else "eager")
+    chosen = requested or target.default_backend(mesh)
     if chosen not in target.backends:
         if chosen in NPU_BACKENDS:
             raise SpecError(f"--backend {chosen} is for NPUs; name a --deployment, or a --target and a --mesh")

@@ -68,6 +68,10 @@ class Target:
         """Ranks of one server."""
         return self.npu.npus_per_node if self.npu else self.max_npus
 
+    def default_backend(self, mesh: Mesh) -> str:
+        """The backend of a mesh: several ranks of this machine run uncompiled."""
+        return self.backend if not self.local or mesh.size == 1 else "eager"
+
     def nodes(self, mesh: Mesh) -> int:
         """Servers that the ranks of a mesh need."""
         return -(-mesh.size // self.npus_per_node)

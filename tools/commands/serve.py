@@ -12,13 +12,11 @@ from typing import Any
 import click
 import torch
 
-from ...graphs.errors import ArtifactMissing, LoweringError, ModelError, NpucompileError, SpecError
+from ...graphs.errors import LoweringError, NpucompileError, SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.artifact.lock import builder_of
 from ...lowering.backends.inductor import unpacking
 from ...lowering.backends.inductor.backend import NAME as INDUCTOR
-from ...models.presets import BUNDLED
 from ...runtime.distributed.rendezvous import RendezvousConfig
 from ...runtime.engine import Engine
 from ...runtime.engine_groups import EngineGroups
@@ -29,10 +27,8 @@ from ...server.guard.access import Access
 from ...server.run import Stop, allow_open_files, running, websocket_url
 from ...server.telemetry.access_log import AccessLog
 from ...server.telemetry.tracing import Tracing
-from ..builder import plan as planning
 from ..builder.settings.model import FAMILY
 from ..cli import Home
-from ..locate import artifact_path, check_family, newest_runnable
 from ..progress import Progress
 from ..ranks.environment import applied
 from ..ranks.executors import settled
@@ -44,7 +40,7 @@ from ..serve.artifact_tokenizer import with_texts_of
 from ..serve.options import HOST, PORT, SECTIONS
 from ..serve.pairing import Pairing, transfer_variables
 from ..serve.recording import facts_of
-from ..serve.serving import BackgroundBuild, RunningService, incomplete, said_of_ends, start_service
+from ..serve.serving import RunningService, find_or_build, said_of_ends, start_service
 from ..serve.vision import said_of_pictures
 from .family_option import family_option
 from .option_groups import grouped
@@ -52,11 +48,6 @@ from .other_names import KnowsOtherNames
 from .server_options import api_settings, media_limits, prefix_cache_settings, read_keys, server_options, serving_settings
 
 log = logging.getLogger(__name__)
-
-WITHOUT_BUILD = (
-    "--no-build builds nothing: legal is `serve` without it, which serves a model uncompiled within seconds and compiles it meanwhile, or "
-    f"`npucompile build MODEL` before, which compiles for minutes; `npucompile build {BUNDLED[0]} --backend eager` takes seconds"
-)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GROUPS = {title: tuple(f"--{option.option}" for option in options) for title, options in SECTIONS.items() if title}
@@ -253,59 +244,3 @@ def announce(
         progress.say(f'  talk to it: npucompile chat "In the beginning"{"" if url == websocket_url(HOST, PORT) else f" --url {url}"}')
 
     return ready
-
-
-def find_or_build(
-    home: Home, name: str | None, settings: RankSettings, no_build: bool, progress: Progress, family: str | None = None
-) -> tuple[Artifact, BackgroundBuild | None]:
-    """The artifact to serve, and the background build that completes it, if one is needed.
-
-    Raises:
-        ArtifactError: the artifact cannot run here or was built with another family, or none can and `no_build` is set.
-        SpecError: a family without a model.
-        NpucompileError: the name is neither an artifact's nor a model's, or the build failed.
-    """
-    if name is None and family is not None:
-        raise SpecError(f"--family {family}: of which model? legal is a MODEL too")
-    if name is None:
-        artifact, skipped = newest_runnable(home.artifacts, lambda artifact: settled(artifact, settings))
-        for reason in skipped:
-            progress.say(f"passed over: {reason}")
-        if artifact is not None:
-            return artifact, _resume_build(home, artifact, no_build, progress)
-        if no_build:
-            raise ArtifactMissing(f"nothing under {home.artifacts} can run here; {WITHOUT_BUILD}")
-        name = BUNDLED[0]
-        progress.say(f"nothing built that can run here; building the bundled model {name}")
-    else:
-        try:
-            artifact = Artifact.open(artifact_path(home.artifacts, name))
-            artifact.check_runnable()
-            if family is not None:
-                check_family(artifact, family)
-            return artifact, _resume_build(home, artifact, no_build, progress)
-        except ArtifactMissing as error:
-            if no_build:
-                raise ArtifactMissing(f"{error}; {WITHOUT_BUILD}") from None
-    plan = planning.plan(planning.Options(name, family=family))
-    if plan.source.tokenizer is None:
-        raise ModelError(f"{plan.source.checkpoint_dir} has no tokenizer.json, and serving text needs one")
-    arguments = [name, "--family", family] if family else [name]
-    build = BackgroundBuild(arguments, planning.default_out(home.artifacts, plan.source), home.environment)
-    try:
-        return build.wait_servable(), build
-    except BaseException:
-        build.stop()
-        raise
-
-
-def _resume_build(home: Home, artifact: Artifact, no_build: bool, progress: Progress) -> BackgroundBuild | None:
-    """A background build of what an interrupted build left uncompiled; none where another process, as another server of it, is at it; and
-    none on a mesh, where ranks could come to run different graphs."""
-    manifest = artifact.manifest
-    if no_build or Mesh.parse(manifest.mesh).size > 1 or not incomplete(artifact) or not manifest.build_arguments:
-        return None
-    if other := builder_of(artifact.path):
-        progress.say(f"process {other} builds what {artifact.path.name} lacks; it is run here as well when it is there")
-        return None
-    return BackgroundBuild(manifest.build_arguments, artifact.path, home.environment)

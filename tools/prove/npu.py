@@ -8,8 +8,6 @@ on all ranks by emulators (emulated_run.py) and compared with the unsharded refe
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,7 @@ from ...lowering.platform import CPU, Platform
 from ...models import step
 from ..agreement.tolerances import FLOAT, QUANTISED
 from ..builder.targets import target
-from ..progress import Progress
+from ..progress import Progress, quiet_torch
 from . import shipped as verify_shipped
 from .emulated_run import RankOutputs, Ranks, check_against_trace, check_identical
 from .encode import small_bucket, verify_small
@@ -63,24 +61,10 @@ def verify_device(artifact: Artifact, cache_dir: Path, progress: Progress, *, st
     chosen = backend(artifact.manifest.backend)
     if reason := chosen.compiles_here():
         raise LoweringError(reason)
-    with _quiet():
+    with quiet_torch():
         cache_dir.mkdir(parents=True, exist_ok=True)
         chosen.prepare(cache_dir)
         return _Proof(artifact, cache_dir, progress, steps, seed).run()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides warnings and log lines of torch and torchair, which are about their own code."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...graphs.errors import ArtifactError, NpucompileError
+from ...graphs.errors import ArtifactError, ArtifactMissing, ModelError, NpucompileError, SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
+from ...lowering.artifact.lock import builder_of
+from ...models.presets import BUNDLED
 from ...runtime.engine import Engine
 from ...runtime.engine_groups import EngineGroups, groups_apart
 from ...runtime.executor import Executor
@@ -27,6 +29,12 @@ from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from ...server.engine.service import ServedModel, Service
 from ...server.guard.limits import SocketLimits
 from ...server.pictures.limits import MediaLimits
+from ..builder import plan as planning
+from ..cli import Home
+from ..locate import artifact_path, check_family, newest_runnable
+from ..progress import Progress
+from ..ranks.executors import settled
+from ..ranks.rank_settings import RankSettings
 from .api_settings import ApiSettings
 from .artifact_tokenizer import tokenizer_of
 from .options import PREFILL
@@ -34,6 +42,11 @@ from .pairing import Pairing
 from .vision import reader_of, vision_of
 
 NO_PAIR = Pairing()
+
+WITHOUT_BUILD = (
+    "--no-build builds nothing: legal is `serve` without it, which serves a model uncompiled within seconds and compiles it meanwhile, or "
+    f"`npucompile build MODEL` before, which compiles for minutes; `npucompile build {BUNDLED[0]} --backend eager` takes seconds"
+)
 
 POLL_S = 0.1
 WATCH_POLLS = 8
@@ -203,6 +216,16 @@ class BackgroundBuild:
                 raise NpucompileError(f"the build ended with status {status} before there was anything to serve; it said why above")
             time.sleep(POLL_S)
 
+    def wait_complete(self) -> Artifact:
+        """Waits for the end of the build.
+
+        Raises:
+            NpucompileError: it failed; its errors are on standard error.
+        """
+        if status := self.process.wait():
+            raise NpucompileError(f"the build ended with status {status}; it said why above")
+        return Artifact.open(self.out)
+
     def stop(self) -> None:
         """Ends the build if it is still running; the next build continues from the executables that it finished."""
         if self.process.poll() is None:
@@ -214,3 +237,59 @@ def incomplete(artifact: Artifact) -> bool:
     """Whether some buckets of an artifact have no executable yet."""
     manifest = artifact.manifest
     return manifest.backend not in ("eager", "null") and any(entry.compiled is None and not entry.refused for entry in manifest.graphs)
+
+
+def find_or_build(
+    home: Home, name: str | None, settings: RankSettings, no_build: bool, progress: Progress, family: str | None = None
+) -> tuple[Artifact, BackgroundBuild | None]:
+    """The artifact to serve, and the background build that completes it, if one is needed.
+
+    Raises:
+        ArtifactError: the artifact cannot run here or was built with another family, or none can and `no_build` is set.
+        SpecError: a family without a model.
+        NpucompileError: the name is neither an artifact's nor a model's, or the build failed.
+    """
+    if name is None and family is not None:
+        raise SpecError(f"--family {family}: of which model? legal is a MODEL too")
+    if name is None:
+        artifact, skipped = newest_runnable(home.artifacts, lambda artifact: settled(artifact, settings))
+        for reason in skipped:
+            progress.say(f"passed over: {reason}")
+        if artifact is not None:
+            return artifact, _resume_build(home, artifact, no_build, progress)
+        if no_build:
+            raise ArtifactMissing(f"nothing under {home.artifacts} can run here; {WITHOUT_BUILD}")
+        name = BUNDLED[0]
+        progress.say(f"nothing built that can run here; building the bundled model {name}")
+    else:
+        try:
+            artifact = Artifact.open(artifact_path(home.artifacts, name))
+            artifact.check_runnable()
+            if family is not None:
+                check_family(artifact, family)
+            return artifact, _resume_build(home, artifact, no_build, progress)
+        except ArtifactMissing as error:
+            if no_build:
+                raise ArtifactMissing(f"{error}; {WITHOUT_BUILD}") from None
+    plan = planning.plan(planning.Options(name, family=family))
+    if plan.source.tokenizer is None:
+        raise ModelError(f"{plan.source.checkpoint_dir} has no tokenizer.json, and serving text needs one")
+    arguments = [name, "--family", family] if family else [name]
+    build = BackgroundBuild(arguments, planning.default_out(home.artifacts, plan.source), home.environment)
+    try:
+        return build.wait_servable(), build
+    except BaseException:
+        build.stop()
+        raise
+
+
+def _resume_build(home: Home, artifact: Artifact, no_build: bool, progress: Progress) -> BackgroundBuild | None:
+    """A background build of what an interrupted build left uncompiled; none where another process, as another server of it, is at it; and
+    none on a mesh, where ranks could come to run different graphs."""
+    manifest = artifact.manifest
+    if no_build or Mesh.parse(manifest.mesh).size > 1 or not incomplete(artifact) or not manifest.build_arguments:
+        return None
+    if other := builder_of(artifact.path):
+        progress.say(f"process {other} builds what {artifact.path.name} lacks; it is run here as well when it is there")
+        return None
+    return BackgroundBuild(manifest.build_arguments, artifact.path, home.environment)

@@ -19,6 +19,12 @@ def test_names_are_the_kinds_of_machine():
     assert [target(name).backend for name in TARGETS] == ["inductor", "ge", "ge"]
 
 
+def test_several_ranks_of_this_machine_run_uncompiled():
+    one, two = Mesh(), Mesh.parse("tp=2")
+    assert [target(name).default_backend(one) for name in TARGETS] == ["inductor", "ge", "ge"]
+    assert [target(name).default_backend(two) for name in TARGETS] == ["eager", "ge", "ge"]
+
+
 def test_an_unknown_name_is_answered_with_the_legal_ones():
     with pytest.raises(SpecError, match=r"'ascend_a3' is not known \(did you mean ascend-a3\?\); legal are cpu, ascend-a3, ascend-a2"):
         target("ascend_a3")

@@ -28,12 +28,12 @@ from npucompile.runtime.request import Sampling
 from npucompile.server.client import Client
 from npucompile.server.run import websocket_url
 from npucompile.tools.cli import Home
-from npucompile.tools.commands import serve
-from npucompile.tools.commands.serve import announce, find_or_build
+from npucompile.tools.commands.serve import announce
 from npucompile.tools.progress import Progress
 from npucompile.tools.ranks.offline import complete
 from npucompile.tools.ranks.rank_settings import RankSettings
-from npucompile.tools.serve.serving import incomplete
+from npucompile.tools.serve import serving
+from npucompile.tools.serve.serving import find_or_build, incomplete
 
 AUTO = RankSettings(device="auto")
 
@@ -63,7 +63,7 @@ def builder(monkeypatch, tiny_artifact):
         made = Artifact.open(tiny_artifact)
         latest = None
 
-    monkeypatch.setattr(serve, "BackgroundBuild", Mine)
+    monkeypatch.setattr(serving, "BackgroundBuild", Mine)
     return Mine
 
 

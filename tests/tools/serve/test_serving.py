@@ -253,6 +253,7 @@ class Process:
 
     def wait(self):
         self.signals.append("wait")
+        return self.polls[-1]
 
 
 @pytest.fixture
@@ -299,6 +300,8 @@ def test_a_build_that_fails_is_reported(own_artifact, tmp_path, started, there):
     started.process = Process(None, 1)
     with pytest.raises(NpucompileError, match="the build ended with status 1 before there was anything to serve"):
         BackgroundBuild(["model"], own_artifact if there else tmp_path / "out", {}).wait_servable()
+    with pytest.raises(NpucompileError, match="the build ended with status 1; it said why above"):
+        BackgroundBuild(["model"], own_artifact, {}).wait_complete()
 
 
 def test_stopping_ends_a_build_that_runs_and_leaves_one_that_ended(tmp_path, started):
@@ -317,5 +320,6 @@ def test_a_real_build_in_a_real_process(tiny_checkpoint, tmp_path, capfd):
     finally:
         builder.process.wait()
     assert builder.process.returncode == 0
+    assert builder.wait_complete().digest == Artifact.open(out).digest
     assert [entry.bucket.name for entry in artifact.manifest.graphs] == ["prefill-b1-q4", "decode-b1-q4"]
     assert capfd.readouterr().out == ""
