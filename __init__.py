@@ -1,4 +1,8 @@
-"""npucompile: pure-function LLM programs, compiled per batch bucket ahead of time and served from a verified artifact."""
+"""npucompile: pure-function LLM programs, compiled per batch bucket ahead of time and served from a verified artifact.
+
+`import npucompile as npc`; `dir(npc)` is what it offers. Versions promise these names, what they take and
+what they return, by the rules of semantic versioning; every other module may change with any release.
+"""
 
 import os
 
@@ -16,3 +20,46 @@ ISA = os.environ.get("NPUCOMPILE_ISA", "")
 """The most of the instruction sets of lowering/isa.py that this process and those that it starts may use; "" for what there is."""
 
 __version__ = "0.1.0"
+
+_FACE = {
+    "Aval": "graphs.types",
+    "Compiled": "tools.face.stages",
+    "Lowered": "tools.face.stages",
+    "Mesh": "graphs.types",
+    "Partitioned": "tools.face.stages",
+    "Rules": "graphs.types",
+    "Traced": "tools.face.stages",
+    "constrain": "graphs.spmd.layout",
+    "errors": "graphs",
+    "trace": "tools.face.stages",
+}
+"""What is offered, by the module that has it. It is imported when it is asked for: half of it needs torch, which takes a second."""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .graphs import errors as errors
+    from .graphs.spmd.layout import constrain as constrain
+    from .graphs.types import Aval as Aval
+    from .graphs.types import Mesh as Mesh
+    from .graphs.types import Rules as Rules
+    from .tools.face.stages import Compiled as Compiled
+    from .tools.face.stages import Lowered as Lowered
+    from .tools.face.stages import Partitioned as Partitioned
+    from .tools.face.stages import Traced as Traced
+    from .tools.face.stages import trace as trace
+else:
+
+    def __getattr__(name):
+        """Imports a name of the face."""
+        if name not in _FACE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(_FACE)}")
+        import importlib
+
+        module = importlib.import_module(f".{_FACE[name]}", __name__)
+        # errors is a module of its own.
+        value = globals()[name] = getattr(module, name, None) or importlib.import_module(f".{name}", module.__name__)
+        return value
+
+    def __dir__():
+        """The face."""
+        return [*_FACE, "__version__"]

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import functools
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -133,6 +134,15 @@ def server() -> Iterator[Callable[..., servers.Server]]:
 def own_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
     """A copy of `tiny_artifact` that the test may change, where `npucompile` looks for artifacts if NPUCOMPILE_HOME is `tmp_path`."""
     return Path(tiny.copied(tiny_artifact, tmp_path / "artifacts" / "tiny"))
+
+
+@pytest.fixture
+def face_home(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """$NPUCOMPILE_HOME of functions that are compiled; its cache of kernels and stub libraries is kept for later runs."""
+    home = Path(tempfile.gettempdir()) / f"npuc-face-{os.getuid()}"
+    (home / "cache").mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("NPUCOMPILE_HOME", str(home))
+    return home
 
 
 @pytest.fixture

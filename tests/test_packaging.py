@@ -68,7 +68,7 @@ def test_holds_nothing_else(wheel: Path) -> None:
     files = files_under(wheel)
     assert {p.split("/")[0] for p in files if ".dist-info/" not in p} == {"npucompile"}
     assert not [p for p in files if p.startswith("npucompile/tools/lab/")]
-    assert {p.split("/")[1] for p in files if p.startswith("npucompile/")} - {"__init__.py"} == set(FOLDERS)
+    assert {p.split("/")[1] for p in files if p.startswith("npucompile/")} == {"__init__.py", "py.typed", *FOLDERS}
 
 
 def test_imports_alone(wheel: Path, tmp_path: Path) -> None:
