@@ -23,11 +23,16 @@ __version__ = "0.1.0"
 
 _FACE = {
     "Aval": "graphs.types",
+    "Client": "server.client",
     "Compiled": "tools.face.stages",
+    "Completion": "tools.face.llm",
+    "Delta": "tools.face.llm",
+    "LLM": "tools.face.llm",
     "Lowered": "tools.face.stages",
     "Mesh": "graphs.types",
     "Partitioned": "tools.face.stages",
     "Rules": "graphs.types",
+    "Sampling": "runtime.request",
     "Traced": "tools.face.stages",
     "constrain": "graphs.spmd.layout",
     "errors": "graphs",
@@ -42,6 +47,11 @@ if TYPE_CHECKING:
     from .graphs.types import Aval as Aval
     from .graphs.types import Mesh as Mesh
     from .graphs.types import Rules as Rules
+    from .runtime.request import Sampling as Sampling
+    from .server.client import Client as Client
+    from .tools.face.llm import LLM as LLM
+    from .tools.face.llm import Completion as Completion
+    from .tools.face.llm import Delta as Delta
     from .tools.face.stages import Compiled as Compiled
     from .tools.face.stages import Lowered as Lowered
     from .tools.face.stages import Partitioned as Partitioned
