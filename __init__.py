@@ -1,6 +1,6 @@
 """npucompile: pure-function LLM programs, compiled per batch bucket ahead of time and served from a verified artifact.
 
-`import npucompile as npc`; `dir(npc)` is what it offers. Versions promise these names, what they take and
+`import npucompile as npc`; `dir(npc)` is what it offers, and docs/python.md shows it. Versions promise these names, what they take and
 what they return, by the rules of semantic versioning; every other module may change with any release.
 """
 
