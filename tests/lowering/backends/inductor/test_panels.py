@@ -317,3 +317,34 @@ def test_int8_experts_are_bit_for_bit_the_reference_where_gates_are_open(
     rows, gate_up[:, :, :F] = rows.clamp(min=1), gate_up[:, :, :F].clamp(min=3)
     operands = rows, row_scale, counts_, gate_up, gate_up_scale, *rest[1:]
     assert torch.equal(run.grouped_int8(*operands, int(half)), ops.grouped_experts_w8a8(*operands, BF16 if half else torch.float32))
+
+
+# --- what a wrong kernel would give is seen, in every variant ---
+
+MUTANTS = {
+    "a lost tail": lambda x, values, scale: (x.index_fill(1, torch.tensor([x.shape[1] - 1]), 0), values, scale),
+    "a wrong scale": lambda x, values, scale: (x, values, scale * 1.02),
+    "a swapped row": lambda x, values, scale: (x[[1, 0, *range(2, len(x))]], values, scale),
+    "a dropped group": lambda x, values, scale: (x, values, torch.cat([torch.zeros_like(scale[:1]), scale[1:]])),
+}
+PRODUCTS = {
+    "bf16": lambda run, x, values, scale: run.linear_bf16(x, widened(values, scale).t().contiguous()),
+    "int8": lambda run, x, values, scale: run.quant_linear(x, values, scale[0]),
+    "int4": lambda run, x, values, scale: run.linear_int4(x, pack_w4(values), scale),
+}
+
+
+def widened(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (values.float().unflatten(0, (len(scale), -1)) * scale[:, None]).flatten(0, 1).to(BF16)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 17])
+@pytest.mark.parametrize(("kind", "mutant"), [(k, m) for k in PRODUCTS for m in MUTANTS if (k, m) != ("int8", "a dropped group")])
+def test_each_wrong_kernel_is_found(run: ModuleType, kind: str, mutant: str, rows: int) -> None:
+    groups = 1 if kind == "int8" else 4
+    # Powers of two, so that bfloat16 has all weights exactly.
+    x, values, scale = randn(rows, 128), integers(128, 24), torch.full((groups, 24), 0.125)
+    want = {"int8": lambda: ops.quant_linear(x, values, scale[0]).double()}.get(kind, lambda: product(x, values, scale))()
+    close(PRODUCTS[kind](run, x, values, scale), want)
+    with pytest.raises(AssertionError):
+        close(PRODUCTS[kind](run, *MUTANTS[mutant](x, values, scale)), want)
