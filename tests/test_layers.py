@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import operator_tables, size
+from support import kind_names, operator_tables, size
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "npucompile"
@@ -104,6 +104,9 @@ UPWARD: dict[tuple[str, str], int] = {
     ("inspection", "bench"): 1,
     ("plan", "bench"): 1,
 }
+
+# Comparisons with and tables of names of kinds of steps, outside of the kinds' records. The number only falls.
+KIND_NAMES = 166
 
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
@@ -398,6 +401,14 @@ def operator_breaches(root: Path) -> Iterator[str]:
         yield "\n".join([f"{len(tables)} tables name NPU operators outside of their records, where none may:", *tables])
 
 
+def kind_breaches(root: Path) -> Iterator[str]:
+    found, most = list(kind_names.mentions(root, sources(root))), KIND_NAMES if root == ROOT else 0
+    if len(found) > most:
+        yield "\n".join([f"{len(found)} lines ask for names of kinds of steps, where {most} may; records say what they need:", *found])
+    elif len(found) < most:
+        yield f"KIND_NAMES is {most} and {len(found)} lines ask for names of kinds; lower it"
+
+
 def budget_breaches(root: Path) -> Iterator[str]:
     sizes = size.present(root)
     budgets = BUDGETS if root == ROOT else dict.fromkeys(sizes, 50)
@@ -411,7 +422,7 @@ def budget_breaches(root: Path) -> Iterator[str]:
 
 LAWS = (
     *(import_breaches, environment_breaches, tree_breaches, length_breaches, mirror_breaches),
-    *(circle_breaches, room_breaches, operator_breaches, budget_breaches),
+    *(circle_breaches, room_breaches, operator_breaches, kind_breaches, budget_breaches),
 )
 
 
@@ -553,6 +564,9 @@ OTHER_BREACHES = [
     ("tools/locate.py", "from .serve.rank import x\n", "tools/locate imports tools/serve, which is not below it, in tools/locate.py"),
     ("tools/other/a.py", "from ..serve import rank\n", "other has no floor in FLOORS"),
     ("lowering/artifact/manifest.py", "x = 1\n" * 100, "lowering/artifact: has 100 lines, its budget is 50; raising it"),
+    ("models/__init__.py", "def f(bucket):\n    return bucket.kind == 'decode'\n", "1 lines ask for names of kinds of steps, where 0 may"),
+    ("models/__init__.py", "KINDS = ('decode', 'prefill')\n", "models/__init__.py:1: ('decode', 'prefill')"),
+    ("models/__init__.py", "def f(b):\n    return kinds_of_kind(b, 'prefill')\n", "models/__init__.py:2: kinds_of_kind(b, 'prefill')"),
     ("lowering/other.py", "TABLE = {'NpuAdd': 1, 'NpuSub': 2}\n", "1 tables name NPU operators outside of their records"),
 ]
 
