@@ -20,7 +20,7 @@ class Batch:
         size, q_len: B and Q.
         tokens: [T] ids.
         cos, sin: [T, R/2] f32 rotary angles.
-        page_table, num_computed_tokens, query_lens, state_slots_in, state_slots_out: as in graphs/step_inputs.py; in decode those
+        page_table, num_computed_tokens, query_lens, state_slots_in, state_slots_out: as in graphs/steps/; in decode those
             of the candidates.
     """
 

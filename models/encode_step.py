@@ -13,7 +13,9 @@ import torch
 
 from ..graphs import ops
 from ..graphs.errors import SpecError
-from ..graphs.types import Aval, Bucket, Limits, Program, Tree
+from ..graphs.steps.kind import SegmentSizes
+from ..graphs.steps.table import StepInputs, kind_of
+from ..graphs.types import Bucket, Limits, Program, Tree
 from .family import Tower
 from .params import avals
 from .quant.declare import stored
@@ -42,9 +44,8 @@ def _tower(model: Model) -> Tower[Any]:
 def program(model: Model, cfg: Any, bucket: Bucket, limits: Limits, dtype: torch.dtype) -> Program:
     """The program of B segments of N patches: `(params, state, inputs) -> (outputs, state)`.
 
-    Inputs: `patches` [B, N, patch_dim] u8, `grids` [B, 2] i32 as of `vision.encode`, and `picture_rows` [B, N / merged] i32, the row of the
-    pool that each row of a segment is written to; 0, the null row, behind its own. Outputs: `finite` [B] i32, 0 where a row of a segment is
-    not finite: a request with it fails, as one does whose logits are not.
+    Inputs are those of graphs/steps/encode.py. Outputs: `finite` [B] i32, 0 where a row of a segment is not finite: a request with it
+    fails, as one does whose logits are not.
 
     Args:
         cfg: as of `params`.
@@ -52,8 +53,8 @@ def program(model: Model, cfg: Any, bucket: Bucket, limits: Limits, dtype: torch
     Raises:
         SpecError: the family has no tower, the limits no rows, or N no whole number of rows.
     """
-    tower, (B, N) = _tower(model), (bucket.batch, bucket.q_len)
-    if bucket.kind != "encode" or N % cfg.merged:
+    tower = _tower(model)
+    if not kind_of(bucket).tower or bucket.q_len % cfg.merged:
         raise SpecError(f"{bucket.name}: legal are encode buckets of a multiple of {cfg.merged} patches")
     if not limits.picture_rows:
         raise SpecError(f"{bucket.name}, and no rows of pictures are kept; legal is at least 2")
@@ -68,10 +69,6 @@ def program(model: Model, cfg: Any, bucket: Bucket, limits: Limits, dtype: torch
         finite = broken.to(torch.int32).sum(-1, dtype=torch.int32) == 0
         return {"finite": finite.to(torch.int32)}, {**state, PICTURES: pool}
 
-    inputs = {
-        "patches": Aval((B, N, cfg.patch_dim), torch.uint8),
-        "grids": Aval((B, 2), torch.int32),
-        "picture_rows": Aval((B, N // cfg.merged), torch.int32),
-    }
+    inputs = StepInputs(bucket, limits, segments=SegmentSizes(cfg.patch_dim, cfg.merged)).avals()
     state = {PICTURES: model.state(limits, dtype)[PICTURES]}
     return Program(f"{model.name}/{bucket.name}", bucket, forward, avals(params(model, cfg, dtype)), state, inputs)

@@ -208,7 +208,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
     Args:
         params: tree of `abstract_params`; `head` and `mtp` are not read.
         state: tree of `abstract_state`; `mtp` passes through.
-        inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
+        inputs: LAYER_INPUTS of a step (graphs/steps/).
     """
     return decoder.forward(cfg, _layers(cfg), params, state, Batch.of(inputs, cfg.rotary), inputs)
 

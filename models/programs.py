@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..graphs import tree
+from ..graphs.steps.table import kind_of
 from ..graphs.types import Bucket, Limits, Program, Signature, Tree
 from . import encode_step, step
 from .params import avals
@@ -18,7 +19,7 @@ def program(model: step.Model, bucket: Bucket, limits: Limits, dtype: torch.dtyp
     Args:
         emitted: `emit_logits` and `max_logprobs` of `step.program`.
     """
-    if bucket.kind == "encode":
+    if kind_of(bucket).tower:
         return encode_step.program(model, model.tower, bucket, limits, dtype)
     return step.program(model, bucket, limits, dtype, **emitted)
 

@@ -148,7 +148,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
     Args:
         params: tree of `abstract_params`; `head` is not read.
         state: tree of `abstract_state`.
-        inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
+        inputs: LAYER_INPUTS of a step (graphs/steps/).
     """
     layers = [(kind, attention.apply) for kind in cfg.layer_kinds]
     return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary), inputs)

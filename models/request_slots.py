@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from ..graphs import ops
-from ..graphs.request_slot import ACCEPTED as ACCEPTED
-from ..graphs.request_slot import START as START
-from ..graphs.request_slot import TOKENS as TOKENS
-from ..graphs.request_slot import widths
+from ..graphs.steps.request_slot import ACCEPTED as ACCEPTED
+from ..graphs.steps.request_slot import START as START
+from ..graphs.steps.request_slot import TOKENS as TOKENS
+from ..graphs.steps.request_slot import widths
 from ..graphs.types import Aval, Limits, Tree
 
 
@@ -54,7 +54,7 @@ def read(pool: torch.Tensor, inputs: Tree, limits: Limits, q_len: int) -> Decode
 
     Args:
         pool: as of `state`.
-        inputs: of a decode step (graphs/step_inputs.py).
+        inputs: of a decode step (graphs/steps/).
         q_len: Q, at most k + 1; further drafts are not read.
     """
     unread = limits.drafts + 1 - q_len

@@ -9,7 +9,7 @@ import torch
 
 from ..graphs import ops
 from ..graphs.errors import ConfigError
-from ..graphs.step_inputs import AXES
+from ..graphs.steps.inputs import AXES
 from .config import Fields
 
 # "mrope" has several axes, on all of which a text token has the same position: its angles are those of one axis, unless there are pictures.

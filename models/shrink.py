@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..graphs.ops.sample import part_length
-from ..graphs.step_inputs import MAX_RANKED
+from ..graphs.steps.inputs import MAX_RANKED
 from ..graphs.types import WORD_BITS
 from . import head_padding
 

@@ -10,7 +10,8 @@ import torch
 
 from ..graphs import ops
 from ..graphs.errors import SpecError
-from ..graphs.step_inputs import LAYER_INPUTS, PICTURE_INPUTS, StepInputs
+from ..graphs.steps.inputs import LAYER_INPUTS, PICTURE_INPUTS
+from ..graphs.steps.table import StepInputs, kind_of
 from ..graphs.types import PICTURE_ROWS, Aval, Bucket, Limits, Program, Tree
 from . import draft_vocabulary, drafts, request_slots, sequence_parallel
 from .family import Family, Intermediates
@@ -182,7 +183,7 @@ class _Step:
 def program(
     model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype, *, emit_logits: bool = True, max_logprobs: int = 0
 ) -> Program:
-    """The program of a bucket: `(params, state, inputs) -> (outputs, state)`; its inputs are those of graphs/step_inputs.py.
+    """The program of a bucket: `(params, state, inputs) -> (outputs, state)`; its inputs are those of graphs/steps/.
 
     Outputs: `tokens` [B, W] i32, sampled after every candidate (decode, W = Q) or after the row's last valid token (prefill, W = 1);
     in decode `counts` [B] i32, how many of them are accepted; with drafts `drafts` i32, the tokens drafted after those, [B, Q-1] in decode
@@ -196,7 +197,7 @@ def program(
     Raises:
         SpecError: a decode bucket of more tokens a request, drafts of a model without a draft head, or pictures of one without a tower.
     """
-    if bucket.kind == "decode" and bucket.q_len > limits.drafts + 1:
+    if kind_of(bucket).decodes and bucket.q_len > limits.drafts + 1:
         legal = f"legal is q_len 1 to {limits.drafts + 1}: the last token and its drafts"
         raise SpecError(f"{bucket.name} with {limits.drafts} drafts; {legal}")
     if limits.drafts and not model.has_draft_head:
@@ -206,5 +207,5 @@ def program(
     model = replace(model, drafting=limits.drafts > 0)
     step = _Step(model, bucket, limits, emit_logits, max_logprobs)
     inputs = StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()
-    forward = step.decode if bucket.kind == "decode" else step.prefill
+    forward = step.decode if kind_of(bucket).decodes else step.prefill
     return Program(f"{model.name}/{bucket.name}", bucket, forward, avals(model.params(dtype)), model.state(limits, dtype), inputs)

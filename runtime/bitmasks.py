@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graphs.errors import RequestError
-from ..graphs.step_inputs import write_width
+from ..graphs.steps.table import kind_of
 from .constraint import DEAD_END, EVERYTHING, TOO_COMPLEX, WORD_BITS, Bitmask, ConstraintError, TooComplex
 from .request import Request
 from .scheduler.scheduled_step import ScheduledRequest, ScheduledStep
@@ -34,7 +34,7 @@ def bitmasks(step: ScheduledStep, words: int, take: Callable[[ScheduledRequest],
     for row in step.rows_with_rules:
         if row.state.restricted and row.samples:
             mask = take(row) if row.request.constraint is not None else filled(row, words)
-            whole = masks[row.request.id] = np.full((write_width(step.bucket), words), EVERYTHING, np.int32)
+            whole = masks[row.request.id] = np.full((kind_of(step.bucket).sampled(step.bucket), words), EVERYTHING, np.int32)
             whole[: len(mask)] = mask[: len(whole)]
     return masks
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ..graphs.errors import SpecError
-from ..graphs.request_slot import start as request_slot_start
+from ..graphs.steps.request_slot import start as request_slot_start
+from ..graphs.steps.table import kind_of
 from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules
 from ..lowering.artifact import mapped
 from ..lowering.artifact.artifact import Artifact, GraphEntry
@@ -18,13 +19,12 @@ from ..lowering.artifact.manifest import Manifest
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.backend import open_executable
 from ..lowering.executable import Executable, HostExecutable, check_operands
-from .buckets import with_all_rows
-from .executor import FinishedStep, Inputs, Numbers, Outputs, check_step, clear_state, compile_evidence, has_recurrent_states
+from .executor import FinishedStep, Inputs, Numbers, Outputs, check_step, clear_state, compile_evidence, has_recurrent_states, segment_sizes
 from .kv_transfer.layout import Region, regions
 from .kv_transfer.transfer_engine import Memory
 from .pool_memory import PoolMemory
-from .resized import long_enough, whole_steps
-from .segments import segment_sizes
+from .steps.pack import with_all_rows
+from .steps.resized import long_enough, sizes_of, whole_steps
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ class CpuExecutor:
         self._input_rows = {bucket: {leaf.path: leaf.aval.shape[0] for leaf in s.inputs} for bucket, s in self._signatures.items()}
         self._output_names = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
         self._places = {bucket: manifest.operands(bucket) for bucket in self._entries}
-        self.any_size = frozenset(entry.bucket.kind for entry in manifest.graphs if entry.any_size and mesh.size == 1) - {"encode"}
+        any_size = {entry.bucket.kind for entry in manifest.graphs if entry.any_size and mesh.size == 1 and kind_of(entry.bucket).dynamic}
+        self.any_size = frozenset(any_size)
         self._any_size: dict[tuple[str, int], Bucket] = {}
         self._opened: dict[str, HostExecutable] = {}
         self._derived: dict[Bucket, set[int]] = {}
@@ -127,11 +128,11 @@ class CpuExecutor:
         if bucket.kind not in self.any_size:
             whole = self._input_rows[bucket]
             return FinishedStep([self._run(bucket, {name: with_all_rows(arrays[name], whole[name]) for name in whole if name != COORDS})])
-        rows, length = len(arrays["request_slots"]), arrays["tokens"].shape[1] if bucket.kind == "prefill" else bucket.q_len
-        if rows * length > bucket.tokens:
-            raise SpecError(f"a step of {rows} rows of {length} tokens in {bucket.name}; legal are up to {bucket.tokens} tokens")
+        step = sizes_of(bucket, arrays)
+        if step.tokens > bucket.tokens:
+            raise SpecError(f"a step of {step.batch} rows of {step.q_len} tokens in {bucket.name}; legal are up to {bucket.tokens} tokens")
         if (any_size := self._any_size.get(_kind(bucket))) and not self._entries[bucket].refused:
-            return FinishedStep([self._run(any_size, long_enough(bucket.kind, arrays, self.limits, logprobs=self.max_logprobs > 0))])
+            return FinishedStep([self._run(any_size, long_enough(step, arrays, self.limits, logprobs=self.max_logprobs > 0))])
         parts = whole_steps(bucket, arrays, self.buckets, self.limits, logprobs=self.max_logprobs > 0)
         outputs = [(len(part.rows), self._run(part.bucket, part.inputs)) for part in parts]
         return FinishedStep([{name: np.concatenate([of[name][:own] for own, of in outputs]) for name in outputs[0][1]}])
@@ -245,7 +246,7 @@ def _holds(bucket: Bucket, other: Bucket) -> bool:
 
 def _kind(bucket: Bucket) -> tuple[str, int]:
     """Buckets of which one executable runs all: decode steps of a width, and prefill steps."""
-    return bucket.kind, bucket.q_len if bucket.kind == "decode" else 0
+    return bucket.kind, 0 if kind_of(bucket).ragged else bucket.q_len
 
 
 def _operand_layout(artifact: Artifact) -> tuple[object, ...]:

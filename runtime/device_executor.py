@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 
 from ..graphs.errors import ArtifactError, LoweringError
-from ..graphs.request_slot import start as request_slot_start
-from ..graphs.step_inputs import MAX_RANKED, OPTIONAL_ROWS, PADDING
+from ..graphs.steps.inputs import MAX_RANKED, OPTIONAL_ROWS
+from ..graphs.steps.request_slot import start as request_slot_start
+from ..graphs.steps.table import kind_of
 from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.fixed_cost import fixed_tokens
 from ..lowering.artifact.shards import local_leaves, local_signature
 from ..lowering.device import Device, DeviceExecutable, Event, MemoryPart
-from .buckets import without_unused
 from .device_params import DeviceParams, LoadParams
 from .executor import (
     ExecutorError,
@@ -30,11 +30,12 @@ from .executor import (
     clear_state,
     compile_evidence,
     has_recurrent_states,
+    segment_sizes,
 )
 from .kv_transfer.layout import Region, regions
 from .kv_transfer.transfer_engine import Memory
-from .segments import segment_sizes
 from .staging import InputBuffer, OutputBuffers, PackedLayout
+from .steps.pack import without_unused
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ class DeviceExecutor:
 
         Args:
             bucket: one of `buckets`.
-            inputs: one item: arrays by name, as `buckets.pack` returns them.
+            inputs: one item: arrays by name, as `steps.pack.pack` returns them.
 
         Returns:
             `tokens` int32 [B, W], in decode `counts` int32 [B], and the bucket's other outputs (models/step.py); of an encode bucket
@@ -261,7 +262,7 @@ class DeviceExecutor:
         for bucket in compile_order(executables):
             began = time.monotonic()
             # A compiler may run a step: one of padding, whose inputs are legal, where memory of zeros is not.
-            self._inputs.pad(bucket, PADDING)
+            self._inputs.pad(bucket, kind_of(bucket).padding)
             try:
                 outcome = COMPILED if executables[bucket].compile(self._operands[bucket], cache_dir) else CACHED
                 compiled[bucket] = executables[bucket]

@@ -11,13 +11,16 @@ import torch
 
 from ..graphs import compile_count
 from ..graphs.errors import LoweringError, NpucompileError, SpecError
+from ..graphs.steps.kind import SegmentSizes
+from ..graphs.steps.prefill import PREFILL
+from ..graphs.steps.table import kind_of
 from ..graphs.types import PICTURE_ROWS, Bucket, Leaf, Limits
+from ..lowering.artifact.manifest import Manifest
 from .kv_transfer.layout import Region
 from .kv_transfer.transfer_engine import Memory
-from .segments import SegmentSizes
 
 Inputs = Mapping[str, npt.NDArray[Any]]
-"""Inputs of one dp group's step by name, as `buckets.pack` returns them."""
+"""Inputs of one dp group's step by name, as `steps.pack.pack` returns them."""
 
 Outputs = Mapping[str, npt.NDArray[Any]]
 """Outputs of one dp group's step by name: at least `tokens` int32 [B,W] and, of decode, `counts` int32 [B];
@@ -151,7 +154,7 @@ class Executor(Protocol):
 
         Args:
             bucket: one of `buckets`, for all groups.
-            inputs: an item per group, as `buckets.pack` returns them for the bucket or, where its kind is among `any_size`, for the rows
+            inputs: an item per group, as `steps.pack.pack` returns them for the bucket or, where its kind is among `any_size`, for the rows
                 and tokens that the step has; the caller does not change them afterwards.
 
         Raises:
@@ -199,6 +202,16 @@ class Executor(Protocol):
         ...
 
 
+def segment_sizes(manifest: Manifest) -> SegmentSizes | None:
+    """What the encode buckets of an artifact take; None where it has none."""
+    entry = next((entry for entry in manifest.graphs if kind_of(entry.bucket).tower), None)
+    if entry is None:
+        return None
+    shapes = {leaf.path: leaf.aval.shape for leaf in entry.inputs}
+    (_, patches, width), (_, rows) = shapes["patches"], shapes["picture_rows"]
+    return SegmentSizes(width, patches // rows)
+
+
 def has_recurrent_states(state: Sequence[Leaf]) -> bool:
     """Whether any pool of these leaves holds what pages do not, so that a request cannot begin after pages alone."""
     return any(leaf.aval.axes[0] not in PAGED_AXES for leaf in state)
@@ -234,7 +247,7 @@ def check_serving(buckets: Collection[Bucket], missing: Mapping[Bucket, str]) ->
     Raises:
         LoweringError: of a kind that the artifact has there is none among them; with the reason of each that is missing.
     """
-    for kind in sorted({bucket.kind for bucket in (*buckets, *missing)}) or ("prefill", "decode"):
+    for kind in sorted({bucket.kind for bucket in (*buckets, *missing)}) or (PREFILL.name,):
         if not any(bucket.kind == kind for bucket in buckets):
             reasons = "; ".join(f"{bucket.name}: {reason}" for bucket, reason in sorted(missing.items()) if bucket.kind == kind)
             raise LoweringError(f"no {kind} bucket can run, and serving needs at least one: {reasons or 'the artifact has none'}")

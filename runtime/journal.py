@@ -266,7 +266,7 @@ def _picture_key(picture: PictureInput) -> tuple[bytes, bytes]:
 
 def _segments(step: ScheduledStep) -> list[Any]:
     """Of an encode step, which pictures of whom it encodes: ids, and digests."""
-    if step.bucket.kind != "encode":
+    if not any(part.segments for part in step.groups):
         return []
     return [[[[item.row.request.id, item.picture.digest] for item in part.segments] for part in step.groups]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..graphs.steps.table import kind_of
 from ..graphs.types import Bucket
 from .latencies import Latencies
 from .request import FINISH_REASONS, Event, TokenEvent
@@ -54,7 +55,7 @@ class Metrics:
         continued: list[str] = []
         computed = 0
         self.count_step(step.bucket, sum(len(part.rows) for part in step.groups), len(step.groups) * step.shape.batch)
-        if step.bucket.kind == "decode":
+        if kind_of(step.bucket).decodes:
             self.count_decode_batch(max(len(part.rows) for part in step.groups))
         if wanted is not None:
             self.count_degraded(wanted)

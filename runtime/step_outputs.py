@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graphs.errors import NpucompileError
-from ..graphs.step_inputs import MAX_RANKED, NON_FINITE, UNDECIDED, write_width
+from ..graphs.steps.inputs import MAX_RANKED, NON_FINITE, UNDECIDED
+from ..graphs.steps.table import kind_of
 from ..graphs.types import Bucket
 from .executor import Outputs
 from .request import Logprobs
@@ -71,7 +72,7 @@ def read_finite(outputs: Sequence[Outputs], step: ScheduledStep) -> tuple[Sequen
         NpucompileError: the output is missing, or has a shape or dtype that no correct step returns.
     """
     return tuple(
-        (_array(arrays, "finite", "i", step.shape.batch)[: len(part.segments)] != 0).tolist() if part.segments else ()
+        (_array(arrays, "finite", step.shape)[: len(part.segments)] != 0).tolist() if part.segments else ()
         for arrays, part in zip(outputs, step.groups, strict=True)
     )
 
@@ -79,8 +80,8 @@ def read_finite(outputs: Sequence[Outputs], step: ScheduledStep) -> tuple[Sequen
 def _read_group(
     outputs: Outputs, bucket: Bucket, part: GroupStep, group: GroupState, max_model_len: int, vocab_size: int
 ) -> Sequence[SampledTokens | None]:
-    tokens = _array(outputs, "tokens", "i", bucket.batch, write_width(bucket)).tolist()
-    counts = _array(outputs, "counts", "i", bucket.batch).tolist() if bucket.kind == "decode" else [1] * bucket.batch
+    tokens = _array(outputs, "tokens", bucket).tolist()
+    counts = _array(outputs, "counts", bucket).tolist() if kind_of(bucket).decodes else [1] * bucket.batch
     running = {request.arrival: request for request in group.running}
     results: list[SampledTokens | None] = []
     for i, row in enumerate(part.rows):
@@ -140,28 +141,27 @@ def _verified(row: ScheduledRequest, request: RequestState, max_model_len: int) 
 
 def _drafts(outputs: Outputs, bucket: Bucket, i: int) -> tuple[int, ...]:
     """The drafts of a row; none of graphs that do not draft."""
-    return tuple(_array(outputs, "drafts", "i", bucket.batch, None)[i].tolist()) if "drafts" in outputs else ()
+    return tuple(_array(outputs, "drafts", bucket)[i].tolist()) if "drafts" in outputs else ()
 
 
 def _logprobs(outputs: Outputs, bucket: Bucket, most: int | None, i: int, count: int) -> tuple[Logprobs, ...]:
     if most is None:
         return ()
-    batch, width = bucket.batch, write_width(bucket)
-    chosen = _array(outputs, "chosen_logprobs", "f", batch, width)[i, :count].tolist()
-    ids = _array(outputs, "top_ids", "i", batch, width, None)[i, :count, :most].tolist()
-    values = _array(outputs, "top_logprobs", "f", batch, width, None)[i, :count, :most].tolist()
+    chosen = _array(outputs, "chosen_logprobs", bucket)[i, :count].tolist()
+    ids, values = (_array(outputs, name, bucket)[i, :count, :most].tolist() for name in ("top_ids", "top_logprobs"))
     return tuple(Logprobs(value, tuple(zip(*top, strict=True))) for value, *top in zip(chosen, ids, values, strict=True))
 
 
-def _array(outputs: Outputs, name: str, kind: str, *shape: int | None) -> npt.NDArray[Any]:
-    """An output of this numpy dtype kind and shape; a size of None stands for any."""
+def _array(outputs: Outputs, name: str, bucket: Bucket) -> npt.NDArray[Any]:
+    """An output, of the dtype and shape that the record of the bucket's kind says."""
     if name not in outputs:
         raise NpucompileError(f"the executor returned no {name}; it returned {', '.join(outputs)}")
-    array = np.asarray(outputs[name])
-    fits = array.shape == shape or (
-        array.ndim == len(shape) and all(legal in (None, size) for size, legal in zip(array.shape, shape, strict=True))
-    )
-    if array.dtype.kind != kind or not fits:
-        legal = f"{'int' if kind == 'i' else 'float'}32[{', '.join('n' if size is None else str(size) for size in shape)}]"
+    array, kind = np.asarray(outputs[name]), kind_of(bucket)
+    output = next(output for output in kind.outputs if output.name == name)
+    sizes = {"B": bucket.batch, "W": kind.sampled(bucket)}
+    shape = [sizes.get(letter) for letter in output.dims]
+    fits = array.ndim == len(shape) and all(legal in (None, size) for size, legal in zip(array.shape, shape, strict=True))
+    if array.dtype.kind != output.kind or not fits:
+        legal = f"{'int' if output.kind == 'i' else 'float'}32[{', '.join('n' if size is None else str(size) for size in shape)}]"
         raise NpucompileError(f"the executor returned {name} {array.dtype}{list(array.shape)}; legal is {legal}")
     return array

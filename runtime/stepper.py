@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ..graphs.errors import SpecError
+from ..graphs.steps.table import kind_of
 from ..graphs.types import Bucket
 from . import step_outputs
 from .adjustments import Adjuster
@@ -271,7 +272,7 @@ class Stepper:
         self._num_ended += 1
         try:
             outputs = pending.result()
-            finite = step_outputs.read_finite(outputs, step) if step.bucket.kind == "encode" else None
+            finite = None if kind_of(step.bucket).samples else step_outputs.read_finite(outputs, step)
             results = step_outputs.read_outputs(outputs, step, self.state, self.executor.vocab_size) if finite is None else ()
         except ExecutorError:
             raise
@@ -328,7 +329,7 @@ class Stepper:
         log.error("a step of %s failed", name, exc_info=error)
         self.journal.failed(step, f"{type(error).__name__}: {error}")
         message = f"{name}: {type(error).__name__}: {error}"
-        if step.bucket.kind == "encode":
+        if not kind_of(step.bucket).samples:
             pairs = zip(self.cache_managers, step.groups, strict=True)
             lost = {owner for manager, part in pairs for owner in manager.encoded(part, [False] * len(part.segments))}
             state, events = advance.encoded(self.state, step, dict.fromkeys(lost, message), self.now_ms())

@@ -30,8 +30,7 @@ LAW: dict[str, tuple[str, ...]] = {
         "graphs.types",
         "graphs.errors",
         "graphs.compile_count",
-        "graphs.step_inputs",
-        "graphs.request_slot",
+        "graphs.steps",
     ),
     "server": ("runtime", "graphs.errors"),
     "tools": ("graphs", "models", "lowering", "runtime", "server"),
@@ -68,6 +67,7 @@ LABORATORY_DOOR = "tools/laboratory.py"
 TABLE_TESTS = {
     "graphs/ops": "tests/graphs/ops/test_ops.py",
     "graphs/passes": "tests/graphs/passes/test_passes.py",
+    "graphs/steps": "tests/graphs/steps/test_table.py",
     "tools/builder/settings": "tests/tools/builder/settings/test_table.py",
 }
 
@@ -106,21 +106,22 @@ UPWARD: dict[tuple[str, str], int] = {
 }
 
 # Comparisons with and tables of names of kinds of steps, outside of the kinds' records. The number only falls.
-KIND_NAMES = 166
+KIND_NAMES = 130
 
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 8790,
+    "graphs": 8980,
     "lowering": 1640,
     "lowering/artifact": 1170,
     "lowering/ascend": 16420,
     "lowering/backends": 2005,
     "models": 9220,
-    "runtime": 4780,
+    "runtime": 4180,
     "runtime/distributed": 1860,
     "runtime/kv_transfer": 2410,
     "runtime/scheduler": 3760,
+    "runtime/steps": 545,
     "server": 690,
     "server/chat": 620,
     "server/engine": 1050,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
-from ..step_inputs import MAX_RANKED, NON_FINITE, UNDECIDED
+from ..steps.inputs import MAX_RANKED, NON_FINITE, UNDECIDED
 
 _TINY = torch.finfo(torch.float32).tiny
 # So far below 1 that the product with any normal number is less than that number.

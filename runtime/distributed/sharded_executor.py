@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...graphs.steps.kind import SegmentSizes
 from ...graphs.types import Bucket, Limits
-from ..buckets import without_unused
 from ..executor import Executor, Inputs, Numbers, Outputs, Pending, check_serving, check_step
 from ..kv_transfer.layout import Region
 from ..kv_transfer.transfer_engine import Memory
-from ..segments import SegmentSizes
+from ..steps.pack import without_unused
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
 
@@ -170,7 +170,7 @@ class ShardedExecutor:
 
         Args:
             bucket: one of `buckets`, for all groups.
-            inputs: of every dp group, as `buckets.pack` returns them.
+            inputs: of every dp group, as `steps.pack.pack` returns them.
 
         Raises:
             SpecError: for a bucket that the artifact does not have, or inputs for another number of groups.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...graphs.steps.prefill import PREFILL
 from ..delivery import BatchSink, Sink
 from ..request import RECEIVE, Event, FinishEvent, ParkedEvent, Request
 from .open_rooms import HandoverEngine
@@ -41,7 +42,7 @@ class LandedRequests(BatchSink):
         late: Callable[[FinishEvent], None],
     ) -> None:
         self._engine, self._call, self._lost, self._late = engine, call, lost, late
-        self.local = any(bucket.kind == "prefill" for bucket in engine.executor.buckets)
+        self.local = bool(PREFILL.among(engine.executor.buckets))
         self.count, self.seconds, self.computed_here = 0, 0.0, 0
         self._by_id: dict[str, _Landed] = {}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...graphs.errors import RequestError
+from ...graphs.steps.decode import DECODE
+from ...graphs.steps.prefill import PREFILL
 from ...graphs.types import Bucket, Limits
 from ..request import RECEIVE, SEND, Request, Sampling
 
@@ -16,9 +18,9 @@ def check_kind(request: Request, buckets: Iterable[Bucket]) -> None:
         RequestError: a server of one kind of bucket is asked for more than its part of a handover.
     """
     kinds = {bucket.kind for bucket in buckets}
-    if "prefill" not in kinds and request.handover != RECEIVE:
+    if PREFILL.name not in kinds and request.handover != RECEIVE:
         raise RequestError("this server has no prefill buckets; legal are prompts that a prefill server hands over", code="no_bucket")
-    if "decode" not in kinds and request.handover != SEND:
+    if DECODE.name not in kinds and request.handover != SEND:
         raise RequestError("this server has no decode buckets; legal are prompts for a decode server", code="no_bucket")
 
 

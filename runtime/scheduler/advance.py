@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ...graphs.types import Bucket
-from ..buckets import padded_rows
 from ..request import Event, Logprobs, TokenEvent
 from ..step_outputs import SampledTokens
 from .request_state import Computed, RequestState
@@ -188,7 +187,7 @@ def commit(
     events: list[Event] = []
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
         by_arrival = {row.state.arrival: tokens for row, tokens in zip(part.rows, rows, strict=True)}
-        padding = padded_rows(step.shape, len(part.rows))
+        padding = step.shape.batch - len(part.rows)
         running: list[RequestState] = []
         served: dict[Key, int] = {}
         for request in group.running:

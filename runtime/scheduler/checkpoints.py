@@ -1,6 +1,6 @@
 """Where the state of a prompt is worth keeping: chunks end there, and each such place costs one step more.
 
-What a step costs is counted in tokens, by `prefill_buckets.price`. A chunk that ends early leaves a rest for a step of its own, which
+What a step costs is counted in tokens, by `steps.sizes.price`. A chunk that ends early leaves a rest for a step of its own, which
 costs as much as one of the smallest prefill bucket or more.
 """
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...graphs.steps.kind import SegmentSizes
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket, Limits
 from ..adjustments import Adjustment
-from ..buckets import Arrays, DecodeRow, PrefillRow, pack
 from ..constraint import Bitmask
 from ..request import ParkedEvent
 from ..rng import random_number
-from ..segments import SegmentRow, SegmentSizes
+from ..steps.pack import Arrays, pack
+from ..steps.rows import DecodeRow, PrefillRow, SegmentRow
 from .picture_ledger import PictureLedger
 from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotPool
 from .prefix_blocks import Checkpoint
@@ -45,10 +47,10 @@ class KVCacheManager:
 
     Args:
         limits: of the pools.
-        max_logprobs: as for `buckets.pack`.
+        max_logprobs: as for `steps.pack.pack`.
         prefix_cache: how prefixes are kept; None keeps none.
         recurrent: whether the model has recurrent states.
-        segments: as for `buckets.pack`.
+        segments: as for `steps.pack.pack`.
 
     Attributes:
         prefixes: what is in the caches, where prefixes are kept.
@@ -103,11 +105,11 @@ class KVCacheManager:
         for request_id in step.preempted:
             self.release(request_id)
         self._admit(step)
-        if bucket.kind == "encode":
+        if not kind_of(bucket).samples:
             return self._encode(bucket, step)
         # What a row starts from stays until all rows have what they write.
         read = [share.source for row in step.rows if (share := self._shares[row.request.id]).source]
-        make: Callable[[ScheduledRequest], PrefillRow | DecodeRow] = self._decode_row if bucket.kind == "decode" else self._prefill_row
+        make: Callable[[ScheduledRequest], PrefillRow | DecodeRow] = self._decode_row if kind_of(bucket).decodes else self._prefill_row
         rows = [make(row) for row in step.rows]
         for row in step.rows:
             share = self._shares[row.request.id]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...graphs.errors import RequestError
+from ...graphs.steps.encode import ENCODE, frames
+from ...graphs.steps.kind import SegmentSizes
 from ...graphs.types import Bucket, Limits
 from ..picture_spans import PictureInput
 from ..request import Request
-from ..segments import SegmentSizes
 from .picture_ledger import to_read
 
 
@@ -22,7 +23,7 @@ def check_pictures(request: Request, limits: Limits, buckets: Iterable[Bucket], 
     Raises:
         RequestError: they never can be.
     """
-    longest = max((bucket.q_len for bucket in buckets if bucket.kind == "encode"), default=0)
+    longest = max((bucket.q_len for bucket in ENCODE.among(buckets)), default=0)
     if sizes is None or not longest or not limits.picture_rows:
         message = f"the prompt has {len(request.pictures)} pictures, and these graphs take none; legal is text, or a build with --encode"
         raise _refusal(message, "no_bucket")
@@ -58,7 +59,7 @@ def _check_picture(place: int, picture: PictureInput, end: int, prompt: int, siz
         raise _refusal(f"{where}; legal is from {end}, behind the one before, to {prompt - 2}: the last token is text")
     side = height // span.rows if span.rows > 0 else 0
     tiles = side > 0 and (span.rows * side, span.columns * side, side * side) == (height, width, sizes.merged)
-    if not tiles or len(shape) != 2 or shape[0] != height * width or not sizes.frames(picture):
+    if not tiles or len(shape) != 2 or shape[0] != height * width or not frames(sizes.patch_dim, shape[1]):
         what = f"picture {place} has patches {list(shape)}, a grid of {height} x {width} and {span.rows} x {span.columns} tokens"
         legal = f"patches of {sizes.patch_dim} values, or a frame of them, one for each cell of the grid, and {sizes.merged} cells a token"
         raise _refusal(f"{what}; legal are {legal}")

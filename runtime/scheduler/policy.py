@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graphs.errors import SpecError
+from ...graphs.steps.prefill import PREFILL
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket, Limits
-from ..buckets import of_kind
-from ..prefill_buckets import default_fixed_tokens, price
+from ..steps.sizes import default_fixed_tokens, price
 from .request_state import RequestState
 
 
@@ -97,12 +98,12 @@ class Policy:
     @functools.cached_property
     def longest_chunk(self) -> int:
         """Most tokens of one prompt in a prefill step."""
-        return max(bucket.q_len for bucket in of_kind(self.buckets, "prefill"))
+        return max(bucket.q_len for bucket in PREFILL.needed(self.buckets))
 
     @functools.cached_property
     def most_tokens(self) -> int:
         """Most tokens of a prefill step, padding included."""
-        return max(bucket.tokens for bucket in of_kind(self.buckets, "prefill"))
+        return max(bucket.tokens for bucket in PREFILL.needed(self.buckets))
 
     @property
     def least_tokens(self) -> int:
@@ -111,14 +112,14 @@ class Policy:
 
     def holding(self, sizes: Bucket) -> Bucket:
         """The bucket that a step of these sizes counts as: the smallest of its kind with as many tokens."""
-        return min((b for b in of_kind(self.buckets, sizes.kind) if b.tokens >= sizes.tokens), key=lambda b: (b.tokens, b))
+        return min((b for b in kind_of(sizes).needed(self.buckets) if b.tokens >= sizes.tokens), key=lambda b: (b.tokens, b))
 
     @functools.cached_property
     def cheapest_prefill(self) -> float:
         """What the smallest prefill step costs, in tokens."""
         if "prefill" in self.any_size:
             return price(Bucket("prefill", 1, self.least_tokens), self.fixed_price)
-        return min(map(self.price, of_kind(self.buckets, "prefill")))
+        return min(map(self.price, PREFILL.needed(self.buckets)))
 
     def drafts(self, request: RequestState) -> int:
         """Drafts that the next decode step of the request can verify: of those that the step before it drafts, as many as it wants."""

@@ -8,7 +8,7 @@ Policy:
     behind it wait too. Where all are of one priority and tenant that is order of arrival, and running requests are older than waiting
     ones.
     A prefill step computes chunks of several prompts of each group, a row each: those in progress, most urgent first, then waiting ones
-    that can be admitted, as many as the bucket has rows. `prefill_buckets.choose_prefill` says which bucket that is: the first prompt
+    that can be admitted, as many as the bucket has rows. `steps.sizes.choose_prefill` says which bucket that is: the first prompt
     gets a chunk as long as if it were alone, and others share its step where that costs no more than one step after the other.
     While any request decodes, at most `prefill_burst` prefill steps run between two decode steps, which bounds the gap between two
     tokens of a stream. With a target for that gap (`Policy.itl_target_ms`) they are as many, in buckets as large, as its time allows
@@ -57,10 +57,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...graphs.steps.prefill import PREFILL
 from ...graphs.types import Bucket, Limits
-from ..buckets import choose, of_kind
-from ..prefill_buckets import choose_prefill, choose_sizes, tokens_for
 from ..request import NO_INPUTS, RECEIVE, HostInputs
+from ..steps.sizes import choose, choose_prefill, choose_sizes, tokens_for
 from .checkpoints import CheckpointSlots, places
 from .draft_widths import buckets_of_width
 from .encoding import Chunk, chunk, encode_step, num_ready
@@ -226,7 +226,7 @@ def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[
     buckets, times = state.policy.buckets, state.times
     left_ms = target_ms - state.prefill_ms - _decode_ms(state, streams)
     price = state.policy.price
-    return in_time(of_kind(buckets, "prefill"), times.prefill_ms(price), price, left_ms, not state.prefill_steps)
+    return in_time(PREFILL.needed(buckets), times.prefill_ms(price), price, left_ms, not state.prefill_steps)
 
 
 def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt], slots: CheckpointSlots) -> GroupStep:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ...graphs.types import Bucket
-from ..prefill_buckets import Cost
+from ..steps.sizes import Cost
 
 SAMPLES = 8
 """Times of a bucket that are kept. A median of them forgets a step that was held up."""

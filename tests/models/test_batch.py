@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.models.batch import Batch
 from npucompile.models.rotary import Rotary

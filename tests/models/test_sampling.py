@@ -12,7 +12,7 @@ from support import oracle, speculators
 
 from npucompile.graphs import ops
 from npucompile.graphs.spmd.partition import partition
-from npucompile.graphs.step_inputs import MAX_RANKED
+from npucompile.graphs.steps.inputs import MAX_RANKED
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 from npucompile.lowering.ascend import lowered
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from npucompile.graphs.ops.sample import part_length
-from npucompile.graphs.step_inputs import MAX_RANKED
+from npucompile.graphs.steps.inputs import MAX_RANKED
 from npucompile.graphs.types import Mesh
 from npucompile.models import registry, shrink
 from npucompile.models.head_padding import copies, grouped

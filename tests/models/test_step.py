@@ -11,7 +11,7 @@ from support import oracle, speculators
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import SpecError
-from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket
 from npucompile.models import step
 from npucompile.models.presets import BUNDLED

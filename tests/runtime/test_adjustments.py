@@ -12,7 +12,7 @@ from support.constrained import PROMPTS, Automaton, Outcome, asking, run, turns
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from npucompile.graphs.errors import RequestError, SpecError
-from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime import adjustments
 from npucompile.runtime.adjustments import Adjustment

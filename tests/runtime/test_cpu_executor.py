@@ -20,11 +20,11 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact import artifact as artifact_module
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime import cpu_executor as module
-from npucompile.runtime.buckets import DecodeRow, PrefillRow
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import COMPILER_MODULES
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+from npucompile.runtime.steps.rows import DecodeRow, PrefillRow
 
 ALL = (Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4), Bucket("prefill", 1, 4), Bucket("prefill", 1, 16))
 GREEDY, KINDS = Sampling(), frozenset({"prefill", "decode"})

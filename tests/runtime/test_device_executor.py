@@ -21,13 +21,14 @@ from npucompile.lowering.artifact.shards import load_shard
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import decode
-from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.runtime.device_executor import AREA_ALIGNMENT, DeviceExecutor, compile_order
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import ExecutorError
 from npucompile.runtime.request import Request, Sampling
 from npucompile.runtime.staging import ALIGNMENT
 from npucompile.runtime.step_outputs import NOT_FINITE
+from npucompile.runtime.steps.pack import pack
+from npucompile.runtime.steps.rows import DecodeRow, PrefillRow
 from npucompile.tools.notation import EncodeSize
 from npucompile.tools.ranks import offline
 from npucompile.tools.ranks.weights import rank_params

@@ -13,9 +13,9 @@ from support.residency import resident_bytes
 
 from npucompile.graphs.types import Aval, Leaf
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.buckets import DecodeRow, PrefillRow
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.pool_memory import PoolMemory
+from npucompile.runtime.steps.rows import DecodeRow, PrefillRow
 
 PAGE = mmap.PAGESIZE
 

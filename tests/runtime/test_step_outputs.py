@@ -7,7 +7,7 @@ import pytest
 from support import toy_device as toy
 
 from npucompile.graphs.errors import NpucompileError
-from npucompile.graphs.step_inputs import NON_FINITE
+from npucompile.graphs.steps.inputs import NON_FINITE
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.request import Request
 from npucompile.runtime.scheduler.policy import Policy

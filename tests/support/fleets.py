@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from npucompile.graphs import tree
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import Partitioned, partition
-from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.models import (

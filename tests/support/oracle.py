@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpLayer
 
 from npucompile.graphs import tree
-from npucompile.graphs.step_inputs import LAYER_INPUTS, StepInputs
+from npucompile.graphs.steps.inputs import LAYER_INPUTS
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Aval, Bucket, Limits, Program, Tree
 from npucompile.models import checkpoint, registry, request_slots, step
 

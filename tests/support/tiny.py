@@ -34,9 +34,10 @@ from npucompile.lowering.lower import Lowered
 from npucompile.lowering.platform import CPU, Platform
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
-from npucompile.runtime.buckets import Row, pack
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.executor import Executor, Inputs, Outputs, Pending
+from npucompile.runtime.steps.pack import pack
+from npucompile.runtime.steps.rows import Row
 from npucompile.tools.agreement.pools import is_request_slots
 from npucompile.tools.builder import driver, pool, stages, targets
 from npucompile.tools.builder.describe import describe

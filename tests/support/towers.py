@@ -18,7 +18,7 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForConditionalGeneration
 
 from npucompile.graphs.quantise import quantise_w8
-from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Program
 from npucompile.models import checkpoint, draft_source, encode_step, registry, step
 from npucompile.models.draft_model import DRAFT, PREFIX

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from npucompile.graphs.steps.kind import SegmentSizes
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.picture_spans import PictureInput, Span, position_offset, positions
 from npucompile.runtime.request import FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.runtime.rng import random_number
 from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager
-from npucompile.runtime.segments import SegmentSizes
 
 VOCAB = 13
 POISON = -(10**9)

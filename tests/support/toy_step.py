@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Signature
 from npucompile.models import request_slots
 from npucompile.tools.agreement.poisoned_steps import PoisonedStep, ProvedStep, plant_drafts, poisoned_step

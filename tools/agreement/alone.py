@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...graphs.errors import VerifyError
-from ...graphs.step_inputs import OPTIONAL_ROWS, StepInputs
+from ...graphs.steps.inputs import OPTIONAL_ROWS
+from ...graphs.steps.table import StepInputs
 from ...graphs.types import Leaf
 from ...lowering.executable import Executable
 from .compare import Differences, differences_of, live_values

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...graphs.request_slot import offsets
-from ...graphs.step_inputs import STEP_INPUTS, StepInputs
+from ...graphs.steps.request_slot import offsets
+from ...graphs.steps.table import REQUEST_INPUTS, StepInputs
 from ...graphs.types import Bucket, Leaf, Limits, Signature
 from ...lowering.executable import Executable
 from ...models import request_slots
@@ -160,7 +160,7 @@ def _inputs(
     bucket: Bucket, limits: Limits, rows: list[LiveRow], tokens: torch.Tensor, vocab: int, turn: int, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Every input that a bucket of any artifact may have, by name."""
-    inputs = StepInputs(bucket, limits).padding([field.name for field in STEP_INPUTS])
+    inputs = StepInputs(bucket, limits).padding(list(REQUEST_INPUTS))
     for place, row in enumerate(rows, turn):
         numbers = {"num_computed_tokens": row.start, "query_lens": row.count, "state_slots_in": row.read, "drafts": bucket.q_len - 1}
         numbers |= {"base": row.start, "logprobs": place % 2, "next_tokens": _random(-1, vocab - 1, generator)}

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from ...graphs.step_inputs import LEAST_CHUNK, StepInputs
+from ...graphs.steps.table import StepInputs, kind_of
 from ...graphs.types import Bucket, Leaf, Limits, Signature
 from ...lowering.executable import Executable
-from ...runtime.resized import resized
+from ...runtime.steps.resized import resized
 
 
 class LiveRows:
@@ -27,8 +27,9 @@ class LiveRows:
         """Outputs of the batch; rows of padding are zero."""
         inputs = {name: operand.numpy() for name, operand in zip(self._inputs, operands[self._shared :], strict=True)}
         rows = inputs["request_slots"].nonzero()[0].tolist()
-        longest = max(int(inputs["query_lens"].max()), LEAST_CHUNK) if self._bucket.kind == "prefill" else self._bucket.q_len
-        sizes = StepInputs(Bucket(self._bucket.kind, len(rows), longest), self._limits, "logprobs" in inputs)
+        kind = kind_of(self._bucket)
+        longest = max(int(inputs["query_lens"].max()), kind.least) if kind.ragged else self._bucket.q_len
+        sizes = StepInputs(kind.bucket(len(rows), longest), self._limits, "logprobs" in inputs)
         own = resized(inputs, rows, sizes)
         values = self._executable([*operands[: self._shared], *(torch.from_numpy(own[name]) for name in self._inputs)])
         results = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in self._outputs]

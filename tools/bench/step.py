@@ -16,7 +16,8 @@ from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.backend import open_executable
 from ...lowering.backends.inductor.huge_pages import settle
 from ...lowering.executable import Executable, check_operands
-from ...runtime.buckets import DecodeRow, PrefillRow, pack
+from ...runtime.steps.pack import pack
+from ...runtime.steps.rows import DecodeRow, PrefillRow
 from ..progress import Progress
 from .machine import MEMORY_BUFFER_BYTES, Reader, cache_bytes, reader
 from .report import Column, Table, Value

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ...graphs.steps.prefill import PREFILL
 from ...graphs.types import Bucket
-from ...runtime.buckets import choose, of_kind
-from ...runtime.prefill_buckets import Cost, choose_prefill, default_fixed_tokens, price
 from ...runtime.scheduler.step_times import in_time
+from ...runtime.steps.sizes import Cost, choose, choose_prefill, default_fixed_tokens, price
 from .groups import Groups
 from .prefill import PrefillTime
 from .run import Span, Trace
@@ -106,7 +106,7 @@ class _Mixed:
         self.late: list[float] = []
         self.prefill_ms = 0.0
         self.legal = sizes
-        self.prefill_sizes = of_kind(sizes, "prefill") if sizes else ()
+        self.prefill_sizes = PREFILL.needed(sizes) if sizes else ()
         self._costs_ms: dict[int, dict[Bucket, float]] = {}
         self.turn, self._chunk = 0, 0
         # Requests of each group that were sent to it and have not ended.

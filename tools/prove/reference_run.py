@@ -41,7 +41,7 @@ class ReferenceRun:
 
         Args:
             state: pools, which stay as they are.
-            inputs: by name (graphs/step_inputs.py).
+            inputs: by name (graphs/steps/).
 
         Returns:
             Outputs by name, with `draft_logits` [B, k, V] where drafts are made; and the new pools.

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...graphs.request_slot import offsets
-from ...graphs.step_inputs import AXES, StepInputs
+from ...graphs.steps.inputs import AXES
+from ...graphs.steps.request_slot import offsets
+from ...graphs.steps.table import StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
 from ..agreement.poisoned_steps import adjust, fill_row, random_words

@@ -11,7 +11,8 @@ import torch
 
 from ...graphs import tree
 from ...graphs.errors import SpecError
-from ...graphs.step_inputs import LAYER_INPUTS, StepInputs
+from ...graphs.steps.inputs import LAYER_INPUTS
+from ...graphs.steps.table import StepInputs
 from ...graphs.types import Bucket, Limits, Tree
 from ...models import checkpoint, registry
 from ...models.quant.description import formats_in

@@ -16,7 +16,7 @@ from npucompile.graphs import ops
 from npucompile.graphs.primitive import TABLE, Cost, Primitive, nbytes
 from npucompile.graphs.quantise import pack_w4, quantise_rows, quantise_w4, quantise_w4_values, quantise_w8
 from npucompile.graphs.spmd.sharding import strategies
-from npucompile.graphs.step_inputs import NON_FINITE
+from npucompile.graphs.steps.inputs import NON_FINITE
 
 # Lowerings for this machine call native kernels.
 pytestmark = pytest.mark.usefixtures("kernels")

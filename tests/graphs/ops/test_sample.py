@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from npucompile.graphs import ops
 from npucompile.graphs.ops.sample import part_length
-from npucompile.graphs.step_inputs import MAX_RANKED, NON_FINITE, UNDECIDED
+from npucompile.graphs.steps.inputs import MAX_RANKED, NON_FINITE, UNDECIDED
 
 GRID = 4096
 

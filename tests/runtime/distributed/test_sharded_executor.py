@@ -10,12 +10,12 @@ import pytest
 from support import ranks
 
 from npucompile.graphs.errors import LoweringError, SpecError
+from npucompile.graphs.steps.kind import SegmentSizes
 from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.runtime.distributed.control_plane import ControlPlane, RankError
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.sharded_executor import ShardedExecutor, select_outputs
 from npucompile.runtime.executor import FinishedStep
-from npucompile.runtime.segments import SegmentSizes
 
 BUCKET, PREFILL = Bucket("decode", 2, 1), Bucket("prefill", 1, 4)
 WAIT_S = 20

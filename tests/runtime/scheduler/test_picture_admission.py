@@ -9,11 +9,11 @@ import pytest
 from support import toy_device as toy
 
 from npucompile.graphs.errors import RequestError
+from npucompile.graphs.steps.kind import SegmentSizes
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.picture_spans import PictureInput, Span
 from npucompile.runtime.request import RECEIVE, SEND, Request
 from npucompile.runtime.scheduler.picture_admission import check_pictures
-from npucompile.runtime.segments import SegmentSizes
 
 LIMITS = Limits(4, 17, 9, 32, picture_rows=9)
 BUCKETS = (Bucket("prefill", 1, 8), Bucket("encode", 1, 24), Bucket("encode", 4, 8))

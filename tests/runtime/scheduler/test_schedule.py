@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from support.scheduling import add, all_decode, arrivals, fresh, grouped, ids, policy, request, run_step
 
 from npucompile.graphs.types import Bucket
-from npucompile.runtime.buckets import choose
-from npucompile.runtime.prefill_buckets import Alone
 from npucompile.runtime.request import FinishEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, fail, launch
 from npucompile.runtime.scheduler.request_state import RequestState
@@ -20,6 +18,7 @@ from npucompile.runtime.scheduler.schedule import schedule, wanted_bucket
 from npucompile.runtime.scheduler.scheduled_step import GroupStep
 from npucompile.runtime.scheduler.state import GroupState, SchedulerState
 from npucompile.runtime.step_outputs import SampledTokens
+from npucompile.runtime.steps.sizes import Alone, choose
 
 
 def row(step):

@@ -12,12 +12,12 @@ from support import toy_device
 from support.fleet import Answer, Fleet, until
 
 from npucompile.graphs.errors import RequestError
+from npucompile.graphs.steps.kind import SegmentSizes
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.kv_transfer.room import Stage
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, Logprobs, Request, Sampling
-from npucompile.runtime.segments import SegmentSizes
 from tests.support import optional
 
 PROMPT = tuple(3 + (7 * place) % 50 for place in range(40))

@@ -11,7 +11,7 @@ import torch
 from support.toy_step import DRAFTING, PLAIN, VOCAB, Toy, signature
 
 from npucompile.graphs.errors import VerifyError
-from npucompile.graphs.step_inputs import OPTIONAL_ROWS
+from npucompile.graphs.steps.inputs import OPTIONAL_ROWS
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.tools.agreement import alone
 from npucompile.tools.agreement.alone import RowAlone, Together, rows_alone

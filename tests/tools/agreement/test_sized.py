@@ -9,11 +9,11 @@ import torch
 from support import tiny
 
 from npucompile.graphs.errors import VerifyError
-from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.backend import open_executable
-from npucompile.runtime.resized import resized
+from npucompile.runtime.steps.resized import resized
 from npucompile.tools.agreement import executables
 from npucompile.tools.agreement.sized import signature_of
 

@@ -19,9 +19,10 @@ from npucompile.graphs.errors import ConfigError, SpecError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import vision
-from npucompile.runtime.buckets import DecodeRow, Places, PrefillRow, Row, pack
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.picture_spans import positions
+from npucompile.runtime.steps.pack import pack
+from npucompile.runtime.steps.rows import DecodeRow, Places, PrefillRow, Row
 from npucompile.server.pictures import videos
 from npucompile.server.pictures.processor import PUBLISHED
 from npucompile.tools.agreement.executables import verify

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.scheduled import served
 
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.runtime.buckets import choose
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.step_times import StepTimes
+from npucompile.runtime.steps.sizes import choose
 from npucompile.tools.plan.simulate import Setting, simulate
 from npucompile.tools.plan.system import Serving, Workload
 from npucompile.tools.plan.table import StepTable

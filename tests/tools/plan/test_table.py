@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.types import Bucket
-from npucompile.runtime.buckets import choose
+from npucompile.runtime.steps.sizes import choose
 from npucompile.tools.plan.decode import decode_parts
 from npucompile.tools.plan.parameters import fitted
 from npucompile.tools.plan.published import case_of

@@ -8,9 +8,9 @@ from support import modelslim, tiny
 from npucompile.graphs.errors import NpucompileError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.buckets import DecodeRow, PrefillRow
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
+from npucompile.runtime.steps.rows import DecodeRow, PrefillRow
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.ranks.offline import complete
 

@@ -17,12 +17,12 @@ from support import ranks
 
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.buckets import pack
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.distributed.control_plane import ControlPlane
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.process_groups import ProcessGroups
 from npucompile.runtime.distributed.rendezvous import ADDRESS, CONTROL, RendezvousConfig, accept_ranks, open_store, substore
+from npucompile.runtime.steps.pack import pack
 from npucompile.tools.ranks.launch import GROUPS, check_world_size, rank_identity
 from npucompile.tools.ranks.rank_settings import RankSettings
 

@@ -12,8 +12,8 @@ from npucompile.lowering.artifact.fixed_cost import fixed_tokens
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.journal import Journal, JournalFile
-from npucompile.runtime.prefill_buckets import choose_prefill
 from npucompile.runtime.request import Request
+from npucompile.runtime.steps.sizes import choose_prefill
 from npucompile.tools.serve.recording import facts_of
 
 

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ....graphs import tree
-from ....graphs.step_inputs import LAYER_INPUTS, StepInputs
+from ....graphs.steps.inputs import LAYER_INPUTS
+from ....graphs.steps.table import StepInputs
 from ....graphs.types import Bucket, Limits, Tree
 from ....models import decoder, hybrid
 from ....models import params as parameters

@@ -12,8 +12,9 @@ import torch
 
 from ....graphs.types import Bucket, Leaf, Limits
 from ....models import request_slots
-from ....runtime.buckets import DecodeRow, PrefillRow, pack
 from ....runtime.request import Sampling
+from ....runtime.steps.pack import pack
+from ....runtime.steps.rows import DecodeRow, PrefillRow
 from ...agreement.pools import FreePlaces, is_request_slots
 
 Arrays = Mapping[str, npt.NDArray[Any]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .types import Limits
+from ..types import Limits
 
 START, ACCEPTED, TOKENS = 0, 1, 2
 """Columns of a request slot: the position of the next step's first token; which of the request's state slots holds the state before that

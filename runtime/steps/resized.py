@@ -7,15 +7,17 @@ many at a time as it holds. Rows of a step have nothing in common, so it makes n
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from ..graphs.errors import SpecError
-from ..graphs.step_inputs import LEAST_CHUNK, OPTIONAL_ROWS, StepInputs
-from ..graphs.types import Bucket, Limits
-from .buckets import DTYPES, Arrays
-from .executor import Inputs
+from ...graphs.errors import SpecError
+from ...graphs.steps.inputs import OPTIONAL_ROWS
+from ...graphs.steps.table import StepInputs, kind_of
+from ...graphs.types import Bucket, Limits
+from ..executor import Inputs
+from .pack import DTYPES, Arrays
 
 
 class WholeStep(NamedTuple):
@@ -32,9 +34,9 @@ def whole_steps(of: Bucket, inputs: Inputs, buckets: Collection[Bucket], limits:
     Raises:
         SpecError: no bucket holds its longest row.
     """
-    rows = len(inputs["request_slots"])
-    longest = int(inputs["query_lens"].max()) if of.kind == "prefill" else of.q_len
-    holding = [b for b in buckets if b.kind == of.kind and (b.q_len == longest or (b.q_len > longest and b.kind == "prefill"))]
+    kind, rows = kind_of(of), len(inputs["request_slots"])
+    longest = int(inputs["query_lens"].max()) if kind.ragged else of.q_len
+    holding = [b for b in kind.among(buckets) if kind.fits(b, longest)]
     if not holding:
         raise SpecError(f"a {of.kind} row of {longest} tokens; legal is what one of {', '.join(b.name for b in sorted(buckets))} holds")
     bucket = min(holding, key=lambda b: (-(-rows // b.batch) * b.tokens, b))
@@ -43,12 +45,17 @@ def whole_steps(of: Bucket, inputs: Inputs, buckets: Collection[Bucket], limits:
         yield WholeStep(bucket, part, resized(inputs, part, StepInputs(bucket, limits, logprobs)))
 
 
-def long_enough(kind: str, inputs: Inputs, limits: Limits, *, logprobs: bool) -> Inputs:
-    """A step whose sizes are values, with as many tokens a row as its executable takes at least."""
-    if kind != "prefill" or inputs["tokens"].shape[1] >= LEAST_CHUNK:
+def sizes_of(bucket: Bucket, inputs: Inputs) -> Bucket:
+    """The rows, and tokens a row, of a step whose sizes are values and that counts as one of a bucket."""
+    width = inputs["tokens"].shape[1] if "Q" in kind_of(bucket).dynamic else bucket.q_len
+    return replace(bucket, batch=len(inputs["request_slots"]), q_len=width)
+
+
+def long_enough(step: Bucket, inputs: Inputs, limits: Limits, *, logprobs: bool) -> Inputs:
+    """The inputs of a step of these sizes, which are values, with as many tokens a row as its executable takes at least."""
+    if step.q_len >= (least := kind_of(step).least):
         return inputs
-    rows = range(len(inputs["tokens"]))
-    return resized(inputs, rows, StepInputs(Bucket(kind, len(rows), LEAST_CHUNK), limits, logprobs))
+    return resized(inputs, range(step.batch), StepInputs(replace(step, q_len=least), limits, logprobs))
 
 
 def resized(inputs: Inputs, rows: Sequence[int], sizes: StepInputs) -> Arrays:

@@ -1,4 +1,4 @@
-"""Choice of the bucket of a prefill step, or of its sizes where these are values; what a step is taken to cost if nothing is measured."""
+"""Choice of the bucket of a step, or of its sizes where these are values; what a step is taken to cost if nothing is measured."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
-from ..graphs.errors import SpecError
-from ..graphs.types import Bucket
-from .buckets import of_kind
+from ...graphs.errors import SpecError
+from ...graphs.steps.decode import DECODE
+from ...graphs.steps.prefill import PREFILL
+from ...graphs.steps.prefill import price as price
+from ...graphs.types import Bucket
 
 Cost = Callable[[Bucket], float]
 """What a step of a bucket costs, in whatever unit is the same for all."""
@@ -24,19 +26,22 @@ NEARLY = 0.95
 """Steps that compute at least this part of the tokens that the best one does, for what they cost, count as equally good."""
 
 
-def price(bucket: Bucket, fixed_tokens: float) -> float:
-    """What a step costs, in tokens: those that it is padded to, and `fixed_tokens` for reading the weights, as every step does.
+def choose(buckets: Iterable[Bucket], live: int) -> Bucket:
+    """The decode bucket with the smallest batch that holds `live` rows; the largest when none does, and the caller splits the rows.
 
-    A step has products that wait for their weights and products that wait for arithmetic, so the larger of both decides, smoothly: it is
-    a 2-norm, as in `tools/plan/step_law.py`.
+    Raises:
+        SpecError: when there is no decode bucket, or `live` is below 1.
     """
-    return math.hypot(fixed_tokens, bucket.tokens)
+    if live < 1:
+        raise SpecError(f"a decode bucket for {live} rows; legal is at least 1")
+    decode = DECODE.needed(buckets)
+    return next((b for b in decode if b.batch >= live), decode[-1])
 
 
 def default_fixed_tokens(buckets: Iterable[Bucket]) -> float:
     """`fixed_tokens` where nothing is known of a machine or model: a step of the smallest prefill bucket costs twice its tokens, as
     nobody builds one so small that its tokens matter less."""
-    return math.sqrt(3) * min(bucket.tokens for bucket in of_kind(buckets, "prefill"))
+    return math.sqrt(3) * min(bucket.tokens for bucket in PREFILL.needed(buckets))
 
 
 def choose_prefill(buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]], cost: Cost | None = None, between: float = 0.0) -> Bucket:
@@ -63,7 +68,7 @@ def choose_prefill(buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]]
     """
     if not any(remaining) or min(itertools.chain.from_iterable(remaining)) < 1:
         raise SpecError(f"a prefill bucket for prompts of {[list(own) for own in remaining]} tokens; legal is one or more, of at least 1")
-    prefill = sorted(of_kind(buckets, "prefill"), key=lambda b: (b.tokens, b))
+    prefill = sorted(PREFILL.needed(buckets), key=lambda b: (b.tokens, b))
     if len(prefill) == 1:
         return prefill[0]
     if cost is None:
@@ -107,7 +112,7 @@ def choose_sizes(remaining: Sequence[int], tokens: int, longest: int, fixed_toke
         computed = ended = 0
         for rows, left in enumerate(remaining[: tokens // length], 1):
             computed, ended = computed + min(left, length), ended + (left <= length)
-            bucket = Bucket("prefill", rows, length)
+            bucket = PREFILL.bucket(rows, length)
             steps.append((computed / price(bucket, fixed_tokens), ended, bucket))
     best = max(rate for rate, _, _ in steps)
     return max((ended, rate, bucket) for rate, ended, bucket in steps if rate >= NEARLY * best)[2]

@@ -1,4 +1,4 @@
-"""runtime/prefill_buckets.py: a prompt takes the cheapest steps, and shares them where that saves."""
+"""runtime/steps/sizes.py: decode steps take the smallest bucket; a prompt takes the cheapest steps, and shares them where that saves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
+from npucompile.graphs.steps.prefill import PREFILL
 from npucompile.graphs.types import Bucket
-from npucompile.runtime.prefill_buckets import (
+from npucompile.runtime.steps.sizes import (
     CLEARLY,
     NEARLY,
     Alone,
+    choose,
     choose_prefill,
     choose_sizes,
     default_fixed_tokens,
@@ -194,3 +196,27 @@ def test_tokens_that_a_price_buys_cost_no_more_and_one_more_would(units, fixed):
     tokens = tokens_for(units, fixed)
     assert tokens == 0 or price(Bucket("prefill", 1, tokens), fixed) <= units * (1 + 1e-9)
     assert price(Bucket("prefill", 1, tokens + 1), fixed) > units * (1 - 1e-9)
+
+
+ONE_OF_EACH = (Bucket("decode", 1, 1), Bucket("prefill", 1, 8))
+
+decode_lists = st.lists(st.builds(lambda b: Bucket("decode", b, 1), st.integers(1, 20)), min_size=1, max_size=5)
+prefill_lists = st.lists(st.builds(lambda q: Bucket("prefill", 1, q), st.integers(1, 40)), min_size=1, max_size=5)
+
+
+@given(decode_lists, prefill_lists, st.integers(1, 60))
+def test_choice_is_the_smallest_that_holds_it_else_the_largest(decode, prefill, live):
+    batches = sorted(b.batch for b in decode)
+    chosen = choose([*prefill, *decode], live)
+    assert (chosen.kind, chosen.batch) == ("decode", next((b for b in batches if b >= live), batches[-1]))
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_decode_bucket_for_nothing(count):
+    with pytest.raises(SpecError, match="at least 1"):
+        choose(ONE_OF_EACH, count)
+
+
+def test_a_missing_kind_is_named():
+    with pytest.raises(SpecError, match=r"no prefill bucket among \['decode-b1-q1'\]"):
+        PREFILL.needed(ONE_OF_EACH[:1])

@@ -1,4 +1,4 @@
-"""runtime/buckets.py: the smallest bucket that fits is chosen, and rows are packed by the step convention."""
+"""runtime/steps/pack.py: rows of every kind are packed by the step convention, and those that do not fit are refused."""
 
 import numpy as np
 import pytest
@@ -8,36 +8,17 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.ops.sample import Sample, sample_reference
-from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.steps.kind import SegmentSizes
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime import picture_spans
-from npucompile.runtime.buckets import DecodeRow, Places, PrefillRow, choose, of_kind, pack
+from npucompile.runtime.picture_spans import PictureInput, Span
 from npucompile.runtime.request import Sampling
+from npucompile.runtime.steps.pack import pack
+from npucompile.runtime.steps.rows import DecodeRow, Places, PrefillRow, SegmentRow
 
 LIMITS = {drafts: Limits(4, 20, 1 + 4 * (drafts + 1), 16, drafts + 1, drafts) for drafts in (0, 2)}
 ONE_OF_EACH = (Bucket("decode", 1, 1), Bucket("prefill", 1, 8))
-
-decode_lists = st.lists(st.builds(lambda b: Bucket("decode", b, 1), st.integers(1, 20)), min_size=1, max_size=5)
-prefill_lists = st.lists(st.builds(lambda q: Bucket("prefill", 1, q), st.integers(1, 40)), min_size=1, max_size=5)
-
-
-@given(decode_lists, prefill_lists, st.integers(1, 60))
-def test_choice_is_the_smallest_that_holds_it_else_the_largest(decode, prefill, live):
-    batches = sorted(b.batch for b in decode)
-    chosen = choose([*prefill, *decode], live)
-    assert (chosen.kind, chosen.batch) == ("decode", next((b for b in batches if b >= live), batches[-1]))
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_no_bucket_for_nothing(count):
-    with pytest.raises(SpecError, match="at least 1"):
-        choose(ONE_OF_EACH, count)
-
-
-def test_a_missing_kind_is_named():
-    with pytest.raises(SpecError, match=r"no prefill bucket among \['decode-b1-q1'\]"):
-        of_kind(ONE_OF_EACH[:1], "prefill")
-
 
 samplings = st.builds(Sampling, st.sampled_from([0.0, 0.5]), st.integers(0, 5), st.sampled_from([0.25, 1.0]), st.sampled_from([0.0, 0.5]))
 
@@ -161,7 +142,7 @@ DECODE = DecodeRow(request_slot=1, base=2, pages=(1, 2), slots=(1, 2, 3), drafts
 @pytest.mark.parametrize(
     ("bucket", "rows", "message"),
     [
-        (Bucket("prefill", 2, 1), [PREFILL] * 3, "3 rows for prefill-b2-q1, which holds 2"),
+        (Bucket("prefill", 2, 1), [PREFILL] * 3, "3 prompts for prefill-b2-q1, which holds 2"),
         (Bucket("prefill", 2, 1), [PREFILL._replace(tokens=(1, 2))], "a row of 2 tokens for prefill-b2-q1; legal is 1 to 1"),
         (Bucket("prefill", 2, 1), [PREFILL._replace(tokens=())], "a row of 0 tokens"),
         (Bucket("prefill", 2, 1), [PREFILL._replace(pages=(1, 2, 3, 4, 5))], "5 pages for one row; the page table holds 4"),
@@ -217,3 +198,50 @@ def test_pictures_that_a_graph_does_not_take_are_refused() -> None:
         pack(Bucket("prefill", 1, 4), [row], Limits(8, 9, 5, 64))
     with pytest.raises(SpecError, match="a row with rows of pictures 0 to 20; legal is 0 to 19"):
         pack(Bucket("prefill", 1, 4), [row], Limits(8, 9, 5, 64, picture_rows=20))
+
+
+ENCODES, SIZES = Bucket("encode", 3, 16), SegmentSizes(patch_dim=24, merged=4)
+PICTURES = Limits(4, 9, 9, 16, picture_rows=20)
+
+
+def picture(rows: int, columns: int, width: int) -> PictureInput:
+    patches = np.random.default_rng(width).integers(0, 256, (4 * rows * columns, width)).astype(np.uint8)
+    return PictureInput(Span(3, rows, columns), patches, (2 * rows, 2 * columns), b"digest")
+
+
+def test_a_still_stands_in_all_frames_and_a_frame_pair_as_it_is() -> None:
+    still, pair = picture(1, 2, 12), picture(2, 2, 24)
+    arrays = pack(ENCODES, [SegmentRow(still, (7, 5)), SegmentRow(pair, (1, 2, 3, 9))], PICTURES, segments=SIZES)
+    assert {name: (array.dtype, array.shape) for name, array in arrays.items()} == {
+        "patches": (np.uint8, (3, 16, 24)),
+        "grids": (np.int32, (3, 2)),
+        "picture_rows": (np.int32, (3, 4)),
+    }
+    # By channel, frame, row and column in a patch.
+    frames = arrays["patches"][0, :8].reshape(8, 3, 2, 2, 2)
+    for frame in range(2):
+        assert (frames[:, :, frame] == still.patches.reshape(8, 3, 2, 2)).all()
+    assert (arrays["patches"][1] == pair.patches).all()
+    assert arrays["grids"].tolist() == [[2, 4], [4, 4], [0, 0]]
+    assert arrays["picture_rows"].tolist() == [[7, 5, 0, 0], [1, 2, 3, 9], [0, 0, 0, 0]]
+    assert not arrays["patches"][0, 8:].any()
+    assert not arrays["patches"][2].any()
+
+
+@pytest.mark.parametrize(
+    "segments, message",
+    [
+        ([SegmentRow(picture(1, 1, 12), (1,))] * 4, "4 segments for encode-b3-q16, which holds 3"),
+        (
+            [SegmentRow(picture(1, 5, 12), (1, 2, 3, 4, 5))],
+            "20 patches of 12 values for 5 rows; encode-b3-q16 takes up to 16 of 24, 4 a row",
+        ),
+        ([SegmentRow(picture(1, 1, 9), (1,))], "4 patches of 9 values for 1 rows"),
+        ([SegmentRow(picture(1, 2, 24), (1,))], "8 patches of 24 values for 1 rows"),
+    ],
+)
+def test_pictures_that_do_not_fit_are_refused(segments: list[SegmentRow], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        pack(ENCODES, segments, PICTURES, segments=SIZES)
+    with pytest.raises(SpecError, match="nothing says what its segments are"):
+        pack(ENCODES, segments, PICTURES)

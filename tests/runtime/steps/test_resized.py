@@ -1,4 +1,4 @@
-"""runtime/resized.py: rows of a step keep what they have in steps of other sizes, and run in as few buckets as hold them."""
+"""runtime/steps/resized.py: rows of a step keep what they have in steps of other sizes, and run in as few buckets as hold them."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
-from npucompile.graphs.step_inputs import LEAST_CHUNK, OPTIONAL_ROWS, PADDING, StepInputs
+from npucompile.graphs.steps.decode import DECODE
+from npucompile.graphs.steps.inputs import OPTIONAL_ROWS
+from npucompile.graphs.steps.prefill import PREFILL
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.adjustments import Adjustment
-from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
-from npucompile.runtime.resized import long_enough, resized, whole_steps
+from npucompile.runtime.steps.pack import pack
+from npucompile.runtime.steps.resized import long_enough, resized, whole_steps
+from npucompile.runtime.steps.rows import DecodeRow, PrefillRow
 
 LIMITS = Limits(4, 20, 9, 16, 1, 0, bitmasks=2, bitmask_words=3, logit_adjustments=4, adjusted_tokens=40)
 
@@ -60,14 +64,14 @@ def test_a_row_that_no_bucket_holds_is_named() -> None:
 def test_what_few_rows_have_is_padded_as_all_is() -> None:
     inputs = pack(Bucket("decode", 1, 1), decode_rows((), (), 1), LIMITS)
     own = resized(inputs, [0], StepInputs(Bucket("decode", 2, 1), LIMITS))
-    assert all((own[name] == PADDING[name]).all() for name in OPTIONAL_ROWS)
-    assert own["top_p"].tolist() == [1, PADDING["top_p"]]
+    assert all((own[name] == DECODE.padding[name]).all() for name in OPTIONAL_ROWS)
+    assert own["top_p"].tolist() == [1, DECODE.padding["top_p"]]
 
 
 @given(st.integers(1, 8))
 def test_short_chunks_are_as_long_as_executables_of_any_size_take(length: int) -> None:
     rows = [PrefillRow(list(range(1, 1 + length)), 0, [1, 2], 1, 1)]
     inputs = pack(Bucket("prefill", 1, length), rows, LIMITS)
-    expected = pack(Bucket("prefill", 1, max(length, LEAST_CHUNK)), rows, LIMITS)
-    own = long_enough("prefill", inputs, LIMITS, logprobs=False)
+    expected = pack(Bucket("prefill", 1, max(length, PREFILL.least)), rows, LIMITS)
+    own = long_enough(Bucket("prefill", 1, length), inputs, LIMITS, logprobs=False)
     assert all(np.array_equal(own[name], expected[name]) for name in expected)

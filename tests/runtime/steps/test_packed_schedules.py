@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 from support import toy_device as toy
 
-from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.adjustments import Adjustment
-from npucompile.runtime.buckets import DecodeRow, Places, PrefillRow, pack, without_unused
 from npucompile.runtime.request import Request, Sampling
-from npucompile.runtime.resized import long_enough, resized, whole_steps
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
+from npucompile.runtime.steps.pack import pack, without_unused
+from npucompile.runtime.steps.resized import long_enough, resized, whole_steps
+from npucompile.runtime.steps.rows import DecodeRow, Places, PrefillRow
 
 PAD = 12
 """The token in the places of all pictures."""
@@ -179,7 +180,7 @@ def test_rows_with_all_that_they_can_have_are_packed_and_resized_as_they_were(bu
         add(digest, without_unused(arrays))
         logprobs = count % 2 > 0
         exact = pack(replace(bucket, batch=count), rows, limits, max_logprobs=count % 2)
-        add(digest, long_enough(bucket.kind, exact, limits, logprobs=logprobs))
+        add(digest, long_enough(replace(bucket, batch=count), exact, limits, logprobs=logprobs))
         add(digest, resized(arrays, range(count)[::2], StepInputs(replace(bucket, batch=2), limits, logprobs)))
         larger = [replace(bucket, batch=rows) for rows in (1, 3)]
         for part in whole_steps(bucket, exact, larger, limits, logprobs=logprobs):

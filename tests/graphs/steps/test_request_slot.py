@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npucompile.graphs import request_slot
+from npucompile.graphs.steps import request_slot
 from npucompile.graphs.types import Limits
 from npucompile.models import request_slots
 

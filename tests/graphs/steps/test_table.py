@@ -1,4 +1,4 @@
-"""graphs/step_inputs.py: names, order and shapes of a bucket's inputs, and their values in padding rows."""
+"""graphs/steps/: names, order and shapes of a bucket's inputs, and their values in padding rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from npucompile.graphs.step_inputs import OPTIONAL_ROWS, StepInputs, write_width
+from npucompile.graphs.steps.inputs import OPTIONAL_ROWS
+from npucompile.graphs.steps.table import StepInputs, kind_of
 from npucompile.graphs.types import Bucket, Limits
 
 LIMITS = Limits(page_size=4, num_pages=9, num_slots=5, max_model_len=24)
@@ -83,7 +84,7 @@ def test_bitmasks_come_last_and_are_no_more_than_rows(bucket, rows):
     avals = StepInputs(bucket, replace(limits, bitmasks=3, bitmask_words=7)).avals()
     assert list(avals) == [*StepInputs(bucket, limits).avals(), "bitmask_rows", "bitmask"]
     assert avals["bitmask_rows"].shape == (bucket.batch,)
-    assert avals["bitmask"].shape == (rows, write_width(bucket), 7)
+    assert avals["bitmask"].shape == (rows, kind_of(bucket).sampled(bucket), 7)
 
 
 @pytest.mark.parametrize(("bucket", "rows"), [(Bucket("prefill", 1, 16), 2), (Bucket("decode", 8, 4), 5)])
@@ -94,7 +95,7 @@ def test_adjustments_come_after_bitmasks_and_are_no_more_than_rows_have(bucket, 
     *others, bitmask = StepInputs(bucket, limits).avals()
     assert list(avals) == [*others, *own, bitmask, "seen", "adjustments"]
     assert {name: avals[name].shape for name in ("seen", "adjustments")} == {
-        "seen": (rows, write_width(bucket), 7),
-        "adjustments": (rows, write_width(bucket), 200),
+        "seen": (rows, kind_of(bucket).sampled(bucket), 7),
+        "adjustments": (rows, kind_of(bucket).sampled(bucket), 200),
     }
     assert list(avals)[-3:] == list(OPTIONAL_ROWS)

@@ -1,0 +1,142 @@
+"""The record of a kind of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import SpecError
+from ..types import Bucket, Limits
+from .inputs import StepInput
+
+LETTERS = {
+    "B": "rows",
+    "Q": "new tokens or patches of a row",
+    "N": "pages of a request",
+    "X": "axes of positions",
+    "P": "tokens of a chunk, and the one that follows",
+    "W": "tokens sampled per row",
+    "L": "state slots of a row",
+    "U": "random numbers of a row",
+    "C": "bitmasks",
+    "M": "words of a bitmask",
+    "A": "adjustments of logits, and as many sets of tokens seen",
+    "V": "tokens that are adjusted",
+    "S": "words of a set of tokens",
+    "D": "values of a patch",
+    "G": "rows and columns of a grid",
+    "R": "rows that a segment becomes",
+}
+"""What the sizes of inputs and outputs count."""
+
+
+class StepOutput(NamedTuple):
+    """One output of a step that is read on the host.
+
+    Attributes:
+        dims: letters, or "?" for a size that depends on what the graph was built for.
+        kind: of its dtype, as numpy has it: "i" or "f", of 32 bits.
+    """
+
+    name: str
+    dims: str
+    kind: str
+
+
+class SegmentSizes(NamedTuple):
+    """What steps of a vision tower take.
+
+    Attributes:
+        patch_dim: values of a patch, of all its channels and frames.
+        merged: patches that become one row.
+    """
+
+    patch_dim: int
+    merged: int
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """A kind of steps: what its buckets are, and what a step of one reads and gives.
+
+    Attributes:
+        name: in names of buckets and in artifacts.
+        batch, width: what `Bucket.batch` and `Bucket.q_len` count.
+        inputs: in the order of a graph's leaves.
+        outputs: that the host reads.
+        sizes: of the letters of its dimensions, for a bucket under limits; and of what a vision tower takes.
+        sampled: W, tokens that a step of a bucket samples per row; 0 where it samples none.
+        check: refuses a row that does not fit, with a SpecError; arguments are the row, bucket and limits, and its `sizes`.
+        cost: what a step of a bucket costs, in tokens or patches, with what every step costs whatever its size in the same unit.
+        decodes: rows go on from request slots, so that streams wait for the next of these steps, and prompts for one of another kind.
+        tower: its program is that of a vision tower: it reads the tower's parameters, writes rows of pictures, and nothing else.
+        ragged: a row may have fewer than Q, the others being padding.
+        dynamic: letters whose sizes may be values of a step, where executables take any.
+        least: the smallest Q of such a step.
+    """
+
+    name: str
+    batch: str
+    width: str
+    inputs: tuple[StepInput, ...]
+    outputs: tuple[StepOutput, ...]
+    sizes: Callable[[Bucket, Limits, SegmentSizes | None], Mapping[str, int]]
+    sampled: Callable[[Bucket], int]
+    check: Callable[[Any, Bucket, Limits, Mapping[str, int]], None]
+    cost: Callable[[Bucket, float], float]
+    decodes: bool = False
+    tower: bool = False
+    ragged: bool = True
+    dynamic: str = ""
+    least: int = 1
+
+    @property
+    def padding(self) -> Mapping[str, float]:
+        """Value of each input in rows of padding."""
+        return {field.name: field.padding for field in self.inputs}
+
+    @property
+    def samples(self) -> bool:
+        """Whether its steps sample tokens."""
+        return any(output.name == "tokens" for output in self.outputs)
+
+    def bucket(self, batch: int, q_len: int) -> Bucket:
+        """A bucket of this kind."""
+        return Bucket(self.name, batch, q_len)
+
+    def among(self, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+        """Those of this kind, smallest first."""
+        return tuple(sorted(bucket for bucket in buckets if bucket.kind == self.name))
+
+    def needed(self, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+        """The same where there must be one.
+
+        Raises:
+            SpecError: there is none.
+        """
+        buckets = tuple(buckets)
+        if not (own := self.among(buckets)):
+            raise SpecError(f"no {self.name} bucket among {[b.name for b in buckets]}; serving needs at least one of each kind")
+        return own
+
+    def fits(self, bucket: Bucket, q_len: int) -> bool:
+        """Whether rows of so many new tokens or patches run in this bucket of the kind."""
+        return bucket.q_len == q_len or (self.ragged and bucket.q_len > q_len)
+
+
+def check_request(row: Any, end: int, limits: Limits) -> None:
+    """Refuses the row of a request whose slot or pages are not legal.
+
+    Args:
+        end: the position behind the last token that the step may write.
+
+    Raises:
+        SpecError: naming what is legal.
+    """
+    if end > len(row.pages) * limits.page_size:
+        raise SpecError(f"a row ends at position {end}; its {len(row.pages)} pages of {limits.page_size} tokens end before")
+    if not 1 <= row.request_slot < limits.num_request_slots:
+        raise SpecError(f"a row with request slot {row.request_slot}; legal is 1 to {limits.num_request_slots - 1}")
+    if len(row.pages) > limits.pages_per_request:
+        raise SpecError(f"{len(row.pages)} pages for one row; the page table holds {limits.pages_per_request}")

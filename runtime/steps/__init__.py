@@ -1,0 +1,1 @@
+"""Steps as the host makes them: rows, their packed inputs, and the choice of sizes."""

@@ -1,0 +1,157 @@
+"""The padded input arrays of a step, from its rows: by the record of its kind (graphs/steps/)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...graphs.errors import SpecError
+from ...graphs.steps.encode import CHANNELS
+from ...graphs.steps.inputs import OPTIONAL_ROWS
+from ...graphs.steps.kind import SegmentSizes
+from ...graphs.steps.table import StepInputs, kind_of
+from ...graphs.types import Bucket, Limits
+from .. import adjustments
+from ..constraint import Bitmask
+from .rows import ROWS, PrefillRow, Row
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+DTYPES = {torch.int32: np.int32, torch.float32: np.float32, torch.uint8: np.uint8}
+
+
+class _Layout(NamedTuple):
+    """How the inputs of a bucket are made.
+
+    Attributes:
+        arrays: name, shape, dtype and padding value of each.
+        columns: names of the inputs with a number of each row, and where it is in the row; of several inputs their items are.
+        spread: names of those with a sequence of each row.
+        sizes: of the letters of their dimensions.
+    """
+
+    arrays: tuple[tuple[str, tuple[int, ...], type, float], ...]
+    columns: tuple[tuple[tuple[str, ...], Callable[[Any], Any]], ...]
+    spread: tuple[tuple[str, Callable[[Any], Sequence[float]]], ...]
+    sizes: Mapping[str, int]
+
+
+def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: int = 0, segments: SegmentSizes | None = None) -> Arrays:
+    """The inputs of one step by name, as the record of its kind has them.
+
+    Every array is new, so that nothing of an earlier step can be in the padding.
+
+    Args:
+        rows: PrefillRow for a prefill bucket, DecodeRow for a decode bucket, SegmentRow for an encode bucket.
+        max_logprobs: for how many of the most likely tokens the graphs return log probabilities; with 0 they return none.
+        segments: what encode buckets take.
+
+    Raises:
+        SpecError: when the rows do not fit the bucket or the limits.
+    """
+    kind, layout = kind_of(bucket), _layout(StepInputs(bucket, limits, max_logprobs > 0, segments))
+    if len(rows) > bucket.batch:
+        raise SpecError(f"{len(rows)} {kind.batch} for {bucket.name}, which holds {bucket.batch}")
+    legal = ROWS[bucket.kind]
+    for row in rows:
+        if not isinstance(row, legal):
+            raise SpecError(f"a {type(row).__name__} for {bucket.name}; legal is {legal.__name__}")
+        kind.check(row, bucket, limits, layout.sizes)
+    # New zeros rather than copies of them: memory that no step writes, as of most bitmasks, is never touched.
+    arrays: Arrays = {
+        name: np.full(shape, padding, dtype) if padding else np.zeros(shape, dtype) for name, shape, dtype, padding in layout.arrays
+    }
+    if rows:
+        _fill(arrays, rows, layout)
+    return arrays
+
+
+@functools.cache
+def _layout(inputs: StepInputs) -> _Layout:
+    shapes = inputs.shapes()
+    arrays = tuple((field.name, shape, DTYPES[field.dtype], field.padding) for field, shape in shapes)
+    columns: dict[str, list[str]] = {}
+    for field, _ in shapes:
+        columns.setdefault(field.row, []).append(field.name)
+    spread = tuple((name, attrgetter(row[1:])) for row, (name, *_) in columns.items() if row.startswith("*"))
+    numbers = tuple((tuple(names), attrgetter(row)) for row, names in columns.items() if row and not row.startswith("*"))
+    return _Layout(arrays, numbers, spread, inputs.sizes)
+
+
+def _fill(arrays: Arrays, rows: Sequence[Row], layout: _Layout) -> None:
+    live = slice(0, len(rows))
+    for names, number in layout.columns:
+        values = list(map(number, rows))
+        for name, column in zip(names, zip(*values, strict=True) if len(names) > 1 else (values,), strict=True):
+            array = arrays[name]
+            array[live if array.ndim == 1 else (live, 0)] = column
+    for name, sequence in layout.spread:
+        array = arrays[name]
+        width = array.shape[1]
+        for i, numbers in enumerate(map(sequence, rows)):
+            if numbers:
+                # Random numbers may be for wider steps.
+                array[i, : len(numbers)] = numbers if len(numbers) <= width else numbers[:width]
+    for attribute, fill in _TABLES.items():
+        having = [(i, value) for i, row in enumerate(rows) if (value := getattr(row, attribute, None)) is not None]
+        if having:
+            fill(arrays, having)
+    if "positions" in arrays:
+        _fill_places(arrays, [row for row in rows if isinstance(row, PrefillRow)])
+
+
+def _fill_bitmasks(arrays: Mapping[str, npt.NDArray[Any]], masked: Sequence[tuple[int, Bitmask]]) -> None:
+    """Stores the bitmasks of rows in the order of the rows."""
+    most = len(arrays.get("bitmask", ()))
+    if len(masked) > most:
+        raise SpecError(f"{len(masked)} rows with bitmasks; the step takes {most}")
+    for place, (row, bitmask) in enumerate(masked):
+        arrays["bitmask_rows"][row] = place + 1
+        arrays["bitmask"][place] = bitmask
+
+
+def _fill_patches(arrays: Mapping[str, npt.NDArray[Any]], pictures: Sequence[tuple[int, Any]]) -> None:
+    """Patches of segments; a still picture stands in each of the frames of its patches."""
+    for i, picture in pictures:
+        count, own = picture.patches.shape
+        by_frame = arrays["patches"][i, :count].reshape(count, CHANNELS, -1, own // CHANNELS)
+        by_frame[:] = picture.patches.reshape(count, CHANNELS, 1, -1)
+
+
+_TABLES: Mapping[str, Callable[[Mapping[str, npt.NDArray[Any]], Sequence[tuple[int, Any]]], None]] = {
+    "bitmask": _fill_bitmasks,
+    "adjustment": adjustments.fill,
+    "picture": _fill_patches,
+}
+"""Fills the inputs of what only some rows have, or what is more than numbers, by the attribute of rows."""
+
+
+def _fill_places(arrays: Arrays, rows: Sequence[PrefillRow]) -> None:
+    """Positions on three axes and rows of pictures, in graphs that take them; text is at its index on all axes."""
+    for i, row in enumerate(rows):
+        count, places = len(row.tokens), row.places
+        indices = np.arange(row.start, row.start + count, dtype=np.int32)[:, None]
+        arrays["positions"][i, :count] = indices if places is None else places.positions
+        if places is not None:
+            arrays["picture_rows"][i, : count + 1] = places.picture_rows
+
+
+def without_unused(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+    """The inputs without the bitmasks and adjustments that no row has, which are long and are not read."""
+    used = {name: max(arrays[rows].max() for rows in whose) for name, whose in OPTIONAL_ROWS.items() if name in arrays}
+    return {**arrays, **{name: arrays[name][:count] for name, count in used.items()}}
+
+
+def with_all_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
+    """An input with as many rows as its graph takes; zeros where `without_unused` left them out."""
+    if len(array) == rows:
+        return array
+    whole = np.zeros((rows, *array.shape[1:]), array.dtype)
+    whole[: len(array)] = array
+    return whole
