@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket
 from ..request import Event, Logprobs, TokenEvent
 from ..step_outputs import SampledTokens
 from .request_state import Computed, RequestState
 from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
-from .step_times import StepTimes, tokens_of
+from .step_times import StepTimes
 from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
 
 GroupResults = Sequence[SampledTokens | None]
@@ -117,7 +118,8 @@ def unparked(state: SchedulerState, arrivals: Collection[int]) -> SchedulerState
 def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> SchedulerState:
     """The state while a step runs that was scheduled from `state`: its preemptions, admissions and page growth are applied."""
     groups: list[GroupState] = []
-    num_scheduled, decodes = state.num_scheduled, step.bucket.kind == "decode"
+    num_scheduled, kind = state.num_scheduled, kind_of(step.bucket)
+    decodes = kind.decodes
     drafted = step.bucket.q_len - 1 if decodes else state.policy.limits.drafts
     for group, part in zip(state.groups, step.groups, strict=True):
         groups.append(_launch_group(group, part, num_scheduled, now_ms, drafted) if part != GroupStep() else group)
@@ -129,7 +131,7 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
         prefill_ms=0.0 if decodes else state.prefill_ms + _predicted_ms(state, step),
         steps_in_flight=state.steps_in_flight + 1,
         num_scheduled=num_scheduled,
-        encoded=state.encoded if decodes else step.bucket.kind == "encode",
+        encoded=state.encoded if decodes else kind.tower,
         acceptance=state.acceptance._replace(width=step.bucket.q_len) if decodes and state.policy.varies else state.acceptance,
     )
 
@@ -137,17 +139,15 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
 def _predicted_ms(state: SchedulerState, step: ScheduledStep) -> float:
     if state.policy.itl_target_ms is None:
         return 0.0
-    if step.sizes is not None:
-        return (state.times.ms_for_price(step.sizes.kind, state.policy.price) or 0.0) * state.policy.price(step.sizes)
-    cost = state.times.prefill_ms(tokens_of if step.bucket.kind == "encode" else state.policy.price, step.bucket.kind)
-    return cost(step.bucket) if cost else 0.0
+    cost = state.times.cost(kind_of(step.bucket), state.policy.price)
+    return cost(step.shape) if cost else 0.0
 
 
 def _measured(state: SchedulerState, step: ScheduledStep, took_ms: float | None) -> StepTimes:
     """The times after a step that took so long; None is not measured."""
     if took_ms is None:
         return state.times
-    if step.sizes is not None and step.sizes.kind == "prefill":
+    if step.sizes is not None and "Q" in kind_of(step.sizes).dynamic:
         return state.times.after_any_size(step.sizes, took_ms)
     return state.times.after(step.bucket, took_ms)
 
@@ -204,7 +204,7 @@ def commit(
         groups.append(replace(group, running=tuple(running), turns=group.turns.charged(served) if group.turns is not None else None))
     times = _measured(state, step, took_ms)
     acceptance = state.acceptance
-    if step.bucket.kind == "decode" and state.policy.varies:
+    if kind_of(step.bucket).decodes and state.policy.varies:
         verified = [(tokens.num_drafts, len(tokens.token_ids) - 1) for rows in results for tokens in rows if tokens is not None]
         acceptance = acceptance.after(verified, state.policy.limits.drafts)
     flying = state.steps_in_flight - 1
@@ -299,7 +299,7 @@ def _commit_row(
     scores = min(request.unscored, len(tokens.token_ids))
     output, reason = request.clip_output(tokens.token_ids, max_model_len)
     failure = tokens.failure if reason is None else ""
-    if bucket.kind == "decode":
+    if kind_of(bucket).decodes:
         request = request.decode_committed(bucket.name, output, len(tokens.token_ids), tokens.num_drafts, padding, tokens.drafts)
     else:
         request = request.prefill_committed(bucket.name, output, padding, now_ms, tokens.drafts)

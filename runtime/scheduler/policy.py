@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graphs.errors import SpecError
+from ...graphs.steps.decode import DECODE
+from ...graphs.steps.encode import ENCODE
 from ...graphs.steps.prefill import PREFILL
 from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket, Limits
-from ..steps.sizes import default_fixed_tokens, price
+from ..steps.sizes import default_fixed_tokens
 from .request_state import RequestState
 
 
@@ -58,7 +60,7 @@ class Policy:
             )
         if not self.buckets:
             raise SpecError("there is no bucket; legal is at least one, and of both kinds where nothing is handed over")
-        decode = [bucket for bucket in self.buckets if bucket.kind == "decode"]
+        decode = DECODE.among(self.buckets)
         if decode and limits.slots_per_request != self.candidates:
             raise SpecError(
                 f"{limits.slots_per_request} state slots per request with {limits.drafts} drafts; decoding needs {self.candidates}, "
@@ -77,9 +79,9 @@ class Policy:
     @property
     def max_prompts(self) -> int:
         """Most prompts of one group in a prefill step; 0 without a prefill bucket."""
-        if "prefill" in self.any_size:
+        if PREFILL.name in self.any_size:
             return min(self.most_tokens, self.limits.num_request_slots - 1)
-        return max((bucket.batch for bucket in self.buckets if bucket.kind == "prefill"), default=0)
+        return max((bucket.batch for bucket in self.prefill_buckets), default=0)
 
     @functools.cached_property
     def fixed_price(self) -> float:
@@ -88,22 +90,27 @@ class Policy:
 
     def price(self, bucket: Bucket) -> float:
         """What a step costs, in tokens, where no times are measured."""
-        return price(bucket, self.fixed_price)
+        return kind_of(bucket).cost(bucket, self.fixed_price)
+
+    @functools.cached_property
+    def prefill_buckets(self) -> tuple[Bucket, ...]:
+        """Those of prefill steps, smallest first."""
+        return PREFILL.among(self.buckets)
 
     @functools.cached_property
     def encode_buckets(self) -> tuple[Bucket, ...]:
         """Those of encode steps, smallest first."""
-        return tuple(sorted((bucket for bucket in self.buckets if bucket.kind == "encode"), key=lambda bucket: (bucket.tokens, bucket)))
+        return tuple(sorted(ENCODE.among(self.buckets), key=lambda bucket: (bucket.tokens, bucket)))
 
     @functools.cached_property
     def longest_chunk(self) -> int:
         """Most tokens of one prompt in a prefill step."""
-        return max(bucket.q_len for bucket in PREFILL.needed(self.buckets))
+        return max(bucket.q_len for bucket in self.prefill_buckets)
 
     @functools.cached_property
     def most_tokens(self) -> int:
         """Most tokens of a prefill step, padding included."""
-        return max(bucket.tokens for bucket in PREFILL.needed(self.buckets))
+        return max(bucket.tokens for bucket in self.prefill_buckets)
 
     @property
     def least_tokens(self) -> int:
@@ -117,9 +124,9 @@ class Policy:
     @functools.cached_property
     def cheapest_prefill(self) -> float:
         """What the smallest prefill step costs, in tokens."""
-        if "prefill" in self.any_size:
-            return price(Bucket("prefill", 1, self.least_tokens), self.fixed_price)
-        return min(map(self.price, PREFILL.needed(self.buckets)))
+        if PREFILL.name in self.any_size:
+            return self.price(PREFILL.bucket(1, self.least_tokens))
+        return min(map(self.price, self.prefill_buckets))
 
     def drafts(self, request: RequestState) -> int:
         """Drafts that the next decode step of the request can verify: of those that the step before it drafts, as many as it wants."""
@@ -133,7 +140,7 @@ class Policy:
     @functools.cached_property
     def buckets_by_width(self) -> Mapping[int, Sequence[Bucket]]:
         """Decode buckets by tokens a request, smallest first."""
-        decode = sorted(bucket for bucket in self.buckets if bucket.kind == "decode")
+        decode = DECODE.among(self.buckets)
         return {width: [b for b in decode if b.q_len == width] for width in sorted({b.q_len for b in decode})}
 
     @functools.cached_property

@@ -51,12 +51,16 @@ has a row for the first prompt of each group that it can begin or go on with, an
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...graphs.steps.decode import DECODE
+from ...graphs.steps.encode import ENCODE
+from ...graphs.steps.kind import StepKind
 from ...graphs.steps.prefill import PREFILL
 from ...graphs.types import Bucket, Limits
 from ..request import NO_INPUTS, RECEIVE, HostInputs
@@ -70,7 +74,7 @@ from .prefix_blocks import Block, Match
 from .request_state import RequestState
 from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep
 from .state import GroupState, SchedulerState
-from .step_times import in_time, tokens_of
+from .step_times import in_time
 from .turns import in_turn
 
 
@@ -85,7 +89,7 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
     decodable = [group.decodable(limits, state.unready) for group in state.groups]
     most = max(map(len, decodable))
     bursts = policy.itl_target_ms is None and state.prefill_steps >= policy.prefill_burst
-    if not (most and bursts) and (step := _prefill(state, most)):
+    if not (most and bursts) and (step := _prompt_step(state, most)):
         return step
     can_preempt = not state.steps_in_flight
     buckets = _decode_buckets(state, most, itertools.chain.from_iterable(decodable)) if most else ()
@@ -98,10 +102,10 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
     chosen = [part[0] for part in parts if part is not None]
     if not chosen:
         # Older prompts keep the pages that all decode steps lack.
-        return _prefill(state, 0)
+        return _prompt_step(state, 0)
     # The rows of a group fit every larger bucket unchanged.
     bucket, groups = max(chosen), tuple(GroupStep() if part is None else part[1] for part in parts)
-    return ScheduledStep(bucket, groups, replace(bucket, batch=len(groups[0].rows)) if "decode" in policy.any_size else None)
+    return ScheduledStep(bucket, groups, replace(bucket, batch=len(groups[0].rows)) if DECODE.name in policy.any_size else None)
 
 
 def wanted_bucket(state: SchedulerState, missing: Iterable[Bucket]) -> Bucket | None:
@@ -131,9 +135,9 @@ class _Prompt(NamedTuple):
         return (self.stop or self.request.num_to_prefill) - self.request.num_computed_tokens
 
 
-def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
-    """The next chunks of all groups' first prompts; None where no group has one that is in progress or can be admitted, or where
-    there is no time for them.
+def _prompt_step(state: SchedulerState, streams: int) -> ScheduledStep | None:
+    """The next step that does not decode, for all groups' first prompts; None where no group has one that is in progress or can be
+    admitted, or where there is no time for them.
 
     Args:
         streams: requests that decode, in the group with most of them; 0 where none waits for this step.
@@ -145,43 +149,47 @@ def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
     if policy.encode_buckets:
         chunks = [_chunks(policy, group, own) for group, (own, _) in zip(state.groups, by_group, strict=True)]
         ready = [num_ready(own) for own in chunks]
+        affordable = functools.partial(_in_time, state, ENCODE, streams and streams + max(map(len, chunks)))
         # In turns, so that prompts that have their rows do not wait for all the pictures of others.
-        if not (state.encoded and any(ready)) and (step := _encode(state, chunks, streams)):
+        if not (state.encoded and any(ready)) and (step := encode_step(policy.encode_buckets, chunks, affordable)):
             return step
         by_group = [(own[:count], slots) for (own, slots), count in zip(by_group, ready, strict=True)]
         if not any(ready):
             return None
-    prompts = [own for own, _ in by_group]
-    if "prefill" in policy.any_size:
-        return _prefill_any_size(state, *by_group[0], streams)
-    buckets: Sequence[Bucket] = policy.buckets
-    if streams and policy.itl_target_ms is not None:
-        buckets = _in_time(state, policy.itl_target_ms, streams + max(map(len, prompts)))
-        if not buckets:
-            return None
-    measured = state.times.prefill_ms(policy.price) if policy.measured else None
-    between = _between(state, streams, measured is not None) if streams else 0.0
-    bucket = choose_prefill(buckets, [[prompt.remaining for prompt in own] for own in prompts], measured or policy.price, between)
-    return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in by_group))
-
-
-def _prefill_any_size(state: SchedulerState, prompts: Sequence[_Prompt], slots: CheckpointSlots, streams: int) -> ScheduledStep | None:
-    """The next chunks of the only group's prompts, where rows and tokens a row are values; None where there is no time for a step."""
-    policy, times, tokens = state.policy, state.times, state.policy.most_tokens
-    if streams and policy.itl_target_ms is not None:
-        ms = times.ms_for_price("prefill", policy.price)
-        left_ms = policy.itl_target_ms - state.prefill_ms - _decode_ms(state, streams + len(prompts))
-        tokens = min(tokens, tokens_for(left_ms / ms, policy.fixed_price) if ms and left_ms > 0 else 0)
-        if tokens < policy.least_tokens:
-            if state.prefill_steps:
-                return None
-            tokens = policy.least_tokens
-    sizes = choose_sizes([prompt.remaining for prompt in prompts], tokens, policy.longest_chunk, policy.fixed_price)
-    part = _prefill_part(sizes, prompts[: sizes.batch], slots)
+    legal = _in_time(state, PREFILL, streams and streams + max(len(own) for own, _ in by_group), policy.prefill_buckets)
+    if not legal:
+        return None
+    remaining, any_size = [[prompt.remaining for prompt in own] for own, _ in by_group], PREFILL.name in policy.any_size
+    if any_size:
+        bucket = choose_sizes(remaining[0], legal[0].tokens, policy.longest_chunk, policy.fixed_price)
+    else:
+        measured = state.times.cost(PREFILL, policy.price) if policy.measured else None
+        bucket = choose_prefill(legal, remaining, measured or policy.price, _between(state, streams, measured is not None))
+    parts = tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in by_group)
+    if not any_size:
+        return ScheduledStep(bucket, parts)
     # A chunk may end earlier, where a state is kept.
-    longest = max(row.num_tokens for row in part.rows)
-    sizes = replace(sizes, q_len=longest)
-    return ScheduledStep(policy.holding(sizes), (part,), sizes)
+    sizes = replace(bucket, q_len=max(row.num_tokens for row in parts[0].rows))
+    return ScheduledStep(policy.holding(sizes), parts, sizes)
+
+
+def _in_time(state: SchedulerState, kind: StepKind, streams: int, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    """The buckets of a kind that leave time for the next decode step (`in_time`); where sizes are values, one that has as many tokens as
+    there is time for.
+
+    Args:
+        streams: requests of that step at most, in the group with most of them; 0 where none waits.
+    """
+    policy, target_ms, any_size = state.policy, state.policy.itl_target_ms, kind.name in state.policy.any_size
+    if not streams or target_ms is None or not buckets:
+        return (kind.bucket(1, policy.most_tokens),) if any_size else buckets
+    left_ms, first = target_ms - state.prefill_ms - _decode_ms(state, streams), not state.prefill_steps
+    if any_size:
+        rate = state.times.rate(kind, policy.price)
+        tokens = min(policy.most_tokens, tokens_for(left_ms / rate, policy.fixed_price)) if rate and left_ms > 0 else 0
+        enough = tokens >= policy.least_tokens
+        return (kind.bucket(1, tokens if enough else policy.least_tokens),) if enough or first else ()
+    return in_time(buckets, state.times.cost(kind, policy.price), policy.price, left_ms, first)
 
 
 def _chunks(policy: Policy, group: GroupState, prompts: Sequence[_Prompt]) -> list[Chunk]:
@@ -191,26 +199,13 @@ def _chunks(policy: Policy, group: GroupState, prompts: Sequence[_Prompt]) -> li
     return [chunk(group.pictures, row, min(prompt.remaining, policy.longest_chunk)) for row, prompt in pairs]
 
 
-def _encode(state: SchedulerState, chunks: Sequence[Sequence[Chunk]], streams: int) -> ScheduledStep | None:
-    """The encode step for prompts whose chunks lack rows, where there is one and time for it; arguments as of `_prefill`."""
-    policy, times, target_ms = state.policy, state.times, state.policy.itl_target_ms
-
-    def affordable(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-        if not streams or target_ms is None or not buckets:
-            return buckets
-        left_ms = target_ms - state.prefill_ms - _decode_ms(state, streams + max(map(len, chunks)))
-        return in_time(buckets, times.prefill_ms(tokens_of, "encode"), tokens_of, left_ms, not state.prefill_steps)
-
-    return encode_step(policy.encode_buckets, chunks, affordable)
-
-
 def _between(state: SchedulerState, streams: int, measured: bool) -> float:
     """What the decode steps between two prefill steps cost while so many requests decode, in ms or in tokens.
 
     With a target for the time between tokens it is nothing: if there is time for one step, there is time for several that take less.
     """
     policy = state.policy
-    if policy.itl_target_ms is not None:
+    if not streams or policy.itl_target_ms is not None:
         return 0.0
     bucket = choose(_decode_buckets(state, streams), streams)
     return (state.times.decode_ms(bucket) if measured else policy.price(bucket)) / policy.prefill_burst
@@ -219,14 +214,6 @@ def _between(state: SchedulerState, streams: int, measured: bool) -> float:
 def _decode_ms(state: SchedulerState, streams: int) -> float:
     """What a decode step of so many requests takes at most."""
     return state.times.decode_ms(choose(_decode_buckets(state, streams), streams))
-
-
-def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[Bucket]:
-    """The prefill buckets that leave time for the next decode step, of so many requests at most; none where that is due."""
-    buckets, times = state.policy.buckets, state.times
-    left_ms = target_ms - state.prefill_ms - _decode_ms(state, streams)
-    price = state.policy.price
-    return in_time(PREFILL.needed(buckets), times.prefill_ms(price), price, left_ms, not state.prefill_steps)
 
 
 def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt], slots: CheckpointSlots) -> GroupStep:

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from ...graphs.steps.decode import DECODE
+from ...graphs.steps.kind import StepKind
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket
 from ..steps.sizes import Cost
 
@@ -52,7 +55,7 @@ class StepTimes(NamedTuple):
         if len(samples[bucket]) >= ENOUGH:
             known[bucket] = median(samples[bucket])
         if steps % SWEEP_STEPS == 0:
-            for old in [b for b, step in last.items() if step <= steps - FRESH_STEPS and b.kind != "decode"]:
+            for old in [b for b, step in last.items() if step <= steps - FRESH_STEPS and not kind_of(b).decodes]:
                 del last[old], samples[old]
                 known.pop(old, None)
         return StepTimes(samples, last, known, steps, self.any_size)
@@ -62,42 +65,36 @@ class StepTimes(NamedTuple):
         recent = (*self.any_size.get(sizes.kind, ()), (sizes, ms))[-SAMPLES:]
         return self._replace(steps=self.steps + 1, any_size={**self.any_size, sizes.kind: recent})
 
-    def ms_for_price(self, kind: str, price: Cost) -> float | None:
-        """How long steps of any size take for a unit of their price, the median of the last; None where too few were measured."""
-        recent = self.any_size.get(kind, ())
-        return median(ms / price(sizes) for sizes, ms in recent) if len(recent) >= ENOUGH else None
+    def rate(self, kind: StepKind, price: Cost) -> float | None:
+        """ms that steps of a kind take for a unit of their price: all of its buckets together, or of steps whose sizes are values the
+        median of the last; None where too few were measured."""
+        if recent := self.any_size.get(kind.name):
+            return median(ms / price(sizes) for sizes, ms in recent) if len(recent) >= ENOUGH else None
+        known = [(ms, price(bucket)) for bucket, ms in self.ms.items() if bucket.kind == kind.name]
+        return sum(ms for ms, _ in known) / sum(units for _, units in known) if known else None
+
+    def cost(self, kind: StepKind, price: Cost) -> Cost | None:
+        """What steps of a kind take in ms: as long as they were measured, or by their price where they were not; None where none was."""
+        rate = self.rate(kind, price)
+        return None if rate is None else lambda bucket: self.ms[bucket] if bucket in self.ms else rate * price(bucket)
 
     def decode_ms(self, bucket: Bucket) -> float:
         """What a decode step of this bucket, or a smaller one, takes at most; where it was not measured as long as the next larger one,
         else as the largest, or where none of its width was as the longest of any; 0 where none was."""
-        decode = sorted(b for b in self.ms if b.kind == "decode")
+        decode = DECODE.among(self.ms)
         known = [b for b in decode if b.q_len == bucket.q_len]
         if not known:
             return max((self.ms[b] for b in decode), default=0.0)
         count = sum(b < bucket for b in known) + 1
         return max(self.ms[b] for b in known[:count])
 
-    def prefill_ms(self, price: Cost, kind: str = "prefill") -> Cost | None:
-        """What a prefill step takes, or one of another kind, in ms: one of a bucket that was not measured as many ms for its price as those
-        that were; None where none was."""
-        known = [(ms, price(bucket)) for bucket, ms in self.ms.items() if bucket.kind == kind]
-        if not known:
-            return None
-        rate = sum(ms for ms, _ in known) / sum(units for _, units in known)
-        return lambda bucket: self.ms[bucket] if bucket in self.ms else rate * price(bucket)
-
 
 UNMEASURED = StepTimes()
 
 
-def tokens_of(bucket: Bucket) -> float:
-    """What an encode step costs, in patches, where no times are measured."""
-    return float(bucket.tokens)
-
-
 def in_time(buckets: Iterable[Bucket], cost: Cost | None, price: Cost, left_ms: float, first: bool) -> Sequence[Bucket]:
-    """The buckets, of prefill or of encode steps, that take at most so long. Where none does, or none was measured, the cheapest, if the
-    step is the first one since somebody decoded, so that prompts go on whatever the target; else none.
+    """The buckets of a kind whose steps take at most so long. Where none does, or none was measured, the cheapest, if the step is the first
+    one since somebody decoded, so that prompts go on whatever the target; else none.
 
     Args:
         buckets: at least one.

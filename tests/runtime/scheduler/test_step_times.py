@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from support.scheduling import add, all_decode, fresh, policy, request, run_step
 
 from npucompile.graphs.errors import SpecError
+from npucompile.graphs.steps.encode import ENCODE
+from npucompile.graphs.steps.prefill import PREFILL
 from npucompile.graphs.types import Bucket
 from npucompile.runtime.scheduler.schedule import schedule
-from npucompile.runtime.scheduler.step_times import ENOUGH, FRESH_STEPS, SAMPLES, SWEEP_STEPS, UNMEASURED, StepTimes, tokens_of
+from npucompile.runtime.scheduler.step_times import ENOUGH, FRESH_STEPS, SAMPLES, SWEEP_STEPS, UNMEASURED, StepTimes
 
 ONE, EIGHT, LONG = Bucket("prefill", 1, 32), Bucket("prefill", 8, 32), Bucket("prefill", 1, 256)
 SMALL, LARGE = Bucket("decode", 1, 1), Bucket("decode", 4, 1)
@@ -40,8 +42,8 @@ def test_a_prefill_bucket_that_was_not_used_for_long_is_as_new():
 
 def test_what_was_not_measured_follows_from_what_was():
     prices = {ONE: 64.0, EIGHT: 288.0}
-    assert UNMEASURED.prefill_ms(prices.__getitem__) is None
-    cost = StepTimes(ms={ONE: 32.0}).prefill_ms(prices.__getitem__)
+    assert UNMEASURED.cost(PREFILL, prices.__getitem__) is None
+    cost = StepTimes(ms={ONE: 32.0}).cost(PREFILL, prices.__getitem__)
     assert (cost(ONE), cost(EIGHT)) == (32.0, 144.0)
     assert UNMEASURED.decode_ms(SMALL) == 0
     # A smaller bucket that takes longer may be what runs, and the next larger one stands for one that was not measured.
@@ -113,6 +115,10 @@ def test_until_times_are_known_streams_wait_for_the_smallest_step():
     assert schedule(state).bucket == LONG
 
 
+def tokens_of(bucket):
+    return float(bucket.tokens)
+
+
 MS = st.floats(0.5, 50)
 
 
@@ -182,10 +188,10 @@ def test_a_chunk_of_any_length_is_as_long_as_the_target_allows(rate, decode_ms, 
 def test_steps_of_any_size_are_measured_by_their_price():
     times, steps = UNMEASURED, [Bucket("prefill", rows, 10 + rows) for rows in range(1, 12)]
     for number, sizes in enumerate(steps):
-        assert (times.ms_for_price("prefill", tokens_of) is None) == (number < 3)
+        assert (times.rate(PREFILL, tokens_of) is None) == (number < 3)
         times = times.after_any_size(sizes, (100.0 if number == 9 else 2.0) * sizes.tokens)
     # A step that was held up is forgotten, and only the last are kept.
-    assert times.ms_for_price("prefill", tokens_of) == 2.0
+    assert times.rate(PREFILL, tokens_of) == 2.0
     assert len(times.any_size["prefill"]) == 8
     assert times.ms == {}
-    assert times.ms_for_price("encode", tokens_of) is None
+    assert times.rate(ENCODE, tokens_of) is None
