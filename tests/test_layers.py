@@ -106,7 +106,7 @@ UPWARD: dict[tuple[str, str], int] = {
 }
 
 # Comparisons with and tables of names of kinds of steps, outside of the kinds' records. The number only falls.
-KIND_NAMES = 113
+KIND_NAMES = 26
 
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
@@ -117,10 +117,10 @@ BUDGETS: dict[str, int] = {
     "lowering/ascend": 16420,
     "lowering/backends": 2005,
     "models": 9220,
-    "runtime": 4180,
+    "runtime": 4176,
     "runtime/distributed": 1860,
     "runtime/kv_transfer": 2410,
-    "runtime/scheduler": 3760,
+    "runtime/scheduler": 3750,
     "runtime/steps": 545,
     "server": 690,
     "server/chat": 620,
@@ -141,15 +141,15 @@ BUDGETS: dict[str, int] = {
     "tests": 97480,
     "tools": 970,
     "tools/agreement": 1540,
-    "tools/bench": 2730,
+    "tools/bench": 2735,
     "tools/builder": 4710,
-    "tools/commands": 2145,
+    "tools/commands": 2210,
     "tools/face": 920,
     "tools/inspection": 940,
     "tools/lab": 3070,
     "tools/launch_lines": 2950,
     "tools/plan": 4270,
-    "tools/prove": 4385,
+    "tools/prove": 4415,
     "tools/quantize": 1200,
     "tools/ranks": 1570,
     "tools/serve": 1345,

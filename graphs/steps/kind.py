@@ -101,6 +101,11 @@ class StepKind:
         """Whether its steps sample tokens."""
         return any(output.name == "tokens" for output in self.outputs)
 
+    @property
+    def chunks(self) -> bool:
+        """Whether its rows are chunks of prompts."""
+        return self.samples and not self.decodes
+
     def bucket(self, batch: int, q_len: int) -> Bucket:
         """A bucket of this kind."""
         return Bucket(self.name, batch, q_len)

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
+from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPE_NAMES, DTYPES, PICTURE_ROWS, Aval, Bucket, Leaf, Limits, Signature
 
 FORMAT = 8
@@ -187,7 +188,7 @@ class Manifest:
 
         Encode buckets read the vision tower and write the pool of rows of pictures, and nothing else; others take all but the tower.
         """
-        encodes, prefix = bucket.kind == "encode", f"{self.model.get('tower', {}).get('key')}."
+        encodes, prefix = kind_of(bucket).tower, f"{self.model.get('tower', {}).get('key')}."
         params = [i for i, leaf in enumerate(self.params) if leaf.path.startswith(prefix) == encodes]
         return params, [i for i, leaf in enumerate(self.state) if not encodes or leaf.aval.axes[0] == PICTURE_ROWS]
 

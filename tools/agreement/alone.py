@@ -13,7 +13,7 @@ import torch
 
 from ...graphs.errors import VerifyError
 from ...graphs.steps.inputs import OPTIONAL_ROWS
-from ...graphs.steps.table import StepInputs
+from ...graphs.steps.table import StepInputs, kind_of
 from ...graphs.types import Leaf
 from ...lowering.executable import Executable
 from .compare import Differences, differences_of, live_values
@@ -90,7 +90,7 @@ def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, 
         VerifyError: the reference read what no row may read.
     """
     bucket, signature = step.bucket, step.signature
-    decode, first, found = bucket.kind == "decode", len(signature.params), list[RowAlone]()
+    decode, first, found = kind_of(bucket).decodes, len(signature.params), list[RowAlone]()
     last, each = first + len(signature.state), min(batch, max(DECODED, bucket.q_len) if decode else PREFILLED)
     for turn in range(max(seeds * each, 3 if sharing > 1 else 0)):
         # One row of each seed may be as long as the pools allow.

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ...graphs.errors import ArtifactError, VerifyError
+from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPES, Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.artifact.manifest import Manifest
@@ -49,7 +50,7 @@ def verify(artifact: Artifact, progress: Progress) -> dict[str, dict[str, float]
 
 def said(bucket: Bucket, measured: Mapping[str, float]) -> str:
     """How far the results of a bucket are off, for the terminal."""
-    what, name = ("rows", "state_error") if bucket.kind == "encode" else ("logits", "logits_error")
+    what, name = ("rows", "state_error") if kind_of(bucket).tower else ("logits", "logits_error")
     return f"{what} within {measured[name]:.1e}"
 
 
@@ -100,7 +101,7 @@ class Proof:
         """
         eager = open_executable(artifact.path / entry.reference, "eager")
         candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
-        proved = self._segments if entry.bucket.kind == "encode" else self._rows
+        proved = self._segments if kind_of(entry.bucket).tower else self._rows
         try:
             measured = proved(artifact, entry, eager, candidate)
         except VerifyError:
@@ -142,7 +143,7 @@ class Proof:
             run(name, executable, known, proved, bucket.batch // 2 + 1, 0)
         for seed, live in itertools.product(range(seeds), counts):
             run(entry.backend, served, known, proved, live, 17 * seed + live)
-        if any_size and bucket.kind == "prefill":
+        if any_size and kind_of(bucket).chunks:
             step = _of_several(proved, short := [row for row in known if row.row.count * SHARING <= bucket.q_len] or known)
             dealt.clear()
             run(entry.backend, LiveRows(candidate, step.bucket, step.signature, manifest.limits), short, step, step.bucket.batch, 0)
@@ -182,7 +183,7 @@ class Proof:
             single = _single(manifest, bucket)
             batch = max(entry.bucket.batch for entry in manifest.graphs if (entry.bucket.kind, entry.bucket.q_len) == kind)
             reference = open_executable(artifact.path / single.reference, "eager")
-            sharing = SHARING if any_size and bucket.kind == "prefill" else 1
+            sharing = SHARING if any_size and kind_of(bucket).chunks else 1
             self._known[kind] = rows_alone(reference, self._step(manifest, single), batch, SEEDS, sharing)
             give_back_heap()
         return self._known[kind]

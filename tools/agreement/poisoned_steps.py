@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...graphs.steps.request_slot import offsets
-from ...graphs.steps.table import REQUEST_INPUTS, StepInputs
+from ...graphs.steps.table import REQUEST_INPUTS, StepInputs, kind_of
 from ...graphs.types import Bucket, Leaf, Limits, Signature
 from ...lowering.executable import Executable
 from ...models import request_slots
@@ -109,7 +109,7 @@ def poisoned_step(
     for pool in (pool for leaf, pool in zip(signature.state, state, strict=True) if is_picture_pool(leaf)):
         for place in (place for row in rows for place in row.pictures if place):
             pool[place] = torch.randn(pool.shape[1:], generator=generator).to(pool.dtype)
-    for row in rows if bucket.kind == "decode" else ():
+    for row in rows if kind_of(bucket).decodes else ():
         slot = state[request_slot_pool(signature.state)][row.request_slot]
         slot[request_slots.START], slot[request_slots.ACCEPTED] = row.start, [*row.slots, *row.unwritten].index(row.read)
         slot[request_slots.TOKENS : request_slots.TOKENS + 1 + limits.drafts] = UNREAD
@@ -122,7 +122,7 @@ def poisoned_step(
 
 def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, chunk: int, generator: torch.Generator) -> list[LiveRow]:
     """Live rows none of which share a page, state slot or request slot, each with at most a share of the pages and a chunk of tokens."""
-    decode, Q, P = bucket.kind == "decode", bucket.q_len, limits.page_size
+    decode, Q, P = kind_of(bucket).decodes, bucket.q_len, limits.page_size
     free = FreePlaces(limits, generator)
     width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free.pages) // share)
     most = min(most_pages * P, CACHED + Q)
@@ -247,7 +247,7 @@ def drafted_step(
 ) -> PoisonedStep:
     """As `poisoned_step`; a decode step has right drafts among its own, by the reference."""
     case = poisoned_step(step, live, generator, share=share, turn=turn, chunk=chunk)
-    if step.bucket.kind == "decode":
+    if kind_of(step.bucket).decodes:
         plant_drafts(reference, case, step.signature, turn)
     return case
 

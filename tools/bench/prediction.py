@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...graphs.errors import SpecError
+from ...graphs.steps.table import kind_of
 from ...lowering.artifact.artifact import MANIFEST, Artifact, GraphEntry
 from ...lowering.ascend.cost.estimate import StepCost
 from ..builder.deployments import Deployment, deployment, deployments
@@ -48,7 +49,7 @@ def bucket_of(row: Deployment, artifact: Artifact) -> GraphEntry:
     if row.concurrency is None:
         raise SpecError(f"deployment {row.id} publishes no requests in flight, so that its step is not known")
     wanted = -(-row.concurrency // (phase.mesh.axis("dp") * phase.instances))
-    decode = sorted((e for e in artifact.manifest.graphs if e.bucket.kind == "decode"), key=lambda e: e.bucket.batch)
+    decode = sorted((e for e in artifact.manifest.graphs if kind_of(e.bucket).decodes), key=lambda e: e.bucket.batch)
     for entry in decode:
         if entry.bucket.batch >= wanted:
             return entry

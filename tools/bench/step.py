@@ -11,6 +11,10 @@ from functools import partial
 import torch
 
 from ...graphs.errors import SpecError
+from ...graphs.steps.decode import DECODE
+from ...graphs.steps.kind import StepKind
+from ...graphs.steps.prefill import PREFILL
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Aval
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.backend import open_executable
@@ -130,14 +134,14 @@ def step_operands(
     slots = [[1 + i * limits.slots_per_request + j for j in range(limits.slots_per_request)] for i in range(live)]
     tokens = [[draw.randrange(vocab) for _ in range(bucket.q_len)] for _ in range(live)]
     rows: list[DecodeRow] | list[PrefillRow]
-    if bucket.kind == "decode":
+    if kind_of(bucket).decodes:
         rows = [DecodeRow(1 + i, context, owned[i], slots[i], bucket.q_len - 1) for i in range(live)]
     else:
         rows = [PrefillRow(tokens[i], context, owned[i], slots[i][0], 1 + i) for i in range(live)]
     pools = [*(random_state(manifest) if state is None else state)]
     at = [leaf.path for leaf in manifest.state].index("request_slots")
     request_slots = pools[at] = pools[at].clone()
-    if bucket.kind == "decode":
+    if kind_of(bucket).decodes:
         for i in range(live):
             values = torch.tensor([context, 0, *tokens[i]], dtype=request_slots.dtype)
             request_slots[1 + i, : len(values)] = values
@@ -188,7 +192,7 @@ def decode(
         memory_buffer_bytes: size of a buffer larger than any cache.
     """
     cache = cache_bytes() if cache is None else cache
-    entries, params, state = _of_kind(artifact, "decode"), _params(artifact), random_state(artifact.manifest)
+    entries, params, state = _of_kind(artifact, DECODE), _params(artifact), random_state(artifact.manifest)
     cases = [case for entry in entries for case in prepared(artifact, params, entry, decode_contexts(artifact.manifest), state)]
     weights_bytes = sum(leaf.aval.nbytes for leaf in artifact.manifest.params)
     memory = reader(memory_buffer_bytes, 0, clock, memory_buffer_bytes=memory_buffer_bytes)
@@ -248,7 +252,7 @@ def decode_row(case: Case, beside: Reader, seconds: Mapping[str, Sequence[float]
 def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter) -> Table:
     """Tokens per second of all prefill buckets, on the first chunk of a prompt."""
     params, state = _params(artifact), random_state(artifact.manifest)
-    cases = [case for entry in _of_kind(artifact, "prefill") for case in prepared(artifact, params, entry, (0,), state)]
+    cases = [case for entry in _of_kind(artifact, PREFILL) for case in prepared(artifact, params, entry, (0,), state)]
     warm(cases)
     rows = []
     for case, seconds in zip(cases, in_turns([case.calls() for case in cases], repetitions, clock, progress, "prefill"), strict=True):
@@ -294,10 +298,10 @@ def _milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, Value]:
     return cells
 
 
-def _of_kind(artifact: Artifact, kind: str) -> list[GraphEntry]:
-    entries = sorted((entry for entry in artifact.manifest.graphs if entry.bucket.kind == kind), key=lambda entry: entry.bucket)
+def _of_kind(artifact: Artifact, kind: StepKind) -> list[GraphEntry]:
+    entries = sorted((entry for entry in artifact.manifest.graphs if entry.bucket.kind == kind.name), key=lambda entry: entry.bucket)
     if not entries:
-        raise SpecError(f"{artifact.path} has no {kind} bucket; it has {', '.join(e.bucket.name for e in artifact.manifest.graphs)}")
+        raise SpecError(f"{artifact.path} has no {kind.name} bucket; it has {', '.join(e.bucket.name for e in artifact.manifest.graphs)}")
     return entries
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...graphs.errors import LoweringError
+from ...graphs.steps.table import kind_of
 from ...lowering.backend import backend
 from ...lowering.backends.inductor import unpacking
 from ...lowering.backends.inductor.backend import NAME as INDUCTOR
@@ -96,8 +97,8 @@ def plan_lines(plan: planning.Plan) -> list[str]:
 
 def _series(plan: planning.Plan) -> list[str]:
     """Names of the buckets; many decode buckets are written in the notation of `--buckets`."""
-    decode = [b for b in plan.buckets if b.kind == "decode"]
-    prefill = [b.name for b in plan.buckets if b.kind != "decode"]
+    decode = [b for b in plan.buckets if kind_of(b).decodes]
+    prefill = [b.name for b in plan.buckets if not kind_of(b).decodes]
     if len(decode) < 8:
         return [*prefill, *(b.name for b in decode)]
     widths = format_buckets(sorted({b.q_len for b in decode}))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...graphs import tree
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket, Limits
 from .planned import Plan
 from .targets import MACHINE_BYTES
@@ -51,7 +52,7 @@ def fit_machine(plan: Plan) -> Plan:
     if options.max_total_tokens or options.kv_cache_memory:
         pages = min(requests * length, options.max_total_tokens or requests * length) // page
     limits = _limits(plan, requests, pages, length)
-    kept = tuple(bucket for bucket in plan.buckets if bucket.kind != "decode" or bucket.batch <= requests)
+    kept = tuple(bucket for bucket in plan.buckets if not kind_of(bucket).decodes or bucket.batch <= requests)
     return replace(plan, limits=limits, buckets=kept).noted(*_notes(plan, limits, kept, room))
 
 
@@ -88,7 +89,7 @@ def _notes(plan: Plan, limits: Limits, buckets: tuple[Bucket, ...], room: int) -
     fitting = f"state may take {room / gib:.1f} GiB, half of what weights leave of this machine's {MACHINE_BYTES / gib:.1f}"
     notes = []
     if plan.options.buckets is None:
-        batches = ",".join(map(str, dict.fromkeys(bucket.batch for bucket in buckets if bucket.kind == "decode")))
+        batches = ",".join(map(str, dict.fromkeys(bucket.batch for bucket in buckets if kind_of(bucket).decodes)))
         notes.append(f"{requests} requests in flight, in steps of {batches}: {fitting} (--max-num-seqs, --buckets to change)")
     if plan.options.max_model_len is None:
         own = "the model's own" if limits.max_model_len > whole - limits.page_size else f"of {whole} that the model takes: "

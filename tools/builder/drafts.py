@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...graphs.errors import SpecError
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Limits
 from ...models import draft_vocabulary
 from ...models.draft_source import with_draft_model
@@ -66,7 +67,7 @@ def say_drafts(plan: Plan) -> Plan:
         return plan.noted(note, "no drafts: the checkpoint has no tensor of the draft head that its configuration declares")
     if requested is not None or plan.deployment or not k:
         return plan.noted(note)
-    widths = sorted({bucket.q_len - 1 for bucket in plan.buckets if bucket.kind == "decode"})
+    widths = sorted({bucket.q_len - 1 for bucket in plan.buckets if kind_of(bucket).decodes})
     if len(widths) > 1:
         return plan.noted(note, f"steps draft {', '.join(map(str, widths))} tokens, as many as pay (--draft-widths to change)")
     return plan.noted(note, f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)")

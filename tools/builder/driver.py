@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ...graphs.errors import LoweringError, VerifyError
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
 from ...lowering.artifact.graph_io import encode
@@ -313,7 +314,7 @@ def _compile_jobs(state: _Build, lowered: Mapping[Bucket, Lowered]) -> Iterator[
     """What is to compile, each made when it is asked for: others compile meanwhile."""
     kinds = Kinds(state.plan, state.progress)
     # The buckets whose speed users notice most come first.
-    for bucket in sorted(lowered, key=lambda bucket: (bucket.kind != "decode", bucket.tokens)):
+    for bucket in sorted(lowered, key=lambda bucket: (not kind_of(bucket).decodes, bucket.tokens)):
         with rewriting():
             graph = kinds.parts(lowered[bucket]) or (encode(lowered[bucket].graph), lowered[bucket].signature)
         state.entries[bucket] = replace(state.entries[bucket], any_size=bucket in kinds.any_size)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...graphs import tree
 from ...graphs.errors import SpecError
+from ...graphs.steps.table import kind_of
 from ...models import programs
 from ...models.variant import MOST_DISPATCHED
 from . import memory
@@ -30,7 +31,7 @@ def fit_dispatch(plan: Plan) -> Plan:
     """
     config = plan.model.config
     experts, variant = config.num_experts, config.variant
-    most = max(-(-bucket.tokens // plan.mesh.axis("tp")) for bucket in plan.buckets if bucket.kind != "encode")
+    most = max(-(-bucket.tokens // plan.mesh.axis("tp")) for bucket in plan.buckets if not kind_of(bucket).tower)
     if variant.fuses(min(most, MOST_DISPATCHED)):
         # The window of fused experts holds a device's own rows, not those of all others: 82 MiB where a dispatch takes 4.6 GiB.
         return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...graphs.steps.table import kind_of
 from ...models.head_padding import KEYS, TITLES
 from ...models.padding import paddings
 from .deployments import deployment
@@ -21,7 +22,7 @@ def say_deviations(plan: Plan) -> Plan:
     if not plan.deployment:
         return plan
     row = deployment(plan.deployment)
-    encodes = any(bucket.kind == "encode" for bucket in plan.buckets)
+    encodes = any(kind_of(bucket).tower for bucket in plan.buckets)
     return plan.noted(
         *(f"differs from the deployment: {deviation}" for deviation in deviations(row, row.phase(plan.phase), plan.source, encodes))
     )

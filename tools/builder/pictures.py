@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ...graphs.errors import ConfigError, SpecError
+from ...graphs.steps.encode import ENCODE
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket
 from ...models.deployed import deployed_tower
 from ...models.registry import ModelSource
@@ -59,7 +61,7 @@ def choose_encode(plan: Plan) -> Plan:
     if asked is None and (too_small := _too_small(processor, fitting)):
         return plan.noted(f"no pictures: {too_small}; the context is {limits.max_model_len}")
     longer = format_encode([size for size in sizes if size not in fitting])
-    buckets = tuple(sorted(Bucket("encode", size.segments, size.patches) for size in fitting))
+    buckets = tuple(sorted(ENCODE.bucket(size.segments, size.patches) for size in fitting))
     rows = picture_rows(plan, buckets, merged)
     chosen = replace(
         plan,
@@ -84,7 +86,7 @@ def check_served(plan: Plan) -> None:
     Raises:
         SpecError: naming the least size.
     """
-    sizes = [EncodeSize(bucket.q_len, bucket.batch) for bucket in plan.buckets if bucket.kind == "encode"]
+    sizes = [EncodeSize(bucket.q_len, bucket.batch) for bucket in plan.buckets if kind_of(bucket).tower]
     if plan.pictures and (too_small := _too_small(plan.pictures, sizes)):
         raise SpecError(f"--encode {format_encode(sizes)}: {too_small}; legal is a largest size of as many or more that the context holds")
 
@@ -134,7 +136,7 @@ def picture_rows(plan: Plan, buckets: Sequence[Bucket], merged: int) -> int:
     """
     largest = max(bucket.q_len for bucket in buckets) // merged
     chunks = [
-        (bucket.batch, min(bucket.q_len + 2 * largest, plan.limits.max_model_len)) for bucket in plan.buckets if bucket.kind == "prefill"
+        (bucket.batch, min(bucket.q_len + 2 * largest, plan.limits.max_model_len)) for bucket in plan.buckets if kind_of(bucket).chunks
     ]
     pinned = max((min(plan.limits.max_model_len, MOST_ROWS), *(prompts * rows for prompts, rows in chunks)))
     return 1 + pinned + max(bucket.tokens for bucket in buckets) // merged

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ...graphs.types import Bucket
+from ...graphs.steps.decode import DECODE
 from ...models import registry
 from ...models.family_file import FamilyFile
 from .decisions import decided
@@ -83,7 +83,7 @@ def _begin(options: Options) -> Plan:
         instance.target,
         instance.mesh,
         instance.quantization,
-        tuple(Bucket("decode", batch, width) for batch in batches for width in decode_widths(options, instance, limits)),
+        tuple(DECODE.bucket(batch, width) for batch in batches for width in decode_widths(options, instance, limits)),
         notes=(f"deployment {instance.deployment}, {instance.phase}",) if instance.deployment else (),
         deployment=instance.deployment,
         phase=instance.phase,

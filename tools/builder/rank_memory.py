@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...graphs.ops import fused_experts
+from ...graphs.steps.table import kind_of
 from ...graphs.types import WORLD, Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ...lowering.collectives_check import EXPERT_GROUPS
@@ -121,7 +122,7 @@ def _rank_tokens(plan: Plan, fused: bool) -> Iterator[int]:
     """Tokens of one rank in each pass over layers whose experts are fused or not: the model's, and the draft head's with one token a row,
     whose experts are not quantised and so never fused."""
     variant, tp = plan.model.config.variant, plan.mesh.axis("tp")
-    for bucket in (bucket for bucket in plan.buckets if bucket.kind != "encode"):
+    for bucket in (bucket for bucket in plan.buckets if not kind_of(bucket).tower):
         tokens = share(bucket, bucket.tokens, tp)
         if variant.fuses(tokens) == fused:
             yield tokens
@@ -139,7 +140,7 @@ def fit_prompts(plan: Plan) -> Plan:
     The largest prefill is partitioned to know its activations. A plan whose weights and pools alone do not fit is left to
     `check_before_lowering`, which says what does.
     """
-    together = max((bucket for bucket in plan.buckets if bucket.kind == "prefill"), default=None)
+    together = max((bucket for bucket in plan.buckets if kind_of(bucket).chunks), default=None)
     if not plan.deployment or together is None or together.batch == 1:
         return plan
     signature = programs.leaves(plan.model, plan.limits, plan.dtype)
@@ -157,7 +158,7 @@ def fit_prompts(plan: Plan) -> Plan:
     )
     others = tuple(bucket for bucket in plan.buckets if bucket != together)
     smaller = replace(together, batch=prompts)
-    buckets = others if smaller in others else tuple(sorted((*others, smaller), key=lambda bucket: (bucket.kind == "decode", bucket)))
+    buckets = others if smaller in others else tuple(sorted((*others, smaller), key=lambda bucket: (kind_of(bucket).decodes, bucket)))
     return replace(plan, buckets=buckets, decided_by=changed(plan.decided_by, "prefill")).noted(note)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...graphs.errors import SpecError
-from ...graphs.types import Bucket, Limits
+from ...graphs.steps.prefill import PREFILL
+from ...graphs.types import Limits
 from ...lowering.backend import backend
 from ...models import registry
 from ..notation import PrefillSize
@@ -74,7 +75,7 @@ def choose_prefill(plan: Plan) -> Plan:
         raise SpecError(
             f"--prefill {most} takes {most.prompts} prompts a step, and {requests} requests are in flight; legal are up to that"
         )
-    buckets = sorted(Bucket("prefill", size.prompts, size.tokens) for size in fitting)
+    buckets = sorted(PREFILL.bucket(size.prompts, size.tokens) for size in fitting)
     longer = ", ".join(str(size) for size in sizes if size not in fitting)
     note = f"no prefill of {longer} tokens: longer than the context of {length}" if longer else None
     return replace(plan, buckets=(*buckets, *plan.buckets)).noted(note)
@@ -85,7 +86,7 @@ def _default_prefill(plan: Plan) -> tuple[PrefillSize, ...]:
     if plan.phase == "decode":
         return ()
     # Whatever the sizes of a bucket of this kind: the backend has samples of those that it compiles once for all.
-    any_size = plan.mesh.size == 1 and bool(backend(plan.backend).samples(Bucket("prefill", 1, ANY_SIZE_PREFILL[0].tokens)))
+    any_size = plan.mesh.size == 1 and bool(backend(plan.backend).samples(PREFILL.bucket(1, ANY_SIZE_PREFILL[0].tokens)))
     sizes = ANY_SIZE_PREFILL if any_size else plan.target.prefill
     if plan.deployment:
         sizes = prefill_sizes(deployment(plan.deployment))

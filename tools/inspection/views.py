@@ -11,6 +11,7 @@ import torch
 
 from ...graphs import tree
 from ...graphs.errors import SpecError
+from ...graphs.steps.table import STEP_KINDS
 from ...graphs.types import DTYPES, Mesh, Rules
 from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
@@ -46,7 +47,7 @@ class View:
 
 def is_named(entry: GraphEntry, name: str) -> bool:
     """Whether a user names a bucket so: by its name, or by the batch size of a decode bucket."""
-    return name == entry.bucket.name or (entry.bucket.kind == "decode" and name == str(entry.bucket.batch))
+    return name == entry.bucket.name or (STEP_KINDS[entry.bucket.kind].decodes and name == str(entry.bucket.batch))
 
 
 def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:

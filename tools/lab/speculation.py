@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ...graphs.errors import SpecError
+from ...graphs.steps.table import kind_of
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
@@ -134,7 +135,7 @@ def speculation(
 def _through_engines(sides: dict[str, Artifact], load: TextLoad, rounds: int) -> dict[Side, list[Run]]:
     executors = {name: TimedExecutor(artifact) for name, artifact in sides.items()}
     drafting = executors[WITH]
-    widths = sorted({bucket.q_len for bucket in drafting.buckets if bucket.kind == "decode"})
+    widths = sorted({bucket.q_len for bucket in drafting.buckets if kind_of(bucket).decodes})
     engines: dict[Side, tuple[TimedExecutor, Engine]] = {name: (executor, of_width(executor)) for name, executor in executors.items()}
     engines |= {width: (drafting, of_width(drafting, width)) for width in widths if len(widths) > 1}
     serve = {side: next_rounds(load, partial(through_stepped, engine, executor.calls)) for side, (executor, engine) in engines.items()}
@@ -147,7 +148,7 @@ def of_width(executor: Executor, width: int | None = None) -> Engine:
     engine = Engine(executor, measured=True, refresh_every_s=None)
     if width is not None:
         state = engine.stepper.state
-        buckets = tuple(bucket for bucket in executor.buckets if bucket.kind != "decode" or bucket.q_len == width)
+        buckets = tuple(bucket for bucket in executor.buckets if not kind_of(bucket).decodes or bucket.q_len == width)
         engine.stepper.state = replace(state, policy=replace(state.policy, buckets=buckets))
     return engine
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...graphs.errors import SpecError
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.artifact.fixed_cost import fixed_tokens
@@ -79,7 +80,7 @@ def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
     misses = " and ".join(missed(seen, options["tpot"], options["ttft"]))
     refused = f"{artifact.path} does not meet the target: {misses}" if misses else ""
     return View(
-        data, lines, sorted(entry.bucket.batch for entry in artifact.manifest.graphs if entry.bucket.kind == "decode"), refused=refused
+        data, lines, sorted(entry.bucket.batch for entry in artifact.manifest.graphs if kind_of(entry.bucket).decodes), refused=refused
     )
 
 
@@ -101,8 +102,8 @@ def serve(
     longest = max(i + o for i, o in zip(workload.inputs, workload.outputs, strict=True))
     if longest > limits.max_model_len:
         raise SpecError(f"a request of {longest} tokens; {artifact.path} serves up to {limits.max_model_len}")
-    decode = sorted((entry for entry in manifest.graphs if entry.bucket.kind == "decode"), key=lambda entry: entry.bucket)
-    prefill = {(e.bucket.batch, e.bucket.q_len): e for e in manifest.graphs if e.bucket.kind == "prefill"}
+    decode = sorted((entry for entry in manifest.graphs if kind_of(entry.bucket).decodes), key=lambda entry: entry.bucket)
+    prefill = {(e.bucket.batch, e.bucket.q_len): e for e in manifest.graphs if kind_of(e.bucket).chunks}
     if not decode or not prefill:
         raise SpecError(f"{artifact.path} has {len(decode)} decode and {len(prefill)} prefill buckets; serving needs at least one of each")
     shortest = min(workload.inputs)

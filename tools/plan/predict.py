@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...graphs.errors import SpecError
+from ...graphs.steps.decode import DECODE
+from ...graphs.steps.prefill import PREFILL
 from ...graphs.types import Bucket
 from .acceptance import per_request
 from .decode import CAUSES, decode_parts, decode_seconds
@@ -116,8 +118,8 @@ def _sizes(case: Case) -> tuple[Bucket, ...]:
     chunk = serving.chunk or serving.budget
     many = min(serving.prompts, max(serving.budget // chunk, 1))
     batches = case.decode.buckets or range(1, serving.max_running + 1)
-    decode = (Bucket("decode", batch, case.decode.candidates) for batch in batches)
-    return (*decode, *(Bucket("prefill", prompts, chunk) for prompts in sorted({1, many})))
+    decode = (DECODE.bucket(batch, case.decode.candidates) for batch in batches)
+    return (*decode, *(PREFILL.bucket(prompts, chunk) for prompts in sorted({1, many})))
 
 
 def _summary(case: Case, p: Parameters, table: StepTable, pool: float, trace: Trace) -> Prediction:

@@ -13,6 +13,7 @@ import torch
 from ...graphs.ir.trace import signature_of
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
+from ...graphs.steps.encode import ENCODE
 from ...graphs.types import DTYPES, Bucket, Mesh, Signature
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.ascend.emulator.interpreter import Interpreter
@@ -71,7 +72,7 @@ def differences_of_ranks(
 def small_bucket(entry: GraphEntry) -> Bucket:
     """The bucket that stands for one of an artifact; several of them may have the same."""
     (rows,) = (leaf.aval.shape[1] for leaf in entry.inputs if leaf.path == "picture_rows")
-    return Bucket("encode", min(entry.bucket.batch, SMALL_SEGMENTS), min(rows, SMALL_ROWS) * (entry.bucket.q_len // rows))
+    return ENCODE.bucket(min(entry.bucket.batch, SMALL_SEGMENTS), min(rows, SMALL_ROWS) * (entry.bucket.q_len // rows))
 
 
 def _small(tower: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from ...graphs.errors import VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import partition
+from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPES, Mesh, Rules, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.graph_io import decode
@@ -54,7 +55,7 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
     with progress.bar("verify", len(manifest.graphs)) as bar:
         for entry in manifest.graphs:
             params, *own = ([each[i] for i in manifest.operands(entry.bucket)[0]] for each in (whole, *shards))
-            measured = (_verify_encode if entry.bucket.kind == "encode" else _verify_entry)(artifact, entry, params, own)
+            measured = (_verify_encode if kind_of(entry.bucket).tower else _verify_entry)(artifact, entry, params, own)
             measurements[entry.bucket.name] = measured
             bar.step(f"{entry.bucket.name} on {manifest.mesh}: {said(entry.bucket, measured)}")
     return measurements

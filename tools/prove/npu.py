@@ -17,6 +17,7 @@ import torch
 from ...graphs.errors import GraphError, LoweringError, VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
+from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPES, Bucket, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.ascend.emulator.interpreter import Interpreter
@@ -103,7 +104,7 @@ class _Proof:
 
     def run(self) -> Measured:
         manifest = self.artifact.manifest
-        encodes = [entry for entry in manifest.graphs if entry.bucket.kind == "encode"]
+        encodes = [entry for entry in manifest.graphs if kind_of(entry.bucket).tower]
         checks = 6 + len(manifest.graphs) + len(encodes) + len(self.small.cases) + (not self.quantised)
         with self.progress.bar("verify", checks) as self.bar:
             with self.check("manifest") as measured:
@@ -189,7 +190,7 @@ def representative_steps(trace: StepTrace) -> tuple[int, ...]:
     numbers: set[int] = set()
     for case in {trace_step.case for trace_step in trace.steps}:
         of_case = [i for i, trace_step in enumerate(trace.steps) if trace_step.case == case]
-        numbers |= {max(of_case, key=lambda i: _fullness(trace.steps[i])), *(of_case[-1:] if case.form.kind == "decode" else ())}
+        numbers |= {max(of_case, key=lambda i: _fullness(trace.steps[i])), *(of_case[-1:] if kind_of(case.bucket).decodes else ())}
     return tuple(sorted(numbers))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ...graphs.errors import NpucompileError, VerifyError
 from ...graphs.spmd.partition import Partitioned
+from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPES, Mesh, Rules, leaf_name
 from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact
@@ -176,7 +177,7 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     model, mesh = full_model(artifact.manifest), Mesh.parse(artifact.manifest.mesh)
     small_kinds = model.family.shrink(model.config, mesh.axis("tp"), mesh.size).layer_kinds
     repeats = _repeats(model.config.layer_kinds, small_kinds)
-    collectives, small = partitioned.collectives, _kinds(small_file, case.form.kind == "decode")
+    collectives, small = partitioned.collectives, _kinds(small_file, kind_of(case.bucket).decodes)
     try:
         collectives_check.agree(collectives, collectives_of(small_file))
     except NpucompileError as error:
@@ -184,7 +185,7 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     for entry in case.stands_for:
         what = f"{entry.bucket.name} shipped, {case.bucket.name} small"
         _check_collectives(what, [item[:2] for item in entry.collectives], [item[:2] for item in collectives], repeats)
-        shipped = _kinds(shipped_file(artifact, entry), case.form.kind == "decode")
+        shipped = _kinds(shipped_file(artifact, entry), kind_of(case.bucket).decodes)
         if shipped != small:
             differ = [
                 f"{side} has {dict(sorted(kind))}"

@@ -10,6 +10,9 @@ import torch
 
 from ...graphs import tree
 from ...graphs.ops.fused_experts import FEWEST_TOKENS
+from ...graphs.steps.decode import DECODE
+from ...graphs.steps.prefill import PREFILL
+from ...graphs.steps.table import STEP_KINDS, kind_of
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...models import draft_vocabulary
@@ -69,8 +72,8 @@ class Form:
     @staticmethod
     def of(bucket: Bucket, tp: int, dispatched: str, fused: bool = False, parts: int = 1) -> Form:
         """The form of a bucket in groups of `tp` devices."""
-        width = bucket.q_len if bucket.kind == "decode" else gcd(bucket.q_len, DELTA_CHUNK)
-        rows_shared, sampled = bucket.batch % tp == 0, bucket.tokens if bucket.kind == "decode" else bucket.batch
+        width = bucket.q_len if kind_of(bucket).decodes else gcd(bucket.q_len, DELTA_CHUNK)
+        rows_shared, sampled = bucket.batch % tp == 0, bucket.tokens if kind_of(bucket).decodes else bucket.batch
         one_row, together = tp > 1 and rows_shared and sampled == tp, bucket.batch > 1
         shared, evenly = bucket.tokens >= tp, bucket.tokens % tp == 0
         return Form(bucket.kind, width, shared, evenly, rows_shared, one_row, dispatched, fused, parts, together)
@@ -148,11 +151,11 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
         # One device that stands for all rounds the parts of activations that ranks have, which are those of padded heads.
         plain = replace(plain, kv_repeat=1, heads=(), draft_heads=())
     # Graphs of a tower have a reference of their own, and no requests (tests/lowering/ascend/test_encode.py).
-    entries = [entry for entry in manifest.graphs if entry.bucket.kind != "encode"]
+    entries = [entry for entry in manifest.graphs if not kind_of(entry.bucket).tower]
     cases = small_buckets(entries, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers)
-    rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
+    rows = max((case.bucket.batch for case in cases if kind_of(case.bucket).decodes), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))
-    width, decode = manifest.limits.drafts + 1, [case.bucket for case in cases if case.bucket.kind == "decode"]
+    width, decode = manifest.limits.drafts + 1, [case.bucket for case in cases if kind_of(case.bucket).decodes]
     # Of three requests one has too little room left to accept all drafts; the others must show every count.
     fewest = min((max(1, min(requests, bucket.batch - 1, 2)) for bucket in decode), default=1)
     steps = max(steps, -(-(width + 1) // fewest))
@@ -179,13 +182,13 @@ def _small_groups(formats: Formats) -> Formats:
 def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int) -> tuple[BucketCase, ...]:
     """One small bucket for every form among graphs that make `drafts` drafts after that many layers with experts; none that encodes."""
     forms: dict[Form, list[GraphEntry]] = {}
-    for entry in (entry for entry in entries if entry.bucket.kind != "encode"):
+    for entry in (entry for entry in entries if not kind_of(entry.bucket).tower):
         fused = any(name == FUSED for name, *_ in entry.collectives)
         forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers), fused, parts_of(entry, drafts, layers)), []).append(
             entry
         )
     cases = [BucketCase(_bucket(form, tuple(entries), tp), form, tuple(entries)) for form, entries in forms.items()]
-    return tuple(sorted(cases, key=lambda case: (case.form.kind != "prefill", case.form)))
+    return tuple(sorted(cases, key=lambda case: (not kind_of(case.bucket).chunks, case.form)))
 
 
 def dispatched(entry: GraphEntry, drafts: int, layers: int) -> str:
@@ -206,14 +209,14 @@ def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
     """The smallest bucket of a form with room for three rows and one of padding; the smallest of `entries` if there is none."""
     smallest, longest = min(entry.bucket for entry in entries), max(entry.bucket.q_len for entry in entries)
     fewest = FEWEST_TOKENS * form.parts if form.fused else 0
-    if form.kind == "decode":
+    if STEP_KINDS[form.kind].decodes:
         most = MAX_REQUESTS + 2 + 2 * tp + tp * fewest // form.width
-        candidates = [Bucket("decode", batch, form.width) for batch in range(MAX_REQUESTS + 1, most)]
+        candidates = [DECODE.bucket(batch, form.width) for batch in range(MAX_REQUESTS + 1, most)]
     else:
         sizes = sorted(range(1, longest + 1), key=lambda q_len: abs(q_len - min(longest, CHUNK_TOKENS)))
         # With several prompts one row is padding, where the bucket has as many.
         batches = range(min(smallest.batch, MAX_REQUESTS + 1), smallest.batch + 1)
-        candidates = [Bucket("prefill", batch, q_len) for q_len in sizes for batch in batches]
+        candidates = [PREFILL.bucket(batch, q_len) for q_len in sizes for batch in batches]
     # Each device has the tokens that fused experts want, in each part.
     candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) >= fewest]
     candidates = [bucket for bucket in candidates if _parts(share(bucket, bucket.tokens, tp), form.parts) == form.parts]

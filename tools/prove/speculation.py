@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ...graphs.errors import VerifyError
+from ...graphs.steps.table import kind_of
 from ...models.request_slots import ACCEPTED, START, TOKENS
 from .step_trace import ExpectedOutputs, TraceStep
 
@@ -26,7 +27,7 @@ def check_request_slots(step: TraceStep, group: int, outputs: Mapping[str, torch
         VerifyError: naming the row or the request slot, and both sides.
     """
     before, inputs = step.request_slots[group], step.inputs[group]
-    request_slots_after, decode = before.clone(), step.case.bucket.kind == "decode"
+    request_slots_after, decode = before.clone(), kind_of(step.case.bucket).decodes
     counts = torch.zeros(step.case.bucket.batch, dtype=torch.int32)
     expected = step.expected[group]
     for row, valid in zip(expected.rows, expected.valid, strict=True) if expected else ():
@@ -60,7 +61,7 @@ def first_position(step: TraceStep, group: int, row: int) -> int:
     inputs = step.inputs[group]
     return int(
         step.request_slots[group][inputs["request_slots"][row], START]
-        if step.case.bucket.kind == "decode"
+        if kind_of(step.case.bucket).decodes
         else inputs["num_computed_tokens"][row]
     )
 
@@ -70,7 +71,7 @@ def same_draft_inputs(step: TraceStep, group: int, place: int, outputs: Mapping[
     expected = step.expected[group]
     assert expected is not None
     row, taken = expected.rows[place], expected.taken[place]
-    if step.case.bucket.kind == "decode":
+    if kind_of(step.case.bucket).decodes:
         return torch.equal(outputs["tokens"][row, :taken], expected.tokens[place, :taken])
     inputs = step.inputs[group]
     # After any chunk but the last the next token is that of the prompt.

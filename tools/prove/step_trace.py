@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...graphs.steps.decode import DECODE
 from ...graphs.steps.inputs import AXES
+from ...graphs.steps.prefill import PREFILL
 from ...graphs.steps.request_slot import offsets
-from ...graphs.steps.table import StepInputs
+from ...graphs.steps.table import StepInputs, kind_of
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
 from ..agreement.poisoned_steps import adjust, fill_row, random_words
@@ -139,9 +141,9 @@ class _Recorder:
         self.reference = ReferenceRun(small.reference, small.limits, model_params(small.reference, checkpoint), small.max_logprobs)
         self.leaves = self.reference.leaves(small.cases[0].bucket)
         self.request_slots = request_slot_pool(self.leaves)
-        self.of_kind = {kind: [case for case in small.cases if case.form.kind == kind] for kind in ("prefill", "decode")}
-        self.steps_left = small.decode_steps * len(self.of_kind["decode"])
-        self.decoded = dict.fromkeys(self.of_kind["decode"], 0)
+        self.of_kind = {kind: [case for case in small.cases if case.form.kind == kind] for kind in (PREFILL.name, DECODE.name)}
+        self.steps_left = small.decode_steps * len(self.of_kind[DECODE.name])
+        self.decoded = dict.fromkeys(self.of_kind[DECODE.name], 0)
         self.states = [self._empty_pools() for _ in range(small.mesh.axis("dp"))]
         self.groups = [self._requests(group) for group in range(len(self.states))]
 
@@ -158,7 +160,7 @@ class _Recorder:
 
     def _requests(self, group: int) -> list[TraceRequest]:
         limits, most = self.small.limits, self.small.requests
-        chunk = max((case.bucket.q_len for case in self.of_kind["prefill"]), default=2 * PROMPT_EXCESS)
+        chunk = max((case.bucket.q_len for case in self.of_kind[PREFILL.name]), default=2 * PROMPT_EXCESS)
         prompts = [chunk + min(PROMPT_EXCESS - group % 5, chunk), 1 + group % 7, chunk // 2 + group % 3]
         prompts = [min(length, chunk) for length in prompts] if self._idles(group) else prompts
         free, requests = FreePlaces(limits, self.generator), []
@@ -170,7 +172,7 @@ class _Recorder:
             if i == 2 and self.steps_left:
                 # Its context ends with the last step if it accepts one draft in all.
                 self._set_random_state(self.states[group], request, limits.max_model_len - self.steps_left - 1)
-            elif not self.of_kind["prefill"]:
+            elif not self.of_kind[PREFILL.name]:
                 self._set_random_state(self.states[group], request, len(request.prompt))
             requests.append(request)
         return requests
@@ -194,7 +196,7 @@ class _Recorder:
     def prefill(self) -> Iterator[TraceStep]:
         """Steps until no prompt is left, with each prefill bucket in turn."""
         number = 0
-        while cases := self.of_kind["prefill"]:
+        while cases := self.of_kind[PREFILL.name]:
             waiting = [[request for request in group if request.prompt] for group in self.groups]
             if not any(waiting):
                 return
@@ -206,7 +208,7 @@ class _Recorder:
     def decode(self) -> Iterator[TraceStep]:
         """`decode_steps` steps of each decode bucket, in turn."""
         for number in range(self.small.decode_steps):
-            for case in self.of_kind["decode"]:
+            for case in self.of_kind[DECODE.name]:
                 self.steps_left -= 1
                 # One row is padding if the batch has room for it; requests rotate, so that one left out is in the next step.
                 most = max(1, case.bucket.batch - 1)
@@ -229,7 +231,7 @@ class _Recorder:
         rows = sorted(torch.randperm(bucket.batch, generator=self.generator)[: len(requests)].tolist())
         live = dict(zip(rows, requests, strict=True))
         inputs = self._inputs(bucket, live)
-        if bucket.kind == "decode":
+        if kind_of(bucket).decodes:
             self._replace_drafts(case, state, inputs, live)
         request_slots = state[self.request_slots].clone()
         if not requests:
@@ -242,7 +244,7 @@ class _Recorder:
         return inputs, request_slots, ExpectedOutputs(tuple(rows), valid, taken, greedy, *results)
 
     def _inputs(self, bucket: Bucket, live: Mapping[int, TraceRequest]) -> Inputs:
-        logprobs, decode = self.small.max_logprobs > 0, bucket.kind == "decode"
+        logprobs, decode = self.small.max_logprobs > 0, kind_of(bucket).decodes
         inputs = StepInputs(bucket, self.small.limits, logprobs).padding()
         inputs["uniform"] = torch.rand(inputs["uniform"].shape, generator=self.generator)
         for row, request in live.items():
@@ -307,7 +309,7 @@ class _Recorder:
         self, bucket: Bucket, request: TraceRequest, inputs: Inputs, row: int, outputs: Mapping[str, torch.Tensor]
     ) -> tuple[int, int]:
         """Moves a request behind a step; returns how many results of its row count, and by how many tokens its caches grew."""
-        if bucket.kind == "prefill":
+        if kind_of(bucket).chunks:
             valid, taken = 1, int(inputs["query_lens"][row])
             request.prompt, request.written = request.prompt[taken:], request.slots[:1]
         else:

@@ -12,8 +12,9 @@ import torch
 from ...graphs import tree
 from ...graphs.errors import SpecError
 from ...graphs.steps.inputs import LAYER_INPUTS
+from ...graphs.steps.prefill import PREFILL
 from ...graphs.steps.table import StepInputs
-from ...graphs.types import Bucket, Limits, Tree
+from ...graphs.types import Limits, Tree
 from ...models import checkpoint, registry
 from ...models.quant.description import formats_in
 from ...models.quant.formats import FLOAT, PLAIN, Formats
@@ -67,7 +68,7 @@ def logits(model: Model, params: Tree, tokens: torch.Tensor, dtype: torch.dtype)
     """Logits [B, Q, V] of tokens [B, Q] int32, whose rows begin with nothing before them."""
     rows, length = tokens.shape
     limits = Limits(page_size=1, num_pages=rows * length + 1, num_slots=rows + 1, max_model_len=length)
-    inputs: dict[str, Any] = StepInputs(Bucket("prefill", rows, length), limits).padding(LAYER_INPUTS)
+    inputs: dict[str, Any] = StepInputs(PREFILL.bucket(rows, length), limits).padding(LAYER_INPUTS)
     inputs["query_lens"].fill_(length)
     inputs["page_table"].copy_(torch.arange(1, rows * length + 1).view(rows, length))
     inputs["state_slots_in"].copy_(torch.arange(1, rows + 1))

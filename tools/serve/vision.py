@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ...graphs.steps.table import kind_of
 from ...lowering.artifact.artifact import Artifact
 from ...models.vision import IDS as MARKS
 from ...server.engine.service import TEXT_ALONE, Service
@@ -28,7 +29,7 @@ TOWER, IDS, PROCESSOR, VIDEOS = "tower", "ids", "processor", "videos"
 def tower_of(artifact: Artifact) -> Vision | str:
     """What the tower of an artifact takes, without texts of its tokens; where it takes text alone, a sentence that says what takes more."""
     model = artifact.manifest.model
-    patches = [entry.bucket.q_len for entry in artifact.manifest.graphs if entry.bucket.kind == "encode"]
+    patches = [entry.bucket.q_len for entry in artifact.manifest.graphs if kind_of(entry.bucket).tower]
     if TOWER not in model or not patches:
         return TEXT_ALONE
     ids: Mapping[str, int] = model[TOWER][IDS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from ....graphs.steps.table import kind_of
 from ....graphs.types import DTYPES, Mesh
 from ....lowering.artifact.manifest import Manifest
 from ....models import draft_vocabulary, registry
@@ -30,25 +31,25 @@ class Recorded:
     @property
     def decode(self) -> str | None:
         """Decode batch sizes, in the notation of the option; None where there are none."""
-        sizes = sorted({entry.bucket.batch for entry in self.manifest.graphs if entry.bucket.kind == "decode"})
+        sizes = sorted({entry.bucket.batch for entry in self.manifest.graphs if kind_of(entry.bucket).decodes})
         return format_buckets(sizes) if sizes else None
 
     @property
     def widths(self) -> str | None:
         """Tokens of a request that decode steps have, in the notation of the option; None where nothing is drafted."""
-        widths = sorted({entry.bucket.q_len for entry in self.manifest.graphs if entry.bucket.kind == "decode"})
+        widths = sorted({entry.bucket.q_len for entry in self.manifest.graphs if kind_of(entry.bucket).decodes})
         return format_buckets(widths) if widths and self.manifest.limits.drafts else None
 
     @property
     def prefill(self) -> str | None:
         """Prefill sizes, in the notation of the option; None where there are none."""
-        buckets = [entry.bucket for entry in self.manifest.graphs if entry.bucket.kind == "prefill"]
+        buckets = [entry.bucket for entry in self.manifest.graphs if kind_of(entry.bucket).chunks]
         return format_prefill(list({PrefillSize(bucket.q_len, bucket.batch) for bucket in buckets})) if buckets else None
 
     @property
     def encode(self) -> str | None:
         """Encode sizes, in the notation of the option; None where there are none."""
-        buckets = [entry.bucket for entry in self.manifest.graphs if entry.bucket.kind == "encode"]
+        buckets = [entry.bucket for entry in self.manifest.graphs if kind_of(entry.bucket).tower]
         sizes = [EncodeSize(bucket.q_len, bucket.batch) for bucket in buckets]
         return format_encode(sizes) if sizes else None
 

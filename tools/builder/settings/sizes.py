@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....graphs.steps.table import kind_of
 from ...byte_sizes import parse_bytes
 from ...notation import EncodeSize, PrefillSize, format_buckets, format_encode, format_prefill, parse_buckets, parse_encode, parse_prefill
 from .record import DEFAULT, PLAN, ROW, Setting, by_plan, by_row
@@ -49,7 +50,7 @@ BUCKETS = Setting(
     "buckets",
     "Decode batch sizes (of one dp group), e.g. 2,4,...,64; auto: for the deployment's traffic, auto:FILE: `plan --buckets-out FILE`.  "
     f"[default: {format_buckets(DEFAULT_BUCKETS)}, on this machine what memory has room for of {format_buckets(CPU_BUCKETS)}, {_OR_ROW}",
-    lambda plan: ",".join(map(str, dict.fromkeys(bucket.batch for bucket in plan.buckets if bucket.kind == "decode"))),
+    lambda plan: ",".join(map(str, dict.fromkeys(bucket.batch for bucket in plan.buckets if kind_of(bucket).decodes))),
     read=_read_buckets,
     extra={"metavar": "LIST"},
     by=lambda plan, quantised: PLAN if plan.target.local and not plan.deployment else by_row(plan, quantised),
@@ -69,7 +70,7 @@ PREFILL = Setting(
     "prefill",
     "Prefill sizes: tokens of one prompt, or PROMPTSxTOKENS (of one dp group), e.g. 2048,4x512.  "
     f"[default: {format_prefill(ANY_SIZE_PREFILL)}, uncompiled {format_prefill(DEFAULT_PREFILL)}, {_OR_ROW}",
-    lambda plan: format_prefill([PrefillSize(bucket.q_len, bucket.batch) for bucket in plan.buckets if bucket.kind == "prefill"]),
+    lambda plan: format_prefill([PrefillSize(bucket.q_len, bucket.batch) for bucket in plan.buckets if kind_of(bucket).chunks]),
     read=parse_prefill,
     extra={"metavar": "LIST"},
     by=by_row,
@@ -88,7 +89,7 @@ ENCODE = Setting(
     "Encode sizes, for pictures: patches of one segment (a picture, or two frames), or PATCHESxSEGMENTS (of one dp group), e.g. "
     f"256x4,1024; none takes no pictures.  [default: {format_encode(DEFAULT_ENCODE)} for a checkpoint with a vision tower on this machine, "
     "else none]",
-    lambda plan: _encode_argument([EncodeSize(b.q_len, b.batch) for b in plan.buckets if b.kind == "encode"], plan),
+    lambda plan: _encode_argument([EncodeSize(b.q_len, b.batch) for b in plan.buckets if kind_of(b).tower], plan),
     read=parse_encode,
     extra={"metavar": "LIST"},
     by=by_plan,

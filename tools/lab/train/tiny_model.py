@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy
 
 from ....graphs import tree
 from ....graphs.steps.inputs import LAYER_INPUTS
+from ....graphs.steps.prefill import PREFILL
 from ....graphs.steps.table import StepInputs
-from ....graphs.types import Bucket, Limits, Tree
+from ....graphs.types import Limits, Tree
 from ....models import decoder, hybrid
 from ....models import params as parameters
 from .tiny_tokenizer import VOCAB_SIZE
@@ -102,7 +103,7 @@ def fresh_step(cfg: hybrid.Config, rows: int, length: int, spare_pages: int = 0)
     """
     limits = Limits(page_size=1, num_pages=rows * length + 1 + spare_pages, num_slots=rows + 1, max_model_len=length)
     avals = hybrid.abstract_state(cfg, limits, torch.float32)
-    inputs = StepInputs(Bucket("prefill", rows, length), limits).padding(LAYER_INPUTS)
+    inputs = StepInputs(PREFILL.bucket(rows, length), limits).padding(LAYER_INPUTS)
     inputs["query_lens"].fill_(length)
     inputs["page_table"].copy_(torch.arange(1, rows * length + 1).view(rows, length))
     inputs["state_slots_in"].copy_(torch.arange(1, rows + 1))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ....graphs.errors import NpucompileError
+from ....graphs.steps.table import kind_of
 from ....graphs.types import Bucket, Leaf, Mesh
 from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.manifest import GraphEntry
@@ -143,9 +144,9 @@ def one_after_another(
     planner: StepPlanner, buckets: Sequence[Bucket], count: int = STEPS
 ) -> Iterator[tuple[Bucket, list[PlannedStep], bool]]:
     """For every bucket its steps and, where it decodes, first those that prefill its requests (False)."""
-    smallest = min(bucket for bucket in buckets if bucket.kind == "prefill")
-    for bucket in sorted(buckets, key=lambda bucket: (bucket.kind == "decode", bucket.tokens)):
-        if bucket.kind == "prefill":
+    smallest = min(bucket for bucket in buckets if kind_of(bucket).chunks)
+    for bucket in sorted(buckets, key=lambda bucket: (kind_of(bucket).decodes, bucket.tokens)):
+        if kind_of(bucket).chunks:
             yield bucket, planner.of_one_bucket(bucket, count), True
             continue
         rows = planner.rows_of(bucket)[:MOST_ROWS]
@@ -167,8 +168,8 @@ def prefills(planner: StepPlanner, bucket: Bucket, rows: Sequence[Slots]) -> lis
 
 def alternation(planner: StepPlanner, buckets: Sequence[Bucket], rounds: int = ROUNDS) -> Iterator[PlannedStep]:
     """All buckets in turns over the same requests; requests whose context would be full begin anew."""
-    smallest = min(bucket for bucket in buckets if bucket.kind == "prefill")
-    decoding = [bucket for bucket in buckets if bucket.kind == "decode"]
+    smallest = min(bucket for bucket in buckets if kind_of(bucket).chunks)
+    decoding = [bucket for bucket in buckets if kind_of(bucket).decodes]
     everyone = max((planner.rows_of(bucket)[:MOST_ROWS] for bucket in decoding), key=len)
     prompt, width = prompt_tokens(smallest, planner), planner.limits.drafts + 1
     steps_each, decoded = 0, dict.fromkeys((row.request_slot for row in everyone), 0)
@@ -178,7 +179,7 @@ def alternation(planner: StepPlanner, buckets: Sequence[Bucket], rounds: int = R
             steps_each, decoded = 0, dict.fromkeys(decoded, 0)
             yield from prefills(planner, smallest, everyone)
         for bucket in buckets:
-            if bucket.kind == "prefill":
+            if kind_of(bucket).chunks:
                 anew = everyone[number % len(everyone) :][: bucket.batch]
                 count = max(1, min(bucket.q_len - number % 2, prompt))
                 yield planner.prefill(bucket, anew, 0, count)
@@ -197,7 +198,7 @@ def run_buckets(
     failures = [Failure("compiles", bucket.name, reason) for bucket, reason in getattr(executor, "missing", {}).items()]
     seconds: dict[Bucket, list[float]] = {}
     for bucket, steps, own in one_after_another(planner, executor.buckets):
-        comparison.forget([row for step in steps for row in step.rows] if not own or bucket.kind == "prefill" else [])
+        comparison.forget([row for step in steps for row in step.rows] if not own or kind_of(bucket).chunks else [])
         messages = len(comparison.messages)
         for step in steps:
             began = time.perf_counter()

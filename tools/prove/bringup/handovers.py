@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....graphs.errors import NpucompileError
+from ....graphs.steps.table import kind_of
 from ....runtime.engine import Engine
 from ....runtime.executor import Executor
 from ....runtime.kv_transfer.layout import PAGES, Instance, Region
@@ -51,7 +52,7 @@ class Handovers(NamedTuple):
         """Hands prompts of lengths around a page over; with decode buckets their first tokens are those without a handover, but for one:
         the last token of a prompt is computed by another bucket, which rounds otherwise, and every token follows from those before it."""
         prompts, nbytes, different = self._prompts(), 0, 0
-        decodes = any(bucket.kind == "decode" for bucket in self.executor.buckets)
+        decodes = any(kind_of(bucket).decodes for bucket in self.executor.buckets)
         for prompt in prompts:
             try:
                 count, tokens = self._handed_over(prompt, decodes)

@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 
 from ....graphs.errors import NpucompileError
+from ....graphs.steps.decode import DECODE
+from ....graphs.steps.prefill import PREFILL
+from ....graphs.steps.table import kind_of
 from ....graphs.types import Mesh
 from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.manifest import GraphEntry
@@ -235,7 +238,7 @@ class Bringup:
                 with self.progress.bar("alternation", total) as bar:
                     result.failures = buckets.run_alternation(executor, read_state, planner, fresh, bar)
                 result.facts, result.left_out = {"steps": total, "rows": fresh.compared, "other_tokens": len(fresh.messages)}, notes
-        missing = {"prefill", "decode"} - {bucket.kind for bucket in executor.buckets}
+        missing = {PREFILL.name, DECODE.name} - {bucket.kind for bucket in executor.buckets}
         with self._rung(SERVE) as result:
             if result and missing:
                 result.left_out = [f"an artifact without {missing.pop()} buckets serves in a pair"]
@@ -266,7 +269,7 @@ class Bringup:
         """Why nothing can be handed over; empty where it can."""
         if find_spec("mooncake") is None:
             return "no transfer engine is installed: pip install 'npucompile[kv-transfer]', and its package for NPUs"
-        if not any(bucket.kind == "prefill" for bucket in executor.buckets):
+        if not any(kind_of(bucket).chunks for bucket in executor.buckets):
             return "no prefill bucket computes a prompt: bring the prefill server's artifact up"
         if executor.groups == 1 and executor.limits.num_request_slots < 3:
             return "a handover to itself takes two requests, and the artifact runs one"

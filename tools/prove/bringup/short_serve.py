@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ....graphs.errors import NpucompileError
+from ....graphs.steps.table import kind_of
 from ....runtime.executor import Executor
 from ....runtime.request import Sampling
 from ...agreement.tolerances import INTEGERS
@@ -21,7 +22,7 @@ REQUESTS, TOKENS = 4, 12
 def prompts_of(executor: Executor, requests: int = REQUESTS) -> list[list[int]]:
     """Prompts of different lengths, the last one longer than the smallest prefill bucket where the context allows."""
     generator, longest = np.random.default_rng(0), executor.limits.max_model_len - TOKENS - 1
-    smallest = min(bucket.q_len for bucket in executor.buckets if bucket.kind == "prefill")
+    smallest = min(bucket.q_len for bucket in executor.buckets if kind_of(bucket).chunks)
     lengths = [max(1, min(longest, length)) for length in (5, 1, 17, smallest + 3)]
     return [[int(t) for t in generator.integers(0, executor.vocab_size, lengths[i % len(lengths)])] for i in range(requests)]
 

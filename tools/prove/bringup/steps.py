@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ....graphs.steps.table import kind_of
 from ....graphs.types import Bucket, Leaf, Limits
 from ....models import request_slots
 from ....runtime.request import Sampling
@@ -128,7 +129,7 @@ class StepPlanner:
     def of_one_bucket(self, bucket: Bucket, count: int) -> list[PlannedStep]:
         """Steps of one bucket after each other; a prefill goes on from its last chunk, or begins again where the context is full."""
         rows, steps, start, longest = self.rows_of(bucket), [], 0, self.limits.max_model_len
-        if bucket.kind == "decode":
+        if kind_of(bucket).decodes:
             return [self.decode(bucket, rows, self.first_decode + i) for i in range(count)]
         for i in range(count):
             tokens = max(1, bucket.q_len - (i * 3) % max(1, bucket.q_len // 2))
