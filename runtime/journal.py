@@ -109,14 +109,10 @@ class Journal:
         """A request is ended because it cannot go on under its constraint."""
         self._add(DEAD_END, request_id)
 
-    def finished(self, step: ScheduledStep, results: Sequence[GroupResults]) -> None:
-        """The results of the oldest step in flight are known."""
-        tokens = [[None if row is None else list(row.token_ids) for row in rows] for rows in results]
-        self._add(RESULT, step.bucket.name, tokens)
-
-    def encoded(self, step: ScheduledStep, finite: Sequence[Sequence[bool]]) -> None:
-        """The oldest step in flight was an encode step; of each segment whether it is finite."""
-        self._add(RESULT, step.bucket.name, [[] for _ in step.groups], [list(own) for own in finite])
+    def finished(self, step: ScheduledStep, results: Sequence[GroupResults], finite: Sequence[Sequence[bool]] = ()) -> None:
+        """The results of the oldest step in flight are known; of an encode step of each segment whether it is finite."""
+        tokens = [[None if row is None else list(row.token_ids) for row in rows] for rows in results or [()] * len(step.groups)]
+        self._add(RESULT, step.bucket.name, tokens, *([[list(own) for own in finite]] if finite else []))
 
     def took(self, ms: float) -> None:
         """The step that finished took so long, and the policy goes by that."""
@@ -154,7 +150,6 @@ class NoJournal(Journal):
     def launched(self, *_: Any) -> None: ...
     def dead_end(self, *_: Any) -> None: ...
     def finished(self, *_: Any) -> None: ...
-    def encoded(self, *_: Any) -> None: ...
     def took(self, *_: Any) -> None: ...
     def failed(self, *_: Any) -> None: ...
 

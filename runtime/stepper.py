@@ -272,24 +272,32 @@ class Stepper:
         self._num_ended += 1
         try:
             outputs = pending.result()
-            finite = None if kind_of(step.bucket).samples else step_outputs.read_finite(outputs, step)
-            results = step_outputs.read_outputs(outputs, step, self.state, self.executor.vocab_size) if finite is None else ()
+            finite = () if kind_of(step.bucket).samples else step_outputs.read_finite(outputs, step)
+            results = () if finite else step_outputs.read_outputs(outputs, step, self.state, self.executor.vocab_size)
         except ExecutorError:
             raise
         except Exception as error:
             self._fail(step, error)
         else:
-            if finite is None:
-                self._commit(step, results, launched_ms, wanted)
-            else:
-                self._encoded(step, finite, launched_ms, wanted)
+            self._commit(step, results, finite, launched_ms, wanted)
         self._receive()
 
-    def _commit(self, step: ScheduledStep, results: Sequence[GroupResults], launched_ms: float, wanted: Bucket | None) -> None:
-        """Commits what a step has sampled, and sends the events."""
-        self.journal.finished(step, results)
+    def _commit(
+        self,
+        step: ScheduledStep,
+        results: Sequence[GroupResults],
+        finite: Sequence[Sequence[bool]],
+        launched_ms: float,
+        wanted: Bucket | None,
+    ) -> None:
+        """Commits what a step has sampled, or ends the requests whose pictures came out as no numbers, and sends the events."""
+        self.journal.finished(step, results, finite)
         now_ms = self.now_ms()
         took_ms = self._measured(launched_ms, now_ms)
+        if finite:
+            state, events = advance.encoded(self.state, step, self._lost(step, finite), now_ms, took_ms)
+            self._advance(state, events, lambda metrics: metrics.count_encoded(step, len(events), wanted, now_ms - launched_ms))
+            return
         if self.prefix_cache is not None:
             for manager, rows in zip(self.cache_managers, advance.computed(self.state, step, results), strict=True):
                 manager.computed(rows)
@@ -300,16 +308,10 @@ class Stepper:
         for event in self._parked(_handed_over(step) - running):
             self.on_parked(event)
 
-    def _encoded(self, step: ScheduledStep, finite: Sequence[Sequence[bool]], launched_ms: float, wanted: Bucket | None) -> None:
-        """Ends the requests whose pictures came out as no numbers; the others go on."""
-        self.journal.encoded(step, finite)
-        now_ms = self.now_ms()
-        took_ms = self._measured(launched_ms, now_ms)
-        failed: dict[str, str] = {}
-        for manager, part, own in zip(self.cache_managers, step.groups, finite, strict=True):
-            failed |= manager.encoded(part, own)
-        state, events = advance.encoded(self.state, step, failed, now_ms, took_ms)
-        self._advance(state, events, lambda metrics: metrics.count_encoded(step, len(events), wanted, now_ms - launched_ms))
+    def _lost(self, step: ScheduledStep, finite: Sequence[Sequence[bool]]) -> dict[str, str]:
+        """Why requests end of which a picture of an encode step came out as no numbers, by id."""
+        parts = zip(self.cache_managers, step.groups, finite, strict=True)
+        return {owner: why for manager, part, own in parts for owner, why in manager.encoded(part, own).items()}
 
     def _measured(self, launched_ms: float, now_ms: float) -> float | None:
         """How long a step took that has ended now, where the policy goes by that."""
@@ -330,8 +332,7 @@ class Stepper:
         self.journal.failed(step, f"{type(error).__name__}: {error}")
         message = f"{name}: {type(error).__name__}: {error}"
         if not kind_of(step.bucket).samples:
-            pairs = zip(self.cache_managers, step.groups, strict=True)
-            lost = {owner for manager, part in pairs for owner in manager.encoded(part, [False] * len(part.segments))}
+            lost = self._lost(step, [[False] * len(part.segments) for part in step.groups])
             state, events = advance.encoded(self.state, step, dict.fromkeys(lost, message), self.now_ms())
         else:
             state, events = advance.fail(self.state, step, message, self.now_ms())

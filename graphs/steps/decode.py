@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SpecError
 from ..types import Bucket, Limits
 from .inputs import I32, StepInput, request_inputs, request_sizes
-from .kind import SegmentSizes, StepKind, StepOutput, check_request
+from .kind import SAMPLED, SegmentSizes, StepKind, StepOutput, check_request, price
 
 
 def _sizes(bucket: Bucket, limits: Limits, _: SegmentSizes | None) -> dict[str, int]:
@@ -31,24 +30,16 @@ def _check(row: Any, bucket: Bucket, limits: Limits, sizes: Mapping[str, int]) -
 DECODE = StepKind(
     "decode",
     batch="requests",
-    width="candidate tokens of each, its last one and its drafts",
     inputs=(
         StepInput("drafts", "B", I32, "how many of the row's drafts are verified, 0 to Q-1", row="drafts"),
         StepInput("base", "B", I32, "smallest position at which the row can start, for all the host knows", row="base"),
         *request_inputs("*slots", "*uniforms"),
     ),
-    outputs=(
-        StepOutput("tokens", "BW", "i"),
-        StepOutput("counts", "B", "i"),
-        StepOutput("drafts", "B?", "i"),
-        StepOutput("chosen_logprobs", "BW", "f"),
-        StepOutput("top_ids", "BW?", "i"),
-        StepOutput("top_logprobs", "BW?", "f"),
-    ),
+    outputs=(*SAMPLED, StepOutput("counts", "B", "i")),
     sizes=_sizes,
     sampled=lambda bucket: bucket.q_len,
     check=_check,
-    cost=lambda bucket, fixed: math.hypot(fixed, bucket.tokens),
+    cost=price,
     decodes=True,
     ragged=False,
     dynamic="B",

@@ -22,6 +22,7 @@ def frames(patch_dim: int, own: int) -> int:
 
 
 def _sizes(bucket: Bucket, limits: Limits, segments: SegmentSizes | None) -> dict[str, int]:
+    """B segments of Q patches of D values, with grids of G sizes, that become R rows each."""
     if segments is None:
         raise SpecError(f"{bucket.name}, and nothing says what its segments are; legal are the sizes of the artifact's")
     B, Q = bucket.batch, bucket.q_len
@@ -38,7 +39,6 @@ def _check(row: Any, bucket: Bucket, limits: Limits, sizes: Mapping[str, int]) -
 ENCODE = StepKind(
     "encode",
     batch="segments",
-    width="patches of each",
     inputs=(
         StepInput("patches", "BQD", torch.uint8, "patches of the segment, by channel, frame, row and column in each"),
         StepInput("grids", "BG", I32, "rows and columns of patches; 0 in a segment of padding", row="*picture.grid"),

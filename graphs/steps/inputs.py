@@ -97,7 +97,8 @@ def request_inputs(slots: str, uniforms: str) -> tuple[StepInput, ...]:
 
 
 def request_sizes(bucket: Bucket, limits: Limits, sampled: int, ahead: int) -> dict[str, int]:
-    """Sizes of all letters of steps of requests (`LETTERS`).
+    """Sizes of steps of requests: B, Q and N (graphs/types.py), X axes of positions, P tokens with the one that follows, W tokens sampled
+    per row, L state slots and U random numbers per row, C bitmasks of M words a token, A adjustments of V logits, with sets of S words.
 
     Args:
         sampled: W, tokens sampled per row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,38 +11,25 @@ from ..errors import SpecError
 from ..types import Bucket, Limits
 from .inputs import StepInput
 
-LETTERS = {
-    "B": "rows",
-    "Q": "new tokens or patches of a row",
-    "N": "pages of a request",
-    "X": "axes of positions",
-    "P": "tokens of a chunk, and the one that follows",
-    "W": "tokens sampled per row",
-    "L": "state slots of a row",
-    "U": "random numbers of a row",
-    "C": "bitmasks",
-    "M": "words of a bitmask",
-    "A": "adjustments of logits, and as many sets of tokens seen",
-    "V": "tokens that are adjusted",
-    "S": "words of a set of tokens",
-    "D": "values of a patch",
-    "G": "rows and columns of a grid",
-    "R": "rows that a segment becomes",
-}
-"""What the sizes of inputs and outputs count."""
-
 
 class StepOutput(NamedTuple):
     """One output of a step that is read on the host.
 
     Attributes:
-        dims: letters, or "?" for a size that depends on what the graph was built for.
+        dims: letters of `StepKind.sizes`, or "?" for a size that depends on what the graph was built for.
         kind: of its dtype, as numpy has it: "i" or "f", of 32 bits.
     """
 
     name: str
     dims: str
     kind: str
+
+
+SAMPLED = (
+    *(StepOutput("tokens", "BW", "i"), StepOutput("drafts", "B?", "i"), StepOutput("chosen_logprobs", "BW", "f")),
+    *(StepOutput("top_ids", "BW?", "i"), StepOutput("top_logprobs", "BW?", "f")),
+)
+"""What steps give that sample tokens."""
 
 
 class SegmentSizes(NamedTuple):
@@ -62,7 +50,7 @@ class StepKind:
 
     Attributes:
         name: in names of buckets and in artifacts.
-        batch, width: what `Bucket.batch` and `Bucket.q_len` count.
+        batch: what `Bucket.batch` counts.
         inputs: in the order of a graph's leaves.
         outputs: that the host reads.
         sizes: of the letters of its dimensions, for a bucket under limits; and of what a vision tower takes.
@@ -78,7 +66,6 @@ class StepKind:
 
     name: str
     batch: str
-    width: str
     inputs: tuple[StepInput, ...]
     outputs: tuple[StepOutput, ...]
     sizes: Callable[[Bucket, Limits, SegmentSizes | None], Mapping[str, int]]
@@ -145,3 +132,12 @@ def check_request(row: Any, end: int, limits: Limits) -> None:
         raise SpecError(f"a row with request slot {row.request_slot}; legal is 1 to {limits.num_request_slots - 1}")
     if len(row.pages) > limits.pages_per_request:
         raise SpecError(f"{len(row.pages)} pages for one row; the page table holds {limits.pages_per_request}")
+
+
+def price(bucket: Bucket, fixed_tokens: float) -> float:
+    """What a step costs, in tokens: those that it is padded to, and `fixed_tokens` for reading the weights, as every step does.
+
+    A step has products that wait for their weights and products that wait for arithmetic, so the larger of both decides, smoothly: it is
+    a 2-norm, as in `tools/plan/step_law.py`.
+    """
+    return math.hypot(fixed_tokens, bucket.tokens)

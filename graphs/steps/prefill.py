@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SpecError
 from ..types import Bucket, Limits
 from .inputs import I32, StepInput, request_inputs, request_sizes
-from .kind import SegmentSizes, StepKind, StepOutput, check_request
+from .kind import SAMPLED, SegmentSizes, StepKind, check_request, price
 
 
 def _sizes(bucket: Bucket, limits: Limits, _: SegmentSizes | None) -> dict[str, int]:
@@ -28,19 +27,9 @@ def _check(row: Any, bucket: Bucket, limits: Limits, sizes: Mapping[str, int]) -
             raise SpecError(f"a row with rows of pictures {first} to {last}; legal is 0 to {limits.picture_rows - 1}")
 
 
-def price(bucket: Bucket, fixed_tokens: float) -> float:
-    """What a step costs, in tokens: those that it is padded to, and `fixed_tokens` for reading the weights, as every step does.
-
-    A step has products that wait for their weights and products that wait for arithmetic, so the larger of both decides, smoothly: it is
-    a 2-norm, as in `tools/plan/step_law.py`.
-    """
-    return math.hypot(fixed_tokens, bucket.tokens)
-
-
 PREFILL = StepKind(
     "prefill",
     batch="prompts",
-    width="tokens of a chunk",
     inputs=(
         StepInput("tokens", "BQ", I32, "token ids, left-aligned", row="*tokens"),
         StepInput("num_computed_tokens", "B", I32, "tokens of the row's request that are in the cache already", row="start"),
@@ -52,13 +41,7 @@ PREFILL = StepKind(
         StepInput("picture_rows", "BP", I32, "row of a picture in the token's place; 0 is none", needs="pictures"),
         *request_inputs("slot", "uniform"),
     ),
-    outputs=(
-        StepOutput("tokens", "BW", "i"),
-        StepOutput("drafts", "B?", "i"),
-        StepOutput("chosen_logprobs", "BW", "f"),
-        StepOutput("top_ids", "BW?", "i"),
-        StepOutput("top_logprobs", "BW?", "f"),
-    ),
+    outputs=SAMPLED,
     sizes=_sizes,
     sampled=lambda bucket: 1,
     check=_check,

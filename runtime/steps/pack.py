@@ -27,14 +27,8 @@ DTYPES = {torch.int32: np.int32, torch.float32: np.float32, torch.uint8: np.uint
 
 
 class _Layout(NamedTuple):
-    """How the inputs of a bucket are made.
-
-    Attributes:
-        arrays: name, shape, dtype and padding value of each.
-        columns: names of the inputs with a number of each row, and where it is in the row; of several inputs their items are.
-        spread: names of those with a sequence of each row.
-        sizes: of the letters of their dimensions.
-    """
+    """How the inputs of a bucket are made: name, shape, dtype and padding value of each; names of those with a number of each row, and
+    where that is in the row (of several inputs their items are); names of those with a sequence of each row; and sizes of letters."""
 
     arrays: tuple[tuple[str, tuple[int, ...], type, float], ...]
     columns: tuple[tuple[tuple[str, ...], Callable[[Any], Any]], ...]

@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from ...graphs.errors import SpecError
 from ...graphs.steps.decode import DECODE
+from ...graphs.steps.kind import price as price
 from ...graphs.steps.prefill import PREFILL
-from ...graphs.steps.prefill import price as price
 from ...graphs.types import Bucket
 
 Cost = Callable[[Bucket], float]

@@ -11,7 +11,7 @@ from support import oracle, speculators
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import SpecError
-from npucompile.graphs.steps.table import StepInputs
+from npucompile.graphs.steps.table import StepInputs, kind_of
 from npucompile.graphs.types import Bucket
 from npucompile.models import step
 from npucompile.models.presets import BUNDLED
@@ -170,6 +170,8 @@ def test_programs_declare_their_inputs_outputs_and_state(drafts):
                 declared |= {"chosen_logprobs": ((B, W), torch.float32), "top_logprobs": ((B, W, most), torch.float32)}
                 declared["top_ids"] = ((B, W, most), torch.int32)
             assert {name: (tuple(t.shape), t.dtype) for name, t in outputs.items()} == declared
+            read = {output.name: len(output.dims) for output in kind_of(bucket).outputs}
+            assert {name: t.dim() for name, t in outputs.items() if name != "logits"}.items() <= read.items()
             assert [(p, tuple(t.shape), t.dtype) for p, t in tree.flatten(state)] == [
                 (p, aval.shape, aval.dtype) for p, aval in tree.flatten(program.state)
             ]
