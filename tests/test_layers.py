@@ -121,7 +121,7 @@ BUDGETS: dict[str, int] = {
     "runtime/distributed": 1860,
     "runtime/kv_transfer": 2410,
     "runtime/scheduler": 3750,
-    "runtime/steps": 537,
+    "runtime/steps": 550,
     "server": 690,
     "server/chat": 620,
     "server/engine": 1050,

@@ -16,9 +16,10 @@ def _sizes(bucket: Bucket, limits: Limits, _: SegmentSizes | None) -> dict[str, 
 
 
 def _check(row: Any, bucket: Bucket, limits: Limits, sizes: Mapping[str, int]) -> None:
-    if not 1 <= row.length <= bucket.q_len:
-        raise SpecError(f"a row of {row.length} tokens for {bucket.name}; legal is 1 to {bucket.q_len}")
-    check_request(row, row.start + row.length, limits)
+    length = len(row.tokens)
+    if not 1 <= length <= bucket.q_len:
+        raise SpecError(f"a row of {length} tokens for {bucket.name}; legal is 1 to {bucket.q_len}")
+    check_request(row, row.start + length, limits)
     if row.places is not None:
         first, last = min(row.places.picture_rows), max(row.places.picture_rows)
         if not limits.picture_rows:

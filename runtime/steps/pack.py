@@ -27,12 +27,22 @@ DTYPES = {torch.int32: np.int32, torch.float32: np.float32, torch.uint8: np.uint
 
 
 class _Layout(NamedTuple):
-    """How the inputs of a bucket are made: name, shape, dtype and padding value of each; names of those with a number of each row, and
-    where that is in the row (of several inputs their items are); names of those with a sequence of each row; and sizes of letters."""
+    """How the inputs of a bucket are made.
+
+    Attributes:
+        arrays: name, shape, dtype and padding value of each.
+        columns: names of those with a number of each row, the column it goes to where there are several, and where it is in the row.
+        groups: names of those that a row has as items of one attribute, and this.
+        spread: names of those with a sequence of each row, and where that is.
+        tables: where a row has what is more than numbers, and what stores that.
+        sizes: of letters.
+    """
 
     arrays: tuple[tuple[str, tuple[int, ...], type, float], ...]
-    columns: tuple[tuple[tuple[str, ...], Callable[[Any], Any]], ...]
+    columns: tuple[tuple[str, int | None, Callable[[Any], float]], ...]
+    groups: tuple[tuple[tuple[str, ...], Callable[[Any], Sequence[float]]], ...]
     spread: tuple[tuple[str, Callable[[Any], Sequence[float]]], ...]
+    tables: tuple[tuple[Callable[[Any], Any], Callable[[Arrays, Sequence[tuple[int, Any]]], None]], ...]
     sizes: Mapping[str, int]
 
 
@@ -52,11 +62,11 @@ def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: i
     kind, layout = kind_of(bucket), _layout(StepInputs(bucket, limits, max_logprobs > 0, segments))
     if len(rows) > bucket.batch:
         raise SpecError(f"{len(rows)} {kind.batch} for {bucket.name}, which holds {bucket.batch}")
-    legal = ROWS[bucket.kind]
+    legal, check, sizes = ROWS[bucket.kind], kind.check, layout.sizes
     for row in rows:
         if not isinstance(row, legal):
             raise SpecError(f"a {type(row).__name__} for {bucket.name}; legal is {legal.__name__}")
-        kind.check(row, bucket, limits, layout.sizes)
+        check(row, bucket, limits, sizes)
     # New zeros rather than copies of them: memory that no step writes, as of most bitmasks, is never touched.
     arrays: Arrays = {
         name: np.full(shape, padding, dtype) if padding else np.zeros(shape, dtype) for name, shape, dtype, padding in layout.arrays
@@ -70,37 +80,41 @@ def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: i
 def _layout(inputs: StepInputs) -> _Layout:
     shapes = inputs.shapes()
     arrays = tuple((field.name, shape, DTYPES[field.dtype], field.padding) for field, shape in shapes)
-    columns: dict[str, list[str]] = {}
-    for field, _ in shapes:
-        columns.setdefault(field.row, []).append(field.name)
-    spread = tuple((name, attrgetter(row[1:])) for row, (name, *_) in columns.items() if row.startswith("*"))
-    numbers = tuple((tuple(names), attrgetter(row)) for row, names in columns.items() if row and not row.startswith("*"))
-    return _Layout(arrays, numbers, spread, inputs.sizes)
+    places: dict[str, list[tuple[str, int | None]]] = {}
+    for field, shape in shapes:
+        places.setdefault(field.row, []).append((field.name, 0 if len(shape) > 1 else None))
+    spread = tuple((own[0][0], attrgetter(row[1:])) for row, own in places.items() if row.startswith("*"))
+    numbers = {row: own for row, own in places.items() if row and not row.startswith("*")}
+    columns = tuple((*own[0], attrgetter(row)) for row, own in numbers.items() if len(own) == 1)
+    groups = tuple((tuple(name for name, _ in own), attrgetter(row)) for row, own in numbers.items() if len(own) > 1)
+    tables = tuple((attrgetter(name), fill) for name, fill in _TABLES.items() if hasattr(ROWS[inputs.bucket.kind], name))
+    return _Layout(arrays, columns, groups, spread, tables, inputs.sizes)
 
 
 def _fill(arrays: Arrays, rows: Sequence[Row], layout: _Layout) -> None:
     live = slice(0, len(rows))
-    for names, number in layout.columns:
-        values = list(map(number, rows))
-        for name, column in zip(names, zip(*values, strict=True) if len(names) > 1 else (values,), strict=True):
-            array = arrays[name]
-            array[live if array.ndim == 1 else (live, 0)] = column
+    for name, place, number in layout.columns:
+        arrays[name][live if place is None else (live, place)] = list(map(number, rows))
+    for names, items in layout.groups:
+        for name, column in zip(names, zip(*map(items, rows), strict=True), strict=True):
+            arrays[name][live] = column
     for name, sequence in layout.spread:
         array = arrays[name]
         width = array.shape[1]
         for i, numbers in enumerate(map(sequence, rows)):
-            if numbers:
+            if len(numbers) >= width:
                 # Random numbers may be for wider steps.
-                array[i, : len(numbers)] = numbers if len(numbers) <= width else numbers[:width]
-    for attribute, fill in _TABLES.items():
-        having = [(i, value) for i, row in enumerate(rows) if (value := getattr(row, attribute, None)) is not None]
-        if having:
+                array[i] = numbers[:width]
+            elif numbers:
+                array[i, : len(numbers)] = numbers
+    for given, fill in layout.tables:
+        if having := [(i, value) for i, value in enumerate(map(given, rows)) if value is not None]:
             fill(arrays, having)
     if "positions" in arrays:
         _fill_places(arrays, [row for row in rows if isinstance(row, PrefillRow)])
 
 
-def _fill_bitmasks(arrays: Mapping[str, npt.NDArray[Any]], masked: Sequence[tuple[int, Bitmask]]) -> None:
+def _fill_bitmasks(arrays: Arrays, masked: Sequence[tuple[int, Bitmask]]) -> None:
     """Stores the bitmasks of rows in the order of the rows."""
     most = len(arrays.get("bitmask", ()))
     if len(masked) > most:
@@ -110,7 +124,7 @@ def _fill_bitmasks(arrays: Mapping[str, npt.NDArray[Any]], masked: Sequence[tupl
         arrays["bitmask"][place] = bitmask
 
 
-def _fill_patches(arrays: Mapping[str, npt.NDArray[Any]], pictures: Sequence[tuple[int, Any]]) -> None:
+def _fill_patches(arrays: Arrays, pictures: Sequence[tuple[int, Any]]) -> None:
     """Patches of segments; a still picture stands in each of the frames of its patches."""
     for i, picture in pictures:
         count, own = picture.patches.shape
@@ -118,7 +132,7 @@ def _fill_patches(arrays: Mapping[str, npt.NDArray[Any]], pictures: Sequence[tup
         by_frame[:] = picture.patches.reshape(count, CHANNELS, 1, -1)
 
 
-_TABLES: Mapping[str, Callable[[Mapping[str, npt.NDArray[Any]], Sequence[tuple[int, Any]]], None]] = {
+_TABLES: Mapping[str, Callable[[Arrays, Sequence[tuple[int, Any]]], None]] = {
     "bitmask": _fill_bitmasks,
     "adjustment": adjustments.fill,
     "picture": _fill_patches,
