@@ -111,7 +111,7 @@ KIND_NAMES = 26
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 8955,
+    "graphs": 9120,
     "lowering": 1640,
     "lowering/artifact": 1170,
     "lowering/ascend": 16420,
@@ -138,11 +138,11 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 550,
-    "tests": 97480,
+    "tests": 97780,
     "tools": 970,
     "tools/agreement": 1540,
     "tools/bench": 2735,
-    "tools/builder": 4710,
+    "tools/builder": 4720,
     "tools/commands": 2210,
     "tools/face": 920,
     "tools/inspection": 940,

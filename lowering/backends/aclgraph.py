@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...graphs.steps.table import kind_of
+from ...graphs.types import Bucket
 from ..ascend.npu_backend import NpuBackend
 from ..backend import Compiled
 from ..platform import CPU, Platform
@@ -32,7 +33,7 @@ class AclGraph(NpuBackend):
         from ..ascend.acl_graph.file import encode
         from ..ascend.acl_graph.make import acl_file
 
-        made = acl_file(lowered.graph, lowered.signature, captured=kind_of(lowered.bucket).decodes)
+        made = acl_file(lowered.graph, lowered.signature, captured=isinstance(lowered.bucket, Bucket) and kind_of(lowered.bucket).decodes)
         return Compiled(encode(made), inspect_acl.census(made))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:

@@ -139,7 +139,7 @@ class Together:
         # As where rows are made together: with a slot to read and one to write a state that was not written shows as NaN.
         self._separate = len(self._free.slots) >= live * width
         largest = max(sum(after.nbytes for after in each.after) for each in known)
-        self._shares = live * largest > OWN_BYTES and (bucket.kind == "decode" or self._separate)
+        self._shares = live * largest > OWN_BYTES and (kind_of(bucket).decodes or self._separate)
         self._first, self._again = dict[int, Places](), dict[int, list[int]]()
         self.rows, placed = list[RowAlone](), list[LiveRow]()
         places = sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist())
