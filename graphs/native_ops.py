@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,10 @@ NAMESPACE = "npuc_native"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 FEW_ROWS = 64
-"""Largest number of rows for which products use our own kernels: beyond it compute and not memory is the bound, and torch's are as good."""
+"""Largest number of rows for which experts in float32 use our own kernel: beyond it compute and not memory is the bound."""
+
+PANELS: Mapping[torch.dtype, str] = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""Dtype of rows and weights that are multiplied as they are -> layout of the weights."""
 
 TABLE: dict[str, Native] = {}
 """Every native operator by name; filled when `graphs.ops` is imported."""

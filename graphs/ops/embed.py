@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..native_ops import Native, Packed
+from ..native_ops import PANELS, Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 
 
@@ -35,15 +35,17 @@ def embed_reference(args: Embed) -> Tensor:
     return torch.nn.functional.embedding(args.tokens, args.table)
 
 
-_panels = Native("npuc_embed_bf16", embed.schema, embed.rule("abstract"), Packed((1,), "bf16", embed.rule("reference"), worth=False)).op
+_panels = {
+    dtype: Native(f"npuc_embed_{kind}", embed.schema, embed.rule("abstract"), Packed((1,), kind, embed.rule("reference"), worth=False)).op
+    for dtype, kind in PANELS.items()
+}
 
 
 @embed.lowering("inductor")
 def embed_on_cpu(args: Embed) -> Any:
-    """A table that is the output head, too, is packed for it; rows are then picked out of its panels (lowering/cpp/linear_bf16.cpp)."""
-    if args.table.dtype == torch.bfloat16:
-        return _panels(args.tokens, args.table)
-    return embed_reference(args)
+    """A table that is the output head, too, is packed for it; rows are then picked out of its panels (lowering/cpp/linear.cpp)."""
+    panels = _panels.get(args.table.dtype)
+    return panels(args.tokens, args.table) if panels else embed_reference(args)
 
 
 @embed.lowering("npu")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import products
-from ..native_ops import FEW_ROWS, Native, Packed
+from ..native_ops import PANELS, Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 
 
@@ -36,22 +36,21 @@ def linear_reference(args: Linear) -> Tensor:
     return products.linear(args.x, args.weight)
 
 
-_few_rows = Native("npuc_linear", linear.schema, linear.rule("abstract")).op
-_panels = Native("npuc_linear_bf16", linear.schema, linear.rule("abstract"), Packed((1,), "bf16", linear.rule("reference"))).op
+_panels = {
+    dtype: Native(f"npuc_linear_{kind}", linear.schema, linear.rule("abstract"), Packed((1,), kind, linear.rule("reference"))).op
+    for dtype, kind in PANELS.items()
+}
 
 
 @linear.lowering("inductor")
 def linear_on_cpu(args: Linear) -> Any:
-    """Kernels that read weights as fast as memory gives them: of few rows in float32 (lowering/cpp/linear.cpp), and in bfloat16 of
-    any number of rows, with weights that were packed when they were loaded (lowering/cpp/linear_bf16.cpp).
+    """A kernel for any number of rows, with weights that were packed when they were loaded (lowering/cpp/linear.cpp).
 
     A row's result is the same bit for bit whatever rows are beside it; torch sums in another order for another number of rows.
     """
     x, weight = args
-    if x.dtype == weight.dtype == torch.bfloat16:
-        return _panels(x, weight)
-    if x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype == torch.float32:
-        return _few_rows(x, weight)
+    if x.dtype == weight.dtype and x.dtype in _panels:
+        return _panels[x.dtype](x, weight)
     return linear_reference(args)
 
 

@@ -5,13 +5,12 @@
 
 extern "C" {
 
-// y [M, N] = x [M, K] times the transpose of w [N, K]; rows of x are `ld` floats apart.
-void npuc_linear(const float* x, int64_t ld, const float* w, int64_t M, int64_t N, int64_t K, float* y);
-
-// The same in bfloat16, of w in panels (panels.h).
+// y [M, N] = x [M, K] times the transpose of w [N, K], which is in panels (panels.h); rows of x are `ld` elements apart.
+void npuc_linear_f32(const void* x, int64_t ld, const void* w, int64_t M, int64_t N, int64_t K, void* y);
 void npuc_linear_bf16(const void* x, int64_t ld, const void* w, int64_t M, int64_t N, int64_t K, void* y);
 
 // out [T, K]: the rows `ids` [T], int32 or int64, of a table [.., K] in panels.
+void npuc_embed_f32(const void* ids, int64_t wide_ids, const void* table, int64_t T, int64_t K, void* out);
 void npuc_embed_bf16(const void* ids, int64_t wide_ids, const void* table, int64_t T, int64_t K, void* out);
 
 // y [M, N] = x [M, K] times w [K, N] of int8 in panels; rows of x, bfloat16 if `half` and else float32, are rounded to int8 by scales of

@@ -10,20 +10,31 @@ using namespace npuc;
 
 namespace {
 
-// Transposes [16][width] words of rows that are `ld` apart, of which `rows` exist, to [width][16].
-void transpose(const uint16_t* from, int64_t rows, int64_t K, int64_t pairs, uint32_t* to) {
+// Transposes rows of `width` bytes, of which `rows` exist, to words [words][16].
+void transpose(const char* from, int64_t rows, int64_t width, int64_t words, uint32_t* to) {
     constexpr int64_t STEP = 16;
-    for (int64_t k0 = 0; k0 < pairs; k0 += STEP) {
+    for (int64_t k0 = 0; k0 < words; k0 += STEP) {
         uint32_t square[CHANNELS][STEP] = {};
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t left = std::min(2 * STEP, K - 2 * k0);
-            if (left == 2 * STEP)
-                std::memcpy(square[r], from + r * K + 2 * k0, sizeof square[r]);
+            const int64_t left = std::min(4 * STEP, width - 4 * k0);
+            if (left == 4 * STEP)
+                std::memcpy(square[r], from + r * width + 4 * k0, sizeof square[r]);
             else if (left > 0)
-                std::memcpy(square[r], from + r * K + 2 * k0, left * 2);
+                std::memcpy(square[r], from + r * width + 4 * k0, left);
         }
         for (int64_t k = 0; k < STEP; k++)
             for (int64_t r = 0; r < CHANNELS; r++) to[(k0 + k) * CHANNELS + r] = square[r][k];
+    }
+}
+
+// Packs matrices whose N channels are `width` bytes, and in panels `words` of 32 bits.
+void pack_words(const void* weights, int64_t matrices, int64_t N, int64_t width, int64_t words, void* out) {
+    const int64_t each = panels(N);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < matrices * each; i++) {
+        const int64_t first = i % each * CHANNELS;
+        transpose(static_cast<const char*>(weights) + (i / each * N + first) * width, std::min(CHANNELS, N - first), width, words,
+                  static_cast<uint32_t*>(out) + i * words * CHANNELS);
     }
 }
 
@@ -43,13 +54,13 @@ inline Lanes gathered(const uint32_t (&rows)[8][16], int64_t p) {
 int64_t npuc_packed_bf16(int64_t N, int64_t K) { return panels(N) * lines(K, 2) * LINE; }
 
 void npuc_pack_bf16(const void* weights, int64_t matrices, int64_t N, int64_t K, void* out) {
-    const int64_t each = panels(N), pairs = lines(K, 2);
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < matrices * each; i++) {
-        const int64_t first = i % each * CHANNELS;
-        transpose(static_cast<const uint16_t*>(weights) + (i / each * N + first) * K, std::min(CHANNELS, N - first), K, pairs,
-                  static_cast<uint32_t*>(out) + i * pairs * CHANNELS);
-    }
+    pack_words(weights, matrices, N, 2 * K, lines(K, 2), out);
+}
+
+int64_t npuc_packed_f32(int64_t N, int64_t K) { return 2 * npuc_packed_bf16(N, K); }
+
+void npuc_pack_f32(const void* weights, int64_t matrices, int64_t N, int64_t K, void* out) {
+    pack_words(weights, matrices, N, 4 * K, 2 * lines(K, 2), out);
 }
 
 int64_t npuc_packed_int8(int64_t K, int64_t N) { return panels(N) * (lines(K, 1) + 1) * LINE; }

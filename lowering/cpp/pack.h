@@ -9,6 +9,10 @@ extern "C" {
 int64_t npuc_packed_bf16(int64_t N, int64_t K);
 void npuc_pack_bf16(const void* weights, int64_t matrices, int64_t N, int64_t K, void* out);
 
+// The same of matrices [N, K] of float32.
+int64_t npuc_packed_f32(int64_t N, int64_t K);
+void npuc_pack_f32(const void* weights, int64_t matrices, int64_t N, int64_t K, void* out);
+
 // The same of matrices [K, N] of int8.
 int64_t npuc_packed_int8(int64_t K, int64_t N);
 void npuc_pack_int8(const void* weights, int64_t matrices, int64_t K, int64_t N, void* out);

@@ -1,9 +1,10 @@
 // Weights as products read them: in panels of 16 channels, made once when weights are loaded (pack.cpp).
 //
 // A matrix [N, K] of bfloat16 becomes [N / 16][K / 2][16][2]: a line of 64 bytes has a pair of each channel, which is what AVX-512's dot
-// products take, and 16 lines are a tile of AMX. N is filled up with zeros to whole panels and K to whole tiles. One of int8 becomes
-// [N / 16][K / 4][16][4], and behind each panel stand the 16 sums of its channels, int32. One of int4 becomes [N / 16][K / 8][16] words of
-// 32 bits: nibble i of a half is the weight of pair i of four, so that a line, shifted by 4 i, has a line of bfloat16's pairs as indices.
+// products take, and 16 lines are a tile of AMX. N is filled up with zeros to whole panels and K to whole tiles. One of float32
+// becomes [N / 16][K][16], N and K filled up as for bfloat16. One of int8 becomes [N / 16][K / 4][16][4], and behind each panel stand the
+// 16 sums of its channels, int32. One of int4 becomes [N / 16][K / 8][16] words of 32 bits: nibble i of a half is the weight of pair i of
+// four, so that a line, shifted by 4 i, has a line of bfloat16's pairs as indices.
 #pragma once
 
 #include <cstdint>

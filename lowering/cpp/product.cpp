@@ -47,7 +47,7 @@ Blocks::Blocks(Kind kind, int64_t M, int64_t K, int64_t few) : kind(kind), isa(k
     in_order_of_tiles = isa == Isa::TILES && M <= few;
     if (in_order_of_tiles) isa = Isa::WIDE;
     const int64_t size = bytes_of(kind), most = MOST[int(isa)];
-    // Panels of int4, the only ones that are multiplied with float32, have as many elements as those of bfloat16.
+    // Panels that float32 is multiplied with, its own and those of int4, have as many elements as those of bfloat16.
     width = K * size, lines = npuc::lines(K, std::min<int64_t>(size, 2)), words = isa == Isa::WIDE ? 2 * lines : lines;
     count = (M + most - 1) / most;
     // Rows are shared evenly, but tiles of several blocks are read in pairs and whole.

@@ -1,5 +1,5 @@
-// Products of rows with panels of a matrix (panels.h): bfloat16 with sums in float32, and int8 with exact sums in int32. Rows are arranged
-// here for products with int4, too (product_int4.h), which multiplies bfloat16 and float32.
+// Products of rows with panels of a matrix (panels.h): float32 and bfloat16 with sums in float32, and int8 with exact sums in int32. Rows
+// are arranged here for products with int4, too (product_int4.h), which multiplies bfloat16 and float32.
 //
 // A row's sums have an order that depends on nothing but the variant (cpu.h), so a row is the same bits in any company.
 #pragma once
@@ -26,10 +26,10 @@ struct Blocks {
     // Up to `few` rows are multiplied by vectors where there are tiles.
     Blocks(Kind kind, int64_t M, int64_t K, int64_t few = 0);
 
-    // Bytes of a block, of all blocks, and of a panel that they are multiplied with.
+    // Bytes of a block, of all blocks, and of a panel of their own dtype.
     int64_t block() const { return rows * words * 4; }
     int64_t bytes() const { return count * block(); }
-    int64_t panel() const { return (lines + (kind == Kind::INT8)) * LINE; }
+    int64_t panel() const { return (lines * (kind == Kind::F32 ? 2 : 1) + (kind == Kind::INT8)) * LINE; }
 
     // The blocks [first, last) alone.
     Blocks some(int64_t first, int64_t last) const {
@@ -41,7 +41,8 @@ struct Blocks {
     Kind kind;
     Isa isa;
     bool in_order_of_tiles;  // sums of WIDE
-    int64_t M, width, lines, words, rows, count;  // `width` is bytes of a row, `words` what a row of a block has of 32 bits
+    // `width` is bytes of a row, `lines` those of a panel, of float32 by twos; `words` is what a row of a block has of 32 bits.
+    int64_t M, width, lines, words, rows, count;
 };
 
 // What becomes of sums: `put` gets those of up to 16 rows from `m` on, and of the 16 channels of panel `p`, in 32 bits each.

@@ -122,41 +122,46 @@ void promised(bool kept) {
     if (!kept) throw Failed{};
 }
 
+// A product of rows of T with weights of the same dtype, which are in panels.
+template <typename T, typename Kernel>
+void linear(Kernel kernel, int32_t dtype, AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* out) {
+    const Tensor input(x), w(weight);
+    promised(w.dense() && input.dtype == dtype && w.dtype == dtype);
+    const Rows<T> rows(input);
+    const int64_t sizes[] = {input.sizes[0], w.sizes[0]};
+    void* y = make(2, sizes, dtype, out);
+    kernel(rows.data, rows.ld, w.data, sizes[0], sizes[1], w.sizes[1], y);
+}
+
+// Rows of a table that is in panels.
+template <typename Kernel>
+void embed(Kernel kernel, int32_t dtype, AtenTensorHandle tokens, AtenTensorHandle table, AtenTensorHandle* out) {
+    const Tensor ids(tokens), rows(table);
+    const bool wide = ids.dtype == aoti_torch_dtype_int64();
+    promised(rows.dense() && ids.dense() && rows.dtype == dtype && (wide || ids.dtype == aoti_torch_dtype_int32()));
+    const int64_t sizes[] = {ids.sizes[0], rows.sizes[1]};
+    void* y = make(2, sizes, dtype, out);
+    kernel(ids.data, wide, rows.data, sizes[0], sizes[1], y);
+}
+
 }  // namespace
 
 extern "C" {
 
-AOTITorchError aoti_torch_cpu_npuc_linear(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* out) {
-    return guarded("npuc_linear", [&] {
-        const Tensor input(x), w(weight);
-        promised(w.dense() && input.dtype == aoti_torch_dtype_float32() && w.dtype == input.dtype);
-        const Rows<float> rows(input);
-        const int64_t sizes[] = {input.sizes[0], w.sizes[0]};
-        auto* y = static_cast<float*>(make(2, sizes, input.dtype, out));
-        npuc_linear(rows.data, rows.ld, static_cast<const float*>(w.data), sizes[0], sizes[1], w.sizes[1], y);
-    });
+AOTITorchError aoti_torch_cpu_npuc_linear_f32(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* out) {
+    return guarded("npuc_linear_f32", [&] { linear<float>(npuc_linear_f32, aoti_torch_dtype_float32(), x, weight, out); });
 }
 
 AOTITorchError aoti_torch_cpu_npuc_linear_bf16(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* out) {
-    return guarded("npuc_linear_bf16", [&] {
-        const Tensor input(x), w(weight);
-        promised(w.dense() && input.dtype == aoti_torch_dtype_bfloat16() && w.dtype == input.dtype);
-        const Rows<uint16_t> rows(input);
-        const int64_t sizes[] = {input.sizes[0], w.sizes[0]};
-        void* y = make(2, sizes, input.dtype, out);
-        npuc_linear_bf16(rows.data, rows.ld, w.data, sizes[0], sizes[1], w.sizes[1], y);
-    });
+    return guarded("npuc_linear_bf16", [&] { linear<uint16_t>(npuc_linear_bf16, aoti_torch_dtype_bfloat16(), x, weight, out); });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_embed_f32(AtenTensorHandle tokens, AtenTensorHandle table, AtenTensorHandle* out) {
+    return guarded("npuc_embed_f32", [&] { embed(npuc_embed_f32, aoti_torch_dtype_float32(), tokens, table, out); });
 }
 
 AOTITorchError aoti_torch_cpu_npuc_embed_bf16(AtenTensorHandle tokens, AtenTensorHandle table, AtenTensorHandle* out) {
-    return guarded("npuc_embed_bf16", [&] {
-        const Tensor ids(tokens), rows(table);
-        const bool wide = ids.dtype == aoti_torch_dtype_int64();
-        promised(rows.dense() && ids.dense() && rows.dtype == aoti_torch_dtype_bfloat16() && (wide || ids.dtype == aoti_torch_dtype_int32()));
-        const int64_t sizes[] = {ids.sizes[0], rows.sizes[1]};
-        void* y = make(2, sizes, rows.dtype, out);
-        npuc_embed_bf16(ids.data, wide, rows.data, sizes[0], sizes[1], y);
-    });
+    return guarded("npuc_embed_bf16", [&] { embed(npuc_embed_bf16, aoti_torch_dtype_bfloat16(), tokens, table, out); });
 }
 
 AOTITorchError aoti_torch_cpu_npuc_quant_linear(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle scale, AtenTensorHandle* out) {

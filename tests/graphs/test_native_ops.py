@@ -65,10 +65,10 @@ def test_what_depends_on_values_is_always_a_kernel() -> None:
     assert called(ops.token_logprobs, torch.zeros(1, 1, 5), ints(1, 1), ints(1), 2) == {"npuc_logprobs"}
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (FEW_ROWS, F32), (FEW_ROWS + 1, F32), (1, torch.bfloat16)])
-def test_few_rows_in_float32_and_all_in_bfloat16_go_through_kernels(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (FEW_ROWS, F32), (FEW_ROWS + 1, F32), (1, torch.bfloat16), (1, torch.float16)])
+def test_products_go_through_kernels_and_experts_of_many_rows_in_float32_do_not(rows: int, dtype: torch.dtype) -> None:
     few, half = rows <= FEW_ROWS and dtype == F32, dtype == torch.bfloat16
-    product = {"npuc_linear"} if few else {"npuc_linear_bf16"} if half else set()
+    product = {"npuc_linear_f32"} if dtype == F32 else {"npuc_linear_bf16"} if half else set()
     x, zeros = torch.zeros(rows, 6, dtype=dtype), partial(torch.zeros, dtype=dtype)
     assert called(ops.linear, x, zeros(5, 6)) == product
     assert called(ops.swiglu_linear, x, zeros(2, 5, 6)) == product

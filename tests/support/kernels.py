@@ -88,25 +88,18 @@ def unbind() -> None:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    (M, K), N = x.shape, weight.shape[0]
-    x, out = _rows(x), torch.empty(M, N)
-    _call("npuc_linear", _at(x, F32), x.stride(0), _at(weight, F32, (N, K)), M, N, K, _at(out, F32))
-    return out
-
-
-def linear_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Packs the weight first, which a package finds packed."""
-    (M, K), N = x.shape, weight.shape[0]
-    x, out, panels = _rows(x), torch.empty(M, N, dtype=x.dtype), packed(weight)
-    _call("npuc_linear_bf16", _at(x, BF16), x.stride(0), _at(panels, U8), M, N, K, _at(out, BF16))
+    (M, K), N, kind = x.shape, weight.shape[0], operators.PANELS[x.dtype]
+    x, out, panels = _rows(x), torch.empty(M, N, dtype=x.dtype), packed(weight, kind)
+    _call(f"npuc_linear_{kind}", _at(x, x.dtype), x.stride(0), _at(panels, U8), M, N, K, _at(out, x.dtype))
     return out
 
 
-def embed_bf16(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    K, tokens, panels = table.shape[1], tokens.contiguous(), packed(table)
-    out = torch.empty(len(tokens), K, dtype=table.dtype)
+def embed(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    K, tokens, kind = table.shape[1], tokens.contiguous(), operators.PANELS[table.dtype]
+    out, panels = torch.empty(len(tokens), K, dtype=table.dtype), packed(table, kind)
     wide = int(tokens.dtype == torch.int64)
-    _call("npuc_embed_bf16", _at(tokens, tokens.dtype), wide, _at(panels, U8), len(tokens), K, _at(out, BF16))
+    _call(f"npuc_embed_{kind}", _at(tokens, tokens.dtype), wide, _at(panels, U8), len(tokens), K, _at(out, table.dtype))
     return out
 
 
@@ -372,13 +365,14 @@ KERNELS = {
     "npuc_conv_rows": conv_rows,
     "npuc_delta": delta,
     "npuc_delta_rows": delta_rows,
-    "npuc_embed_bf16": embed_bf16,
+    "npuc_embed_bf16": embed,
+    "npuc_embed_f32": embed,
     "npuc_experts": experts,
     "npuc_experts_bf16": experts_bf16,
     "npuc_grouped_int4": grouped_int4,
     "npuc_grouped_int8": grouped_int8,
-    "npuc_linear": linear,
-    "npuc_linear_bf16": linear_bf16,
+    "npuc_linear_bf16": linear,
+    "npuc_linear_f32": linear,
     "npuc_linear_int4": linear_int4,
     "npuc_logprobs": logprobs,
     "npuc_quant_linear": quant_linear,

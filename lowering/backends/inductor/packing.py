@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import huge_pages
 
-KINDS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.int32}
+KINDS: Mapping[str, torch.dtype] = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.int32}
 """Layout -> dtype of the weights that it is made of."""
 
 

@@ -26,10 +26,10 @@ class Said(Progress):
         self.lines.append(text)
 
 
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     sizes = {"buckets": (1, 2, 9), "prefill": (8, 16)}
-    return planned(write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny"), dtype="bfloat16", backend="inductor", **sizes)
+    return planned(write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny"), dtype=request.param, backend="inductor", **sizes)
 
 
 def parts(kinds: Kinds, plan: Plan, *buckets: Bucket) -> list[Any]:
@@ -46,6 +46,7 @@ def test_buckets_of_a_kind_have_the_same_parts(plan: Plan) -> None:
     assert all(each == decode[0] for each in decode)
     assert all(each == prefill[0] for each in prefill)
     assert decode[0] != prefill[0]
+    assert kinds.any_size == set(plan.buckets)
     assert said.lines == []
 
 

@@ -14,7 +14,7 @@ from npucompile.graphs.ops.embed import Embed, embed_on_cpu
 from npucompile.graphs.ops.linear import Linear, linear_on_cpu
 from npucompile.graphs.ops.moe_experts import MoeExperts, moe_experts_on_cpu
 from npucompile.lowering.backends.inductor.layouts import choose, layouts
-from npucompile.lowering.backends.inductor.packing import Layout
+from npucompile.lowering.backends.inductor.packing import KINDS, Layout
 
 BF16 = torch.bfloat16
 
@@ -67,8 +67,8 @@ def test_a_transposed_weight_stays_plain() -> None:
     assert chosen(graph) == {}
 
 
-def test_float32_stays_plain() -> None:
-    graph = graph_of(lambda x, w: [product(x, w)], (5, 48), (70, 48), dtype=torch.float32)
+def test_float16_stays_plain() -> None:
+    graph = graph_of(lambda x, w: [product(x, w)], (5, 48), (70, 48), dtype=torch.float16)
     assert chosen(graph) == {}
 
 
@@ -76,7 +76,8 @@ def test_an_embedding_is_packed_only_for_a_head() -> None:
     def tied(tokens: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
         return [product(embed_on_cpu(Embed(tokens, table)), table)]
 
-    assert chosen(graph_of(tied, (5,), (70, 48))) == {1: Layout("bf16", 1, 70, 48)}
+    for kind in ("bf16", "f32"):
+        assert chosen(graph_of(tied, (5,), (70, 48), dtype=KINDS[kind])) == {1: Layout(kind, 1, 70, 48)}
     alone = graph_of(lambda tokens, table: [embed_on_cpu(Embed(tokens, table))], (5,), (70, 48))
     assert chosen(alone) == {}
     assert natives(alone) == []

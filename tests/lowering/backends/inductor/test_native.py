@@ -63,32 +63,6 @@ def apart(x: torch.Tensor, by: int) -> torch.Tensor:
 COMPANIES = [(0, 1), (5, 2), (0, 3), (9, 4), (3, 5), (1, 8), (0, 9), (30, 17), (1, 63), (0, 64)]
 """First row and number of rows of calls with rows in common."""
 
-# --- linear ---
-
-
-@settings(max_examples=MANY)
-@given(st.integers(1, 64), st.integers(1, 70), st.integers(1, 80), st.integers(0, 5))
-def test_linear_is_the_reference(run, M, N, K, by):
-    x, weight = randn(M, K), randn(N, K, seed=1)
-    close(run.linear(apart(x, by), weight), ops.linear(x, weight))
-
-
-LINEAR = [(1, 1), (33, 17), (130, 300)]
-"""Sizes N, K; the last uses a second thread."""
-
-
-@pytest.mark.parametrize(("N", "K"), LINEAR)
-def test_a_row_of_linear_is_the_same_in_any_company(run, N, K):
-    """Bit for bit: a request's tokens must not depend on other rows or on the number of threads."""
-    x, weight = randn(64, K), randn(N, K, seed=1)
-    alone = torch.cat([run.linear(x[m : m + 1], weight) for m in range(64)])
-    close(alone, ops.linear(x, weight))
-    for threads in (1, 2):
-        with run.threads(threads):
-            for first, count in COMPANIES:
-                assert torch.equal(run.linear(x[first : first + count], weight), alone[first : first + count])
-
-
 # --- experts ---
 
 

@@ -39,10 +39,12 @@ def test_packing_is_that_of_the_kernels_with_the_shape_of_the_parameter(library:
     first, second = torch.randn(33, 17).to(torch.bfloat16), torch.randn(3, 20, 64).to(torch.bfloat16)
     integers = torch.randint(-128, 128, (70, 37), dtype=torch.int8)
     nibbles = torch.randint(-(2**31), 2**31, (2, 70, 3)).to(torch.int32)
-    wanted = {0: Layout("bf16", 1, 33, 17), 2: Layout("bf16", 3, 20, 64), 3: Layout("int8", 1, 70, 37), 4: Layout("int4", 2, 70, 3)}
-    made = Packer(library).pack([first, torch.zeros(1), second, integers, nibbles], wanted)
-    assert sorted(made) == [0, 2, 3, 4]
-    for i, plain in ((0, first), (2, second), (3, integers), (4, nibbles)):
+    bf16 = {0: Layout("bf16", 1, 33, 17), 2: Layout("bf16", 3, 20, 64)}
+    wanted = {**bf16, 3: Layout("int8", 1, 70, 37), 4: Layout("int4", 2, 70, 3), 5: Layout("f32", 1, 33, 17)}
+    params = [first, torch.zeros(1), second, integers, nibbles, torch.randn(33, 17)]
+    made = Packer(library).pack(params, wanted)
+    assert sorted(made) == sorted(wanted)
+    for i, plain in ((i, params[i]) for i in wanted):
         want = native_kernels.packed(plain, wanted[i].kind)
         assert (made[i].shape, made[i].dtype, made[i].is_contiguous()) == (plain.shape, plain.dtype, True)
         assert made[i].data_ptr() % 64 == 0
@@ -68,7 +70,7 @@ TABLE, INT8, STATIC, INT4, E = (70, 48), (48, 37), (48, 20), (48, 32 // 8), 3
 WIDE, DOWN, WIDE4, DOWN4 = (E, 2, 20, 48), (E, 48, 20), (E, 48, 2 * 16 // 8), (E, 16, 48 // 8)
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 PARAMS = {
-    "table": (TABLE, BF16),
+    **{"table": (TABLE, BF16), "table32": (TABLE, F32)},
     **{"int8": (INT8, torch.int8), "scale": (INT8[1:], F32)},
     **{
         "static": (STATIC, torch.int8),
@@ -85,18 +87,18 @@ PARAMS = {
     **{"gate_up8": ((E, 48, 40), torch.int8), "gate_up8_scale": ((E, 40), F32)},
     **{"down8": ((E, 20, 48), torch.int8), "down8_scale": ((E, 48), F32)},
 }
-RESULTS = {"y": 70, "int4": 32, "experts": 48, "experts4": 48, "experts8": 48, "int8": 37, "static": 20}
+RESULTS = {"y": 70, "int4": 32, "experts": 48, "experts4": 48, "experts8": 48, "int8": 37, "static": 20, "y32": 70}
 SIGNATURE = Signature(
     params=tuple(Leaf(f"params.{name}", Aval(shape, dtype)) for name, (shape, dtype) in PARAMS.items()),
     state=(),
     inputs=(Leaf("inputs.tokens", Aval((5,), I32)),),
-    outputs=tuple(Leaf(f"outputs.{name}", Aval((5, wide), BF16)) for name, wide in RESULTS.items()),
+    outputs=tuple(Leaf(f"outputs.{name}", Aval((5, wide), F32 if name == "y32" else BF16)) for name, wide in RESULTS.items()),
 )
 
 
 def step(rule: Callable[[Primitive[Any]], Callable[..., Any]], *operands: torch.Tensor) -> list[torch.Tensor]:
     """Rows of a table that is the head, too, and products with weights of every kind of integers, alone and of experts."""
-    table, int8, scale, static, static_scale, bias, by, offset, int4, int4_scale, *experts, tokens = operands
+    table, table32, int8, scale, static, static_scale, bias, by, offset, int4, int4_scale, *experts, tokens = operands
     x = rule(ops.embed)(tokens, table)
     return [
         rule(ops.linear)(x, table),
@@ -106,6 +108,7 @@ def step(rule: Callable[[Primitive[Any]], Callable[..., Any]], *operands: torch.
         rule(ops.grouped_experts_w8a8)(*experts[9:], BF16),
         rule(ops.quant_linear)(x, int8, scale),
         rule(ops.static_quant_linear)(x, static, static_scale, bias, by, offset),
+        rule(ops.linear)(rule(ops.embed)(tokens, table32), table32),
     ]
 
 
@@ -136,5 +139,6 @@ def test_a_package_calls_every_native_operator_of_packed_weights(tmp_path: Path)
     got, want = open_executable(tmp_path / "step.pt2", "inductor")(operands), step(lambda p: p.rule("reference"), *operands)
     for product, wanted_product in zip(got[:5], want[:5], strict=True):
         torch.testing.assert_close(product, wanted_product, rtol=2e-2, atol=1e-2 * float(wanted_product.abs().max()))
-    for integers, wanted_integers in zip(got[5:], want[5:], strict=True):
+    for integers, wanted_integers in zip(got[5:7], want[5:7], strict=True):
         assert torch.equal(integers, wanted_integers)
+    torch.testing.assert_close(got[7], want[7], rtol=1e-5, atol=1e-5)

@@ -59,33 +59,43 @@ def same_in_any_company(run: ModuleType, product: Callable[[torch.Tensor], torch
     return whole
 
 
-# --- bfloat16 and int8 ---
+# --- float32, bfloat16 and int8 ---
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 65), st.integers(1, 90), st.integers(1, 130), st.integers(0, 5))
-def test_the_product_is_that_of_wider_numbers(run: ModuleType, M: int, N: int, K: int, by: int) -> None:
-    x, weight = randn(M, K), randn(N, K, seed=1)
-    close(run.linear_bf16(apart(x, by), weight), x.double() @ weight.double().T)
+@given(st.integers(1, 65), st.integers(1, 90), st.integers(1, 300), st.integers(0, 5), DTYPES)
+def test_the_product_is_that_of_wider_numbers(run: ModuleType, M: int, N: int, K: int, by: int, dtype: torch.dtype) -> None:
+    x, weight = randn(M, K, dtype=dtype), randn(N, K, seed=1, dtype=dtype)
+    close(run.linear(apart(x, by), weight), x.double() @ weight.double().T)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize(("N", "K"), [(1, 1), (33, 17), (200, 300), (48, 4200), (64, 1030), (1792, 40)])
-def test_a_row_is_the_same_in_any_company(run: ModuleType, N: int, K: int) -> None:
+def test_a_row_is_the_same_in_any_company(run: ModuleType, N: int, K: int, dtype: torch.dtype) -> None:
     """Bit for bit, whatever blocks rows are cut into: a request's tokens must not depend on other rows or on the number of threads.
 
     With 4,200 columns 300 rows are more than stay in the cache at a time, with 1,030 sums are put down on the way, and results of 1,792
     channels are more than caches should hold.
     """
-    x, weight = randn(300, K), randn(N, K, seed=1)
-    close(same_in_any_company(run, lambda rows: run.linear_bf16(rows, weight), x), x.double() @ weight.double().T)
+    x, weight = randn(300, K, dtype=dtype), randn(N, K, seed=1, dtype=dtype)
+    close(same_in_any_company(run, lambda rows: run.linear(rows, weight), x), x.double() @ weight.double().T)
+
+
+def test_long_sums_of_float32_round_as_little_as_those_of_torch(run: ModuleType) -> None:
+    """Within twice torch's largest error: numbers of one sign, of which a sum one by one loses ten times as much."""
+    x, weight = randn(40, 6000, dtype=F32).abs(), randn(48, 6000, seed=1, dtype=F32).abs()
+    want = x.double() @ weight.double().T
+    assert (run.linear(x, weight) - want).abs().max() <= 2 * (x @ weight.T - want).abs().max()
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 70), st.integers(1, 90), st.integers(1, 70), st.sampled_from([torch.int32, torch.int64]))
-def test_rows_are_picked_out_of_panels_as_they_were(run: ModuleType, V: int, M: int, T: int, dtype: torch.dtype) -> None:
-    table = randn(V, M)
-    tokens = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert torch.equal(run.embed_bf16(tokens, table), table[tokens.long()])
+@given(st.integers(1, 70), st.integers(1, 90), st.integers(1, 70), st.sampled_from([torch.int32, torch.int64]), DTYPES)
+def test_rows_are_picked_out_of_panels_as_they_were(
+    run: ModuleType, V: int, M: int, T: int, integer: torch.dtype, dtype: torch.dtype
+) -> None:
+    table = randn(V, M, dtype=dtype)
+    tokens = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1)).to(integer)
+    assert torch.equal(run.embed(tokens, table), table[tokens.long()])
 
 
 @settings(max_examples=60)

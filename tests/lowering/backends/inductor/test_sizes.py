@@ -29,8 +29,9 @@ SIZES = ({"rows": 2, "tokens": 116}, {"rows": 46, "tokens": 148})
 
 
 @cache
-def lowered(bucket: Bucket, limits: Limits = RULES, kinds: str = "lf", dtype: torch.dtype = torch.bfloat16) -> Lowered:
-    model = oracle.build(oracle.settings(kinds)).model
+def lowered(bucket: Bucket, limits: Limits = RULES, kinds: str = "lf", dtype: torch.dtype = torch.bfloat16, experts: int = 0) -> Lowered:
+    chosen = {"num_experts": experts, "num_experts_per_tok": 2} if experts else {}
+    model = oracle.build(oracle.settings(kinds, **chosen)).model
     return lower_bodies(optimise(partition(trace(program(model, bucket, limits, dtype)), Mesh(), Rules())), "inductor")
 
 
@@ -38,18 +39,19 @@ def sizes_of(one: Lowered) -> sizes.Sizes:
     return sizes.sizes_of(one.bucket, one.signature)
 
 
-def common(bucket: Bucket, dtype: torch.dtype = torch.bfloat16) -> CommonGraph:
+def common(bucket: Bucket, dtype: torch.dtype = torch.bfloat16, experts: int = 0) -> CommonGraph:
     # Not from the cache: bodies of these get an operand more.
-    both = [lowered.__wrapped__(each, dtype=dtype) for each in sizes.samples(bucket)]
+    both = [lowered.__wrapped__(each, dtype=dtype, experts=experts) for each in sizes.samples(bucket)]
     return CommonGraph.of([each.graph for each in both], [sizes_of(each) for each in both])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("bucket", [Bucket("decode", 1, 1), Bucket("prefill", 1, 32)], ids=lambda bucket: bucket.kind)
-def test_every_bucket_of_a_kind_is_what_two_others_say(bucket: Bucket) -> None:
-    kind = common(bucket)
-    for rows in (1, 3, 9, 64):
+def test_every_bucket_of_a_kind_is_what_two_others_say(bucket: Bucket, dtype: torch.dtype) -> None:
+    kind = common(bucket, dtype=dtype)
+    for rows in (1, 3, 9, 64, 65):
         for width in (1,) if bucket.kind == "decode" else (7, 128):
-            other = lowered(Bucket(bucket.kind, rows, width))
+            other = lowered(Bucket(bucket.kind, rows, width), dtype=dtype)
             assert kind.holds(other.graph, sizes_of(other)), other.bucket.name
 
 
@@ -62,10 +64,10 @@ def test_a_graph_of_another_kind_is_none_of_them() -> None:
 
 
 def test_where_few_rows_take_another_operator_a_graph_is_compiled_for_itself() -> None:
-    """Products of float32 with few rows are ours, and others torch's."""
-    kind = common(Bucket("prefill", 1, 32), torch.float32)
+    """Experts of float32 with few rows are ours, and others torch's."""
+    kind = common(Bucket("prefill", 1, 32), torch.float32, experts=4)
     for tokens, alike in ((4, False), (128, True)):
-        other = lowered(Bucket("prefill", 2, tokens), dtype=torch.float32)
+        other = lowered(Bucket("prefill", 2, tokens), dtype=torch.float32, experts=4)
         assert kind.holds(other.graph, sizes_of(other)) is alike
 
 
