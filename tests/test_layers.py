@@ -111,7 +111,7 @@ KIND_NAMES = 26
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9120,
+    "graphs": 9122,
     "lowering": 1640,
     "lowering/artifact": 1170,
     "lowering/ascend": 16420,
