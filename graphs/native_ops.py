@@ -12,9 +12,6 @@ from .errors import PrimitiveError
 NAMESPACE = "npuc_native"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
-FEW_ROWS = 64
-"""Largest number of rows for which experts in float32 use our own kernel: beyond it compute and not memory is the bound."""
-
 PANELS: Mapping[torch.dtype, str] = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """Dtype of rows and weights that are multiplied as they are -> layout of the weights."""
 

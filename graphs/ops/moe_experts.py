@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import products
-from ..native_ops import FEW_ROWS, Native, Packed
+from ..native_ops import Native, Packed
 from ..primitive import Cost, Primitive, nbytes
 from .grouped_experts import GroupedExperts, grouped_experts_ge
 from .moe_sort import MoeSort, MoeUnsort, moe_sort_ge, moe_unsort_ge
@@ -48,7 +48,7 @@ def moe_experts_reference(args: MoeExperts) -> Tensor:
     return total.to(x.dtype)
 
 
-_few_rows = Native("npuc_experts", moe_experts.schema, moe_experts.rule("abstract")).op
+_plain = Native("npuc_experts", moe_experts.schema, moe_experts.rule("abstract")).op
 
 
 def moe_experts_static(args: MoeExperts) -> Tensor:
@@ -85,15 +85,15 @@ _panels = Native(
 
 @moe_experts.lowering("inductor")
 def moe_experts_on_cpu(args: MoeExperts) -> Tensor:
-    """Kernels that read the chosen experts alone: of few rows in float32 (lowering/cpp/experts.cpp), row by row as `linear`, and in
-    bfloat16 of any number of rows, with weights that were packed when they were loaded (lowering/cpp/experts_bf16.cpp)."""
+    """Kernels for any number of rows that read the chosen experts alone: in float32 (lowering/cpp/experts.cpp), and in bfloat16 with
+    weights that were packed when they were loaded (lowering/cpp/experts_bf16.cpp)."""
     x, weights, _, gate_up, down = args
     if weights.dtype == torch.float32 and {x.dtype, gate_up.dtype, down.dtype} == {torch.bfloat16}:
         packed: Tensor = _panels(*args)
         return packed
-    if x.shape[0] <= FEW_ROWS and {x.dtype, weights.dtype, gate_up.dtype, down.dtype} == {torch.float32}:
-        few: Tensor = _few_rows(*args)
-        return few
+    if {x.dtype, weights.dtype, gate_up.dtype, down.dtype} == {torch.float32}:
+        plain: Tensor = _plain(*args)
+        return plain
     return moe_experts_static(args)
 
 

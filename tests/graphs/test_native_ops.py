@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs import native_ops, ops
 from npucompile.graphs.errors import PrimitiveError
-from npucompile.graphs.native_ops import FEW_ROWS, Native
+from npucompile.graphs.native_ops import Native
 from npucompile.graphs.primitive import Primitive
 
 F32 = torch.float32
@@ -65,15 +65,16 @@ def test_what_depends_on_values_is_always_a_kernel() -> None:
     assert called(ops.token_logprobs, torch.zeros(1, 1, 5), ints(1, 1), ints(1), 2) == {"npuc_logprobs"}
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (FEW_ROWS, F32), (FEW_ROWS + 1, F32), (1, torch.bfloat16), (1, torch.float16)])
-def test_products_go_through_kernels_and_experts_of_many_rows_in_float32_do_not(rows: int, dtype: torch.dtype) -> None:
-    few, half = rows <= FEW_ROWS and dtype == F32, dtype == torch.bfloat16
-    product = {"npuc_linear_f32"} if dtype == F32 else {"npuc_linear_bf16"} if half else set()
+@pytest.mark.parametrize(("dtype", "kind"), [(F32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, None)])
+@pytest.mark.parametrize("rows", [1, 200])
+def test_products_and_experts_go_through_kernels_whatever_the_number_of_rows(rows: int, dtype: torch.dtype, kind: str | None) -> None:
+    product = {f"npuc_linear_{kind}"} if kind else set()
     x, zeros = torch.zeros(rows, 6, dtype=dtype), partial(torch.zeros, dtype=dtype)
     assert called(ops.linear, x, zeros(5, 6)) == product
     assert called(ops.swiglu_linear, x, zeros(2, 5, 6)) == product
     experts = torch.zeros(rows, 2), ints(rows, 2), zeros(4, 2, 5, 6), zeros(4, 6, 5)
-    assert called(ops.moe_experts, x, *experts) == ({"npuc_experts"} if few else {"npuc_experts_bf16"} if half else set())
+    named = {F32: {"npuc_experts"}, torch.bfloat16: {"npuc_experts_bf16"}}
+    assert called(ops.moe_experts, x, *experts) == named.get(dtype, set())
 
 
 @pytest.mark.parametrize(("groups", "taken"), [(1, True), (2, True), (4, False)])

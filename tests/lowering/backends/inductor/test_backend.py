@@ -32,7 +32,7 @@ from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Rules, Signature
 from npucompile.lowering import isa
 from npucompile.lowering.artifact import graph_io
 from npucompile.lowering.backend import backend, open_executable
-from npucompile.lowering.backends.inductor import aoti
+from npucompile.lowering.backends.inductor import aoti, layouts
 from npucompile.lowering.backends.inductor import backend as inductor
 from npucompile.lowering.executable import check_operands
 from npucompile.lowering.lower import Lowered, lower_bodies
@@ -129,6 +129,7 @@ def lowered() -> GraphModule:
                 graph.graph.call_function(torch.ops.aten.copy_.default, (pool, new))
     output.args = (tuple(results[:count]),)
     graph.recompile()
+    layouts.choose(graph)
     return graph
 
 

@@ -338,7 +338,8 @@ MUTANTS = {
     "a dropped group": lambda x, values, scale: (x, values, torch.cat([torch.zeros_like(scale[:1]), scale[1:]])),
 }
 PRODUCTS = {
-    "bf16": lambda run, x, values, scale: run.linear_bf16(x, widened(values, scale).t().contiguous()),
+    "bf16": lambda run, x, values, scale: run.linear(x, widened(values, scale).t().contiguous()),
+    "f32": lambda run, x, values, scale: run.linear(x.float(), widened(values, scale).t().float().contiguous()),
     "int8": lambda run, x, values, scale: run.quant_linear(x, values, scale[0]),
     "int4": lambda run, x, values, scale: run.linear_int4(x, pack_w4(values), scale),
 }

@@ -63,12 +63,12 @@ def test_a_graph_of_another_kind_is_none_of_them() -> None:
     assert not kind.holds(own.graph, {**sizes_of(own), "rows": 5})
 
 
-def test_where_few_rows_take_another_operator_a_graph_is_compiled_for_itself() -> None:
-    """Experts of float32 with few rows are ours, and others torch's."""
-    kind = common(Bucket("prefill", 1, 32), torch.float32, experts=4)
-    for tokens, alike in ((4, False), (128, True)):
-        other = lowered(Bucket("prefill", 2, tokens), dtype=torch.float32, experts=4)
-        assert kind.holds(other.graph, sizes_of(other)) is alike
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_with_experts_are_one_kind_whatever_the_number_of_rows(dtype: torch.dtype) -> None:
+    kind = common(Bucket("prefill", 1, 32), dtype, experts=4)
+    for tokens in (4, 128):
+        other = lowered(Bucket("prefill", 2, tokens), dtype=dtype, experts=4)
+        assert kind.holds(other.graph, sizes_of(other))
 
 
 def test_bodies_that_lack_a_size_get_an_operand_that_has_it() -> None:
