@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from ...graphs.errors import VerifyError
-from ...graphs.types import Leaf, Signature
-from ...lowering.executable import Executable
-from .poisoned_steps import LiveRow, PoisonedStep, run_step
+from ...graphs.types import Leaf
+from .poisoned_steps import LiveRow, PoisonedStep
 from .pools import filled_pages, is_paged, is_picture_pool, is_request_slots, keeps_first_slots, tokens_second
-from .tolerances import DEVIATION, INT8_STEPS, INTEGERS, RELATIVE, Measure, Pairs, Tolerance, difference, together
+from .tolerances import DEVIATION, INT8_STEPS, INTEGERS, RELATIVE, Measure, Pairs, Tolerance, together
 
 TOKENS = ("tokens", "counts", "drafts")
 LOGITS = ("logits", "chosen_logprobs", "top_logprobs")
@@ -41,22 +40,6 @@ class Differences:
         """What is told of them: rows, logits_error, state_error, token_mismatches."""
         errors = {"logits_error": together(measure, self.logits), "state_error": together(measure, self.state)}
         return {"rows": float(len(self.state)), **errors, "token_mismatches": float(self.token_mismatches)}
-
-
-def compare(
-    reference: Executable,
-    candidate: Executable,
-    cases: Sequence[PoisonedStep],
-    signature: Signature,
-    measure: Measure | None = None,
-) -> Differences:
-    """Runs both on each case's state and measures every live value, by `difference` unless another measure is given."""
-    differences, measure = Differences(), measure or difference
-    for case in cases:
-        (expected, left), (actual, right) = (run_step(executable, case, signature) for executable in (reference, candidate))
-        pools = list(zip(signature.state, left, right, strict=True))
-        differences += output_differences(case, expected, actual, pools, measure)
-    return differences
 
 
 def output_differences(

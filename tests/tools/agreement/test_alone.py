@@ -17,7 +17,7 @@ from npucompile.tools.agreement import alone
 from npucompile.tools.agreement.alone import RowAlone, Together, rows_alone
 from npucompile.tools.agreement.compare import Differences, check_tolerance
 from npucompile.tools.agreement.poisoned_steps import ProvedStep, live_counts
-from npucompile.tools.agreement.tolerances import TOLERANCES, difference
+from npucompile.tools.agreement.tolerances import ROUNDED_ACTIVATIONS, TOLERANCES, Tolerance
 
 PARAMS = [torch.zeros(2, 2)]
 FAULTS = ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong", "request slot wrong", "next row")
@@ -52,12 +52,14 @@ def together(known: Sequence[RowAlone], bucket: Bucket, limits: Limits, live: in
     return Together(known, proved(bucket, limits), live, generator, Counter())
 
 
-def measured(known: Sequence[RowAlone], bucket: Bucket, limits: Limits, fault: str = "") -> dict[str, float]:
+def measured(
+    known: Sequence[RowAlone], bucket: Bucket, limits: Limits, fault: str = "", tolerance: Tolerance = TOLERANCES[torch.float32]
+) -> dict[str, float]:
     found = Differences()
     for live in live_counts(bucket.batch):
         toy = Mixing(bucket, limits) if fault == "next row" else Toy(bucket, limits, fault)
-        found += together(known, bucket, limits, live).differences(toy, difference)
-    return check_tolerance(found, TOLERANCES[torch.float32], "toy")
+        found += together(known, bucket, limits, live).differences(toy, tolerance.measure)
+    return check_tolerance(found, tolerance, "toy")
 
 
 @pytest.mark.parametrize(("bucket", "limits", "faults"), CASES, ids=lambda x: getattr(x, "name", None))
@@ -83,6 +85,14 @@ def test_rows_that_share_places_show_each_fault_too(monkeypatch, bucket: Bucket,
     for fault in faults:
         with pytest.raises(VerifyError, match=r"toy: (logits|state|tokens) differ by"):
             measured(known, bucket, limits, fault)
+
+
+@pytest.mark.parametrize("tolerance", [TOLERANCES[torch.bfloat16], ROUNDED_ACTIVATIONS], ids=["bf16", "int8"])
+@pytest.mark.parametrize("fault", ["reads ahead", "reads null", "state wrong", "logits wrong"])
+def test_coarse_tolerances_still_see_leaks_and_wrong_kernels(fault: str, tolerance: Tolerance) -> None:
+    bucket = Bucket("decode", 4, 1)
+    with pytest.raises(VerifyError):
+        measured(known_rows(bucket, PLAIN), bucket, PLAIN, fault, tolerance)
 
 
 def test_a_reference_that_reads_what_no_row_may_is_refused() -> None:
