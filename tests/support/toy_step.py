@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
+from npucompile.graphs.steps.kind import SegmentSizes
 from npucompile.graphs.steps.table import StepInputs
-from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Signature
+from npucompile.graphs.types import PICTURE_ROWS, Aval, Bucket, Leaf, Limits, Signature
 from npucompile.models import request_slots
 from npucompile.tools.agreement.poisoned_steps import PoisonedStep, ProvedStep, plant_drafts, poisoned_step
 
 PLAIN = Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=16)
 DRAFTING = Limits(page_size=4, num_pages=17, num_slots=13, max_model_len=16, slots_per_request=3, drafts=2)
+PICTURES = Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=16, picture_rows=20)
+SEGMENTS = SegmentSizes(patch_dim=5, merged=4)
 VOCAB = 11
 
 
@@ -24,15 +27,19 @@ def signature(bucket: Bucket, limits: Limits) -> Signature:
     outputs = {"tokens": Aval((bucket.batch, W), i32), "logits": Aval((bucket.batch, W, VOCAB), f32)}
     outputs |= {"counts": Aval((bucket.batch,), i32)} if bucket.kind == "decode" else {}
     outputs |= {"drafts": Aval((bucket.batch, limits.drafts), i32)} if limits.drafts else {}
+    pictures = Leaf("state.picture_pool", Aval((limits.picture_rows, 1, 1, 2), f32, (PICTURE_ROWS, None, None, None)))
+    of_requests = (
+        Leaf("state.layers.0.k", pages),
+        Leaf("state.layers.1.s", Aval((limits.num_slots, 3), f32, slots)),
+        *((Leaf("state.mtp.k", pages),) if limits.drafts else ()),
+        Leaf("state.request_slots", request_slots.state(limits)),
+    )
+    if tower := bucket.kind == "encode":
+        outputs = {"finite": Aval((bucket.batch,), i32)}
     return Signature(
         (Leaf("params.w", Aval((2, 2), f32)),),
-        (
-            Leaf("state.layers.0.k", pages),
-            Leaf("state.layers.1.s", Aval((limits.num_slots, 3), f32, slots)),
-            *((Leaf("state.mtp.k", pages),) if limits.drafts else ()),
-            Leaf("state.request_slots", request_slots.state(limits)),
-        ),
-        tuple(Leaf(f"inputs.{name}", aval) for name, aval in StepInputs(bucket, limits).avals().items()),
+        (pictures,) if tower else (*of_requests, pictures) if limits.picture_rows else of_requests,
+        tuple(Leaf(f"inputs.{name}", aval) for name, aval in StepInputs(bucket, limits, segments=SEGMENTS).avals().items()),
         tuple(Leaf(f"outputs.{name}", aval) for name, aval in outputs.items()),
     )
 
