@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import SpecError
 from ..types import Bucket, Limits
 from .inputs import I32, StepInput, request_inputs, request_sizes
-from .kind import SAMPLED, SegmentSizes, StepKind, StepOutput, check_request, price
+from .kind import OF_REQUESTS, SAMPLED, SegmentSizes, StepKind, StepOutput, check_request, price
 
 
 def _sizes(bucket: Bucket, limits: Limits, _: SegmentSizes | None) -> dict[str, int]:
@@ -36,6 +36,8 @@ DECODE = StepKind(
         *request_inputs("*slots", "*uniforms"),
     ),
     outputs=(*SAMPLED, StepOutput("counts", "B", "i")),
+    reads=OF_REQUESTS,
+    writes=OF_REQUESTS,
     sizes=_sizes,
     sampled=lambda bucket: bucket.q_len,
     check=_check,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import SpecError
-from ..types import Bucket, Limits
+from ..types import PICTURE_ROWS, Bucket, Limits
 from .inputs import I32, StepInput
 from .kind import SegmentSizes, StepKind, StepOutput
 
@@ -40,12 +40,14 @@ ENCODE = StepKind(
     "encode",
     batch="segments",
     inputs=(
-        StepInput("patches", "BQD", torch.uint8, "patches of the segment, by channel, frame, row and column in each"),
+        StepInput("patches", "BQD", torch.uint8, "patches of the segment, by channel, frame, row and column in each", other=255),
         StepInput("grids", "BG", I32, "rows and columns of patches; 0 in a segment of padding", row="*picture.grid"),
         StepInput("picture_rows", "BR", I32, "row of the pool for each row of a segment; 0, the null row, behind its own", row="*rows"),
     ),
     # 0 where a row of the segment is not finite.
     outputs=(StepOutput("finite", "B", "i"),),
+    reads=(),
+    writes=(PICTURE_ROWS,),
     sizes=_sizes,
     sampled=lambda bucket: 0,
     check=_check,

@@ -23,6 +23,7 @@ class StepInput:
         padding: value in rows of padding, and in the unused part of a live row.
         needs: "drafts", "logprobs", "bitmasks", "adjustments" or "pictures" for an input that only graphs which draft, which return log
             probabilities, or which take bitmasks, adjustments of logits or pictures have.
+        other: what proofs put in padding in place of that where numbers have no NaN: nothing reads it. None leaves it.
         row: the attribute of a row (runtime/steps/rows.py) that it is filled from; behind a `*` where that is a sequence, which is stored
             left-aligned. Inputs of the same attribute get its items. "" where the packer has a rule for several inputs together.
     """
@@ -34,6 +35,7 @@ class StepInput:
     padding: float = 0
     needs: str = ""
     row: str = ""
+    other: int | None = None
 
 
 MAX_RANKED = 1024

@@ -32,6 +32,10 @@ SAMPLED = (
 """What steps give that sample tokens."""
 
 
+OF_REQUESTS = ("pages", "slots", "first_slots", "request_slots")
+"""First axes of the pools that have places of one request."""
+
+
 class SegmentSizes(NamedTuple):
     """What steps of a vision tower take.
 
@@ -53,6 +57,7 @@ class StepKind:
         batch: what `Bucket.batch` counts.
         inputs: in the order of a graph's leaves.
         outputs: that the host reads.
+        reads, writes: first axes of the pools of state where a row reads, and writes, places of its own; padding writes place 0.
         sizes: of the letters of its dimensions, for a bucket under limits; and of what a vision tower takes.
         sampled: W, tokens that a step of a bucket samples per row; 0 where it samples none.
         check: refuses a row that does not fit, with a SpecError; arguments are the row, bucket and limits, and its `sizes`.
@@ -68,6 +73,8 @@ class StepKind:
     batch: str
     inputs: tuple[StepInput, ...]
     outputs: tuple[StepOutput, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
     sizes: Callable[[Bucket, Limits, SegmentSizes | None], Mapping[str, int]]
     sampled: Callable[[Bucket], int]
     check: Callable[[Any, Bucket, Limits, Mapping[str, int]], None]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SpecError
-from ..types import Bucket, Limits
+from ..types import PICTURE_ROWS, Bucket, Limits
 from .inputs import I32, StepInput, request_inputs, request_sizes
-from .kind import SAMPLED, SegmentSizes, StepKind, check_request, price
+from .kind import OF_REQUESTS, SAMPLED, SegmentSizes, StepKind, check_request, price
 
 
 def _sizes(bucket: Bucket, limits: Limits, _: SegmentSizes | None) -> dict[str, int]:
@@ -43,6 +43,8 @@ PREFILL = StepKind(
         *request_inputs("slot", "uniform"),
     ),
     outputs=SAMPLED,
+    reads=(*OF_REQUESTS, PICTURE_ROWS),
+    writes=OF_REQUESTS,
     sizes=_sizes,
     sampled=lambda bucket: 1,
     check=_check,

@@ -56,9 +56,21 @@ class Toy:
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         of = {leaf.name: operand for leaf, operand in zip(self.signature.operands, operands, strict=True)}
         out = {leaf.path: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.signature.outputs}
+        if self.bucket.kind == "encode":
+            return [self.segments(*operands[1:])]
         for row in torch.nonzero(of["inputs.request_slots"]).flatten().tolist():
             self.row(row, of, out)
         return list(out.values())
+
+    def segments(self, pool: torch.Tensor, patches: torch.Tensor, grids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Writes the mean of a segment's patches to each of its rows."""
+        for segment, count in enumerate(grids.prod(1).tolist()):
+            read = patches[segment - (self.fault == "next row"), : None if self.fault == "reads padding" else count]
+            if count:
+                pool[places[segment, : count // SEGMENTS.merged].long()] = read.float().mean() + (self.fault == "writes wrong")
+        if self.fault == "strays":
+            pool[pool.isnan().flatten(1).any(1).nonzero()[-1]] = 1.0
+        return torch.full((len(grids),), int(self.fault != "not finite"), dtype=torch.int32)
 
     def row(self, row: int, of: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
         k, s, pages = of["state.layers.0.k"], of["state.layers.1.s"], of["inputs.page_table"][row]

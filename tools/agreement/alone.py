@@ -13,13 +13,13 @@ import torch
 
 from ...graphs.errors import VerifyError
 from ...graphs.steps.inputs import OPTIONAL_ROWS
-from ...graphs.steps.table import StepInputs, kind_of
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Leaf
 from ...lowering.executable import Executable
 from .compare import Differences, differences_of, live_values
 from .poison import filled
-from .poisoned_steps import LiveRow, PoisonedStep, ProvedStep, drafted_step, run_step, slot_read
-from .pools import FreePlaces, is_paged, is_picture_pool, is_request_slots, is_state_slots, keeps_first_slots, unread_value
+from .poisoned_steps import LiveRow, PoisonedStep, ProvedStep, drafted_step, run_step, slot_read, with_other_padding
+from .pools import FreePlaces, is_request_slots, is_state_slots, keeps_first_slots, unread_value
 from .tolerances import Measure, Pairs
 
 DECODED, PREFILLED = 4, 2
@@ -29,28 +29,10 @@ OWN_BYTES = 2**30
 """Of pools, up to which each row of a step has places of its own."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """What one row has of all pools; behind the state slots that it writes are others, one of which it may read."""
-
-    pages: list[int]
-    slots: list[int]
-    request_slot: int
-    pictures: list[int]
-
-    @staticmethod
-    def of(row: LiveRow) -> Places:
-        own = [*row.slots, *row.unwritten]
-        slots = [*own, *({row.read} - {*own})]
-        return Places(row.pages, slots, row.request_slot, [place for place in row.pictures if place])
-
-    def in_pool(self, leaf: Leaf) -> list[int]:
-        """Of the pool of a state leaf."""
-        if is_request_slots(leaf):
-            return [self.request_slot]
-        if is_picture_pool(leaf):
-            return self.pictures
-        return self.pages if is_paged(leaf) else self.slots
+def owned(row: LiveRow) -> LiveRow:
+    """A row with all that it has of pools: behind the state slots that it writes are others, one of which it may read."""
+    own = [*row.slots, *row.unwritten]
+    return replace(row, slots=[*own, *({row.read} - {*own, 0})], pictures=[place for place in row.pictures if place])
 
 
 @dataclass(frozen=True)
@@ -73,8 +55,8 @@ class RowAlone:
 
     def values_after(self, position: int, leaf: Leaf, accepted: bool) -> list[torch.Tensor]:
         """Values of the row in the pool of a state leaf after the step, in parts; on request only those of accepted tokens."""
-        row = self.row
-        compact = replace(row, row=0, request_slot=0, pages=[*range(len(row.pages))], slots=[*range(len(row.slots))])
+        row, (pages, slots, pictures) = self.row, ([*range(len(each))] for each in (self.row.pages, self.row.slots, self.row.pictures))
+        compact = replace(row, row=0, request_slot=0, pages=pages, slots=slots, pictures=pictures)
         return live_values(leaf, compact, self.after[position], self.outputs.get("counts") if accepted else None)
 
 
@@ -97,11 +79,11 @@ def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, 
         long, generator = turn % each == 0 if sharing == 1 else turn == 0, torch.Generator().manual_seed(turn)
         share, chunk = (1, bucket.q_len) if long else (max(batch, sharing), max(1, bucket.q_len // sharing))
         case = drafted_step(reference, step, 1, generator, share=share, turn=turn, chunk=chunk)
-        row, places = case.live[0], Places.of(case.live[0])
+        row, places = case.live[0], owned(case.live[0])
         before = [_before(leaf, pool, row, places) for leaf, pool in zip(signature.state, case.operands[first:last], strict=True)]
         outputs, pools = run_step(reference, case, signature)
         inputs = {leaf.path: operand for leaf, operand in zip(signature.inputs, case.operands[last:], strict=True)}
-        written = [row.slots if is_state_slots(leaf) else places.in_pool(leaf) for leaf in signature.state]
+        written = [row.slots if is_state_slots(leaf) else places.places(leaf) for leaf in signature.state]
         after = [pool[at] for pool, at in zip(pools, written, strict=True)]
         if any(output.isnan().any() for output in outputs.values()):
             raise VerifyError(f"{bucket.name} (eager): a row alone gives NaN, which is what fills all places that no row may read")
@@ -109,8 +91,8 @@ def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, 
     return found
 
 
-def _before(leaf: Leaf, pool: torch.Tensor, row: LiveRow, places: Places) -> tuple[list[int], torch.Tensor]:
-    own = places.in_pool(leaf)
+def _before(leaf: Leaf, pool: torch.Tensor, row: LiveRow, places: LiveRow) -> tuple[list[int], torch.Tensor]:
+    own = places.places(leaf)
     read = [own.index(slot_read(leaf, row))] if is_state_slots(leaf) else [*range(len(own))]
     return read, pool[[own[i] for i in read]]
 
@@ -132,15 +114,15 @@ class Together:
         self._signature, self._known, self._free = signature, known, FreePlaces(limits, generator)
         self._pictures = [1 + place for place in torch.randperm(max(limits.picture_rows - 1, 0), generator=generator).tolist()]
         self._pools = [_unread(leaf) for leaf in signature.state]
-        padding = StepInputs(bucket, limits).padding([leaf.path for leaf in signature.inputs])
-        self._inputs = {leaf.path: padding[leaf.path] for leaf in signature.inputs}
+        kind = kind_of(bucket)
+        self._inputs = {leaf.path: torch.full(leaf.aval.shape, kind.padding[leaf.path], dtype=leaf.aval.dtype) for leaf in signature.inputs}
         self._tables: dict[str, dict[tuple[int, int], int]] = {name: {} for name in OPTIONAL_ROWS if name in self._inputs}
-        width = max(len(Places.of(each.row).slots) for each in known)
+        width = max(len(owned(each.row).slots) for each in known)
         # As where rows are made together: with a slot to read and one to write a state that was not written shows as NaN.
         self._separate = len(self._free.slots) >= live * width
         largest = max(sum(after.nbytes for after in each.after) for each in known)
-        self._shares = live * largest > OWN_BYTES and (kind_of(bucket).decodes or self._separate)
-        self._first, self._again = dict[int, Places](), dict[int, list[int]]()
+        self._shares = live * largest > OWN_BYTES and kind.samples and (kind.decodes or self._separate)
+        self._first, self._again = dict[int, LiveRow](), dict[int, list[int]]()
         self.rows, placed = list[RowAlone](), list[LiveRow]()
         places = sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist())
         for left, place in zip(reversed(range(live)), places, strict=True):
@@ -149,7 +131,8 @@ class Together:
             dealt[chosen] += 1
             self.rows.append(known[chosen])
             placed.append(self._place(place, chosen))
-        self.case = PoisonedStep([*step.params, *self._pools, *self._inputs.values()], placed)
+        case = PoisonedStep(kind, [], placed)
+        self.case = replace(case, operands=[*step.params, *self._pools, *with_other_padding(case, self._inputs).values()])
 
     def differences(self, candidate: Executable, measure: Measure) -> Differences:
         """Runs the step, which changes its pools, and compares each row with what it gave alone."""
@@ -167,7 +150,8 @@ class Together:
                 return ((of[row.row].after[position][i], pool[row.slots[i]]) for i in own)
             return zip(of[row.row].values_after(position, leaf, accepted), live_values(leaf, row, pool, counts), strict=True)
 
-        return differences_of(self.case, expected, outputs, self._signature.state, values, measure)
+        after = [*zip(self._signature.state, self._pools, strict=True)]
+        return differences_of(self.case, expected, outputs, after, values, measure)
 
     def _fits(self, chosen: int, left: int) -> bool:
         """Whether a row fits, with room for `left` fair rows behind it."""
@@ -179,17 +163,17 @@ class Together:
                     return False
         if alone.fair:
             return True
-        fair = [Places.of(each.row) for each in self._known if each.fair]
-        own = Places.of(alone.row)
+        fair = [owned(each.row) for each in self._known if each.fair]
+        own = owned(alone.row)
         pages, pictures = (max((len(each) for each in some), default=0) for some in ([p.pages for p in fair], [p.pictures for p in fair]))
         return len(own.pages) + left * pages <= len(self._free.pages) and len(own.pictures) + left * pictures <= len(self._pictures)
 
     def _place(self, row: int, chosen: int) -> LiveRow:
         """Gives a row its places, and writes what it reads there."""
         alone = self._known[chosen]
-        old, new = Places.of(alone.row), self._places(row, chosen)
+        old, new = owned(alone.row), self._places(row, chosen)
         for leaf, pool, (read, before) in zip(self._signature.state, self._pools, alone.before, strict=True):
-            own = new.in_pool(leaf)
+            own = new.places(leaf)
             if row not in self._again or is_request_slots(leaf) or is_state_slots(leaf):
                 pool[[own[i] for i in read]] = before
         slots = dict(zip(old.slots, new.slots, strict=True))
@@ -202,24 +186,23 @@ class Together:
                 if name in moved and value.any():
                     value[value != 0] = torch.tensor([moved[name][place] for place in value[value != 0].tolist()], dtype=value.dtype)
                 operand[row] = value
-        count, read_from = len(alone.row.slots), slots[alone.row.read]
-        written, unwritten = new.slots[:count], new.slots[count : count + len(alone.row.unwritten)]
-        placed = replace(alone.row, row=row, request_slot=new.request_slot, pages=new.pages, slots=written, unwritten=unwritten)
-        return replace(placed, read=read_from)
+        count, unwritten = len(alone.row.slots), len(alone.row.unwritten)
+        return replace(new, read=slots.get(alone.row.read, 0), slots=new.slots[:count], unwritten=new.slots[count : count + unwritten])
 
-    def _places(self, row: int, chosen: int) -> Places:
-        """Places of a row: those of the first that is the same, but for what it reads and writes, where rows share, else new ones."""
+    def _places(self, row: int, chosen: int) -> LiveRow:
+        """A row with places as of `owned`: new ones, or where rows share those of the first that is the same but for what it reads."""
         alone, free = self._known[chosen].row, self._free
-        old, request_slot = Places.of(alone), free.request_slots.pop()
+        old = owned(alone)
+        old = replace(old, row=row, request_slot=free.request_slots.pop() if old.request_slot else 0)
         if chosen in self._first:
             first, read = self._first[chosen], {slot_read(leaf, alone) for leaf in self._signature.state if is_state_slots(leaf)}
             self._again[row] = [i for i, slot in enumerate(alone.slots) if slot in read]
             slots = [free.slots.pop() if i in self._again[row] else slot for i, slot in enumerate(first.slots)]
-            return replace(first, slots=slots, request_slot=request_slot)
+            return replace(first, row=row, slots=slots, request_slot=old.request_slot)
         fixed = [free.slots.pop() for _ in (*alone.slots, *alone.unwritten)]
         read_only = [free.slots.pop() if self._separate else fixed[0] for _ in old.slots[len(fixed) :]]
         pages, pictures = [free.pages.pop() for _ in old.pages], [self._pictures.pop() for _ in old.pictures]
-        new = Places(pages, [*fixed, *read_only], request_slot, pictures)
+        new = replace(old, pages=pages, slots=[*fixed, *read_only], pictures=pictures)
         if self._shares:
             self._first[chosen] = new
         return new

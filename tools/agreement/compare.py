@@ -55,35 +55,42 @@ def output_differences(
         expected, actual: outputs by name.
         pools: each state leaf with its pool after either run.
     """
-    leaves = [leaf for leaf, _, _ in pools]
 
     def values(position: int, row: LiveRow, accepted: bool) -> Pairs:
         leaf, left, right = pools[position]
         counts = expected.get("counts") if accepted else None
         return zip(live_values(leaf, row, left, counts), live_values(leaf, row, right, counts), strict=True)
 
-    return differences_of(case, expected, actual, leaves, values, measure)
+    return differences_of(case, expected, actual, [(leaf, right) for leaf, _, right in pools], values, measure)
 
 
 def differences_of(
     case: PoisonedStep,
     expected: Mapping[str, torch.Tensor],
     actual: Mapping[str, torch.Tensor],
-    leaves: Sequence[Leaf],
+    after: Sequence[tuple[Leaf, torch.Tensor]],
     values: Callable[[int, LiveRow, bool], Pairs],
     measure: Measure,
 ) -> Differences:
     """As `output_differences`; `values` gives those of a live row in the pool at a position, as either run left them, and on request only
-    those of accepted tokens."""
+    those of accepted tokens. State is infinitely wrong where a step writes what no row may, or says that rows of a picture are not finite.
+
+    Args:
+        after: each state leaf with the pool that the second run left.
+    """
+    stray = any(_has_strays(case, leaf, pool) for leaf, pool in after)
+    written = {position: leaf for position, (leaf, _) in enumerate(after) if leaf.aval.axes[0] in case.kind.writes}
     # Values that depend on a token are compared only in rows whose tokens agree.
     same = {row for row in case.rows if all(torch.equal(expected[name][row], actual[name][row]) for name in TOKENS if name in expected)}
     logits, state = list[float](), list[float]()
     for live in case.live:
         row, names = live.row, [name for name in LOGITS if name in expected and (name == "logits" or live.row in same)]
         logits.append(max((measure([(expected[name][row], actual[name][row])]) for name in names), default=0.0))
-        main = [_of_main_layers(leaf) for leaf in leaves]
-        compared = [position for position, own in enumerate(main) if own or row in same]
-        state.append(max((measure(values(position, live, not main[position])) for position in compared), default=0.0))
+        main = {position: _of_main_layers(leaf) for position, leaf in written.items()}
+        compared = [position for position, own in main.items() if own or row in same]
+        error = max((measure(values(position, live, not main[position])) for position in compared), default=0.0)
+        broken = "finite" in expected and expected["finite"][row] != actual["finite"][row]
+        state.append(math.inf if stray or broken else error)
     return Differences(tuple(logits), tuple(state), len(case.rows) - len(same))
 
 
@@ -106,17 +113,22 @@ def check_tolerance(differences: Differences, tolerance: Tolerance, what: str) -
     return measured
 
 
+def _has_strays(case: PoisonedStep, leaf: Leaf, pool: torch.Tensor) -> bool:
+    """Whether a place holds something that no live row writes: in pools that steps of the kind do not read, so that all places were NaN."""
+    if leaf.aval.axes[0] in case.kind.reads or not (written := case.written(leaf)):
+        return False
+    return not bool(pool[sorted({*range(len(pool))} - {*written})].isnan().all())
+
+
 def _of_main_layers(leaf: Leaf) -> bool:
     """Whether a pool belongs to the model's own layers, which write all candidates of a step, accepted or not."""
     return leaf.path.startswith("layers.")
 
 
 def live_values(leaf: Leaf, row: LiveRow, pool: torch.Tensor, counts: torch.Tensor | None) -> list[torch.Tensor]:
-    """Values of a live row in a pool, in parts; with `counts` [B] only those of accepted tokens."""
-    if is_picture_pool(leaf):
-        return []  # encode steps alone write it
-    if is_request_slots(leaf):
-        return [pool[row.request_slot]]
+    """Values of a live row in a pool that its step writes, in parts; with `counts` [B] only those of accepted tokens."""
+    if is_picture_pool(leaf) or is_request_slots(leaf):
+        return [pool[row.places(leaf)]]
     if not is_paged(leaf):
         return [pool[slot] for slot in (row.slots[:1] if keeps_first_slots(leaf) else row.slots)]
     end, cached = row.start + (row.count if counts is None else int(counts[row.row])), tokens_second(leaf, pool)

@@ -11,16 +11,15 @@ import torch
 
 from ...graphs.errors import ArtifactError, VerifyError
 from ...graphs.steps.table import kind_of
-from ...graphs.types import DTYPES, Bucket, Signature
+from ...graphs.types import DTYPES, Bucket
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.artifact.manifest import Manifest
 from ...lowering.backend import open_executable
 from ...lowering.executable import Executable
 from ..heap import give_back_heap
 from ..progress import Progress
-from .alone import Places, RowAlone, Together, rows_alone
+from .alone import RowAlone, Together, owned, rows_alone
 from .compare import Differences, check_tolerance
-from .encode_steps import PADDINGS, compare_encode, poisoned_encode
 from .poisoned_steps import ProvedStep, live_counts
 from .sized import LiveRows, signature_of
 from .tolerances import Tolerance, tolerance_of
@@ -101,9 +100,8 @@ class Proof:
         """
         eager = open_executable(artifact.path / entry.reference, "eager")
         candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
-        proved = self._segments if kind_of(entry.bucket).tower else self._rows
         try:
-            measured = proved(artifact, entry, eager, candidate)
+            measured = self._rows(artifact, entry, eager, candidate)
         except VerifyError:
             # Another bucket has to prove what those of its kind share.
             self._several.discard((entry.bucket.kind, entry.bucket.q_len))
@@ -158,24 +156,6 @@ class Proof:
         self._several |= {kind} if first else set()
         return first
 
-    def _segments(self, artifact: Artifact, entry: GraphEntry, eager: Executable, candidate: Executable) -> dict[str, float]:
-        manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
-        tolerance, params = tolerance_of(DTYPES[manifest.dtype], signature), self._operands(manifest, bucket)
-        single = open_executable(artifact.path / _single(manifest, bucket).reference, "eager")
-        references: dict[str, Executable] = {"the eager graph": eager}
-        if bucket.batch > 1:
-            references["eager segments run alone"] = SegmentBySegment(single, signature)
-        measured = dict.fromkeys(references, Differences())
-        for live, seed in itertools.product(live_counts(bucket.batch), range(SEEDS)):
-            one, other = (poisoned_encode(bucket, signature, live, 17 * seed + live, padding) for padding in PADDINGS)
-            for name, reference in references.items():
-                measured[name] += compare_encode(reference, candidate, params, (one, other), signature, tolerance.measure)
-            give_back_heap()
-        for name, differences in measured.items():
-            what = f"{bucket.name} ({entry.backend}) against {name}"
-            told = _checked(differences, tolerance, what, of_executable=name == "the eager graph" and entry.compiled is not None)
-        return told
-
     def _alone(self, artifact: Artifact, bucket: Bucket, any_size: bool) -> list[RowAlone]:
         """Rows for all buckets that differ from this one in rows, run alone when the first of them is proved."""
         manifest, kind = artifact.manifest, (bucket.kind, bucket.q_len)
@@ -218,28 +198,8 @@ def _single(manifest: Manifest, bucket: Bucket) -> GraphEntry:
 
 def _of_several(step: ProvedStep, rows: Sequence[RowAlone]) -> ProvedStep:
     """A step of as many such rows as there is room for, up to `SHARING`."""
-    limits, places = step.limits, [Places.of(alone.row) for alone in rows]
+    limits, places = step.limits, [owned(alone.row) for alone in rows]
     pages, pictures = max(len(each.pages) for each in places), max(len(each.pictures) for each in places)
     most = min(SHARING, limits.num_request_slots - 1, (limits.num_pages - 1) // pages)
     bucket = replace(step.bucket, batch=min(most, (limits.picture_rows - 1) // pictures) if pictures else most)
     return replace(step, bucket=bucket, signature=signature_of(bucket, step.signature, limits))
-
-
-class SegmentBySegment:
-    """Runs the live segments of an encode step one after the other through an executable of one."""
-
-    backend = "eager"
-
-    def __init__(self, single: Executable, signature: Signature) -> None:
-        self._single, self._signature = single, signature
-
-    def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs of the batch; segments of padding are zero."""
-        results = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self._signature.outputs]
-        first = len(self._signature.params) + len(self._signature.state)
-        grids = next(i for i, leaf in enumerate(self._signature.inputs, first) if leaf.path == "grids")
-        for segment in torch.nonzero(operands[grids][:, 0]).flatten().tolist():
-            own = [operand[segment : segment + 1] for operand in operands[first:]]
-            for result, value in zip(results, self._single([*operands[:first], *own]), strict=True):
-                result[segment] = value[0]
-        return results

@@ -1,20 +1,22 @@
 """Test cases of one step, in which everything that no live row may read is NaN.
 
 NaN fills the null page and slot, pages and slots that no request owns, and the part of a row's last page that is not written yet. If
-any of it leaks into a live row, a compared value becomes NaN, and NaN agrees with nothing.
+any of it leaks into a live row, a compared value becomes NaN, and NaN agrees with nothing. Where numbers have no NaN, what is compared with
+a run of the case has other padding (`with_other_padding`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from ...graphs.steps.kind import StepKind
 from ...graphs.steps.request_slot import offsets
 from ...graphs.steps.table import REQUEST_INPUTS, StepInputs, kind_of
 from ...graphs.types import Bucket, Leaf, Limits, Signature
-from ...lowering.executable import Executable
 from ...models import request_slots
 from .poison import filled as filled_tensor
 from .pools import (
@@ -29,6 +31,9 @@ from .pools import (
     unread_value,
 )
 
+Step = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""An executable, or what runs one step otherwise: operands to results."""
+
 UNREAD = -(10**6)
 """In places of drafts that a step does not verify: no token."""
 
@@ -40,12 +45,13 @@ class LiveRow:
     Attributes:
         row: index in the batch.
         request_slot: the request slot that keeps what its next step starts from.
-        start, count: tokens in the cache before the step, and new tokens in it.
+        start, count: tokens in the cache before the step, and new tokens, or patches, in it.
         pages: its pages, with room for drafts.
         slots: state slots it writes.
         read: the state slot it starts from.
         unwritten: further state slots of the request, that steps of more tokens write.
-        pictures: of each new token, and of the one that follows, the row of a picture in its place, or 0; [] where graphs take none.
+        pictures: of each new token, and of the one that follows, the row of a picture in its place, or 0; [] where graphs take none. Of a
+            segment the rows that it writes.
     """
 
     row: int
@@ -58,11 +64,20 @@ class LiveRow:
     pictures: list[int] = field(default_factory=list)
     unwritten: list[int] = field(default_factory=list)
 
+    def places(self, leaf: Leaf) -> list[int]:
+        """Its own places in the pool of a state leaf."""
+        if is_request_slots(leaf):
+            return [self.request_slot]
+        if is_picture_pool(leaf):
+            return self.pictures
+        return self.pages if is_paged(leaf) else self.slots
+
 
 @dataclass(frozen=True)
 class PoisonedStep:
     """A test case: operands of one step in signature order, and its live rows; all that these must not read is NaN."""
 
+    kind: StepKind
     operands: list[torch.Tensor]
     live: list[LiveRow]
 
@@ -70,6 +85,11 @@ class PoisonedStep:
     def rows(self) -> list[int]:
         """Indices of the live rows in the batch."""
         return [row.row for row in self.live]
+
+    def written(self, leaf: Leaf) -> list[int]:
+        """Places of a pool that the step writes: those of its live rows, and the null one, which rows of padding write."""
+        writes = leaf.aval.axes[0] in self.kind.writes
+        return [0, *(place for row in self.live for place in row.places(leaf))] if writes else []
 
 
 CACHED = 1024
@@ -96,12 +116,18 @@ def poisoned_step(
 ) -> PoisonedStep:
     """A step with random tokens, lengths and cached state for `live` rows at random places of the batch, and NaN elsewhere.
 
+    Of segments of patches the first is as long as the bucket, where rows share nothing.
+
     Args:
         share: rows take no more pages and pictures than as many, if that is more than `live`, may have of each pool.
         turn: what the first live row has: of each three rows one has a bitmask and one adjustments.
         chunk: most new tokens of a row in prefill; None is the bucket's.
     """
     bucket, signature, limits = step.bucket, step.signature, step.limits
+    if kind_of(bucket).tower:
+        rows, inputs = _random_segments(step, live, max(share, 1), generator)
+        state = [_random_pool(leaf, [], [], generator) for leaf in signature.state]
+        return PoisonedStep(kind_of(bucket), [*step.params, *state, *inputs.values()], rows)
     rows = _random_rows(bucket, limits, live, max(live, share, 1), chunk or bucket.q_len, generator)
     tokens = torch.randint(0, step.vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
     filled = [page for row in rows for page in filled_pages(row.pages, row.start, limits.page_size)]
@@ -117,7 +143,7 @@ def poisoned_step(
         if limits.picture_rows:
             slot[request_slots.TOKENS + limits.drafts + 1 :] = torch.tensor(offsets(-_random(0, row.start, generator), limits))
     inputs = _inputs(bucket, limits, rows, tokens, step.vocab, turn, generator)
-    return PoisonedStep([*step.params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
+    return PoisonedStep(kind_of(bucket), [*step.params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 
 
 def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, chunk: int, generator: torch.Generator) -> list[LiveRow]:
@@ -141,6 +167,38 @@ def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, chunk: i
         pictures = [] if decode or not limits.picture_rows else _random_pictures(count, unread, share, generator)
         rows.append(LiveRow(row, free.request_slots.pop(), start, count, pages, slots, read, pictures, unwritten))
     return rows
+
+
+def _random_segments(step: ProvedStep, live: int, share: int, generator: torch.Generator) -> tuple[list[LiveRow], dict[str, torch.Tensor]]:
+    """Live rows of an encode step, each with at most a share of the pool, and the inputs of the step in signature order."""
+    inputs = {leaf.path: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in step.signature.inputs}
+    (size,), most = (leaf.aval.shape[0] for leaf in step.signature.state), inputs["picture_rows"].shape[1]
+    free, rows = [1 + row for row in torch.randperm(size - 1, generator=generator).tolist()], list[LiveRow]()
+    merge = math.isqrt(step.bucket.q_len // most)
+    for segment in torch.randperm(step.bucket.batch, generator=generator)[:live].tolist():
+        height = next(number for number in range(math.isqrt(most), 0, -1) if most % number == 0)
+        width = most // height
+        if rows or share > 1:
+            largest = min(most, (size - 1) // share)
+            height = _random(1, largest, generator)
+            width = _random(1, largest // height, generator)
+        (places, free), count = (free[: height * width], free[height * width :]), height * width * merge**2
+        shape = count, inputs["patches"].shape[-1]
+        inputs["patches"][segment, :count] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        inputs["grids"][segment] = torch.tensor([height * merge, width * merge])
+        inputs["picture_rows"][segment, : len(places)] = torch.tensor(places)
+        rows.append(LiveRow(segment, 0, 0, count, [], [], 0, places))
+    return rows, inputs
+
+
+def with_other_padding(case: PoisonedStep, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs of a case with other numbers in all that no live row has, where they have no NaN."""
+    changed = dict(inputs)
+    for name, other in ((each.name, each.other) for each in case.kind.inputs if each.other is not None):
+        changed[name] = torch.full_like(inputs[name], other)
+        for row in case.live:
+            changed[name][row.row, : row.count] = inputs[name][row.row, : row.count]
+    return changed
 
 
 def _random_pictures(count: int, unread: list[int], share: int, generator: torch.Generator) -> list[int]:
@@ -236,7 +294,7 @@ def live_counts(batch: int) -> list[int]:
 
 
 def drafted_step(
-    reference: Executable,
+    reference: Step,
     step: ProvedStep,
     live: int,
     generator: torch.Generator,
@@ -252,7 +310,7 @@ def drafted_step(
     return case
 
 
-def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature, turn: int = 0) -> None:
+def plant_drafts(reference: Step, case: PoisonedStep, signature: Signature, turn: int = 0) -> None:
     """Replaces drafts of a decode case by right ones: in the i-th live row the first i + turn modulo Q, so that all counts occur.
 
     Which draft is right depends on those before it, so the reference runs once for each place that has a right one.
@@ -267,7 +325,7 @@ def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature
                 pool[live.request_slot, request_slots.TOKENS + 1 + place] = sampled[live.row, place]
 
 
-def run_step(executable: Executable, case: PoisonedStep, signature: Signature) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+def run_step(executable: Step, case: PoisonedStep, signature: Signature) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     """Outputs by name, and pools that have what the step left where it may write; the case's own pools are afterwards what they were.
 
     Only those places are copied; elsewhere the results hold what no live row may read, which takes no memory: pools are made for all
@@ -275,7 +333,7 @@ def run_step(executable: Executable, case: PoisonedStep, signature: Signature) -
     """
     first = len(signature.params)
     pools = case.operands[first : first + len(signature.state)]
-    places = [_written_places(leaf, case.live) for leaf in signature.state]
+    places = [case.written(leaf) for leaf in signature.state]
     before = [pool[at] for pool, at in zip(pools, places, strict=True)]
     outputs = executable(case.operands)
     after = [filled_tensor(leaf.aval.shape, unread_value(leaf), leaf.aval.dtype) for leaf in signature.state]
@@ -283,15 +341,6 @@ def run_step(executable: Executable, case: PoisonedStep, signature: Signature) -
         left[at] = pool[at]
         pool[at] = was
     return dict(zip((leaf.path for leaf in signature.outputs), outputs, strict=True)), after
-
-
-def _written_places(leaf: Leaf, live: Sequence[LiveRow]) -> list[int]:
-    """The null place of a pool, which rows of padding write, and those of the live rows."""
-    if is_request_slots(leaf):
-        return [0, *(row.request_slot for row in live)]
-    if is_picture_pool(leaf):
-        return []
-    return [0, *(place for row in live for place in (row.pages if is_paged(leaf) else row.slots))]
 
 
 def _random(low: int, high: int, generator: torch.Generator) -> int:

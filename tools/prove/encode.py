@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...graphs.ir.trace import signature_of
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.steps.encode import ENCODE
@@ -23,13 +21,13 @@ from ...lowering.backend import backend
 from ...lowering.backends.eager import EagerExecutable
 from ...lowering.lower import Lowered, lower_eager
 from ...models import encode_step
-from ..agreement.compare import Differences, check_tolerance
-from ..agreement.encode_steps import PADDINGS, Step, encode_differences, encoded, poisoned_encode
-from ..agreement.poisoned_steps import live_counts
-from ..agreement.tolerances import ROUNDED, SUMMED, Measure, Tolerance, difference
+from ..agreement.compare import check_tolerance
+from ..agreement.poisoned_steps import ProvedStep, Step
+from ..agreement.tolerances import ROUNDED, SUMMED, Tolerance, difference
 from ..artifact_model import full_model, rules_of, spreads
 from ..ranks.random_weights import random_leaf
-from .all_ranks import Run, run_step
+from .all_ranks import Run
+from .mesh import differences_of_ranks
 
 SMALL_ROWS, SMALL_SEGMENTS = 16, 2
 """Most rows of a segment, and segments, of a small bucket that stands for one of NPUs."""
@@ -38,35 +36,6 @@ SMALL_HEADS, TILE = 2, 64
 """Heads of a small tower, and what the width of its feed-forward is one tile more of than the remainder that the tower's own leaves."""
 
 SAME = Tolerance(0.0, 0.0, True, difference)
-
-
-def differences_of_ranks(
-    reference: Step,
-    params: Sequence[torch.Tensor],
-    run: Run,
-    shards: Sequence[Sequence[torch.Tensor]],
-    mesh: Mesh,
-    signatures: tuple[Signature, Signature],
-    bucket: Bucket,
-    measure: Measure,
-) -> Differences:
-    """Runs segments of each dp group on one device, and all on their ranks together, with other bytes in padding.
-
-    Args:
-        run: all ranks, with `shards` as their parameters.
-        signatures: of the graph on one device, and of that of the ranks.
-    """
-    groups, measured = [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)], Differences()
-    for live in live_counts(bucket.batch):
-        # The first group has at least one segment; the others have fewer, or none.
-        lives = [(live - group) % (bucket.batch + 1) if group else live for group in range(mesh.axis("dp"))]
-        alone, together = ([poisoned_encode(bucket, signatures[0], n, n, byte) for n in lives] for byte in PADDINGS)
-        expected = [encoded(reference, params, case, signatures[0])[1] for case in alone]
-        pools = [[together[group].pool.clone()] for group in groups]
-        outputs = run_step(run, mesh, signatures[1], shards, pools, [case.inputs for case in together])
-        for group, (pool,), of_rank in zip(groups, pools, outputs, strict=True):
-            measured += encode_differences(together[group], expected[group], of_rank["finite"], pool, measure)
-    return measured
 
 
 def small_bucket(entry: GraphEntry) -> Bucket:
@@ -110,22 +79,24 @@ def verify_small(manifest: Manifest, bucket: Bucket, cache_dir: Path) -> dict[st
     def shipped(graph: Lowered) -> ShippedGraph:
         return DECODERS[chosen.name](chosen.compile(graph, cache_dir=cache_dir, threads=0).data)
 
-    def compared(reference: Step, run: Run, dtype: torch.dtype, signature: Signature, allowed: Tolerance, what: str) -> dict[str, float]:
-        alone = signature_of(encode_step.program(model, tower, bucket, limits, dtype))
+    def compared(reference: Step, alone: Signature, run: Run, signature: Signature, allowed: Tolerance, what: str) -> dict[str, float]:
         params = [random_leaf(leaf, leaf.aval, zlib.crc32(leaf.name.encode())) for leaf in alone.params]
-        shards = [params] * mesh.size
-        measured = differences_of_ranks(reference, params, run, shards, mesh, (alone, signature), bucket, allowed.measure)
+        step = ProvedStep(bucket, alone, limits, params, 0)
+        measured = differences_of_ranks(reference, step, run, signature, [params] * mesh.size, mesh, layouts[mesh], allowed.measure)
         return check_tolerance(measured, allowed, f"{bucket.name} on mesh {mesh} against {what}")
 
-    graph, one_device = lowered(torch.float32, mesh), EagerExecutable(lower_eager(partitioned(torch.float32, Mesh())).graph)
+    graph, whole = lowered(torch.float32, mesh), lower_eager(partitioned(torch.float32, Mesh()))
     rounds = any(leaf.aval.dtype == torch.int8 for leaf in graph.signature.params)
     run = Interpreter(graph.graph if rounds else shipped(graph), mesh)
-    measured = compared(one_device, run, torch.float32, graph.signature, ROUNDED if rounds else SUMMED, "one device")
+    allowed = ROUNDED if rounds else SUMMED
+    measured = compared(EagerExecutable(whole.graph), whole.signature, run, graph.signature, allowed, "one device")
     if rounds:
         dtype = DTYPES[manifest.dtype]
-        graph, alone = lowered(dtype, mesh), Interpreter(lowered(dtype, Mesh()).graph, Mesh())
+        graph, whole = lowered(dtype, mesh), lowered(dtype, Mesh())
+        alone = Interpreter(whole.graph, Mesh())
         file = shipped(graph)
         # As for the text's graphs (npu.py): GE may choose another order.
         run = Interpreter(file, mesh, order="reversed-ready") if isinstance(file, GeFile) else Interpreter(file, mesh)
-        compared(lambda operands: alone([operands])[0], run, dtype, graph.signature, SAME, f"torch operators in {manifest.dtype}")
+        torch_operators = f"torch operators in {manifest.dtype}"
+        compared(lambda operands: alone([operands])[0], whole.signature, run, graph.signature, SAME, torch_operators)
     return {name: measured[name] for name in ("rows", "state_error")}

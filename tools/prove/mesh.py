@@ -9,7 +9,6 @@ import torch
 from ...graphs.errors import VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import partition
-from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPES, Mesh, Rules, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.graph_io import decode
@@ -22,13 +21,12 @@ from ...lowering.lower import lower_eager
 from ...models import programs
 from ..agreement.compare import Differences, check_tolerance, output_differences
 from ..agreement.executables import load_params, said
-from ..agreement.poisoned_steps import ProvedStep, drafted_step, live_counts
+from ..agreement.poisoned_steps import ProvedStep, Step, drafted_step, live_counts, with_other_padding
 from ..agreement.poisoned_steps import run_step as run_alone
-from ..agreement.tolerances import tolerance_of
+from ..agreement.tolerances import Measure, tolerance_of
 from ..artifact_model import full_model, rules_of
 from ..progress import Progress
-from .all_ranks import run_step
-from .encode import differences_of_ranks
+from .all_ranks import Run, run_step
 
 LARGEST_BYTES = 2**32
 """Most bytes of weights: they are in memory once for the reference, and once more in the shards of all ranks."""
@@ -55,7 +53,7 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
     with progress.bar("verify", len(manifest.graphs)) as bar:
         for entry in manifest.graphs:
             params, *own = ([each[i] for i in manifest.operands(entry.bucket)[0]] for each in (whole, *shards))
-            measured = (_verify_encode if kind_of(entry.bucket).tower else _verify_entry)(artifact, entry, params, own)
+            measured = _verify_entry(artifact, entry, params, own)
             measurements[entry.bucket.name] = measured
             bar.step(f"{entry.bucket.name} on {manifest.mesh}: {said(entry.bucket, measured)}")
     return measurements
@@ -64,18 +62,36 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
 def _verify_entry(
     artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Sequence[torch.Tensor]]
 ) -> dict[str, float]:
-    """Runs a step of each dp group on one device, and all on their ranks together."""
     manifest, mesh, rules = artifact.manifest, Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
     reference, signature = unsharded(manifest, entry)
     sharded = Interpreter(decode((artifact.path / entry.reference).read_bytes()), mesh)
     step = ProvedStep(entry.bucket, signature, manifest.limits, params, int(manifest.model["vocab_size"]))
-    groups = [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)]
     tolerance = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size)
-    measured, first, batch = Differences(), len(signature.params), entry.bucket.batch
-    last = first + len(signature.state)
+    measured = differences_of_ranks(reference, step, sharded, manifest.signature(entry), shards, mesh, rules, tolerance.measure)
+    return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
+
+
+def differences_of_ranks(
+    reference: Step,
+    step: ProvedStep,
+    run: Run,
+    signature: Signature,
+    shards: Sequence[Sequence[torch.Tensor]],
+    mesh: Mesh,
+    rules: Rules,
+    measure: Measure,
+) -> Differences:
+    """Runs a step of each dp group on one device, and all on their ranks together.
+
+    Args:
+        run: all ranks, with `signature` and `shards` as their parameters.
+    """
+    groups, leaves, batch = [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)], step.signature.state, step.bucket.batch
+    measured, first = Differences(), len(step.signature.params)
+    last = first + len(leaves)
 
     def shares(pools: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        return [pool[rules.local_slice(leaf.aval, mesh, rank)] for leaf, pool in zip(manifest.state, pools, strict=True)]
+        return [pool[rules.local_slice(leaf.aval, mesh, rank)] for leaf, pool in zip(leaves, pools, strict=True)]
 
     for live in live_counts(batch):
         generator = torch.Generator().manual_seed(live)
@@ -83,26 +99,14 @@ def _verify_entry(
         lives = [(live - group) % (batch + 1) if group else live for group in range(mesh.axis("dp"))]
         cases = [drafted_step(reference, step, each, generator) for each in lives]
         state = [[pool.clone() for pool in shares(cases[group].operands[first:last], rank)] for rank, group in enumerate(groups)]
-        inputs = [dict(zip((leaf.path for leaf in signature.inputs), case.operands[last:], strict=True)) for case in cases]
-        expected = [run_alone(reference, case, signature) for case in cases]
-        for rank, actual in enumerate(run_step(sharded, mesh, manifest.signature(entry), shards, state, inputs)):
+        inputs = [dict(zip((leaf.path for leaf in step.signature.inputs), case.operands[last:], strict=True)) for case in cases]
+        inputs = [with_other_padding(case, own) for case, own in zip(cases, inputs, strict=True)]
+        expected = [run_alone(reference, case, step.signature) for case in cases]
+        for rank, actual in enumerate(run_step(run, mesh, signature, shards, state, inputs)):
             outputs, left = expected[groups[rank]]
-            pools = list(zip(manifest.state, shares(left, rank), state[rank], strict=True))
-            measured += output_differences(cases[groups[rank]], outputs, actual, pools, tolerance.measure)
-    return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
-
-
-def _verify_encode(
-    artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Sequence[torch.Tensor]]
-) -> dict[str, float]:
-    """Runs a step of segments of each dp group on one device, and all on their ranks together, with other bytes in padding."""
-    manifest, mesh = artifact.manifest, Mesh.parse(artifact.manifest.mesh)
-    reference, signature = unsharded(manifest, entry)
-    sharded = Interpreter(decode((artifact.path / entry.reference).read_bytes()), mesh)
-    tolerance = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size)
-    signatures = signature, manifest.signature(entry)
-    measured = differences_of_ranks(reference, params, sharded, shards, mesh, signatures, entry.bucket, tolerance.measure)
-    return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
+            pools = list(zip(leaves, shares(left, rank), state[rank], strict=True))
+            measured += output_differences(cases[groups[rank]], outputs, actual, pools, measure)
+    return measured
 
 
 def unsharded(manifest: Manifest, entry: GraphEntry) -> tuple[Executable, Signature]:
