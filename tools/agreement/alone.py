@@ -83,7 +83,7 @@ def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, 
         before = [_before(leaf, pool, row, places) for leaf, pool in zip(signature.state, case.operands[first:last], strict=True)]
         outputs, pools = run_step(reference, case, signature)
         inputs = {leaf.path: operand for leaf, operand in zip(signature.inputs, case.operands[last:], strict=True)}
-        written = [row.slots if is_state_slots(leaf) else places.places(leaf) for leaf in signature.state]
+        written = [row.slots if is_state_slots(leaf) else places.of(leaf) for leaf in signature.state]
         after = [pool[at] for pool, at in zip(pools, written, strict=True)]
         if any(output.isnan().any() for output in outputs.values()):
             raise VerifyError(f"{bucket.name} (eager): a row alone gives NaN, which is what fills all places that no row may read")
@@ -92,7 +92,7 @@ def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, 
 
 
 def _before(leaf: Leaf, pool: torch.Tensor, row: LiveRow, places: LiveRow) -> tuple[list[int], torch.Tensor]:
-    own = places.places(leaf)
+    own = places.of(leaf)
     read = [own.index(slot_read(leaf, row))] if is_state_slots(leaf) else [*range(len(own))]
     return read, pool[[own[i] for i in read]]
 
@@ -173,7 +173,7 @@ class Together:
         alone = self._known[chosen]
         old, new = owned(alone.row), self._places(row, chosen)
         for leaf, pool, (read, before) in zip(self._signature.state, self._pools, alone.before, strict=True):
-            own = new.places(leaf)
+            own = new.of(leaf)
             if row not in self._again or is_request_slots(leaf) or is_state_slots(leaf):
                 pool[[own[i] for i in read]] = before
         slots = dict(zip(old.slots, new.slots, strict=True))

@@ -128,11 +128,14 @@ def _of_main_layers(leaf: Leaf) -> bool:
 def live_values(leaf: Leaf, row: LiveRow, pool: torch.Tensor, counts: torch.Tensor | None) -> list[torch.Tensor]:
     """Values of a live row in a pool that its step writes, in parts; with `counts` [B] only those of accepted tokens."""
     if is_picture_pool(leaf) or is_request_slots(leaf):
-        return [pool[row.places(leaf)]]
+        return [pool[row.of(leaf)]]
+    if keeps_first_slots(leaf):
+        # The last inputs are those of tokens that only longer steps have.
+        return [pool[slot, : pool.shape[1] - len(row.unwritten)] for slot in row.slots[:1]]
     if not is_paged(leaf):
-        return [pool[slot] for slot in (row.slots[:1] if keeps_first_slots(leaf) else row.slots)]
+        return [pool[slot : slot + 1] for slot in row.slots]
     end, cached = row.start + (row.count if counts is None else int(counts[row.row])), tokens_second(leaf, pool)
-    filled = [cached[page, :used].flatten() for page, used in filled_pages(row.pages, end, cached.shape[1])]
+    filled = [cached[page, :used] for page, used in filled_pages(row.pages, end, cached.shape[1])]
     return [torch.cat(filled)] if filled else []
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,9 +21,9 @@ from ...models import request_slots
 from .poison import filled as filled_tensor
 from .pools import (
     FreePlaces,
+    Places,
     fill,
     filled_pages,
-    is_paged,
     is_picture_pool,
     is_request_slots,
     keeps_first_slots,
@@ -38,16 +38,13 @@ UNREAD = -(10**6)
 """In places of drafts that a step does not verify: no token."""
 
 
-@dataclass(frozen=True)
-class LiveRow:
-    """One live row of a test case.
+@dataclass(frozen=True, kw_only=True)
+class LiveRow(Places):
+    """One live row of a test case, with its places: pages with room for drafts, and the state slots that it writes.
 
     Attributes:
         row: index in the batch.
-        request_slot: the request slot that keeps what its next step starts from.
         start, count: tokens in the cache before the step, and new tokens, or patches, in it.
-        pages: its pages, with room for drafts.
-        slots: state slots it writes.
         read: the state slot it starts from.
         unwritten: further state slots of the request, that steps of more tokens write.
         pictures: of each new token, and of the one that follows, the row of a picture in its place, or 0; [] where graphs take none. Of a
@@ -55,22 +52,10 @@ class LiveRow:
     """
 
     row: int
-    request_slot: int
-    start: int
+    start: int = 0
     count: int
-    pages: list[int]
-    slots: list[int]
-    read: int
-    pictures: list[int] = field(default_factory=list)
-    unwritten: list[int] = field(default_factory=list)
-
-    def places(self, leaf: Leaf) -> list[int]:
-        """Its own places in the pool of a state leaf."""
-        if is_request_slots(leaf):
-            return [self.request_slot]
-        if is_picture_pool(leaf):
-            return self.pictures
-        return self.pages if is_paged(leaf) else self.slots
+    read: int = 0
+    unwritten: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +74,7 @@ class PoisonedStep:
     def written(self, leaf: Leaf) -> list[int]:
         """Places of a pool that the step writes: those of its live rows, and the null one, which rows of padding write."""
         writes = leaf.aval.axes[0] in self.kind.writes
-        return [0, *(place for row in self.live for place in row.places(leaf))] if writes else []
+        return [0, *(place for row in self.live for place in row.of(leaf))] if writes else []
 
 
 CACHED = 1024
@@ -165,7 +150,8 @@ def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, chunk: i
         # A narrow step may follow a wide one, and start from a slot that it does not write.
         read = free.slots.pop() if separate else [*slots, *unwritten][_random(0, len(slots) + len(unwritten) - 1, generator)]
         pictures = [] if decode or not limits.picture_rows else _random_pictures(count, unread, share, generator)
-        rows.append(LiveRow(row, free.request_slots.pop(), start, count, pages, slots, read, pictures, unwritten))
+        own = pages, slots, free.request_slots.pop(), pictures
+        rows.append(LiveRow(*own, row=row, start=start, count=count, read=read, unwritten=unwritten))
     return rows
 
 
@@ -187,7 +173,7 @@ def _random_segments(step: ProvedStep, live: int, share: int, generator: torch.G
         inputs["patches"][segment, :count] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         inputs["grids"][segment] = torch.tensor([height * merge, width * merge])
         inputs["picture_rows"][segment, : len(places)] = torch.tensor(places)
-        rows.append(LiveRow(segment, 0, 0, count, [], [], 0, places))
+        rows.append(LiveRow(pictures=places, row=segment, count=count))
     return rows, inputs
 
 

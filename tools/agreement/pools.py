@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -94,3 +95,19 @@ def is_request_slots(leaf: Leaf) -> bool:
 def is_state_slots(leaf: Leaf) -> bool:
     """Whether a state leaf is a pool of state slots."""
     return not (is_request_slots(leaf) or is_picture_pool(leaf) or is_paged(leaf))
+
+
+@dataclass(frozen=True)
+class Places:
+    """What one request has of all pools, or one segment of patches of that of pictures."""
+
+    pages: Sequence[int] = ()
+    slots: Sequence[int] = ()
+    request_slot: int = 0
+    pictures: Sequence[int] = ()
+
+    def of(self, leaf: Leaf) -> list[int]:
+        """Those in the pool of a state leaf."""
+        if is_request_slots(leaf):
+            return [self.request_slot]
+        return [*(self.pictures if is_picture_pool(leaf) else self.pages if is_paged(leaf) else self.slots)]

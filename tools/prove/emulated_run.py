@@ -12,15 +12,8 @@ from ...graphs.ir.trace import signature_of
 from ...graphs.types import Leaf, Mesh, Signature
 from ...models import step
 from ...models.head_padding import copies
-from ..agreement.pools import (
-    holds_scales,
-    is_paged,
-    is_picture_pool,
-    is_request_slots,
-    keeps_first_slots,
-    request_slot_pool,
-    tokens_second,
-)
+from ..agreement.compare import live_values
+from ..agreement.pools import holds_scales, is_paged, is_picture_pool, is_request_slots, request_slot_pool
 from ..agreement.tolerances import SETTLED, AllowedDifferences, deviation
 from .all_ranks import Outputs, Run, run_step
 from .small_model import BucketCase, SmallModel, model_params
@@ -169,19 +162,12 @@ class Ranks:
 
     def live_values(self, rank: int, pools: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Each of a rank's pools but the request slots, with what it holds of requests: [tokens or slots, ...]."""
-        group = self.group(rank)
+        rows = self.trace.rows[self.group(rank)]
         for leaf, pool in zip(self.leaves, pools, strict=True):
-            if is_paged(leaf):
-                cached = tokens_second(leaf, pool)
-                yield leaf, torch.cat([cached[page, :used] for page, used in self.trace.pages[group]] or [cached[0, :0]])
-            elif keeps_first_slots(leaf):
-                # The last rows are inputs of tokens that a request may not have accepted.
-                rest = pool.shape[1] - self.small.limits.slots_per_request
-                yield leaf, torch.cat([pool[slot, : rest + tokens] for slot, tokens in self.trace.first_slots[group]] or [pool[0, :0]])
-            elif is_picture_pool(leaf):
+            if is_picture_pool(leaf):
                 yield leaf, pool
             elif not is_request_slots(leaf):
-                yield leaf, pool[list(self.trace.slots[group])]
+                yield leaf, torch.cat([values for row in rows for values in live_values(leaf, row, pool, None)] or [pool[:0]])
 
 
 def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDifferences, what: str) -> dict[str, float]:

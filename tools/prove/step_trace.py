@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -14,8 +14,8 @@ from ...graphs.steps.request_slot import offsets
 from ...graphs.steps.table import StepInputs, kind_of
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
-from ..agreement.poisoned_steps import adjust, fill_row, random_words
-from ..agreement.pools import FreePlaces, fill, filled_pages, is_picture_pool, is_request_slots, request_slot_pool
+from ..agreement.poisoned_steps import LiveRow, adjust, fill_row, random_words
+from ..agreement.pools import FreePlaces, Places, fill, filled_pages, is_picture_pool, is_request_slots, request_slot_pool
 from .reference_run import DRAFT_LOGITS, ReferenceRun
 from .small_model import PROMPT_EXCESS, BucketCase, SmallModel, model_params
 
@@ -33,19 +33,22 @@ class TraceRequest:
 
     Attributes:
         prompt: ids that are not in the cache yet.
-        pages, slots, request slot: its own.
+        own: its pages, state slots and request slot.
         sampling: sampling parameters by input name.
         cached: tokens in the cache.
         written: state slots that its last step wrote.
     """
 
     prompt: list[int]
-    pages: list[int]
-    slots: list[int]
-    request_slot: int
+    own: Places
     sampling: Mapping[str, float]
     cached: int = 0
-    written: list[int] = field(default_factory=list)
+    written: Sequence[int] = ()
+
+    def row(self, row: int) -> LiveRow:
+        """As the row of a step behind its last one that has no token."""
+        own = self.own.pages, self.written, self.own.request_slot
+        return LiveRow(*own, row=row, start=self.cached, count=0, unwritten=self.own.slots[len(self.written) :])
 
 
 @dataclass(frozen=True)
@@ -96,18 +99,14 @@ class StepTrace:
     Attributes:
         leaves: state leaves of the reference.
         initial_state, final_state: each group's pools, in the order of `leaves`; NaN wherever nothing was written.
-        pages: of each group, (page, tokens in it) of all filled pages in the final state.
-        slots: of each group, the state slots that requests go on from after the last step.
-        first_slots: of each group, (first slot, number of those slots) of each request.
+        rows: each group's requests after the last step, with the tokens in their caches and the state slots that they go on from.
     """
 
     steps: tuple[TraceStep, ...]
     leaves: tuple[Leaf, ...]
     initial_state: tuple[list[torch.Tensor], ...]
     final_state: tuple[list[torch.Tensor], ...]
-    pages: tuple[tuple[tuple[int, int], ...], ...]
-    slots: tuple[tuple[int, ...], ...]
-    first_slots: tuple[tuple[tuple[int, int], ...], ...] = ()
+    rows: tuple[tuple[LiveRow, ...], ...]
 
 
 def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], generator: torch.Generator) -> StepTrace:
@@ -122,14 +121,8 @@ def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], gene
     recorder = _Recorder(small, checkpoint, generator)
     initial = tuple([pool.clone() for pool in state] for state in recorder.states)
     steps = [*recorder.prefill(), *recorder.decode()]
-    pages, slots, size = [], [], small.limits.page_size
-    for group in recorder.groups:
-        pages.append(tuple(page for request in group for page in filled_pages(request.pages, request.cached, size) if page[1]))
-        slots.append(tuple(slot for request in group for slot in request.written))
-    first_slots = tuple(
-        tuple((request.slots[0], len(request.written)) for request in group if request.written) for group in recorder.groups
-    )
-    return StepTrace(tuple(steps), recorder.leaves, initial, tuple(recorder.states), tuple(pages), tuple(slots), first_slots)
+    rows = tuple(tuple(request.row(i) for i, request in enumerate(group)) for group in recorder.groups)
+    return StepTrace(tuple(steps), recorder.leaves, initial, tuple(recorder.states), rows)
 
 
 class _Recorder:
@@ -165,10 +158,9 @@ class _Recorder:
         prompts = [min(length, chunk) for length in prompts] if self._idles(group) else prompts
         free, requests = FreePlaces(limits, self.generator), []
         for i in range(most if group % 2 == 0 and not self._idles(group) else 1):
-            own_pages = [free.pages.pop() for _ in range(limits.pages_per_request)]
-            own_slots = [free.slots.pop() for _ in range(limits.slots_per_request)]
+            own = [free.pages.pop() for _ in range(limits.pages_per_request)], [free.slots.pop() for _ in range(limits.slots_per_request)]
             prompt, sampling = self._random_tokens(prompts[(i + group // 2) % 3]), SAMPLED if i == 1 else GREEDY
-            request = TraceRequest(prompt, own_pages, own_slots, free.request_slots.pop(), sampling)
+            request = TraceRequest(prompt, Places(*own, free.request_slots.pop()), sampling)
             if i == 2 and self.steps_left:
                 # Its context ends with the last step if it accepts one draft in all.
                 self._set_random_state(self.states[group], request, limits.max_model_len - self.steps_left - 1)
@@ -185,13 +177,15 @@ class _Recorder:
 
     def _set_random_state(self, state: list[torch.Tensor], request: TraceRequest, cached: int) -> None:
         """Puts a request behind a prompt of `cached` tokens, as if another instance had prefilled it and sent the state here."""
-        request.cached, request.prompt, request.written = cached, [], request.slots[:1]
-        pages = filled_pages(request.pages, cached, self.small.limits.page_size)
+        request.cached, request.prompt, request.written = cached, [], request.own.slots[:1]
+        pages = filled_pages(request.own.pages, cached, self.small.limits.page_size)
         for leaf, pool in zip(self.leaves, state, strict=True):
-            fill(leaf, pool, pages, request.slots[:1], self.generator)
+            fill(leaf, pool, pages, request.own.slots[:1], self.generator)
             if is_request_slots(leaf):
                 behind = offsets(-self._random_below(cached), self.small.limits) if self.small.limits.picture_rows else []
-                pool[request.request_slot] = torch.tensor([cached, 0, *self._random_tokens(1 + self.drafts), *behind], dtype=torch.int32)
+                pool[request.own.request_slot] = torch.tensor(
+                    [cached, 0, *self._random_tokens(1 + self.drafts), *behind], dtype=torch.int32
+                )
 
     def prefill(self) -> Iterator[TraceStep]:
         """Steps until no prompt is left, with each prefill bucket in turn."""
@@ -250,9 +244,9 @@ class _Recorder:
         for row, request in live.items():
             tokens, numbers = self._decode_row(request) if decode else self._prefill_row(bucket, request)
             end = request.cached + len(tokens) + (2 * self.drafts + 1 if decode else self.drafts)
-            pages = request.pages[: -(-min(end, self.small.limits.max_model_len) // self.small.limits.page_size)]
-            numbers |= {"request_slots": request.request_slot, **request.sampling, **({"logprobs": row % 2} if logprobs else {})}
-            fill_row(inputs, row, pages, request.slots[: inputs["state_slots_out"].shape[1]], tokens, **numbers)
+            pages = request.own.pages[: -(-min(end, self.small.limits.max_model_len) // self.small.limits.page_size)]
+            numbers |= {"request_slots": request.own.request_slot, **request.sampling, **({"logprobs": row % 2} if logprobs else {})}
+            fill_row(inputs, row, pages, request.own.slots[: inputs["state_slots_out"].shape[1]], tokens, **numbers)
             if not decode and self.small.limits.picture_rows:
                 self._set_places(inputs, row, request.cached, len(tokens))
             if request.sampling is SAMPLED and self.small.limits.bitmasks:
@@ -274,7 +268,7 @@ class _Recorder:
     def _prefill_row(self, bucket: Bucket, request: TraceRequest) -> tuple[list[int], dict[str, float]]:
         """The row's next chunk, and numbers by name of the input."""
         chunk = request.prompt[: bucket.q_len]
-        numbers = {"num_computed_tokens": request.cached, "query_lens": len(chunk), "state_slots_in": request.slots[0]}
+        numbers = {"num_computed_tokens": request.cached, "query_lens": len(chunk), "state_slots_in": request.own.slots[0]}
         return chunk, {**numbers, **({"next_tokens": [*request.prompt, -1][len(chunk)]} if self.drafts else {})}
 
     def _decode_row(self, request: TraceRequest) -> tuple[list[int], dict[str, float]]:
@@ -286,13 +280,13 @@ class _Recorder:
         k, pool, right = self.drafts, state[self.request_slots], {}
         for row, request in live.items():
             inputs["drafts"][row], right[row] = self._draft_counts(case, request)
-            pool[request.request_slot, request_slots.TOKENS + 1 :][:k] = torch.tensor(self._random_tokens(k), dtype=torch.int32)
+            pool[request.own.request_slot, request_slots.TOKENS + 1 :][:k] = torch.tensor(self._random_tokens(k), dtype=torch.int32)
         for place in range(min(max(right.values(), default=-1) + 1, k)):
             tokens = self.reference.step(case.bucket, state, inputs)[0]["tokens"]
             for row, request in live.items():
                 if place <= right[row]:
                     offset = 0 if place < right[row] else 1 + self._random_below(self.vocab - 1)
-                    pool[request.request_slot, request_slots.TOKENS + 1 + place] = (tokens[row, place] + offset) % self.vocab
+                    pool[request.own.request_slot, request_slots.TOKENS + 1 + place] = (tokens[row, place] + offset) % self.vocab
 
     def _draft_counts(self, case: BucketCase, request: TraceRequest) -> tuple[int, int]:
         """How many drafts of a request the step verifies, and how many of its drafts are to be right."""
@@ -311,9 +305,9 @@ class _Recorder:
         """Moves a request behind a step; returns how many results of its row count, and by how many tokens its caches grew."""
         if kind_of(bucket).chunks:
             valid, taken = 1, int(inputs["query_lens"][row])
-            request.prompt, request.written = request.prompt[taken:], request.slots[:1]
+            request.prompt, request.written = request.prompt[taken:], request.own.slots[:1]
         else:
             valid = min(1 + int(inputs["drafts"][row]), self.small.limits.max_model_len - request.cached)
-            taken, request.written = int(outputs["counts"][row]), request.slots[:valid]
+            taken, request.written = int(outputs["counts"][row]), request.own.slots[:valid]
         request.cached += taken
         return valid, taken

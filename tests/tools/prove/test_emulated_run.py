@@ -216,13 +216,13 @@ def test_a_row_that_may_sample_another_token_goes_on_with_the_cache_of_the_trace
 
 def test_wrong_state_is_refused_by_its_pool(ranks, outputs):
     spoiled = [[pool.clone() for pool in pools] for pools in outputs.state]
-    page, _ = ranks.trace.pages[1][0]
+    page = ranks.trace.rows[1][0].pages[0]
     names = [leaf.name for leaf in ranks.leaves]
     spoiled[3][names.index("state.layers.3.v")][page, 0] += 1.0
     with pytest.raises(VerifyError, match=r"eager, rank 3 \(dp 1, tp 1\): state.layers.3.v differ by"):
         check_against_trace(ranks, replace(outputs, state=tuple(spoiled)), STRICT, "eager")
     spoiled = [[pool.clone() for pool in pools] for pools in outputs.state]
-    spoiled[0][names.index("state.layers.1.delta")][list(ranks.trace.slots[0])] *= 1.0005
+    spoiled[0][names.index("state.layers.1.delta")][[slot for row in ranks.trace.rows[0] for slot in row.slots]] *= 1.0005
     with pytest.raises(VerifyError, match=r"rank 0 .*: half of state.layers.1.delta differ by"):
         check_against_trace(ranks, replace(outputs, state=tuple(spoiled)), replace(STRICT, state=1e-2), "eager")
 
@@ -245,7 +245,7 @@ def test_the_smallest_difference_between_two_graphs_is_refused(ranks, outputs):
         {number: outputs.steps[number]}, (), {}, {number: tuple([pool.clone() for pool in pools] for pools in outputs.after[number])}
     )
     check_identical(ranks, outputs, part, "same")
-    slot = ranks.trace.slots[0][0]
+    slot = ranks.trace.rows[0][0].slots[0]
     index = next(i for i, leaf in enumerate(ranks.leaves) if leaf.name.endswith("layers.2.delta"))
     part.after[number][1][index][slot, 0, 0, 0] += 1e-6
     with pytest.raises(

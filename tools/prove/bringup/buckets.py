@@ -19,14 +19,14 @@ from ....lowering.artifact.manifest import GraphEntry
 from ....runtime.device_params import LoadParams
 from ....runtime.executor import Executor, Outputs
 from ...agreement.compare import Deviations
-from ...agreement.pools import is_paged, is_request_slots
+from ...agreement.pools import Places
 from ...agreement.tolerances import INTEGERS
 from ...heap import available_bytes
 from ...progress import Bar
 from ..all_ranks import load_ranks, run_step
 from .recording import ShippedBucket
 from .results import Failure, Timing
-from .steps import PlannedStep, Slots, StepPlanner
+from .steps import PlannedStep, StepPlanner
 
 STEPS = 3
 """Steps of each bucket, one after another."""
@@ -104,7 +104,7 @@ class Comparison:
                     self.different.add((group, request.request_slot))
                     self.messages.append(f"{what}: row {row} of group {group} has tokens {tokens}; the CPU has {right}")
 
-    def forget(self, group_rows: Sequence[Slots]) -> None:
+    def forget(self, group_rows: Sequence[Places]) -> None:
         """Takes rows back whose requests begin anew."""
         self.different -= {(group, request) for group, request in self.different if request in {row.request_slot for row in group_rows}}
 
@@ -113,13 +113,13 @@ class Comparison:
         """Whether more rows took other tokens than nearly equal logits explain."""
         return len(self.messages) > INTEGERS * self.compared
 
-    def state_errors(self, state: Mapping[str, torch.Tensor], rows: Sequence[Slots]) -> list[str]:
+    def state_errors(self, state: Mapping[str, torch.Tensor], rows: Sequence[Places]) -> list[str]:
         """How the pools of rank 0 differ from the oracle's, in what these requests own."""
         if self.oracle is None:
             return []
         deviations, mine = Deviations(), [row for row in rows if (0, row.request_slot) not in self.different]
         for leaf, right in zip(self.oracle.leaves, self.oracle.state[0], strict=True):
-            owned = _owned(leaf, mine)
+            owned = [place for row in mine for place in row.of(leaf)]
             a, b = right[owned], state[leaf.name][owned]
             deviations.add(0, leaf.name, a, b, (a != 0) | (b != 0))
         return [f"{name}: {deviations.by_name[name]}" for name in deviations.beyond()]
@@ -130,14 +130,6 @@ def _taken(outputs: Outputs, row: int) -> list[int]:
     count = int(outputs["counts"][row]) if "counts" in outputs else 1
     tokens: list[int] = np.asarray(outputs["tokens"])[row, : max(0, count)].tolist()
     return tokens
-
-
-def _owned(leaf: Leaf, rows: Sequence[Slots]) -> list[int]:
-    if is_paged(leaf):
-        return [page for row in rows for page in row.pages]
-    if is_request_slots(leaf):
-        return [row.request_slot for row in rows]
-    return [slot for row in rows for slot in row.state_slots]
 
 
 def one_after_another(
@@ -160,7 +152,7 @@ def prompt_tokens(prefill: Bucket, planner: StepPlanner) -> int:
     return max(1, min(prefill.q_len - 1, planner.limits.max_model_len // 4))
 
 
-def prefills(planner: StepPlanner, bucket: Bucket, rows: Sequence[Slots]) -> list[PlannedStep]:
+def prefills(planner: StepPlanner, bucket: Bucket, rows: Sequence[Places]) -> list[PlannedStep]:
     """Steps that prefill requests from their beginning."""
     count = prompt_tokens(bucket, planner)
     return [planner.prefill(bucket, rows[i : i + bucket.batch], 0, count) for i in range(0, len(rows), bucket.batch)]
@@ -223,7 +215,7 @@ def run_alternation(
 ) -> list[Failure]:
     """All buckets in turns, each launched before the one ahead of it has been read; then the state of rank 0."""
     launched: deque[tuple[PlannedStep, object]] = deque()
-    rows: list[Slots] = []
+    rows: list[Places] = []
 
     def finish() -> None:
         step, pending = launched.popleft()

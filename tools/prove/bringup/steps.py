@@ -16,19 +16,10 @@ from ....models import request_slots
 from ....runtime.request import Sampling
 from ....runtime.steps.pack import pack
 from ....runtime.steps.rows import DecodeRow, PrefillRow
-from ...agreement.pools import FreePlaces, is_request_slots
+from ...agreement.pools import FreePlaces, Places, is_request_slots
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95)
-
-
-@dataclass(frozen=True)
-class Slots:
-    """What one request owns: pages, state slots and a request slot."""
-
-    pages: tuple[int, ...]
-    state_slots: tuple[int, ...]
-    request_slot: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ class PlannedStep:
 
     bucket: Bucket
     inputs: tuple[Arrays, ...]
-    rows: tuple[Slots, ...]
+    rows: tuple[Places, ...]
 
     @property
     def tensors(self) -> list[dict[str, torch.Tensor]]:
@@ -71,22 +62,22 @@ class StepPlanner:
         self.generator = np.random.default_rng(self.seed)
 
     @property
-    def requests(self) -> list[Slots]:
+    def requests(self) -> list[Places]:
         """As many requests as pages and slots suffice for, at shuffled places."""
         free, each, width = FreePlaces(self.limits, self._seeded), self.limits.pages_per_request, self.limits.slots_per_request
         most = min(len(free.pages) // each, len(free.slots) // width, len(free.request_slots))
         places = [(free.pages[i * each : (i + 1) * each], free.slots[i * width : (i + 1) * width]) for i in range(most)]
-        return [Slots(tuple(pages), tuple(slots), free.request_slots[i]) for i, (pages, slots) in enumerate(places)]
+        return [Places(pages, slots, free.request_slots[i]) for i, (pages, slots) in enumerate(places)]
 
     @property
     def _seeded(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
-    def rows_of(self, bucket: Bucket) -> list[Slots]:
+    def rows_of(self, bucket: Bucket) -> list[Places]:
         """The requests that a bucket's steps run: one less than it holds, so that there is a row of padding."""
         return self.requests[: max(1, bucket.batch - 1)]
 
-    def prefill(self, bucket: Bucket, rows: Sequence[Slots], start: int, count: int) -> PlannedStep:
+    def prefill(self, bucket: Bucket, rows: Sequence[Places], start: int, count: int) -> PlannedStep:
         """A chunk of `count` tokens of each row, from position `start` on."""
         inputs = []
         for _ in range(self.groups):
@@ -95,7 +86,7 @@ class StepPlanner:
                     self._tokens(count),
                     start,
                     row.pages,
-                    row.state_slots[0],
+                    row.slots[0],
                     row.request_slot,
                     -1,
                     _sampling(i),
@@ -106,7 +97,7 @@ class StepPlanner:
             inputs.append(pack(bucket, chunks, self.limits, max_logprobs=self.max_logprobs))
         return PlannedStep(bucket, tuple(inputs), tuple(rows))
 
-    def decode(self, bucket: Bucket, rows: Sequence[Slots], base: int) -> PlannedStep:
+    def decode(self, bucket: Bucket, rows: Sequence[Places], base: int) -> PlannedStep:
         """A step of each row, which starts at position `base` or behind it; rows verify different numbers of drafts."""
         Q = bucket.q_len
         inputs = []
@@ -116,7 +107,7 @@ class StepPlanner:
                     row.request_slot,
                     base,
                     row.pages,
-                    row.state_slots,
+                    row.slots,
                     Q - 1 if (i + group) % 3 else max(0, Q - 2),
                     _sampling(i),
                     tuple(float(u) for u in self.generator.random(self.limits.drafts + Q, dtype=np.float32)),

@@ -23,7 +23,7 @@ def planner():
 def test_requests_own_different_pages_and_slots_and_never_the_null_ones(planner):
     requests = planner.requests
     assert len(requests) == 4
-    for owned in ([p for r in requests for p in r.pages], [s for r in requests for s in r.state_slots], [r.request_slot for r in requests]):
+    for owned in ([p for r in requests for p in r.pages], [s for r in requests for s in r.slots], [r.request_slot for r in requests]):
         assert len(set(owned)) == len(owned)
         assert 0 not in owned
     assert len(planner.rows_of(BUCKETS[2])) == 3
