@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .shell_words import NAME, Word, substitution_end, tokens
+from .shell_words import NAME, SUBSTITUTION, Word, tokens
 
 MOST_COMMANDS = 4096
 """Commands that loops within loops are followed for."""
@@ -89,17 +89,18 @@ def number(text: str, variables: Mapping[str, str]) -> int | None:
                 return int(variables[name])
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -value(operand)
-            case ast.BinOp(op=ast.Add(), left=left, right=right):
-                return value(left) + value(right)
-            case ast.BinOp(op=ast.Sub(), left=left, right=right):
-                return value(left) - value(right)
-            case ast.BinOp(op=ast.Mult(), left=left, right=right):
-                return value(left) * value(right)
-            # A shell rounds towards zero, Python downwards.
-            case ast.BinOp(op=ast.Div(), left=left, right=right) if value(left) >= 0 and value(right) > 0:
-                return value(left) // value(right)
-            case ast.BinOp(op=ast.Mod(), left=left, right=right) if value(left) >= 0 and value(right) > 0:
-                return value(left) % value(right)
+            case ast.BinOp(op=op, left=left, right=right):
+                one, other = value(left), value(right)
+                match op:
+                    case ast.Add():
+                        return one + other
+                    case ast.Sub():
+                        return one - other
+                    case ast.Mult():
+                        return one * other
+                # A shell rounds towards zero, Python downwards.
+                if isinstance(op, ast.Div | ast.Mod) and one >= 0 and other > 0:
+                    return one // other if isinstance(op, ast.Div) else one % other
         raise ValueError(f"{ast.dump(node)} is no sum")
 
     try:
@@ -230,8 +231,8 @@ class _Reader:
                 elements += [text for each in word.array for text in self._expand(each)]
                 scope |= {f"{name}[{i}]": value for i, value in enumerate(elements)} | self.settings
                 continue
-            rest = Word(word.line, _without(word.parts, len(name) + len(plus) + 1))
-            value = " ".join(self._expand(rest, split=False))
+            (first, quote), *others = word.parts
+            value = " ".join(self._expand(Word(word.line, [(first.partition("=")[2], quote), *others]), split=False))
             scope[name] = scope.get(name, "") + value if plus else value
 
     def _expand(self, word: Word, split: bool = True) -> list[str]:
@@ -260,14 +261,7 @@ class _Reader:
         return ([str(i) for i in range(len(values))] if match[1] else values) or None
 
     def _substitute(self, text: str) -> str:
-        out, at = "", 0
-        while match := re.search(r"[$`]", text[at:]):
-            begin = at + match.start()
-            end = substitution_end(text, begin)
-            value = self._value(text[begin:end])
-            out += text[at:begin] + (text[begin:end] if value is None else value)
-            at = end
-        return out + text[at:]
+        return SUBSTITUTION.sub(lambda match: match[0] if (value := self._value(match[0])) is None else value, text)
 
     def _value(self, text: str) -> str | None:
         """What a substitution becomes; None where only a running shell knows."""
@@ -332,13 +326,3 @@ def _elements(name: str, scope: Mapping[str, str]) -> list[str]:
     while f"{name}[{len(values)}]" in scope:
         values.append(scope[f"{name}[{len(values)}]"])
     return values
-
-
-def _without(parts: list[tuple[str, str]], count: int) -> list[tuple[str, str]]:
-    """Parts without their first characters."""
-    rest = []
-    for text, quote in parts:
-        cut = min(count, len(text))
-        count -= cut
-        rest.append((text[cut:], quote))
-    return rest

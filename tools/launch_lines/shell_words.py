@@ -10,20 +10,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_COMMAND = r"\$\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*+\))*+\))*+\)|`[^`]*(?:`|\Z)"
+SUBSTITUTION = re.compile(rf"{_COMMAND}|\$\{{(?:[^{{}}]|\{{[^{{}}]*\}})*+\}}|\$(?:{NAME}|[0-9@*#?$!-])?")
+"""A variable, a sum, or the output of a command; brackets three deep."""
+
+_DOUBLE = rf'"(?:\\.|{_COMMAND}|[^"\\])*+(?:"|\Z)'
+_ESCAPED = re.compile(rf'({_COMMAND})|\\(["\\$`\n])', re.DOTALL)
 _PIECE = re.compile(
-    r"""
+    rf"""
     (?P<gap>\\[ \t]*(?:\#[^\n]*)?(?:\n|\Z)|[ \t]+)
-    |(?P<comment>\#[^\n]*)
+    |(?P<comment>(?<![^\s;&|()])\#[^\n]*)
     |(?P<placeholder><[^<>\s&|;=(][^<>\n|;]*>)
     |(?P<document><<-?[ \t]*['"]?(?P<mark>\w+)['"]?)
     |(?P<redirection>(?:(?<!\S)\d+)?[<>]&\d|(?:(?:(?<!\S)\d+)?(?:>>|>&|>|<<<|<&|<)|&>>?)[ \t]*(?:"[^"]*"|'[^']*'|[^\s;|&()<>])*)
+    |(?P<array>(?<![^\s;&|()]){NAME}\+?=\((?:'[^']*'|{_DOUBLE}|{_COMMAND}|[^()])*+(?:\)|\Z))
+    |(?P<sum>(?<![^\s;&|()])\(\((?:[^()]|\([^()]*\))*+\)\))
     |(?P<operator>&&|\|\||;;|[;|&()\n])
+    |(?P<single>'[^']*(?:'|\Z))
+    |(?P<double>{_DOUBLE})
+    |(?P<escaped>\\.)
+    |(?P<plain>{SUBSTITUTION.pattern}|.)
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.DOTALL,
 )
-_ARRAY = re.compile(rf"{NAME}\+?=")
-_VARIABLE = re.compile(rf"\$(?:{NAME}|[0-9@*#?$!-])?")
-_CLOSING = {"(": ")", "{": "}"}
 
 
 @dataclass
@@ -55,86 +64,40 @@ class Word:
 def tokens(text: str) -> Iterator[Word | str]:
     """Words and operators; redirections, here-documents and comments are left out."""
     at, word = 0, None
-    while at < len(text):
-        match = _PIECE.match(text, at)
-        kind = match.lastgroup if match else None
-        if text[at] == "(" and word is not None and _ARRAY.fullmatch(word.bare) and not word.parts[-1][1]:
-            end = _closed(text, at)
-            word.array = [token for token in tokens(text[at + 1 : end].removesuffix(")")) if isinstance(token, Word)]
-        elif text.startswith("((", at) and word is None and text.endswith("))", at, _closed(text, at)):
-            end = _closed(text, at)
-            word = Word(text.count("\n", 0, at) + 1, [(text[at:end], "'")])
-        elif match is None or kind == "placeholder" or (kind == "comment" and word is not None):
-            body, quote, end = (match[0], "", match.end()) if match and kind == "placeholder" else _part(text, at)
-            word = word or Word(text.count("\n", 0, at) + 1)
-            word.add(body, quote)
-        else:
-            end = match.end()
-            if word is not None:
-                yield word
-                word = None
-            if kind == "operator":
-                yield match[0]
-            elif kind == "document":
-                closing = re.compile(rf"^[ \t]*{match['mark']}[ \t]*$", re.MULTILINE).search(text, end)
-                yield from tokens(text[end:].partition("\n")[0])
-                yield "\n"
-                end = closing.end() if closing else len(text)
-        at = end
+    while match := _PIECE.match(text, at):
+        kind, found, at = match.lastgroup, match[0], match.end()
+        if kind in ("placeholder", "array", "sum", "single", "double", "escaped", "plain"):
+            word = word or Word(text.count("\n", 0, match.start()) + 1)
+            if kind == "array":
+                name, _, inside = found.partition("(")
+                word.array = [token for token in tokens(inside.removesuffix(")")) if isinstance(token, Word)]
+                word.add(name, "")
+            else:
+                word.add(*_part(kind, found))
+            continue
+        if word is not None:
+            yield word
+            word = None
+        if kind == "operator":
+            yield found
+        elif kind == "document":
+            closing = re.compile(rf"^[ \t]*{match['mark']}[ \t]*$", re.MULTILINE).search(text, at)
+            yield from tokens(text[at:].partition("\n")[0])
+            yield "\n"
+            at = closing.end() if closing else len(text)
     if word is not None:
         yield word
 
 
-def _part(text: str, at: int) -> tuple[str, str, int]:
-    """A part of a word: its text, its quote, and where it ends."""
-    match text[at]:
-        case '"':
-            return _quoted(text, at)
-        case "'":
-            body, _, _ = text[at + 1 :].partition("'")
-            return body, "'", at + len(body) + 2
-        case "\\":
-            return text[at + 1 : at + 2], "'", at + 2
-        case "$" | "`":
-            end = substitution_end(text, at)
-            return text[at:end], "", end
-        case char:
-            return char, "", at + 1
-
-
-def _quoted(text: str, at: int) -> tuple[str, str, int]:
-    """The part in the double quotes that begin at `at`; one that is never closed ends with the text."""
-    out, at = "", at + 1
-    while at < len(text) and text[at] != '"':
-        end = at + 1
-        if text[at] == "`" or text.startswith("$(", at):
+def _part(kind: str, found: str) -> tuple[str, str]:
+    """The text of a part and its quote."""
+    match kind:
+        case "single":
+            return found[1:].removesuffix("'"), "'"
+        case "double":
+            inside = found[1:-1] if len(found) > 1 and found.endswith('"') else found[1:]
             # What is substituted has quotes of its own.
-            end = substitution_end(text, at)
-            out += text[at:end]
-        elif text[at] == "\\" and text[end : end + 1] in ('"', "\\", "$", "`", "\n"):
-            out, end = out + text[end].strip("\n"), end + 1
-        else:
-            out += text[at]
-        at = end
-    return out, '"', at + 1
-
-
-def substitution_end(text: str, at: int) -> int:
-    """Where a `$...` or a pair of backquotes ends."""
-    if text[at] == "`":
-        end = text.find("`", at + 1)
-        return len(text) if end < 0 else end + 1
-    if text[at + 1 : at + 2] in _CLOSING:
-        return _closed(text, at + 1)
-    match = _VARIABLE.match(text, at)
-    return match.end() if match else at + 1
-
-
-def _closed(text: str, at: int) -> int:
-    """Behind the bracket that closes the one at `at`; the end of the text where none does."""
-    depth, opening = 0, text[at]
-    for i in range(at, len(text)):
-        depth += (text[i] == opening) - (text[i] == _CLOSING[opening])
-        if depth == 0:
-            return i + 1
-    return len(text)
+            return _ESCAPED.sub(lambda escaped: escaped[1] or escaped[2].strip("\n"), inside), '"'
+        case "escaped":
+            return found[1:], "'"
+    return found, "'" if kind == "sum" else ""

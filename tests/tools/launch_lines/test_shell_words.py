@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npucompile.tools.launch_lines.shell_words import Word, substitution_end, tokens
+from npucompile.tools.launch_lines.shell_words import SUBSTITUTION, Word, tokens
 
 
 def cut(text: str) -> list[str]:
@@ -33,4 +33,4 @@ def test_an_array_is_the_words_in_its_parentheses():
 
 @pytest.mark.parametrize("text", ["$A", "${A[$i]}", "$((1+(2)))", "$(a $(b))", "`a b`", "$1", "$"])
 def test_a_substitution_ends_with_what_closes_it(text):
-    assert substitution_end(f"{text} )}}`", 0) == len(text)
+    assert SUBSTITUTION.match(f"{text} )}}`")[0] == text
