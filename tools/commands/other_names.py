@@ -12,7 +12,7 @@ import click
 
 from ...graphs.errors import SpecError
 from ..builder.settings.table import SETTINGS
-from ..launch_lines.tables import engine, topics
+from ..launch_lines.tables import engine, of_topic, topics
 from ..serve.options import OPTIONS
 
 MODEL = ""
@@ -115,9 +115,6 @@ def elsewhere(command: str, name: str) -> str:
     """What is said of an option that is none of a command's; "" where neither SGLang nor vLLM has it."""
     if name in OTHERWISE[command]:
         return f"{name}: {OTHERWISE[command][name]}"
-    for program in ("sglang", "vllm"):
-        row = engine(program).flags.get(name)
-        if row is not None:
-            why = f"{topics()[row.topic].why}; " if row.topic else ""
-            return f"{name} is a flag of {program}'s: {why}`npucompile import` says what becomes of a whole launch line"
-    return ""
+    row = engine("sglang").flags.get(name) or engine("vllm").flags.get(name) or of_topic(name)
+    why = f"{topics()[row.topic].why}; " if row and row.topic else ""
+    return f"{name} is a flag of SGLang or vLLM: {why}`npucompile import` says what becomes of a whole launch line" if row else ""

@@ -11,7 +11,7 @@ from .flags import Given
 from .launches import Launch
 from .rules import RULES
 from .shell import Script
-from .tables import Row, topics, variables
+from .tables import Row, of_topic, topics, variables
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, topic
 
 MEANT_FOR_ENGINES = re.compile(r"(SGLANG|SGL|VLLM|HCCL|ASCEND|ACL|PYTORCH_NPU|DEEPEP|DEEP|ZBAL|ZBCCL|TASK_QUEUE|GLOO|MOONCAKE|NPU)_")
@@ -124,9 +124,13 @@ def _variable_verdict(name: str, value: str, context: Context | None, script: Sc
         return None
     row = variables().get(name)
     if row is None:
+        others = of_topic(name)
+        meant = variables() if others is None else [each for each, row in variables().items() if not row.topic]
+        near = difflib.get_close_matches(name, meant, n=1, cutoff=0.8 if others is None else 0.9)
+        if others is not None and not near:
+            return topic(others.topic if context else "router_variables")
         if used:
             return topic("script")
-        near = difflib.get_close_matches(name, variables(), n=1, cutoff=0.8)
         hint = f"; the nearest is {near[0]}" if near else ""
         if MEANT_FOR_ENGINES.match(name) or near:
             return Verdict(REFUSED, f"no release of SGLang, vLLM or CANN in the tables reads {name}{hint}")

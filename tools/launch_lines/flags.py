@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .tables import Engine, Row
+from .tables import Engine, Row, of_topic
 
 _NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -56,7 +56,7 @@ def read_flags(words: Sequence[str], engine: Engine) -> list[Given]:
                 continue
         if row is None and engine.dashes and word.startswith("-O"):
             # vLLM writes the level of optimization as compilers do: -O3, -O=3 or -O 3.
-            row, positive, problem, name, attached = engine.flags["--optimization-level"], True, "", "-O", word[2:].removeprefix("=")
+            row, positive, problem, name, attached = of_topic("--optimization-level"), True, "", "-O", word[2:].removeprefix("=")
             equals = "=" if attached else ""
         short = row is None and not word.startswith("--") and word[:2] in engine.flags
         if short:
@@ -101,6 +101,9 @@ def _find(name: str, engine: Engine) -> tuple[Row | None, bool, str]:
             return flags[full], _turns_on(full, flags[full]), ""
         if rows:
             return None, True, f"{name} may be {_either(sorted(fitting))}; write it out"
+    row = Row((name,), "str*&", "router") if engine.name == "router" else None if "." in name else of_topic(spelt)
+    if row is not None:
+        return row, True, ""
     near = difflib.get_close_matches(spelt.replace("_", "-"), flags, n=1, cutoff=0.6)
     return None, True, f"{engine.name} has no flag {name}" + (f"; the nearest is {near[0]}" if near else "")
 

@@ -1,16 +1,19 @@
 """The flags and variables of SGLang, vLLM and vllm-ascend by name, and what becomes of each; the tables are the JSON files beside this one.
 
-A row has `names`, for flags a `kind` of values, and says what becomes of it in one of three ways: `topic` (an entry of topics.json, the
-same words for all its flags), `carry` (an option of serve with the same meaning, "serve --x", or "env" for a variable that is set as it
-is), or `rule` (a function of rules.py that reads the value). A row without any is that of an option of serve which has its name.
+Most are nothing of ours, and a topic of topics.json says why for all its names: `names` has them whole, or as words that end in a dash or
+an underscore ("--hicache-" begins a name, "-lora-" stands anywhere in it). Others have a row: `names`, for flags a `kind` of values, and
+what becomes of it: `carry` (an option of serve with the same meaning, "serve --x", or "env" for a variable that is set as it is), `rule`
+(a function of rules.py that reads the value), or a `topic` where some values are neutral or engines differ. A row without any is that of
+an option of serve which has its name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,26 @@ KINDS = {"flag": (0, 0), "switch": (0, 0), "1": (1, 1), "": (1, 1), "?": (0, 1),
 """Fewest and most values of a flag, by the last character of its kind where that is no letter; None is no limit."""
 
 
+OWN = ("SGLANG_", "SGL_", "VLLM_")
+"""Beginnings of the engines' own variables."""
+
+_TURNED = re.compile("--(enable|disable)-")
+
+OTHERWISE = "kernels"
+"""Topic of their own variables of which no other one has a word."""
+
+
 @dataclass(frozen=True)
 class Topic:
-    """What becomes of all flags of one subject: "unnecessary" or "refused", and why."""
+    """What becomes of all flags and variables of one subject: "unnecessary" or "refused", and why.
+
+    Attributes:
+        names: of flags and variables, whole or as words in them, with blanks between.
+    """
 
     status: str
     why: str
+    names: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,7 @@ class Row:
         neutral: values with which it asks for what is so here in any case.
         off: topic of a switch that is turned off; without one it then asks for what is so here.
         values: our value for each of theirs, of a flag that is carried.
-        old: whether the newest release does not know it.
+        old: whether the newest release may not know it.
     """
 
     names: tuple[str, ...]
@@ -93,7 +110,7 @@ class Engine:
 
     @cached_property
     def flags(self) -> Mapping[str, Row]:
-        """Rows by every name, those of the newest release first; `--no-` forms included."""
+        """Rows by every name that is known whole, those of the newest release first; `--no-` forms included."""
         named: dict[str, Row] = {}
         for row in sorted(self.rows, key=lambda row: row.old):
             for name in row.names:
@@ -108,19 +125,55 @@ class Engine:
 @cache
 def engine(name: str) -> Engine:
     """The engine of that name: "sglang", "vllm" or "router"."""
-    return Engine(name, _rows(f"{name}.json"), dashes=name == "vllm")
+    if name == "router":
+        return Engine(name, ())
+    rows = _rows(f"{name}.json")
+    known = {each for row in rows for each in row.names}
+    others = [of_topic(each) for each in _named(whole=True) if each.startswith("-") and each not in known]
+    return Engine(name, (*rows, *filter(None, others)), dashes=name == "vllm")
 
 
 @cache
 def variables() -> Mapping[str, Row]:
-    """Environment variables by name."""
-    return {row.name: row for row in _rows("variables.json")}
+    """Environment variables that are known whole, by name."""
+    whole = {name: Row((name,), topic=topic) for name, topic in _named(whole=True).items() if not name.startswith("-")}
+    return whole | {row.name: row for row in _rows("variables.json")}
 
 
 @cache
 def topics() -> Mapping[str, Topic]:
     """Topics by name."""
     return {name: Topic(**fields) for name, fields in _read("topics.json").items()}
+
+
+@cache
+def of_topic(name: str) -> Row | None:
+    """The row of a flag or variable that a topic has whole, or by the longest of words in it; None where none has.
+
+    Its values are not read. `--no-x` and `--disable-x` ask for nothing where a topic refuses `--x` and `--enable-x`.
+    """
+    whole, anywhere, bare = _named(whole=True), _named(whole=False), name.replace("--no-", "--", 1)
+    other = _TURNED.sub(lambda turned: f"--{'disable' if turned[1] == 'enable' else 'enable'}-", bare)
+    known = next((each for each in (name, bare, other) if each in whole), "")
+    words = max(filter(partial(_has, bare), anywhere), key=lambda words: (len(words), words), default="")
+    topic = whole.get(known) or anywhere.get(words) or (OTHERWISE if name.startswith(OWN) else "")
+    if not topic:
+        return None
+    off = name != known and (name != bare) != bare.startswith("--disable-") and topics()[topic].status == "refused"
+    return Row((known or bare,), "str*&", topic, neutral=("",) if off else (), old=True)
+
+
+def _has(name: str, words: str) -> bool:
+    """Whether a name has words; variables that are not the engines' own have them only at their beginning."""
+    if words.startswith("_") or (words.startswith("-") and not words.startswith("--")):
+        return words in name + words[-1] and (words[0] == "-" or name.startswith(OWN))
+    return (name + words[-1]).startswith(words)
+
+
+@cache
+def _named(whole: bool) -> Mapping[str, str]:
+    """Topics by the names that they have whole, or by the words that stand for all names with them."""
+    return {name: topic for topic, entry in topics().items() for name in entry.names.split() if (name[-1] not in "-_") == whole}
 
 
 def _rows(file: str) -> tuple[Row, ...]:

@@ -23,5 +23,5 @@ def test_flags_of_a_router_are_its_own():
 
 
 def test_a_misspelt_variable_is_refused_beside_a_router_too():
-    (found,) = [each for each in import_text(f"SGLANG_NPU_USE_MLAPOO=1 {ROUTER}").findings if each.kind == "variable"]
+    (found,) = [each for each in import_text(f"HCCL_SOCKET_IFNAM=eth0 {ROUTER}").findings if each.kind == "variable"]
     assert found.status == "refused"

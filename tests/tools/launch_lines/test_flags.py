@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from npucompile.tools.launch_lines.flags import Given, read_flags
@@ -82,16 +82,17 @@ def occurrences(draw: Any, table: Engine) -> list[str]:
 def test_shuffled_and_shortened_flags_are_read_as_argparse_reads_them(name, data):
     table = TABLES[name]
     words = [word for each in data.draw(st.lists(occurrences(table), max_size=5)) for word in each]
-    namespace = argparse.Namespace(seen=[])
+    namespace, read = argparse.Namespace(seen=[]), read_flags(words, table)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             PARSERS[name].parse_args(words, namespace)
     except (argparse.ArgumentError, SystemExit):
         # A name may have been shortened to one that several flags, or an earlier release's flag, begin with, or to another flag's
-        # whole name, which takes no value: the value is then a stray word.
-        assert any(each.problem or not each.row or each.row.old for each in read_flags(words, table))
+        # whole name, which takes no value: the value is then a stray word; or to what both names of one flag begin with.
+        assert any(e.problem or not e.row or e.row.old or sum(n.startswith(e.name) for n in e.row.names) > 1 for e in read)
         return
-    read = read_flags(words, table)
+    # A name may have been shortened to the whole one of a topic, which the parser has none of.
+    assume(not any(each.row and each.row.old for each in read))
     assert [(each.row.name, _value(each)) for each in read if each.row] == [(dest, _plain(value)) for dest, value in namespace.seen]
     assert not [each for each in read if each.problem or not each.row]
 
@@ -131,7 +132,7 @@ def test_vllm_takes_underscores_and_keys_of_json():
     )
     assert [(each.row.name if each.row else "", each.value) for each in read] == [
         ("", "m"), ("--max-model-len", 4096), ("--speculative-config", {"method": "mtp"}), ("--compilation-config", {"x": {"y": 1}}),
-        ("--optimization-level", "3"), ("--tensor-parallel-size", 4),
+        ("--optimization-level", ["3"]), ("--tensor-parallel-size", 4),
     ]  # fmt: skip
     (read,) = read_flags(["--tp_size", "4"], TABLES["sglang"])
     assert read.problem == "sglang has no flag --tp_size; the nearest is --tp-size"
@@ -146,7 +147,7 @@ def test_vllm_takes_underscores_and_keys_of_json():
             ["--port", "$PORT"],
             "--port takes a whole number, here it has '$PORT'; the script does not say $PORT (--set PORT=VALUE does)",
         ),
-        (["--trust-remote-code=1"], "--trust-remote-code takes no value, here it has '1'"),
+        (["--enable-multimodal=1"], "--enable-multimodal takes no value, here it has '1'"),
     ],
 )
 def test_values_that_cannot_be_read_are_named(words, problem):

@@ -12,10 +12,11 @@ import pytest
 from npucompile.tools import launch_lines
 from npucompile.tools.commands import build, serve
 from npucompile.tools.launch_lines.rules import RULES
-from npucompile.tools.launch_lines.tables import engine, topics, variables
+from npucompile.tools.launch_lines.tables import engine, of_topic, topics, variables
 
 ENGINES = ("sglang", "vllm", "router")
 FOLDER = Path(launch_lines.__file__).parent
+KNOWN = json.loads(Path(__file__).with_name("known_names.json").read_text())
 ROWS = [*(row for name in ENGINES for row in engine(name).rows), *variables().values()]
 
 
@@ -49,7 +50,20 @@ def test_no_name_is_of_two_rows(name):
     names = [each for row in engine(name).rows for each in row.names]
     assert len(names) == len(set(names))
     assert all(each.startswith("-") for each in names)
-    assert sum(row.old for row in engine(name).rows) < len(engine(name).rows) / 4
+
+
+@pytest.mark.parametrize("of", KNOWN)
+def test_what_releases_are_known_to_read_is_of_the_topic_that_was_chosen_for_it(of):
+    """Names of the releases in the tables' `source`, each with the topic that it had by a row of its own."""
+    known = variables() if of == "variables" else engine(of).flags
+    wanted = {name: topic for topic, names in KNOWN[of].items() for name in names.split()}
+    assert {name: (known.get(name) or of_topic(name)).topic for name in wanted} == wanted
+
+
+def test_a_new_variable_of_theirs_concerns_kernels_and_one_of_no_engine_nothing():
+    assert of_topic("VLLM_SOMETHING_NEW").topic == "kernels"
+    assert of_topic("SGLANG_NEW_LORA_CACHE").topic == of_topic("--new-lora-cache").topic == "lora"
+    assert of_topic("MY_LORA_PATH") is of_topic("HCCL_SOMETHING_NEW") is of_topic("--something-new") is None
 
 
 @pytest.mark.parametrize("file", [*FOLDER.glob("*.json"), Path(__file__).with_name("corpus.json")], ids=lambda path: path.name)
@@ -61,7 +75,7 @@ def test_no_path_of_a_machine_is_in_the_data(file):
 
 WORDS = {
     "lora": {"LORA"}, "elastic": {"ELASTIC"}, "ray": {"RAY"}, "grpc": {"GRPC"}, "pipeline": {"PP"}, "watermark": set(),
-    "events": {"EVENTS"}, "session": {"SESSION"}, "simulate": {"SIMULATE", "FORCE", "PROB"}, "logprobs_mode": {"LOGPROB", "LOGPROBS"},
+    "events": {"EVENTS"}, "session": {"SESSION"}, "simulate": {"SIMULATE", "FORCE", "TEST"}, "logprobs_mode": {"LOGPROB", "LOGPROBS"},
     "deterministic": {"DETERMINISTIC", "BATCH"}, "expert_balance": {"EPLB", "EXPERT", "WATERFILL", "BALANCEDNESS"},
     "long_context": {"LONG", "LONGER"}, "drafting": {"DSPARK", "DFLASH", "NGRAM"}, "thinking_limit": {"THINK", "REASONING"},
     "weights_update": {"WEIGHTS", "WEIGHT", "SLEEP"},
@@ -70,6 +84,6 @@ WORDS = {
 
 
 def test_a_variable_is_refused_for_a_whole_word_of_its_name():
-    refused = [row for row in variables().values() if row.topic in WORDS]
-    assert {row.name for row in refused if not WORDS[row.topic] & set(row.name.split("_"))} == set()
+    refused = [(topic, each) for topic, words in WORDS.items() for each in topics()[topic].names.split() if not each.startswith("-")]
+    assert {name for topic, name in refused if not WORDS[topic] & set(name.split("_"))} == set()
     assert variables()["SGLANG_USE_AG_AFTER_QLORA"].topic == "layout"
