@@ -6,7 +6,7 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,11 +36,17 @@ def filled(shape: Sequence[int], value: float, dtype: torch.dtype) -> torch.Tens
 
 def _map(address: int, file: int) -> None:
     """Maps the chunk over memory that is ours; it goes when that is unmapped."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64
-    libc.mmap.restype = ctypes.c_void_p
-    if libc.mmap(address, CHUNK_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE | _FIXED, file, 0) != address:
+    if _mmap()(address, CHUNK_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE | _FIXED, file, 0) != address:
         raise OSError(ctypes.get_errno(), f"cannot map {CHUNK_BYTES} bytes: {os.strerror(ctypes.get_errno())}")
+
+
+@functools.cache
+def _mmap() -> Callable[..., int]:
+    """The C library's function; to look it up takes 30 times as long as to call it."""
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64
+    function.restype = ctypes.c_void_p
+    return function
 
 
 @functools.cache
