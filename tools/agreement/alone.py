@@ -16,10 +16,11 @@ from ...graphs.steps.inputs import OPTIONAL_ROWS
 from ...graphs.steps.table import kind_of
 from ...graphs.types import Leaf
 from ...lowering.executable import Executable
+from ...models import request_slots
 from .compare import Differences, differences_of, live_values
 from .poison import filled
-from .poisoned_steps import LiveRow, PoisonedStep, ProvedStep, drafted_step, run_step, slot_read, with_other_padding
-from .pools import FreePlaces, is_request_slots, is_state_slots, keeps_first_slots, unread_value
+from .poisoned_steps import LiveRow, PoisonedStep, ProvedStep, drafted_step, poisoned_step, run_step, slot_read, with_other_padding
+from .pools import FreePlaces, is_request_slots, is_state_slots, keeps_first_slots, request_slot_pool, unread_value
 from .tolerances import Measure, Pairs
 
 DECODED, PREFILLED = 4, 2
@@ -60,12 +61,15 @@ class RowAlone:
         return live_values(leaf, compact, self.after[position], self.outputs.get("counts") if accepted else None)
 
 
-def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, sharing: int = 1) -> list[RowAlone]:
+def rows_alone(
+    reference: Executable, step: ProvedStep, batch: int, seeds: int, sharing: int = 1, guess: Executable | None = None
+) -> list[RowAlone]:
     """Random rows for the buckets of a kind and width.
 
     Args:
         reference, step: the graph of one row.
         batch: of the largest bucket.
+        guess: what says, sooner than the reference, which drafts are right. One that is wrong makes wrong drafts and harms nothing else.
         sharing: rows that have as many tokens together as one may have; all but the first are as short, and there are at least two of them.
 
     Raises:
@@ -78,7 +82,10 @@ def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, 
         # One row of each seed may be as long as the pools allow.
         long, generator = turn % each == 0 if sharing == 1 else turn == 0, torch.Generator().manual_seed(turn)
         share, chunk = (1, bucket.q_len) if long else (max(batch, sharing), max(1, bucket.q_len // sharing))
-        case = drafted_step(reference, step, 1, generator, share=share, turn=turn, chunk=chunk)
+        case = drafted_step(guess or reference, step, 1, generator, share=share, turn=turn, chunk=chunk)
+        if guess and decode and turn % bucket.q_len:
+            again = torch.Generator().manual_seed(turn)
+            case = _with_drafts(poisoned_step(step, 1, again, share=share, turn=turn, chunk=chunk), case, step)
         row, places = case.live[0], owned(case.live[0])
         before = [_before(leaf, pool, row, places) for leaf, pool in zip(signature.state, case.operands[first:last], strict=True)]
         outputs, pools = run_step(reference, case, signature)
@@ -89,6 +96,14 @@ def rows_alone(reference: Executable, step: ProvedStep, batch: int, seeds: int, 
             raise VerifyError(f"{bucket.name} (eager): a row alone gives NaN, which is what fills all places that no row may read")
         found.append(RowAlone(row, share >= batch, inputs, outputs, before, after))
     return found
+
+
+def _with_drafts(case: PoisonedStep, guessed: PoisonedStep, step: ProvedStep) -> PoisonedStep:
+    """A case of one row with the drafts of another of it, whose pools an executable may have spoiled."""
+    position, at = len(step.params) + request_slot_pool(step.signature.state), request_slots.TOKENS + 1
+    own, other = (each.operands[position][each.live[0].request_slot, at : at + step.bucket.q_len - 1] for each in (case, guessed))
+    own.copy_(other.clamp(0, step.vocab - 1))
+    return case
 
 
 def _before(leaf: Leaf, pool: torch.Tensor, row: LiveRow, places: LiveRow) -> tuple[list[int], torch.Tensor]:

@@ -119,7 +119,7 @@ class Proof:
         manifest, bucket, signature = artifact.manifest, entry.bucket, artifact.manifest.signature(entry)
         tolerance, proved = tolerance_of(DTYPES[manifest.dtype], signature), self._step(manifest, entry)
         any_size = entry.any_size and entry.compiled is not None
-        known, dealt = self._alone(artifact, bucket, any_size), Counter[int]()
+        known, dealt = self._alone(artifact, bucket, candidate if any_size else None), Counter[int]()
         served, counts = candidate, live_counts(bucket.batch)
         # Of one row the eager graph is what ran the rows alone.
         halves = {"eager": eager} if entry.compiled and bucket.batch > 1 else {}
@@ -156,15 +156,21 @@ class Proof:
         self._several |= {kind} if first else set()
         return first
 
-    def _alone(self, artifact: Artifact, bucket: Bucket, any_size: bool) -> list[RowAlone]:
-        """Rows for all buckets that differ from this one in rows, run alone when the first of them is proved."""
+    def _alone(self, artifact: Artifact, bucket: Bucket, any_size: Executable | None) -> list[RowAlone]:
+        """Rows for all buckets that differ from this one in rows, run alone when the first of them is proved.
+
+        Args:
+            any_size: the bucket's executable, if it takes any size.
+        """
         manifest, kind = artifact.manifest, (bucket.kind, bucket.q_len)
         if kind not in self._known:
             single = _single(manifest, bucket)
             batch = max(entry.bucket.batch for entry in manifest.graphs if (entry.bucket.kind, entry.bucket.q_len) == kind)
             reference = open_executable(artifact.path / single.reference, "eager")
             sharing = SHARING if any_size and kind_of(bucket).chunks else 1
-            self._known[kind] = rows_alone(reference, self._step(manifest, single), batch, SEEDS, sharing)
+            step = self._step(manifest, single)
+            guess = LiveRows(any_size, step.bucket, step.signature, manifest.limits) if any_size else None
+            self._known[kind] = rows_alone(reference, step, batch, SEEDS, sharing, guess)
             give_back_heap()
         return self._known[kind]
 

@@ -97,6 +97,17 @@ def test_coarse_tolerances_still_see_leaks_and_wrong_kernels(fault: str, toleran
         measured(known_rows(bucket, limits), bucket, limits, fault, tolerance)
 
 
+@pytest.mark.parametrize("fault", ["", "reads null", "writes wrong", "state wrong", "tokens wrong", "request slot wrong"])
+def test_guessed_drafts_leave_the_reference_to_say_what_is_right(fault: str) -> None:
+    single, step = Bucket("decode", 1, 3), proved(Bucket("decode", 1, 3), DRAFTING)
+    known = rows_alone(Toy(single, DRAFTING), step, 3, 2, guess=Toy(single, DRAFTING, fault))
+    assert not any(output.isnan().any() for row in known for output in row.outputs.values())
+    spoiled = fault in ("reads null", "tokens wrong")
+    assert {int(row.outputs["counts"]) for row in known} == ({1} if spoiled else {1, 2, 3})
+    for one, other in zip(known, known_rows(Bucket("decode", 3, 3), DRAFTING) if not spoiled else known, strict=True):
+        assert all(a.nan_to_num().equal(b.nan_to_num()) for a, b in zip(one.after, other.after, strict=True))
+
+
 def test_a_reference_that_reads_what_no_row_may_is_refused() -> None:
     single = Bucket("decode", 1, 1)
     with pytest.raises(VerifyError, match=r"decode-b1-q1 \(eager\): a row alone gives NaN"):
