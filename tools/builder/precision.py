@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from ...models.draft_source import open_both
 from ...models.quant.description import formats_in
 from ...models.quant.formats import FLOAT, INT8, INT8_STATIC, Formats
 from ...models.quant.recipes import formats_of_scheme
+from ...models.safetensors_files import DTYPES as CODES
 from ...models.safetensors_files import NAMES, has_weights
 from .drafts import draft_vocab
 from .planned import Plan
@@ -148,7 +150,20 @@ def choose_weights(plan: Plan) -> Plan:
         CheckpointError: the checkpoint cannot be read.
     """
     weights, note = _weights(plan.options.weights or "auto", plan)
-    return replace(plan, weights=weights).noted(note)
+    return replace(plan, weights=weights).noted(note).noted(_rounding(plan) if weights != "none" else None)
+
+
+def _rounding(plan: Plan) -> str | None:
+    """Which of the checkpoint's floats the plan's dtype has no room for, if most of them are."""
+    assert plan.source.checkpoint_dir
+    sizes = Counter[str]()
+    for entry in open_both(plan.source.checkpoint_dir, plan.source.draft).tensors.values():
+        sizes[entry.dtype] += entry.nbytes if entry.dtype in CODES else 0
+    stored = CODES.get(max(sizes, key=sizes.__getitem__, default=""))
+    if stored is None or torch.finfo(stored).eps >= torch.finfo(plan.dtype).eps:
+        return None
+    kept = "; --dtype float32 keeps them" if "float32" in plan.target.dtypes else ""
+    return f"the checkpoint's {str(stored)[6:]} weights are rounded to {str(plan.dtype)[6:]}{kept}"
 
 
 def _weights(requested: str, plan: Plan) -> tuple[str, str | None]:

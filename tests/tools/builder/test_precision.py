@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import modelslim, tiny
 
 from npucompile.graphs.errors import CheckpointError, SpecError
@@ -101,6 +102,23 @@ def test_auto_takes_the_dtype_that_reads_less(monkeypatch, tiny_checkpoint, leve
     assert (asked.dtype, [note for note in asked.notes if note.startswith("dtype")]) == (torch.float32, [])
 
 
+@pytest.mark.parametrize(
+    ("stored", "dtype", "said"),
+    [
+        (torch.float16, "bfloat16", "the checkpoint's float16 weights are rounded to bfloat16; --dtype float32 keeps them"),
+        (torch.float32, "bfloat16", "the checkpoint's float32 weights are rounded to bfloat16; --dtype float32 keeps them"),
+        (torch.float16, "float32", None),
+        (torch.bfloat16, "bfloat16", None),
+    ],
+)
+def test_a_build_says_that_it_rounds_weights(tmp_path, stored, dtype, said):
+    model = tiny.write_checkpoint(tmp_path / "model", tokenizer=False)
+    (file,) = model.glob("*.safetensors")
+    save_file({name: tensor.to(stored) for name, tensor in load_file(file).items()}, file)
+    notes = [note for note in tiny.planned(model, dtype=dtype).notes if "rounded" in note]
+    assert notes == ([said] if said else [])
+
+
 def test_log_probabilities_of_no_more_tokens_than_there_are(tmp_path):
     model = tiny.write_checkpoint(tmp_path / "few", vocab_size=12, tokenizer=False, eos_token_id=1)
     assert tiny.planned(model).max_logprobs == 12
@@ -126,7 +144,7 @@ def test_small_checkpoints_are_stored_and_large_ones_bound(model, monkeypatch):
     for choice in ("stored", "bound"):
         asked = tiny.planned_device(model, weights=choice)
         assert asked.weights == choice
-        assert not any("weights" in note for note in asked.notes)
+        assert not any("--weights" in note for note in asked.notes)
         assert asked.arguments[asked.arguments.index("--weights") + 1] == choice
 
 
