@@ -148,7 +148,7 @@ class CpuExecutor:
         """Writes the request slot of the one dp group (`Executor.start_decoding`)."""
         if not position:
             clear_state(self._leaves, self._state, state_slot)
-        self._request_slots[request_slot] = request_slot_start(position, token, self.limits, offset)
+        self._request_slots[request_slot] = request_slot_start(position, [token], self.limits, offset)
 
     def receive(self, group: int, numbers: Numbers, ready: Callable[[], None]) -> None:
         """Nothing runs while this is called (`Executor.receive`)."""

@@ -209,7 +209,7 @@ class DeviceExecutor:
             ExecutorError: the device has failed.
         """
         host = self._starts[request_slot]
-        host.copy_(request_slot_start(position, token, self.limits, offset))
+        host.copy_(request_slot_start(position, [token], self.limits, offset))
         try:
             if not position:
                 clear_state(self._leaves, [self.state[leaf.name] for leaf in self._leaves], state_slot)

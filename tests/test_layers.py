@@ -111,7 +111,7 @@ KIND_NAMES = 26
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9134,
+    "graphs": 9138,
     "lowering": 1640,
     "lowering/artifact": 1170,
     "lowering/ascend": 16420,
@@ -140,7 +140,7 @@ BUDGETS: dict[str, int] = {
     "server/text": 550,
     "tests": 97826,
     "tools": 970,
-    "tools/agreement": 1460,
+    "tools/agreement": 1457,
     "tools/bench": 2735,
     "tools/builder": 4736,
     "tools/commands": 2210,
@@ -149,7 +149,7 @@ BUDGETS: dict[str, int] = {
     "tools/lab": 3070,
     "tools/launch_lines": 2950,
     "tools/plan": 4270,
-    "tools/prove": 4336,
+    "tools/prove": 4314,
     "tools/quantize": 1200,
     "tools/ranks": 1570,
     "tools/serve": 1345,

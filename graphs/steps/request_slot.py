@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..types import Limits
@@ -19,14 +21,16 @@ def widths(limits: Limits) -> list[int]:
     return [1, 1, candidates, *(offsets if limits.picture_rows else [])]
 
 
-def start(position: int, token: int, limits: Limits, offset: int = 0) -> torch.Tensor:
-    """The slot [sum of `widths`] i32 of a request that goes on with this token at this position, behind the first of its state slots and
-    without drafts.
+def start(position: int, tokens: Sequence[int], limits: Limits, offset: int = 0, accepted: int = 0) -> torch.Tensor:
+    """The slot [sum of `widths`] i32 of a request that goes on with the first of these tokens at this position.
 
     Args:
+        tokens: behind the first its drafts; those that are missing are 0.
         offset: what is added to the position where there are pictures before it.
+        accepted: which of its state slots has the state before the position.
     """
-    return torch.tensor([position, 0, token, *[0] * limits.drafts, *offsets(offset, limits)], dtype=torch.int32)
+    missing = [0] * (limits.drafts + 1 - len(tokens))
+    return torch.tensor([position, accepted, *tokens, *missing, *offsets(offset, limits)], dtype=torch.int32)
 
 
 def offsets(offset: int, limits: Limits) -> list[int]:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...graphs.steps import request_slot
 from ...graphs.steps.kind import StepKind
-from ...graphs.steps.request_slot import offsets
 from ...graphs.steps.table import REQUEST_INPUTS, StepInputs, kind_of
 from ...graphs.types import Bucket, Leaf, Limits, Signature
-from ...models import request_slots
 from .poison import filled as filled_tensor
 from .pools import (
     FreePlaces,
@@ -121,12 +120,10 @@ def poisoned_step(
         for place in (place for row in rows for place in row.pictures if place):
             pool[place] = torch.randn(pool.shape[1:], generator=generator).to(pool.dtype)
     for row in rows if kind_of(bucket).decodes else ():
-        slot = state[request_slot_pool(signature.state)][row.request_slot]
-        slot[request_slots.START], slot[request_slots.ACCEPTED] = row.start, [*row.slots, *row.unwritten].index(row.read)
-        slot[request_slots.TOKENS : request_slots.TOKENS + 1 + limits.drafts] = UNREAD
-        slot[request_slots.TOKENS : request_slots.TOKENS + bucket.q_len] = tokens[row.row]
-        if limits.picture_rows:
-            slot[request_slots.TOKENS + limits.drafts + 1 :] = torch.tensor(offsets(-_random(0, row.start, generator), limits))
+        candidates = [*tokens[row.row].tolist(), *[UNREAD] * (limits.drafts + 1 - bucket.q_len)]
+        offset, accepted = -_random(0, row.start, generator) if limits.picture_rows else 0, [*row.slots, *row.unwritten].index(row.read)
+        slot = request_slot.start(row.start, candidates, limits, offset, accepted)
+        state[request_slot_pool(signature.state)][row.request_slot] = slot
     inputs = _inputs(bucket, limits, rows, tokens, step.vocab, turn, generator)
     return PoisonedStep(kind_of(bucket), [*step.params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 
@@ -308,7 +305,7 @@ def plant_drafts(reference: Step, case: PoisonedStep, signature: Signature, turn
         sampled = run_step(reference, case, signature)[0]["tokens"]
         for count, live in zip(right, case.live, strict=True):
             if count > place:
-                pool[live.request_slot, request_slots.TOKENS + 1 + place] = sampled[live.row, place]
+                pool[live.request_slot, request_slot.TOKENS + 1 + place] = sampled[live.row, place]
 
 
 def run_step(executable: Step, case: PoisonedStep, signature: Signature) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:

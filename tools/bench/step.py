@@ -14,6 +14,7 @@ from ...graphs.errors import SpecError
 from ...graphs.steps.decode import DECODE
 from ...graphs.steps.kind import StepKind
 from ...graphs.steps.prefill import PREFILL
+from ...graphs.steps.request_slot import start
 from ...graphs.steps.table import kind_of
 from ...graphs.types import Aval
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
@@ -143,8 +144,7 @@ def step_operands(
     request_slots = pools[at] = pools[at].clone()
     if kind_of(bucket).decodes:
         for i in range(live):
-            values = torch.tensor([context, 0, *tokens[i]], dtype=request_slots.dtype)
-            request_slots[1 + i, : len(values)] = values
+            request_slots[1 + i] = start(context, tokens[i], limits)
     with_logprobs = any(leaf.path == "logprobs" for leaf in entry.inputs)
     inputs = pack(bucket, rows, limits, max_logprobs=int(with_logprobs))
     return [*params, *pools, *(torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)], live

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ...graphs.steps import request_slot
 from ...graphs.steps.decode import DECODE
 from ...graphs.steps.inputs import AXES
 from ...graphs.steps.prefill import PREFILL
-from ...graphs.steps.request_slot import offsets
 from ...graphs.steps.table import StepInputs, kind_of
 from ...graphs.types import Bucket, Leaf
-from ...models import request_slots
 from ..agreement.poisoned_steps import LiveRow, adjust, fill_row, random_words
 from ..agreement.pools import FreePlaces, Places, fill, filled_pages, is_picture_pool, is_request_slots, request_slot_pool
 from .reference_run import DRAFT_LOGITS, ReferenceRun
@@ -182,10 +181,9 @@ class _Recorder:
         for leaf, pool in zip(self.leaves, state, strict=True):
             fill(leaf, pool, pages, request.own.slots[:1], self.generator)
             if is_request_slots(leaf):
-                behind = offsets(-self._random_below(cached), self.small.limits) if self.small.limits.picture_rows else []
-                pool[request.own.request_slot] = torch.tensor(
-                    [cached, 0, *self._random_tokens(1 + self.drafts), *behind], dtype=torch.int32
-                )
+                offset = -self._random_below(cached) if self.small.limits.picture_rows else 0
+                slot = request_slot.start(cached, self._random_tokens(1 + self.drafts), self.small.limits, offset)
+                pool[request.own.request_slot] = slot
 
     def prefill(self) -> Iterator[TraceStep]:
         """Steps until no prompt is left, with each prefill bucket in turn."""
@@ -280,13 +278,13 @@ class _Recorder:
         k, pool, right = self.drafts, state[self.request_slots], {}
         for row, request in live.items():
             inputs["drafts"][row], right[row] = self._draft_counts(case, request)
-            pool[request.own.request_slot, request_slots.TOKENS + 1 :][:k] = torch.tensor(self._random_tokens(k), dtype=torch.int32)
+            pool[request.own.request_slot, request_slot.TOKENS + 1 :][:k] = torch.tensor(self._random_tokens(k), dtype=torch.int32)
         for place in range(min(max(right.values(), default=-1) + 1, k)):
             tokens = self.reference.step(case.bucket, state, inputs)[0]["tokens"]
             for row, request in live.items():
                 if place <= right[row]:
                     offset = 0 if place < right[row] else 1 + self._random_below(self.vocab - 1)
-                    pool[request.own.request_slot, request_slots.TOKENS + 1 + place] = (tokens[row, place] + offset) % self.vocab
+                    pool[request.own.request_slot, request_slot.TOKENS + 1 + place] = (tokens[row, place] + offset) % self.vocab
 
     def _draft_counts(self, case: BucketCase, request: TraceRequest) -> tuple[int, int]:
         """How many drafts of a request the step verifies, and how many of its drafts are to be right."""

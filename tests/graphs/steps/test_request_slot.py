@@ -14,7 +14,7 @@ from npucompile.models import request_slots
 def test_a_step_starts_where_the_host_says(picture_rows, drafts, q_len):
     limits = Limits(4, 31, 10, 40, slots_per_request=drafts + 1, drafts=drafts, picture_rows=picture_rows)
     pool = torch.zeros(request_slots.state(limits).shape, dtype=torch.int32)
-    pool[1] = request_slot.start(17, 5, limits, -3)
+    pool[1] = request_slot.start(17, [5], limits, -3)
     slots = torch.tensor([[7, 8, 9][: drafts + 1]], dtype=torch.int32)
     inputs = {"request_slots": torch.tensor([1], dtype=torch.int32), "drafts": torch.zeros(1, dtype=torch.int32), "state_slots_out": slots}
     start = request_slots.read(pool, inputs, limits, q_len)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ....graphs.steps import request_slot
 from ....graphs.steps.table import kind_of
 from ....graphs.types import Bucket, Leaf, Limits
-from ....models import request_slots
 from ....runtime.request import Sampling
 from ....runtime.steps.pack import pack
-from ....runtime.steps.rows import DecodeRow, PrefillRow
+from ....runtime.steps.rows import DecodeRow, PrefillRow, Row
 from ...agreement.pools import FreePlaces, Places, is_request_slots
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -79,42 +79,27 @@ class StepPlanner:
 
     def prefill(self, bucket: Bucket, rows: Sequence[Places], start: int, count: int) -> PlannedStep:
         """A chunk of `count` tokens of each row, from position `start` on."""
-        inputs = []
-        for _ in range(self.groups):
-            chunks = [
-                PrefillRow(
-                    self._tokens(count),
-                    start,
-                    row.pages,
-                    row.slots[0],
-                    row.request_slot,
-                    -1,
-                    _sampling(i),
-                    float(self.generator.random()),
-                )
-                for i, row in enumerate(rows)
-            ]
-            inputs.append(pack(bucket, chunks, self.limits, max_logprobs=self.max_logprobs))
-        return PlannedStep(bucket, tuple(inputs), tuple(rows))
+
+        def chunk(i: int, row: Places, _: int) -> Row:
+            own = row.pages, row.slots[0], row.request_slot
+            return PrefillRow(self._tokens(count), start, *own, -1, _sampling(i), float(self.generator.random()))
+
+        return self._planned(bucket, rows, chunk)
 
     def decode(self, bucket: Bucket, rows: Sequence[Places], base: int) -> PlannedStep:
         """A step of each row, which starts at position `base` or behind it; rows verify different numbers of drafts."""
         Q = bucket.q_len
-        inputs = []
-        for group in range(self.groups):
-            live = [
-                DecodeRow(
-                    row.request_slot,
-                    base,
-                    row.pages,
-                    row.slots,
-                    Q - 1 if (i + group) % 3 else max(0, Q - 2),
-                    _sampling(i),
-                    tuple(float(u) for u in self.generator.random(self.limits.drafts + Q, dtype=np.float32)),
-                )
-                for i, row in enumerate(rows)
-            ]
-            inputs.append(pack(bucket, live, self.limits, max_logprobs=self.max_logprobs))
+
+        def candidates(i: int, row: Places, group: int) -> Row:
+            drafts = Q - 1 if (i + group) % 3 else max(0, Q - 2)
+            uniforms = [float(u) for u in self.generator.random(self.limits.drafts + Q, dtype=np.float32)]
+            return DecodeRow(row.request_slot, base, row.pages, row.slots, drafts, _sampling(i), uniforms)
+
+        return self._planned(bucket, rows, candidates)
+
+    def _planned(self, bucket: Bucket, rows: Sequence[Places], row_of: Callable[[int, Places, int], Row]) -> PlannedStep:
+        packed = [[row_of(i, row, group) for i, row in enumerate(rows)] for group in range(self.groups)]
+        inputs = (pack(bucket, own, self.limits, max_logprobs=self.max_logprobs) for own in packed)
         return PlannedStep(bucket, tuple(inputs), tuple(rows))
 
     def of_one_bucket(self, bucket: Bucket, count: int) -> list[PlannedStep]:
@@ -139,18 +124,13 @@ class StepPlanner:
         generator, pools = self._seeded, []
         for leaf in leaves:
             if is_request_slots(leaf):
-                pools.append(self._request_slots(leaf))
+                pools.append(torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype))
+                for i, own in enumerate(self.requests):
+                    tokens, accepted = self._tokens(1 + self.limits.drafts), i % self.limits.slots_per_request
+                    pools[-1][own.request_slot] = request_slot.start(self.first_decode, tokens, self.limits, accepted=accepted)
             else:
                 pools.append((0.3 * torch.randn(leaf.aval.shape, generator=generator)).to(leaf.aval.dtype))
         return pools
-
-    def _request_slots(self, leaf: Leaf) -> torch.Tensor:
-        pool = torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype)
-        for i, request in enumerate(self.requests):
-            pool[request.request_slot, request_slots.START] = self.first_decode
-            pool[request.request_slot, request_slots.ACCEPTED] = i % self.limits.slots_per_request
-            pool[request.request_slot, request_slots.TOKENS :] = torch.tensor(self._tokens(pool.shape[1] - request_slots.TOKENS))
-        return pool
 
     def _tokens(self, count: int) -> list[int]:
         return [int(token) for token in self.generator.integers(0, self.vocab, count)]
