@@ -68,6 +68,9 @@ def test_a_table_shows_changes():
         "        0       -2  models",
         "        7       +0  tests",
         "        9       +9  docs (words)",
-        "        5       +0  the six folders",
+        "        5       +0  the six folders without tools/advisor and tools/lab",
     ]
-    assert size.report(Counter({"graphs": 5}), None).splitlines() == ["        5  graphs", "        5  the six folders"]
+    assert size.report(Counter({"graphs": 5}), None).splitlines() == [
+        "        5  graphs",
+        "        5  the six folders without tools/advisor and tools/lab",
+    ]

@@ -145,6 +145,6 @@ def price(bucket: Bucket, fixed_tokens: float) -> float:
     """What a step costs, in tokens: those that it is padded to, and `fixed_tokens` for reading the weights, as every step does.
 
     A step has products that wait for their weights and products that wait for arithmetic, so the larger of both decides, smoothly: it is
-    a 2-norm, as in `tools/plan/step_law.py`.
+    a 2-norm.
     """
     return math.hypot(fixed_tokens, bucket.tokens)

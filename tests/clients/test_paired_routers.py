@@ -17,7 +17,7 @@ from openai import APIStatusError, OpenAI
 from support import optional, ranks, tiny
 from support.servers import Server
 
-from npucompile.tools.launch_lines.imported import import_text
+from npucompile.tools.advisor.launch_lines.imported import import_text
 
 PAIRED = {"sglang-router": "--pd-disaggregation", "vllm-router": "--vllm-pd-disaggregation"}
 """What each router calls it. smg takes this server for vLLM, and learns its connector from annotations of Kubernetes alone."""

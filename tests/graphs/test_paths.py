@@ -8,10 +8,10 @@ from click.testing import CliRunner
 from npucompile.graphs.errors import ArtifactMissing, NpucompileError, SpecError, UnknownModel
 from npucompile.graphs.paths import directory_named, file_named
 from npucompile.models import draft_source, registry
+from npucompile.tools.advisor.launch_lines.imported import import_text
+from npucompile.tools.advisor.plan.views import _read
 from npucompile.tools.commands import import_line
-from npucompile.tools.launch_lines.imported import import_text
 from npucompile.tools.locate import artifact_path
-from npucompile.tools.plan.views import _read
 
 NO_PATHS = ["x" * 580, f"{'y/' * 4000}z", "a\0b", "~nobody-of-that-name/x", "", "vllm serve " + "--flag value " * 50]
 """Texts that pathlib raises on, each for another reason, and others that name nothing."""

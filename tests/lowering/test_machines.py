@@ -9,8 +9,8 @@ import pytest
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.machines import GIB, NPUS, Npu, facts, npu
+from npucompile.tools.advisor.plan.published import machine_of
 from npucompile.tools.builder.targets import TARGETS, target
-from npucompile.tools.plan.published import machine_of
 
 
 @pytest.mark.parametrize("chip", NPUS)

@@ -19,7 +19,7 @@ from npucompile.lowering import collectives_check
 from npucompile.models import registry, step
 from npucompile.models.sharding_rules import rules
 from npucompile.models.variant import Variant
-from npucompile.tools.bench.roofline import moved_bytes
+from npucompile.tools.inspection.roofline import moved_bytes
 
 M, V, X, LAYERS = 64, 256, 2, ("linear_attention",) * 3 + ("full_attention",)
 CONFIG = {

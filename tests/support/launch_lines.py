@@ -7,12 +7,16 @@ import shlex
 from typing import Any
 from unittest import mock
 
+from npucompile.tools.advisor.launch_lines.imported import Finding, import_text
 from npucompile.tools.builder import plan as planning
 from npucompile.tools.commands import serve
-from npucompile.tools.launch_lines.imported import Finding, import_text
 
 # Most flags change nothing of the build, whose plan takes most of the time.
 PLANNED = functools.cache(planning.plan)
+
+LINE = (
+    "sglang serve /models/Qwen3-32B-w8a8 --tp-size 4 --quantization modelslim --max-running-requests 16 --context-length 8192 --enable-lroa"
+)
 
 BASE = {
     "sglang": "sglang serve /models/Qwen3.5-397B-A17B-w8a8 --tp-size 16 --max-running-requests 32 --context-length 8192",

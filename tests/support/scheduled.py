@@ -14,7 +14,7 @@ from npucompile.runtime.scheduler.scheduled_step import ScheduledStep
 from npucompile.runtime.scheduler.state import GroupState, SchedulerState
 from npucompile.runtime.scheduler.step_times import StepTimes
 from npucompile.runtime.step_outputs import SampledTokens
-from npucompile.tools.plan.system import Workload
+from npucompile.tools.advisor.plan.system import Workload
 
 
 class Run(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ..advice import adviser
 from ..builder import stamp
 from ..builder.settings.table import SETTINGS
 from ..cli import Home
@@ -55,7 +56,7 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
     """
     if isinstance(options["buckets"], str):
         # Imported late: choosing buckets simulates, which loads torch.
-        auto = importlib.import_module("..plan.auto", __package__)
+        auto = adviser("plan.auto")
         text = options["buckets"]
         options["buckets"] = auto.chosen(text, model, options["deployment"])
         Progress().say(auto.said(options["buckets"], text))

@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from ...graphs.errors import SpecError
-from ..bench import prediction
+from ..advice import adviser
 from ..bench.report import as_data, as_markdown
 from ..builder.deployments import deployment, deployments
-from ..plan import listing
+
+prediction, listing = adviser("plan.prediction"), adviser("plan.listing")
 
 
 def _refuse_built(_: click.Context, __: click.Parameter, value: str | None) -> None:

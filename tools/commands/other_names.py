@@ -1,7 +1,7 @@
 """Options of `build` and `serve` by the names that people know from SGLang and vLLM.
 
 A name that means exactly the same is taken for ours. One that does not is refused with what says the same here. The tables of
-tools/launch_lines know all other flags of both, and say what becomes of them.
+tools/advisor/launch_lines know all other flags of both, and say what becomes of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import click
 
 from ...graphs.errors import SpecError
+from ..advice import adviser
 from ..builder.settings.table import SETTINGS
-from ..launch_lines.tables import engine, of_topic, topics
 from ..serve.options import OPTIONS
 
 MODEL = ""
@@ -115,6 +115,7 @@ def elsewhere(command: str, name: str) -> str:
     """What is said of an option that is none of a command's; "" where neither SGLang nor vLLM has it."""
     if name in OTHERWISE[command]:
         return f"{name}: {OTHERWISE[command][name]}"
-    row = engine("sglang").flags.get(name) or engine("vllm").flags.get(name) or of_topic(name)
-    why = f"{topics()[row.topic].why}; " if row and row.topic else ""
+    tables = adviser("launch_lines.tables")
+    row = tables.engine("sglang").flags.get(name) or tables.engine("vllm").flags.get(name) or tables.of_topic(name)
+    why = f"{tables.topics()[row.topic].why}; " if row and row.topic else ""
     return f"{name} is a flag of SGLang or vLLM: {why}`npucompile import` says what becomes of a whole launch line" if row else ""

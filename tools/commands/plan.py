@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from ...graphs.errors import SpecError
+from ..advice import adviser
 from ..builder.settings.model import SCHEMES
 from ..builder.settings.place import TARGETS
 
@@ -119,9 +119,9 @@ def command(
             if parameter.name in unread and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
                 raise SpecError(f"{parameter.opts[0]} with --{subject}, which {why.format(parameter.opts[0])}")
     # Imported late, so that `--help` need not load torch.
-    views = importlib.import_module("..plan.views", __package__)
+    views = adviser("plan.views")
     if artifact is not None:
-        view = importlib.import_module("..plan.artifact", __package__).artifact_view(artifact, options)
+        view = adviser("plan.artifact").artifact_view(artifact, options)
     else:
         view = views.deployment_view(deployment, options) if deployment else views.search_view(model, options)
     if buckets_out is not None:

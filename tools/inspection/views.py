@@ -25,9 +25,9 @@ from ...lowering.collectives_check import Collective
 from ...models import programs
 from ...models.slices import Shard, source_bytes
 from ..artifact_model import full_model
-from ..bench.roofline import Roofline, estimate, moved_bytes
 from ..builder.memory import GIB, MIB, MemoryPlan
 from ..builder.targets import target
+from .roofline import Roofline, estimate, moved_bytes
 
 GE, ACL = "ge", "aclgraph"
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..advisor.plan.decode import decode_parts
+from ..advisor.plan.measurements import Measured, measured
+from ..advisor.plan.parameters import NAMES, Parameters, priors
+from ..advisor.plan.predict import Prediction, predict, uncalibrated
+from ..advisor.plan.published import case_of
+from ..advisor.plan.system import Case
 from ..builder.deployments import deployment
-from ..plan.decode import decode_parts
-from ..plan.measurements import Measured, measured
-from ..plan.parameters import NAMES, Parameters, priors
-from ..plan.predict import Prediction, predict, uncalibrated
-from ..plan.published import case_of
-from ..plan.system import Case
 from .fit import Fit, fit
 from .timed import TimedStep
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..plan.parameters import FILE, NAMES, entries, priors
+from ..advisor.plan.parameters import FILE, NAMES, entries, priors
 from ..progress import Progress
 from .accuracy import Accuracy, accuracy, lines_of, refit
 from .fit import Fit

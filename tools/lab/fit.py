@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..plan.parameters import NAMES, Parameters, as_logs, of_logs, sigmas
-from ..plan.products import Array
+from ..advisor.plan.parameters import NAMES, Parameters, as_logs, of_logs, sigmas
+from ..advisor.plan.products import Array
 
 SIGMAS = {"tpot_ms": 0.05, "output_tok_s": 0.05, "ttft_ms": 0.25, "step_ms": 0.05}
 """What a prediction of each may miss by, as a logarithm; TTFT of saturated prefill moves by half with 5 % of the rate."""

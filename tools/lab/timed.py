@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Mesh
+from ..advisor.plan.decode import decode_parts
+from ..advisor.plan.parameters import Parameters
+from ..advisor.plan.published import machine_of
+from ..advisor.plan.shape import shape_of
+from ..advisor.plan.system import Layout, Scheme, System
 from ..builder.deployments import deployments
-from ..plan.decode import decode_parts
-from ..plan.parameters import Parameters
-from ..plan.published import machine_of
-from ..plan.shape import shape_of
-from ..plan.system import Layout, Scheme, System
 
 
 @dataclass(frozen=True)

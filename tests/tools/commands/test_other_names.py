@@ -6,10 +6,10 @@ import click
 import pytest
 
 from npucompile.graphs.errors import SpecError
+from npucompile.tools.advisor.launch_lines.tables import engine
 from npucompile.tools.builder.settings.table import SETTINGS
 from npucompile.tools.commands import build, serve
 from npucompile.tools.commands.other_names import MODEL, OTHERWISE, SAME
-from npucompile.tools.launch_lines.tables import engine
 from npucompile.tools.serve.options import OPTIONS
 
 COMMANDS = {"build": build.command, "serve": serve.command}

@@ -11,12 +11,12 @@ from click.testing import CliRunner
 from support import quantised
 
 from npucompile.models.registry import find
+from npucompile.tools.advisor.plan.predict import predict
+from npucompile.tools.advisor.plan.published import case_of
+from npucompile.tools.advisor.plan.system import Workload
+from npucompile.tools.advisor.plan.traffic import of_trace
 from npucompile.tools.cli import main
 from npucompile.tools.commands.plan import NPU_TARGETS
-from npucompile.tools.plan.predict import predict
-from npucompile.tools.plan.published import case_of
-from npucompile.tools.plan.system import Workload
-from npucompile.tools.plan.traffic import of_trace
 
 
 def run(*words: str):

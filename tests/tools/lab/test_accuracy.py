@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from npucompile.tools.advisor.plan.measurements import measured
+from npucompile.tools.advisor.plan.parameters import NAMES, fitted, priors
+from npucompile.tools.advisor.plan.published import case_of
 from npucompile.tools.builder.deployments import deployment
 from npucompile.tools.lab import accuracy as module
 from npucompile.tools.lab.accuracy import Accuracy, Line, accuracy, lines_of, model_of, ordered_pairs, roofline_ms
 from npucompile.tools.lab.fit import Fit, fit
-from npucompile.tools.plan.measurements import measured
-from npucompile.tools.plan.parameters import NAMES, fitted, priors
-from npucompile.tools.plan.published import case_of
 
 
 def test_shipped_parameters_predict_what_is_published():

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from npucompile.tools.advisor.plan.parameters import fitted, priors
+from npucompile.tools.advisor.plan.published import case_of
 from npucompile.tools.cli import main
 from npucompile.tools.lab import calibration
 from npucompile.tools.lab.accuracy import model_of, rows_of
 from npucompile.tools.lab.fit import fit
-from npucompile.tools.plan.parameters import fitted, priors
-from npucompile.tools.plan.published import case_of
 
 NAMES = ("qwen3-32b-a3x4-mix-4k-1.5k-11ms", "qwen3-32b-a3x8-mix-18k-4k-12ms")
 

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
+from npucompile.tools.advisor.plan.parameters import NAMES, Parameters, fitted, priors
 from npucompile.tools.lab.fit import fit
-from npucompile.tools.plan.parameters import NAMES, Parameters, fitted, priors
 
 WEIGHTS = {f"row{i}": [((i * 7 + j * 5 + k) % 4) + 0.1 for j in range(16) for k in range(3)] for i in range(12)}
 

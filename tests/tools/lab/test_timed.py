@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from npucompile.graphs.errors import SpecError
+from npucompile.tools.advisor.plan.parameters import fitted, priors
 from npucompile.tools.lab.accuracy import model_of
 from npucompile.tools.lab.fit import fit
 from npucompile.tools.lab.timed import read_bringup
-from npucompile.tools.plan.parameters import fitted, priors
 
 SECONDS = ((4, 0.042), (16, 0.058))
 

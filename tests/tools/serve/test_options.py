@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from npucompile.server.guard.limits import SocketLimits
-from npucompile.tools.launch_lines.tables import engine
+from npucompile.tools.advisor.launch_lines.tables import engine
 from npucompile.tools.serve.api_settings import ApiSettings
 from npucompile.tools.serve.options import OPTIONS
 
