@@ -10,7 +10,6 @@ from npucompile.graphs.steps.kind import SegmentSizes
 from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import PICTURE_ROWS, Aval, Bucket, Leaf, Limits, Signature
 from npucompile.models import request_slots
-from npucompile.tools.agreement.poisoned_steps import PoisonedStep, ProvedStep, plant_drafts, poisoned_step
 
 PLAIN = Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=16)
 DRAFTING = Limits(page_size=4, num_pages=17, num_slots=13, max_model_len=16, slots_per_request=3, drafts=2)
@@ -102,16 +101,3 @@ class Toy:
             for at in range(start, start + last):
                 of["state.mtp.k"][pages[at // 4], at % 4] = at * 0.5 + (self.fault == "head wrong")
         request_slot.copy_(torch.tensor([start + count, count - 1 + (self.fault == "request slot wrong"), *candidates], dtype=torch.int32))
-
-
-def poisoned_steps(bucket: Bucket, limits: Limits, live: Sequence[int], seeds: int = 4) -> list[PoisonedStep]:
-    sign = signature(bucket, limits)
-    cases = [
-        poisoned_step(ProvedStep(bucket, sign, limits, [torch.zeros(2, 2)], VOCAB), rows, torch.Generator().manual_seed(seed))
-        for seed in range(seeds)
-        for rows in live
-    ]
-    if bucket.kind == "decode":
-        for case in cases:
-            plant_drafts(Toy(bucket, limits), case, sign)
-    return cases

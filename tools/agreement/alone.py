@@ -6,7 +6,7 @@ A row is run alone once, and expected of every batch that has it, at other place
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from ...lowering.executable import Executable
 from ...models import request_slots
 from .compare import Differences, differences_of, live_values
 from .poison import filled
-from .poisoned_steps import LiveRow, PoisonedStep, ProvedStep, drafted_step, poisoned_step, run_step, slot_read, with_other_padding
+from .poisoned_steps import LiveRow, PoisonedStep, ProvedStep, drafted_step, poisoned_step, run_step, slot_read
 from .pools import FreePlaces, is_request_slots, is_state_slots, keeps_first_slots, request_slot_pool, unread_value
 from .tolerances import Measure, Pairs
 
@@ -82,12 +82,14 @@ def rows_alone(
         # One row of each seed may be as long as the pools allow.
         long, generator = turn % each == 0 if sharing == 1 else turn == 0, torch.Generator().manual_seed(turn)
         share, chunk = (1, bucket.q_len) if long else (max(batch, sharing), max(1, bucket.q_len // sharing))
-        case = drafted_step(guess or reference, step, 1, generator, share=share, turn=turn, chunk=chunk)
+        case = drafted_step(guess or reference, step, generator, share=share, turn=turn, chunk=chunk)
         if guess and decode and turn % bucket.q_len:
             again = torch.Generator().manual_seed(turn)
-            case = _with_drafts(poisoned_step(step, 1, again, share=share, turn=turn, chunk=chunk), case, step)
+            case = _with_drafts(poisoned_step(step, again, share=share, turn=turn, chunk=chunk), case, step)
         row, places = case.live[0], owned(case.live[0])
-        before = [_before(leaf, pool, row, places) for leaf, pool in zip(signature.state, case.operands[first:last], strict=True)]
+        reads = [places.of(leaf) if leaf.aval.axes[0] in case.kind.reads else [] for leaf in signature.state]
+        pools = case.operands[first:last]
+        before = [_before(leaf, pool, row, own) for leaf, pool, own in zip(signature.state, pools, reads, strict=True)]
         outputs, pools = run_step(reference, case, signature)
         inputs = {leaf.path: operand for leaf, operand in zip(signature.inputs, case.operands[last:], strict=True)}
         written = [row.slots if is_state_slots(leaf) else places.of(leaf) for leaf in signature.state]
@@ -106,8 +108,7 @@ def _with_drafts(case: PoisonedStep, guessed: PoisonedStep, step: ProvedStep) ->
     return case
 
 
-def _before(leaf: Leaf, pool: torch.Tensor, row: LiveRow, places: LiveRow) -> tuple[list[int], torch.Tensor]:
-    own = places.of(leaf)
+def _before(leaf: Leaf, pool: torch.Tensor, row: LiveRow, own: list[int]) -> tuple[list[int], torch.Tensor]:
     read = [own.index(slot_read(leaf, row))] if is_state_slots(leaf) else [*range(len(own))]
     return read, pool[[own[i] for i in read]]
 
@@ -119,6 +120,7 @@ class Together:
     first, all but what it reads and writes, as all of them write the same.
 
     Attributes:
+        pools, inputs: of the step, in the order of the signature, and by name.
         case: the step.
         rows: the row alone that each of its live rows is.
     """
@@ -128,10 +130,10 @@ class Together:
         bucket, signature, limits = step.bucket, step.signature, step.limits
         self._signature, self._known, self._free = signature, known, FreePlaces(limits, generator)
         self._pictures = [1 + place for place in torch.randperm(max(limits.picture_rows - 1, 0), generator=generator).tolist()]
-        self._pools = [_unread(leaf) for leaf in signature.state]
+        self.pools = [_unread(leaf) for leaf in signature.state]
         kind = kind_of(bucket)
-        self._inputs = {leaf.path: torch.full(leaf.aval.shape, kind.padding[leaf.path], dtype=leaf.aval.dtype) for leaf in signature.inputs}
-        self._tables: dict[str, dict[tuple[int, int], int]] = {name: {} for name in OPTIONAL_ROWS if name in self._inputs}
+        self.inputs = {leaf.path: torch.full(leaf.aval.shape, kind.padding[leaf.path], dtype=leaf.aval.dtype) for leaf in signature.inputs}
+        self._tables: dict[str, dict[tuple[int, int], int]] = {name: {} for name in OPTIONAL_ROWS if name in self.inputs}
         width = max(len(owned(each.row).slots) for each in known)
         # As where rows are made together: with a slot to read and one to write a state that was not written shows as NaN.
         self._separate = len(self._free.slots) >= live * width
@@ -146,27 +148,49 @@ class Together:
             dealt[chosen] += 1
             self.rows.append(known[chosen])
             placed.append(self._place(place, chosen))
-        case = PoisonedStep(kind, [], placed)
-        self.case = replace(case, operands=[*step.params, *self._pools, *with_other_padding(case, self._inputs).values()])
+        for name, other in ((each.name, each.other) for each in kind.inputs if each.other is not None):
+            own, self.inputs[name] = self.inputs[name], torch.full_like(self.inputs[name], other)
+            for row in placed:
+                self.inputs[name][row.row, : row.count] = own[row.row, : row.count]
+        self.case = PoisonedStep(kind, [*step.params, *self.pools, *self.inputs.values()], placed)
 
     def differences(self, candidate: Executable, measure: Measure) -> Differences:
         """Runs the step, which changes its pools, and compares each row with what it gave alone."""
         outputs = dict(zip((leaf.path for leaf in self._signature.outputs), candidate(self.case.operands), strict=True))
+        return self.compared(outputs, self.pools, measure)
+
+    def compared(
+        self,
+        outputs: Mapping[str, torch.Tensor],
+        pools: Sequence[torch.Tensor],
+        measure: Measure,
+        part: Callable[[Leaf, torch.Tensor], torch.Tensor] = lambda _, value: value,
+    ) -> Differences:
+        """Compares what a run gave each row with what it gave alone.
+
+        Args:
+            outputs: by name.
+            pools: behind the step.
+            part: of values of a pool, what the run has of them.
+        """
         expected = {name: torch.zeros_like(output) for name, output in outputs.items()}
-        of = dict(zip(self.case.rows, self.rows, strict=True))
+        leaves = self._signature.state
+        of = {
+            place: replace(alone, after=[part(leaf, value) for leaf, value in zip(leaves, alone.after, strict=True)])
+            for place, alone in zip(self.case.rows, self.rows, strict=True)
+        }
         for place, alone in of.items():
             for name, output in expected.items():
                 output[place] = alone.outputs[name][0]
 
         def values(position: int, row: LiveRow, accepted: bool) -> Pairs:
-            leaf, counts, pool = self._signature.state[position], expected.get("counts") if accepted else None, self._pools[position]
+            leaf, counts, pool = leaves[position], expected.get("counts") if accepted else None, pools[position]
             if row.row in self._again and not is_request_slots(leaf):
                 own = [i for i in self._again[row.row] if is_state_slots(leaf) and not (i and keeps_first_slots(leaf))]
                 return ((of[row.row].after[position][i], pool[row.slots[i]]) for i in own)
             return zip(of[row.row].values_after(position, leaf, accepted), live_values(leaf, row, pool, counts), strict=True)
 
-        after = [*zip(self._signature.state, self._pools, strict=True)]
-        return differences_of(self.case, expected, outputs, after, values, measure)
+        return differences_of(self.case, expected, outputs, [*zip(leaves, pools, strict=True)], values, measure)
 
     def _fits(self, chosen: int, left: int) -> bool:
         """Whether a row fits, with room for `left` fair rows behind it."""
@@ -174,7 +198,7 @@ class Together:
         for table, whose in OPTIONAL_ROWS.items():
             if table in self._tables:
                 wanted = {(chosen, int(alone.inputs[name])) for name in whose} - {(chosen, 0)}
-                if len(self._tables[table].keys() | wanted) > len(self._inputs[table]):
+                if len(self._tables[table].keys() | wanted) > len(self.inputs[table]):
                     return False
         if alone.fair:
             return True
@@ -187,15 +211,15 @@ class Together:
         """Gives a row its places, and writes what it reads there."""
         alone = self._known[chosen]
         old, new = owned(alone.row), self._places(row, chosen)
-        for leaf, pool, (read, before) in zip(self._signature.state, self._pools, alone.before, strict=True):
+        for leaf, pool, (read, before) in zip(self._signature.state, self.pools, alone.before, strict=True):
             own = new.of(leaf)
-            if row not in self._again or is_request_slots(leaf) or is_state_slots(leaf):
+            if read and (row not in self._again or is_request_slots(leaf) or is_state_slots(leaf)):
                 pool[[own[i] for i in read]] = before
         slots = dict(zip(old.slots, new.slots, strict=True))
         moved = {"page_table": dict(zip(old.pages, new.pages, strict=True)), "state_slots_out": slots, "state_slots_in": slots}
         moved |= {"request_slots": {old.request_slot: new.request_slot}, "picture_rows": dict(zip(old.pictures, new.pictures, strict=True))}
         moved |= self._fill_tables(alone, chosen)
-        for name, operand in self._inputs.items():
+        for name, operand in self.inputs.items():
             if name not in OPTIONAL_ROWS:
                 value = alone.inputs[name][0].clone()
                 if name in moved and value.any():
@@ -229,7 +253,7 @@ class Together:
             for name in OPTIONAL_ROWS[table]:
                 if at := int(alone.inputs[name]):
                     place = known.setdefault((chosen, at), len(known) + 1)
-                    self._inputs[table][place - 1] = alone.inputs[table][at - 1]
+                    self.inputs[table][place - 1] = alone.inputs[table][at - 1]
                     moved[name] = {at: place}
         return moved
 

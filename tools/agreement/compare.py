@@ -42,28 +42,6 @@ class Differences:
         return {"rows": float(len(self.state)), **errors, "token_mismatches": float(self.token_mismatches)}
 
 
-def output_differences(
-    case: PoisonedStep,
-    expected: Mapping[str, torch.Tensor],
-    actual: Mapping[str, torch.Tensor],
-    pools: Sequence[tuple[Leaf, torch.Tensor, torch.Tensor]],
-    measure: Measure,
-) -> Differences:
-    """Differences between the live values of two runs of one case.
-
-    Args:
-        expected, actual: outputs by name.
-        pools: each state leaf with its pool after either run.
-    """
-
-    def values(position: int, row: LiveRow, accepted: bool) -> Pairs:
-        leaf, left, right = pools[position]
-        counts = expected.get("counts") if accepted else None
-        return zip(live_values(leaf, row, left, counts), live_values(leaf, row, right, counts), strict=True)
-
-    return differences_of(case, expected, actual, [(leaf, right) for leaf, _, right in pools], values, measure)
-
-
 def differences_of(
     case: PoisonedStep,
     expected: Mapping[str, torch.Tensor],
@@ -72,11 +50,14 @@ def differences_of(
     values: Callable[[int, LiveRow, bool], Pairs],
     measure: Measure,
 ) -> Differences:
-    """As `output_differences`; `values` gives those of a live row in the pool at a position, as either run left them, and on request only
-    those of accepted tokens. State is infinitely wrong where a step writes what no row may, or says that rows of a picture are not finite.
+    """Differences between the live values of two runs of one case.
+
+    State is infinitely wrong where a step writes what no row may, or says that rows of a picture are not finite.
 
     Args:
+        expected, actual: outputs by name.
         after: each state leaf with the pool that the second run left.
+        values: those of a live row in the pool at a position, as either run left them, and on request only those of accepted tokens.
     """
     stray = any(_has_strays(case, leaf, pool) for leaf, pool in after)
     written = {position: leaf for position, (leaf, _) in enumerate(after) if leaf.aval.axes[0] in case.kind.writes}

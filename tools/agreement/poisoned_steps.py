@@ -1,8 +1,7 @@
 """Test cases of one step, in which everything that no live row may read is NaN.
 
 NaN fills the null page and slot, pages and slots that no request owns, and the part of a row's last page that is not written yet. If
-any of it leaks into a live row, a compared value becomes NaN, and NaN agrees with nothing. Where numbers have no NaN, what is compared with
-a run of the case has other padding (`with_other_padding`).
+any of it leaks into a live row, a compared value becomes NaN, and NaN agrees with nothing.
 """
 
 from __future__ import annotations
@@ -95,93 +94,73 @@ class ProvedStep:
     vocab: int
 
 
-def poisoned_step(
-    step: ProvedStep, live: int, generator: torch.Generator, *, share: int = 0, turn: int = 0, chunk: int | None = None
-) -> PoisonedStep:
-    """A step with random tokens, lengths and cached state for `live` rows at random places of the batch, and NaN elsewhere.
-
-    Of segments of patches the first is as long as the bucket, where rows share nothing.
+def poisoned_step(step: ProvedStep, generator: torch.Generator, *, share: int = 1, turn: int = 0, chunk: int | None = None) -> PoisonedStep:
+    """A step of one row with random tokens, lengths and cached state, and NaN elsewhere.
 
     Args:
-        share: rows take no more pages and pictures than as many, if that is more than `live`, may have of each pool.
-        turn: what the first live row has: of each three rows one has a bitmask and one adjustments.
-        chunk: most new tokens of a row in prefill; None is the bucket's.
+        share: the row takes no more pages and pictures than as many may have of each pool; a segment alone is as long as the bucket.
+        turn: which row it is: of each three one has a bitmask and one adjustments.
+        chunk: most new tokens in prefill; None is the bucket's.
     """
-    bucket, signature, limits = step.bucket, step.signature, step.limits
-    if kind_of(bucket).tower:
-        rows, inputs = _random_segments(step, live, max(share, 1), generator)
+    kind, signature, limits = kind_of(step.bucket), step.signature, step.limits
+    if kind.tower:
+        row, inputs = _random_segment(step, share, generator)
         state = [_random_pool(leaf, [], [], generator) for leaf in signature.state]
-        return PoisonedStep(kind_of(bucket), [*step.params, *state, *inputs.values()], rows)
-    rows = _random_rows(bucket, limits, live, max(live, share, 1), chunk or bucket.q_len, generator)
-    tokens = torch.randint(0, step.vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
-    filled = [page for row in rows for page in filled_pages(row.pages, row.start, limits.page_size)]
-    state = [_random_pool(leaf, filled, [slot_read(leaf, row) for row in rows], generator) for leaf in signature.state]
+        return PoisonedStep(kind, [*step.params, *state, *inputs.values()], [row])
+    row = _random_row(step.bucket, limits, share, chunk or step.bucket.q_len, generator)
+    tokens = torch.randint(0, step.vocab, (step.bucket.q_len,), generator=generator).tolist()
+    filled = filled_pages(row.pages, row.start, limits.page_size)
+    state = [_random_pool(leaf, filled, [slot_read(leaf, row)], generator) for leaf in signature.state]
     for pool in (pool for leaf, pool in zip(signature.state, state, strict=True) if is_picture_pool(leaf)):
-        for place in (place for row in rows for place in row.pictures if place):
+        for place in (place for place in row.pictures if place):
             pool[place] = torch.randn(pool.shape[1:], generator=generator).to(pool.dtype)
-    for row in rows if kind_of(bucket).decodes else ():
-        candidates = [*tokens[row.row].tolist(), *[UNREAD] * (limits.drafts + 1 - bucket.q_len)]
+    if kind.decodes:
+        candidates = [*tokens, *[UNREAD] * (limits.drafts + 1 - step.bucket.q_len)]
         offset, accepted = -_random(0, row.start, generator) if limits.picture_rows else 0, [*row.slots, *row.unwritten].index(row.read)
         slot = request_slot.start(row.start, candidates, limits, offset, accepted)
         state[request_slot_pool(signature.state)][row.request_slot] = slot
-    inputs = _inputs(bucket, limits, rows, tokens, step.vocab, turn, generator)
-    return PoisonedStep(kind_of(bucket), [*step.params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
+    inputs = _inputs(step, row, tokens[: row.count], turn, generator)
+    return PoisonedStep(kind, [*step.params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], [row])
 
 
-def _random_rows(bucket: Bucket, limits: Limits, live: int, share: int, chunk: int, generator: torch.Generator) -> list[LiveRow]:
-    """Live rows none of which share a page, state slot or request slot, each with at most a share of the pages and a chunk of tokens."""
-    decode, Q, P = kind_of(bucket).decodes, bucket.q_len, limits.page_size
+def _random_row(bucket: Bucket, limits: Limits, share: int, chunk: int, generator: torch.Generator) -> LiveRow:
+    """A live row with at most a share of the pages and a chunk of tokens."""
+    decode, Q, P, ahead = kind_of(bucket).decodes, bucket.q_len, limits.page_size, 2 * limits.drafts
     free = FreePlaces(limits, generator)
-    width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free.pages) // share)
+    most_pages = min(limits.pages_per_request, len(free.pages) // share)
     most = min(most_pages * P, CACHED + Q)
     # A prefill reads and writes the same slot when served; with two slots a state that was not written shows as NaN.
-    separate = not decode and len(free.slots) >= 2 * live
-    rows, unread = [], list(range(1, limits.picture_rows))
-    for row in sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist()):
-        ahead = 2 * limits.drafts
-        count = Q if decode else _random(1, max(1, min(chunk, most - ahead)), generator)
-        start = _random(0 if not decode else 1, max(1, most - count - ahead), generator)
-        pages = [free.pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
-        slots = [free.slots.pop() for _ in range(width)]
-        unwritten = [free.slots.pop() for _ in range(limits.drafts + 1 - Q)] if decode else []
-        # A narrow step may follow a wide one, and start from a slot that it does not write.
-        read = free.slots.pop() if separate else [*slots, *unwritten][_random(0, len(slots) + len(unwritten) - 1, generator)]
-        pictures = [] if decode or not limits.picture_rows else _random_pictures(count, unread, share, generator)
-        own = pages, slots, free.request_slots.pop(), pictures
-        rows.append(LiveRow(*own, row=row, start=start, count=count, read=read, unwritten=unwritten))
-    return rows
+    separate = not decode and len(free.slots) > 1
+    count = Q if decode else _random(1, max(1, min(chunk, most - ahead)), generator)
+    start = _random(0 if not decode else 1, max(1, most - count - ahead), generator)
+    pages = [free.pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
+    slots = [free.slots.pop() for _ in range(Q if decode else 1)]
+    unwritten = [free.slots.pop() for _ in range(limits.drafts + 1 - Q)] if decode else []
+    # A narrow step may follow a wide one, and start from a slot that it does not write.
+    read = free.slots.pop() if separate else [*slots, *unwritten][_random(0, len(slots) + len(unwritten) - 1, generator)]
+    unread = list(range(1, limits.picture_rows))
+    pictures = [] if decode or not unread else _random_pictures(count, unread, share, generator)
+    own = pages, slots, free.request_slots.pop(), pictures
+    return LiveRow(*own, row=0, start=start, count=count, read=read, unwritten=unwritten)
 
 
-def _random_segments(step: ProvedStep, live: int, share: int, generator: torch.Generator) -> tuple[list[LiveRow], dict[str, torch.Tensor]]:
-    """Live rows of an encode step, each with at most a share of the pool, and the inputs of the step in signature order."""
+def _random_segment(step: ProvedStep, share: int, generator: torch.Generator) -> tuple[LiveRow, dict[str, torch.Tensor]]:
+    """The live row of an encode step, with at most a share of the pool, and the inputs of the step in signature order."""
     inputs = {leaf.path: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in step.signature.inputs}
     (size,), most = (leaf.aval.shape[0] for leaf in step.signature.state), inputs["picture_rows"].shape[1]
-    free, rows = [1 + row for row in torch.randperm(size - 1, generator=generator).tolist()], list[LiveRow]()
-    merge = math.isqrt(step.bucket.q_len // most)
-    for segment in torch.randperm(step.bucket.batch, generator=generator)[:live].tolist():
-        height = next(number for number in range(math.isqrt(most), 0, -1) if most % number == 0)
-        width = most // height
-        if rows or share > 1:
-            largest = min(most, (size - 1) // share)
-            height = _random(1, largest, generator)
-            width = _random(1, largest // height, generator)
-        (places, free), count = (free[: height * width], free[height * width :]), height * width * merge**2
-        shape = count, inputs["patches"].shape[-1]
-        inputs["patches"][segment, :count] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-        inputs["grids"][segment] = torch.tensor([height * merge, width * merge])
-        inputs["picture_rows"][segment, : len(places)] = torch.tensor(places)
-        rows.append(LiveRow(pictures=places, row=segment, count=count))
-    return rows, inputs
-
-
-def with_other_padding(case: PoisonedStep, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inputs of a case with other numbers in all that no live row has, where they have no NaN."""
-    changed = dict(inputs)
-    for name, other in ((each.name, each.other) for each in case.kind.inputs if each.other is not None):
-        changed[name] = torch.full_like(inputs[name], other)
-        for row in case.live:
-            changed[name][row.row, : row.count] = inputs[name][row.row, : row.count]
-    return changed
+    free, merge = torch.randperm(size - 1, generator=generator) + 1, math.isqrt(step.bucket.q_len // most)
+    height = next(number for number in range(math.isqrt(most), 0, -1) if most % number == 0)
+    width = most // height
+    if share > 1:
+        largest = min(most, (size - 1) // share)
+        height = _random(1, largest, generator)
+        width = _random(1, largest // height, generator)
+    places, count = free[: height * width], height * width * merge**2
+    shape = count, inputs["patches"].shape[-1]
+    inputs["patches"][0, :count] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    inputs["grids"][0] = torch.tensor([height * merge, width * merge])
+    inputs["picture_rows"][0, : len(places)] = places
+    return LiveRow(pictures=places.tolist(), row=0, count=count), inputs
 
 
 def _random_pictures(count: int, unread: list[int], share: int, generator: torch.Generator) -> list[int]:
@@ -197,27 +176,21 @@ def _random_pictures(count: int, unread: list[int], share: int, generator: torch
     return places
 
 
-def _inputs(
-    bucket: Bucket, limits: Limits, rows: list[LiveRow], tokens: torch.Tensor, vocab: int, turn: int, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
+def _inputs(step: ProvedStep, row: LiveRow, tokens: Sequence[int], turn: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Every input that a bucket of any artifact may have, by name."""
-    inputs = StepInputs(bucket, limits).padding(list(REQUEST_INPUTS))
-    for place, row in enumerate(rows, turn):
-        numbers = {"num_computed_tokens": row.start, "query_lens": row.count, "state_slots_in": row.read, "drafts": bucket.q_len - 1}
-        numbers |= {"base": row.start, "logprobs": place % 2, "next_tokens": _random(-1, vocab - 1, generator)}
-        new_tokens = tokens[row.row, : row.count].tolist()
-        fill_row(inputs, row.row, row.pages, [*row.slots, *row.unwritten], new_tokens, request_slots=row.request_slot, **numbers)
-        if row.pictures:
-            offset = _random(0, row.start, generator)
-            inputs["picture_rows"][row.row, : row.count + 1] = torch.tensor(row.pictures)
-            for i, place in enumerate(row.pictures[: row.count]):
-                behind = [0, _random(0, 9, generator), _random(0, 9, generator)] if place else [0, 0, 0]
-                inputs["positions"][row.row, i] = torch.tensor([row.start - offset + i + axis for axis in behind])
-    masks = inputs["bitmask"]
-    for place, row in enumerate(rows[-turn % 3 :: 3][: len(masks)]):
-        inputs["bitmask_rows"][row.row] = place + 1
-        masks[place] = random_words(masks[place].shape, generator)
-    adjust(inputs, [row.row for row in rows[(1 - turn) % 3 :: 3]], generator)
+    inputs = StepInputs(step.bucket, step.limits).padding(list(REQUEST_INPUTS))
+    numbers = {"num_computed_tokens": row.start, "query_lens": row.count, "state_slots_in": row.read, "drafts": step.bucket.q_len - 1}
+    numbers |= {"base": row.start, "logprobs": turn % 2, "next_tokens": _random(-1, step.vocab - 1, generator)}
+    fill_row(inputs, 0, row.pages, [*row.slots, *row.unwritten], tokens, request_slots=row.request_slot, **numbers)
+    if row.pictures:
+        offset = _random(0, row.start, generator)
+        inputs["picture_rows"][0, : row.count + 1] = torch.tensor(row.pictures)
+        for i, place in enumerate(row.pictures[: row.count]):
+            behind = [0, _random(0, 9, generator), _random(0, 9, generator)] if place else [0, 0, 0]
+            inputs["positions"][0, i] = torch.tensor([row.start - offset + i + axis for axis in behind])
+    if turn % 3 == 0 and len(masks := inputs["bitmask"]):
+        inputs["bitmask_rows"][0], masks[0] = 1, random_words(masks[0].shape, generator)
+    adjust(inputs, [0] if turn % 3 == 1 else [], generator)
     return inputs
 
 
@@ -277,35 +250,17 @@ def live_counts(batch: int) -> list[int]:
 
 
 def drafted_step(
-    reference: Step,
-    step: ProvedStep,
-    live: int,
-    generator: torch.Generator,
-    *,
-    share: int = 0,
-    turn: int = 0,
-    chunk: int | None = None,
+    reference: Step, step: ProvedStep, generator: torch.Generator, *, share: int, turn: int, chunk: int | None = None
 ) -> PoisonedStep:
-    """As `poisoned_step`; a decode step has right drafts among its own, by the reference."""
-    case = poisoned_step(step, live, generator, share=share, turn=turn, chunk=chunk)
-    if kind_of(step.bucket).decodes:
-        plant_drafts(reference, case, step.signature, turn)
-    return case
-
-
-def plant_drafts(reference: Step, case: PoisonedStep, signature: Signature, turn: int = 0) -> None:
-    """Replaces drafts of a decode case by right ones: in the i-th live row the first i + turn modulo Q, so that all counts occur.
+    """As `poisoned_step`; of the drafts of a decode step the first `turn` modulo Q are right, so that all counts occur.
 
     Which draft is right depends on those before it, so the reference runs once for each place that has a right one.
     """
-    pool = case.operands[len(signature.params) + request_slot_pool(signature.state)]
-    width = next(leaf.aval.shape[1] for leaf in signature.outputs if leaf.path == "tokens")
-    right = [i % width for i, _ in enumerate(case.live, turn)]
-    for place in range(max(right, default=0)):
-        sampled = run_step(reference, case, signature)[0]["tokens"]
-        for count, live in zip(right, case.live, strict=True):
-            if count > place:
-                pool[live.request_slot, request_slot.TOKENS + 1 + place] = sampled[live.row, place]
+    case, signature = poisoned_step(step, generator, share=share, turn=turn, chunk=chunk), step.signature
+    for place in range(turn % step.bucket.q_len if case.kind.decodes else 0):
+        (row,), pool = case.live, case.operands[len(signature.params) + request_slot_pool(signature.state)]
+        pool[row.request_slot, request_slot.TOKENS + 1 + place] = run_step(reference, case, signature)[0]["tokens"][0, place]
+    return case
 
 
 def run_step(executable: Step, case: PoisonedStep, signature: Signature) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...graphs.errors import VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.steps.encode import ENCODE
-from ...graphs.types import DTYPES, Bucket, Mesh, Signature
+from ...graphs.types import DTYPES, Bucket, Mesh, Rules, Signature
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.ascend.emulator.interpreter import Interpreter
 from ...lowering.ascend.ge_file import GeFile
@@ -21,21 +23,21 @@ from ...lowering.backend import backend
 from ...lowering.backends.eager import EagerExecutable
 from ...lowering.lower import Lowered, lower_eager
 from ...models import encode_step
+from ..agreement.alone import RowAlone, rows_alone
 from ..agreement.compare import check_tolerance
-from ..agreement.poisoned_steps import ProvedStep, Step
-from ..agreement.tolerances import ROUNDED, SUMMED, Tolerance, difference
+from ..agreement.executables import SEEDS
+from ..agreement.poisoned_steps import ProvedStep
+from ..agreement.tolerances import ROUNDED, SUMMED
 from ..artifact_model import full_model, rules_of, spreads
 from ..ranks.random_weights import random_leaf
-from .all_ranks import Run
-from .mesh import differences_of_ranks
+from .all_ranks import Run, run_step
+from .mesh import differences_of_ranks, steps_of_ranks
 
 SMALL_ROWS, SMALL_SEGMENTS = 16, 2
 """Most rows of a segment, and segments, of a small bucket that stands for one of NPUs."""
 
 SMALL_HEADS, TILE = 2, 64
 """Heads of a small tower, and what the width of its feed-forward is one tile more of than the remainder that the tower's own leaves."""
-
-SAME = Tolerance(0.0, 0.0, True, difference)
 
 
 def small_bucket(entry: GraphEntry) -> Bucket:
@@ -67,36 +69,49 @@ def verify_small(manifest: Manifest, bucket: Bucket, cache_dir: Path) -> dict[st
     """
     model, mesh, chosen = full_model(manifest), Mesh.parse(manifest.mesh), backend(manifest.backend)
     tower, limits = _small(model.tower), replace(manifest.limits, picture_rows=2 + bucket.tokens)
-    layouts = {each: rules_of(model, each, bucket, expert_parallel=spreads(manifest)) for each in (Mesh(), mesh)}
 
-    def partitioned(dtype: torch.dtype, on: Mesh) -> Partitioned:
-        return optimise(partition(encode_step.program(model, tower, bucket, limits, dtype), on, layouts[on]))
+    def partitioned(dtype: torch.dtype, on: Mesh, bucket: Bucket) -> Partitioned:
+        rules = rules_of(model, on, bucket, expert_parallel=spreads(manifest))
+        return optimise(partition(encode_step.program(model, tower, bucket, limits, dtype), on, rules))
 
-    def lowered(dtype: torch.dtype, on: Mesh) -> Lowered:
+    def lowered(dtype: torch.dtype) -> Lowered:
         # For no chip: a graph in another dtype than the artifact's is made to be compared, and no device takes it.
-        return chosen.lower(partitioned(dtype, on))
+        return chosen.lower(partitioned(dtype, mesh, bucket))
 
     def shipped(graph: Lowered) -> ShippedGraph:
         return DECODERS[chosen.name](chosen.compile(graph, cache_dir=cache_dir, threads=0).data)
 
-    def compared(reference: Step, alone: Signature, run: Run, signature: Signature, allowed: Tolerance, what: str) -> dict[str, float]:
-        params = [random_leaf(leaf, leaf.aval, zlib.crc32(leaf.name.encode())) for leaf in alone.params]
-        step = ProvedStep(bucket, alone, limits, params, 0)
-        measured = differences_of_ranks(reference, step, run, signature, [params] * mesh.size, mesh, layouts[mesh], allowed.measure)
-        return check_tolerance(measured, allowed, f"{bucket.name} on mesh {mesh} against {what}")
-
-    graph, whole = lowered(torch.float32, mesh), lower_eager(partitioned(torch.float32, Mesh()))
-    rounds = any(leaf.aval.dtype == torch.int8 for leaf in graph.signature.params)
-    run = Interpreter(graph.graph if rounds else shipped(graph), mesh)
-    allowed = ROUNDED if rounds else SUMMED
-    measured = compared(EagerExecutable(whole.graph), whole.signature, run, graph.signature, allowed, "one device")
+    single, graph = replace(bucket, batch=1), lowered(torch.float32)
+    whole, rules = lower_eager(partitioned(torch.float32, Mesh(), single)), rules_of(model, mesh, bucket, expert_parallel=spreads(manifest))
+    params, rounds = _random(whole.signature), any(leaf.aval.dtype == torch.int8 for leaf in whole.signature.params)
+    alone, step = ProvedStep(single, whole.signature, limits, params, 0), ProvedStep(bucket, graph.signature, limits, params, 0)
+    known = rows_alone(EagerExecutable(whole.graph), alone, bucket.batch, SEEDS)
+    run, allowed = Interpreter(graph.graph if rounds else shipped(graph), mesh), ROUNDED if rounds else SUMMED
+    measured = differences_of_ranks(known, step, run, [params] * mesh.size, mesh, rules, allowed.measure)
+    told = check_tolerance(measured, allowed, f"{bucket.name} on mesh {mesh} against one device")
     if rounds:
-        dtype = DTYPES[manifest.dtype]
-        graph, whole = lowered(dtype, mesh), lowered(dtype, Mesh())
-        alone = Interpreter(whole.graph, Mesh())
+        graph = lowered(DTYPES[manifest.dtype])
         file = shipped(graph)
         # As for the text's graphs (npu.py): GE may choose another order.
         run = Interpreter(file, mesh, order="reversed-ready") if isinstance(file, GeFile) else Interpreter(file, mesh)
-        torch_operators = f"torch operators in {manifest.dtype}"
-        compared(lambda operands: alone([operands])[0], whole.signature, run, graph.signature, SAME, torch_operators)
-    return {name: measured[name] for name in ("rows", "state_error")}
+        _check_same(known, replace(step, signature=graph.signature), (Interpreter(graph.graph, mesh), run), mesh, rules)
+    return {name: told[name] for name in ("rows", "state_error")}
+
+
+def _random(signature: Signature) -> list[torch.Tensor]:
+    return [random_leaf(leaf, leaf.aval, zlib.crc32(leaf.name.encode())) for leaf in signature.params]
+
+
+def _check_same(known: Sequence[RowAlone], step: ProvedStep, runs: tuple[Run, Run], mesh: Mesh, rules: Rules) -> None:
+    """Two graphs give the same on all ranks, bit for bit."""
+    for steps, state in steps_of_ranks(known, step, mesh, rules):
+        inputs, shards = [each.inputs for each in steps], [_random(step.signature)] * mesh.size
+        pools = state, [[pool.clone() for pool in of_rank] for of_rank in state]
+        results = [run_step(run, mesh, step.signature, shards, own, inputs) for run, own in zip(runs, pools, strict=True)]
+        for rank, (ours, theirs) in enumerate(zip(*results, strict=True)):
+            pairs = [
+                *((ours[name], theirs[name]) for name in ours),
+                *((a[1:], b[1:]) for a, b in zip(*(own[rank] for own in pools), strict=True)),
+            ]
+            if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
+                raise VerifyError(f"{step.bucket.name}: rank {rank} of {mesh} differs from its torch operators; legal is no difference")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ...graphs.errors import VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import partition
-from ...graphs.types import DTYPES, Mesh, Rules, Signature
+from ...graphs.types import COORDS, DTYPES, Leaf, Mesh, Rules
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.graph_io import decode
 from ...lowering.artifact.manifest import GraphEntry, Manifest
@@ -19,10 +22,10 @@ from ...lowering.backends.eager import EagerExecutable
 from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
 from ...models import programs
-from ..agreement.compare import Differences, check_tolerance, output_differences
-from ..agreement.executables import load_params, said
-from ..agreement.poisoned_steps import ProvedStep, Step, drafted_step, live_counts, with_other_padding
-from ..agreement.poisoned_steps import run_step as run_alone
+from ..agreement.alone import RowAlone, Together, rows_alone
+from ..agreement.compare import Differences, check_tolerance
+from ..agreement.executables import SEEDS, load_params, said
+from ..agreement.poisoned_steps import ProvedStep, live_counts
 from ..agreement.tolerances import Measure, tolerance_of
 from ..artifact_model import full_model, rules_of
 from ..progress import Progress
@@ -63,55 +66,62 @@ def _verify_entry(
     artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Sequence[torch.Tensor]]
 ) -> dict[str, float]:
     manifest, mesh, rules = artifact.manifest, Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
-    reference, signature = unsharded(manifest, entry)
+    reference, alone = _one_row(manifest, entry, params)
     sharded = Interpreter(decode((artifact.path / entry.reference).read_bytes()), mesh)
-    step = ProvedStep(entry.bucket, signature, manifest.limits, params, int(manifest.model["vocab_size"]))
-    tolerance = tolerance_of(DTYPES[manifest.dtype], signature, mesh.size)
-    measured = differences_of_ranks(reference, step, sharded, manifest.signature(entry), shards, mesh, rules, tolerance.measure)
+    step = ProvedStep(entry.bucket, manifest.signature(entry), manifest.limits, [], alone.vocab)
+    tolerance = tolerance_of(DTYPES[manifest.dtype], alone.signature, mesh.size)
+    known = rows_alone(reference, alone, entry.bucket.batch, SEEDS)
+    measured = differences_of_ranks(known, step, sharded, shards, mesh, rules, tolerance.measure)
     return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
 
 
+def steps_of_ranks(
+    known: Sequence[RowAlone], step: ProvedStep, mesh: Mesh, rules: Rules
+) -> Iterator[tuple[list[Together], list[list[torch.Tensor]]]]:
+    """Steps of each dp group with rows that were run alone on one device, and the pools of each rank before them.
+
+    Args:
+        step: of a group, as all ranks run it.
+    """
+    groups, batch, leaves = [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)], step.bucket.batch, step.signature.state
+    own = replace(step, signature=replace(step.signature, inputs=tuple(leaf for leaf in step.signature.inputs if leaf.path != COORDS)))
+    dealt = Counter[int]()
+    for live in live_counts(batch):
+        generator = torch.Generator().manual_seed(live)
+        # The first group has at least one live row; the others have fewer, or none.
+        lives = [(live - group) % (batch + 1) if group else live for group in range(mesh.axis("dp"))]
+        steps = [Together(known, own, each, generator, dealt) for each in lives]
+        pools = [zip(leaves, steps[group].pools, strict=True) for group in groups]
+        yield steps, [[part_of(mesh, rules, rank, *pool).clone() for pool in of_rank] for rank, of_rank in enumerate(pools)]
+
+
+def part_of(mesh: Mesh, rules: Rules, rank: int, leaf: Leaf, value: torch.Tensor) -> torch.Tensor:
+    """What a rank has of values of a pool."""
+    return value[rules.local_slice(leaf.aval, mesh, rank)]
+
+
 def differences_of_ranks(
-    reference: Step,
+    known: Sequence[RowAlone],
     step: ProvedStep,
     run: Run,
-    signature: Signature,
     shards: Sequence[Sequence[torch.Tensor]],
     mesh: Mesh,
     rules: Rules,
     measure: Measure,
 ) -> Differences:
-    """Runs a step of each dp group on one device, and all on their ranks together.
-
-    Args:
-        run: all ranks, with `signature` and `shards` as their parameters.
-    """
-    groups, leaves, batch = [mesh.coordinates(rank)["dp"] for rank in range(mesh.size)], step.signature.state, step.bucket.batch
-    measured, first = Differences(), len(step.signature.params)
-    last = first + len(leaves)
-
-    def shares(pools: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        return [pool[rules.local_slice(leaf.aval, mesh, rank)] for leaf, pool in zip(leaves, pools, strict=True)]
-
-    for live in live_counts(batch):
-        generator = torch.Generator().manual_seed(live)
-        # The first group has at least one live row; the others have fewer, or none.
-        lives = [(live - group) % (batch + 1) if group else live for group in range(mesh.axis("dp"))]
-        cases = [drafted_step(reference, step, each, generator) for each in lives]
-        state = [[pool.clone() for pool in shares(cases[group].operands[first:last], rank)] for rank, group in enumerate(groups)]
-        inputs = [dict(zip((leaf.path for leaf in step.signature.inputs), case.operands[last:], strict=True)) for case in cases]
-        inputs = [with_other_padding(case, own) for case, own in zip(cases, inputs, strict=True)]
-        expected = [run_alone(reference, case, step.signature) for case in cases]
-        for rank, actual in enumerate(run_step(run, mesh, signature, shards, state, inputs)):
-            outputs, left = expected[groups[rank]]
-            pools = list(zip(leaves, shares(left, rank), state[rank], strict=True))
-            measured += output_differences(cases[groups[rank]], outputs, actual, pools, measure)
+    """Runs all ranks, with `shards` as their parameters, in `steps_of_ranks`, and compares each row with what it gave alone."""
+    measured = Differences()
+    for steps, state in steps_of_ranks(known, step, mesh, rules):
+        for rank, outputs in enumerate(run_step(run, mesh, step.signature, shards, state, [each.inputs for each in steps])):
+            of_group = steps[mesh.coordinates(rank)["dp"]]
+            measured += of_group.compared(outputs, state[rank], measure, partial(part_of, mesh, rules, rank))
     return measured
 
 
-def unsharded(manifest: Manifest, entry: GraphEntry) -> tuple[Executable, Signature]:
-    """A bucket's step on one device, with parameters and state in the form that the artifact has them in, unsplit."""
-    model = full_model(manifest)
-    program = programs.program(model, entry.bucket, manifest.limits, DTYPES[manifest.dtype], max_logprobs=entry.max_logprobs)
-    partitioned = optimise(partition(program, Mesh(), rules_of(model, Mesh(), entry.bucket)))
-    return EagerExecutable(lower_eager(partitioned).graph), partitioned.signature
+def _one_row(manifest: Manifest, entry: GraphEntry, params: Sequence[torch.Tensor]) -> tuple[Executable, ProvedStep]:
+    """A bucket's step of one row on one device, with parameters and state in the form that the artifact has them in, unsplit."""
+    model, bucket = full_model(manifest), replace(entry.bucket, batch=1)
+    program = programs.program(model, bucket, manifest.limits, DTYPES[manifest.dtype], max_logprobs=entry.max_logprobs)
+    partitioned = optimise(partition(program, Mesh(), rules_of(model, Mesh(), bucket)))
+    step = ProvedStep(bucket, partitioned.signature, manifest.limits, params, int(manifest.model["vocab_size"]))
+    return EagerExecutable(lower_eager(partitioned).graph), step

@@ -1,4 +1,4 @@
-"""tools/agreement/poisoned_steps.py: what no live row may read is NaN, and drafts are right so that every count of them is accepted."""
+"""tools/agreement/poisoned_steps.py: what a live row may not read is NaN, and a run of a step changes nothing else."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ from dataclasses import replace
 
 import torch
 from support.residency import resident_bytes
-from support.toy_step import DRAFTING, Toy, poisoned_steps
+from support.toy_step import DRAFTING, VOCAB, Toy
 
 from npucompile.graphs.types import Bucket
-from npucompile.tools.agreement.poisoned_steps import run_step
-
-
-def test_every_count_of_accepted_drafts_occurs() -> None:
-    bucket = Bucket("decode", 3, 3)
-    (case,) = poisoned_steps(bucket, DRAFTING, (3,), seeds=1)
-    counts = Toy(bucket, DRAFTING)([t.clone() for t in case.operands])[2]
-    assert sorted(counts.tolist()) == [1, 2, 3]
+from npucompile.tools.agreement.poisoned_steps import ProvedStep, poisoned_step, run_step
 
 
 def test_pools_after_a_step_take_memory_only_where_it_wrote() -> None:
-    bucket, limits = Bucket("decode", 3, 3), replace(DRAFTING, num_pages=2**20)
-    (case,) = poisoned_steps(bucket, limits, (3,), seeds=1)
-    toy = Toy(bucket, limits)
+    toy = Toy(Bucket("decode", 1, 3), replace(DRAFTING, num_pages=2**20))
+    step = ProvedStep(toy.bucket, toy.signature, toy.limits, [torch.zeros(2, 2)], VOCAB)
+    case = poisoned_step(step, torch.Generator().manual_seed(0))
     before = [operand[:9].clone() for operand in case.operands]
-    (keys, *_), pages = run_step(toy, case, toy.signature)[1], {0, *(page for row in case.live for page in row.pages)}
+    (keys, *_), pages = run_step(toy, case, toy.signature)[1], {0, *case.live[0].pages}
     # The case itself is what it was, with NaN in the null page.
     assert all(torch.equal(a[:9].nan_to_num(9), b.nan_to_num(9)) for a, b in zip(case.operands, before, strict=True))
     assert case.operands[1][0].isnan().all()
