@@ -66,7 +66,8 @@ class Peer:
 
 
 _LLAMA_CPP = "pip install llama-cpp-python, and what requirements/requirements-convert_hf_to_gguf.txt of llama.cpp names"
-_OPENVINO = "pip install openvino-genai optimum-intel"
+# optimum-intel 2.2.0 takes no later transformers, and says so only when it converts.
+_OPENVINO = "pip install openvino-genai optimum-intel 'transformers<5.3'"
 
 PEERS = {
     peer.name: peer
