@@ -31,9 +31,6 @@ OWN = ("SGLANG_", "SGL_", "VLLM_")
 
 _TURNED = re.compile("--(enable|disable)-")
 
-OTHERWISE = "kernels"
-"""Topic of their own variables of which no other one has a word."""
-
 
 @dataclass(frozen=True)
 class Topic:
@@ -156,7 +153,7 @@ def of_topic(name: str) -> Row | None:
     other = _TURNED.sub(lambda turned: f"--{'disable' if turned[1] == 'enable' else 'enable'}-", bare)
     known = next((each for each in (name, bare, other) if each in whole), "")
     words = max(filter(partial(_has, bare), anywhere), key=lambda words: (len(words), words), default="")
-    topic = whole.get(known) or anywhere.get(words) or (OTHERWISE if name.startswith(OWN) else "")
+    topic = whole.get(known) or anywhere.get(words, "")
     if not topic:
         return None
     off = name != known and (name != bare) != bare.startswith("--disable-") and topics()[topic].status == "refused"

@@ -130,6 +130,8 @@ def test_variables_are_carried_unnecessary_or_misspelt():
     assert (findings["HCCL_SOCKET_IFNAME"].status, findings["HCCL_BUFFSIZE"].status) == ("carried", "unnecessary")
     assert findings["HCCL_SOCKET_IFNAM"].status == "refused"
     assert "the nearest is HCCL_SOCKET_IFNAME" in findings["HCCL_SOCKET_IFNAM"].why
+    unknown = import_text("VLLM_CHANGE_ANSWERS=1 vllm serve Qwen/Qwen3-32B").roles[0].findings
+    assert next(finding.status for finding in unknown if finding.kind == "variable") == "refused"
     assert findings["MODEL"].why == "a variable of the script; its value stands in the flags that use it"
     assert findings["MY_OWN"].status == "unnecessary"
 

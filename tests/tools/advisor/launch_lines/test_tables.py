@@ -60,8 +60,8 @@ def test_what_releases_are_known_to_read_is_of_the_topic_that_was_chosen_for_it(
     assert {name: (known.get(name) or of_topic(name)).topic for name in wanted} == wanted
 
 
-def test_a_new_variable_of_theirs_concerns_kernels_and_one_of_no_engine_nothing():
-    assert of_topic("VLLM_SOMETHING_NEW").topic == "kernels"
+def test_a_name_that_no_topic_has_a_word_of_is_unknown():
+    assert of_topic("VLLM_SOMETHING_NEW") is None
     assert of_topic("SGLANG_NEW_LORA_CACHE").topic == of_topic("--new-lora-cache").topic == "lora"
     assert of_topic("MY_LORA_PATH") is of_topic("HCCL_SOMETHING_NEW") is of_topic("--something-new") is None
 
