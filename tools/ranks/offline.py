@@ -56,7 +56,7 @@ def complete(
         RequestError: a prompt can never be served.
         NpucompileError: a step failed.
     """
-    engine = Engine(executor, refresh_every_s=None)
+    engine = Engine(executor, measured=True, refresh_every_s=None)
     collectors = [_Collector() for _ in prompts]
     shown = pictures or [() for _ in prompts]
     for i, (prompt, places, sink) in enumerate(zip(prompts, shown, collectors, strict=True)):
