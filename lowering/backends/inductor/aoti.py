@@ -153,6 +153,7 @@ def _settings(cache_dir: Path) -> Iterator[None]:
         # A third of the generated C++ would check operands, if an environment variable is set; `check_operands` does so instead.
         stack.enter_context(_replaced(CppWrapperCpu, "generate_input_output_runtime_checks", _no_checks))
         stack.enter_context(_replaced(CppWrapperCpu, "_write_aoti_interface_header", _body_interface))
+        stack.enter_context(_replaced(codecache, "_get_cpp_wrapper_header", lambda device, aot_mode=False: str(native.PREFIX)))
         yield
 
 

@@ -29,8 +29,8 @@ SHIMS = "shims"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 
 STITCHED = FOLDER / "stitched" / "stitched.cpp"
-BODY = FOLDER / "stitched" / "body.h"
-"""What generated code exports for the library of `stitched`."""
+BODY, PREFIX = FOLDER / "stitched" / "body.h", FOLDER / "stitched" / "prefix.h"
+"""What generated code exports for the library of `stitched`, and what it includes first, precompiled."""
 STITCHED_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-s", "-fvisibility=hidden")
 
 _TYPES = {"Tensor": "AtenTensorHandle", "float": "double", "int": "int64_t"}
