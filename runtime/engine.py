@@ -18,8 +18,8 @@ from .delivery import Live, Sink
 from .executor import Executor, ExecutorError
 from .metrics import Metrics
 from .request import Event, ExecutionRecord, FinishEvent, Flush, Landed, ParkedEvent, Request
-from .scheduler import admission, advance
-from .scheduler.picture_admission import check_pictures
+from .scheduler import advance
+from .scheduler.picture_admission import check_served
 from .scheduler.request_state import RequestState
 from .scheduler.state import SchedulerState
 from .stepper import Count, Message, Stepper
@@ -106,10 +106,7 @@ class Engine:
             RequestError: when the request can never be served, its id is live, or the engine is stopping.
         """
         limits = self.executor.limits
-        admission.check_kind(request, self.executor.buckets)
-        admission.check(request, limits, self.executor.vocab_size, self.executor.max_logprobs, self.executor.max_ranked)
-        if request.pictures:
-            check_pictures(request, limits, self.executor.buckets, self.executor.segments)
+        check_served(request, self.executor)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         with self._wake:

@@ -1,8 +1,9 @@
-"""Refuses requests whose pictures can never be served."""
+"""Refuses requests that can never be served, or whose pictures cannot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from ...graphs.errors import RequestError
 from ...graphs.steps.encode import ENCODE, frames
@@ -10,7 +11,37 @@ from ...graphs.steps.kind import SegmentSizes
 from ...graphs.types import Bucket, Limits
 from ..picture_spans import PictureInput
 from ..request import Request
+from .admission import check, check_kind
 from .picture_ledger import to_read
+
+
+class Serves(Protocol):
+    """What an executor says of the requests that it can serve; see `executor.Executor`."""
+
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def buckets(self) -> tuple[Bucket, ...]: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_logprobs(self) -> int: ...
+    @property
+    def max_ranked(self) -> int: ...
+    @property
+    def segments(self) -> SegmentSizes | None: ...
+
+
+def check_served(request: Request, executor: Serves) -> None:
+    """Checks that an executor can serve a request.
+
+    Raises:
+        RequestError: it never can.
+    """
+    check_kind(request, executor.buckets)
+    check(request, executor.limits, executor.vocab_size, executor.max_logprobs, executor.max_ranked)
+    if request.pictures:
+        check_pictures(request, executor.limits, executor.buckets, executor.segments)
 
 
 def check_pictures(request: Request, limits: Limits, buckets: Iterable[Bucket], sizes: SegmentSizes | None) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 import numpy as np
@@ -80,7 +80,8 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refusal(kind, matcher.get_error(), param)
         body = value.body if kind == REPLY else None
-        constraint = GrammarConstraint(matcher, tokens.vocab_size, goes_back="grammar" not in (kind, body and body.kind))
+        source = GrammarSource(grammar, "grammar" not in (kind, body and body.kind))
+        constraint = GrammarConstraint(matcher, tokens.vocab_size, source)
         # Whether it has any word is known with the first mask, which is kept; and an expression that is too large is built for it.
         first = np.zeros((1, -(-tokens.vocab_size // WORD_BITS)), np.int32)
         try:
@@ -90,6 +91,13 @@ class GrammarCompiler:
         if not first.any():
             raise _refusal(kind, "NoExtension", param)
         return constraint
+
+    def revived(self, source: GrammarSource) -> GrammarConstraint:
+        """The constraint of a grammar that `constraint` of another process has made, of the same tokenizer."""
+        tokens = self._tokens
+        if isinstance(tokens, str):
+            raise RequestError(f"structured outputs are not supported with this tokenizer: {tokens}", code="structured_output_unsupported")
+        return GrammarConstraint(llguidance.LLMatcher(tokens, source.grammar, log_level=0, limits=LIMITS), tokens.vocab_size, source)
 
     def _grammar(self, kind: str, value: Any, param: str) -> str:
         if kind == REPLY:
@@ -104,25 +112,38 @@ class GrammarCompiler:
         return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
-class GrammarConstraint:
-    """The outputs that a grammar allows, as `runtime.constraint.Constraint`.
+class GrammarSource(NamedTuple):
+    """What a constraint is made of, for another process.
 
-    Args:
+    Attributes:
+        grammar: in llguidance's notation.
         goes_back: whether the matcher goes back over drafts; else a copy follows them. A grammar of a user may count tokens or give the
             numbers of tokens that are text, over which llguidance does not go back.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, *, goes_back: bool = True) -> None:
+    grammar: str
+    goes_back: bool
+
+
+class GrammarConstraint:
+    """The outputs that a grammar allows, as `runtime.constraint.Constraint`.
+
+    Attributes:
+        source: what it is made of.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, source: GrammarSource) -> None:
+        self.source = source
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._goes_back = goes_back
+        self._goes_back = source.goes_back
         self._output: list[int] = []
 
     def copy(self) -> GrammarConstraint:
         """The same grammar for another output."""
         matcher = self._matcher.deep_copy()
         matcher.reset()
-        return GrammarConstraint(matcher, self._vocab_size, goes_back=self._goes_back)
+        return GrammarConstraint(matcher, self._vocab_size, self.source)
 
     def fill(self, output: Sequence[int], drafts: Sequence[int], bitmask: Bitmask) -> None:
         """See `Constraint.fill`."""

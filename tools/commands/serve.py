@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,10 +37,12 @@ from ..ranks.nodes import TOKEN_VARIABLE, NodeOptions, node_config, read_token, 
 from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..ranks.torchrun import launcher_config
 from ..serve.artifact_tokenizer import with_texts_of
-from ..serve.options import HOST, PORT, SECTIONS
+from ..serve.door import DoorSettings
+from ..serve.door_process import DoorProcess
+from ..serve.options import BOTH, HOST, PORT, SECTIONS
 from ..serve.pairing import Pairing, transfer_variables
 from ..serve.recording import facts_of
-from ..serve.serving import RunningService, find_or_build, said_of_ends, start_service
+from ..serve.serving import RunningService, StartedEngine, find_or_build, said_of_ends, start_engine, start_service
 from ..serve.vision import said_of_pictures
 from .family_option import family_option
 from .option_groups import grouped
@@ -74,6 +76,7 @@ def command(
     checkpoint: Path | None,
     family: str | None,
     no_build: bool,
+    api_servers: int,
     access_log: str | None,
     transfer_port: int | None,
     otlp_traces_endpoint: str | None,
@@ -116,16 +119,21 @@ def command(
     pairing = Pairing.of(
         {**options, "record": record, "host_address": host_address or address}, host, read_keys(options["api_key"], home.environment)
     )
+    if api_servers and pairing.role != BOTH:
+        raise SpecError(f"--api-servers {api_servers} with --role {pairing.role}: a server of a pair is one process; legal is 0")
     warn_if_open(host, serving.access)
     allow_open_files()
+    door = DoorSettings(host, serving, api, media, access_log, otlp_traces_endpoint, verbose)
     tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint else None
     # Files are closed last: the server and the engine write to them while they end. The port is bound before anything is built, and
     # answers: whoever watches the server sees it start.
     with (
         ExitStack() as files,
-        opened_log(access_log) as access,
+        opened_log(None if api_servers else access_log) as access,
         Stop(raises=True) as stop,
-        running(Lifecycle(), host, port, settings=replace(serving, access_log=access)) as server,
+        DoorProcess(door, port, home.environment)
+        if api_servers
+        else running(Lifecycle(), host, port, settings=replace(serving, access_log=access)) as server,
         ExitStack() as stack,
     ):
         progress = Progress()
@@ -152,37 +160,43 @@ def command(
                 engine.give_up(reason)
 
         load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress, ranks_failed))
-        limit_s = settings.step_limit_s + SILENCE_MARGIN_S
-        served = start_service(
-            artifact,
-            load_executor,
-            api=api,
-            limits=serving.limits,
-            step_limit_s=limit_s,
-            itl_target_ms=itl_target,
-            prefix_cache=prefix_cache_settings(options),
-            pairing=pairing,
-            media=media,
-            lockstep=record is not None,
-        )
+        steps: dict[str, Any] = {
+            "step_limit_s": settings.step_limit_s + SILENCE_MARGIN_S,
+            "itl_target_ms": itl_target,
+            "prefix_cache": prefix_cache_settings(options),
+            "lockstep": record is not None,
+        }
+        # Of one process, a service and its engine; of two, the engine here.
+        served: RunningService | StartedEngine
+        if isinstance(server, DoorProcess):
+            served = start_engine(artifact, load_executor, **steps)
+        else:
+            served = start_service(artifact, load_executor, api=api, limits=serving.limits, pairing=pairing, media=media, **steps)
         engines.append(served.engine)
         stack.callback(served.engine.stop, drain=False)
-        stack.push(served.closing)
-        if access:
-            served.engine.on_end = access.ended
-        if tracing:
-            tracing.model = served.service.model.name
-            served.service.tracing = tracing
-            files.callback(tracing.close)
         if record:
             assert isinstance(served.engine, Engine)
             written = files.enter_context(closing(JournalFile(record, facts_of(artifact, served.engine))))
             served.engine.stepper.journal = Journal(written.write)
-        server.lifecycle.service = served.service
+        if isinstance(server, DoorProcess):
+            assert isinstance(served, StartedEngine)
+            name, notes = server.open(artifact, served)
+            prefills = False
+        else:
+            assert isinstance(served, RunningService)
+            stack.push(served.closing)
+            if access:
+                served.engine.on_end = access.ended
+            if tracing:
+                tracing.model = served.service.model.name
+                served.service.tracing = tracing
+                files.callback(tracing.close)
+            server.lifecycle.service = service = served.service
+            name, prefills = service.model.name, service.handovers is not None
+            notes = (said_of_ends(service), *said_of_pictures(service), *api.said_of_sampling(artifact))
         stop.raises = False
-        notes = [said_of_ends(served), *said_of_pictures(served.service), *api.said_of_sampling(artifact)]
-        notes += pairing.notes(transfer_port, artifact)
-        announce(served, artifact, build is not None, progress, notes)(server.url)
+        notes = (*notes, *pairing.notes(transfer_port, artifact))
+        announce(name, served.engine.executor.backends, artifact, build is not None, progress, notes, prefills)(server.url)
         server.wait(stop, lambda: served.engine.failure is not None)
         if served.engine.failure:
             # A step that hangs may hold this process at its end.
@@ -221,15 +235,26 @@ def warn_if_open(host: str, access: Access) -> None:
 
 
 def announce(
-    running: RunningService, artifact: Artifact, building: bool, progress: Progress, notes: Sequence[str] = ()
+    name: str,
+    backends: Mapping[str, str],
+    artifact: Artifact,
+    building: bool,
+    progress: Progress,
+    notes: Sequence[str] = (),
+    prefills: bool = False,
 ) -> Callable[[str], None]:
-    """A callback for when requests are served, which prints what is served, these notes, and how to reach it."""
-    backends = running.engine.executor.backends
+    """A callback for when requests are served, which prints what is served, these notes, and how to reach it.
+
+    Args:
+        name: of the model.
+        backends: of buckets, by name.
+        prefills: it computes prompts for decode servers.
+    """
     uncompiled = [name for name, backend in backends.items() if backend == "eager"]
     ranks = Mesh.parse(artifact.manifest.mesh).size
 
     def ready(url: str) -> None:
-        progress.say(f"serving {running.service.model.name} from {artifact.path}: {len(backends)} buckets, {len(uncompiled)} uncompiled")
+        progress.say(f"serving {name} from {artifact.path}: {len(backends)} buckets, {len(uncompiled)} uncompiled")
         if ranks > 1:
             progress.say(f"  {ranks} ranks of mesh {artifact.manifest.mesh}, a process each")
         for note in notes:
@@ -238,7 +263,7 @@ def announce(
             progress.say("  uncompiled buckets run the reference graph until the build behind this server has compiled them")
         base = f"http{url.removeprefix('ws').removesuffix(WEBSOCKET_PATH)}"
         progress.say(f"  websocket  {url}   health  {base}/health   chat page  {base}/")
-        if running.service.handovers is not None:
+        if prefills:
             progress.say(f"  computes prompts for decode servers: npucompile serve ... --role decode --prefill {base}")
             return
         progress.say(f'  talk to it: npucompile chat "In the beginning"{"" if url == websocket_url(HOST, PORT) else f" --url {url}"}')

@@ -178,6 +178,8 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("verbose", "Log requests and swapped executables.", extra={"is_flag": True}),
     ),
     "How steps run": (
+        ServeOption("api-servers", "Processes that speak with clients, beside the one that steps; 0 is none: one process does both. 1 pays "
+                    "from some hundred streams on.", click.IntRange(0, 1), 0, same=("--api-server-count",), extra={"metavar": "N"}),
         ServeOption("threads", "CPU threads of a step on each rank.  [default: all cores, divided among ranks]", _COUNT),
         ServeOption("itl-target", "Most milliseconds between two tokens of a stream that prefill should leave.  [default: none]", _SECONDS,
                     extra={"metavar": "MS"}),

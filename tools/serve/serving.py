@@ -26,9 +26,11 @@ from ...runtime.engine_groups import EngineGroups, groups_apart
 from ...runtime.executor import Executor
 from ...runtime.kv_transfer.pools import Pools
 from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
-from ...server.engine.service import ServedModel, Service
+from ...server.chat.format import ChatFormat
+from ...server.engine.service import EngineClient, ServedModel, Service
 from ...server.guard.limits import SocketLimits
 from ...server.pictures.limits import MediaLimits
+from ...server.text.tokenizer import TextTokenizer
 from ..builder import plan as planning
 from ..cli import Home
 from ..locate import artifact_path, check_family, newest_runnable
@@ -64,11 +66,24 @@ class RunningService:
     closing: ExitStack
 
 
-def said_of_ends(running: RunningService) -> str:
+def said_of_ends(service: Service) -> str:
     """Which tokens end a response, by id and text."""
-    service = running.service
     ends = [f"{token} {service.tokenizer.token_text(token).text!r}" for token in sorted(service.model.eos_token_ids)]
     return f"responses end at token {', '.join(ends)}" if ends else "no token ends responses: the checkpoint names none"
+
+
+@dataclass(frozen=True)
+class StartedEngine:
+    """An engine that steps.
+
+    Attributes:
+        pools: of its executor, where other servers read or write them.
+        readiness: what probes say of it.
+    """
+
+    engine: Engine | EngineGroups
+    pools: Pools | None
+    readiness: Callable[[], Mapping[str, Any]]
 
 
 def start_service(
@@ -78,12 +93,9 @@ def start_service(
     *,
     api: ApiSettings | None = None,
     limits: SocketLimits | None = None,
-    step_limit_s: float = math.inf,
-    itl_target_ms: float | None = None,
-    prefix_cache: PrefixCacheSettings | None = None,
     pairing: Pairing = NO_PAIR,
     media: MediaLimits | None = None,
-    lockstep: bool = False,
+    **settings: Any,
 ) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
@@ -92,12 +104,9 @@ def start_service(
         on_failure: called when no step can run any more; `engine.failure` says why.
         api: how the model presents itself.
         limits: of requests that wait or run.
-        step_limit_s: how long a step may take before the engine counts as hanging; a thread watches it.
-        itl_target_ms: see `runtime.scheduler.policy.Policy`.
-        prefix_cache: how prefixes are kept; None keeps none.
         pairing: with which servers it works together.
         media: limits of pictures.
-        lockstep: whether dp groups step together even where they need not, as a journal of them does.
+        settings: as of `start_engine`.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -105,32 +114,62 @@ def start_service(
         ModelError: the chat template cannot be used.
         SpecError: there is no parser of that name.
     """
-    manifest = artifact.manifest
+    codec, api = codec_of(artifact), api or ApiSettings()
+    # Before anything is loaded.
+    chat = api.chat_of(artifact)
+    started, closing = start_engine(artifact, load_executor, on_failure, pairing=pairing, **settings), ExitStack()
+    joined = pairing.joined(started.engine, artifact, closing, started.pools) if started.pools else (started.engine, None)
+    client, join = joined
+    groups = started.engine.executor.groups
+    paired = pairing.role == PREFILL
+    service = service_of(client, artifact, codec, api, chat, groups, started.readiness, limits, media or MediaLimits(), paired=paired)
+    if service.pictures:
+        closing.callback(service.pictures.close)
+    if join:
+        join(service)
+    return RunningService(service, started.engine, closing)
+
+
+def codec_of(artifact: Artifact) -> TextTokenizer:
+    """The tokenizer that an artifact is served with.
+
+    Raises:
+        ArtifactError: it has none.
+    """
     codec = tokenizer_of(artifact)
     if codec is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
-    api = api or ApiSettings()
-    (name, *aliases), chat = api.names_of(artifact), api.chat_of(artifact)
+    return codec
+
+
+def start_engine(
+    artifact: Artifact,
+    load_executor: Callable[[], Executor],
+    on_failure: Callable[[], None] = lambda: None,
+    *,
+    step_limit_s: float = math.inf,
+    itl_target_ms: float | None = None,
+    prefix_cache: PrefixCacheSettings | None = None,
+    pairing: Pairing = NO_PAIR,
+    lockstep: bool = False,
+) -> StartedEngine:
+    """Loads an artifact and starts its engine.
+
+    Args:
+        step_limit_s: how long a step may take before the engine counts as hanging; a thread watches it.
+        itl_target_ms: see `runtime.scheduler.policy.Policy`.
+        prefix_cache: how prefixes are kept; None keeps none.
+        lockstep: whether dp groups step together even where they need not, as a journal of them does.
+
+    Raises:
+        ArtifactError, RankError: see `start_service`.
+    """
     calm_collector()
     opened = list[Pools]()
     load = functools.partial(pairing.load, load_executor, opened.append)
-    apart = groups_apart(manifest) and not lockstep
+    apart = groups_apart(artifact.manifest) and not lockstep
     start: Callable[..., Engine | EngineGroups] = EngineGroups.from_loader if apart else Engine.from_loader
     engine = start(load, on_failure, measured=True, itl_target_ms=itl_target_ms, prefix_cache=prefix_cache)
-    model = ServedModel(
-        name=name,
-        max_model_len=manifest.limits.max_model_len,
-        vocab_size=int(manifest.model["vocab_size"]),
-        eos_token_ids=frozenset(manifest.model["eos_ids"]),
-        created_s=int((artifact.path / MANIFEST).stat().st_mtime),
-        artifact=artifact.digest,
-        aliases=tuple(aliases),
-        defaults=api.defaults_of(artifact),
-        max_running=(manifest.limits.num_request_slots - 1) * engine.executor.groups,
-        max_total_tokens=(manifest.limits.num_pages - 1) * manifest.limits.page_size * engine.executor.groups,
-        tp=Mesh.parse(manifest.mesh).axis("tp"),
-        dp=engine.executor.groups,
-    )
     watch(engine, step_limit_s)
 
     def readiness() -> Mapping[str, Any]:
@@ -140,18 +179,50 @@ def start_service(
         status = "stuck" if step_age_s > step_limit_s else "ok" if engine.alive else "failed" if engine.failure else "stopped"
         return {"status": status, "buckets": len(backends), "compiled_buckets": compiled, "step_age_s": round(step_age_s, 3)}
 
-    closing = ExitStack()
-    client, join = pairing.joined(engine, artifact, closing, opened[0]) if opened else (engine, None)
+    return StartedEngine(engine, opened[0] if opened else None, readiness)
+
+
+def service_of(
+    client: EngineClient,
+    artifact: Artifact,
+    codec: TextTokenizer,
+    api: ApiSettings,
+    chat: ChatFormat,
+    groups: int,
+    readiness: Callable[[], Mapping[str, Any]],
+    limits: SocketLimits | None,
+    media: MediaLimits,
+    *,
+    paired: bool = False,
+) -> Service:
+    """The service of an artifact over an engine, which may be that of another process.
+
+    Args:
+        groups: dp groups of the engine.
+        paired: it computes prompts for decode servers.
+    """
+    manifest, (name, *aliases) = artifact.manifest, api.names_of(artifact)
+    model = ServedModel(
+        name=name,
+        max_model_len=manifest.limits.max_model_len,
+        vocab_size=int(manifest.model["vocab_size"]),
+        eos_token_ids=frozenset(manifest.model["eos_ids"]),
+        created_s=int((artifact.path / MANIFEST).stat().st_mtime),
+        artifact=artifact.digest,
+        aliases=tuple(aliases),
+        defaults=api.defaults_of(artifact),
+        max_running=(manifest.limits.num_request_slots - 1) * groups,
+        max_total_tokens=(manifest.limits.num_pages - 1) * manifest.limits.page_size * groups,
+        tp=Mesh.parse(manifest.mesh).axis("tp"),
+        dp=groups,
+    )
     service = Service(client, codec, model, chat=chat, readiness=readiness, limits=limits)
-    vision = vision_of(artifact, codec, media or MediaLimits(), paired=pairing.role == PREFILL)
+    vision = vision_of(artifact, codec, media, paired=paired)
     if isinstance(vision, str):
         service.without_pictures = vision
     else:
-        service.pictures = reader_of(vision, media or MediaLimits())
-        closing.callback(service.pictures.close)
-    if join:
-        join(service)
-    return RunningService(service, engine, closing)
+        service.pictures = reader_of(vision, media)
+    return service
 
 
 def watch(engine: Engine | EngineGroups, limit_s: float) -> None:

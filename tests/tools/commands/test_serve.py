@@ -171,18 +171,15 @@ def test_a_build_behind_what_cannot_be_served_is_stopped(tmp_path, own_artifact,
 # --- what is said ---
 
 
-def announced(backends, building, host, port, mesh="1", handovers=None):
+def announced(backends, building, host, port, mesh="1", prefills=False):
     output = io.StringIO()
-    engine, model = SimpleNamespace(executor=SimpleNamespace(backends=backends)), SimpleNamespace(name="m")
-    running = SimpleNamespace(engine=engine, service=SimpleNamespace(model=model, handovers=handovers))
-    announce(running, SimpleNamespace(path="/a", manifest=SimpleNamespace(mesh=mesh)), building, Progress(output))(
-        websocket_url(host, port)
-    )
+    artifact = SimpleNamespace(path="/a", manifest=SimpleNamespace(mesh=mesh))
+    announce("m", backends, artifact, building, Progress(output), prefills=prefills)(websocket_url(host, port))
     return output.getvalue().splitlines()
 
 
 def test_a_prefill_server_says_who_may_ask_it():
-    *_, last = announced({}, False, "127.0.0.1", 8001, handovers=object())
+    *_, last = announced({}, False, "127.0.0.1", 8001, prefills=True)
     assert last == "  computes prompts for decode servers: npucompile serve ... --role decode --prefill http://127.0.0.1:8001"
 
 

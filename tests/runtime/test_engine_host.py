@@ -1,0 +1,41 @@
+"""runtime/engine_host.py: what another process is told without asking; `tests/server/engine/test_remote_engine.py` has the rest."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from support import toy_device as toy
+
+from npucompile.runtime import engine_host
+from npucompile.runtime.engine_host import EngineHost, Events, ExecutorFacts, Health, Submit
+from npucompile.runtime.request import Request, Sampling
+
+
+def test_a_step_is_one_record_and_health_is_told_until_the_host_closes() -> None:
+    sent: list[Any] = []
+    served, states = toy.serving(), iter(range(10**6))
+    channel: Any = SimpleNamespace(send=sent.append)
+    with mock.patch.object(engine_host, "HEALTH_S", 0.001):
+        host = EngineHost(served.engine, channel, lambda: {"number": next(states)}, lambda request: request)
+        deadline = time.monotonic() + 20
+        while sum(isinstance(record, Health) for record in sent) < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert [record.state["number"] for record in sent if isinstance(record, Health)][:3] == [0, 1, 2]
+    requests = tuple(Request(name, (1, 2), 3, Sampling(seed=0)) for name in "abc")
+    for request in requests:
+        served.device.register(request)
+    host.take(Submit(requests))
+    served.drain()
+    host.close()
+    steps = [record.events for record in sent if isinstance(record, Events)]
+    assert {event.request_id for events in steps for event in events} == {"a", "b", "c"}
+    assert max(len({event.request_id for event in events}) for events in steps) > 1
+
+
+def test_facts_are_those_that_admission_reads() -> None:
+    executor = toy.serving(groups=2).engine.executor
+    facts = ExecutorFacts.of(executor)
+    assert (facts.limits, facts.buckets, facts.vocab_size, facts.groups) == (executor.limits, executor.buckets, executor.vocab_size, 2)

@@ -1,0 +1,129 @@
+"""tools/serve/door_process.py: a server of two processes answers as one of one does, and outlives the one that speaks with clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ranks, tiny
+from support.once import made_once
+from support.servers import Server
+
+from npucompile.graphs.errors import NpucompileError
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.server.client import Client
+from npucompile.server.pictures.limits import MediaLimits
+from npucompile.server.run import Serving
+from npucompile.tools.serve.api_settings import ApiSettings
+from npucompile.tools.serve.door import DoorSettings
+from npucompile.tools.serve.door_process import DoorProcess
+from npucompile.tools.serve.serving import StartedEngine, start_engine
+
+SETTINGS = DoorSettings("127.0.0.1", Serving(), ApiSettings(), MediaLimits())
+PROMPT = "In the beginning"
+
+
+def built(out: Path) -> None:
+    tiny.built(tiny.planned("qwen3.5-tiny", buckets=(4,), prefill=(32,), max_model_len=256), out)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "door", built)
+
+
+def doors_of(server: Server) -> list[int]:
+    """The process that speaks with clients; none while another one is to begin."""
+    return [pid for pid in ranks.children_of(server.process.pid) if b"serve.door" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def post(url: str, path: str, **body: Any) -> Any:
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture
+def server(artifact: Path) -> Iterator[Server]:
+    running = Server(artifact, "--api-servers", 1, "--no-build")
+    yield running
+    running.close()
+
+
+async def tokens_of(url: str, count: int) -> tuple[int, ...]:
+    async with await Client.connect(url) as client:
+        return (await client.create(PROMPT, max_output_tokens=count, ignore_eos=True).completion()).token_ids
+
+
+def test_it_answers_as_one_process_does_and_both_end_by_one_signal(server: Server, artifact: Path) -> None:
+    alone = Server(artifact, "--no-build")
+    try:
+        expected = asyncio.run(tokens_of(alone.url, 12))
+    finally:
+        alone.close()
+    assert asyncio.run(tokens_of(server.url, 12)) == expected
+    shaped = post(
+        server.http, "/v1/completions", model="qwen3.5-tiny", prompt=PROMPT, max_tokens=8, structured_outputs={"choice": ["yes", "no"]}
+    )
+    assert shaped["choices"][0]["text"] in ("yes", "no")
+    assert "npucompile:generation_tokens_total" in server.metrics()
+    (door,) = doors_of(server)
+    server.process.send_signal(signal.SIGTERM)
+    status, output = server.ended(20)
+    assert (status, output) == (0, "")
+    assert not os.path.exists(f"/proc/{door}")
+
+
+def test_a_door_that_dies_costs_its_streams_and_another_serves_from_the_same_port(server: Server) -> None:
+    async def lost() -> None:
+        async with await Client.connect(server.url) as client:
+            stream = client.create(PROMPT, max_output_tokens=200, ignore_eos=True)
+            await anext(aiter(stream))
+            os.kill(*doors_of(server), signal.SIGKILL)
+            with pytest.raises((NpucompileError, OSError)):
+                await stream.completion()
+
+    dead = doors_of(server)
+    asyncio.run(lost())
+    ranks.eventually(lambda: len(doors_of(server)) == 1 and doors_of(server) != dead, 60)
+    # It connects as soon as the port answers, which the listening socket has done all along.
+    assert len(asyncio.run(asked_again(server.url))) == 5
+    running = next(line for line in server.metrics().splitlines() if line.startswith("npucompile:num_requests_running "))
+    assert running.endswith(" 0.0")
+
+
+async def asked_again(url: str) -> tuple[int, ...]:
+    for _ in range(600):
+        try:
+            return await tokens_of(url, 5)
+        except (NpucompileError, OSError):
+            await asyncio.sleep(0.1)
+    raise AssertionError("no door has answered within a minute")
+
+
+def test_what_a_door_cannot_serve_ends_the_start_with_its_reason(artifact: Path) -> None:
+    opened = Artifact.open(artifact)
+    started: StartedEngine = start_engine(opened, lambda: CpuExecutor(opened))
+    try:
+        settings = SETTINGS._replace(api=replace(SETTINGS.api, reasoning_parser="none_of_ours"))
+        with DoorProcess(settings, 0, dict(os.environ)) as door, pytest.raises(NpucompileError, match="none_of_ours"):
+            door.open(opened, started)
+        lost = {**os.environ, "PYTHONHOME": "/nonexistent"}
+        with DoorProcess(SETTINGS, 0, lost) as door, pytest.raises(NpucompileError, match="ended with status 1 before it served any"):
+            door.open(opened, started)
+    finally:
+        started.engine.stop(drain=False)
+
+
+def test_a_server_of_a_pair_is_one_process(artifact: Path, tmp_path: Path) -> None:
+    output = tiny.refused(tmp_path, "serve", artifact, "--api-servers", 1, "--role", "prefill")
+    assert "--api-servers 1 with --role prefill: a server of a pair is one process; legal is 0" in output
