@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ...graphs.steps.table import kind_of
-from ...graphs.types import Bucket
 from ..request import Event, Logprobs, TokenEvent
 from ..step_outputs import SampledTokens
 from .request_state import Computed, RequestState
@@ -185,6 +184,7 @@ def commit(
     """
     groups: list[GroupState] = []
     events: list[Event] = []
+    decodes, name = kind_of(step.bucket).decodes, step.bucket.name
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
         by_arrival = {row.state.arrival: tokens for row, tokens in zip(part.rows, rows, strict=True)}
         padding = step.shape.batch - len(part.rows)
@@ -195,7 +195,7 @@ def commit(
             if tokens is None:
                 running.append(request)
                 continue
-            unfinished, row_events = _commit_row(request, tokens, step.bucket, padding, state.policy.limits.max_model_len, now_ms)
+            unfinished, row_events = _commit_row(request, tokens, name, decodes, padding, state.policy.limits.max_model_len, now_ms)
             if unfinished is not None:
                 running.append(unfinished)
             events += row_events
@@ -204,7 +204,7 @@ def commit(
         groups.append(replace(group, running=tuple(running), turns=group.turns.charged(served) if group.turns is not None else None))
     times = _measured(state, step, took_ms)
     acceptance = state.acceptance
-    if kind_of(step.bucket).decodes and state.policy.varies:
+    if decodes and state.policy.varies:
         verified = [(tokens.num_drafts, len(tokens.token_ids) - 1) for rows in results for tokens in rows if tokens is not None]
         acceptance = acceptance.after(verified, state.policy.limits.drafts)
     flying = state.steps_in_flight - 1
@@ -293,21 +293,23 @@ def _with_reserved(group: GroupState, new: Sequence[RequestState]) -> GroupState
 
 
 def _commit_row(
-    request: RequestState, tokens: SampledTokens, bucket: Bucket, padding: int, max_model_len: int, now_ms: float
+    request: RequestState, tokens: SampledTokens, bucket_name: str, decodes: bool, padding: int, max_model_len: int, now_ms: float
 ) -> tuple[RequestState | None, list[Event]]:
     """The request after its row, None if that finished it, and its events."""
     scores = min(request.unscored, len(tokens.token_ids))
     output, reason = request.clip_output(tokens.token_ids, max_model_len)
     failure = tokens.failure if reason is None else ""
-    if kind_of(bucket).decodes:
-        request = request.decode_committed(bucket.name, output, len(tokens.token_ids), tokens.num_drafts, padding, tokens.drafts)
+    if decodes:
+        request = request.decode_committed(bucket_name, output, len(tokens.token_ids), tokens.num_drafts, padding, tokens.drafts)
     else:
-        request = request.prefill_committed(bucket.name, output, padding, now_ms, tokens.drafts)
+        request = request.prefill_committed(bucket_name, output, padding, now_ms, tokens.drafts)
     if scores or (output and request.record.first_token_ms is None):
         request = request.scored(scores, now_ms, bool(output))
     visible = output[:-1] if reason == "stop" else output
     wanted = request.request
-    scored, logprobs = _clipped(tokens.logprobs[:scores], wanted.prompt_logprobs), _clipped(tokens.logprobs[scores:], wanted.logprobs)
+    scored, logprobs = tuple[Logprobs, ...](), tuple[Logprobs, ...]()
+    if tokens.logprobs:
+        scored, logprobs = _clipped(tokens.logprobs[:scores], wanted.prompt_logprobs), _clipped(tokens.logprobs[scores:], wanted.logprobs)
     events: list[Event] = [TokenEvent(request.id, visible, logprobs[: len(visible)], scored)] if visible or scored else []
     if failure:
         return None, [*events, request.finish_event("error", now_ms, failure)]

@@ -21,7 +21,7 @@ class TokenLog(Sequence[int]):
 
     def extended(self, tokens: Sequence[int]) -> TokenLog:
         """The log with these tokens behind it."""
-        log = TokenLog()
+        log = TokenLog.__new__(TokenLog)
         log._items = self._items if len(self._items) == self._length else self._items[: self._length]
         log._items.extend(tokens)
         log._length = self._length + len(tokens)

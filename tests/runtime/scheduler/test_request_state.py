@@ -22,3 +22,18 @@ def test_accepted_drafts_are_recorded_by_place():
         1,
         14,
     )
+
+
+def test_a_decode_step_changes_its_own_fields_and_no_other():
+    record = ExecutionRecord(*(float(place) for place in range(3)), ("p",), (("d", 2), ("e", 1)), 5, 6, 7, 8, 9, (4, 4, 4), 11, 12)
+    live = RequestState(REQUEST, 1, 2.0, record, (5,), 3, (1, 2), 4, 5, 6, 7, True, 8.0, True, (9,), 0, False, (10,))
+    launched = live.decode_launched(20, 21, 22)
+    assert launched == live._replace(steps_in_flight=5, num_pages=20, last_scheduled=21, drafted=22)
+    counted = {"decode_steps": (("d", 2), ("e", 2)), "padded_rows": 8, "verify_steps": 9, "drafted_tokens": 12}
+    assert live.decode_committed("e", (8, 9), 3, 3, 3, (30,)) == live._replace(
+        record=record._replace(**counted, accepted_per_position=(5, 5, 4)),
+        output_token_ids=(5, 8, 9),
+        num_computed_tokens=6,
+        drafts=(30,),
+        steps_in_flight=3,
+    )
