@@ -33,6 +33,7 @@ COMMANDS = {
     "verify": "Verify again that every bucket equals the reference.",
     "bringup": "Find the first thing that is wrong on a device.",
     "bench": "Measure builds, load time, steps and throughput.",
+    "bench host": "Measure how many streams this machine's host carries.",
     "bench serve": "Load a running server and report its latencies.",
     "replay": "Repeat what a server recorded, and compare every token.",
     "import": "Read a launch line of SGLang or vLLM into ours.",

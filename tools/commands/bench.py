@@ -91,8 +91,8 @@ def command(
 ) -> None:
     """Measure ARTIFACT_OR_MODEL, by default the newest artifact. A model that is not built yet is built first.
 
-    `npucompile bench serve` instead sends a load to a server that runs. peers compares speed, start and memory with other engines, each
-    in a process and a Python environment of its own.
+    `npucompile bench serve` instead sends a load to a server that runs, and `bench host` measures what surrounds a device. peers
+    compares speed, start and memory with other engines, each in a process and a Python environment of its own.
 
     Every figure is a median with its smallest and largest value, and candidates that are compared run alternately. Other work on
     the machine still shows, so measure on a quiet one. Progress goes to standard error.

@@ -35,9 +35,10 @@ _BUILT = _REFUSED | {
 }
 OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "build": _REFUSED | {f"--{option.option}": "legal is an option of serve" for option in OPTIONS},
-    "serve": {name: f"the build decides it; {legal}" for name, legal in _BUILT.items()},
+    "serve": {name: f"the build decides it; {legal}" for name, legal in _BUILT.items()}
+    | {"--stream-interval-ms": "it is gone, tokens of each step are sent at once; legal is to leave it out"},
 }
-"""Their name to what says the same here, by command."""
+"""Their name, or one that was ours, to what says the same here, by command."""
 
 
 class KnowsOtherNames(click.Command):

@@ -52,7 +52,7 @@ from .server_options import api_settings, media_limits, prefix_cache_settings, r
 log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-GROUPS = {title: tuple(f"--{option.option}" for option in options) for title, options in SECTIONS.items() if title}
+GROUPS = {title: tuple(f"--{option.option}" for option in options) for title, options in SECTIONS.items()}
 GROUPS["What is built and read first"] += (f"--{FAMILY.option}",)
 """Sections of the help."""
 

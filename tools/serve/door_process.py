@@ -68,6 +68,11 @@ class DoorProcess:
             self._process.wait()
         self._listener.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that listens now."""
+        return self._process.pid
+
     def open(self, artifact: Artifact, started: StartedEngine) -> Opened:
         """Lets requests in; returns when they are served.
 

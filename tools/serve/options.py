@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 
-from ...graphs.errors import SpecError
 from ...runtime.kv_transfer.room import DEFAULTS
 from ...runtime.kv_transfer.transfer_engine import PROTOCOLS
 from ...server.guard.limits import LEAST_CONNECTIONS, SocketLimits
@@ -68,11 +67,6 @@ class ServeOption:
         default = getattr(_DEFAULTS, self.limit) if self.limit else self.default
         shown = {} if default is None else {"default": default, "show_default": True}
         return click.option(f"--{self.option}", self.name, type=self.kind, help=self.help, **{**shown, **self.extra})
-
-
-def _refuse_interval(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        raise SpecError("--stream-interval-ms is gone: tokens of each step are sent at once, as with 0 before; legal is to leave it out")
 
 
 DEVICE = ServeOption(
@@ -214,10 +208,7 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("no-build", "Serve only what is built; compile nothing in the background.", extra={"is_flag": True}),
         CHECKPOINT,
     ),
-    "": (
-        ServeOption("stream-interval-ms", "It is gone.", extra={"hidden": True, "expose_value": False, "callback": _refuse_interval}),
-    ),
 }  # fmt: skip
-"""By section of the help; "" has what is hidden."""
+"""By section of the help."""
 
 OPTIONS: tuple[ServeOption, ...] = tuple(option for options in SECTIONS.values() for option in options)

@@ -26,7 +26,8 @@ def test_names_are_those_of_the_engines_and_options_are_ours():
         assert set(names) <= theirs
         assert set(names.values()) - {MODEL} <= ours
         assert not {*names, *OTHERWISE[command]} & ours - {"--language-model-only", "--max-num-seqs", "--prefill"}
-        assert set(OTHERWISE[command]) <= theirs | {f"--{record.option}" for record in (*SETTINGS, *OPTIONS)}
+        gone = {"--stream-interval-ms"}
+        assert set(OTHERWISE[command]) <= gone | theirs | {f"--{record.option}" for record in (*SETTINGS, *OPTIONS)}
 
 
 def test_the_same_is_built_by_either_name():
@@ -52,6 +53,7 @@ def test_the_same_is_built_by_either_name():
         ("build", ["m", "--async-scheduling"], r"--async-scheduling is a flag of SGLang or vLLM"),
         ("serve", ["m", "--buckets", "8"], r"the build decides it; legal is an option of `npucompile build`: --buckets"),
         ("serve", ["m", "--max-running-requests", "8"], r"the build decides it; it counts all dp groups; legal is --max-num-seqs"),
+        ("serve", ["m", "--stream-interval-ms", "8"], r"--stream-interval-ms: it is gone, tokens of each step are sent at once"),
         ("serve", ["m", "--max-model-len", "8"], r"the build decides it; legal is an option of `npucompile build`: --max-model-len"),
     ],
 )

@@ -75,11 +75,6 @@ def test_a_file_without_keys_opens_nothing(tmp_path):
         read_keys(tmp_path / "sk-123", {})
 
 
-def test_the_option_for_the_time_that_tokens_waited_is_refused():
-    with pytest.raises(SpecError, match="--stream-interval-ms is gone: tokens of each step are sent at once"):
-        settings("--stream-interval-ms", 8)
-
-
 def test_a_key_needs_its_certificate():
     with pytest.raises(SpecError, match="--tls-key is key without --tls-cert"):
         settings("--tls-key", "key")

@@ -1,0 +1,43 @@
+"""`npucompile bench host`: the whole server is measured, in one process and in two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ranks
+
+NUMBERS = ("median_step_ms", "device_busy", "tok_s", "engine_ms_a_step", "door_ms_a_step")
+
+
+def measured(home: Path, *options: object) -> Any:
+    process = ranks.spawn(ranks.command("bench", "host", "--streams", 6, "--groups", 2, *options), ranks.environment(home))
+    status, out, errors = ranks.finished(process, 300)
+    assert status == 0, errors
+    return out
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.mark.parametrize("api_servers", [0, 1])
+def test_all_tokens_are_streamed_and_the_figures_agree(home: Path, api_servers: int) -> None:
+    found = json.loads(measured(home, "--step-ms", 20, "--tokens", 32, "--rounds", 2, "--api-servers", api_servers, "--json"))
+    assert (found["streams"], found["groups"], found["api_servers"], found["rounds"]) == (6, 2, api_servers, 2)
+    assert found["median_step_ms"] >= 20 * 0.99
+    # Spreads are of rounds, and medians of two are between them.
+    for name in NUMBERS:
+        low, high = found["ranges"][name]
+        assert 0 < low <= found[name] <= high
+    # Three tokens of a stream a step at most, and a prefill step before.
+    assert found["tok_s"] <= 6 * 3 / 0.02
+
+
+def test_figures_are_lines_with_their_spread(home: Path) -> None:
+    lines = measured(home, "--step-ms", 5, "--tokens", 32, "--rounds", 1).splitlines()
+    assert [line.split()[0] for line in lines] == list(NUMBERS)
+    assert all("(" in line and ".." in line for line in lines)
