@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import importlib
+import importlib.metadata
 import itertools
 import os
 import socket
@@ -33,6 +34,11 @@ IN_FLIGHT = 3
 """Batches to a peer at a time, each of at most `segments.MOST_SEGMENTS`."""
 
 THREADS = 16
+
+WHEELS = "mooncake-transfer-engine"
+"""How names of its distributions begin. What moves bytes is what a wheel was built with, whatever protocol its engine is told
+(mooncake-integration/transfer_engine/transfer_engine_py.cpp): over tcp the host would read addresses of a device."""
+NPU_WHEEL = f"{WHEELS}-npu"
 
 ARRIVED, LOST = 1, -1
 """What Mooncake says of a segment; anything else is of one that is being written."""
@@ -64,12 +70,13 @@ class Mooncake:
 
     Raises:
         SpecError: there is no such protocol.
-        TransferError: the package or a library of it is missing, or the engine does not start.
+        TransferError: the package or a library of it is missing, or is for another transport, or the engine does not start.
     """
 
     def __init__(self, host: str, protocol: str = "tcp", enter: Callable[[], None] = lambda: None) -> None:
         if protocol not in PROTOCOLS:
             raise SpecError(f"the protocol of the transfer engine is {protocol!r}; legal are {', '.join(PROTOCOLS)}")
+        _check_wheel(protocol)
         self._host, self._protocol = host, protocol
         self._memory: list[Memory] = []
         self._lock = threading.Lock()
@@ -145,8 +152,7 @@ class Mooncake:
             engine = importlib.import_module("mooncake.engine").TransferEngine()
         except ImportError as error:
             raise TransferError(
-                f"Mooncake's transfer engine cannot be used: {error}; install mooncake-transfer-engine-non-cuda (on devices "
-                "mooncake-transfer-engine-npu) and the system's libibverbs1"
+                f"Mooncake's transfer engine cannot be used: {error}; {_install(self._protocol)} and the system's libibverbs1"
             ) from None
         code = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, "")
         session = f"{self._host}:{engine.get_rpc_port()}"
@@ -169,6 +175,21 @@ class Mooncake:
             if memory.address <= segment.source and segment.source + segment.nbytes <= memory.address + memory.nbytes:
                 return
         raise TransferError(f"{segment.nbytes} bytes at {segment.source:#x} are to be sent; that memory is not registered")
+
+
+def _check_wheel(protocol: str) -> None:
+    """Refuses wheels of another transport, or of two: the files of the one that was installed last are there."""
+    names = {each.name.lower().replace("_", "-") for each in importlib.metadata.distributions()}
+    wheels = sorted(name for name in names if name.startswith(WHEELS))
+    if len(wheels) > 1 or (wheels and (wheels == [NPU_WHEEL]) != (protocol == "ascend")):
+        raise TransferError(
+            f"{' and '.join(wheels)} cannot move bytes over {protocol}; legal is {NPU_WHEEL} alone for ascend, and none of it for others: "
+            f"pip uninstall -y {' '.join(wheels)}, then {_install(protocol)}"
+        )
+
+
+def _install(protocol: str) -> str:
+    return f"pip install 'npucompile[{'kv-transfer-npu' if protocol == 'ascend' else 'kv-transfer'}]'"
 
 
 def _end(engines: list[Any]) -> None:

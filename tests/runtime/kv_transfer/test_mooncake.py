@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from multiprocessing.connection import Connection
 from unittest import mock
@@ -201,3 +203,34 @@ def test_an_address_that_is_not_of_this_machine_is_refused():
 def test_a_protocol_that_there_is_not_is_refused():
     with pytest.raises(SpecError, match="'roce'; legal are tcp, rdma, ascend"):
         Mooncake("127.0.0.1", "roce")
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """Installs a wheel of a name beside the others, or alone; the engine is the real one."""
+    importlib.import_module("mooncake.engine")
+
+    def install(name: str, alone: bool = False) -> None:
+        directory = tmp_path / f"{name.replace('-', '_')}-1.dist-info"
+        directory.mkdir()
+        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *([] if alone else sys.path)])
+
+    return install
+
+
+def test_a_wheel_of_another_transport_is_refused_before_it_moves_anything(wheel):
+    here = r"mooncake-transfer-engine-non-cuda"
+    with pytest.raises(TransferError, match=rf"{here} cannot move bytes over ascend.*'npucompile\[kv-transfer-npu\]'"):
+        Mooncake("127.0.0.1", "ascend")
+    wheel("mooncake-transfer-engine-npu")
+    for protocol, extra in (("ascend", "kv-transfer-npu"), ("tcp", "kv-transfer")):
+        with pytest.raises(TransferError, match=rf"pip uninstall -y {here} mooncake-transfer-engine-npu, then .*\[{extra}\]"):
+            Mooncake("127.0.0.1", protocol)
+
+
+def test_the_wheel_for_npus_is_for_ascend_alone(wheel):
+    wheel("mooncake-transfer-engine-npu", alone=True)
+    Mooncake("127.0.0.1", "ascend").close()
+    with pytest.raises(TransferError, match=r"mooncake-transfer-engine-npu cannot move bytes over rdma.*'npucompile\[kv-transfer\]'"):
+        Mooncake("127.0.0.1", "rdma")
