@@ -22,6 +22,7 @@ from . import packages as operator_packages
 from .acl_graph import file
 from .acl_graph.executable import AclExecutable
 from .acl_graph.npu_engine import AclMemory, NpuAclEngine
+from .legality.running import chip_of
 from .toolchain import harness
 from .toolchain.harness import Torchair
 from .toolchain.stubs import cann
@@ -117,8 +118,8 @@ class NpuDevice:
         return ge.communicators(groups, rank)
 
     def load_packages(self, packages: Sequence[str]) -> None:
-        """Loads operator packages; refuses those that are not installed, or lack an operator that graphs may call."""
-        operator_packages.load(packages)
+        """Loads operator packages; refuses those that are not installed, or lack an operator that graphs may call or its kernels."""
+        operator_packages.load(packages, chip_of(self.version))
 
     def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> ge.GeExecutable | AclExecutable:
         """Loads a `.ge` or `.aclgraph` file for a rank; nothing is compiled."""

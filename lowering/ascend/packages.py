@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ...graphs.errors import LoweringError
+from .vendors import check_kernels
 
 NAMESPACE = "npucompile_packages"
 """Of the operators that we register for functions of packages."""
@@ -310,11 +313,14 @@ def declare() -> None:
                 library.impl(name, operator.function, "PrivateUse1")
 
 
-def load(packages: Iterable[str]) -> None:
+def load(packages: Iterable[str], chip: str = "") -> None:
     """Loads the packages into this process, whose operators run on its NPUs.
 
+    Args:
+        chip: of these, as CANN's operator definitions name it; "" where it is not known, and kernels are not looked for.
+
     Raises:
-        LoweringError: a package is not installed, or lacks an operator; it names what is lacking.
+        LoweringError: a package is not installed, or lacks an operator or the chip's kernels; it names what is lacking.
     """
     packages, reasons = tuple(packages), []
     for package in packages:
@@ -329,6 +335,10 @@ def load(packages: Iterable[str]) -> None:
             f"the artifact was built for operator packages that this machine lacks: {'; '.join(lacking)}; install them, or build without"
             " them in --operator-packages"
         )
+    for package in packages if chip else ():
+        # Triton's kernels are compiled where they run.
+        if any("::" in (operator.calls or operator.name) for operator in OPERATORS[package]):
+            check_kernels(package, Path(str(resources.files(package.replace("-", "_")))), chip)
 
 
 def missing(packages: Iterable[str]) -> list[str]:

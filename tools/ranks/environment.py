@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import Setting
+from ...lowering.ascend import vendors
 from ...lowering.device import CPU
+from ...lowering.platform import Platform
 from ..cli import Home
 from ..progress import Progress
 from .rank_settings import RankSettings
@@ -50,9 +52,13 @@ def applied(home: Home, artifact: Artifact, settings: RankSettings, progress: Pr
 
     Args:
         address: of this machine, as the other machines reach it; "" where there are none.
+
+    Raises:
+        LoweringError: a vendor in the user's environment redefines operators of CANN (`vendors.check_vendors`).
     """
     if settings.device == CPU:
         return home
+    vendors.check_vendors(home.environment.get(vendors.VARIABLE, ""), Platform.of(artifact.manifest.platform))
     own = {"HCCL_IF_IP": Setting(address, "by it the other machines reach this one")} if address else {}
     environment = merged({**artifact.manifest.environment, **own}, home.environment)
     for note in environment.notes:

@@ -19,6 +19,11 @@ from .table import release
 _CHIPS = {"ascend910_93": r"Ascend910_93\w*", "ascend910b": r"Ascend910B\w*"}
 
 
+def chip_of(version: str) -> str:
+    """The chip of a device by its `version`, as CANN's operator definitions name it; "" where nothing is known of it."""
+    return next((chip for chip, pattern in _CHIPS.items() if re.fullmatch(f"cann-.*-{pattern}", version)), "")
+
+
 def check_running(version: str, platform: Platform, graphs: Iterable[Callable[[], GeFile | AclFile]]) -> None:
     """Refuses a device whose CANN is older than the one that graphs were built for, or newer and takes them no longer.
 

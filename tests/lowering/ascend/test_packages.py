@@ -12,6 +12,7 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.operators.table import GROUP_KERNELS, KERNELS
 from npucompile.lowering.platform import OPERATOR_PACKAGES
+from tests.support.vendors import put_vendor
 
 
 def test_every_package_that_a_platform_may_name_is_here():
@@ -56,6 +57,22 @@ def test_an_artifact_for_packages_is_refused_where_they_are_not_installed(monkey
         LoweringError, match=r"that this machine lacks: vllm-ascend: _C_ascend::.* or build without them in --operator-packages"
     ):
         packages.load(("vllm-ascend",))
+
+
+def test_a_package_without_kernels_of_the_chip_is_refused(monkeypatch, tmp_path):
+    """The wheel vllm_ascend-0.23.0-cp311 registers its operators on an A3 as well, and has kernels of the A2 alone."""
+    package = tmp_path / "vllm_ascend"
+    put_vendor(package / "_cann_ops_custom" / "vendors" / "custom_transformer", "ascend910b", ["CausalConv1d"])
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages, "missing", lambda packages: [])
+    monkeypatch.setitem(packages.LOAD, "vllm-ascend", lambda: None)
+    packages.load(("vllm-ascend",), "ascend910b")
+    with pytest.raises(LoweringError, match=r"vllm-ascend at .* has kernels of ascend910b, and this machine has ascend910_93"):
+        packages.load(("vllm-ascend",), "ascend910_93")
+    # Its kernels are Triton's.
+    monkeypatch.setitem(packages.LOAD, "sgl-kernel-npu", lambda: None)
+    packages.load(("sgl-kernel-npu",), "ascend910_93")
 
 
 # --- calls ---

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import io
 import os
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
+from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.artifact.manifest import Setting
+from npucompile.lowering.platform import Platform
 from npucompile.tools.builder.environment import environment
 from npucompile.tools.builder.targets import target
 from npucompile.tools.cli import Home
 from npucompile.tools.progress import Progress
 from npucompile.tools.ranks.environment import applied, merged
 from npucompile.tools.ranks.rank_settings import RankSettings
+from tests.support.vendors import put_vendor
 
 PLAN = {"HCCL_BUFFSIZE": Setting("901", "the window"), "PYTORCH_NPU_ALLOC_CONF": Setting("expandable_segments:True", "no gaps")}
 
@@ -45,17 +49,25 @@ def test_an_artifact_for_npus_sets_its_plan_and_says_what_it_leaves(monkeypatch,
     # Set and deleted, so that what the plan sets is gone after the test.
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "")
     monkeypatch.delenv("PYTORCH_NPU_ALLOC_CONF")
-    artifact, output = SimpleNamespace(manifest=SimpleNamespace(environment=PLAN)), io.StringIO()
+    artifact, output = SimpleNamespace(manifest=SimpleNamespace(environment=PLAN, platform={})), io.StringIO()
     home = applied(Home(tmp_path, {"HCCL_BUFFSIZE": "2000"}), artifact, RankSettings(device=device), Progress(output))
     assert home.environment == {"HCCL_BUFFSIZE": "2000", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     assert {name: os.environ[name] for name in PLAN} == home.environment
     assert output.getvalue() == "".join(f"{note}\n" for note in merged(PLAN, {"HCCL_BUFFSIZE": "2000"}).notes)
 
 
+def test_a_vendor_that_redefines_operators_of_cann_is_refused_before_anything_is_loaded(tmp_path):
+    put_vendor(tmp_path / "vendors" / "custom_transformer", "ascend910_93", ["CausalConv1d", "RecurrentGatedDeltaRule"])
+    artifact = SimpleNamespace(manifest=SimpleNamespace(environment={}, platform=asdict(Platform("ascend910_93", "9.0"))))
+    home = Home(tmp_path, {"ASCEND_CUSTOM_OPP_PATH": str(tmp_path / "vendors" / "custom_transformer")})
+    with pytest.raises(LoweringError, match=r"ops-info\.json defines RecurrentGatedDeltaRule, which the graphs take from CANN"):
+        applied(home, artifact, RankSettings(device="npu"), Progress(io.StringIO()))
+
+
 def test_the_address_of_a_machine_yields_to_an_interface_of_the_user(monkeypatch, tmp_path):
     monkeypatch.setenv("HCCL_IF_IP", "")
     monkeypatch.delenv("HCCL_IF_IP")
-    artifact, output = SimpleNamespace(manifest=SimpleNamespace(environment={})), io.StringIO()
+    artifact, output = SimpleNamespace(manifest=SimpleNamespace(environment={}, platform={})), io.StringIO()
     settings = RankSettings(device="npu")
     assert applied(Home(tmp_path, {}), artifact, settings, Progress(output), "10.0.0.2").environment == {"HCCL_IF_IP": "10.0.0.2"}
     own = {"HCCL_SOCKET_IFNAME": "eth7"}
@@ -67,6 +79,6 @@ def test_the_address_of_a_machine_yields_to_an_interface_of_the_user(monkeypatch
 
 def test_an_artifact_for_this_cpu_changes_no_variable(tmp_path):
     home, output = Home(tmp_path, {}), io.StringIO()
-    artifact = SimpleNamespace(manifest=SimpleNamespace(environment=PLAN))
+    artifact = SimpleNamespace(manifest=SimpleNamespace(environment=PLAN, platform={}))
     assert applied(home, artifact, RankSettings(device="cpu"), Progress(output)) is home
     assert output.getvalue() == ""

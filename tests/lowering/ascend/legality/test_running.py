@@ -6,7 +6,7 @@ import pytest
 from support import legal_acl, legal_graph
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.legality.running import check_running
+from npucompile.lowering.ascend.legality.running import check_running, chip_of
 from npucompile.lowering.platform import CPU, Platform
 
 BUILT = Platform("ascend910_93", "9.0")
@@ -14,6 +14,11 @@ BUILT = Platform("ascend910_93", "9.0")
 
 def unread():
     raise AssertionError("the graph is read though no newer release runs")
+
+
+def test_a_chip_has_the_name_that_operators_are_defined_for():
+    versions = ("cann-9.0.0-Ascend910_9391", "cann-8.5.0.alpha001-Ascend910B3", "cann-9.0.0-Ascend950PR", "emulated-1")
+    assert [chip_of(version) for version in versions] == ["ascend910_93", "ascend910b", "", ""]
 
 
 @pytest.mark.parametrize("version", ["cann-9.0.0-Ascend910_9391", "cann-9.0.RC2-Ascend910_9382", "emulated"])
