@@ -360,7 +360,7 @@ def _build_for_device(state: _Build, began: float) -> float:
     planned = rank_memory(plan, state.manifest, entries)
     planned.check()
     sizes = communicator_bytes(plan, entries)
-    variables = environment(plan.target, plan.mesh, sizes)
+    variables = environment(plan.target, plan.mesh, sizes, captured=plan.backend == "aclgraph")
     state.manifest = replace(state.manifest, memory=planned.as_dict(), communicator_bytes=sizes, environment=variables)
     state.publish()
     return time.monotonic() - began

@@ -21,13 +21,14 @@ EXEC_TIMEOUT_S = 204
 """How long a collective waits for a rank on the device; legal is up to 1091 in AIV mode."""
 
 
-def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int]) -> dict[str, Setting]:
+def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int], *, captured: bool = False) -> dict[str, Setting]:
     """The variables of every rank, by name; equal for all ranks and machines. There are none but for NPUs.
 
     Args:
         target: the machine that the artifact is built for.
         mesh: of all ranks.
         communicator_bytes: size of one buffer of each communicator by symbol of its group; empty where ranks do not communicate.
+        captured: whether graphs are captured where they run.
     """
     if not target.cann:
         return {}
@@ -37,6 +38,8 @@ def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int
             "graphs of all sizes take their workspaces from one allocator; segments that grow leave no gaps between them",
         )
     }
+    if captured:
+        settings["TASK_QUEUE_ENABLE"] = Setting("1", "torch_npu captures no graph under 2 (torch_npu/csrc/core/npu/NPUGraph.cpp)")
     return settings | _communication(target, mesh, communicator_bytes) if communicator_bytes else settings
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import Setting
 from ...lowering.ascend import vendors
@@ -17,6 +18,10 @@ from .rank_settings import RankSettings
 OTHER_NAMES = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF", "HCCL_IF_IP": "HCCL_SOCKET_IFNAME"}
 """Variables that say the same. torch_npu ends the process when both of its own are set (TorchNPU, PYTORCH_NPU_ALLOC_CONF); HCCL prefers
 the address to the interface, so that one of ours would overrule an interface of the user's (CANN, HCCL_IF_IP)."""
+
+
+ILLEGAL = {("TASK_QUEUE_ENABLE", "2")}
+"""Values under which what an artifact plans another one for does not run at all."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,18 @@ class MergedEnvironment:
 
 
 def merged(planned: Mapping[str, Setting], environment: Mapping[str, str]) -> MergedEnvironment:
-    """Compares the plan of an artifact (`Manifest.environment`) with a process's environment; a variable that is set keeps its value."""
+    """Compares the plan of an artifact (`Manifest.environment`) with a process's environment; a variable that is set keeps its value.
+
+    Raises:
+        SpecError: the value is one of `ILLEGAL`.
+    """
     variables, notes = {}, []
     for name, setting in sorted(planned.items()):
         present = next((other for other in (name, OTHER_NAMES.get(name, name)) if other in environment), None)
         if present is None:
             variables[name] = setting.value
+        elif (name, environment[present]) in ILLEGAL:
+            raise SpecError(f"{name} is {environment[present]!r} in this environment; legal is {setting.value}: {setting.why}")
         elif (present, environment[present]) != (name, setting.value):
             notes.append(
                 f"{present} is {environment[present]!r} in this environment and stays so; the artifact plans {name}={setting.value}: "
@@ -54,6 +65,7 @@ def applied(home: Home, artifact: Artifact, settings: RankSettings, progress: Pr
         address: of this machine, as the other machines reach it; "" where there are none.
 
     Raises:
+        SpecError: a variable has a value under which the artifact does not run.
         LoweringError: a vendor in the user's environment redefines operators of CANN (`vendors.check_vendors`).
     """
     if settings.device == CPU:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.artifact.manifest import Setting
 from npucompile.lowering.platform import Platform
@@ -35,6 +35,15 @@ def test_an_allocator_that_is_configured_by_its_other_name_is_not_configured_twi
     result = merged(PLAN, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
     assert set(result.variables) == {"HCCL_BUFFSIZE"}
     assert "PYTORCH_ALLOC_CONF is 'max_split_size_mb:64' in this environment and stays so" in result.notes[0]
+
+
+def test_a_value_under_which_nothing_can_be_captured_is_refused_where_graphs_are():
+    planned = environment(target("ascend-a3"), Mesh.parse("1"), {}, captured=True)
+    assert merged(planned, {}).variables["TASK_QUEUE_ENABLE"] == "1"
+    assert "stays so" in merged(planned, {"TASK_QUEUE_ENABLE": "0"}).notes[0]
+    with pytest.raises(SpecError, match="TASK_QUEUE_ENABLE is '2' in this environment; legal is 1: torch_npu captures no graph"):
+        merged(planned, {"TASK_QUEUE_ENABLE": "2"})
+    assert merged(environment(target("ascend-a3"), Mesh.parse("1"), {}), {"TASK_QUEUE_ENABLE": "2"}).notes == ()
 
 
 def test_an_empty_value_of_the_user_is_a_value():
