@@ -103,6 +103,11 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
     fixed = len(signature.params) + len(signature.state)
     # Step inputs lie between the state and the derived values.
     fed = [Operand(operands[i].meta["val"], i < fixed or i >= len(placeholders)) for i in feeds]
+    if empty := [str(operands[i].meta.get("leaf", i)) for i, own in zip(feeds, fed, strict=True) if own.fixed and not own.value.numel()]:
+        raise LoweringError(
+            f"{', '.join(empty)} have no values: GE loads no graph with a frozen input of size 0 (hicann/ge@ffdcbc9, graph_manager.cc); "
+            "legal is to leave them out of the model"
+        )
     return GeFile(
         graph=builder.model.SerializeToString(deterministic=True),
         options=builder.options

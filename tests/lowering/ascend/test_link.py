@@ -96,6 +96,22 @@ def test_data_and_outputs_are_as_torchair_writes_them(ta):
     assert ge_file.donations == ((1, 1),)
 
 
+def test_a_parameter_without_values_is_refused_and_an_input_without_is_not(ta):
+    main = gb.Main()
+    weight, empty, rows = (
+        main.operand("params.a", X),
+        main.operand("params.b", ((0, 4), gb.BF16)),
+        main.operand("inputs.c", ((0, 4), gb.BF16)),
+    )
+    shapes = [X, ((0, 4), gb.BF16)]
+    main.body("joined", lambda a, b: (torch.cat([a, b]),), shapes)
+    graph, signature = main.done(*main.call("joined", weight, rows))
+    link(graph, signature, ta)
+    graph, signature = main.done(*main.call("joined", weight, empty))
+    with pytest.raises(LoweringError, match=r"params\.b have no values: GE loads no graph with a frozen input of size 0"):
+        link(graph, signature, ta)
+
+
 @pytest.mark.long
 def test_bytes_do_not_depend_on_the_process(ta, tmp_path):
     graph, signature = gb.two_kinds(3)
