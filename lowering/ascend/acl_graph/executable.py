@@ -162,8 +162,6 @@ class AclExecutable:
         updates = list[Callable[[], None]]()
         for i, (segment, captured) in enumerate(zip(self._program.segments, self._captured, strict=True)):
             captured.replay()
-            if segment.updated and self._behind[i] < 0:
-                updates.append(functools.partial(captured.update, {}))
             if segment.fetched:
                 fetched = {number: self._engine.fetch(number, self._values[number]) for number in segment.fetched}
                 waiting = [later for later, last in enumerate(self._behind) if last == i]
@@ -175,7 +173,7 @@ class AclExecutable:
 
     @functools.cached_property
     def _behind(self) -> list[int]:
-        """For each segment the last one behind which its lists are read; -1 where it takes none that a device computes."""
+        """For each segment the last one behind which its lists are read; -1 where it takes none."""
         segments = self._program.segments
         return [max((i for i, other in enumerate(segments) if set(other.fetched) & set(each.lists)), default=-1) for each in segments]
 

@@ -112,19 +112,6 @@ def test_operators_that_are_launched_one_by_one_wait_for_their_lengths() -> None
     assert engine.log == ["check", ("launch", 0, []), "fetch", ("launch", 1, [[7, 8]]), "fetch", ("launch", 2, [[7, 8]])]
 
 
-def test_an_operator_whose_lengths_are_constant_is_released_all_the_same() -> None:
-    engine = Recorder()
-    lengths: Any = lambda: torch.full((2,), 3, dtype=ag.I64, device="meta")  # noqa: E731
-    made, _ = ag.of_body(
-        lambda pool, x, pages: (ag.attend(x, pool, pages, lengths()),), state_pool=ag.POOL, inputs_x=ag.ROWS, inputs_pages=ag.PAGES
-    )
-    opened, operands = AclExecutable(made, engine), [torch.zeros(shape, dtype=dtype) for shape, dtype in (ag.POOL, ag.ROWS, ag.PAGES)]
-    opened.compile(operands)
-    opened(operands)
-    engine.updates.close()
-    assert engine.log == ["check", ("replay", 0), ("update", 0, [])]
-
-
 def test_derived_values_come_from_parameters_and_from_constants() -> None:
     made, signature = ag.of_body(
         lambda g, x: (x * (1 + g) + torch.arange(2, dtype=ag.F32, device="meta").exp(),), params_g=((2,), ag.F32), inputs_x=((2,), ag.F32)

@@ -45,6 +45,7 @@ def test_lists_of_operands_and_of_constants_cost_no_more_than_they_must() -> Non
     assert made.cuts == (made.operands,)
     made, signature = ag.of_body(
         lambda pool, x, pages, starts: (ag.attend(x, pool, pages, torch.full((2,), 3, dtype=ag.I64, device="meta")) + starts[:, None],),
+        captured=False,
         **ag.ATTENTION,
     )
     (node,) = [node for node in graph_of(made).graph.nodes if "attention" in str(node.target)]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from support import acl_graphs as ag
 from support import ge_bodies as gb
 
+from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.acl_graph.inspect_acl import check
 from npucompile.lowering.ascend.acl_graph.make import acl_file
@@ -51,3 +53,16 @@ def test_every_body_writes_its_pools_in_place() -> None:
     assert len(made.written) == len(signature.state)
     assert [body for body, _ in made.calls if body] == list(dict.fromkeys(body for body, _ in made.calls if body))
     check(made, signature)
+
+
+def test_lists_of_constants_alone_are_refused_where_they_are_captured() -> None:
+    """The update of such a segment would be given before its replay waits for one."""
+    lengths: Any = lambda: torch.full((2,), 3, dtype=ag.I64, device="meta")  # noqa: E731
+    constant: Any = lambda pool, x, pages, starts: (ag.attend(x, pool, pages, lengths()) + starts[:, None],)  # noqa: E731
+    ag.of_body(constant, captured=False, **ag.ATTENTION)
+    with pytest.raises(LoweringError, match=r"npu_fused_infer_attention_score.* take lists of constants alone"):
+        ag.of_body(constant, **ag.ATTENTION)
+    # They share a segment, and its updates, with lists that the graph computes.
+    both: Any = lambda pool, x, pages, starts: (ag.attend(constant(pool, x, pages, starts)[0], pool, pages, (starts + 1).long()),)  # noqa: E731
+    made, _ = ag.of_body(both, **ag.ATTENTION)
+    assert len(made.cuts) == 1
