@@ -3,10 +3,11 @@
 What it does not do itself is bounded and checked here. It takes about 2,048 segments to a peer at a time, over all threads; beyond that it
 never reaches this peer again, and only another engine of the process does. It does not notice that memory to read is not registered.
 
-Its calls for whole batches are not used. They say that a batch has failed when one segment has, or after 30 s, while others may still be
-written (Mooncake #4247), and they wait in a loop that keeps a core: where the scheduler prefers that thread, as a real-time class does,
-the thread that moves the bytes gets none. Each segment has its own status here, which is asked for between pauses; those that have failed
-are written again, once. When a segment that does not move has failed is up to the engine (`MC_TCP_PROGRESS_TIMEOUT_SEC`, 30 s).
+Its calls for whole batches are used over links of NPUs alone, where a call for each segment costs more than its bytes; a batch that has
+failed is written again whole, once. Over others they say that a batch has failed when one segment has, or after 30 s, while others may
+still be written (Mooncake #4247), and they wait in a loop that keeps a core: where the scheduler prefers that thread, as a real-time class
+does, the thread that moves the bytes gets none. Each segment has its own status there, which is asked for between pauses; those that have
+failed are written again, once. When a segment that does not move has failed is up to the engine (`MC_TCP_PROGRESS_TIMEOUT_SEC`, 30 s).
 """
 
 from __future__ import annotations
@@ -116,11 +117,13 @@ class Mooncake:
             if not self._engines:
                 return "the memory of this server is being opened again"
             engine = self._engines[-1]
-            failed = _failed(engine, session, batch, allowed)
+            write = _failed_of_batch if self._protocol == "ascend" else _failed
+            failed = write(engine, session, batch, allowed)
             if failed and allowed() and not engine.send_probe(session):
-                # A peer that lives and cannot be written to is not reached by this engine any more.
-                self._replace(engine)
-                failed = _failed(self._engines[-1], session, failed, allowed)
+                if self._protocol != "ascend":
+                    # A peer that lives and cannot be written to is not reached by this engine any more; a device has one engine.
+                    self._replace(engine)
+                failed = write(self._engines[-1], session, failed, allowed)
         if failed and not allowed():
             return f"{len(failed)} of {len(batch)} segments to {session} are not written any more"
         return f"{len(failed)} of {len(batch)} segments to {session} cannot be written, says Mooncake" if failed else ""
@@ -216,6 +219,13 @@ def _failed(engine: Any, session: str, batch: Sequence[Segment], allowed: Callab
     # A number is 0 where nothing was begun.
     started = [(engine.transfer_submit_write(session, *segment) if allowed() else 0, segment) for segment in batch]
     return [segment for number, segment in started if not (number and _arrives(engine, number))]
+
+
+def _failed_of_batch(engine: Any, session: str, batch: Sequence[Segment], allowed: Callable[[], bool]) -> list[Segment]:
+    """The same in one submission, of which nobody knows what failed: all or none."""
+    if allowed() and not engine.batch_transfer_sync_write(session, *map(list, zip(*batch, strict=True))):
+        return []
+    return list(batch)
 
 
 def _arrives(engine: Any, number: int) -> bool:

@@ -59,7 +59,7 @@ class TransferEngine(Protocol):
         """Starts writes to a peer. They may be tried again: the same bytes go to the same places.
 
         Args:
-            allowed: is asked before each segment is begun; whether it may be.
+            allowed: is asked before each segment, or each batch of them, is begun; whether it may be.
 
         Raises:
             TransferError: a segment does not read registered memory. The engines themselves do not notice.

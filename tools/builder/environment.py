@@ -20,6 +20,9 @@ CONNECT_TIMEOUT_S = 600
 EXEC_TIMEOUT_S = 204
 """How long a collective waits for a rank on the device; legal is up to 1091 in AIV mode."""
 
+TRANSFER_TIMEOUT_MS, TRANSFER_PORT = 10_000, 11_000
+"""Of Mooncake over the links of NPUs, which waits 3 s by default: for a connection, and for a batch; and where its ports begin."""
+
 
 def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int], *, captured: bool = False) -> dict[str, Setting]:
     """The variables of every rank, by name; equal for all ranks and machines. There are none but for NPUs.
@@ -36,7 +39,18 @@ def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int
         "PYTORCH_NPU_ALLOC_CONF": Setting(
             "expandable_segments:True",
             "graphs of all sizes take their workspaces from one allocator; segments that grow leave no gaps between them",
-        )
+        ),
+        **dict.fromkeys(
+            ("ASCEND_CONNECT_TIMEOUT", "ASCEND_TRANSFER_TIMEOUT"),
+            Setting(
+                str(TRANSFER_TIMEOUT_MS),
+                "ms; handovers between servers wait so long for a peer that loads, as long as a silent peer is lost",
+            ),
+        ),
+        "ASCEND_BASE_PORT": Setting(
+            str(TRANSFER_PORT),
+            "handovers between servers listen from here, at 100 ports for each NPU; the default differs between releases",
+        ),
     }
     if captured:
         settings["TASK_QUEUE_ENABLE"] = Setting("1", "torch_npu captures no graph under 2 (torch_npu/csrc/core/npu/NPUGraph.cpp)")

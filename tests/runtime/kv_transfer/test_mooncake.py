@@ -234,3 +234,43 @@ def test_the_wheel_for_npus_is_for_ascend_alone(wheel):
     Mooncake("127.0.0.1", "ascend").close()
     with pytest.raises(TransferError, match=r"mooncake-transfer-engine-npu cannot move bytes over rdma.*'npucompile\[kv-transfer\]'"):
         Mooncake("127.0.0.1", "rdma")
+
+
+@pytest.fixture
+def links(engine):
+    """The engine as it writes over the links of NPUs, by tcp; and its submissions, the first of which may fail."""
+    mooncake, pool = engine
+    mooncake._protocol, submitted, fails = "ascend", [], [False]
+    real = mooncake._engines[0]
+
+    class Counted:
+        send_probe, unregister_memory = real.send_probe, real.unregister_memory
+
+        def batch_transfer_sync_write(self, session, *lists):
+            submitted.append([len(each) for each in lists])
+            return -1 if fails.pop(0) else real.batch_transfer_sync_write(session, *lists)
+
+    mooncake._engines[0] = Counted()
+    return mooncake, pool, submitted, fails
+
+
+def test_over_links_of_npus_a_batch_is_one_submission_and_is_written_again_whole(links, peer):
+    (mooncake, pool, submitted, fails), (_, pipe, session, address) = links, peer
+    fails[:] = [False, True, False]
+    order = random.Random(0).sample(range(PAGES), 700)
+    plan = [Segment(pool.data_ptr() + here * PAGE, address + there * PAGE, PAGE) for there, here in enumerate(order)]
+    assert mooncake.write(session, plan[:500], GO).result() == ""
+    assert mooncake.write(session, plan[500:], GO).result() == ""
+    assert submitted == [[500] * 3, [200] * 3, [200] * 3]
+    pipe.send(True)
+    assert pipe.recv()[: 700 * PAGE] == pool.view(PAGES, PAGE)[order].numpy().tobytes()
+    assert len(mooncake._engines) == 1, "a device has one engine"
+
+
+def test_a_batch_that_fails_twice_or_is_not_wanted_any_more_is_a_reason(links, peer):
+    (mooncake, pool, submitted, fails), (_, _, session, address) = links, peer
+    plan = [Segment(pool.data_ptr() + place * PAGE, address + place * PAGE, PAGE) for place in range(3)]
+    fails[:] = [True, True]
+    assert mooncake.write(session, plan, GO).result() == f"3 of 3 segments to {session} cannot be written, says Mooncake"
+    assert mooncake.write(session, plan, lambda: False).result() == f"3 of 3 segments to {session} are not written any more"
+    assert len(submitted) == 2

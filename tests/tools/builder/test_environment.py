@@ -17,7 +17,12 @@ def variables(name, mesh, sizes):
 
 def test_a_cpu_needs_none_and_a_single_npu_needs_no_communication():
     assert variables("cpu", "dp=2,tp=2", {"tp": MIB}) == {}
-    assert variables("ascend-a3", "1", {}) == {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    assert variables("ascend-a3", "1", {}) == {
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "ASCEND_CONNECT_TIMEOUT": "10000",
+        "ASCEND_TRANSFER_TIMEOUT": "10000",
+        "ASCEND_BASE_PORT": "11000",
+    }
 
 
 def test_the_window_of_dispatch_is_what_its_kernels_read_rounded_up():
