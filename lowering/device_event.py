@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..graphs.errors import LoweringError
+from .device_error import DeviceError
 
 POLL_S = 50e-6
 """How often an event is asked for while somebody waits with a limit: a fraction of the shortest steps."""
@@ -54,4 +55,4 @@ class StreamEvent:
                     raise LoweringError(f"{self._name} has not finished within {timeout_s:g} s; {self._when_late}")
                 time.sleep(POLL_S)
         except RuntimeError as error:
-            raise LoweringError(f"a step on {self._name} failed: {error}") from error
+            raise DeviceError(f"a step on {self._name}", str(error)) from error

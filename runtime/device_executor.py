@@ -198,7 +198,7 @@ class DeviceExecutor:
             results = self._executables[bucket](self._operands[bucket])
             outputs = self._outputs.receive(bucket, results)
             event = self.device.record()
-        except LoweringError as error:
+        except (LoweringError, RuntimeError) as error:
             raise ExecutorError(str(error)) from error
         return LaunchedStep(event, outputs, results, self._step_timeout_s)
 
@@ -214,7 +214,7 @@ class DeviceExecutor:
             if not position:
                 clear_state(self._leaves, [self.state[leaf.name] for leaf in self._leaves], state_slot)
             self.state["state.request_slots"][request_slot].copy_(host, non_blocking=True)
-        except LoweringError as error:
+        except (LoweringError, RuntimeError) as error:
             raise ExecutorError(str(error)) from error
 
     def receive(self, group: int, numbers: Numbers, ready: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ import torch
 from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf
 from ..device import DerivedValue
+from ..device_error import named
 from . import fold
 from .convert import shape_of
 from .ge_file import GE_DTYPES, GeFile, decode, messages, parse, patched
@@ -135,8 +136,9 @@ class GeExecutable:
             raise LoweringError("the graph is compiled already; legal is once")
         fed = self._fed(operands)
         _check_declared(self.ge_file, fed, self._engine)
-        self._engine.update_constants(self._graph, operands)
-        self._engine.update_formats(self._graph, fed)
+        with named("giving GE the operands"):
+            self._engine.update_constants(self._graph, operands)
+            self._engine.update_formats(self._graph, fed)
         options, cached = dict(self.ge_file.options), False
         if cache_dir is not None:
             if not cache_dir.is_dir():
@@ -145,11 +147,9 @@ class GeExecutable:
             # GE writes one index file a key: docs/architecture/features/model_cache.md of gitcode.com/cann/ge.
             cached = (cache_dir / f"{key}.idx").is_file()
             options |= {"ge.graph_compiler_cache_dir": str(cache_dir), "ge.graph_key": key}
-        try:
+        with named("compiling the graph with GE"):
             self._graph.load(options, create_pg=False)
             self._graph.compile()
-        except RuntimeError as error:
-            raise LoweringError(f"GE cannot compile the graph: {error}") from error
         self._compiled = True
         return not cached
 
@@ -163,13 +163,11 @@ class GeExecutable:
         if not self._compiled:
             raise LoweringError("the graph is not compiled; legal is compile() before the first step")
         fed = self._fed(operands)
-        if self.ge_file.donations:
-            assigned: list[torch.Tensor | None] = [None] * self._returned
-            for output, operand in self.ge_file.donations:
-                assigned[output] = operands[operand]
-            results = self._graph.run(fed, assigned)
-        else:
-            results = self._graph.run(fed)
+        assigned: list[torch.Tensor | None] = [None] * self._returned
+        for output, operand in self.ge_file.donations:
+            assigned[output] = operands[operand]
+        with named(f"a step on {self._engine.device}"):
+            results = self._graph.run(fed, assigned) if self.ge_file.donations else self._graph.run(fed)
         if len(results) != self._returned:
             raise LoweringError(f"GE returned {len(results)} tensors; the graph has {self._returned} outputs")
         return list(results[: self.ge_file.outputs])

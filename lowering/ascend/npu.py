@@ -16,6 +16,7 @@ import torch
 
 from ...graphs.errors import LoweringError
 from ..device import MemoryPart
+from ..device_error import named
 from ..device_event import StreamEvent
 from . import device as ge
 from . import packages as operator_packages
@@ -80,15 +81,18 @@ class NpuDevice:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Row-major memory of the NPU that nothing was written to."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.name)
+        with named(f"allocating on {self.name}"):
+            return torch.empty(tuple(shape), dtype=dtype, device=self.name)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Row-major memory of the NPU, filled with zeros."""
-        return torch.zeros(tuple(shape), dtype=dtype, device=self.name)
+        with named(f"allocating on {self.name}"):
+            return torch.zeros(tuple(shape), dtype=dtype, device=self.name)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Page-locked memory of the host, uint8 [nbytes]."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with named("allocating page-locked memory"):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def to_nz(self, weight: torch.Tensor) -> torch.Tensor:
         """A device tensor in the format NZ.
@@ -96,7 +100,8 @@ class NpuDevice:
         Raises:
             LoweringError: torch_npu left it in another format.
         """
-        cast = ge.to_nz(self._torch_npu, weight)
+        with named(f"a cast to NZ on {self.name}"):
+            cast = ge.to_nz(self._torch_npu, weight)
         if (actual := int(self._torch_npu.get_npu_format(cast))) != ge.FRACTAL_NZ:
             raise LoweringError(f"a weight {tuple(weight.shape)} {weight.dtype} is in format {actual} after a cast to {ge.FRACTAL_NZ} (NZ)")
         return cast

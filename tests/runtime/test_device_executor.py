@@ -193,7 +193,7 @@ def test_a_bucket_that_cannot_be_compiled_runs_in_larger_ones(artifact, executor
     expected = [completion.token_ids for completion in generated(executor, monkeypatch, 1, 1)]
     reports = []
     with closing(opened(artifact, Refusing(artifact, ONE), report=lambda *report: reports.append(report))) as degraded:
-        assert degraded.missing == {ONE: "GE cannot compile the graph: E89999: no tiling"}
+        assert degraded.missing == {ONE: "compiling the graph with GE failed: E89999: no tiling"}
         assert [(bucket, outcome) for bucket, _, outcome in reports] == [
             (ONE, degraded.missing[ONE]),
             (PREFILL, "compiled"),
@@ -209,7 +209,7 @@ def test_a_bucket_that_cannot_be_compiled_runs_in_larger_ones(artifact, executor
 
 
 def test_what_is_left_must_serve(artifact):
-    reasons = "decode-b1-q2: GE cannot compile the graph: E89999: no tiling; decode-b2-q2: GE cannot"
+    reasons = "decode-b1-q2: compiling the graph with GE failed: E89999: no tiling; decode-b2-q2: compiling the graph"
     with pytest.raises(LoweringError, match=f"no decode bucket can run, and serving needs at least one: {reasons}"):
         opened(artifact, Refusing(artifact, ONE, TWO))
 

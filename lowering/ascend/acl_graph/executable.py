@@ -12,6 +12,7 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Leaf
 from ...device import DerivedValue
+from ...device_error import named
 from .. import fold
 from ..convert import shape_of
 from .file import AclFile
@@ -154,7 +155,8 @@ class AclExecutable:
             names = ", ".join(self._program.leaves[i] or f"number {i}" for i in sorted(moved)[:4])
             raise LoweringError(f"operands {names} are not those that the graph was compiled for; legal is the same memory in every step")
         self._engine.updates.check()
-        values = self._replay() if self.file.captured else self._launch()
+        with named(f"a step on {self._engine.name}"):
+            values = self._replay() if self.file.captured else self._launch()
         return [values[i] for i in self._program.results]
 
     def _replay(self) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
+from ...device_error import named
 from .. import packages
 from .program import AclProgram, Call, Segment, Value, run
 from .updates import Updates
@@ -109,10 +110,8 @@ class NpuAclEngine:
         Raises:
             LoweringError: an operator is refused.
         """
-        try:
+        with named(f"an operator on {self.name}"):
             run(segment.calls, values)
-        except RuntimeError as error:
-            raise LoweringError(f"an operator on {self.name} is refused: {error}") from error
 
     def fetch(self, number: int, tensor: torch.Tensor) -> Callable[[], list[int]]:
         """Queues a copy into page-locked memory."""

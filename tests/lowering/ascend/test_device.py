@@ -295,7 +295,7 @@ def test_what_ge_says_is_passed_on(ge_file, operands):
             raise RuntimeError("EZ9999: no kernel for FusedInferAttentionScore")
 
     engine = replace(recording([]), graph=lambda **kwargs: Refusing([], **kwargs))
-    with pytest.raises(LoweringError, match="GE cannot compile the graph: EZ9999"):
+    with pytest.raises(LoweringError, match="compiling the graph with GE failed: EZ9999"):
         device.GeExecutable(ge_file, engine).compile(operands)
 
 
