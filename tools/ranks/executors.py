@@ -19,7 +19,7 @@ from ...lowering.ascend.legality.running import check_running
 from ...lowering.ascend.npu import NpuDevice
 from ...lowering.ascend.shipped import ShippedGraph, shipped_graph
 from ...lowering.collectives_check import EXPERT_GROUPS
-from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
+from ...lowering.device import CPU, EMULATED, NPU, Device, missing
 from ...lowering.platform import Platform
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.device_executor import CACHED, COMPILED, DeviceExecutor
@@ -129,7 +129,7 @@ def load_executor(
         if place:
             stack.enter_context(ProcessGroups(place.mesh, rank, place.store, place.address, settings.step_limit_s))
         return CpuExecutor(artifact, rank=rank if place else None)
-    device = open_device(settings.device, local_rank)
+    device = settings.open_device(settings.device, local_rank)
     stack.callback(device.close)
     platform = Platform.of(artifact.manifest.platform)
     check_running(device.version, platform, [partial(_graph, artifact, entry) for entry in artifact.manifest.graphs if entry.compiled])

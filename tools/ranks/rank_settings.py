@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.device import CPU, EMULATED, NPU, Device
+from ...lowering.device import CPU, EMULATED, NPU, Device, open_device
 
 SILENCE_MARGIN_S = 10.0
 STEP_TIMEOUT_S = {CPU: 60.0, NPU: 60.0, EMULATED: 1800.0}
 """By device. An interpreted step of a model with many layers takes minutes where many ranks share few cores."""
 BeforeLoading = Callable[[Artifact, Device, int, Mapping[str, str]], object]
 """Called with the artifact, a rank's device, its number and its communicators by symbol; ranks that are started get it pickled."""
+OpenDevice = Callable[[str, int], Device]
+"""Opens a device of that kind and number; ranks that are started get it pickled."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class RankSettings:
         random_weights: whether to draw weights in place of reading them, where the artifact has none.
         before_loading: called on each rank of several with its device, its place and its communicators, before anything is loaded.
         ship_compiled: whether compiled graphs are kept in the artifact, in place of `cache`.
+        open_device: opens the device of a rank, `lowering.device.open_device` but for devices with faults.
         host_address: of this machine, as the other machines reach it; None finds it by the route to them.
     """
 
@@ -43,6 +46,7 @@ class RankSettings:
     before_loading: BeforeLoading | None = None
     ship_compiled: bool = False
     host_address: str | None = None
+    open_device: OpenDevice = open_device
 
     @property
     def step_limit_s(self) -> float:

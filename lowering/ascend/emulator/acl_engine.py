@@ -98,6 +98,7 @@ class EmulatedAclEngine:
         """
         if first := segment is program.segments[0]:
             self._count += 1
+            self._state.count_step()
         what = f"step {self._count} of {self._graph_name}"
         self._state.stream.launch(what, lambda: self._run(program, segment, values, lists, first))
 

@@ -24,6 +24,7 @@ from .checks import declared_model
 from .communicator import Communicator
 from .device_state import DeviceState
 from .emulated_graph import EmulatedGraph
+from .fault import Fault
 from .memory import DeviceTensor, PinnedMemory, allocate, check_arrived, forget, to_nz
 from .stream import Stream, StreamEvent
 
@@ -36,11 +37,12 @@ class EmulatedDevice:
 
     Args:
         index: its number on this machine.
+        fault: None has none.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, fault: Fault | None = None) -> None:
         self.kind, self.name, self.version = "emulated", f"emulated:{index}", VERSION
-        self._state = DeviceState(self.name, Stream(self.name), PinnedMemory(), VERSION)
+        self._state = DeviceState(self.name, Stream(self.name), PinnedMemory(), VERSION, fault=fault)
         self._opened = 0
 
     def enter(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from ....graphs.errors import LoweringError
 from ..acl_graph.updates import Updates
 from .communicator import Communicator
+from .fault import Fault
 from .memory import PinnedMemory
 from .program import Exchange, Program, Step
 from .stream import Stream
@@ -25,6 +26,8 @@ class DeviceState:
         options: of the engine, once it is started.
         streams: how many captured graphs take.
         updates: the thread that gives captured graphs the lengths of a step.
+        fault: of the device; None has none.
+        steps: how many were launched.
     """
 
     name: str
@@ -37,9 +40,17 @@ class DeviceState:
     options: dict[str, str] | None = None
     streams: int = 0
     updates: Updates = field(init=False)
+    fault: Fault | None = None
+    steps: int = 0
 
     def __post_init__(self) -> None:
         self.updates = Updates(self.name)
+
+    def count_step(self) -> None:
+        """Counts a step that is launched; the device's fault may be this one's."""
+        self.steps += 1
+        if self.fault:
+            self.fault.strike(self.steps, self.stream)
 
     def exchange(self, fingerprint: bytes) -> Exchange:
         """Runs operators that communicate, with the ranks of other processes.

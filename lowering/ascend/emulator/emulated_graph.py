@@ -125,6 +125,7 @@ class EmulatedGraph:
             raise LoweringError(f"{self.name} is run before it is compiled; legal is load, compile, run")
         if stream is not None:
             raise LoweringError(f"{self.name}: stream is {stream!r}; legal is None, the one stream of the device")
+        state.count_step()
         fed = [self._checked(number, tensor) for number, tensor in enumerate(inputs)]
         if len(fed) != len(self._operands):
             raise LoweringError(f"{self.name} is fed {len(fed)} operands; it takes {len(self._operands)}")

@@ -19,6 +19,7 @@ from npucompile.lowering.ascend import hccl, npu
 from npucompile.lowering.ascend.device import GeExecutable
 from npucompile.lowering.ascend.ge_file import decode, patched
 from npucompile.lowering.ascend.toolchain import harness
+from npucompile.lowering.device import open_device
 from npucompile.runtime.device_executor import DeviceExecutor
 from npucompile.runtime.distributed.process_groups import gloo
 from npucompile.runtime.request import Sampling
@@ -138,11 +139,14 @@ def test_what_is_for_this_cpu_and_has_no_weights_is_refused(own_artifact):
 # --- loading ---
 
 
-def test_an_executor_of_an_emulated_device_keeps_its_compiled_graphs(npu_artifact, tmp_path, monkeypatch):
+def test_an_executor_of_an_emulated_device_keeps_its_compiled_graphs(npu_artifact, tmp_path):
     artifact, devices = Artifact.open(npu_artifact("")), []
-    open_device = module.open_device
-    monkeypatch.setattr(module, "open_device", lambda *place: devices.append(open_device(*place)) or devices[-1])
-    settings = RankSettings(device="emulated", cache=tmp_path, step_timeout_s=60)
+    settings = RankSettings(
+        device="emulated",
+        cache=tmp_path,
+        step_timeout_s=60,
+        open_device=lambda *place: devices.append(open_device(*place)) or devices[-1],
+    )
     tokens = []
     for outcome in ("compiled", "cached"):
         output = io.StringIO()
