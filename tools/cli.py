@@ -31,7 +31,7 @@ COMMANDS = {
     "inspect": "Show an artifact's graphs, costs and memory.",
     "diff": "Show what two artifacts differ in.",
     "verify": "Verify again that every bucket equals the reference.",
-    "bringup": "Find the first thing that is wrong on a device.",
+    "bringup": "Find what is wrong on a device.",
     "bench": "Measure builds, load time, steps and throughput.",
     "bench host": "Measure how many streams this machine's host carries.",
     "bench serve": "Load a running server and report its latencies.",

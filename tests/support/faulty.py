@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,13 +15,22 @@ from typing import Any
 import torch
 from support import tiny
 
+from npucompile.graphs.errors import LoweringError
+from npucompile.lowering import device
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend.emulator.device import open_device
+from npucompile.lowering.ascend.emulator.fault import Fault
 from npucompile.lowering.ascend.emulator.ge_program import BORDER
 from npucompile.lowering.ascend.ge_file import GeFile, parse
 from npucompile.tools.builder import driver, pool
+from npucompile.tools.prove.bringup.device_graph import Host
+from npucompile.tools.prove.bringup.results import Judgement, Timing, Wanted
+from npucompile.tools.prove.bringup.rungs import Bringup
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 Operands = Sequence[torch.Tensor]
+ONE_BUCKET: dict[str, Any] = {"buckets": (1,), "num_speculative_tokens": 1}
+TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 Run = Callable[["FaultyExecutable", Operands], list[torch.Tensor]]
 
 
@@ -42,6 +56,7 @@ class FaultyExecutable:
         self.device, self.real, self.ge_file = device, real, real.ge_file
         self.types = operators(real.ge_file)
         self.previous: FaultyExecutable | None = None
+        self.path = Path()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -72,7 +87,9 @@ class FaultyDevice:
         return getattr(self.real, name)
 
     def open(self, path: Path, rank: int, communicators: Any) -> FaultyExecutable:
-        return FaultyExecutable(self, self.real.open(path, rank, communicators))
+        executable = FaultyExecutable(self, self.real.open(path, rank, communicators))
+        executable.path = path
+        return executable
 
 
 def operators(ge_file: GeFile) -> list[str]:
@@ -88,25 +105,148 @@ def right(executable: FaultyExecutable, operands: Operands) -> list[torch.Tensor
 
 def wrong_results(of: Callable[[FaultyExecutable], bool]) -> Run:
     """The first result of some graphs is all zeros."""
+    return functools.partial(_wrong_results, of)
 
-    def run(executable: FaultyExecutable, operands: Operands) -> list[torch.Tensor]:
-        results = right(executable, operands)
-        if of(executable) and results:
-            results[0].zero_()
-        return results
 
-    return run
+def _wrong_results(of: Callable[[FaultyExecutable], bool], executable: FaultyExecutable, operands: Operands) -> list[torch.Tensor]:
+    results = right(executable, operands)
+    if of(executable) and results:
+        results[0].zero_()
+    return results
 
 
 def lost_writes(of: Callable[[FaultyExecutable], bool]) -> Run:
     """The first operand that some graphs write floats to is all zeros afterwards."""
+    return functools.partial(_lost_writes, of)
 
-    def run(executable: FaultyExecutable, operands: Operands) -> list[torch.Tensor]:
-        results = right(executable, operands)
-        written = sorted({*executable.ge_file.bound, *(operand for _, operand in executable.ge_file.donations)})
-        floats = [operands[i] for i in written if operands[i].dtype.is_floating_point]
-        if of(executable) and floats:
-            floats[0].zero_()
-        return results
 
-    return run
+def _lost_writes(of: Callable[[FaultyExecutable], bool], executable: FaultyExecutable, operands: Operands) -> list[torch.Tensor]:
+    results = right(executable, operands)
+    written = sorted({*executable.ge_file.bound, *(operand for _, operand in executable.ge_file.donations)})
+    floats = [operands[i] for i in written if operands[i].dtype.is_floating_point]
+    if of(executable) and floats:
+        floats[0].zero_()
+    return results
+
+
+def is_whole(executable: FaultyExecutable) -> bool:
+    return len(executable.types) > 500
+
+
+def is_layer(executable: FaultyExecutable) -> bool:
+    return 20 < len(executable.types) < 500
+
+
+def is_alone(kind: str) -> Callable[[FaultyExecutable], bool]:
+    return functools.partial(_is_alone, kind)
+
+
+def _is_alone(kind: str, executable: FaultyExecutable) -> bool:
+    return executable.types == [kind]
+
+
+def loses_a_pool_between_decode_buckets(executable: FaultyExecutable, operands: Operands) -> list[torch.Tensor]:
+    """The wrong thing happens only where one decode bucket runs straight after the other."""
+    last, decodes = executable.device.last, ("RecurrentGatedDeltaRule" in executable.types and is_whole(executable))
+    if decodes and last is not None and last is not executable and "RecurrentGatedDeltaRule" in last.types and is_whole(last):
+        for operand in executable.ge_file.bound:
+            operands[operand].zero_()
+    return right(executable, operands)
+
+
+# --- devices of other processes, which get what opens them pickled ---
+
+
+def ladder(artifact: Artifact, opens: Callable[..., Any] = device.open_device, wanted: Sequence[str] = (), **options: Any) -> Bringup:
+    """A bring-up on emulated devices."""
+    planned = {name: setting.value for name, setting in artifact.manifest.environment.items()}
+    settings = RankSettings(device="emulated", threads=1, open_device=opens)
+    return Bringup(artifact, settings, {**CHILDREN, **planned}, tiny.QUIET, wanted=Wanted.of(wanted), **options)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A case that ends its process, or does nothing."""
+
+    name: str
+    how: Callable[[], object] = int
+    assumption = "kernels"
+
+    def judge(self, host: Host) -> Judgement:
+        self.how()
+        return Judgement(timings=[Timing(self.name, "", 1.0)])
+
+
+def hangs() -> None:
+    threading.Event().wait()
+
+
+def exits() -> None:
+    os.write(2, b"EZ9999: an inner error")
+    os._exit(3)
+
+
+def wrong_on_the_second(executable: FaultyExecutable, operands: Operands) -> list[torch.Tensor]:
+    """All-gathers alone are wrong, on the second of two ranks."""
+    results = right(executable, operands)
+    if executable.types == ["HcomAllGather"] and executable.device.name == "emulated:1":
+        results[0].zero_()
+    return results
+
+
+def refuses_on_all_ranks(kind: str, index: int = 0) -> FaultyDevice:
+    """Opens a device whose compiler refuses whole buckets."""
+
+    def refuse(executable: FaultyExecutable) -> None:
+        if is_whole(executable):
+            raise LoweringError("no tiling")
+
+    return FaultyDevice(right, refuse, index)
+
+
+def refuses_to_open(kind: str, index: int = 0) -> FaultyDevice:
+    raise LoweringError("the device is not there")
+
+
+@dataclass(frozen=True)
+class Opens:
+    """Opens devices with a fault."""
+
+    on_run: Run
+
+    def __call__(self, kind: str, index: int = 0) -> FaultyDevice:
+        return FaultyDevice(self.on_run, index=index)
+
+
+@dataclass(frozen=True)
+class OpensOnce:
+    """Opens emulated devices that log their steps; each has a fault or none, by how many were opened before it.
+
+    Args:
+        directory: of the log, where the devices of all processes are counted.
+        faults: by the number of the device.
+    """
+
+    directory: Path
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+
+    def __call__(self, kind: str, index: int = 0) -> FaultyDevice:
+        number = len(list(self.directory.glob("opened-*")))
+        (self.directory / f"opened-{number}").touch()
+        opened = FaultyDevice(functools.partial(self._logged, number), index=index)
+        opened.real._state.fault = self.faults.get(number)
+        return opened
+
+    def _logged(self, number: int, executable: FaultyExecutable, operands: Operands) -> list[torch.Tensor]:
+        names = [op.name for op in parse(executable.ge_file.graph).graph[0].op if op.type not in BORDER]
+        with (self.directory / "steps").open("a") as log:
+            log.write(json.dumps({"device": number, "file": executable.path.name, "names": names[-40:]}) + "\n")
+        return right(executable, operands)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Steps of all devices, in order."""
+        return [json.loads(line) for line in (self.directory / "steps").read_text().splitlines()]
+
+
+CHILDREN = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+"""Environment of processes that find the tests."""

@@ -1,10 +1,13 @@
-"""`npucompile bringup`: finds the first thing that is wrong on a device."""
+"""`npucompile bringup`: finds what is wrong on a device."""
 
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,7 +19,9 @@ from ..locate import artifact_path
 from ..progress import Progress
 from ..prove.bringup import report
 from ..prove.bringup.collectives import CollectivesCheck
-from ..prove.bringup.rungs import RUNGS, Bringup
+from ..prove.bringup.findings import NAME, Findings
+from ..prove.bringup.results import COLLECTIVES, Wanted
+from ..prove.bringup.rungs import Bringup
 from ..ranks.environment import applied
 from ..ranks.executors import choose_device
 from ..ranks.launch import run_rank
@@ -28,9 +33,14 @@ from .device_options import device_options
 @click.command("bringup")
 @click.argument("artifact", required=False)
 @device_options
-@click.option("--only", "wanted", type=click.Choice(RUNGS), multiple=True, help="Run this rung alone; may be given several times.")
+@click.option("--only", "texts", multiple=True, metavar="RUNG[:CASE]",
+              help="Run this rung alone, or its cases with CASE in their names; may be given several times.")  # fmt: skip
+@click.option("--stop", is_flag=True, help="Run nothing behind a rung that fails.")
+@click.option("--resume", is_flag=True, help="Run nothing again that passed with the same artifact, CANN and wheels.")
+@click.option("--limit", "limit_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="End a process with a device that shows no sign of life for so long.  [default: 900 beside a step]")  # fmt: skip
 @click.option("--report", "directory", type=click.Path(file_okay=False, path_type=Path),
-              help="Write bringup.html and bringup.json here.  [default: reports/ARTIFACT in npucompile's directory]")  # fmt: skip
+              help="Write bringup.html, .json and .jsonl here.  [default: reports/ARTIFACT in npucompile's directory]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def command(
@@ -38,15 +48,18 @@ def command(
     artifact: str | None,
     device: str,
     checkpoint: Path | None,
-    wanted: tuple[str, ...],
+    texts: tuple[str, ...],
+    stop: bool,
+    resume: bool,
+    limit_s: float | None,
     directory: Path | None,
     as_json: bool,
 ) -> None:
-    """Find the first thing that is wrong on a device.
+    """Find what is wrong on a device.
 
     Goes up from the environment and single operators to layers, collectives, whole buckets and a short serve of ARTIFACT, each against
-    the CPU, and stops at the first rung that fails. Says which assumption of docs/on-hardware.md was wrong, and writes a report with
-    times to send back. An artifact without weights gets random ones.
+    the CPU, in processes of their own: what ends one is the finding of its case, and the next one goes on. Says which assumption of
+    docs/on-hardware.md was wrong, and writes a report with times to send back. An artifact without weights gets random ones.
 
     Example: npucompile bringup artifacts/npu --device npu --report report
     """
@@ -61,23 +74,47 @@ def command(
     settings = RankSettings(device=kind, checkpoint=checkpoint, cache=home.cache, random_weights=not has_weights)
     config = launcher_config(home.environment, settings)
     home = applied(home, opened, settings, progress, config.node.address if config else "")
+    wanted = Wanted.of(texts)
     if config and config.rank:
-        run_rank(opened, config, replace(settings, before_loading=CollectivesCheck()))
+        check = CollectivesCheck(wanted=wanted) if COLLECTIVES in wanted.cases else None
+        run_rank(opened, config, replace(settings, before_loading=check))
         return
-    bringup = Bringup(opened, settings, home.environment, progress, config, wanted or RUNGS)
-    findings = report.as_dict(opened, kind, bringup.run())
-    page, data = report.write(directory or home.root / "reports" / opened.path.name, findings)
+    directory = directory or home.root / "reports" / opened.path.name
+    found = Findings(directory / NAME)
+    bringup = Bringup(opened, settings, home.environment, progress, config, wanted, found, resume, stop, limit_s)
+
+    def write() -> dict[str, Any]:
+        findings = {**report.as_dict(opened, kind, bringup.results), "passed": bringup.passed}
+        report.write(directory, findings)
+        return findings
+
+    bringup.on_rung = write
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        bringup.run()
+    except KeyboardInterrupt:
+        progress.say("interrupted; --resume goes on")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        findings = write()
+        _say(findings, directory, as_json=as_json)
+    if not findings["passed"]:
+        ctx.exit(1)
+
+
+def _say(findings: Mapping[str, Any], directory: Path, *, as_json: bool) -> None:
+    failed = [(rung["name"], failure) for rung in findings["rungs"] for failure in rung["failures"]]
     if as_json:
         click.echo(json.dumps(findings, indent=1))
-    else:
-        for rung in findings["rungs"]:
-            click.echo(f"{rung['name']:<12} {'passed' if rung['passed'] else 'FAILED'} {rung['seconds']:8.1f} s")
-            for failure in rung["failures"]:
-                click.echo(f"  {failure['what']}: {failure['message']}")
-                click.echo(f"  wrong assumption: {failure['heading']} ({failure['assumption']} in docs/on-hardware.md)")
-        click.echo(f"report: {page} and {data}")
-    if not findings["passed"]:
-        if as_json:
-            name, failure = next((rung["name"], rung["failures"][0]) for rung in findings["rungs"] if rung["failures"])
+        for name, failure in failed[:1]:
             click.echo(f"{name}: {failure['what']}: {failure['message']}", err=True)
-        ctx.exit(1)
+        return
+    for rung in findings["rungs"]:
+        outcome = "passed" if rung["passed"] else "FAILED" if rung["failures"] else "unfinished"
+        click.echo(f"{rung['name']:<12} {outcome} {rung['seconds']:8.1f} s")
+        for failure in rung["failures"]:
+            click.echo(f"  {failure['what']}: {failure['message']}")
+            click.echo(f"  wrong assumption: {failure['heading']} ({failure['assumption']} in docs/on-hardware.md)")
+        if rung["explained_by"]:
+            click.echo(f"  may follow from: {', '.join(rung['explained_by'])}")
+    click.echo(f"report: {directory / report.HTML_NAME} and {directory / report.JSON_NAME}")

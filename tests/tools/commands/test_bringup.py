@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from support import faulty, tiny
-from support.faulty import FaultyDevice, wrong_results
+from support.faulty import CHILDREN, Opens, is_alone, wrong_results
 
-from npucompile.tools.prove.bringup import rungs
+from npucompile.tools.commands import bringup
+from npucompile.tools.ranks.rank_settings import RankSettings
 
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        yield faulty.npu_artifact(tmp_path_factory.mktemp("npu"), patch)
+        yield faulty.npu_artifact(tmp_path_factory.mktemp("npu"), patch, "1", faulty.ONE_BUCKET, **faulty.TWO_LAYERS)
 
 
 @pytest.fixture
@@ -37,23 +43,60 @@ def test_json_has_the_rungs_that_ran_and_the_report_is_written(tmp_path, artifac
     assert (directory / "bringup.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_rung_that_fails_ends_the_command_with_status_1(tmp_path, artifact, kept_environment, monkeypatch):
-    fault = wrong_results(lambda executable: executable.types == ["FusedInferAttentionScore"])
-    monkeypatch.setattr(rungs, "open_device", lambda kind, index=0: FaultyDevice(fault, index=index))
-    result = tiny.cli(tmp_path, "bringup", artifact.path, "--device", "emulated", "--only", "operators", "--report", tmp_path / "report")
+@pytest.fixture
+def wrong_attention(kept_environment, monkeypatch):
+    opens = Opens(wrong_results(is_alone("FusedInferAttentionScore")))
+    monkeypatch.setattr(bringup, "RankSettings", functools.partial(RankSettings, open_device=opens))
+    monkeypatch.setenv("PYTHONPATH", CHILDREN["PYTHONPATH"])
+
+
+def test_a_rung_that_fails_ends_the_command_with_status_1(tmp_path, artifact, wrong_attention):
+    only = ("--only", "operators:FusedInfer", "--report", tmp_path / "report")
+    result = tiny.cli(tmp_path, "bringup", artifact.path, "--device", "emulated", *only)
     assert result.exit_code == 1
     assert "operators    FAILED" in result.stdout
     assert "wrong assumption: Length conventions. (lengths in docs/on-hardware.md)" in result.stdout
-    assert (tmp_path / "report" / "bringup.html").is_file()
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {"bringup.html", "bringup.json", "bringup.jsonl"}
 
 
-def test_a_failure_is_said_on_stderr_beside_json(tmp_path, artifact, kept_environment, monkeypatch):
-    fault = wrong_results(lambda executable: executable.types == ["FusedInferAttentionScore"])
-    monkeypatch.setattr(rungs, "open_device", lambda kind, index=0: FaultyDevice(fault, index=index))
-    result = tiny.cli(tmp_path, "bringup", artifact.path, "--device", "emulated", "--only", "operators", "--json")
+def test_a_failure_is_said_on_stderr_beside_json(tmp_path, artifact, wrong_attention):
+    result = tiny.cli(tmp_path, "bringup", artifact.path, "--device", "emulated", "--only", "operators:FusedInfer", "--json")
     (failed,) = json.loads(result.stdout)["rungs"]
     first = failed["failures"][0]
     assert (result.exit_code, result.stderr) == (1, f"operators: {first['what']}: {first['message']}\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_ends_with_its_report_and_the_next_one_goes_on(tmp_path, artifact, kept_environment, number):
+    code = "import signal; from npucompile.tools.cli import main; signal.signal(2, signal.default_int_handler); main()"
+    options = ("--device", "emulated", "--only", "environment", "--only", "operators:MatMul", "--only", "serve", "--json")
+    command = [sys.executable, "-c", code, "bringup", str(artifact.path), *options, "--report", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    findings = tmp_path / "bringup.jsonl"
+    while not (findings.is_file() and len(findings.read_text().splitlines()) > 4):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    found = json.loads(process.communicate(timeout=300)[0])
+    assert (process.returncode, found["passed"]) == (1, False)
+    assert json.loads((tmp_path / "bringup.json").read_text()) == found
+    assert [(rung["name"], rung["finished"], rung["failures"]) for rung in found["rungs"]] == [
+        ("environment", True, []),
+        ("operators", False, []),
+    ]
+    before = {timing["what"] for timing in found["rungs"][1]["timings"]}
+    assert before
+    result = tiny.cli(tmp_path, "bringup", artifact.path, *options, "--report", tmp_path, "--resume")
+    rungs = {rung["name"]: rung for rung in json.loads(result.stdout)["rungs"]}
+    assert {name: rung["passed"] for name, rung in rungs.items()} == {"environment": True, "operators": True, "serve": True}
+    cases = [json.loads(line)["case"] for line in findings.read_text().splitlines()[1:]]
+    assert all(cases.count(what) == 1 for what in before)
+
+
+def test_an_unknown_rung_is_refused(tmp_path, artifact, kept_environment):
+    assert "'bucket' is no rung; legal are environment" in tiny.refused(
+        tmp_path, "bringup", artifact.path, "--device", "emulated", "--only", "bucket"
+    )
 
 
 def test_an_artifact_for_this_machine_has_nothing_to_bring_up(tmp_path, tiny_artifact):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ from ....graphs.errors import NpucompileError
 from ....graphs.steps.table import kind_of
 from ....graphs.types import Bucket, Leaf, Mesh
 from ....lowering.artifact.artifact import Artifact
-from ....lowering.artifact.manifest import GraphEntry
 from ....runtime.device_params import LoadParams
 from ....runtime.executor import Executor, Outputs
 from ...agreement.compare import Deviations
@@ -25,7 +25,7 @@ from ...heap import available_bytes
 from ...progress import Bar
 from ..all_ranks import load_ranks, run_step
 from .recording import ShippedBucket
-from .results import Failure, Timing
+from .results import Failure, Judgement, Timing
 from .steps import PlannedStep, StepPlanner
 
 STEPS = 3
@@ -34,6 +34,7 @@ ROUNDS = 8
 """How often all buckets take turns."""
 MOST_ROWS = 4
 """Most requests of a step: each takes a prefill first, which the CPU computes for all ranks. Other rows are padding."""
+IN_TURNS = "all buckets in turns"
 
 ReadState = Callable[[], Mapping[str, torch.Tensor]]
 """The pools of rank 0 on the host, by name."""
@@ -184,38 +185,55 @@ def alternation(planner: StepPlanner, buckets: Sequence[Bucket], rounds: int = R
 
 
 def run_buckets(
-    executor: Executor, read_state: ReadState, planner: StepPlanner, comparison: Comparison, bar: Bar
-) -> tuple[list[Failure], dict[Bucket, list[float]]]:
-    """Every bucket after another, with its outputs and the state it leaves; returns failures, and the seconds of each step."""
-    failures = [Failure("compiles", bucket.name, reason) for bucket, reason in getattr(executor, "missing", {}).items()]
-    seconds: dict[Bucket, list[float]] = {}
+    executor: Executor,
+    read_state: ReadState,
+    planner: StepPlanner,
+    comparison: Comparison,
+    judge: Callable[[str, Callable[[], Judgement]], None],
+) -> None:
+    """Every bucket after another, with its outputs and the state it leaves.
+
+    Args:
+        judge: called with each bucket's name and what runs it, if it is to be run.
+    """
+    steps_of: dict[Bucket, list[tuple[list[PlannedStep], bool]]] = {}
     for bucket, steps, own in one_after_another(planner, executor.buckets):
+        steps_of.setdefault(bucket, []).append((steps, own))
+    for bucket, parts in steps_of.items():
+        judge(bucket.name, functools.partial(_run_bucket, executor, read_state, comparison, bucket, parts))
+
+
+def _run_bucket(
+    executor: Executor, read_state: ReadState, comparison: Comparison, bucket: Bucket, parts: Sequence[tuple[list[PlannedStep], bool]]
+) -> Judgement:
+    messages, compared, seconds = len(comparison.messages), comparison.compared, list[float]()
+    failures: list[Failure] = []
+    for steps, own in parts:
         comparison.forget([row for step in steps for row in step.rows] if not own or kind_of(bucket).chunks else [])
-        messages = len(comparison.messages)
         for step in steps:
             began = time.perf_counter()
             try:
                 outputs = executor.launch(step.bucket, list(step.inputs)).result()
             except NpucompileError as error:
-                return [*failures, Failure("one-session", step.bucket.name, str(error))], seconds
+                return Judgement([Failure.of("one-session", bucket.name, error, f"{step.bucket.name}: ")], spent=True)
             if own:
-                seconds.setdefault(step.bucket, []).append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - began)
             comparison.add(step.bucket.name, step, outputs)
-        bar.step(bucket.name if own else f"{bucket.name} prefilled")
-        name = steps[0].bucket.name
-        if comparison.too_many:
-            return [*failures, Failure("one-session", name, "; ".join(comparison.messages[messages:][:3]))], seconds
-        if errors := comparison.state_errors(read_state(), steps[-1].rows):
-            return [*failures, Failure("write-after-read", name, "the state after its steps: " + "; ".join(errors[:3]))], seconds
-    return failures, seconds
+        if not failures and comparison.too_many and len(comparison.messages) > messages:
+            failures = [Failure("one-session", bucket.name, "; ".join(comparison.messages[messages:][:3]))]
+        if not failures and (errors := comparison.state_errors(read_state(), steps[-1].rows)):
+            failures = [Failure("write-after-read", bucket.name, "the state after its steps: " + "; ".join(errors[:3]))]
+    facts = {"rows": comparison.compared - compared, "other_tokens": len(comparison.messages) - messages}
+    return Judgement(failures, [Timing(bucket.name, "", min(seconds))], facts)
 
 
 def run_alternation(
     executor: Executor, read_state: ReadState, planner: StepPlanner, comparison: Comparison, bar: Bar, rounds: int = ROUNDS
-) -> list[Failure]:
+) -> Judgement:
     """All buckets in turns, each launched before the one ahead of it has been read; then the state of rank 0."""
     launched: deque[tuple[PlannedStep, object]] = deque()
     rows: list[Places] = []
+    steps = 0
 
     def finish() -> None:
         step, pending = launched.popleft()
@@ -224,6 +242,7 @@ def run_alternation(
 
     try:
         for step in alternation(planner, executor.buckets, rounds):
+            steps += 1
             rows = step.rows if len(step.rows) > len(rows) else rows  # type: ignore[assignment]
             launched.append((step, executor.launch(step.bucket, list(step.inputs))))
             if len(launched) > executor.run_ahead:
@@ -231,26 +250,10 @@ def run_alternation(
         while launched:
             finish()
     except NpucompileError as error:
-        return [Failure("alternation", "all buckets in turns", str(error))]
+        return Judgement([Failure.of("alternation", IN_TURNS, error)], spent=True)
+    failures = []
     if comparison.too_many:
-        return [Failure("alternation", "all buckets in turns", "; ".join(comparison.messages[:3]))]
-    if errors := comparison.state_errors(read_state(), rows):
-        return [Failure("alternation", "all buckets in turns", "the state after all steps: " + "; ".join(errors[:3]))]
-    return []
-
-
-def timings(
-    seconds: Mapping[Bucket, list[float]], entries: Sequence[GraphEntry], estimate: Callable[[GraphEntry], float | None]
-) -> list[Timing]:
-    """The fastest step of each bucket beside the estimate of the cost model."""
-    by_bucket = {entry.bucket: entry for entry in entries}
-    return [
-        Timing(
-            bucket.name,
-            "",
-            min(times),
-            by_bucket[bucket].cost["read_bytes"] + by_bucket[bucket].cost["write_bytes"],
-            estimate(by_bucket[bucket]),
-        )
-        for bucket, times in seconds.items()
-    ]
+        failures = [Failure("alternation", IN_TURNS, "; ".join(comparison.messages[:3]))]
+    elif errors := comparison.state_errors(read_state(), rows):
+        failures = [Failure("alternation", IN_TURNS, "the state after all steps: " + "; ".join(errors[:3]))]
+    return Judgement(failures, facts={"steps": steps, "rows": comparison.compared, "other_tokens": len(comparison.messages)})

@@ -23,11 +23,10 @@ from ....lowering.ascend.operators.record import Arguments
 from ....lowering.ascend.operators.table import GROUP_ARGUMENTS
 from ....runtime.device_params import LoadParams
 from ...agreement.compare import first_mismatch
-from ...progress import Bar
 from ..all_ranks import load_ranks, run_step
 from .device_graph import DeviceGraph, Host
 from .recording import ShippedBucket
-from .results import Failure, Timing
+from .results import Failure, Judgement, Timing
 from .steps import PlannedStep
 
 
@@ -37,6 +36,7 @@ class OperatorCall:
 
     Attributes:
         vals: abstract values of its results.
+        number: among those of its name in the bucket.
     """
 
     bucket: Bucket
@@ -45,11 +45,21 @@ class OperatorCall:
     kwargs: Mapping[str, Any]
     vals: Any
     captured: bool
+    number: int = 0
 
     @property
     def name(self) -> str:
-        """Where it is: `decode-b2-q4 npu.npu_linear.default`."""
-        return f"{self.bucket.name} {self.target}"
+        """Where it is, and which of its calls there: `decode-b2-q4 npu.npu_linear.default 3`."""
+        return f"{self.bucket.name} {self.target} {self.number}"
+
+    @property
+    def assumption(self) -> str:
+        """What it refutes if it is refused."""
+        return "capture" if self.captured else "kernels"
+
+    def judge(self, host: Host) -> Judgement:
+        """Runs it."""
+        return judge_call(host, self)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -128,8 +138,10 @@ class CallRecorder:
             copied: Any = map_aggregate((args, dict(kwargs)), _copied)
             # Every captured graph takes a stream, so one call of each operator is captured and the others are launched.
             in_stream = isinstance(self._graph.file, AclFile) and self._graph.file.captured
-            captured = in_stream and target not in {call.target for call in self.calls.values()}
-            self.calls[key] = OperatorCall(self._graph.bucket, target, tuple(copied[0]), dict(copied[1]), node.meta["val"], captured)
+            number = sum(call.target == target for call in self.calls.values())
+            captured = in_stream and not number
+            arguments = tuple(copied[0]), dict(copied[1])
+            self.calls[key] = OperatorCall(self._graph.bucket, target, *arguments, node.meta["val"], captured, number)
 
 
 def _described(value: Any) -> Any:
@@ -140,34 +152,21 @@ def _copied(value: Any) -> Any:
     return value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
 
 
-def run_calls(host: Host, calls: Sequence[OperatorCall], bar: Bar) -> tuple[list[Failure], list[Timing]]:
-    """Captures or launches every operator alone, and compares results and operands with its CPU kernel's.
-
-    Returns:
-        what was wrong, and the time of each operator.
-    """
-    failures, timings = [], []
-    for call in calls:
-        failure, timing = _run_call(host, call)
-        bar.step(call.name)
-        failures += [failure] if failure else []
-        timings += [timing] if timing else []
-    return failures, timings
-
-
-def _run_call(host: Host, call: OperatorCall) -> tuple[Failure | None, Timing | None]:
+def judge_call(host: Host, call: OperatorCall) -> Judgement:
+    """Captures or launches an operator alone, and compares results and operands with its CPU kernel's."""
     file, operands = call.file(), call.tensors
     after = [operand.clone() for operand in operands]
     expected = Interpreter(file, Mesh())([after])[0]
+    graph = None
     try:
         graph = DeviceGraph(host, file, operands)
         actual, seconds = graph.run()
+        left = graph.operands([i for i in range(len(operands)) if i not in graph.nz_operands])
     except LoweringError as error:
-        return Failure("capture" if call.captured else "kernels", call.name, f"{call.shapes}: {error}"), None
+        return Judgement([Failure.of(call.assumption, call.name, error, f"{call.shapes}: ")], spent=graph is not None)
     timing = Timing(call.name, call.shapes, seconds, sum(value.nbytes for value in (*operands, *actual)))
-    left = graph.operands([i for i in range(len(operands)) if i not in graph.nz_operands])
     pairs = [*((f"result {i}", right, value) for i, (right, value) in enumerate(zip(expected, actual, strict=True)))]
     written_operands = [value for i, value in enumerate(after) if i not in graph.nz_operands]
     pairs += [(f"operand {i}", right, value) for i, (right, value) in enumerate(zip(written_operands, left, strict=True))]
     message = first_mismatch(pairs)
-    return Failure("kernels", call.name, f"operands {call.shapes}: {message}") if message else None, timing
+    return Judgement([Failure("kernels", call.name, f"operands {call.shapes}: {message}")] if message else [], [timing])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from ....lowering.device import Device
 from ...agreement.compare import first_mismatch
 from .device_graph import DeviceGraph, Host
 from .recording import BucketGraph, bucket_graphs
-from .results import Failure
+from .results import COLLECTIVES, Failure, Wanted
 
 DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
 MOST_BYTES = 2**30
@@ -64,6 +63,11 @@ class CollectiveCase:
     def name(self) -> str:
         """Where it is."""
         return f"{self.bucket.name} {self.op}"
+
+    @property
+    def assumption(self) -> str:
+        """What it refutes if it is wrong."""
+        return COMMUNICATING[self.op.type].trial.wrong
 
     def operands(self, rank: int, load: str) -> list[torch.Tensor]:
         """Contents of a rank; any rank can compute those of every other."""
@@ -157,26 +161,35 @@ def _dispatch_of(graph: BucketGraph, combine: GeOp) -> str:
     return str(op.name)
 
 
-def run_collectives(host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, rank: int, communicators: Mapping[str, str]) -> list[Failure]:
-    """Runs all collectives on this rank; all ranks call it at once, and none stops early, so that none waits for one that did."""
+def run_collectives(
+    host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, rank: int, communicators: Mapping[str, str], watch: Watch
+) -> list[Failure]:
+    """Runs all collectives on this rank; all ranks call it at once, and none stops early, so that none waits for one that did.
+
+    Returns:
+        failures that `watch` does not know.
+
+    Raises:
+        CollectiveError: the device fails in one.
+    """
     failures: list[Failure] = []
     for case in cases:
+        watch.begin(case)
         oracle, graph = Interpreter(case.part.ge_file, mesh), None
         of_case: list[Failure] = []
         for load in case.loads:
             of_all = [case.operands(other, load) for other in range(mesh.size)]
-            assumption = COMMUNICATING[case.op.type].trial.wrong
             try:
                 graph = graph or DeviceGraph(host, case.part.ge_file, of_all[rank], rank, communicators)
                 for index, operand in enumerate(of_all[rank]):
                     graph.feed(index, operand)
                 actual, _ = graph.run()
             except LoweringError as error:
-                return [*failures, Failure(assumption, case.name, f"rank {rank}: {error}")]
+                raise CollectiveError(f"{FOUND}[{case.assumption}] {case.name}: rank {rank}: {error}") from error
             expected = oracle([[operand.clone() for operand in operands] for operands in of_all])[rank]
             if message := _difference(case, expected, actual):
-                of_case.append(Failure(assumption, case.name, f"rank {rank}{', load ' + load if load else ''}: {message}"))
-        failures += of_case[:1]
+                of_case.append(Failure(case.assumption, case.name, f"rank {rank}{', load ' + load if load else ''}: {message}"))
+        failures += watch.end(of_case[:1])
     return failures
 
 
@@ -202,18 +215,38 @@ def in_order(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts) if parts else rows[:0]
 
 
+class Watch:
+    """Is told of collectives; this one, of all ranks but the first, hands failures on."""
+
+    def begin(self, case: CollectiveCase) -> None:
+        """A collective begins."""
+
+    def end(self, failures: list[Failure]) -> list[Failure]:
+        """It has ended; returns those of its failures that the rank has to tell by itself."""
+        return failures
+
+
 @dataclass
 class CollectivesCheck:
     """What a rank does before it loads anything (`RankSettings.before_loading`): it runs all collectives with the other ranks.
 
     Attributes:
-        count, seconds: collectives that this rank ran, and the time that they took.
+        skip: names of those that are not run.
+        wanted: cases that are.
+        watch: of this process; other ranks have none.
+        count: collectives that there are.
         left_out: others, and why.
     """
 
+    skip: frozenset[str] = frozenset()
+    wanted: Wanted = field(default_factory=Wanted)
+    watch: Watch = field(default_factory=Watch)
     count: int = 0
-    seconds: float = 0.0
     left_out: list[str] = field(default_factory=list)
+
+    def __reduce__(self) -> tuple[type[CollectivesCheck], tuple[frozenset[str], Wanted]]:
+        """What other ranks get of it."""
+        return CollectivesCheck, (self.skip, self.wanted)
 
     def __call__(self, artifact: Artifact, device: Device, rank: int, communicators: Mapping[str, str]) -> None:
         """Runs them.
@@ -221,11 +254,14 @@ class CollectivesCheck:
         Raises:
             CollectiveError: naming the collective, the rank and both values.
         """
-        began, mesh = time.monotonic(), Mesh.parse(artifact.manifest.mesh)
+        mesh = Mesh.parse(artifact.manifest.mesh)
         cases, self.left_out = collective_cases(bucket_graphs(artifact), mesh)
+        self.count, wanted = (
+            len(cases),
+            [case for case in cases if case.name not in self.skip and self.wanted.takes(COLLECTIVES, case.name)],
+        )
         with tempfile.TemporaryDirectory(prefix="npucompile-") as scratch:
-            failures = run_collectives(Host(device, Path(scratch)), cases, mesh, rank, communicators)
-        self.count, self.seconds = len(cases), time.monotonic() - began
+            failures = run_collectives(Host(device, Path(scratch)), wanted, mesh, rank, communicators, self.watch)
         if failures:
             raise CollectiveError(f"{FOUND}[{failures[0].assumption}] {failures[0].what}: {failures[0].message}")
 

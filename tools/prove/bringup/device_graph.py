@@ -14,6 +14,7 @@ from ....lowering.ascend.acl_graph.file import SUFFIX, AclFile
 from ....lowering.ascend.acl_graph.file import encode as acl_encode
 from ....lowering.ascend.ge_file import GeFile, encode
 from ....lowering.device import Device
+from ....lowering.device_error import named
 
 
 class Host:
@@ -33,7 +34,8 @@ class Host:
         if value.numel():
             staged = self._staged(value.shape, value.dtype)
             staged.copy_(value)
-            memory.copy_(staged, non_blocking=True)
+            with named(f"a copy to {self.device.name}"):
+                memory.copy_(staged, non_blocking=True)
             self.wait()
 
     def read(self, memory: torch.Tensor) -> torch.Tensor:
@@ -41,7 +43,8 @@ class Host:
         if not memory.numel():
             return torch.empty(tuple(memory.shape), dtype=memory.dtype)
         staged = self._staged(memory.shape, memory.dtype)
-        staged.copy_(memory, non_blocking=True)
+        with named(f"a copy from {self.device.name}"):
+            staged.copy_(memory, non_blocking=True)
         self.wait()
         return staged.clone()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,29 @@ from ....lowering.device import Device
 from ....lowering.toolchain import toolchain
 from ...ranks.environment import merged
 from .device_graph import Host
-from .results import Failure
+from .results import ENVIRONMENT, Failure, Judgement
 
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 """Where the Ascend driver writes its version."""
+
+
+@dataclass(frozen=True)
+class EnvironmentCase:
+    """The environment of an artifact.
+
+    Attributes:
+        path: of the artifact.
+        environment: of the process that started this one.
+    """
+
+    path: Path
+    environment: Mapping[str, str]
+    name, assumption = ENVIRONMENT, "device"
+
+    def judge(self, host: Host) -> Judgement:
+        """Looks at it."""
+        failures, facts = check_environment(Artifact.open(self.path, check=False), host, self.environment)
+        return Judgement(failures, facts=facts)
 
 
 def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, str]) -> tuple[list[Failure], dict[str, Any]]:

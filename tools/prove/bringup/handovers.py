@@ -59,7 +59,7 @@ class Handovers(NamedTuple):
                 nbytes += count
                 different += decodes and tokens[0] != self._complete(prompt)[0]
             except NpucompileError as error:
-                return [Failure("handovers", f"{WHAT} of {len(prompt)} tokens", str(error))], {}
+                return [Failure.of("handovers", f"{WHAT} of {len(prompt)} tokens", error)], {}
             bar.step(f"{len(prompt)} tokens")
         facts = {"prompts": PROMPTS, "compared_bytes": nbytes, "other_tokens": different}
         if different > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,92 +16,88 @@ from ...agreement.compare import Deviations
 from ...progress import Bar
 from .device_graph import DeviceGraph, Host
 from .recording import BucketGraph, Recorder, Values, distinct_bodies
-from .results import Failure, Timing
+from .results import Failure, Judgement, Timing
 from .steps import PlannedStep
 
 STEPS = 10
 
 
-@dataclass
-class LayerRun:
-    """A layer on both sides: the graph on the device, and its operands on the CPU.
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer with the operands of some steps.
 
     Attributes:
         types: of its operators.
+        operands: before the first step.
+        fed: for each step the operands that change from outside, by number.
     """
 
     name: str
     part: Subgraph
     types: frozenset[str]
-    graph: DeviceGraph
     operands: list[torch.Tensor]
-    oracle: Interpreter
-    deviations: Deviations = field(default_factory=Deviations)
-    seconds: list[float] = field(default_factory=list)
+    fed: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    assumption = "one-session"
 
-    def step(self, number: int, values: Values) -> None:
-        """Runs one step on both sides and adds up the differences of results and state.
+    def judge(self, host: Host) -> Judgement:
+        """Runs all steps on both sides; compares results and state."""
+        try:
+            graph = DeviceGraph(host, self.part.ge_file, self.operands)
+        except LoweringError as error:
+            return Judgement([Failure.of("compiles", self.name, error)])
+        oracle, operands, deviations = Interpreter(self.part.ge_file, Mesh()), list(self.operands), Deviations()
+        times = []
+        for number, fed in enumerate(self.fed):
+            try:
+                times.append(self._step(number, fed, graph, oracle, operands, deviations))
+            except LoweringError as error:
+                return Judgement([Failure.of(self.assumption, self.name, error, f"step {number}: ")], spent=True)
+        timing = Timing(self.name, "", sorted(times)[len(times) // 2], sum(operand.nbytes for operand in self.operands))
+        wrong = deviations.beyond()
+        listed = "; ".join(f"{name} from step {deviations.first_step[name]} on: {deviations.by_name[name]}" for name in wrong[:3])
+        return Judgement([Failure(assumption_of(self.types, wrong), self.name, listed)] if wrong else [], [timing])
 
-        Raises:
-            LoweringError: the device fails.
-        """
-        for i, tensor in enumerate(self.part.operands):
-            if i not in self.part.written and i not in self.graph.nz_operands:
-                self.operands[i] = filled(values[tensor])
-                self.graph.feed(i, self.operands[i])
-        before = {i: self.operands[i].clone() for i in self.part.written}
-        expected = self.oracle([self.operands])[0]
-        actual, seconds = self.graph.run()
-        self.seconds.append(seconds)
+    def _step(
+        self,
+        number: int,
+        fed: Mapping[int, torch.Tensor],
+        graph: DeviceGraph,
+        oracle: Interpreter,
+        operands: list[torch.Tensor],
+        deviations: Deviations,
+    ) -> float:
+        for i, value in fed.items():
+            if i not in graph.nz_operands:
+                operands[i] = value
+                graph.feed(i, value)
+        before = {i: operands[i].clone() for i in self.part.written}
+        expected = oracle([operands])[0]
+        actual, seconds = graph.run()
         for tensor, right, value in zip(self.part.results, expected, actual, strict=True):
-            self.deviations.add(number, tensor, right, value)
-        for i, left in zip(self.part.written, self.graph.operands(self.part.written), strict=True):
-            changed = (self.operands[i] != before[i]) | (left != before[i])
-            self.deviations.add(number, f"state {self.part.operands[i]}", self.operands[i], left, changed)
-
-    def failure(self) -> Failure | None:
-        """What is wrong after all steps."""
-        wrong = self.deviations.beyond()
-        if not wrong:
-            return None
-        listed = "; ".join(f"{name} from step {self.deviations.first_step[name]} on: {self.deviations.by_name[name]}" for name in wrong[:3])
-        return Failure(assumption_of(self.types, wrong), self.name, listed)
+            deviations.add(number, tensor, right, value)
+        for i, left in zip(self.part.written, graph.operands(self.part.written), strict=True):
+            changed = (operands[i] != before[i]) | (left != before[i])
+            deviations.add(number, f"state {self.part.operands[i]}", operands[i], left, changed)
+        return seconds
 
 
-def run_layers(
-    host: Host, graph: BucketGraph, recorder: Recorder, steps: Sequence[PlannedStep], bar: Bar
-) -> tuple[list[Failure], list[Timing], list[str]]:
-    """Runs the layers of a bucket's graph that do not communicate.
-
-    Args:
-        steps: whose recordings are the layers' operands.
-
-    Returns:
-        failures, the median time of each layer, and the layers that communicate.
-    """
-    layers: list[LayerRun] = []
-    failures: list[Failure] = []
-    communicating: list[str] = []
+def layer_cases(graph: BucketGraph, recorder: Recorder, steps: Sequence[PlannedStep], bar: Bar) -> tuple[list[LayerCase], list[str]]:
+    """The layers of a bucket's graph that do not communicate, with what they see in these steps; and those that do."""
+    cases, communicating = list[LayerCase](), list[str]()
+    constant = {tensor for tensor, leaf in graph.operand.items() if leaf.part not in ("state", "inputs")}
     for number, step in enumerate(steps):
         values = recorder.run(step)
         if number == 0:
-            communicating = _open(host, graph, values, layers, failures)
-        for layer in list(layers):
-            try:
-                layer.step(number, values)
-            except LoweringError as error:
-                failures.append(Failure("one-session", layer.name, f"step {number}: {error}"))
-                return failures, [], communicating
+            communicating = _cut(graph, values, cases)
+        for case in cases:
+            # Recordings are changed by the next step where they are pools.
+            changing = [i for i, t in enumerate(case.part.operands) if i not in case.part.written and t not in constant]
+            case.fed.append({i: filled(values[case.part.operands[i]]).clone() for i in changing})
         bar.step(f"{graph.bucket.name} step {number}")
-    failures += [failure for layer in layers if (failure := layer.failure())]
-    timings = [
-        Timing(layer.name, "", sorted(layer.seconds)[len(layer.seconds) // 2], sum(operand.nbytes for operand in layer.operands))
-        for layer in layers
-    ]
-    return failures, timings, communicating
+    return cases, communicating
 
 
-def _open(host: Host, graph: BucketGraph, values: Values, layers: list[LayerRun], failures: list[Failure]) -> list[str]:
+def _cut(graph: BucketGraph, values: Values, cases: list[LayerCase]) -> list[str]:
     communicating = []
     for prefix, names in distinct_bodies(graph).items():
         ops = [graph.whole.ops[name] for name in names]
@@ -110,13 +106,7 @@ def _open(host: Host, graph: BucketGraph, values: Values, layers: list[LayerRun]
             communicating.append(f"{name}: communicates, see the rung of buckets")
             continue
         part = graph.whole.cut([op.name for op in ops if op.type != "Const"], values)
-        operands = [filled(values[tensor]).clone() for tensor in part.operands]
-        try:
-            on_device = DeviceGraph(host, part.ge_file, operands)
-        except LoweringError as error:
-            failures.append(Failure("compiles", name, str(error)))
-            continue
-        layers.append(LayerRun(name, part, types, on_device, operands, Interpreter(part.ge_file, Mesh())))
+        cases.append(LayerCase(name, part, types, [filled(values[tensor]).clone() for tensor in part.operands]))
     return communicating
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,10 @@ from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
 from ....lowering.ascend.operators.trials import Trial
 from ....lowering.ascend.subgraph import Subgraph, WholeGraph
 from ...agreement.compare import first_mismatch, mismatch
-from ...progress import Bar
 from .device_graph import DeviceGraph, Host
 from .operands import variants
 from .recording import Values, is_int4
-from .results import Failure, Timing
+from .results import Failure, Judgement, Timing
 
 MOST = 400
 """Distinct operators that are run; beyond it only the smallest and the largest shapes of each type, dtypes and attributes."""
@@ -52,6 +51,15 @@ class OperatorCase:
     def trial(self) -> Trial:
         """How the operator is tried."""
         return BY_TYPE[self.op.type].trial
+
+    @property
+    def assumption(self) -> str:
+        """What it refutes if it is refused."""
+        return self.trial.refused
+
+    def judge(self, host: Host) -> Judgement:
+        """Runs it with all its operands."""
+        return judge_operator(host, self)
 
     @property
     def shapes(self) -> str:
@@ -95,41 +103,14 @@ def chosen(cases: Sequence[OperatorCase], most: int = MOST) -> tuple[list[Operat
     return selected, [case for case in cases if id(case) not in identities]
 
 
-def run_operators(host: Host, cases: Iterable[OperatorCase], bar: Bar) -> tuple[list[Failure], list[Timing]]:
-    """Runs every case with all its operands; a device that fails in a step is not asked for more.
-
-    Returns:
-        what was wrong, and the time of each operator on recorded operands.
-    """
-    failures, timings = [], []
-    for case in cases:
-        try:
-            failure, timing = run_operator(host, case)
-        except _DeviceFailed as error:
-            failures.append(error.failure)
-            break
-        bar.step(case.name)
-        failures += [failure] if failure else []
-        timings += [timing] if timing else []
-    return failures, timings
-
-
-class _DeviceFailed(Exception):
-    """A step failed on the device; every later one would."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.what)
-        self.failure = failure
-
-
-def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing | None]:
-    """One operator with all its operands: the first failure, and its time."""
+def judge_operator(host: Host, case: OperatorCase) -> Judgement:
+    """One operator with all its operands: the first failure, and its time on recorded ones."""
     slots = dict(zip(reversed(case.op.inputs), reversed(case.op.slots), strict=True))
     by_slot = {slots.get(tensor, tensor): tensor for tensor in case.subgraph.operands}
     constants = _constants(case)
     recorded = {**constants, **{slot: case.operands[tensor] for slot, tensor in by_slot.items()}}
     written = frozenset(slot for slot, tensor in by_slot.items() if case.subgraph.operands.index(tensor) in case.subgraph.written)
-    oracle, graph, timing = Interpreter(case.subgraph.ge_file, Mesh()), None, None
+    oracle, graph, timings = Interpreter(case.subgraph.ge_file, Mesh()), None, list[Timing]()
     for name, drawn in variants(case.op, recorded, written):
         operands = [drawn[slot].contiguous() for slot in by_slot]
         expected_operands = [operand.clone() for operand in operands]
@@ -137,7 +118,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
         try:
             graph = DeviceGraph(host, case.subgraph.ge_file, operands) if graph is None or graph.nz_operands else graph
         except LoweringError as error:
-            return Failure(case.trial.refused, case.name, f"{case.shapes}: {error}"), timing
+            return Judgement([Failure.of(case.assumption, case.name, error, f"{case.shapes}: ")], timings)
         try:
             for index, operand in enumerate(operands):
                 if index not in graph.nz_operands:
@@ -145,8 +126,8 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
             actual, seconds = graph.run()
             left = graph.operands(case.subgraph.written)
         except LoweringError as error:
-            raise _DeviceFailed(Failure(case.trial.refused, case.name, f"{name} operands {case.shapes}: {error}")) from error
-        timing = timing or Timing(case.name, case.shapes, seconds, _moved_bytes(operands, expected))
+            return Judgement([Failure.of(case.assumption, case.name, error, f"{name} operands {case.shapes}: ")], timings, spent=True)
+        timings = timings or [Timing(case.name, case.shapes, seconds, _moved_bytes(operands, expected))]
         pairs = [*zip(case.subgraph.results, expected, actual, strict=True)]
         pairs += [
             (f"operand {case.subgraph.operands[i]}", expected_operands[i], value)
@@ -155,8 +136,8 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
         if message := first_mismatch(pairs):
             in_nz = bool(graph.nz_operands) and _right_in_nd(host, case, operands, expected)
             assumption = "nz-weights" if in_nz else case.trial.wrong
-            return Failure(assumption, case.name, f"{name} operands {case.shapes}: {message}"), timing
-    return None, timing
+            return Judgement([Failure(assumption, case.name, f"{name} operands {case.shapes}: {message}")], timings)
+    return Judgement(timings=timings)
 
 
 def _right_in_nd(host: Host, case: OperatorCase, operands: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ....lowering.artifact.artifact import Artifact
-from .results import RungResult
-from .rungs import RUNGS
+from .results import RUNGS, RungResult
 
 HTML_NAME, JSON_NAME = "bringup.html", "bringup.json"
 _STYLE = """
@@ -35,7 +34,7 @@ def as_dict(artifact: Artifact, device: str, results: Sequence[RungResult]) -> d
         "quantization": manifest.quantization,
         "device": device,
         "passed": all(result.passed for result in results),
-        "rungs": [result.as_dict() for result in results],
+        "rungs": [{**result.as_dict(), "explained_by": result.explained_by(results)} for result in results],
         "not_run": [name for name in RUNGS if name not in ran],
     }
 
@@ -67,9 +66,14 @@ def _summary(findings: Mapping[str, Any]) -> str:
 def _rung(rung: Mapping[str, Any]) -> str:
     outcome = "passed" if rung["passed"] else "failed"
     parts = [f"<h2>{_text(rung['name'])}: <span class={outcome}>{outcome}</span></h2>"]
+    if rung["explained_by"]:
+        parts.append(f"<p>May follow from what failed in: {_text(', '.join(rung['explained_by']))}</p>")
+    if not rung["finished"]:
+        parts.append("<p>Not all of it was run.</p>")
     for failure in rung["failures"]:
         assumption = f"{failure['heading']} ({failure['assumption']} in docs/on-hardware.md)"
-        parts.append(f"<p>{_text(failure['what'])}. Wrong assumption: <b>{_text(assumption)}</b></p><pre>{_text(failure['message'])}</pre>")
+        what = f"{failure['what']} ({failure['code']})" if failure["code"] else failure["what"]
+        parts.append(f"<p>{_text(what)}. Wrong assumption: <b>{_text(assumption)}</b></p><pre>{_text(failure['message'])}</pre>")
     parts.append(_table(("", ""), [(key, json.dumps(value)) for key, value in rung["facts"].items()]))
     if rung["timings"]:
         rows = [

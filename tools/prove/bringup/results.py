@@ -1,12 +1,28 @@
-"""What a rung found: failures with the assumption that each refutes, timings, and what was left out."""
+"""What a rung found: failures with the assumption that each refutes, timings, and what was left out; of each case, and of all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+from ....graphs.errors import SpecError
+from ....lowering.device_error import code_of
+from .device_graph import Host
 from .risks import ASSUMPTIONS
+
+ENVIRONMENT, OPERATORS, LAYERS, COLLECTIVES = "environment", "operators", "layers", "collectives"
+BUCKETS, ALTERNATION, SERVE, HANDOVERS = "buckets", "alternation", "serve", "handovers"
+RUNGS = (ENVIRONMENT, OPERATORS, LAYERS, COLLECTIVES, BUCKETS, ALTERNATION, SERVE, HANDOVERS)
+"""Names in order. Collectives come before whole buckets, which contain them."""
+PARTS: Mapping[str, tuple[str, ...]] = {
+    LAYERS: (OPERATORS,),
+    BUCKETS: (OPERATORS, LAYERS, COLLECTIVES),
+    ALTERNATION: (OPERATORS, LAYERS, COLLECTIVES, BUCKETS),
+    SERVE: (OPERATORS, LAYERS, COLLECTIVES, BUCKETS, ALTERNATION),
+    HANDOVERS: (BUCKETS, SERVE),
+}
+"""The rungs that run parts of what a rung runs: where one of them failed, that may be why this one does."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +33,23 @@ class Failure:
         assumption: short name of the documented assumption that it refutes (risks.py).
         what: the operator, layer, bucket or collective.
         message: both sides of the disagreement.
+        code: the runtime's (`device_error.code_of`), or how the process with the device ended (`ChildError.code`).
     """
 
     assumption: str
     what: str
     message: str
+    code: str = ""
+
+    @classmethod
+    def of(cls, assumption: str, what: str, error: BaseException, where: str = "") -> Failure:
+        """That of an error.
+
+        Args:
+            where: stands before the message.
+        """
+        text = str(error) or type(error).__name__
+        return cls(assumption, what, f"{where}{text}", code_of(text) or getattr(error, "code", ""))
 
     def as_dict(self) -> dict[str, str]:
         """Plain values, with the assumption's heading in docs/on-hardware.md."""
@@ -47,6 +75,88 @@ class Timing:
     estimate_s: float | None = None
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be run.
+
+    Attributes:
+        cases: for each rung parts of the names of its cases; none takes all.
+    """
+
+    cases: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict.fromkeys(RUNGS, ()))
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Wanted:
+        """What somebody typed: names of rungs, or `RUNG:CASE`; nothing is everything.
+
+        Raises:
+            SpecError: there is no such rung.
+        """
+        cases: dict[str, tuple[str, ...]] = {}
+        for text in texts:
+            rung, _, case = text.partition(":")
+            if rung not in RUNGS:
+                raise SpecError(f"--only {text}: {rung!r} is no rung; legal are {', '.join(RUNGS)}, and RUNG:CASE")
+            cases[rung] = (*cases.get(rung, ()), *([case] if case else []))
+        return cls(cases) if cases else cls()
+
+    def takes(self, rung: str, case: str) -> bool:
+        """Whether a case is to be run."""
+        texts = self.cases.get(rung)
+        return texts is not None and (not texts or any(text in case for text in texts))
+
+
+class Judgement(NamedTuple):
+    """What running one case came to.
+
+    Attributes:
+        spent: whether the device can run no more, as after a step that failed.
+    """
+
+    failures: Sequence[Failure] = ()
+    timings: Sequence[Timing] = ()
+    facts: Mapping[str, Any] = {}
+    left_out: Sequence[str] = ()
+    spent: bool = False
+
+
+class Case(Protocol):
+    """Something that is run on one device by itself; it is pickled on its way to the process that has the device."""
+
+    @property
+    def name(self) -> str:
+        """Of all cases of a rung."""
+        ...
+
+    @property
+    def assumption(self) -> str:
+        """What it refutes if it ends the process."""
+        ...
+
+    def judge(self, host: Host) -> Judgement:
+        """Runs it and compares."""
+        ...
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a case came to; or, without the name of a case, what a rung says of itself when all of its cases have been judged."""
+
+    rung: str
+    case: str
+    seconds: float = 0.0
+    failures: Sequence[Failure] = ()
+    timings: Sequence[Timing] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Finding:
+        """The inverse of `asdict`."""
+        parts = {"failures": [Failure(**v) for v in values["failures"]], "timings": [Timing(**v) for v in values["timings"]]}
+        return cls(**{**values, **parts})
+
+
 @dataclass
 class RungResult:
     """One rung.
@@ -56,6 +166,7 @@ class RungResult:
         seconds: that it took.
         facts: what it found out, and how much it ran.
         left_out: what it did not run, and why.
+        finished: whether all of its cases were judged.
     """
 
     name: str
@@ -64,17 +175,37 @@ class RungResult:
     timings: list[Timing] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    finished: bool = True
+
+    @classmethod
+    def of(cls, rung: str, findings: Iterable[Finding]) -> RungResult:
+        """All findings of a rung; numbers that several cases found out are added up."""
+        result = cls(rung, finished=False)
+        for finding in findings:
+            result.seconds += finding.seconds
+            result.failures += finding.failures
+            result.timings += finding.timings
+            result.left_out += finding.left_out
+            for name, value in finding.facts.items():
+                result.facts[name] = result.facts.get(name, 0) + value if isinstance(value, int) else value
+            result.finished |= not finding.case
+        return result
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was wrong."""
-        return not self.failures
+        """Whether all was judged and nothing was wrong."""
+        return self.finished and not self.failures
+
+    def explained_by(self, others: Iterable[RungResult]) -> list[str]:
+        """Rungs that failed and ran parts of what this one runs."""
+        return [other.name for other in others if self.failures and other.failures and other.name in PARTS.get(self.name, ())]
 
     def as_dict(self) -> Mapping[str, Any]:
         """Plain values."""
         return {
             "name": self.name,
             "passed": self.passed,
+            "finished": self.finished,
             "seconds": self.seconds,
             "failures": [failure.as_dict() for failure in self.failures],
             "timings": [asdict(timing) for timing in self.timings],

@@ -16,6 +16,7 @@ from ...progress import Bar
 from ...ranks.offline import complete
 from .results import Failure
 
+WHAT = "a short serve"
 REQUESTS, TOKENS = 4, 12
 
 
@@ -38,14 +39,14 @@ def run_serve(executor: Executor, bar: Bar) -> tuple[list[Failure], dict[str, An
         try:
             completions = complete(executor, prompts, Sampling(), TOKENS, frozenset(), speculative_tokens=drafts)
         except NpucompileError as error:
-            return [Failure("one-session", "a short serve", str(error))], {}
+            return [Failure.of("one-session", WHAT, error)], {}
         runs.append([completion.token_ids for completion in completions])
         bar.step("without drafts" if drafts == 0 else "as built")
     facts: dict[str, Any] = {"requests": len(prompts), "tokens": sum(map(len, runs[0])), "compiles": executor.compiles()}
     if facts["compiles"]:
-        return [Failure("one-session", "a short serve", f"{facts['compiles']} compiles after ready; legal is none")], facts
+        return [Failure("one-session", WHAT, f"{facts['compiles']} compiles after ready; legal is none")], facts
     if any(not 0 <= token < executor.vocab_size for tokens in runs[0] for token in tokens):
-        return [Failure("kernels", "a short serve", f"tokens {runs[0]}; legal are 0 to {executor.vocab_size - 1}")], facts
+        return [Failure("kernels", WHAT, f"tokens {runs[0]}; legal are 0 to {executor.vocab_size - 1}")], facts
     if len(runs) > 1:
         return _compared(runs[0], runs[1]), facts
     return [], facts
@@ -58,7 +59,7 @@ def _compared(drafted: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) 
         return []
     first = different[0]
     message = f"with drafts {list(drafted[first])}, without {list(plain[first])}; {len(different)} of {len(places)} requests differ"
-    return [Failure("delta-rule", "a short serve", message)]
+    return [Failure("delta-rule", WHAT, message)]
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:

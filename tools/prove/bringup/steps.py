@@ -12,7 +12,8 @@ import torch
 
 from ....graphs.steps import request_slot
 from ....graphs.steps.table import kind_of
-from ....graphs.types import Bucket, Leaf, Limits
+from ....graphs.types import Bucket, Leaf, Limits, Mesh
+from ....lowering.artifact.artifact import Artifact
 from ....runtime.request import Sampling
 from ....runtime.steps.pack import pack
 from ....runtime.steps.rows import DecodeRow, PrefillRow, Row
@@ -57,6 +58,13 @@ class StepPlanner:
     max_logprobs: int = 0
     seed: int = 0
     generator: np.random.Generator = field(init=False)
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> StepPlanner:
+        """That of an artifact."""
+        manifest = artifact.manifest
+        most = max((entry.max_logprobs for entry in manifest.graphs), default=0)
+        return cls(manifest.limits, int(manifest.model["vocab_size"]), Mesh.parse(manifest.mesh).axis("dp"), most)
 
     def __post_init__(self) -> None:
         self.generator = np.random.default_rng(self.seed)

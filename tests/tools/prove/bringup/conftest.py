@@ -15,3 +15,10 @@ def npu_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]
     """`faulty.npu_artifact` for one device; not to be changed."""
     with pytest.MonkeyPatch.context() as patch:
         yield faulty.npu_artifact(tmp_path_factory.mktemp("npu"), patch)
+
+
+@pytest.fixture(scope="session")
+def small_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
+    """The same of two layers, with one decode bucket of one request; not to be changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield faulty.npu_artifact(tmp_path_factory.mktemp("small"), patch, "1", faulty.ONE_BUCKET, **faulty.TWO_LAYERS)

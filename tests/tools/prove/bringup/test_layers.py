@@ -8,7 +8,7 @@ from support.faulty import FaultyDevice, lost_writes, right
 
 from npucompile.graphs.types import Mesh
 from npucompile.tools.prove.bringup.device_graph import Host
-from npucompile.tools.prove.bringup.layers import assumption_of, run_layers
+from npucompile.tools.prove.bringup.layers import assumption_of, layer_cases
 from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, distinct_bodies
 from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.ranks.random_weights import random_params
@@ -21,8 +21,11 @@ def run(npu_artifact, tmp_path):
         planner = StepPlanner(npu_artifact.manifest.limits, 260)
         recorder = Recorder(graph, Mesh(), lambda rank: random_params(npu_artifact, rank), planner.initial_state(graph.signature.state))
         with tiny.QUIET.bar("layers", steps) as bar:
-            results = run_layers(Host(FaultyDevice(on_run), tmp_path), graph, recorder, planner.of_one_bucket(graph.bucket, steps), bar)
-        return graph, results
+            cases, communicating = layer_cases(graph, recorder, planner.of_one_bucket(graph.bucket, steps), bar)
+        host = Host(FaultyDevice(on_run), tmp_path)
+        judged = [case.judge(host) for case in cases]
+        failures, timings = ([each for judgement in judged for each in judgement[part]] for part in (0, 1))
+        return graph, (failures, timings, communicating)
 
     return layers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import faulty, tiny
+from support import faulty
 from support.faulty import FaultyDevice, lost_writes, right, wrong_results
 
 from npucompile.graphs.errors import LoweringError
@@ -13,8 +13,9 @@ from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.emulator.ge_program import BORDER
 from npucompile.lowering.ascend.emulator.memory import NZ
 from npucompile.lowering.ascend.subgraph import WholeGraph
+from npucompile.lowering.device_error import DeviceError
 from npucompile.tools.prove.bringup.device_graph import Host
-from npucompile.tools.prove.bringup.operators import chosen, distinct_operators, run_operators
+from npucompile.tools.prove.bringup.operators import chosen, distinct_operators
 from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, is_int4
 from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.ranks.random_weights import random_params
@@ -47,8 +48,9 @@ def of_type(cases, kind):
 
 
 def run(device, cases, tmp_path: Path):
-    with tiny.QUIET.bar("operators", len(cases)) as bar:
-        return run_operators(Host(device, tmp_path), cases, bar)
+    host = Host(device, tmp_path)
+    judged = [case.judge(host) for case in cases]
+    return tuple([each for judgement in judged for each in judgement[part]] for part in (0, 1))
 
 
 FAULTS = {
@@ -102,6 +104,19 @@ def test_a_refused_operator_is_reported_and_the_others_run(cases, tmp_path):
     failures, timings = run(FaultyDevice(right, refuse), some, tmp_path)
     assert [(failure.assumption, "no kernel" in failure.message) for failure in failures] == [("compiles", True)]
     assert ["RmsNorm" in timing.what for timing in timings] == [True]
+
+
+def test_a_device_that_fails_in_a_step_is_spent_and_one_that_refuses_is_not(cases, tmp_path):
+    def fails(executable, operands):
+        raise DeviceError("a step", "error code is 507015")
+
+    def refuses(executable):
+        raise LoweringError("no kernel for this shape")
+
+    case = of_type(cases, "MatMul")[0]
+    judgement = case.judge(Host(FaultyDevice(fails), tmp_path))
+    assert (judgement.spent, [failure.code for failure in judgement.failures]) == (True, ["507015"])
+    assert not case.judge(Host(FaultyDevice(right, refuses), tmp_path)).spent
 
 
 def test_of_too_many_the_smallest_and_the_largest_of_each_kind_are_kept_in_order_of_risk(cases):

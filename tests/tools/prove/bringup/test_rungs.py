@@ -1,59 +1,37 @@
-"""tools/prove/bringup/rungs.py: a fault of a device is found by the rung that is about it, and named by the assumption that it refutes."""
+"""tools/prove/bringup/rungs.py: a fault is found by the rung that is about it, and whatever a device does ends none but its case."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
 
 import pytest
-from support import faulty, tiny
-from support.faulty import FaultyDevice, FaultyExecutable, lost_writes, right, wrong_results
+from support import faulty
+from support.faulty import Opens, OpensOnce, is_alone, is_layer, is_whole, lost_writes, wrong_results
 
-from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend.emulator.fault import ABORTS, HANGS, KINDS, MEMORY, RAISES, Fault
 from npucompile.tools.prove.bringup import layers, rungs
-from npucompile.tools.prove.bringup.rungs import RUNGS, Bringup
-from npucompile.tools.ranks import executors
-from npucompile.tools.ranks.rank_settings import RankSettings
+from npucompile.tools.prove.bringup.buckets import one_after_another
+from npucompile.tools.prove.bringup.findings import NAME
+from npucompile.tools.prove.bringup.results import RUNGS
+from npucompile.tools.prove.bringup.steps import StepPlanner
+
+HANG_S = 30.0
+CODES = {RAISES: "507015", ABORTS: "SIGABRT", HANGS: "silent", MEMORY: "out of memory"}
 
 
-def is_whole(executable: FaultyExecutable) -> bool:
-    return len(executable.types) > 500
-
-
-def is_layer(executable: FaultyExecutable) -> bool:
-    return 20 < len(executable.types) < 500
-
-
-def is_alone(kind: str):
-    return lambda executable: executable.types == [kind]
-
-
-def loses_a_pool_between_decode_buckets(executable: FaultyExecutable, operands):
-    """The wrong thing happens only where one decode bucket runs straight after the other."""
-    last, decodes = executable.device.last, ("RecurrentGatedDeltaRule" in executable.types and is_whole(executable))
-    if decodes and last is not None and last is not executable and "RecurrentGatedDeltaRule" in last.types and is_whole(last):
-        for operand in executable.ge_file.bound:
-            operands[operand].zero_()
-    return right(executable, operands)
-
-
-@pytest.fixture
-def bringup(npu_artifact, monkeypatch):
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
     monkeypatch.setattr(layers, "STEPS", 2)
 
-    def run(on_run=right, wanted=RUNGS):
-        for module in (rungs, executors):
-            monkeypatch.setattr(module, "open_device", lambda kind, index=0: FaultyDevice(on_run, index=index))
-        planned = {name: setting.value for name, setting in npu_artifact.manifest.environment.items()}
-        ladder = Bringup(npu_artifact, RankSettings(device="emulated"), planned, tiny.QUIET, wanted=wanted)
-        ladder.run()
-        return ladder.results
 
-    return run
-
-
-def test_a_device_without_a_fault_passes_every_rung_with_times_beside_estimates(bringup):
-    results = bringup()
-    assert [(result.name, result.passed) for result in results] == [(name, True) for name in RUNGS]
+def test_a_device_without_a_fault_passes_every_rung_with_times_beside_estimates(npu_artifact):
+    results = faulty.ladder(npu_artifact).run()
+    assert [(result.name, result.failures, result.passed) for result in results] == [(name, [], True) for name in RUNGS]
     by_name = {result.name: result for result in results}
     assert by_name["operators"].facts["run"] == len(by_name["operators"].timings) > 100
     assert by_name["operators"].facts["run"] + len(by_name["operators"].left_out) == by_name["operators"].facts["distinct"]
@@ -67,74 +45,179 @@ def test_a_device_without_a_fault_passes_every_rung_with_times_beside_estimates(
 
 
 @pytest.mark.parametrize(
-    ("on_run", "rung", "assumptions", "what"),
+    ("on_run", "wanted", "assumptions", "what"),
     [
-        (wrong_results(is_alone("FusedInferAttentionScore")), "operators", {"lengths"}, "FusedInferAttentionScore"),
-        (wrong_results(is_layer), "layers", {"write-after-read"}, "layer00_prologue"),
-        (wrong_results(is_whole), "buckets", {"one-session"}, "prefill-b1-q4"),
-        (lost_writes(is_whole), "buckets", {"one-session", "write-after-read"}, "b"),
-        (loses_a_pool_between_decode_buckets, "alternation", {"alternation"}, "all buckets in turns"),
+        (wrong_results(is_alone("FusedInferAttentionScore")), ("operators:FusedInfer", "layers"), {"lengths"}, "FusedInferAttentionScore"),
+        (wrong_results(is_layer), ("layers", "serve"), {"write-after-read"}, "layer00_prologue"),
+        (wrong_results(is_whole), ("buckets",), {"one-session"}, "prefill-b1-q4"),
+        (lost_writes(is_whole), ("buckets",), {"one-session", "write-after-read"}, "b"),
+        (faulty.loses_a_pool_between_decode_buckets, ("alternation", "handovers"), {"alternation"}, "all buckets in turns"),
     ],
     ids=["operator", "layer", "bucket", "bucket's state", "alternation"],
 )
-def test_a_fault_is_found_by_its_rung_which_is_the_last(bringup, on_run, rung, assumptions, what):
-    results = bringup(on_run, wanted=(rung, *RUNGS[RUNGS.index(rung) + 1 :]))
-    assert [(result.name, result.passed) for result in results if not result.passed] == [(rung, False)]
-    assert results[-1].name == rung
-    failure = results[-1].failures[0]
+def test_a_fault_is_found_by_its_rung_and_the_next_one_runs(npu_artifact, on_run, wanted, assumptions, what):
+    results = faulty.ladder(npu_artifact, Opens(on_run), wanted).run()
+    assert [(result.name, result.finished, result.passed) for result in results] == [
+        (text.partition(":")[0], True, number > 0) for number, text in enumerate(wanted)
+    ]
+    failure = results[0].failures[0]
     assert failure.assumption in assumptions
     assert what in failure.what
 
 
-def test_a_device_that_fails_in_a_step_is_not_asked_for_more(bringup):
-    ran = []
-
-    def failing(executable, operands):
-        ran.append(executable.types)
-        raise LoweringError("the core of the device has stopped")
-
-    (result,) = bringup(failing, wanted=("operators",))
-    assert (len(result.failures), len(ran)) == (1, 1)
-    assert "the core of the device has stopped" in result.failures[0].message
+def test_with_stop_nothing_runs_behind_a_rung_that_fails(small_artifact):
+    wrong = Opens(wrong_results(is_alone("FusedInferAttentionScore")))
+    bringup = faulty.ladder(small_artifact, wrong, ("operators:FusedInfer", "layers", "serve"), stop=True)
+    assert [result.name for result in bringup.run()] == ["operators"]
+    assert not bringup.passed
 
 
-def test_a_variable_that_is_not_set_fails_the_environment(npu_artifact):
-    ladder = Bringup(npu_artifact, RankSettings(device="emulated"), {}, tiny.QUIET, wanted=("environment",))
-    (result,) = ladder.run()
+def test_a_variable_that_is_not_set_fails_the_environment(small_artifact):
+    bringup = faulty.ladder(small_artifact, wanted=("environment",))
+    (result,) = replace(bringup, environment=faulty.CHILDREN).run()
     assert result.failures[0].assumption == "toolchain"
     assert "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True" in result.failures[0].message
 
 
-SMALLEST = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+def test_a_device_that_cannot_be_opened_is_said_once(small_artifact):
+    bringup = faulty.ladder(small_artifact, faulty.refuses_to_open)
+    (result,) = bringup.run()
+    assert (result.name, bringup.passed) == ("environment", False)
+    assert "the device is not there" in result.failures[0].message
 
 
-@pytest.fixture
-def climb(tmp_path, monkeypatch):
-    """Brings up an artifact for a mesh: one decode bucket of one request with three drafts, so that a body repeats, and a prefill."""
-    monkeypatch.setattr(layers, "STEPS", 1)
-    monkeypatch.setattr(rungs, "RECORDED_STEPS", 1)
-
-    def run(mesh, wanted=RUNGS):
-        artifact = faulty.npu_artifact(tmp_path, monkeypatch, mesh, {"buckets": (1,), "num_speculative_tokens": 3}, **SMALLEST)
-        planned = {name: setting.value for name, setting in artifact.manifest.environment.items()}
-        settings = RankSettings(device="emulated", threads=1)
-        return Bringup(artifact, settings, {**os.environ, **planned}, tiny.QUIET, wanted=wanted).run()
-
-    return run
+# --- what ends a process with a device ---
 
 
-def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(climb, monkeypatch):
-    monkeypatch.setattr(executors, "open_device", lambda kind, index=0: FaultyDevice(wrong_results(is_alone("HcomAllGather")), index=index))
-    (result,) = climb("tp=2", wanted=("collectives", "buckets"))
-    assert (result.name, result.passed) == ("collectives", False)
-    assert result.failures[0].assumption == "communicators"
-    assert "HcomAllGather" in result.failures[0].what
-    assert result.failures[0].message.startswith("rank 0: ")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operator_that_ends_its_process_is_named_and_all_others_are_judged(small_artifact, tmp_path, kind):
+    opens = OpensOnce(tmp_path, {0: Fault(9, kind)})
+    bringup = faulty.ladder(small_artifact, opens, ["operators:MatMul"], limit_s=HANG_S if kind == HANGS else None)
+    (result,) = bringup.run()
+    struck = [step for step in opens.steps() if step["device"] == 0][-1]
+    (failure,) = result.failures
+    assert struck["names"][-1] in failure.what.split()
+    assert failure.code == CODES[kind]
+    assert result.finished
+    assert bringup.findings.judged("operators") == {timing.what for timing in result.timings} | {failure.what}
+    assert len(result.timings) > 5
+
+
+@pytest.fixture(scope="module")
+def clean(small_artifact, tmp_path_factory):
+    """A bring-up without a fault, and the names of the operators of each step of its two devices."""
+    directory = tmp_path_factory.mktemp("clean")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "STEPS", 2)
+        bringup = faulty.ladder(small_artifact, OpensOnce(directory))
+        assert all(result.passed for result in bringup.run())
+    steps = OpensOnce(directory).steps()
+    return bringup, [[step for step in steps if step["device"] == device] for device in (0, 1)]
+
+
+def places(clean, rung):
+    """The device that runs a rung, and its first and last steps there."""
+    bringup, (alone, whole) = clean
+    operators = sum(len(step["names"]) < 20 for step in alone)
+    planner, buckets = StepPlanner.of(bringup.artifact), [entry.bucket for entry in bringup.artifact.manifest.graphs]
+    in_buckets = sum(len(steps) for _, steps, _ in one_after_another(planner, buckets))
+    in_turns = in_buckets + next(result for result in bringup.results if result.name == "alternation").facts["steps"]
+    return {
+        "operators": (0, (1, operators)),
+        "layers": (0, (operators + 1, len(alone))),
+        "buckets": (1, (1, in_buckets)),
+        "alternation": (1, (in_buckets + 1, in_turns)),
+        "serve": (1, (in_turns + 1,)),
+        "handovers": (1, (len(whole),)),
+    }[rung]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung not in ("environment", "collectives")])
+@pytest.mark.long
+def test_whatever_ends_a_process_is_the_finding_of_its_case_and_all_else_is_judged(small_artifact, clean, tmp_path, rung, kind):
+    device, numbers = places(clean, rung)
+    for number in numbers:
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        opens = OpensOnce(directory, {device: Fault(number, kind)})
+        bringup = faulty.ladder(small_artifact, opens, limit_s=HANG_S if kind == HANGS else None)
+        results = bringup.run()
+        assert [(result.name, bool(result.failures)) for result in results] == [(name, name == rung) for name in RUNGS]
+        assert all(result.finished for result in results)
+        (failure,) = next(result.failures for result in results if result.name == rung)
+        assert failure.code == CODES[kind]
+        struck = [step for step in opens.steps() if step["device"] == device][-1]
+        where = {"operators": struck["names"][-1], "layers": struck["names"][0].split("/")[0], "buckets": struck["file"].split(".")[0]}
+        assert where.get(rung, "") in failure.what
+        for name in RUNGS:
+            assert bringup.findings.judged(name) == clean[0].findings.judged(name)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from support import faulty
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.tools.prove.bringup import layers
+from npucompile.tools.prove.bringup.findings import NAME, Findings
+layers.STEPS = 2
+artifact, directory = Artifact.open(Path(sys.argv[1])), Path(sys.argv[2])
+wanted = ["operators:MatMul", "layers:prefill", "buckets", "alternation"]
+faulty.ladder(artifact, faulty.OpensOnce(directory), wanted, findings=Findings(directory / NAME), resume=True).run()
+"""
+
+
+def found(directory):
+    """The findings of a file that is being written."""
+    lines = (directory / NAME).read_text().splitlines() if (directory / NAME).is_file() else []
+    whole = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            whole.append(json.loads(line))
+    return whole[1:]
+
+
+def test_killed_at_any_moment_and_resumed_it_repeats_nothing_that_passed(small_artifact, tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(small_artifact.path), str(tmp_path)]
+    for most in (5, 12, 25, 10**6):
+        passed = {(line["rung"], line["case"]) for line in found(tmp_path) if not line["failures"]}
+        opened = len(list(tmp_path.glob("opened-*")))
+        process = subprocess.Popen(command, env=faulty.CHILDREN)
+        deadline = time.monotonic() + 500
+        while process.poll() is None and len(found(tmp_path)) < most and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        again = [step for step in OpensOnce(tmp_path).steps() if step["device"] >= opened]
+        alone = {step["names"][-1] for step in again if len(step["names"]) < 20}
+        assert not alone & {case.split()[1] for rung, case in passed if rung == "operators" and case}
+        parts = {step["names"][0].split("/")[0] for step in again if len(step["names"]) >= 20}
+        assert not parts & {case.split()[1] for rung, case in passed if rung == "layers" and case}
+    assert process.returncode == 0
+    cases = [(line["rung"], line["case"]) for line in found(tmp_path)]
+    assert len(cases) == len(set(cases))
+    assert {rung for rung, case in cases if not case} == {"operators", "layers", "buckets", "alternation"}
+
+
+def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(tmp_path, monkeypatch):
+    artifact = faulty.npu_artifact(tmp_path, monkeypatch, "tp=2", faulty.ONE_BUCKET, **faulty.TWO_LAYERS)
+    results = faulty.ladder(artifact, Opens(wrong_results(is_alone("HcomAllGather"))), ("collectives", "serve")).run()
+    assert [(result.name, result.finished, bool(result.failures)) for result in results] == [
+        ("collectives", True, True),
+        ("serve", True, False),
+    ]
+    assert {failure.assumption for failure in results[0].failures} == {"communicators"}
+    assert all("HcomAllGather" in failure.what for failure in results[0].failures)
+    assert results[0].failures[0].message.startswith("rank ")
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "dp=2,tp=2"])
 @pytest.mark.long
-def test_every_mesh_climbs_the_ladder_to_its_end(mesh, climb):
-    results = climb(mesh)
-    assert [(result.name, result.failures) for result in results] == [(name, []) for name in RUNGS]
+def test_every_mesh_climbs_the_ladder_to_its_end(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "STEPS", 1)
+    monkeypatch.setattr(rungs, "RECORDED_STEPS", 1)
+    artifact = faulty.npu_artifact(tmp_path, monkeypatch, mesh, {"buckets": (1,), "num_speculative_tokens": 3}, **faulty.TWO_LAYERS)
+    results = faulty.ladder(artifact).run()
+    assert [(result.name, result.failures, result.finished) for result in results] == [(name, [], True) for name in RUNGS]
     assert {result.name: result for result in results}["collectives"].facts["collectives"] > 0

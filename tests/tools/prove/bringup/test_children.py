@@ -1,0 +1,54 @@
+"""tools/prove/bringup/children.py: what ends a process is the finding of its case; one that never comes to a case is tried twice."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support import faulty
+from support.faulty import Ends
+
+from npucompile.lowering.ascend.emulator.device import VERSION
+from npucompile.lowering.device import open_device
+from npucompile.tools.prove.bringup.child import Cases
+from npucompile.tools.prove.bringup.children import Children
+from npucompile.tools.ranks.rank_settings import RankSettings
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def run(small_artifact, tmp_path):
+    made = []
+
+    def judged(cases, opens=open_device):
+        found = []
+        settings = RankSettings(device="emulated", open_device=opens)
+        made.append(Children(small_artifact, settings, 0, faulty.CHILDREN, LIMIT_S, tmp_path, found.append))
+
+        def remaining():
+            left = tuple(case for case in cases if case.name not in {finding.case for finding in found})
+            return Cases("operators", left) if left else None
+
+        return made[-1].run(remaining, "operators"), found, made[-1].version
+
+    yield judged
+    for children in made:
+        children.kill()
+
+
+def test_each_way_to_end_is_the_finding_of_its_case_and_the_next_process_goes_on(run):
+    ways = {"aborts": os.abort, "exits": faulty.exits, "hangs": faulty.hangs}
+    done, found, version = run([Ends("a"), *(Ends(name, how) for name, how in ways.items()), Ends("z")])
+    assert (done, version) == (True, VERSION)
+    assert [finding.case for finding in found] == ["a", *ways, "z"]
+    codes = [failure.code for finding in found for failure in finding.failures]
+    assert codes == ["SIGABRT", "EZ9999", "silent"]
+    assert found[3].seconds >= LIMIT_S
+    assert [len(finding.timings) for finding in found] == [1, 0, 0, 0, 1]
+
+
+def test_a_device_that_does_not_open_is_tried_twice(run):
+    done, (finding,), version = run([Ends("a"), Ends("b")], faulty.refuses_to_open)
+    assert (done, version, finding.failures[0].assumption) == (False, "", "device")
+    assert "the device is not there" in finding.failures[0].message
