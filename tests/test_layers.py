@@ -81,7 +81,7 @@ CIRCLES: tuple[tuple[str, ...], ...] = ()
 
 # Floors of tools, from the ground: a room imports those below it. A file beside the rooms stands under its name.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("__init__", "advice", "byte_sizes", "cli", "heap", "laboratory", "locate", "notation", "progress", "facts"),
+    ("__init__", "advice", "byte_sizes", "cli", "child_process", "heap", "laboratory", "locate", "notation", "progress", "facts"),
     ("settings", "agreement"),
     ("builder", "quantize"),
     ("artifact_model",),
@@ -114,7 +114,7 @@ BUDGETS: dict[str, int] = {
     "graphs": 9138,
     "lowering": 1685,
     "lowering/artifact": 1170,
-    "lowering/ascend": 16591,
+    "lowering/ascend": 16592,
     "lowering/backends": 2005,
     "models": 9220,
     "runtime": 4400,
@@ -138,19 +138,19 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 550,
-    "tests": 99211,
-    "tools": 1109,
+    "tests": 99228,
+    "tools": 1110,
     "tools/advisor": 7430,
     "tools/agreement": 1416,
     "tools/bench": 2698,
     "tools/builder": 4750,
-    "tools/commands": 2156,
+    "tools/commands": 2173,
     "tools/face": 920,
     "tools/inspection": 1060,
     "tools/lab": 2995,
     "tools/prove": 5089,
     "tools/quantize": 1200,
-    "tools/ranks": 1582,
+    "tools/ranks": 1586,
     "tools/serve": 1716,
 }
 
