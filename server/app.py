@@ -14,6 +14,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
 from ..graphs.errors import NpucompileError
+from .anthropic.messages import POSTS as MESSAGES
 from .engine.lifecycle import Lifecycle
 from .engine.service import Service
 from .fleet.prefill_hub import PATH as HANDOVER_PATH
@@ -51,7 +52,7 @@ def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, 
             WebSocketRoute("/{path:path}", _no_socket),
             page.route(),
             *probes.routes(lifecycle, lambda: hub.connections),
-            *routes(lifecycle),
+            *routes(lifecycle, MESSAGES),
         ],
         middleware=[*cors, Middleware(Door, access=access, refusals=refusals, leaving=lambda: lifecycle.leaving)],
         exception_handlers=dict.fromkeys((HTTPException, NpucompileError, Exception), probes.http_error),

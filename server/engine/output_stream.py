@@ -39,6 +39,7 @@ class CompletionEnd:
         message: the error, for the reasons "error" and "timeout".
         code: of an error that is the request's own.
         ended_by: see runtime.request.FinishEvent.
+        stopped_by: the stop string that ended it.
     """
 
     reason: str
@@ -46,6 +47,7 @@ class CompletionEnd:
     message: str | None = None
     ended_by: tuple[int, Logprobs] | None = None
     code: str | None = None
+    stopped_by: str | None = None
 
     @property
     def status(self) -> str:
@@ -146,7 +148,8 @@ class OutputStream:
         ended = event.reason in ("cancelled", "length", "timeout") or event.code == "draining"
         reason = "stop" if self.stopped and ended else event.reason
         ended_by = None if self.stopped else event.ended_by
-        return last, CompletionEnd(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message, ended_by, event.code)
+        usage, stopped_by = Usage(event.prompt_tokens, output_tokens, event.record), self._stop.matched if self._stop else None
+        return last, CompletionEnd(reason, usage, event.message, ended_by, event.code, stopped_by)
 
     def _until_stop(self, text: str) -> str:
         if self._stop is None or self._output_tokens <= self._min_tokens:

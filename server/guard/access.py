@@ -89,7 +89,7 @@ class Access:
         self._check_origin(headers.get(b"origin"), host)
         if scope["path"] in CHANGING_PATHS and b"origin" not in headers and ANY not in self.origins:
             _check_page(headers)
-        return None if scope["path"] in OPEN_PATHS else self._check_key(headers.get(b"authorization"), scope.get("subprotocols", ()))
+        return None if scope["path"] in OPEN_PATHS else self._check_key(_authorization(headers), scope.get("subprotocols", ()))
 
     def trusts(self, address: str) -> bool:
         """Whether a connection from there is a proxy's."""
@@ -122,6 +122,12 @@ class Access:
         if sum(hmac.compare_digest(given, known) for known in self.key_digests):
             return given.hex()
         raise Refusal("invalid_api_key", state="is not one of this server's" if offered else "is missing")
+
+
+def _authorization(headers: Mapping[bytes, str]) -> str | None:
+    """The header that has the key; clients of Anthropic's API have one of their own."""
+    key = headers.get(b"x-api-key")
+    return headers.get(b"authorization") or (None if key is None else f"Bearer {key}")
 
 
 def _check_page(headers: Mapping[bytes, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,6 +12,7 @@ from ...graphs.errors import RequestError
 from ...runtime.request import Request as EngineRequest
 from ..chat.reply_grammar import check_choice
 from ..chat.template import Chat
+from ..engine.generation import GenerationOptions
 from ..engine.prompts import Prompt, counted, prompt_of, reading, rendered
 from ..engine.service import Service
 from ..guard.work import off_loop
@@ -25,14 +27,26 @@ from .request_models import ChatRequest
 from .sse import EventStream, whole
 
 
-async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Response:
-    """Answers a request.
+class Ready(NamedTuple):
+    """A chat that can be submitted.
+
+    Attributes:
+        so_far: what the message of the assistant has already that is continued.
+    """
+
+    prompt: Prompt
+    requests: tuple[EngineRequest, ...]
+    options: GenerationOptions
+    use: ToolUse
+    so_far: str
+
+
+async def ready(api: Api, service: Service, body: ChatRequest, request: Request, name: str) -> Ready:
+    """Renders a chat and makes the engine's requests, of which `name` is the first one's id.
 
     Raises:
         RequestError: it cannot be served.
     """
-    service, usage = api.service(), usage_wanted(body)
-    service.check_model(body.model)
     max_tokens, field = length_of(body)
     options = options_of(body, service, max_tokens, _logprobs(body), field)
     use = tool_use(body)
@@ -40,15 +54,6 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
     if any(map(service.tokenizer.is_special, service.chat.marks(tools=bool(use.offered)))):
         # Text without special tokens would be text without marks.
         options = replace(options, skip_special_tokens=False)
-    header = Header(
-        id=new_id("chatcmpl-"),
-        object="chat.completion",
-        created=service.now_s(),
-        model=service.model.name,
-        system_fingerprint=fingerprint(service),
-        chunk_object="chat.completion.chunk",
-        warnings=service.left_out.warnings(_left_out(body)),
-    )
     chat = chat_of(body, service)
     so_far = str(chat.messages[-1]["content"]) if chat.continue_final_message else ""
     takes = takes_long(sum(len(str(message["content"])) for message in chat.messages), options) or use.constrains
@@ -61,11 +66,31 @@ async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Res
             prompt = prompt_of(service, chat, read, "messages")
             form = service.chat.reply(prompt.text, use, options.format, so_far=so_far)
             form_options = replace(options, format=form)
-            return prompt, service.requests(header.id, prompt.token_ids, form_options, "messages", prompt.pictures)
+            return prompt, service.requests(name, prompt.token_ids, form_options, "messages", prompt.pictures)
 
-        prompt, requests = await off_loop(takes, prepared)
+        return Ready(*await off_loop(takes, prepared), options, use, so_far)
+
+
+async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Response:
+    """Answers a request.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
+    service, usage = api.service(), usage_wanted(body)
+    service.check_model(body.model)
+    header = Header(
+        id=new_id("chatcmpl-"),
+        object="chat.completion",
+        created=service.now_s(),
+        model=service.model.name,
+        system_fingerprint=fingerprint(service),
+        chunk_object="chat.completion.chunk",
+        warnings=service.left_out.warnings(_left_out(body)),
+    )
+    prompt, requests, options, use, so_far = await ready(api, service, body, request, header.id)
     choices = [
-        ChatChoice(index, _parser(body, service, prompt.text, so_far), body, prompt.token_ids, service.tokenizer, use.declared)
+        ChatChoice(index, parser_of(body, service, prompt.text, so_far), body, prompt.token_ids, service.tokenizer, use.declared)
         for index in range(body.n)
     ]
     live = api.generate(header.id, requests, options, request, streams=body.stream)
@@ -111,7 +136,8 @@ def chat_of(body: ChatRequest, service: Service) -> Chat:
     )
 
 
-def _parser(body: ChatRequest, service: Service, prompt: str, so_far: str) -> MessageParser:
+def parser_of(body: ChatRequest, service: Service, prompt: str, so_far: str) -> MessageParser:
+    """What reads the reply to a rendered prompt."""
     return service.chat.parser(prompt, tool_use(body).offered, separate_reasoning=body.separate_reasoning, so_far=so_far)
 
 

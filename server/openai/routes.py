@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,8 +101,12 @@ STORED = (
 """Method and path of what is done with responses that are kept."""
 
 
-def routes(lifecycle: Lifecycle) -> list[Route]:
-    """The routes."""
+def routes(lifecycle: Lifecycle, others: Sequence[Post] = ()) -> list[Route]:
+    """The routes.
+
+    Args:
+        others: of APIs that are not OpenAI's, over the same completions.
+    """
     api = Api(lifecycle)
 
     async def models(_: Request) -> Response:
@@ -112,7 +116,7 @@ def routes(lifecycle: Lifecycle) -> list[Route]:
         return JSONResponse(one_model(lifecycle.serving().model, request.path_params["name"]))
 
     return [
-        *(Route(post.path, _guarded(_posted(api, post)), methods=["POST"]) for post in POSTS),
+        *(Route(post.path, _guarded(_posted(api, post)), methods=["POST"]) for post in (*POSTS, *others)),
         *(Route(path, _guarded(partial(endpoint, api)), methods=["GET", "POST"]) for path, endpoint in GETS.items()),
         *(Route(path, _guarded(partial(endpoint, api)), methods=[method]) for method, path, endpoint in STORED),
         Route("/v1/models", _guarded(models)),

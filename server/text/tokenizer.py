@@ -176,25 +176,30 @@ class StopMatcher:
     Text that may be the beginning of a stop string is held back.
 
     Attributes:
-        hit: a stop string has been found.
+        matched: the stop string that was found; None before.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
         self._pending = ""
-        self.hit = False
+        self.matched: str | None = None
+
+    @property
+    def hit(self) -> bool:
+        """Whether a stop string has been found."""
+        return self.matched is not None
 
     def push(self, text: str) -> str:
-        """The text that is certainly before any stop string; sets `hit` once one is complete."""
+        """The text that is certainly before any stop string; sets `matched` once one is complete."""
         if self.hit:
             return ""
         text = self._pending + text
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
-            self.hit = True
-            self._pending = ""
-            return text[: min(matches)[1]]
+            end, start = min(matches)
+            self.matched, self._pending = text[start:end], ""
+            return text[:start]
         keep = next((n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._may_begin(text[-n:])), 0)
         self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
