@@ -87,6 +87,10 @@ class OperatorCall:
         arguments: Any = map_aggregate((self.args, dict(self.kwargs)), operand)
         node = graph.call_function(_named(self.target), tuple(arguments[0]), dict(arguments[1]))
         node.meta["val"] = self.vals
+        waits = self.target.startswith("_c10d_functional.")
+        if waits:
+            node = graph.call_function(_named("_c10d_functional.wait_tensor.default"), (node,))
+            node.meta["val"] = self.vals
         results = [node]
         if not isinstance(self.vals, torch.Tensor):
             results = [graph.call_function(_named("operator.getitem"), (node, i)) for i in range(len(self.vals))]
@@ -98,7 +102,7 @@ class OperatorCall:
             if any(isinstance(arguments[1].get(name), Node) for name in ("actual_seq_lengths_kv", "actual_seq_kvlen"))
             else ()
         )
-        nodes = 1 if isinstance(self.vals, torch.Tensor) else 1 + len(self.vals)
+        nodes = 1 + waits if isinstance(self.vals, torch.Tensor) else 1 + len(self.vals)
         data = graph_io.encode(GraphModule(torch.nn.Module(), graph))
         return AclFile(data, len(operands), len(results), (), cuts, self.captured, (("", nodes),))
 
@@ -132,7 +136,7 @@ class CallRecorder:
         target = str(node.target)
         if target in GROUP_ARGUMENTS or not launches([node]):
             return
-        plain: Any = map_aggregate((args, dict(kwargs)), _described)
+        plain: Any = map_aggregate((args, dict(kwargs)), described)
         key = f"{target} {plain}"
         if key not in self.calls:
             copied: Any = map_aggregate((args, dict(kwargs)), _copied)
@@ -144,7 +148,8 @@ class CallRecorder:
             self.calls[key] = OperatorCall(self._graph.bucket, target, *arguments, node.meta["val"], captured, number)
 
 
-def _described(value: Any) -> Any:
+def described(value: Any) -> Any:
+    """An argument as text, without the values of tensors."""
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else value
 
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from ....graphs.errors import LoweringError
 from ....graphs.types import Bucket, Mesh
 from ....lowering.artifact.artifact import Artifact
+from ....lowering.ascend.acl_graph.file import AclFile, graph_of
 from ....lowering.ascend.emulator.ge_program import parsed_shape
 from ....lowering.ascend.emulator.interpreter import Interpreter
+from ....lowering.ascend.ge_file import GeFile
 from ....lowering.ascend.operators.call import GeOp, read
-from ....lowering.ascend.operators.table import COMMUNICATING, types_of
-from ....lowering.ascend.subgraph import Subgraph
+from ....lowering.ascend.operators.record import NpuOperator
+from ....lowering.ascend.operators.table import COMMUNICATING, COMMUNICATING_TARGETS, types_of
 from ....lowering.device import Device
 from ...agreement.compare import first_mismatch
+from .captured import OperatorCall, described
 from .device_graph import DeviceGraph, Host
-from .recording import BucketGraph, bucket_graphs
+from .recording import BucketGraph, ShippedBucket, shipped_buckets
 from .results import COLLECTIVES, Failure, Wanted
 
 DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
@@ -42,39 +49,46 @@ class CollectiveCase:
     """One collective, or a dispatch of tokens to experts with the combine that brings them back.
 
     Attributes:
+        label: of the operator, as in its graph.
+        file: a graph of it alone.
+        results: names of the results.
         kinds: dtype and shape of each operand.
-        slots: GE's name of each operand.
+        slots: GE's name of each operand, where it has any.
         loads: how tokens are spread over experts; one empty name for other collectives.
+        experts: of all ranks, where tokens are sent to experts.
     """
 
     bucket: Bucket
-    op: GeOp
-    part: Subgraph
+    label: str
+    record: NpuOperator
+    file: GeFile | AclFile
+    results: tuple[str, ...]
     kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     slots: tuple[str, ...]
-    loads: tuple[str, ...]
+    loads: tuple[str, ...] = ("",)
+    experts: int = 0
 
     @property
     def collective(self) -> str:
         """Its name in partitioned graphs."""
-        return COMMUNICATING[self.op.type].collective
+        return self.record.collective
 
     @property
     def name(self) -> str:
         """Where it is."""
-        return f"{self.bucket.name} {self.op}"
+        return f"{self.bucket.name} {self.label}"
 
     @property
     def assumption(self) -> str:
         """What it refutes if it is wrong."""
-        return COMMUNICATING[self.op.type].trial.wrong
+        return self.record.trial.wrong
 
     def operands(self, rank: int, load: str) -> list[torch.Tensor]:
         """Contents of a rank; any rank can compute those of every other."""
         generator, values = torch.Generator().manual_seed(1 + rank), []
         for slot, (dtype, shape) in zip(self.slots, self.kinds, strict=True):
             if slot == "expert_ids":
-                value = expert_ids(load, shape, int(self.op.attrs["moe_expert_num"]), rank, generator)
+                value = expert_ids(load, shape, self.experts, rank, generator)
             elif slot == "expert_scales":
                 value = torch.rand(shape, generator=generator) + 0.125
             elif dtype.is_floating_point:
@@ -97,25 +111,55 @@ def expert_ids(load: str, shape: tuple[int, ...], experts: int, rank: int, gener
     return torch.arange(first, first + choices).expand(shape)
 
 
-def collective_cases(graphs: Sequence[BucketGraph], mesh: Mesh) -> tuple[list[CollectiveCase], list[str]]:
+def collective_cases(graphs: Sequence[ShippedBucket], mesh: Mesh) -> tuple[list[CollectiveCase], list[str]]:
     """The distinct collectives of all graphs, and those that are left out with the reason."""
-    cases: dict[tuple[str, ...], CollectiveCase] = {}
+    cases: list[CollectiveCase] = []
+    seen: set[tuple[str, ...]] = set()
     left_out: list[str] = []
     for graph in graphs:
-        for message in graph.whole.ops.values():
-            if message.type not in COMMUNICATING:
+        for key, label, make in _of_ge(graph) if isinstance(graph, BucketGraph) else _of_captured(graph):
+            if key in seen:
                 continue
-            op = read(message)
-            key = (op.type, str(sorted(op.attrs.items())), *(graph.declared(t) if t else "" for t in op.inputs), *op.results)
-            if key in cases:
-                continue
-            case = _case(graph, op)
+            seen.add(key)
+            case = make()
             size = 0 if case is None else sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in case.kinds) * mesh.size**2
             if case is None or size > MOST_BYTES:
-                left_out.append(f"{graph.bucket.name} {op}: {NOT_ALONE if case is None else f'{size:,} bytes'}")
+                left_out.append(f"{graph.bucket.name} {label}: {NOT_ALONE if case is None else f'{size:,} bytes'}")
             else:
-                cases[key] = case
-    return list(cases.values()), left_out
+                cases.append(case)
+    return cases, left_out
+
+
+Found = tuple[tuple[str, ...], str, Callable[[], CollectiveCase | None]]
+"""A collective of a graph: what distinguishes it from others, its label, and what makes a case of it."""
+
+
+def _of_ge(graph: BucketGraph) -> Iterator[Found]:
+    for message in graph.whole.ops.values():
+        if message.type in COMMUNICATING:
+            op = read(message)
+            key = (op.type, str(sorted(op.attrs.items())), *(graph.declared(t) if t else "" for t in op.inputs), *op.results)
+            yield key, str(op), functools.partial(_case, graph, op)
+
+
+def _of_captured(graph: ShippedBucket) -> Iterator[Found]:
+    assert isinstance(graph.file, AclFile)
+    for node in graph_of(graph.file).graph.nodes:
+        if (record := COMMUNICATING_TARGETS.get(str(node.target))) is not None:
+            arguments: Any = map_aggregate(
+                (node.args, dict(node.kwargs)), lambda value: value.meta["val"] if isinstance(value, Node) else value
+            )
+            call = OperatorCall(graph.bucket, str(node.target), tuple(arguments[0]), dict(arguments[1]), node.meta["val"], captured=False)
+            label = f"{node.name} ({node.target})"
+            yield (str(node.target), str(map_aggregate(arguments, described))), label, functools.partial(_call_case, label, record, call)
+
+
+def _call_case(label: str, record: NpuOperator, call: OperatorCall) -> CollectiveCase | None:
+    if record.own_group:
+        return None
+    kinds = tuple((value.dtype, tuple(value.shape)) for value in call.tensors)
+    file = call.file()
+    return CollectiveCase(call.bucket, label, record, file, tuple(f"result {i}" for i in range(file.outputs)), kinds, ("",) * len(kinds))
 
 
 def _case(graph: BucketGraph, op: GeOp) -> CollectiveCase | None:
@@ -140,8 +184,10 @@ def _case(graph: BucketGraph, op: GeOp) -> CollectiveCase | None:
         t: slot for name in reversed(names) for slot, t in zip(read(part_of.ops[name]).slots, read(part_of.ops[name]).inputs, strict=True)
     }
     kinds = tuple((values[t].dtype, tuple(values[t].shape)) for t in part.operands)
-    loads = LOADS if collective in (DISPATCH, COMBINE) else ("",)
-    return CollectiveCase(graph.bucket, op, part, kinds, tuple(slots[t] for t in part.operands), loads)
+    named = (str(op), COMMUNICATING[op.type], part.ge_file, part.results, kinds, tuple(slots[t] for t in part.operands))
+    if collective not in (DISPATCH, COMBINE):
+        return CollectiveCase(graph.bucket, *named)
+    return CollectiveCase(graph.bucket, *named, LOADS, int(op.attrs["moe_expert_num"]))
 
 
 def _kind(graph: BucketGraph, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -175,12 +221,12 @@ def run_collectives(
     failures: list[Failure] = []
     for case in cases:
         watch.begin(case)
-        oracle, graph = Interpreter(case.part.ge_file, mesh), None
+        oracle, graph = Interpreter(case.file, mesh), None
         of_case: list[Failure] = []
         for load in case.loads:
             of_all = [case.operands(other, load) for other in range(mesh.size)]
             try:
-                graph = graph or DeviceGraph(host, case.part.ge_file, of_all[rank], rank, communicators)
+                graph = graph or DeviceGraph(host, case.file, of_all[rank], rank, communicators)
                 for index, operand in enumerate(of_all[rank]):
                     graph.feed(index, operand)
                 actual, _ = graph.run()
@@ -195,7 +241,7 @@ def run_collectives(
 
 def _difference(case: CollectiveCase, expected: list[torch.Tensor], actual: list[torch.Tensor]) -> str:
     if case.collective != DISPATCH:
-        pairs = list(zip(case.part.results, expected, actual, strict=True))
+        pairs = list(zip(case.results, expected, actual, strict=True))
     else:
         # Rows, counts of each expert and counts of each source; the record of origins is for the combine alone.
         counts = expected[3]
@@ -255,7 +301,7 @@ class CollectivesCheck:
             CollectiveError: naming the collective, the rank and both values.
         """
         mesh = Mesh.parse(artifact.manifest.mesh)
-        cases, self.left_out = collective_cases(bucket_graphs(artifact), mesh)
+        cases, self.left_out = collective_cases(shipped_buckets(artifact), mesh)
         self.count, wanted = (
             len(cases),
             [case for case in cases if case.name not in self.skip and self.wanted.takes(COLLECTIVES, case.name)],

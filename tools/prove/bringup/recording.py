@@ -91,11 +91,6 @@ def shipped_buckets(artifact: Artifact) -> list[ShippedBucket]:
     return graphs
 
 
-def bucket_graphs(artifact: Artifact) -> list[BucketGraph]:
-    """The GE graphs of an artifact, smallest bucket first."""
-    return [graph for graph in shipped_buckets(artifact) if isinstance(graph, BucketGraph)]
-
-
 def distinct_bodies(graph: BucketGraph) -> dict[str, list[str]]:
     """The first call of each body, by its prefix, with its operators; equal operators, shapes and constants make the same body."""
     distinct: dict[bytes, str] = {}

@@ -135,7 +135,7 @@ class Bringup:
                     self._add(Finding(LAYERS, "", facts={"steps": layers.STEPS}, left_out=left_out))
         children.close()
         if self._goes_on:
-            self._on_all_ranks(children, captured=bool(captured))
+            self._on_all_ranks(children)
 
     @functools.cached_property
     def _shipped(self) -> list[ShippedBucket]:
@@ -240,11 +240,8 @@ class Bringup:
         with self.progress.bar("record", layers.STEPS) as bar:
             return layers.layer_cases(graph, recorder, planner.of_one_bucket(graph.bucket, layers.STEPS), bar)
 
-    def _on_all_ranks(self, children: Children, *, captured: bool) -> None:
+    def _on_all_ranks(self, children: Children) -> None:
         rungs = [rung for rung in ALL_RANKS if rung in self.wanted.cases]
-        if captured and COLLECTIVES in rungs:
-            rungs.remove(COLLECTIVES)
-            self._add(Finding(COLLECTIVES, "", left_out=["collectives of captured graphs: they run within their buckets"]))
         # Ranks that a launcher started join once, and all of them decide by their command lines what they run.
         asked = itertools.count()
 
@@ -253,6 +250,8 @@ class Bringup:
                 if not self._ended(rung) and self._all_judged(rung):
                     self._add(Finding(rung, ""))
             done = {rung: self.findings.judged(rung) for rung in rungs if not self._ended(rung)}
+            if self.config and COLLECTIVES in rungs:
+                done[COLLECTIVES] = frozenset()
             stuck = any(READY in cases for cases in done.values()) or (self.config and next(asked)) or not self._goes_on
             return OnAllRanks(self.config, self.environment, done, self.wanted, self.stop) if done and not stuck else None
 

@@ -16,14 +16,14 @@ from npucompile.lowering.ascend.subgraph import WholeGraph
 from npucompile.lowering.device_error import DeviceError
 from npucompile.tools.prove.bringup.device_graph import Host
 from npucompile.tools.prove.bringup.operators import chosen, distinct_operators
-from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, is_int4
+from npucompile.tools.prove.bringup.recording import Recorder, is_int4, shipped_buckets
 from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.ranks.random_weights import random_params
 
 
 @pytest.fixture(scope="module")
 def cases(npu_artifact):
-    return recorded(npu_artifact, bucket_graphs(npu_artifact)[0], 2)
+    return recorded(npu_artifact, shipped_buckets(npu_artifact)[0], 2)
 
 
 def recorded(artifact, graph, steps):
@@ -37,7 +37,7 @@ def recorded(artifact, graph, steps):
 
 def test_a_case_is_one_operator_with_what_cannot_be_an_operand(tmp_path, monkeypatch):
     artifact = faulty.npu_artifact(tmp_path, monkeypatch, "1", {"buckets": (1,), "num_speculative_tokens": 3})
-    graph = next(graph for graph in bucket_graphs(artifact) if graph.bucket.kind == "decode")
+    graph = next(graph for graph in shipped_buckets(artifact) if graph.bucket.kind == "decode")
     for case in recorded(artifact, graph, 1):
         inner = [op for op in WholeGraph(case.subgraph.ge_file).ops.values() if op.type not in BORDER]
         assert [op.type for op in inner if not is_int4(op)] == [case.op.type]

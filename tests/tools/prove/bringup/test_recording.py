@@ -8,14 +8,14 @@ import torch
 from npucompile.graphs.types import COORDS, Mesh
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.tools.prove.bringup import recording
-from npucompile.tools.prove.bringup.recording import Recorder, bucket_graphs, distinct_bodies
+from npucompile.tools.prove.bringup.recording import Recorder, distinct_bodies, shipped_buckets
 from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.ranks.random_weights import random_params
 
 
 @pytest.fixture
 def setup(npu_artifact):
-    graph = bucket_graphs(npu_artifact)[0]
+    graph = shipped_buckets(npu_artifact)[0]
     planner = StepPlanner(npu_artifact.manifest.limits, 260)
     state = planner.initial_state(graph.signature.state)
     return graph, planner, state, lambda rank: random_params(npu_artifact, rank)
