@@ -85,6 +85,14 @@ class DeviceExecutable(Executable, Protocol):
         """Operands that this graph wants in the tiled format NZ; all others are row-major (ND)."""
         ...
 
+    def warm_up(self, operands: Sequence[torch.Tensor | None]) -> None:
+        """Queues what must have run before `compile`, with the same operands: operators whose launches are going to be captured.
+
+        Raises:
+            LoweringError: as `compile`.
+        """
+        ...
+
     def __call__(self, operands: Sequence[torch.Tensor | None], /) -> list[torch.Tensor]:
         """Queues one step; its operands are those that it was compiled for."""
         ...
@@ -140,6 +148,14 @@ class Device(Protocol):
 
     def record(self) -> Event:
         """An event behind everything queued so far."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Memory of the device that is in use."""
+        ...
+
+    def ready(self) -> None:
+        """Says that steps are served from now on: what executables do at their first run has been done."""
         ...
 
     def expect(self, parts: Iterable[MemoryPart]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,15 +36,12 @@ from .kv_transfer.layout import Region, regions
 from .kv_transfer.transfer_engine import Memory
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 from .steps.pack import without_unused
+from .warm_up import CACHED, COMPILED, LIMIT_S, Agree, Report, WarmUp, in_order
 
 log = logging.getLogger(__name__)
 
 AREA_ALIGNMENT = 2 << 20
 """Of addresses and sizes that links of Ascend devices reach (Mooncake, ascend_direct_transport.md)."""
-
-COMPILED, CACHED = "compiled", "cached"
-Report = Callable[[Bucket, float, str], None]
-"""Called after each bucket: the seconds that compiling it took, and `COMPILED`, `CACHED` or why it cannot run."""
 
 
 class LaunchedStep(NamedTuple):
@@ -76,7 +73,8 @@ class DeviceExecutor:
     Everything is allocated once. All buckets run over the same parameters, pools and input buffer, so that changing the bucket is
     choosing another executable. `launch` returns before the step has run, and the next step may be queued behind it.
 
-    A bucket that the device's compiler refuses is left out and said to be (`missing`); other buckets run its steps.
+    Each bucket is compiled and runs a step of padding, the largest first (warm_up.py). One that the device refuses, as its compiler does
+    or where its memory is too small, is left out on all ranks and said to be (`missing`); other buckets run its steps.
 
     Attributes:
         device: of this rank.
@@ -91,11 +89,12 @@ class DeviceExecutor:
         cache_dir: an existing directory of compiled graphs; None keeps none.
         step_timeout_s: how long a step may take before it counts as hanging; None waits for ever.
         report: called after each bucket.
+        agree: of all ranks that start at the same time.
 
     Raises:
         ArtifactError: a file is missing or does not match the manifest, or a bucket has no executable.
         SpecError: the artifact has no such rank.
-        LoweringError: an executable is not of this device; or no prefill or no decode bucket can be compiled, with the reasons.
+        LoweringError: an executable is not of this device; no prefill or no decode bucket can run, with the reasons; or the device failed.
     """
 
     groups, run_ahead = 1, 1
@@ -111,6 +110,7 @@ class DeviceExecutor:
         cache_dir: Path | None = None,
         step_timeout_s: float | None = None,
         report: Report = lambda bucket, seconds, outcome: None,
+        agree: Agree = lambda reason, limit_s: reason,
     ) -> None:
         manifest = artifact.manifest
         mesh, rules = Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
@@ -149,7 +149,11 @@ class DeviceExecutor:
             params.load(load_params)
             self._operands |= {bucket: params.operands(bucket, others[bucket]) for bucket in same}
         self.missing: dict[Bucket, str] = {}
-        self._executables = self._compile(executables, cache_dir, report)
+        limit_s = None if step_timeout_s is None else max(LIMIT_S, step_timeout_s)
+        self._executables = self._start(manifest.graphs, executables, WarmUp(device, agree, cache_dir, limit_s), report)
+        # Padding leaves no trace.
+        self._area.zero_()
+        device.ready()
         self._compiles_before_ready = compile_evidence()
 
     @property
@@ -255,30 +259,23 @@ class DeviceExecutor:
                 first = number * region.stride_bytes
                 yield MemoryPart(pool, first, first + region.item_bytes)
 
-    def _compile(
-        self, executables: Mapping[Bucket, DeviceExecutable], cache_dir: Path | None, report: Report
+    def _start(
+        self, graphs: Sequence[GraphEntry], executables: Mapping[Bucket, DeviceExecutable], warm_up: WarmUp, report: Report
     ) -> dict[Bucket, DeviceExecutable]:
-        compiled = {}
-        for bucket in compile_order(executables):
-            began = time.monotonic()
-            # A compiler may run a step: one of padding, whose inputs are legal, where memory of zeros is not.
+        started = {}
+        for entry in in_order(graphs):
+            bucket, began = entry.bucket, time.monotonic()
+            # Its inputs are legal, where memory of zeros is not.
             self._inputs.pad(bucket, kind_of(bucket).padding)
-            try:
-                outcome = COMPILED if executables[bucket].compile(self._operands[bucket], cache_dir) else CACHED
-                compiled[bucket] = executables[bucket]
-            except LoweringError as error:
-                self.missing[bucket] = outcome = str(error)
-                log.error("%s cannot be compiled, other buckets run its steps: %s", bucket.name, error)
+            outcome = warm_up.start(entry, executables[bucket], self._operands[bucket])
+            if outcome in (COMPILED, CACHED):
+                started[bucket] = executables[bucket]
+            else:
+                self.missing[bucket] = outcome
+                log.error("%s cannot be compiled or run, other buckets run its steps: %s", bucket.name, outcome)
             report(bucket, time.monotonic() - began, outcome)
-        check_serving(compiled, self.missing)
-        return compiled
-
-
-def compile_order(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """The smallest set that can serve first, the smallest prefill and the smallest decode bucket; then all others, smallest first."""
-    in_order = sorted(buckets, key=lambda bucket: (bucket.tokens, bucket))
-    first = {bucket.kind: bucket for bucket in reversed(in_order)}
-    return sorted(in_order, key=lambda bucket: (bucket is not first[bucket.kind], bucket.tokens, bucket))
+        check_serving(started, self.missing)
+        return started
 
 
 def _open(device: Device, artifact: Artifact, entry: GraphEntry, rank: int, communicators: Mapping[str, str]) -> DeviceExecutable:

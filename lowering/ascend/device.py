@@ -153,21 +153,25 @@ class GeExecutable:
         self._compiled = True
         return not cached
 
+    def warm_up(self, operands: Sequence[torch.Tensor | None]) -> None:
+        """Does nothing: GE captures nothing."""
+
     def __call__(self, operands: Sequence[torch.Tensor | None], /) -> list[torch.Tensor]:
         """Runs one step.
 
         Raises:
-            LoweringError: the graph is not compiled, the number of operands is another, or GE returns another number of results than
-                the graph has.
+            LoweringError: the graph is not compiled, the number of operands is another, GE refuses, or returns another number of results
+                than the graph has.
         """
         if not self._compiled:
             raise LoweringError("the graph is not compiled; legal is compile() before the first step")
         fed = self._fed(operands)
-        assigned: list[torch.Tensor | None] = [None] * self._returned
+        assigned: list[torch.Tensor | None] = [None] * self._returned if self.ge_file.donations else []
         for output, operand in self.ge_file.donations:
             assigned[output] = operands[operand]
+        # At the first run the graph is loaded, and takes its memory.
         with named(f"a step on {self._engine.device}"):
-            results = self._graph.run(fed, assigned) if self.ge_file.donations else self._graph.run(fed)
+            results = self._graph.run(fed, assigned) if assigned else self._graph.run(fed)
         if len(results) != self._returned:
             raise LoweringError(f"GE returned {len(results)} tensors; the graph has {self._returned} outputs")
         return list(results[: self.ge_file.outputs])

@@ -112,6 +112,14 @@ class NpuDevice:
         event.record()
         return StreamEvent(event, self.name, self.enter, WHEN_LATE)
 
+    def used_bytes(self) -> int:
+        """Memory of the NPU that is in use, by whomever."""
+        free, total = self._torch_npu.npu.mem_get_info(self._index)
+        return int(total - free)
+
+    def ready(self) -> None:
+        """Does nothing: an NPU does not know."""
+
     def expect(self, parts: Iterable[MemoryPart]) -> None:
         """Does nothing: links write the NPU's memory without it."""
 

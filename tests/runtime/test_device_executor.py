@@ -21,7 +21,7 @@ from npucompile.lowering.artifact.shards import load_shard
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import decode
-from npucompile.runtime.device_executor import AREA_ALIGNMENT, DeviceExecutor, compile_order
+from npucompile.runtime.device_executor import AREA_ALIGNMENT, DeviceExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import ExecutorError
 from npucompile.runtime.request import Request, Sampling
@@ -150,12 +150,6 @@ def test_neither_running_ahead_nor_drafts_change_a_greedy_token(executor, monkey
     assert executor.backends == {bucket.name: "ge" for bucket in (PREFILL, ONE, TWO)}
 
 
-def test_a_set_that_can_serve_is_compiled_first():
-    names = ["decode-b8-q2", "decode-b1-q2", "prefill-b1-q64", "decode-b2-q2", "prefill-b1-q4"]
-    in_order = compile_order(Bucket(kind, int(b[1:]), int(q[1:])) for kind, b, q in (name.split("-") for name in names))
-    assert [bucket.name for bucket in in_order] == [names[i] for i in (1, 4, 3, 0, 2)]
-
-
 def outcomes(artifact, cache):
     reports = []
     with closing(
@@ -165,8 +159,8 @@ def outcomes(artifact, cache):
 
 
 def test_a_second_start_compiles_nothing(artifact, tmp_path):
-    assert outcomes(artifact, tmp_path) == [(bucket, True, "compiled") for bucket in (ONE, PREFILL, TWO)]
-    assert outcomes(artifact, tmp_path) == [(bucket, True, "cached") for bucket in (ONE, PREFILL, TWO)]
+    assert outcomes(artifact, tmp_path) == [(bucket, True, "compiled") for bucket in (TWO, PREFILL, ONE)]
+    assert outcomes(artifact, tmp_path) == [(bucket, True, "cached") for bucket in (TWO, PREFILL, ONE)]
 
 
 class Refusing:
@@ -195,9 +189,9 @@ def test_a_bucket_that_cannot_be_compiled_runs_in_larger_ones(artifact, executor
     with closing(opened(artifact, Refusing(artifact, ONE), report=lambda *report: reports.append(report))) as degraded:
         assert degraded.missing == {ONE: "compiling the graph with GE failed: E89999: no tiling"}
         assert [(bucket, outcome) for bucket, _, outcome in reports] == [
-            (ONE, degraded.missing[ONE]),
-            (PREFILL, "compiled"),
             (TWO, "compiled"),
+            (PREFILL, "compiled"),
+            (ONE, degraded.missing[ONE]),
         ]
         assert degraded.buckets == (TWO, PREFILL)
         assert "decode-b1-q2 cannot be compiled" in caplog.text

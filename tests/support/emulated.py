@@ -6,6 +6,7 @@ import datetime
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,14 @@ class Machine:
         if not self.operands:
             ranks = zip(self.devices, operands_per_rank, strict=True)
             self.operands = [[device.empty(x.shape, x.dtype) for x in operands] for device, operands in ranks]
-        for there, operands in zip(self.operands, operands_per_rank, strict=True):
-            for target, source in zip(there, operands, strict=True):
-                target.copy_(source)
-        for executable, there in zip(self.executables, self.operands, strict=True):
-            if not executable._compiled:
+        self._fill(operands_per_rank)
+        if not self.executables[0]._compiled:
+            with ThreadPoolExecutor(len(self.executables)) as threads:
+                # A rank waits for the others.
+                list(threads.map(lambda executable, there: executable.warm_up(there), self.executables, self.operands))
+            for executable, there in zip(self.executables, self.operands, strict=True):
                 executable.compile(there)
+            self._fill(operands_per_rank)
         results = [executable(there) for executable, there in zip(self.executables, self.operands, strict=True)]
         for device in self.devices:
             device.record().wait(WAIT_S)
@@ -108,6 +111,11 @@ class Machine:
             for i in _written(self.ge_file):
                 operands[i].copy_(there[i])
         return [[result.cpu() for result in own] for own in results]
+
+    def _fill(self, operands_per_rank: Sequence[Sequence[torch.Tensor]]) -> None:
+        for there, operands in zip(self.operands, operands_per_rank, strict=True):
+            for target, source in zip(there, operands, strict=True):
+                target.copy_(source)
 
     def close(self) -> None:
         for device in self.devices:

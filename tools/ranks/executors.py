@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ...graphs.errors import ArtifactError, SpecError
 from ...graphs.types import Bucket, Mesh
@@ -22,10 +22,12 @@ from ...lowering.collectives_check import EXPERT_GROUPS
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing
 from ...lowering.platform import Platform
 from ...runtime.cpu_executor import CpuExecutor
-from ...runtime.device_executor import CACHED, COMPILED, DeviceExecutor
+from ...runtime.device_executor import DeviceExecutor
 from ...runtime.device_params import LoadParams
+from ...runtime.distributed.agreement import Agreement
 from ...runtime.distributed.process_groups import MakeGroup, ProcessGroups, gloo
 from ...runtime.executor import Executor
+from ...runtime.warm_up import CACHED, COMPILED
 from ..builder.targets import target
 from ..progress import Progress
 from .compile_cache import cache_directory, opened, shipped_directory
@@ -42,7 +44,7 @@ class RankPlace:
 
     Attributes:
         local_rank: its number on its machine, which is also that of its device.
-        store: shared by all ranks, for the process groups alone.
+        store: shared by all ranks, for the process groups and the start of buckets.
         address: of its machine, as the other ranks reach it.
     """
 
@@ -143,7 +145,9 @@ def load_executor(
     with progress.bar(f"compile for {device.name}", len(artifact.manifest.graphs)) as bar:
 
         def report(bucket: Bucket, seconds: float, outcome: str) -> None:
-            bar.step(f"{bucket.name} {seconds:.1f} s, {outcome if outcome in (COMPILED, CACHED) else f'cannot run: {outcome}'}")
+            warm = outcome in (COMPILED, CACHED)
+            text = f"{outcome}, {device.used_bytes() / 2**20:,.0f} MiB in use" if warm else f"cannot run: {outcome}"
+            bar.step(f"{bucket.name} {seconds:.1f} s, {text}")
 
         return DeviceExecutor(
             artifact,
@@ -154,6 +158,7 @@ def load_executor(
             cache_dir=_cache_dir(artifact, settings, device),
             step_timeout_s=settings.step_limit_s,
             report=report,
+            agree=Agreement(PrefixStore("start", place.store), rank, place.mesh.size) if place else (lambda reason, limit_s: reason),
         )
 
 

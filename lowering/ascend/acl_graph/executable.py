@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,10 @@ from .file import AclFile
 from .formats import weight_operands
 from .program import AclProgram, Segment
 from .updates import Updates
+
+WARM_UPS = 2
+"""Launches before a capture, as SGLang and vLLM have them: kernels are loaded and communicators get their links by calls that a capture
+refuses (107030)."""
 
 Lists = Mapping[int, list[int]]
 """Integers by the number of the value that a device computed."""
@@ -59,6 +64,10 @@ class AclEngine(Protocol):
 
     def check(self, program: AclProgram, operands: Sequence[torch.Tensor | None]) -> None:
         """Refuses what the device would refuse when the program is captured or run first."""
+        ...
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """While it is entered, operators are queued where segments are captured, behind what was queued before."""
         ...
 
     def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> Captured:
@@ -126,17 +135,25 @@ class AclExecutable:
         (value,) = fold.evaluate(self.file, params, (number,))
         return value
 
+    def warm_up(self, operands: Sequence[torch.Tensor | None]) -> None:
+        """Launches a graph that is going to be captured, operator by operator.
+
+        Raises:
+            LoweringError: as `compile`.
+        """
+        if self.file.captured:
+            self._take(operands)
+            with self._engine.capturing():
+                for _ in range(WARM_UPS):
+                    self._launch()
+
     def compile(self, operands: Sequence[torch.Tensor | None], cache_dir: Path | None = None) -> bool:
         """Captures the graph over these operands, see `lowering.device.DeviceExecutable`. Captured graphs cannot be stored.
 
         Raises:
             LoweringError: it is captured already, an operand is not what the graph takes, or an operator cannot be captured.
         """
-        if self._compiled:
-            raise LoweringError("the graph is compiled already; legal is once")
-        self._check(operands)
-        self._engine.check(self._program, operands)
-        self._values = [*operands, *[None] * (len(self._program.nodes) - len(operands))]
+        self._take(operands)
         if self.file.captured:
             for segment in self._program.segments:
                 self._captured.append(self._engine.capture(self._program, segment, self._values))
@@ -191,6 +208,13 @@ class AclExecutable:
             for number, read in [(number, self._engine.fetch(number, values[number])) for number in segment.fetched]:
                 values[number] = read()
         return values
+
+    def _take(self, operands: Sequence[torch.Tensor | None]) -> None:
+        if self._compiled:
+            raise LoweringError("the graph is compiled already; legal is once")
+        self._check(operands)
+        self._engine.check(self._program, operands)
+        self._values = [*operands, *[None] * (len(self._program.nodes) - len(operands))]
 
     def _check(self, operands: Sequence[torch.Tensor | None]) -> None:
         if len(operands) != self.file.operands:

@@ -6,7 +6,8 @@ not run on a machine with CANN (docs/on-hardware.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,14 @@ class NpuAclEngine:
     def check(self, program: AclProgram, operands: Sequence[torch.Tensor | None]) -> None:
         """Operators check their operands themselves."""
         return
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Enters the stream of captures."""
+        self._torch_npu.npu.synchronize()
+        with self._torch_npu.npu.stream(self._memory.stream):
+            yield
+        self._torch_npu.npu.synchronize()
 
     def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> NpuSegment:
         """Captures a segment into the memory that all graphs share.

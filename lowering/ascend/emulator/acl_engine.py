@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import queue
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,9 +65,22 @@ class EmulatedAclEngine:
         check_captured_formats(program, operands)
         check_communication(self._steps.values(), self._state, self._graph_name)
 
+    def capturing(self) -> AbstractContextManager[None]:
+        """There is one stream."""
+        return contextlib.nullcontext()
+
     def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> EmulatedSegment:
-        """Captures a segment: its results lie at the same addresses in every replay."""
-        check_segment(program, segment, self._state, {self._steps[call.number].group for call in segment.calls} - {""})
+        """Captures a segment: its results lie at the same addresses in every replay.
+
+        Raises:
+            LoweringError: as `check_segment`; or it communicates and was never launched, so that links would be made in the capture.
+        """
+        groups = {self._steps[call.number].group for call in segment.calls} - {""}
+        check_segment(program, segment, self._state, groups)
+        if groups and not self._count:
+            raise LoweringError(
+                f"{self._graph_name} is captured before links over {', '.join(sorted(groups))} are made; legal is `warm_up`"
+            )
         self._allocate(program, segment, values)
         return EmulatedSegment(self, program, segment, values)
 
@@ -97,6 +112,8 @@ class EmulatedAclEngine:
             lists: waits, on the stream, for the lists that operators of the segment take.
         """
         if first := segment is program.segments[0]:
+            if not self._count:
+                self._state.check_first_run(self._graph_name)
             self._count += 1
             self._state.count_step()
         what = f"step {self._count} of {self._graph_name}"

@@ -72,6 +72,14 @@ class EmulatedDevice:
         """An event behind everything queued so far."""
         return self._state.stream.record()
 
+    def used_bytes(self) -> int:
+        """Memory that GE graphs have taken; tensors lie in the host's."""
+        return sum(self._state.feature_maps.blocks)
+
+    def ready(self) -> None:
+        """From now on no graph may run for the first time."""
+        self._state.serving = True
+
     def expect(self, parts: Iterable[MemoryPart]) -> None:
         """Makes these parts memory that nothing was written to."""
         for part in parts:

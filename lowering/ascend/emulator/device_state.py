@@ -17,6 +17,31 @@ from .stream import Stream
 
 
 @dataclass
+class FeatureMaps:
+    """Memory of the values within steps, as torchair takes it for graphs that run one at a time (memory/Allocator.cpp).
+
+    Attributes:
+        blocks: sizes of what was taken, in bytes; kept for ever.
+        limit_bytes: how much there is; None where it does not end.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    limit_bytes: int | None = None
+
+    def take(self, nbytes: int) -> None:
+        """Finds the first block that is large enough, or else adds one.
+
+        Raises:
+            RuntimeError: there is too little left, as torch_npu says it.
+        """
+        if any(block >= nbytes for block in self.blocks):
+            return
+        if self.limit_bytes is not None and sum(self.blocks) + nbytes > self.limit_bytes:
+            raise RuntimeError(f"NPU out of memory. Tried to allocate {nbytes} bytes; {sum(self.blocks)} of {self.limit_bytes} are taken")
+        self.blocks.append(nbytes)
+
+
+@dataclass
 class DeviceState:
     """What the graphs of one device share.
 
@@ -28,6 +53,8 @@ class DeviceState:
         updates: the thread that gives captured graphs the lengths of a step.
         fault: of the device; None has none.
         steps: how many were launched.
+        feature_maps: memory of GE graphs.
+        serving: whether every step that follows is one of a request.
     """
 
     name: str
@@ -39,6 +66,8 @@ class DeviceState:
     owners: dict[str, tuple[str, str]] = field(default_factory=dict)
     options: dict[str, str] | None = None
     streams: int = 0
+    feature_maps: FeatureMaps = field(default_factory=FeatureMaps)
+    serving: bool = False
     updates: Updates = field(init=False)
     fault: Fault | None = None
     steps: int = 0
@@ -51,6 +80,15 @@ class DeviceState:
         self.steps += 1
         if self.fault:
             self.fault.strike(self.steps, self.stream)
+
+    def check_first_run(self, graph: str) -> None:
+        """Refuses the first run of a graph in a serving step, which would load the graph for seconds, and fail where memory ends.
+
+        Raises:
+            LoweringError: steps are served already.
+        """
+        if self.serving:
+            raise LoweringError(f"{graph} runs for the first time in a step that is served; legal is a step of padding before `ready`")
 
     def exchange(self, fingerprint: bytes) -> Exchange:
         """Runs operators that communicate, with the ranks of other processes.

@@ -118,7 +118,9 @@ class EmulatedGraph:
             the outputs, which are not computed yet.
 
         Raises:
-            LoweringError: the graph is not compiled, an operand is not what it was compiled for, or an earlier step failed.
+            LoweringError: the graph is not compiled, an operand is not what it was compiled for, an earlier step failed, or the first one
+                is served.
+            RuntimeError: the first step finds no memory for the graph.
         """
         program, state = self._program, self._state
         if program is None:
@@ -134,6 +136,9 @@ class EmulatedGraph:
             fed[self._donations[i]] if i in self._donations else allocate(state.stream, state.pinned, sizes, dtype)
             for i, (dtype, sizes) in enumerate(self._outputs)
         ]
+        if not self._steps:
+            state.check_first_run(self.name)
+            state.feature_maps.take(program.feature_map_bytes)
         self._steps += 1
         state.stream.launch(f"step {self._steps} of {self.name}", lambda: self._step(program, fed, outputs))
         return list(outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import heapq
+import math
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,12 @@ class GeStep(Step):
         self._declared = tuple(parsed_shape(text) for text in op.results)
         self.writes: Mapping[int, int] = WRITES.get(op.type, {})
         self.view = op.type in VIEWS
+
+    def taken_bytes(self) -> dict[int, int]:
+        """Bytes of the memory that its outputs take, by number."""
+        outputs = [] if self.view else [(port, number) for port, number in enumerate(self.outputs) if port not in self.writes]
+        kinds = [(number, declared) for port, number in outputs if (declared := self._declared[port])]
+        return {number: math.prod(sizes) * dtype.itemsize for number, (dtype, sizes) in kinds}
 
     def call(self, values: Values) -> Call:
         """Its inputs."""
@@ -151,6 +158,18 @@ class GeProgram(Program):
         constants = {number for number, value in enumerate(self._start) if value is not None}
         set_last_uses(steps, {*constants, *(self._numbers[tensor] for tensor in self.results)})
         self.steps = [*steps]
+
+    @property
+    def feature_map_bytes(self) -> int:
+        """Largest sum of values that live at once between operands and results; a view or an output written in place takes none."""
+        most, live = 0, dict[int, int]()
+        for step in self.steps:
+            assert isinstance(step, GeStep)
+            live |= step.taken_bytes()
+            most = max(most, sum(live.values()))
+            for number in step.dead:
+                live.pop(number, None)
+        return most
 
     def run(self, fed: Sequence[Sequence[torch.Tensor]], exchange: Exchange) -> list[list[torch.Tensor]]:
         """Runs one step.

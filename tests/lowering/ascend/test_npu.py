@@ -24,6 +24,7 @@ ANSWERS = {
     "npu.utils.get_cann_version": "8.5.0",
     "npu.get_device_name": "Ascend910_9391",
     "npu.empty_cache": None,
+    "npu.mem_get_info": (40, 100),
 }
 
 
@@ -111,6 +112,12 @@ def test_it_is_opened_on_its_npu_and_says_what_compiled_graphs_depend_on(device,
     assert recorder.npu.config.allow_internal_format is True
     device.close()
     assert recorder.log[-2:] == [("event.record",), ("npu.empty_cache",)]
+
+
+def test_memory_in_use_is_that_of_its_own_npu(device, recorder):
+    assert device.used_bytes() == 60
+    assert recorder.log[-1] == ("npu.mem_get_info", 1)
+    device.ready()
 
 
 def test_a_hanging_npu_is_left_to_the_end_of_the_process(device, recorder, monkeypatch):

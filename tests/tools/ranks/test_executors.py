@@ -156,8 +156,8 @@ def test_an_executor_of_an_emulated_device_keeps_its_compiled_graphs(npu_artifac
             (completion,) = complete(executor, [[1, 2, 3]], Sampling(), 4, frozenset())
             tokens.append(completion.token_ids)
         lines = [line.removeprefix("compile for emulated:0 ").split(" s, ") for line in output.getvalue().splitlines()]
-        assert [" ".join(line[0].split()[:2]) for line in lines] == ["1/3 decode-b1-q2", "2/3 prefill-b1-q4", "3/3 decode-b2-q2"]
-        assert {line[1] for line in lines} == {outcome}
+        assert [" ".join(line[0].split()[:2]) for line in lines] == ["1/3 decode-b2-q2", "2/3 prefill-b1-q4", "3/3 decode-b1-q2"]
+        assert {line[1] for line in lines} == {f"{outcome}, 0 MiB in use"}
         assert (tmp_path / "ge" / devices[-1].version).is_dir()
         with pytest.raises(LoweringError, match="emulated:0 is closed"):
             devices[-1].zeros((1,), torch.int32)
@@ -189,7 +189,7 @@ def test_a_bucket_that_cannot_run_is_said(npu_artifact, monkeypatch):
     with ExitStack() as stack:
         executor = load_executor(artifact, RankSettings(device="emulated"), stack, Progress(output))
         assert [bucket.name for bucket in executor.missing] == ["decode-b1-q2"]
-    assert output.getvalue().splitlines()[0].endswith("s, cannot run: no tiling")
+    assert output.getvalue().splitlines()[-1].endswith("s, cannot run: no tiling")
 
 
 def test_only_npus_need_hccl(tmp_path, monkeypatch):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ class Recorder:
 
     def check(self, program: AclProgram, operands: Sequence[torch.Tensor | None]) -> None:
         self.log.append("check")
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        self.log.append("enter")
+        yield
+        self.log.append("leave")
 
     def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> Any:
         run(segment.calls, values)
@@ -70,6 +77,21 @@ def twice(pool: Any, x: Any, pages: Any, starts: Any) -> tuple[Any, ...]:
 def executable(engine: Recorder, *, captured: bool) -> tuple[AclExecutable, list[torch.Tensor]]:
     made, _ = ag.of_body(twice, captured=captured, **ag.ATTENTION)
     return AclExecutable(made, engine), [torch.zeros(shape, dtype=dtype) for shape, dtype in ag.ATTENTION.values()]
+
+
+def test_a_graph_is_launched_twice_before_it_is_captured_and_one_that_is_not_captured_never() -> None:
+    engine = Recorder()
+    engine.gate.set()
+    opened, operands = executable(engine, captured=True)
+    opened.warm_up(operands)
+    once = [("launch", 0, []), "fetch", ("launch", 1, [[7, 8]]), "fetch", ("launch", 2, [[7, 8]])]
+    assert engine.log == ["check", "enter", *once, *once, "leave"]
+    opened.compile(operands)
+    assert engine.log[len(once) * 2 + 3 :] == ["check"]
+    opened, operands = executable(engine, captured=False)
+    del engine.log[:]
+    opened.warm_up(operands)
+    assert engine.log == []
 
 
 def test_all_segments_are_queued_before_the_first_length_is_known() -> None:

@@ -83,6 +83,21 @@ def test_segments_are_captured_into_one_pool_and_updated_behind_their_replay() -
     assert npu.log == ["replay", "replay", ("update", [{"actual_seq_lengths_kv": [5, 6]}])]
 
 
+def test_warm_ups_run_on_the_stream_of_captures_behind_and_before_everything_else() -> None:
+    log = list[Any]()
+
+    @contextmanager
+    def stream(entered: Any) -> Iterator[None]:
+        log.append(entered)
+        yield
+        log.append("left")
+
+    npu = SimpleNamespace(synchronize=lambda: log.append("synchronize"), stream=stream)
+    with NpuAclEngine(SimpleNamespace(npu=npu), "cpu", AclMemory("pool", "stream", Updates("npu:0"))).capturing():
+        log.append("launch")
+    assert log == ["synchronize", "stream", "launch", "left", "synchronize"]
+
+
 def test_what_the_device_refuses_is_said() -> None:
     npu = Npu()
     npu.refuses = "EE1023: The operation is not permitted when stream is capturing"
@@ -107,6 +122,8 @@ def test_an_operator_of_a_package_is_probed_when_a_graph_is_opened(monkeypatch: 
 
 def test_torch_npu_has_the_calls(torch_npu: Any) -> None:
     graphs = torch_npu.npu.graphs
+    inspect.signature(torch_npu.npu.stream).bind("stream")
+    inspect.signature(torch_npu.npu.synchronize).bind()
     assert {"pool", "stream", "auto_dispatch_capture", "capture_error_mode"} <= set(inspect.signature(graphs.graph.__init__).parameters)
     assert list(inspect.signature(graphs.NPUGraph.update).parameters) == ["self", "cpu_update_input"]
     assert callable(graphs.graph_pool_handle)

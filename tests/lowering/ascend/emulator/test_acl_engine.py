@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support import acl_graphs as ag
-from support.emulated import WAIT_S, on_device, opened
+from support.emulated import WAIT_S, on_device, on_devices, opened
 
 from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.acl_graph.file import AclFile
 from npucompile.lowering.ascend.emulator import checks
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice
@@ -169,3 +170,21 @@ def test_more_captured_graphs_than_streams_are_refused(device: EmulatedDevice, t
         opened(device, made, tmp_path).compile(operands)
     with pytest.raises(LoweringError, match="captured graphs take 3 streams; legal are 2: build fewer buckets"):
         opened(device, made, tmp_path).compile(operands)
+
+
+def test_what_communicates_is_captured_warm_alone(tmp_path: Path) -> None:
+    made, _ = ag.of_body(lambda x: (torch.ops._c10d_functional.all_reduce(x, "sum", "tp") + 1,), inputs_x=((4,), ag.F32))
+
+    def work(device: EmulatedDevice, rank: int, names: Any) -> list[float]:
+        executable, operands = opened(device, made, tmp_path, rank, names), [on_device(device, torch.ones(4))]
+        with pytest.raises(LoweringError, match=r"is captured before links over emulated/tp/0 are made; legal is `warm_up`"):
+            executable.compile(operands)
+        executable = opened(device, made, tmp_path, rank, names)
+        executable.warm_up(operands)
+        executable.compile(operands)
+        (result,) = executable(operands)
+        device.record().wait(WAIT_S)
+        values: list[float] = result.cpu().tolist()
+        return values
+
+    assert on_devices(Mesh.parse("tp=2"), work) == [[3.0] * 4] * 2

@@ -186,7 +186,7 @@ def test_fused_experts_take_int4_in_nz_alone_and_share_their_communicator_with_n
             sent = torch.ops.npu.npu_moe_distribute_dispatch_v2(x, ids, beside, 2, 0, 4, quant_mode=0)[0] if beside else x
             return (out + 1, sent + 1)
 
-        made, _ = ag.of_body(body, **{f"inputs_{name}": shape for name, shape in shapes.items()})
+        made, _ = ag.of_body(body, captured=False, **{f"inputs_{name}": shape for name, shape in shapes.items()})
         assert weight_operands(made) == (1, 2)
 
         def work(device: EmulatedDevice, rank: int, names: Any) -> bool:
@@ -214,7 +214,8 @@ def test_the_expert_exchange_shares_its_communicator_with_nothing(tmp_path: Path
         return (rows.sum() + torch.ops._c10d_functional.all_reduce(x, "sum", "tp").sum(),)
 
     def compiled(group: str, ranks: int) -> Any:
-        made, _ = ag.of_body(lambda x, ids: body(x, ids, group, ranks), inputs_x=((4, 32), ag.BF16), inputs_ids=((4, 2), ag.I32))
+        shapes = {"inputs_x": ((4, 32), ag.BF16), "inputs_ids": ((4, 2), ag.I32)}
+        made, _ = ag.of_body(lambda x, ids: body(x, ids, group, ranks), captured=False, **shapes)
 
         def work(device: EmulatedDevice, rank: int, names: Any) -> bool:
             operands = [on_device(device, torch.ones(4, 32, dtype=ag.BF16)), on_device(device, torch.zeros(4, 2, dtype=ag.I32))]

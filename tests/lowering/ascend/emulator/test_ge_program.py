@@ -29,6 +29,15 @@ def test_what_depends_on_constants_alone_is_computed_once_unless_it_is_written()
         assert program.run([[torch.tensor([value])]], ALONE)[0][0].tolist() == [2.0, value + 1]
 
 
+def test_a_feature_map_is_the_largest_sum_of_values_that_live_at_once() -> None:
+    hand, eight = gc.Hand(), ["f32[8]"]
+    x, rows = hand.data(0), hand.op("Const", {}, "rows", value=gc.i32([1]))
+    twice = hand.op("Add", {"x1": x, "x2": x}, "twice", eight)
+    four = hand.op("Add", {"x1": twice, "x2": twice}, "four", eight)
+    written = hand.op("ScatterNdUpdate", {"var": four, "indices": rows, "updates": hand.data(1)}, "write", eight)
+    assert GeProgram(hand.model_with(hand.op("Add", {"x1": written, "x2": four}, "sum", eight))).feature_map_bytes == 2 * 32
+
+
 def test_large_constants_are_not_kept() -> None:
     hand = gc.Hand()
     dims, one = hand.op("Const", {}, "dims", value=gc.i64(1 << 22)), hand.op("Const", {}, "one", value=torch.ones(()))
