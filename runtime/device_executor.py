@@ -263,6 +263,8 @@ class DeviceExecutor:
         self, graphs: Sequence[GraphEntry], executables: Mapping[Bucket, DeviceExecutable], warm_up: WarmUp, report: Report
     ) -> dict[Bucket, DeviceExecutable]:
         started = {}
+        # Ranks read weights for as long as they need; what follows has limits.
+        warm_up.agree("", None)
         for entry in in_order(graphs):
             bucket, began = entry.bucket, time.monotonic()
             # Its inputs are legal, where memory of zeros is not.

@@ -18,7 +18,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.runtime import device_executor
 from npucompile.runtime.device_executor import DeviceExecutor
-from npucompile.runtime.warm_up import WarmUp, in_order
+from npucompile.runtime.warm_up import LIMIT_S, WarmUp, in_order
 from npucompile.tools.builder import driver, pool
 from npucompile.tools.ranks.weights import rank_params
 
@@ -46,7 +46,7 @@ def only(artifact: Artifact, buckets: list[Bucket]) -> Artifact:
     return artifact
 
 
-def started(artifact: Artifact, limit_bytes: int | None = None) -> tuple[DeviceExecutor, list[int]]:
+def started(artifact: Artifact, limit_bytes: int | None = None, **options: Any) -> tuple[DeviceExecutor, list[int]]:
     """An executor on an emulated device with so much memory for graphs, and the blocks that they have taken."""
     device = open_device(0)
     device._state.feature_maps.limit_bytes = limit_bytes
@@ -55,7 +55,7 @@ def started(artifact: Artifact, limit_bytes: int | None = None) -> tuple[DeviceE
         return rank_params(artifact, 0, checkpoint=None, wanted=wanted, progress=tiny.QUIET)
 
     try:
-        return DeviceExecutor(artifact, device, load), device._state.feature_maps.blocks
+        return DeviceExecutor(artifact, device, load, **options), device._state.feature_maps.blocks
     except BaseException:
         device.close()
         raise
@@ -104,6 +104,13 @@ def test_no_bucket_runs_for_the_first_time_in_a_step_that_is_served(artifact):
         cold.compile(executor._operands[bucket])
         with pytest.raises(LoweringError, match="runs for the first time in a step that is served"):
             cold(executor._operands[bucket])
+
+
+def test_ranks_wait_for_the_weights_of_others_before_limits_begin(artifact):
+    rounds = []
+    executor, _ = started(artifact, step_timeout_s=0.5, agree=lambda reason, limit_s: rounds.append(limit_s) or reason)
+    executor.close()
+    assert rounds == [None, *[LIMIT_S, None, LIMIT_S] * len(executor.buckets)]
 
 
 class Executable:
