@@ -87,9 +87,9 @@ def test_a_bucket_that_finds_no_memory_is_left_out(artifact, caplog):
     executor, _ = started(artifact, sizes[largest] - 1)
     executor.close()
     assert set(executor.buckets) == {*sizes} - {largest}
-    assert executor.missing[largest].startswith(f"GE cannot run the graph: NPU out of memory. Tried to allocate {sizes[largest]} bytes")
+    assert executor.missing[largest].startswith(f"a step on emulated:0 failed: NPU out of memory. Tried to allocate {sizes[largest]} bytes")
     assert f"{largest.name} cannot be compiled or run" in caplog.text
-    with pytest.raises(LoweringError, match="no decode bucket can run, and serving needs at least one: decode-b1-q2: GE cannot run"):
+    with pytest.raises(LoweringError, match="no decode bucket can run, and serving needs at least one: decode-b1-q2: a step on emulated:0"):
         started(artifact, 1)
 
 
