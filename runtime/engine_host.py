@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..graphs.errors import NpucompileError, RequestError
-from ..graphs.steps.kind import SegmentSizes
-from ..graphs.types import Bucket, Limits
 from .channel import Channel
 from .delivery import BatchSink
 from .engine import Engine
@@ -20,23 +18,6 @@ log = logging.getLogger(__name__)
 
 HEALTH_S = 0.25
 """How often the other process is told how the engine is."""
-
-
-class ExecutorFacts(NamedTuple):
-    """What says which requests an executor can serve (`admission.check_served`)."""
-
-    limits: Limits
-    buckets: tuple[Bucket, ...]
-    vocab_size: int
-    max_logprobs: int
-    max_ranked: int
-    segments: SegmentSizes | None
-    groups: int
-
-    @staticmethod
-    def of(executor: Any) -> ExecutorFacts:
-        """Those of an executor."""
-        return ExecutorFacts(*(getattr(executor, name) for name in ExecutorFacts._fields))
 
 
 class Submit(NamedTuple):

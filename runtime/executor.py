@@ -251,3 +251,20 @@ def check_serving(buckets: Collection[Bucket], missing: Mapping[Bucket, str]) ->
         if not any(bucket.kind == kind for bucket in buckets):
             reasons = "; ".join(f"{bucket.name}: {reason}" for bucket, reason in sorted(missing.items()) if bucket.kind == kind)
             raise LoweringError(f"no {kind} bucket can run, and serving needs at least one: {reasons or 'the artifact has none'}")
+
+
+class ExecutorFacts(NamedTuple):
+    """What says which requests an executor can serve (`picture_admission.check_served`), for who has no executor."""
+
+    limits: Limits
+    buckets: tuple[Bucket, ...]
+    vocab_size: int
+    max_logprobs: int
+    max_ranked: int
+    segments: SegmentSizes | None
+    groups: int
+
+    @staticmethod
+    def of(executor: Executor) -> ExecutorFacts:
+        """Those of an executor."""
+        return ExecutorFacts(*(getattr(executor, name) for name in ExecutorFacts._fields))

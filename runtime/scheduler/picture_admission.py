@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from ...graphs.errors import RequestError
 from ...graphs.steps.encode import ENCODE, frames
 from ...graphs.steps.kind import SegmentSizes
 from ...graphs.types import Bucket, Limits
+from ..executor import Executor, ExecutorFacts
 from ..picture_spans import PictureInput
 from ..request import Request
 from .admission import check, check_kind
 from .picture_ledger import to_read
 
 
-class Serves(Protocol):
-    """What an executor says of the requests that it can serve; see `executor.Executor`."""
-
-    @property
-    def limits(self) -> Limits: ...
-    @property
-    def buckets(self) -> tuple[Bucket, ...]: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_logprobs(self) -> int: ...
-    @property
-    def max_ranked(self) -> int: ...
-    @property
-    def segments(self) -> SegmentSizes | None: ...
-
-
-def check_served(request: Request, executor: Serves) -> None:
+def check_served(request: Request, executor: Executor | ExecutorFacts) -> None:
     """Checks that an executor can serve a request.
 
     Raises:

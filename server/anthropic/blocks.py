@@ -19,8 +19,9 @@ from .errors import error_object
 
 Event = dict[str, Any]
 
-REASONS = {"stop": "end_turn", "length": "max_tokens", "cancelled": "end_turn", "timeout": "max_tokens"}
-"""Their stop reasons for the engine's finish reasons. They have none for a request that ran out of time, nor for one that was cut."""
+REASONS = {"stop": "end_turn", "length": "max_tokens"}
+"""Their stop reasons for the engine's finish reasons. They have none for a request that was aborted, nor for one that ran out of time: both
+are errors, as what has come might be taken for a whole answer."""
 
 
 class Blocks:
@@ -117,10 +118,9 @@ class MessageFrames(Frames[Output]):
         frames: list[bytes] = []
         for _, delta, end in pieces(outputs):
             frames += map(_frame, self._blocks.push(delta.text) if delta else ())
-            if end is not None and end.reason in ("error", "timeout"):
+            if end is not None and end.reason not in REASONS:
                 self.failed = True
-                status = 504 if end.reason == "timeout" else 500
-                return [*frames, _frame(error_object(status, failure_of(end.message)))]
+                return [*frames, _frame(error_object(504 if end.reason == "timeout" else 500, why_cut(end)))]
             self._end = end or self._end
         return frames
 
@@ -134,6 +134,11 @@ class MessageFrames(Frames[Output]):
 
     def fault(self, error: Exception) -> list[bytes]:
         return [_frame(error_object(500, "the server failed to make the rest of this message; its log has the reason"))]
+
+
+def why_cut(end: CompletionEnd) -> str:
+    """What is said of a completion whose end is none of the model's."""
+    return "the request was aborted" if end.reason == "cancelled" else failure_of(end.message)
 
 
 def usage_object(usage: Usage) -> dict[str, int]:

@@ -13,13 +13,13 @@ from ..guard.work import off_loop
 from ..openai.api import Api, new_id, takes_long
 from ..openai.chat import chat_of as template_chat
 from ..openai.chat import parser_of, ready
-from ..openai.choices import check_in_time, pieces
-from ..openai.errors import failure
+from ..openai.choices import pieces
+from ..openai.errors import EngineFailure, EngineTimeout, failure
 from ..openai.messages import pictures_of
 from ..openai.routes import Post
 from ..openai.sse import ClientGone, EventStream, whole
 from ..requests.bodies import validate
-from .blocks import Blocks, MessageFrames, usage_object
+from .blocks import REASONS, Blocks, MessageFrames, usage_object, why_cut
 from .bodies import CountRequest, MessagesRequest
 from .convert import chat_of
 from .errors import message_error
@@ -80,7 +80,8 @@ async def messages(api: Api, given: dict[str, Any], request: Request) -> Respons
     assert end is not None
     if end.reason == "error":
         raise failure(end)
-    check_in_time([end])
+    if end.reason not in REASONS:
+        raise (EngineTimeout if end.reason == "timeout" else EngineFailure)(why_cut(end))
     list(blocks.finish())
     reason, sequence = blocks.reason(end)
     ended = {"content": blocks.content, "stop_reason": reason, "stop_sequence": sequence, "usage": usage_object(end.usage)}

@@ -12,7 +12,8 @@ from typing import Any, cast
 from ...graphs.errors import NpucompileError, RequestError
 from ...runtime import delivery
 from ...runtime.delivery import Sink
-from ...runtime.engine_host import Answer, Ask, Cancel, Events, ExecutorFacts, Health, Submit
+from ...runtime.engine_host import Answer, Ask, Cancel, Events, Health, Submit
+from ...runtime.executor import ExecutorFacts
 from ...runtime.request import FinishEvent, Request
 from ...runtime.scheduler.picture_admission import check_served
 from ..grammar.compiler import GrammarConstraint

@@ -10,7 +10,8 @@ from unittest import mock
 from support import toy_device as toy
 
 from npucompile.runtime import engine_host
-from npucompile.runtime.engine_host import EngineHost, Events, ExecutorFacts, Health, Submit
+from npucompile.runtime.engine_host import EngineHost, Events, Health, Submit
+from npucompile.runtime.executor import ExecutorFacts
 from npucompile.runtime.request import Request, Sampling
 
 

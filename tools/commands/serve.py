@@ -124,7 +124,7 @@ def command(
     warn_if_open(host, serving.access)
     allow_open_files()
     door = DoorSettings(host, serving, api, media, access_log, otlp_traces_endpoint, verbose)
-    tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint else None
+    tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint and not api_servers else None
     # Files are closed last: the server and the engine write to them while they end. The port is bound before anything is built, and
     # answers: whoever watches the server sees it start.
     with (

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.channel import Channel
-from ...runtime.engine_host import ExecutorFacts
+from ...runtime.executor import ExecutorFacts
 from ...server.engine.lifecycle import Lifecycle
 from ...server.engine.remote_engine import RemoteEngine
 from ...server.engine.service import Service
@@ -126,16 +126,16 @@ def serve(settings: DoorSettings, listener: socket.socket, connection: Connectio
         try:
             engine = door.engine = RemoteEngine(channel.send, opened.executor)
             service = _service(settings, opened, engine, stack)
+            if settings.traces:
+                service.tracing = Tracing.to(settings.traces)
+                service.tracing.model = service.model.name
+                last.callback(service.tracing.close)
         except NpucompileError as error:
             channel.send(Failed(str(error)))
             channel.close()
             return
         if access:
             engine.on_end = access.ended
-        if settings.traces:
-            service.tracing = Tracing.to(settings.traces)
-            service.tracing.model = service.model.name
-            last.callback(service.tracing.close)
         server.lifecycle.service = service
         notes = (said_of_ends(service), *said_of_pictures(service), *settings.api.said_of_sampling(opened.artifact))
         channel.send(Opened(service.model.name, notes))

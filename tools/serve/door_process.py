@@ -18,7 +18,8 @@ from typing import Any
 from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.channel import Channel
-from ...runtime.engine_host import EngineHost, ExecutorFacts
+from ...runtime.engine_host import EngineHost
+from ...runtime.executor import ExecutorFacts
 from ...runtime.request import Request
 from ...server.grammar.compiler import GrammarCompiler, GrammarSource
 from ...server.run import POLL_S, Stop, listen, websocket_url
@@ -52,7 +53,8 @@ class DoorProcess:
         self._answers: SimpleQueue[Opened | Failed] = SimpleQueue()
         self._host: EngineHost | None = None
         self._opens: Callable[[], None] | None = None
-        self._ending = False
+        self._give_up: Callable[[str], None] = lambda _: None
+        self._serves = self._ending = False
         self._start()
 
     def __enter__(self) -> DoorProcess:
@@ -89,11 +91,12 @@ class DoorProcess:
             self._host = EngineHost(started.engine, self._channel, started.readiness, revive)
             self._channel.send(Open(artifact, ExecutorFacts.of(started.engine.executor)))
 
+        self._opens = opens
         opens()
         answer = self._answers.get()
         if isinstance(answer, Failed):
             raise NpucompileError(answer.message)
-        self._opens = opens
+        self._give_up = started.engine.give_up
         return answer
 
     def wait(self, stop: Stop, failed: Callable[[], bool]) -> None:
@@ -121,6 +124,7 @@ class DoorProcess:
 
     def _take(self, record: Any) -> None:
         if isinstance(record, Opened | Failed):
+            self._serves = isinstance(record, Opened)
             self._answers.put(record)
         elif self._host:
             self._host.take(record)
@@ -129,14 +133,19 @@ class DoorProcess:
         status = process.wait()
         if self._ending:
             return
-        if self._opens is None:
-            self._answers.put(Failed(f"the process that speaks with clients ended with status {status} before it served any; see above"))
-            return
         if self._host:
             self._host.close()
+        if not self._serves:
+            # Another one would end as this one did.
+            why = f"the process that speaks with clients ended with status {status} before it served any; see above"
+            self._answers.put(Failed(why))
+            self._give_up(why)
+            return
+        self._serves = False
         log.error("the process that speaks with clients ended with status %d; its streams are lost, and another one begins", status)
         self._start()
-        self._opens()
+        if self._opens:
+            self._opens()
 
     def _end(self, *, now: bool) -> None:
         self._ending = True

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
+from support.published_pictures import encoded, picture
 from support.scripted import MODEL, ScriptedEngine, scripted
+from support.shown import reader, showing
 from support.strict_template import STRICT, call
 from support.texts import byte_codec
 
@@ -46,9 +50,18 @@ def server() -> Iterator[tuple[str, Any]]:
         yield url.removesuffix("/v1"), engine
 
 
+@contextlib.contextmanager
+def client_of(url: str, **options: Any) -> Iterator[anthropic.Anthropic]:
+    """A client of the server at a URL, which closes its connections."""
+    base = url.replace("ws:", "http:").removesuffix("/responses").removesuffix("/v1")
+    with anthropic.Anthropic(base_url=base, max_retries=0, **(options or {"api_key": "none"})) as client:
+        yield client
+
+
 @pytest.fixture
-def client(server: tuple[str, Any]) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server[0], api_key="none", max_retries=0)
+def client(server: tuple[str, Any]) -> Iterator[anthropic.Anthropic]:
+    with client_of(server[0]) as one:
+        yield one
 
 
 def ask(client: anthropic.Anthropic, streams: bool, **options: Any) -> Any:
@@ -171,8 +184,42 @@ def test_a_key_may_come_in_their_header() -> None:
     with contextlib.closing(ScriptedEngine(says)) as engine:
         service = Service(engine, byte_codec(), MODEL, chat=chat)  # type: ignore[arg-type]
         with running(service, settings=Serving(access=Access.of(("secret",)))) as server:
-            base = server.url.replace("ws:", "http:").removesuffix("/v1/responses")
-            with pytest.raises(anthropic.AuthenticationError):
-                ask(anthropic.Anthropic(base_url=base, api_key="wrong", max_retries=0), False)
+            with client_of(server.url, api_key="wrong") as client, pytest.raises(anthropic.AuthenticationError):
+                ask(client, False)
             for options in ({"api_key": "secret"}, {"auth_token": "secret"}):
-                assert ask(anthropic.Anthropic(base_url=base, max_retries=0, **options), False).stop_reason
+                with client_of(server.url, **options) as client:
+                    assert ask(client, False).stop_reason
+
+
+def test_a_picture_is_that_of_a_chat() -> None:
+    data = encoded(picture(50, 70, 3, "RGB"))
+    with reader() as taken, showing(taken=taken) as (url, engine), client_of(url) as client:
+        source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+        turns: Any = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "x"}]}]
+        assert client.messages.create(model="tiny", max_tokens=9, messages=turns).content
+        (shown,) = engine.requests[-1].pictures
+        form = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{source['data']}"}}
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": [form, {"type": "text", "text": "x"}]}]}
+        prompt = engine.requests[-1].prompt
+        httpx.post(f"{url}/chat/completions", json=chat).raise_for_status()
+        (as_chat,) = engine.requests[-1].pictures
+        assert (shown.patches == as_chat.patches).all()
+        assert prompt == engine.requests[-1].prompt
+        counted = client.messages.count_tokens(model="tiny", messages=turns)
+        assert counted.input_tokens == len(engine.requests[-1].prompt)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_was_aborted_is_an_error_and_no_whole_answer(streams: bool) -> None:
+    chat = ChatFormat.of(ChatTemplate(STRICT), "qwen3", "qwen3_coder")
+    with scripted(lambda prompt: "Hm.\n</think>\n\nYes…", chat=chat) as (url, engine), client_of(url) as client:
+
+        def abort() -> None:
+            assert engine.wait_submitted()
+            httpx.post(f"{url.removesuffix('/v1')}/abort_request", json={"abort_all": True})
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        with pytest.raises(anthropic.APIStatusError, match="the request was aborted"):
+            ask(client, streams)
+        thread.join()

@@ -19,7 +19,8 @@ from support.grammars import COMPILER, masks
 
 from npucompile.graphs.errors import NpucompileError, RequestError
 from npucompile.runtime.channel import Channel
-from npucompile.runtime.engine_host import EngineHost, ExecutorFacts, Submit
+from npucompile.runtime.engine_host import EngineHost, Submit
+from npucompile.runtime.executor import ExecutorFacts
 from npucompile.runtime.request import FinishEvent, Request, Sampling
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.server.engine import remote_engine

@@ -110,6 +110,20 @@ async def asked_again(url: str) -> tuple[int, ...]:
     raise AssertionError("no door has answered within a minute")
 
 
+def test_a_door_that_cannot_come_back_ends_the_server_and_is_not_started_for_ever(artifact: Path) -> None:
+    opened = Artifact.open(artifact)
+    started = start_engine(opened, lambda: CpuExecutor(opened))
+    try:
+        with DoorProcess(SETTINGS, 0, dict(os.environ)) as door:
+            door.open(opened, started)
+            door._environment["PYTHONHOME"] = "/nonexistent"
+            os.kill(door.pid, signal.SIGKILL)
+            ranks.eventually(lambda: started.engine.failure is not None, 60)
+            assert "ended with status 1 before it served any" in str(started.engine.failure)
+    finally:
+        started.engine.stop(drain=False)
+
+
 def test_what_a_door_cannot_serve_ends_the_start_with_its_reason(artifact: Path) -> None:
     opened = Artifact.open(artifact)
     started: StartedEngine = start_engine(opened, lambda: CpuExecutor(opened))

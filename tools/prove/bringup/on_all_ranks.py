@@ -163,7 +163,7 @@ class _WholeSteps:
     def _keeps_to_itself(self) -> str:
         """Why nothing can be handed over; empty where it can."""
         if find_spec("mooncake") is None:
-            return "no transfer engine is installed: pip install 'npucompile[kv-transfer]', and its package for NPUs"
+            return "no transfer engine is installed: pip install 'npucompile[kv-transfer-npu]' on NPUs, 'npucompile[kv-transfer]' elsewhere"
         if not any(kind_of(bucket).chunks for bucket in self._executor.buckets):
             return "no prefill bucket computes a prompt: bring the prefill server's artifact up"
         if self._executor.groups == 1 and self._executor.limits.num_request_slots < 3:
