@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..engine.prompts import counted, rendered
@@ -17,31 +16,14 @@ from ..openai.choices import pieces
 from ..openai.errors import EngineFailure, EngineTimeout, failure
 from ..openai.messages import pictures_of
 from ..openai.routes import Post
-from ..openai.sse import ClientGone, EventStream, whole
+from ..openai.sse import EventStream, whole
 from ..requests.bodies import validate
 from .blocks import REASONS, Blocks, MessageFrames, usage_object, why_cut
 from .bodies import CountRequest, MessagesRequest
 from .convert import chat_of
 from .errors import message_error
 
-Endpoint = Callable[[Api, dict[str, Any], Request], Awaitable[Response]]
 
-
-def told(endpoint: Endpoint) -> Endpoint:
-    """An endpoint whose errors are told as Anthropic's API does."""
-
-    async def answer(api: Api, body: dict[str, Any], request: Request) -> Response:
-        try:
-            return await endpoint(api, body, request)
-        except (ClientGone, ClientDisconnect):
-            raise
-        except Exception as error:
-            return message_error(error)
-
-    return answer
-
-
-@told
 async def messages(api: Api, given: dict[str, Any], request: Request) -> Response:
     """Answers a request.
 
@@ -88,7 +70,6 @@ async def messages(api: Api, given: dict[str, Any], request: Request) -> Respons
     return JSONResponse(header | ended)
 
 
-@told
 async def count_tokens(api: Api, given: dict[str, Any], _: Request) -> Response:
     """Tokens of the prompt that a request would have.
 
@@ -105,4 +86,7 @@ async def count_tokens(api: Api, given: dict[str, Any], _: Request) -> Response:
     return JSONResponse({"input_tokens": len(prompt)})
 
 
-POSTS = (Post("/v1/messages", None, messages), Post("/v1/messages/count_tokens", None, count_tokens))
+POSTS = (
+    Post("/v1/messages", None, messages, told=message_error),
+    Post("/v1/messages/count_tokens", None, count_tokens, told=message_error),
+)

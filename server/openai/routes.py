@@ -57,12 +57,14 @@ class Post:
     Attributes:
         model: of the body; None where the endpoint reads it itself.
         completes: whether it is a body of completions, which a router may want to be handed over.
+        told: the answer to what it raises.
     """
 
     path: str
     model: type[Body] | None
     endpoint: Endpoint
     completes: bool = False
+    told: Callable[[Exception], Response] = error_response
 
 
 POSTS = (
@@ -116,7 +118,7 @@ def routes(lifecycle: Lifecycle, others: Sequence[Post] = ()) -> list[Route]:
         return JSONResponse(one_model(lifecycle.serving().model, request.path_params["name"]))
 
     return [
-        *(Route(post.path, _guarded(_posted(api, post)), methods=["POST"]) for post in (*POSTS, *others)),
+        *(Route(post.path, _guarded(_posted(api, post), post.told), methods=["POST"]) for post in (*POSTS, *others)),
         *(Route(path, _guarded(partial(endpoint, api)), methods=["GET", "POST"]) for path, endpoint in GETS.items()),
         *(Route(path, _guarded(partial(endpoint, api)), methods=[method]) for method, path, endpoint in STORED),
         Route("/v1/models", _guarded(models)),
@@ -179,13 +181,15 @@ def _posted(api: Api, post: Post) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-def _guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def _guarded(
+    endpoint: Callable[[Request], Awaitable[Response]], told: Callable[[Exception], Response] = error_response
+) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
         except (ClientGone, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED)
         except Exception as error:
-            return error_response(error)
+            return told(error)
 
     return answer

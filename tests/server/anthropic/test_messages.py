@@ -223,3 +223,11 @@ def test_what_was_aborted_is_an_error_and_no_whole_answer(streams: bool) -> None
         with pytest.raises(anthropic.APIStatusError, match="the request was aborted"):
             ask(client, streams)
         thread.join()
+
+
+def test_a_body_that_is_no_json_is_refused_in_their_form(server: tuple[str, Any]) -> None:
+    for path in ("messages", "messages/count_tokens"):
+        response = httpx.post(f"{server[0]}/v1/{path}", content=b"{", headers={"Content-Type": "application/json"})
+        assert response.status_code == 400
+        assert response.json()["error"]["type"] == "invalid_request_error"
+        assert response.json()["type"] == "error"

@@ -10,6 +10,7 @@ import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
+from npucompile.server.anthropic.messages import POSTS as MESSAGES
 from npucompile.server.openai.generate import GenerateRequest, SamplingParams
 from npucompile.server.openai.request_models import MAX_PROMPTS, ChatRequest, CompletionRequest, SamplingFields, prompts
 from npucompile.server.openai.routes import GETS, POSTS, STORED
@@ -65,7 +66,7 @@ def test_a_table_has_every_field_and_what_becomes_of_it(section):
 
 def test_every_path_is_there():
     paths = (
-        {post.path for post in POSTS}
+        {post.path for post in (*POSTS, *MESSAGES)}
         | set(GETS)
         | {path for _, path, _ in STORED}
         | {"/", "/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics"}

@@ -113,7 +113,6 @@ def test_what_is_not_there_is_an_openai_error(url, method, path, status):
         ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("POST", "/v1/response", "did you mean /v1/responses?"),
         ("POST", "/tokenise", "did you mean /tokenize?"),
-        ("POST", "/v1/messages", "'/v1/messages'; served are /, /health"),
         ("POST", "/v1/embeddings", "'/v1/embeddings'; served are /, /health"),
         ("GET", "/docs", "/v1/responses, "),
         ("GET", "/x" * 5000, "served are /, /health"),
