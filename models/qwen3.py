@@ -50,6 +50,7 @@ class Config(attention.PlainHeads):
     Attributes:
         layer_kinds: the feed-forward of each layer, "dense" or "moe".
         norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
+        normed, biased: whether heads are normalised, and whether the projections of queries, keys and values add biases (llama.py).
     """
 
     vocab_size: int
@@ -67,6 +68,8 @@ class Config(attention.PlainHeads):
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
+    normed: bool = True
+    biased: bool = False
     variant: Variant = PLAIN
 
     @property
@@ -131,7 +134,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     layers = []
     for i, kind in enumerate(cfg.layer_kinds):
         prefix = f"model.layers.{i}."
-        mixer = attention.params(cfg, dtype, prefix + "self_attn.")
+        mixer = attention.params(cfg, dtype, prefix + "self_attn.", normed=cfg.normed, biased=cfg.biased)
         mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=kind == DENSE)
         layers.append(decoder.layer_params(cfg, dtype, prefix, mixer, mlp))
     return decoder.params(cfg, dtype, layers)

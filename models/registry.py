@@ -194,7 +194,7 @@ def from_config(name: str, values: Mapping[str, Any], where: str = "config.json"
         whose = "is not supported" if family is None else f"is not served by the family {legal[0].name} of {family.path}"
         other = "; --family FILE.py names a family of your own" if family is None else ""
         raise UnknownModel(f"{where}: model_type {model_type!r} {whose}; legal are {', '.join(by_type)}{other}")
-    chosen = by_type[model_type]
+    chosen, values = by_type[model_type], {**values, "model_type": model_type}
     if family is None:
         return Model(name, chosen, chosen.read_config(values, where))
     with family.blamed():

@@ -13,13 +13,14 @@ from ..graphs.steps.inputs import AXES
 from .config import Fields
 
 # "mrope" has several axes, on all of which a text token has the same position: its angles are those of one axis, unless there are pictures.
-KINDS = ("default", "mrope", "linear", "yarn")
+KINDS = ("default", "mrope", "linear", "yarn", "llama3")
 
 SECTIONS = (11, 11, 10)
 """Of a file that names none (transformers 5.23, Qwen3_5TextRotaryEmbedding)."""
 
 _FIELDS = {
     "apply_yarn_scaling", "attention_factor", "attn_factor", "beta_fast", "beta_slow", "extrapolation_factor", "factor",
+    "high_freq_factor", "low_freq_factor",
     "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor",
     "rope_theta", "rope_type", "truncate", "type",
 }  # fmt: skip
@@ -28,11 +29,12 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Scaling:
-    """Frequencies divided by `factor`: all of them ("linear"), or those that turn too slowly to be known from training ("yarn").
+    """Frequencies divided by `factor`: all of them ("linear"), or those that turn too slowly to be known from training ("yarn", "llama3").
 
     Attributes:
         low, high: index of the last frequency that is kept, and of the first that is divided wholly; between them the share of the
             divided one grows linearly.
+        by_frequency: whether those are the frequencies themselves, and the share grows linearly with these ("llama3").
         magnitude: multiplies cosine and sine.
         softmax: multiplies the scale of attention's scores where a family follows `mscale_all_dim`.
     """
@@ -42,6 +44,7 @@ class Scaling:
     high: float
     magnitude: float = 1.0
     softmax: float = 1.0
+    by_frequency: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Rotary:
             cos, sin = ops.rope_angles(positions, self.dim, self.theta)
         else:
             scaling = self.scaling
-            cos, sin = ops.scaled_rope_angles(positions, self.dim, self.theta, scaling.factor, scaling.low, scaling.high, scaling.magnitude)
+            edges = scaling.factor, scaling.low, scaling.high, scaling.magnitude, scaling.by_frequency
+            cos, sin = ops.scaled_rope_angles(positions, self.dim, self.theta, *edges)
         return cos, sin
 
     def _interleaved(self, time: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -119,7 +123,20 @@ def read_rotary(text: Fields, width: int, *, partial: float = 1.0, base: float |
         factor, all_dim = scaling.get(float, "factor", minimum=1), scaling.get(float, "mscale_all_dim", default=0.0, minimum=0)
         # Beyond `high` at every index: all frequencies are divided.
         return replace(rotary, scaling=Scaling(factor, -1.0, 0.0, softmax=_softmax(factor, all_dim)))
+    if kind == "llama3":
+        return replace(rotary, scaling=_by_frequency(scaling))
     return _yarn(rotary, scaling, text) if kind == "yarn" else rotary
+
+
+def _by_frequency(fields: Fields) -> Scaling:
+    """Llama 3.1's: keeps frequencies that turn more than `high_freq_factor` times in the context of training, and divides those that turn
+    fewer than `low_freq_factor` times (transformers 5.23, modeling_rope_utils.py)."""
+    context = fields.get(int, "original_max_position_embeddings", minimum=1)
+    factor = fields.get(float, "factor", minimum=1)
+    low, high = (fields.get(float, f"{edge}_freq_factor", minimum=2**-10) for edge in ("low", "high"))
+    if low >= high:
+        raise ConfigError(f"{fields.where}: low_freq_factor is {low} and high_freq_factor {high}; expected a lower one below the higher")
+    return Scaling(factor, 2 * math.pi * high / context, 2 * math.pi * low / context, by_frequency=True)
 
 
 def _sections(fields: Fields) -> tuple[int, ...]:

@@ -111,12 +111,12 @@ KIND_NAMES = 26
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9138,
+    "graphs": 9140,
     "lowering": 1701,
     "lowering/artifact": 1170,
     "lowering/ascend": 16724,
     "lowering/backends": 2005,
-    "models": 9220,
+    "models": 9337,
     "runtime": 4482,
     "runtime/distributed": 1902,
     "runtime/kv_transfer": 2427,
@@ -139,7 +139,7 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 550,
-    "tests": 99990,
+    "tests": 100091,
     "tools": 1110,
     "tools/advisor": 7430,
     "tools/agreement": 1416,

@@ -26,6 +26,7 @@ class ScaledRopeAngles(NamedTuple):
     low: float  # those up to this index are kept
     high: float  # those from this index on are divided; between the two the share of the divided one grows linearly
     magnitude: float  # multiplies both results
+    by_frequency: bool  # whether `low` and `high` are frequencies, the former the larger, and the share grows with these
 
 
 class Rope(NamedTuple):
@@ -65,14 +66,15 @@ def rope_angles_reference(args: RopeAngles) -> tuple[Tensor, Tensor]:
 
 @scaled_rope_angles.reference
 def scaled_rope_angles_reference(args: ScaledRopeAngles) -> tuple[Tensor, Tensor]:
-    """The same with frequencies divided for a longer context, all of them or the slow ones (YaRN, arXiv:2309.00071).
+    """The same with frequencies divided for a longer context, all of them or the slow ones: by index as in YaRN (arXiv:2309.00071), or by
+    frequency as in Llama 3.1.
 
     Returns:
         `magnitude` times cos and sin, each [T, width / 2] f32.
     """
     frequencies = _frequencies(args)
-    index = torch.arange(args.width // 2, dtype=torch.float32, device=frequencies.device)
-    divided, kept = ((index - a) / (b - a) for a, b in ((args.low, args.high), (args.high, args.low)))
+    place = frequencies if args.by_frequency else torch.arange(args.width // 2, dtype=torch.float32, device=frequencies.device)
+    divided, kept = ((place - a) / (b - a) for a, b in ((args.low, args.high), (args.high, args.low)))
     frequencies = frequencies / args.factor * divided.clamp(0, 1) + frequencies * kept.clamp(0, 1)
     angles = args.positions.float()[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()

@@ -32,13 +32,25 @@ PREFIXES = (
 )
 """(beginning of a name on disk, what the name begins with in the sources of parameters)."""
 
+MIXTRAL = ".block_sparse_moe."
+RENAMED = (
+    (MIXTRAL + "e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+    (MIXTRAL, ".mlp."),
+    *((f".{theirs}.", f".{ours}.") for theirs, ours in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))),
+)
+"""(part of a name of Mixtral or MiniMax, the part in the sources of parameters)."""
+
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj$")
 _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 def canonical(name: str) -> str:
     """A tensor's name as sources of parameters have it."""
-    return next((to + name.removeprefix(prefix) for prefix, to in PREFIXES if name.startswith(prefix)), name)
+    name = next((to + name.removeprefix(prefix) for prefix, to in PREFIXES if name.startswith(prefix)), name)
+    if MIXTRAL in name:
+        for part, ours in RENAMED:
+            name = f"{name}.".replace(part, ours)[:-1]
+    return name
 
 
 def formats_in(directory: Path, *, decodes_only: bool = False) -> Formats | None:

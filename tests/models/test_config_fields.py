@@ -153,6 +153,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "output_gate_type": "swish", "language_model_only": False},
     "qwen3_next": {"mlp_only_layers": []},
+    "llama": {"sliding_window": None, "max_window_layers": 28, "pretraining_tp": 1, "router_aux_loss_coef": 0.02, "use_mrope": False},
     "deepseek_v3": {
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1,
         "pretraining_tp": 1, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},

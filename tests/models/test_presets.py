@@ -29,6 +29,14 @@ COUNTS = {
     "qwen3.5-397b": (396_346_350_336, 6_595_568_128),
     "qwen3.5-27b": (26_895_998_464, 424_699_392),
     "qwen3.6-27b": (26_895_998_464, 424_699_392),
+    "llama-3.1-8b": (8_030_261_248, 0),
+    "llama-3.1-70b": (70_553_706_496, 0),
+    "llama-3.2-1b": (1_235_814_400, 0),
+    "llama-3.2-3b": (3_212_749_824, 0),
+    "qwen2.5-7b": (7_615_616_512, 0),
+    "qwen2.5-72b": (72_706_203_648, 0),
+    "mistral-7b-v0.3": (7_248_023_552, 0),
+    "mixtral-8x7b": (46_702_792_704, 0),
 }
 
 
@@ -39,7 +47,7 @@ def count(params) -> int:
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameter_counts_are_the_published_ones(name):
     model = registry.find(name).model
-    params = dict(model.family.abstract_params(model.config, torch.bfloat16))
+    params = dict(stored(model.family.abstract_params(model.config, torch.bfloat16), model.config.variant))
     draft = params.pop(model.family.draft_key, {})
     assert (count(params), count(draft)) == COUNTS[name]
     assert count(model.params(torch.bfloat16)) == COUNTS[name][0]

@@ -35,6 +35,13 @@ CASES = {
         "rope_theta": 1e4,
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "attention_factor": 0.75},
     },
+    "llama3": {
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "two magnitudes": {"rope_theta": 1e4, "rope_scaling": {**DEEPSEEK, "mscale": 0.7}},
     "deepseek": {"rope_theta": 10000, "rope_scaling": DEEPSEEK},
 }
@@ -114,7 +121,7 @@ def test_scaling_lengthens_the_context_it_is_for():
             {"rope_theta": 1e4, "rope_scaling": {"type": "longrope"}},
             "rope_scaling: type is 'longrope'; supported is 'default' or 'mrope' or",
         ),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters: rope_type is 'llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "original_max_position_embeddings is missing"),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}}, "rope_scaling: factor is missing"),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 0.5}}, "factor is 0.5; expected at least 1"),
         ({"rope_theta": 1, "rope_scaling": DEEPSEEK}, "rope_theta above 1"),

@@ -22,7 +22,9 @@ PLAIN: dict[str, Any] = {
     "num_experts": 0, "intermediate_size": 64, "max_position_embeddings": 1024,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+NO_EXPERTS: dict[str, Any] = {"num_experts_per_tok": None, "moe_intermediate_size": None}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_experts": 8, "num_experts_per_tok": 2}
 HYBRID: dict[str, Any] = {
     **tiny.NPU_SIZES, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "norm_topk_prob": True,
 }  # fmt: skip
@@ -65,6 +67,8 @@ CASES = {
     "qwen3.5": Case(HYBRID, operators=DISPATCHED),
     "qwen3": Case({**PLAIN, "model_type": "qwen3"}, backend="aclgraph", head=True),
     "qwen3-moe": Case({**PLAIN, **EXPERTS, "model_type": "qwen3_moe"}, "dp=2,tp=2", "w4a8", head=True, operators=DISPATCHED),
+    "qwen2": Case({**PLAIN, **NO_EXPERTS, "model_type": "qwen2"}, head=True),
+    "mixtral": Case({**PLAIN, **NO_EXPERTS, **MIXTRAL}, "dp=2,tp=2", "w4a8", head=True, operators=DISPATCHED),
     "qwen3-next": Case({**HYBRID, "model_type": "qwen3_next", "mtp_num_hidden_layers": None}, operators=DISPATCHED),
     "deepseek-v3": Case(LATENT, "dp=2,tp=2", agreeing=4, operators=(*DISPATCHED, "FusedInferAttentionScore")),
     "deepseek-v3.2": Case(SPARSE, agreeing=4, operators=(*DISPATCHED, "LightningIndexer", "SparseFlashAttention")),

@@ -17,6 +17,7 @@ from npucompile.graphs.steps.inputs import LAYER_INPUTS
 from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Aval, Bucket, Limits, Program, Tree
 from npucompile.models import checkpoint, registry, request_slots, step
+from npucompile.models.quant.declare import stored
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -115,6 +116,11 @@ SPARSE = {"model_type": "deepseek_v32", "index_topk": 9, "index_head_dim": 10, "
 LATENT_YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+LLAMA = {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 3, "head_dim": 18}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e3, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 # Odd sizes on purpose: head widths that are no powers of two, one or three value heads per key head, few experts.
@@ -140,6 +146,9 @@ CASES: dict[str, dict[str, Any]] = {
     "plain-moe": plain(3, num_experts=5, num_experts_per_tok=2),
     "plain-moe-raw": plain(2, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False, tie_word_embeddings=True, num_key_value_heads=1),
     "plain-moe-some-dense": plain(5, num_experts=5, num_experts_per_tok=1, decoder_sparse_step=2, mlp_only_layers=[3]),
+    "llama": plain(2, **LLAMA, rope_parameters=LLAMA3, tie_word_embeddings=True, num_key_value_heads=1),
+    "qwen2": plain(2, model_type="qwen2", hidden_size=48, head_dim=12),
+    "mixtral": plain(2, model_type="mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
     "latent": latent(3),
     "latent-yarn": latent(2, rope_parameters=LATENT_YARN, max_position_embeddings=128, n_shared_experts=2, routed_scaling_factor=1.0),
     "latent-whole-queries": latent(2, 0, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False, tie_word_embeddings=True),
@@ -244,7 +253,7 @@ def build(values: dict[str, Any], seed: int = 0) -> Oracle:
     draw(theirs, seed)
     written = theirs.config.to_dict()
     model = registry.from_config("random", written | ({"num_nextn_predict_layers": 0} if values["model_type"] == "qwen3_next" else {}))
-    params = model.family.abstract_params(model.config, torch.float32)
+    params = stored(model.family.abstract_params(model.config, torch.float32), model.config.variant)
     return Oracle(theirs, model, join(params, theirs.state_dict()), written)
 
 

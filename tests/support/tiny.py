@@ -34,6 +34,7 @@ from npucompile.lowering.lower import Lowered
 from npucompile.lowering.platform import CPU, Platform
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
+from npucompile.models.quant.declare import stored
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.executor import Executor, Inputs, Outputs, Pending
 from npucompile.runtime.steps.pack import pack
@@ -89,7 +90,7 @@ def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agr
     config = {name: value for name, value in (CONFIG | changes).items() if value is not None}
     (directory / "config.json").write_text(json.dumps(config))
     model, generator = registry.from_config(directory.name, config), torch.Generator().manual_seed(seed)
-    params = model.family.abstract_params(model.config, torch.float32)
+    params = stored(model.family.abstract_params(model.config, torch.float32), model.config.variant)
     noisy: dict[str, Any] = {}
     # The draft head last: with it and without it the same seed gives the same layers.
     for part in (model.params(torch.float32), {name: params[name] for name in params if name == model.family.draft_key}):

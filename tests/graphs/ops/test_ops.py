@@ -338,8 +338,9 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     },
     "rope_angles": {"odd": lambda r: (r.below(1000, 5), 6, 1e4), "even": lambda r: (r.below(1000, 4), 2, 1e6)},
     "scaled_rope_angles": {
-        "odd": lambda r: (r.below(1000, 5), 6, 1e4, 4.0, 0.0, 2.0, 1.25),
-        "even": lambda r: (r.below(1000, 4), 4, 1e6, 8.0, -1.0, 0.0, 1.0),
+        "odd": lambda r: (r.below(1000, 5), 6, 1e4, 4.0, 0.0, 2.0, 1.25, False),
+        "even": lambda r: (r.below(1000, 4), 4, 1e6, 8.0, -1.0, 0.0, 1.0, False),
+        "frequencies": lambda r: (r.below(1000, 4), 6, 1e4, 8.0, 0.5, 0.001, 1.0, True),
     },
     "mask_logits": {"odd": lambda r: masking(r, 3, 2, 45), "even": lambda r: masking(r, 2, 2, 64)},
     "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},

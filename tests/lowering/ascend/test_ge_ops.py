@@ -273,7 +273,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     },
     "rope": {"partial": lambda r: rotation(r, 4), "whole": lambda r: rotation(r, 16)},
     "rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 6, 1e7))},
-    "scaled_rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 64, 1e4, 40.0, 10.0, 23.0, 1.25))},
+    "scaled_rope_angles": {
+        "far": lambda r: Example((r.below(200_000, 5), 64, 1e4, 40.0, 10.0, 23.0, 1.25, False)),
+        "frequencies": lambda r: Example((r.below(200_000, 5), 64, 5e5, 8.0, 3e-3, 7.7e-4, 1.0, True)),
+    },
     "adjust_logits": {
         "rows": lambda r: Example(
             (
