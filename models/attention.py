@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..graphs import ops
+from ..graphs.spmd.layout import constrain
 from ..graphs.types import Aval, Limits, Tree
 from . import norms, quant, sequence_parallel
 from .batch import Batch
@@ -86,6 +87,7 @@ def params(
     joined: bool = True,
     width: int | None = None,
     normed: bool = True,
+    across: bool = False,
     biased: bool = False,
 ) -> dict[str, Tree]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint.
@@ -98,6 +100,8 @@ def params(
             `attend`; and `kv`, by key-value head its keys and its values, for `write_kv`.
         width: of the layer's input; that of its output by default.
         normed: whether queries and keys are normalised; else there are no `q_norm` and `k_norm`.
+        across: whether all query heads have one norm, and all key heads: `q_norms` [H, D] and `k_norms` [G, D] in place of these; only
+            with `joined`.
         biased: whether the projections of queries, keys and values add biases.
 
     A layer whose cache is int8 by scales of the checkpoint has these, `k_scale` and `v_scale` [G, D].
@@ -114,7 +118,8 @@ def params(
 
     return {
         **matrices,
-        **({name: norm(name) for name in ("q_norm", "k_norm")} if normed else {}),
+        **({name: norm(name) for name in ("q_norm", "k_norm")} if normed and not across else {}),
+        **(_norms_across(cfg, dtype, prefix, order, inverse) if across else {}),
         **(_cache_scales(cfg, prefix, order, inverse) if cfg.variant.formats.of_cache(prefix.removesuffix(".")) == INT8_STATIC else {}),
         "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((prefix + "o_proj.weight",), ((M, H * D),)), role="row"),
     }
@@ -122,21 +127,37 @@ def params(
 
 def _cache_scales(cfg: AttentionSizes, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
     """Scales of cached keys and values, a number for each head and channel: keys in the order of their channels here."""
+    same = list(range(cfg.head_dim))
+    keys = _by_channel(cfg, f"{prefix}k_proj.kv_cache_scale", torch.float32, order, inverse, "cache_scale")
+    return {"k_scale": keys, "v_scale": _by_channel(cfg, f"{prefix}v_proj.kv_cache_scale", torch.float32, same, same, "cache_scale")}
+
+
+def _norms_across(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
+    """Weights of the norms of all query heads and of all key heads, by head."""
+    H, D = cfg.num_attention_heads, cfg.head_dim
+    source = Source(
+        (f"{prefix}q_norm.weight",),
+        ((H * D,),),
+        lambda x: x.reshape(-1, D)[:, order],
+        lambda x: (x[:, inverse].flatten(),),
+        (("q_heads",),),
+    )
+    init = norm_init(cfg.norm_offset)
+    keys = _by_channel(cfg, f"{prefix}k_norm.weight", dtype, order, inverse, init)
+    return {"q_norms": Param(Aval((H, D), dtype, ("q_heads", None)), source, init), "k_norms": keys}
+
+
+def _by_channel(cfg: AttentionSizes, name: str, dtype: torch.dtype, there: list[int], back: list[int], init: str) -> Param:
+    """[G, D], copies included: a number for each channel of each key-value head."""
     G, D, copies = cfg.num_key_value_heads, cfg.head_dim, cfg.variant.kv_repeat
-    same = list(range(D))
-
-    def scale(part: str, there: list[int], back: list[int]) -> Param:
-        heads = "kv_heads" if copies == 1 else Repeated("kv_heads", G, copies)
-        source = Source(
-            (f"{prefix}{part}_proj.kv_cache_scale",),
-            ((G * D,),),
-            lambda x: x.float().reshape(-1, D)[:, there].repeat_interleave(copies, 0),
-            lambda x: (x[::copies, back].flatten(),),
-            ((heads,),),
-        )
-        return Param(Aval((G * copies, D), torch.float32, ("kv_heads", None)), source, "cache_scale")
-
-    return {"k_scale": scale("k", order, inverse), "v_scale": scale("v", same, same)}
+    source = Source(
+        (name,),
+        ((G * D,),),
+        lambda x: x.to(dtype).reshape(-1, D)[:, there].repeat_interleave(copies, 0),
+        lambda x: (x[::copies, back].flatten(),),
+        (("kv_heads" if copies == 1 else Repeated("kv_heads", G, copies),),),
+    )
+    return Param(Aval((G * copies, D), dtype, ("kv_heads", None)), source, init)
 
 
 def rotated_order(width: int, rotated: int) -> list[int]:
@@ -249,8 +270,11 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
         state = _write(weights, state, batch, k, v)
         return _attend(cfg, weights, state, batch, q, opened), state
     q, *gate, k, v = heads.split([*[per * D] * parts, D, D], -1)
+    q = q.unflatten(-1, (per, D))
+    if "q_norms" in weights:
+        q, k = _normed_across(cfg, weights, q, k)
     state = _write(weights, state, batch, _keys(cfg, weights, batch, k), v)
-    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q.unflatten(-1, (per, D))), *gate), state
+    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q), *gate), state
 
 
 def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
@@ -330,6 +354,17 @@ def _keys(cfg: AttentionSizes, weights: Tree, batch: Batch, k: torch.Tensor) -> 
     """Keys [T, G, D] after their norm, if they have one, and rotation."""
     rotated: torch.Tensor = ops.rope(_head_norm(cfg, k, weights.get("k_norm")), batch.cos, batch.sin)
     return rotated
+
+
+def _normed_across(cfg: AttentionSizes, weights: Tree, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norms of all query heads [T, G, per, D] as one vector and of all key heads [T, G, D].
+
+    Copies of key heads each count, in the sum as in the size. Ranks add the sums of both in one reduction.
+    """
+    squares = constrain(torch.stack([q.float().square().sum((1, 2, 3)), k.float().square().sum((1, 2))], 1), None, None)
+    of_q, of_k = (torch.rsqrt(each / x.shape[1:].numel() + cfg.rms_norm_eps) for each, x in zip(squares.unbind(1), (q, k), strict=True))
+    q = (q.float() * of_q[:, None, None, None]).to(q.dtype) * weights["q_norms"].view(q.shape[1:])
+    return q, (k.float() * of_k[:, None, None]).to(k.dtype) * weights["k_norms"]
 
 
 def _head_norm(cfg: AttentionSizes, x: torch.Tensor, weight: Tree | None) -> torch.Tensor:

@@ -51,6 +51,7 @@ class Config(attention.PlainHeads):
         layer_kinds: the feed-forward of each layer, "dense" or "moe".
         norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
         normed, biased: whether heads are normalised, and whether the projections of queries, keys and values add biases (llama.py).
+        across, scores: whether one norm is of all heads together, and the kind of the router (minimax.py).
     """
 
     vocab_size: int
@@ -70,6 +71,8 @@ class Config(attention.PlainHeads):
     norm_topk_prob: bool = True
     normed: bool = True
     biased: bool = False
+    across: bool = False
+    scores: str = SOFTMAX
     variant: Variant = PLAIN
 
     @property
@@ -79,7 +82,7 @@ class Config(attention.PlainHeads):
 
     @property
     def routing(self) -> Routing:
-        return Routing(SOFTMAX, self.num_experts_per_tok, self.norm_topk_prob)
+        return Routing(self.scores, self.num_experts_per_tok, self.norm_topk_prob)
 
     @property
     def shared_expert_intermediate_size(self) -> int:
@@ -92,6 +95,7 @@ class Config(attention.PlainHeads):
             (self.head_dim % 2, "head_dim must be even"),
             (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
             (MOE in self.layer_kinds and not self.num_experts, "layers with experts need num_experts"),
+            (self.across and bool(self.variant.heads), "heads that are normalised together are not padded: ranks must share them evenly"),
             (DENSE in self.layer_kinds and not self.intermediate_size, "layers without experts need an intermediate_size"),
         ]
         for broken, rule in checks:
@@ -134,7 +138,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     layers = []
     for i, kind in enumerate(cfg.layer_kinds):
         prefix = f"model.layers.{i}."
-        mixer = attention.params(cfg, dtype, prefix + "self_attn.", normed=cfg.normed, biased=cfg.biased)
+        mixer = attention.params(cfg, dtype, prefix + "self_attn.", normed=cfg.normed, across=cfg.across, biased=cfg.biased)
         mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=kind == DENSE)
         layers.append(decoder.layer_params(cfg, dtype, prefix, mixer, mlp))
     return decoder.params(cfg, dtype, layers)

@@ -32,10 +32,10 @@ PREFIXES = (
 )
 """(beginning of a name on disk, what the name begins with in the sources of parameters)."""
 
-MIXTRAL = ".block_sparse_moe."
+MIXTRAL, CORRECTION = ".block_sparse_moe.", ".mlp.e_score_correction_bias"
 RENAMED = (
-    (MIXTRAL + "e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
     (MIXTRAL, ".mlp."),
+    (CORRECTION, ".mlp.gate.e_score_correction_bias"),
     *((f".{theirs}.", f".{ours}.") for theirs, ours in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))),
 )
 """(part of a name of Mixtral or MiniMax, the part in the sources of parameters)."""
@@ -47,7 +47,7 @@ _LAYER = re.compile(r"\.layers\.\d+\.")
 def canonical(name: str) -> str:
     """A tensor's name as sources of parameters have it."""
     name = next((to + name.removeprefix(prefix) for prefix, to in PREFIXES if name.startswith(prefix)), name)
-    if MIXTRAL in name:
+    if MIXTRAL in name or CORRECTION in name:
         for part, ours in RENAMED:
             name = f"{name}.".replace(part, ours)[:-1]
     return name

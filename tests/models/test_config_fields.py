@@ -153,6 +153,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "output_gate_type": "swish", "language_model_only": False},
     "qwen3_next": {"mlp_only_layers": []},
+    "minimax": {"layernorm_full_attention_beta": 1.0, "mlp_intermediate_size": 8192, "shared_moe_mode": "sigmoid", "sliding_window": None},
     "llama": {"sliding_window": None, "max_window_layers": 28, "pretraining_tp": 1, "router_aux_loss_coef": 0.02, "use_mrope": False},
     "deepseek_v3": {
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1,

@@ -131,6 +131,10 @@ CASES: dict[str, Case] = {
     "no shared expert gathered": Case("dp=2,tp=2", gathering(GROUPED), model="plain-moe", collectives=GATHER),
     "no shared expert split tp=2": Case("tp=2", expert_parallel=False, model="plain-moe"),
     "no shared expert split tp=4": Case("dp=2,tp=2", expert_parallel=False, model="plain-moe"),
+    "biases tp=2": Case("tp=2", experts=False, model="plain-biased"),
+    "norms of all heads tp=2": Case("tp=2", GROUPED, model="plain-across", collectives=DISPATCH),
+    "norms of all heads tp=4": Case("tp=4", repeated(GROUPED), batch=3, model="plain-across", collectives=DISPATCH),
+    "norms of all heads dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="plain-across"),
     "fused projections tp=2": Case("tp=2", GROUPED, model="next", drafts=2, collectives=DISPATCH),
     "fused projections dp=2": Case("dp=2", GROUPED, model="next", drafts=1, collectives=DISPATCH),
     "fused projections dp=2,tp=2": Case("dp=2,tp=2", GROUPED, model="next", drafts=3, collectives=DISPATCH),
@@ -216,7 +220,7 @@ SHORT = (
     *("w8a8 everywhere, spread dp=2,tp=2", "w8a8_dynamic everywhere, split tp=2", "w4a8_dynamic everywhere, dense tp=2"),
     *("w4a16 everywhere, spread tp=2", "int8 cache tp=2", "no gate tp=2", "no shared expert dp=2,tp=2", "fused projections tp=2"),
     *("latent dp=2,tp=2", "sparse tp=2", "drafts of few tokens tp=2", "draft model, experts tp=2"),
-    *("formats of parts differ, spread", "odd sizes tp=2", "w4a8 fused"),
+    *("formats of parts differ, spread", "odd sizes tp=2", "w4a8 fused", "norms of all heads tp=4"),
 )
 
 

@@ -25,6 +25,7 @@ PLAIN: dict[str, Any] = {
 NO_EXPERTS: dict[str, Any] = {"num_experts_per_tok": None, "moe_intermediate_size": None}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_experts": 8, "num_experts_per_tok": 2}
+MINIMAX: dict[str, Any] = {**MIXTRAL, "model_type": "minimax_m2", "rotary_dim": 16}
 HYBRID: dict[str, Any] = {
     **tiny.NPU_SIZES, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "norm_topk_prob": True,
 }  # fmt: skip
@@ -69,6 +70,7 @@ CASES = {
     "qwen3-moe": Case({**PLAIN, **EXPERTS, "model_type": "qwen3_moe"}, "dp=2,tp=2", "w4a8", head=True, operators=DISPATCHED),
     "qwen2": Case({**PLAIN, **NO_EXPERTS, "model_type": "qwen2"}, head=True),
     "mixtral": Case({**PLAIN, **NO_EXPERTS, **MIXTRAL}, "dp=2,tp=2", "w4a8", head=True, operators=DISPATCHED),
+    "minimax": Case({**PLAIN, **NO_EXPERTS, **MINIMAX}, "dp=2,tp=2", "w4a8", head=True, operators=DISPATCHED),
     "qwen3-next": Case({**HYBRID, "model_type": "qwen3_next", "mtp_num_hidden_layers": None}, operators=DISPATCHED),
     "deepseek-v3": Case(LATENT, "dp=2,tp=2", agreeing=4, operators=(*DISPATCHED, "FusedInferAttentionScore")),
     "deepseek-v3.2": Case(SPARSE, agreeing=4, operators=(*DISPATCHED, "LightningIndexer", "SparseFlashAttention")),

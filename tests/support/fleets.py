@@ -34,6 +34,7 @@ from npucompile.models.quant.declare import EXPERT_FORMATS
 from npucompile.models.quant.formats import Formats
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.rotary import Rotary
+from npucompile.models.routing import SIGMOID
 from npucompile.models.variant import PLAIN, Variant
 
 F32 = torch.float32
@@ -52,10 +53,13 @@ def limits(drafts: int) -> Limits:
 LIMITS = limits(0)
 
 
+NO_SHARED = {name: size for name, size in MOE.items() if name[:6] != "shared"}
 PLAIN_MODELS: dict[str, dict[str, Any]] = {
     "plain": {"layer_kinds": (qwen3.DENSE,) * 2},
     "plain-odd": {"layer_kinds": (qwen3.DENSE,) * 2, "vocab_size": 41, "intermediate_size": 31},
-    "plain-moe": {"layer_kinds": (qwen3.MOE, qwen3.DENSE, qwen3.MOE), **{k: v for k, v in MOE.items() if k[:6] != "shared"}},
+    "plain-biased": {"layer_kinds": (qwen3.DENSE,) * 2, "normed": False, "biased": True},
+    "plain-across": {"layer_kinds": (qwen3.MOE,) * 2, "across": True, "scores": SIGMOID, **NO_SHARED},
+    "plain-moe": {"layer_kinds": (qwen3.MOE, qwen3.DENSE, qwen3.MOE), **NO_SHARED},
 }
 """Models without recurrent layers or a draft head, by name."""
 

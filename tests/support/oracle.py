@@ -18,6 +18,7 @@ from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Aval, Bucket, Limits, Program, Tree
 from npucompile.models import checkpoint, registry, request_slots, step
 from npucompile.models.quant.declare import stored
+from npucompile.models.quant.description import canonical
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -116,6 +117,7 @@ SPARSE = {"model_type": "deepseek_v32", "index_topk": 9, "index_head_dim": 10, "
 LATENT_YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+MINIMAX = {"model_type": "minimax_m2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.6}}
 LLAMA = {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 3, "head_dim": 18}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e3, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -149,6 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": plain(2, **LLAMA, rope_parameters=LLAMA3, tie_word_embeddings=True, num_key_value_heads=1),
     "qwen2": plain(2, model_type="qwen2", hidden_size=48, head_dim=12),
     "mixtral": plain(2, model_type="mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+    "minimax": plain(2, **MINIMAX, num_local_experts=5, num_experts_per_tok=2, head_dim=20),
     "latent": latent(3),
     "latent-yarn": latent(2, rope_parameters=LATENT_YARN, max_position_embeddings=128, n_shared_experts=2, routed_scaling_factor=1.0),
     "latent-whole-queries": latent(2, 0, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False, tie_word_embeddings=True),
@@ -330,6 +333,7 @@ def with_head(random: Oracle) -> Oracle:
 
 def join(params: Tree, state_dict: dict[str, torch.Tensor]) -> Tree:
     """Tensors for a tree of Param, from a state dict with the checkpoint's names."""
+    state_dict = {canonical(name): tensor for name, tensor in state_dict.items()}
     return tree.map_leaves(lambda p: p.source.join(*(state_dict[name] for name in p.source.names)).contiguous(), params)
 
 
