@@ -14,7 +14,7 @@ from npucompile.tools.prove.bringup.child import Cases
 from npucompile.tools.prove.bringup.children import Children
 from npucompile.tools.ranks.rank_settings import RankSettings
 
-LIMIT_S = 60.0
+LIMIT_S = 25.0
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ def test_a_device_without_a_fault_passes_every_rung_with_times_beside_estimates(
     ],
     ids=["operator", "layer", "bucket", "bucket's state", "alternation"],
 )
+@pytest.mark.short_cases("operator", "layer", "alternation")
 def test_a_fault_is_found_by_its_rung_and_the_next_one_runs(npu_artifact, on_run, wanted, assumptions, what):
     results = faulty.ladder(npu_artifact, Opens(on_run), wanted).run()
     assert [(result.name, result.finished, result.passed) for result in results] == [
@@ -89,6 +90,7 @@ def test_a_device_that_cannot_be_opened_is_said_once(small_artifact):
 # --- what ends a process with a device ---
 
 
+@pytest.mark.short_cases("aborts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_operator_that_ends_its_process_is_named_and_all_others_are_judged(small_artifact, tmp_path, kind):
     opens = OpensOnce(tmp_path, {0: Fault(9, kind)})
@@ -183,6 +185,7 @@ def found(directory):
     return whole[1:]
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_and_resumed_it_repeats_nothing_that_passed(small_artifact, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(small_artifact.path), str(tmp_path)]
     for most in (5, 12, 25, 10**6):
@@ -205,6 +208,7 @@ def test_killed_at_any_moment_and_resumed_it_repeats_nothing_that_passed(small_a
     assert {rung for rung, case in cases if not case} == {"operators", "layers", "buckets", "alternation"}
 
 
+@pytest.mark.long
 def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(tmp_path, monkeypatch):
     artifact = faulty.npu_artifact(tmp_path, monkeypatch, "tp=2", faulty.ONE_BUCKET, **faulty.TWO_LAYERS)
     results = faulty.ladder(artifact, Opens(wrong_results(is_alone("HcomAllGather"))), ("collectives", "serve")).run()
