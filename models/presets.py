@@ -22,6 +22,9 @@ TOWERS: Mapping[str, Mapping[str, Any]] = {name: preset["tower"] for name, prese
 SOURCES: Mapping[str, str] = {name: preset["source"] for name, preset in _PUBLISHED.items()}
 """Where the fields of each preset were read."""
 
+PARAMETERS: Mapping[str, int] = {name: preset["parameters"] for name, preset in _PUBLISHED.items()} | {"qwen3.5-tiny": 4_151_384}
+"""Parameters of each model without its draft head, bundled ones included: a listing need not load torch to count them."""
+
 NAMES: Mapping[str, tuple[str, ...]] = {name: tuple(preset["names"]) for name, preset in _PUBLISHED.items() if "names" in preset}
 """Names by which other checkpoints with exactly those fields are published, beside the preset's own."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graphs.errors import NpucompileError
-from ..graphs.types import WORD_BITS
+from ..graphs.sizes import WORD_BITS
 
 __all__ = ["DEAD_END", "EVERYTHING", "TOO_COMPLEX", "WORD_BITS", "Bitmask", "Constraint", "ConstraintError", "TooComplex"]
 

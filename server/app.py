@@ -15,6 +15,7 @@ from starlette.websockets import WebSocket
 
 from ..graphs.errors import NpucompileError
 from .anthropic.messages import POSTS as MESSAGES
+from .client import WEBSOCKET_PATH
 from .engine.lifecycle import Lifecycle
 from .engine.service import Service
 from .fleet.prefill_hub import PATH as HANDOVER_PATH
@@ -28,8 +29,6 @@ from .pages import page, probes
 from .requests.error_objects import ErrorReply
 from .requests.fields import show
 from .socket.websocket import SocketHub
-
-WEBSOCKET_PATH = "/v1/responses"
 
 CORS: Mapping[str, Any] = {"allow_methods": [ANY], "allow_headers": [ANY], "allow_private_network": True}
 """What pages of allowed origins may do; a page of the internet asks besides whether it may reach into a private network."""

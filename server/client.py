@@ -17,6 +17,9 @@ from ..graphs.errors import ProtocolError, RequestError
 from .requests.frames import JSON, decode, encode
 from .response.events import TERMINAL_TYPES, ServerEvent
 
+WEBSOCKET_PATH = "/v1/responses"
+"""Where a server speaks over websockets."""
+
 MAX_EVENT_BYTES = 64 * 2**20
 MAX_REASON_CHARS = 500
 

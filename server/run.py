@@ -17,7 +17,8 @@ from types import FrameType
 import uvicorn
 
 from ..graphs.errors import NpucompileError, SpecError
-from .app import WEBSOCKET_PATH, create_app
+from .app import create_app
+from .client import WEBSOCKET_PATH
 from .engine.lifecycle import Lifecycle
 from .engine.service import Service
 from .guard.access import Access

@@ -154,6 +154,13 @@ def format_encode(sizes: Sequence[EncodeSize]) -> str:
     return ",".join(map(str, sorted(sizes, key=lambda size: (size.segments > 1, size)))) or NO_PICTURES
 
 
+DEFAULT_ENCODE = (EncodeSize(256), EncodeSize(1024), EncodeSize(4096))
+"""Patches of the smallest picture of published processors, and of pictures of 512x512 and 1024x1024 pixels."""
+
+PUBLISHED_ENCODE = format_encode(DEFAULT_ENCODE)
+"""For launches that take pictures and say no sizes, as published ones do."""
+
+
 def format_buckets(sizes: Sequence[int]) -> str:
     """Formats bucket sizes, abbreviating every series in which that leaves out two numbers or more.
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from npucompile.graphs import tree
 from npucompile.models import registry
-from npucompile.models.presets import BUNDLED, PRESETS, SOURCES, TOWERS
+from npucompile.models.presets import BUNDLED, PARAMETERS, PRESETS, SOURCES, TOWERS
 from npucompile.models.quant.declare import stored
 from npucompile.models.quant.description import canonical
 
@@ -53,6 +53,11 @@ def test_parameter_counts_are_the_published_ones(name):
     draft = params.pop(model.family.draft_key, {})
     assert (count(params), count(draft)) == COUNTS[name]
     assert count(model.params(torch.bfloat16)) == COUNTS[name][0]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_parameters_that_are_listed_are_those_of_the_model(name):
+    assert count(registry.find(name).model.params(torch.bfloat16)) == PARAMETERS[name]
 
 
 def text(name) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def test_the_gate_of_qwen3_6_stays_what_transformers_computes():
 
 def test_presets_and_bundled_models_have_different_names():
     assert not set(PRESETS) & set(BUNDLED)
-    assert registry.presets() == (*PRESETS, *BUNDLED)
+    assert registry.presets() == (*PRESETS, *BUNDLED) == tuple(PARAMETERS)
 
 
 TOWER_MILLIONS = {

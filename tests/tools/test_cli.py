@@ -36,6 +36,22 @@ assert not [name for name in sys.modules if name.startswith("npucompile.tools.co
     assert __version__ in process.stdout
 
 
+@pytest.mark.parametrize("words", [["models"], ["deployments"], ["chat", "hello", "--url", "ws://127.0.0.1:1"], ["build", "--help"]])
+def test_what_needs_no_torch_does_not_load_it(words):
+    """Loading it takes seconds."""
+    script = """
+import sys
+from npucompile.tools.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    assert "torch" not in sys.modules
+"""
+    process = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+    assert "AssertionError" not in process.stderr
+    assert process.stdout or "cannot connect" in process.stderr
+
+
 def test_help_lists_every_command_and_a_first_session():
     help_text = CliRunner().invoke(main, ["--help"]).stdout
     for name in COMMANDS:

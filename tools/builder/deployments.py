@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...graphs.errors import SpecError
-from ...graphs.types import Limits, Mesh
+from ...graphs.sizes import Limits, Mesh
+from ...models.presets import PRESETS
 from ..notation import PrefillSize, parse_buckets
 
 DEFAULT = {"qwen3.5-397b": "qwen35-397b-a3x8-in3k5-out1k5-50ms"}
@@ -277,3 +278,10 @@ def _deployment(row: dict[str, Any]) -> Deployment:
 def _phase(name: str, fields: dict[str, Any]) -> Phase:
     buckets = parse_buckets(fields["buckets"]) if fields["buckets"] else ()
     return Phase(name, **(fields | {"mesh": Mesh.parse(fields["mesh"]), "buckets": buckets}))
+
+
+def why_not(row: Deployment) -> str:
+    """Why a deployment cannot be built; "" where it can."""
+    if not row.phases:
+        return f"no launch command is published: {row.note}"
+    return "" if row.model in PRESETS else f"{row.model} is no preset: its family is not built here"

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from ...models import registry
+from ..notation import PUBLISHED_ENCODE
 from .deployments import MAX_CHUNK, POOL_TOKENS, Deployment, Phase, group_chunk, limits_for, prefill_chunk, prefill_sizes
 from .drafts import choose_draft_model
-from .settings.sizes import PUBLISHED_ENCODE
 from .targets import target
-
-
-def why_not(row: Deployment) -> str:
-    """Why a deployment cannot be built; "" where it can."""
-    if not row.phases:
-        return f"no launch command is published: {row.note}"
-    return "" if row.model in registry.presets() else f"{row.model} is no preset: its family is not built here"
 
 
 def source_of(row: Deployment) -> registry.ModelSource:
@@ -55,7 +46,7 @@ def _drafts(phase: Phase, source: registry.ModelSource) -> str | None:
 
 def _state(row: Deployment, source: registry.ModelSource) -> str | None:
     ours = target(row.target).state_dtype
-    if row.state_dtype != "float32" or ours == torch.float32:
+    if row.state_dtype != "float32" or ours == "float32":
         return None
     return "recurrent states are bfloat16, published float32: CANN's operator takes no other (that of the vllm-ascend package does)"
 

@@ -15,9 +15,8 @@ from ...models.registry import ModelSource
 from ...server.pictures import videos
 from ...server.pictures.processor import FILES, PUBLISHED, PatchProcessor, PictureProcessor, has_files, read_processor
 from ...server.pictures.videos import VideoProcessor
-from ..notation import EncodeSize, format_encode
+from ..notation import DEFAULT_ENCODE, EncodeSize, format_encode
 from .planned import Plan
-from .settings.sizes import DEFAULT_ENCODE
 
 MOST_ROWS = 2**15
 """Rows of the largest prompt of pictures alone that is taken however long the context is: two pictures of 4096x4096 pixels, and 256 MiB of

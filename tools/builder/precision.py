@@ -75,7 +75,7 @@ def choose_formats(plan: Plan) -> Plan:
         mesh,
         sharding_rules.rules(mesh, experts=getattr(config, "num_experts", 0), expert_parallel=plan.expert_parallel, tokens=group),
         # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
-        recurrent=torch.float32 if "vllm-ascend" in plan.platform.packages else target.state_dtype,
+        recurrent=torch.float32 if "vllm-ascend" in plan.platform.packages else getattr(torch, target.state_dtype),
         dispatches=target.dispatches,
         local=target.local,
         backend=plan.backend,

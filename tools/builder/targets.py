@@ -6,11 +6,9 @@ import difflib
 import os
 from dataclasses import dataclass, replace
 
-import torch
-
 from ...graphs import control_group
 from ...graphs.errors import SpecError
-from ...graphs.types import MESH_AXES, Mesh
+from ...graphs.sizes import MESH_AXES, Mesh
 from ...lowering.machines import NPUS, Npu
 from ..notation import PrefillSize
 from .settings.model import MAX_LOGPROBS
@@ -45,7 +43,7 @@ class Target:
     page_size: int
     backends: tuple[str, ...]
     dtypes: tuple[str, ...]
-    state_dtype: torch.dtype
+    state_dtype: str
     buckets: tuple[int, ...]
     max_model_len: int
     prefill: tuple[PrefillSize, ...]
@@ -97,7 +95,7 @@ _CPU = Target(
     page_size=16,
     backends=("inductor", "eager", "null"),
     dtypes=("float32", "bfloat16"),
-    state_dtype=torch.float32,
+    state_dtype="float32",
     buckets=CPU_BUCKETS,
     max_model_len=1024,
     prefill=DEFAULT_PREFILL,
@@ -116,7 +114,7 @@ def _of(npu: Npu, name: str, max_npus: int) -> Target:
         backends=("ge", "aclgraph", "null"),
         # The fused operators take only bfloat16, the recurrent one also for its states, whatever dtype the checkpoint states.
         dtypes=("bfloat16",),
-        state_dtype=torch.bfloat16,
+        state_dtype="bfloat16",
         buckets=DEFAULT_BUCKETS,
         max_model_len=4096,
         # A short prompt takes the smaller one.

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 import click
 
 from ...graphs.errors import ProtocolError, SpecError
-from ...server.app import WEBSOCKET_PATH
-from ...server.client import stream_text
+from ...server.client import WEBSOCKET_PATH, stream_text
 from ..cli import Home
 from ..serve.options import API_KEY_VARIABLE
 

@@ -12,8 +12,6 @@ from ..advice import adviser
 from ..bench.report import as_data, as_markdown
 from ..builder.deployments import deployment, deployments
 
-prediction, listing = adviser("plan.prediction"), adviser("plan.listing")
-
 
 def _refuse_built(_: click.Context, __: click.Parameter, value: str | None) -> None:
     if value is not None:
@@ -29,10 +27,10 @@ def _refuse_built(_: click.Context, __: click.Parameter, value: str | None) -> N
     metavar="DIR",
     help="Print the estimated decode steps of the artifacts in DIR, each built with --deployment, as Markdown.",
 )
-@click.option("--accepted", type=click.FloatRange(1), default=prediction.ACCEPTED, show_default=True, help="Tokens a step for --predict.")
+@click.option("--accepted", type=click.FloatRange(1), help="Tokens a step for --predict.  [default: those of published drafts]")
 @click.option("--built", hidden=True, expose_value=False, callback=_refuse_built, help="Gone: inspect shows an artifact.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(name: str | None, model: str | None, predict: Path | None, accepted: float, as_json: bool) -> None:
+def command(name: str | None, model: str | None, predict: Path | None, accepted: float | None, as_json: bool) -> None:
     """List published Ascend deployments, or show ID in detail.
 
     A deployment gives a build its target, mesh, quantization, buckets, drafts and context.
@@ -44,9 +42,11 @@ def command(name: str | None, model: str | None, predict: Path | None, accepted:
               npucompile deployments --predict artifacts
     """
     if predict is not None:
-        predicted = prediction.predictions(predict, accepted)
+        prediction = adviser("plan.prediction")  # Late: it loads torch.
+        predicted = prediction.predictions(predict, accepted or prediction.ACCEPTED)
         click.echo(json.dumps(as_data(predicted), indent=1) if as_json else as_markdown(predicted), nl=as_json)
         return
+    listing = adviser("plan.listing")
     rows = [deployment(name)] if name is not None else list(deployments().values())
     if model is not None:
         rows = listing.of_model(rows, model)

@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import torch
 
-from ...graphs import tree
 from ...graphs.errors import SpecError
-from ...models import registry
-from ...models.family_file import FamilyFile
-from ...models.presets import DRAFT_PRESETS
-from ..builder.reduce import write_reduced
+from ...models.presets import BUNDLED, DRAFT_PRESETS, PARAMETERS
 from .family_option import family_option
 
 
@@ -29,21 +24,28 @@ def command(model: str | None, directory: Path | None, family: str | None, seed:
 
     Example: npucompile models qwen3.5-397b --reduce small-397b
     """
+    if family is None and model is None and directory is None:
+        _list()
+        return
+    # Imported late, so that a list need not load torch.
+    from ...models import registry
+    from ...models.family_file import FamilyFile
+    from ..builder.reduce import write_reduced
+
     own = FamilyFile.read(family) if family else None
     if own and model is None and directory is None:
         record = registry.own_family(own)
         click.echo(f"{own.name}: family {record.name}, for model_type {', '.join(record.model_types)}")
         return
-    if (model is None) != (directory is None):
+    if model is None or directory is None:
         raise SpecError("MODEL and --reduce DIRECTORY belong together; legal is both, or neither to list the presets")
-    if model is not None and directory is not None:
-        click.echo(write_reduced(model, directory, seed, own))
-        return
-    for name in registry.presets():
-        source = registry.find(name)
-        sizes = [param.aval.shape for _, param in tree.flatten(source.model.params(torch.bfloat16))]
-        count = sum(torch.Size(shape).numel() for shape in sizes)
-        weights = "bundled" if source.checkpoint_dir else "sizes only; build a checkpoint directory to serve it"
-        click.echo(f"{name:<16} {count / 1e9:>8.3f} B parameters   {weights}")
+    click.echo(write_reduced(model, directory, seed, own))
+
+
+def _list() -> None:
+    width = max(map(len, (*PARAMETERS, *DRAFT_PRESETS)))
+    for name, count in PARAMETERS.items():
+        weights = "bundled" if name in BUNDLED else "sizes only; build a checkpoint directory to serve it"
+        click.echo(f"{name:<{width}} {count / 1e9:>9.3f} B parameters   {weights}")
     for name, preset in DRAFT_PRESETS.items():
-        click.echo(f"{name:<28} draft model of {preset['target']}, for --draft-model; sizes only")
+        click.echo(f"{name:<{width}}   draft model of {preset['target']}, for --draft-model; sizes only")

@@ -21,7 +21,7 @@ from ...runtime.distributed.rendezvous import RendezvousConfig
 from ...runtime.engine import Engine
 from ...runtime.engine_groups import EngineGroups
 from ...runtime.journal import Journal, JournalFile
-from ...server.app import WEBSOCKET_PATH
+from ...server.client import WEBSOCKET_PATH
 from ...server.engine.lifecycle import Lifecycle
 from ...server.guard.access import Access
 from ...server.run import Stop, allow_open_files, running, websocket_url

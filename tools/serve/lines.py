@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..builder.deployments import Deployment, deployment
-from ..builder.settings.sizes import PUBLISHED_ENCODE
+from ..notation import PUBLISHED_ENCODE
 from .options import BOTH, DECODE, HOST, PORT, PREFILL
 
 HOSTS = {BOTH: "HOST", PREFILL: "PREFILL", DECODE: "DECODE"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from npucompile.graphs.errors import SpecError
@@ -19,6 +21,7 @@ from npucompile.tools.builder.deployments import (
     prefill_chunk,
     prefill_sizes,
     prefilling,
+    why_not,
 )
 from npucompile.tools.builder.targets import check_mesh, target
 from npucompile.tools.notation import format_prefill
@@ -210,3 +213,10 @@ def test_published_results_are_facts_where_there_are_any():
     assert deployment(PUBLISHED).measured == {}
     # The guide's own print was wrong here, and corrected.
     assert deployment("qwen3-480b-a3x8-mix-3.5k-1.5k-50ms").measured["output_tokens_per_s"] == 1500.5
+
+
+def test_what_cannot_be_built_has_a_reason() -> None:
+    row = deployment("qwen35-397b-a3x8-in3k5-out1k5-50ms")
+    assert why_not(row) == ""
+    assert why_not(replace(row, model="another")) == "another is no preset: its family is not built here"
+    assert why_not(deployment("dsv32-reference-values")).startswith("no launch command is published")

@@ -8,11 +8,10 @@ import pytest
 
 from npucompile.models import registry
 from npucompile.tools.builder.deployments import Deployment, deployment, deployments
-from npucompile.tools.builder.deviations import deviations, source_of, why_not
+from npucompile.tools.builder.deviations import deviations, source_of
 from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.builder.rank_memory import planned_memory
-from npucompile.tools.builder.settings.sizes import PUBLISHED_ENCODE
-from npucompile.tools.notation import parse_encode
+from npucompile.tools.notation import PUBLISHED_ENCODE, parse_encode
 
 CASES = {
     ("qwen35-397b-a3x8-in3k5-out1k5-50ms", "mixed"): [],
@@ -56,13 +55,6 @@ def test_context_parallelism_is_not_built() -> None:
     row = deployment("qwen35-397b-a3x8-in3k5-out1k5-50ms")
     (line,) = deviations(row, replace(row.phase(), context_parallel=True), source_of(row))
     assert line.startswith("a prompt is not shared by the ranks of a group")
-
-
-def test_what_cannot_be_built_has_a_reason() -> None:
-    row = deployment("qwen35-397b-a3x8-in3k5-out1k5-50ms")
-    assert why_not(row) == ""
-    assert why_not(replace(row, model="another")) == "another is no preset: its family is not built here"
-    assert why_not(deployment("dsv32-reference-values")).startswith("no launch command is published")
 
 
 def test_a_row_with_pictures_that_is_built_without_them_says_so() -> None:

@@ -19,10 +19,9 @@ from ...builder.memory import MemoryPlan
 from ...builder.planned import has_recurrent_states
 from ...builder.rank_memory import planned_memory
 from ...builder.settings.model import MAX_DRAFTS
-from ...builder.settings.sizes import PUBLISHED_ENCODE
 from ...builder.settings.table import SETTINGS
 from ...builder.targets import Target, target
-from ...notation import NO_PICTURES, format_buckets, format_prefill
+from ...notation import NO_PICTURES, PUBLISHED_ENCODE, format_buckets, format_prefill
 from .facts import ASCEND_NODE, Facts
 from .names import preset_of, unread_form
 from .published import ENGINES, matching, phase_of

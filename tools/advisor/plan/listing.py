@@ -7,9 +7,8 @@ import difflib
 from typing import Any
 
 from ....graphs.errors import SpecError
-from ...builder.deployments import DEFAULT, Deployment, Phase, limits_for, prefill_chunk, prefill_sizes
-from ...builder.deviations import deviations, source_of, why_not
-from ...builder.targets import target
+from ....graphs.sizes import Limits
+from ...builder.deployments import DEFAULT, Deployment, Phase, limits_for, prefill_chunk, prefill_sizes, why_not
 from ...notation import format_buckets
 from ...serve.lines import RowLines, lines_of
 
@@ -92,11 +91,13 @@ def details(row: Deployment) -> list[str]:
 
 def commands_of(row: Deployment) -> RowLines:
     """What builds and serves a row."""
+    from ...builder.deviations import source_of  # Late, as below: it loads torch, and a table needs none.
+
     return lines_of(row, dense=not getattr(source_of(row).model.config, "num_experts", 0))
 
 
 def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
-    limits = limits_for(row, phase, target(row.target).page_size)
+    limits = _limits(row, phase)
     buckets = f"{format_buckets(phase.buckets)} rows a dp group" if phase.buckets else "no decoding"
     servers = f"{_count(phase.instances, 'instance')} of {_count(phase.nodes, 'node')}"
     lines = [
@@ -112,7 +113,7 @@ def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
         shared = f", or of {prompts} prompts at once" if prompts > 1 else ""
         lines.append(f"  prefill       chunks of {prefill_chunk(row)} tokens{shared}{_known(', published ', phase.chunk_len)}")
     if buildable(row):
-        lines += [f"  differs       {line}" for line in deviations(row, phase, source_of(row))]
+        lines += [f"  differs       {line}" for line in _deviations(row, phase)]
     if phase.mem_fraction is not None:
         lines.append(f"  memory        published share for weights and pools {phase.mem_fraction}")
     return lines
@@ -120,10 +121,22 @@ def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
 
 def _phase_dict(row: Deployment, phase: Phase) -> dict[str, Any]:
     fields = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase) if f.name != "name"}
-    limits = dataclasses.asdict(limits_for(row, phase, target(row.target).page_size))
-    different = list(deviations(row, phase, source_of(row))) if buildable(row) else []
+    limits = dataclasses.asdict(_limits(row, phase))
+    different = list(_deviations(row, phase)) if buildable(row) else []
     sizes = {"mesh": str(phase.mesh), "buckets": list(phase.buckets), "group_requests": phase.group_requests, "limits": limits}
     return {**fields, **sizes, "deviations": different}
+
+
+def _limits(row: Deployment, phase: Phase) -> Limits:
+    from ...builder.targets import target
+
+    return limits_for(row, phase, target(row.target).page_size)
+
+
+def _deviations(row: Deployment, phase: Phase) -> tuple[str, ...]:
+    from ...builder.deviations import deviations, source_of
+
+    return deviations(row, phase, source_of(row))
 
 
 def _cells(row: Deployment) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ....graphs import tree
 from ....models import encode_step
 from ....models.quant.recipes import formats_of_scheme
 from ....models.registry import find
-from ...builder.settings.sizes import DEFAULT_ENCODE
+from ...notation import DEFAULT_ENCODE
 from .parameters import Parameters
 from .products import Speeds, product
 from .system import Machine

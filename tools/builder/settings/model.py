@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....graphs.steps.table import kind_of
 from ....lowering import isa
 from ...notation import format_buckets, parse_buckets
 from .record import CHECKPOINT, DEFAULT, PLAN, ROW, Setting, by_plan
@@ -60,6 +59,8 @@ def _no_head(by: str, recorded: Recorded) -> tuple[str, str] | None:
 
 
 def _widths(plan: Any) -> str:
+    from ....graphs.steps.table import kind_of  # Late: it loads torch, and options of every command come from here.
+
     widths = tuple(sorted({bucket.q_len for bucket in plan.buckets if kind_of(bucket).decodes}))
     # Repeated builds name their buckets.
     return format_buckets(widths) if widths and widths != default_widths(False, plan.limits.drafts) else ""

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....graphs.steps.table import kind_of
 from ...byte_sizes import parse_bytes
-from ...notation import EncodeSize, PrefillSize, format_buckets, format_encode, format_prefill, parse_buckets, parse_encode, parse_prefill
+from ...notation import (
+    DEFAULT_ENCODE,
+    EncodeSize,
+    PrefillSize,
+    format_buckets,
+    format_encode,
+    format_prefill,
+    parse_buckets,
+    parse_encode,
+    parse_prefill,
+)
 from .record import DEFAULT, PLAN, ROW, Setting, by_plan, by_row
 
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16)
@@ -18,12 +27,6 @@ ANY_SIZE_PREFILL = (PrefillSize(64), PrefillSize(512))
 """Where an executable takes any rows and tokens a row (decision 071): the largest are most tokens of a step, which any prompts share. A
 step of more reads weights no cheaper, and streams wait for it. Short prompts take the smallest until there is an executable."""
 
-DEFAULT_ENCODE = (EncodeSize(256), EncodeSize(1024), EncodeSize(4096))
-"""Patches of the smallest picture of published processors, and of pictures of 512x512 and 1024x1024 pixels."""
-
-PUBLISHED_ENCODE = format_encode(DEFAULT_ENCODE)
-"""For launches that take pictures and say no sizes, as published ones do."""
-
 _OR_ROW = "or the deployment's]"
 _FEWER_PAGES = "with fewer pages requests wait, or are preempted, sooner"
 _ALL_SIZES = "legal is --buckets with all sizes, as in --buckets 1,2,4,...,32"
@@ -34,6 +37,13 @@ _MEMORY = "memory is planned in bytes, not by a share; --kv-cache-memory bounds 
 def _read_buckets(text: str) -> tuple[int, ...] | str:
     """Sizes; `auto` is read later, when model and deployment are known."""
     return text if text.partition(":")[0] == "auto" else parse_buckets(text)
+
+
+def _of_kind(plan: Any, mark: str) -> list[Any]:
+    """The buckets of steps whose kind has a mark."""
+    from ....graphs.steps.table import kind_of  # Late: it loads torch, and `--help` needs none.
+
+    return [bucket for bucket in plan.buckets if getattr(kind_of(bucket), mark)]
 
 
 def _encode_argument(sizes: list[EncodeSize], plan: Any) -> str:
@@ -50,7 +60,7 @@ BUCKETS = Setting(
     "buckets",
     "Decode batch sizes (of one dp group), e.g. 2,4,...,64; auto: for the deployment's traffic, auto:FILE: `plan --buckets-out FILE`.  "
     f"[default: {format_buckets(DEFAULT_BUCKETS)}, on this machine what memory has room for of {format_buckets(CPU_BUCKETS)}, {_OR_ROW}",
-    lambda plan: ",".join(map(str, dict.fromkeys(bucket.batch for bucket in plan.buckets if kind_of(bucket).decodes))),
+    lambda plan: ",".join(map(str, dict.fromkeys(bucket.batch for bucket in _of_kind(plan, "decodes")))),
     read=_read_buckets,
     extra={"metavar": "LIST"},
     by=lambda plan, quantised: PLAN if plan.target.local and not plan.deployment else by_row(plan, quantised),
@@ -70,7 +80,7 @@ PREFILL = Setting(
     "prefill",
     "Prefill sizes: tokens of one prompt, or PROMPTSxTOKENS (of one dp group), e.g. 2048,4x512.  "
     f"[default: {format_prefill(ANY_SIZE_PREFILL)}, uncompiled {format_prefill(DEFAULT_PREFILL)}, {_OR_ROW}",
-    lambda plan: format_prefill([PrefillSize(bucket.q_len, bucket.batch) for bucket in plan.buckets if kind_of(bucket).chunks]),
+    lambda plan: format_prefill([PrefillSize(bucket.q_len, bucket.batch) for bucket in _of_kind(plan, "chunks")]),
     read=parse_prefill,
     extra={"metavar": "LIST"},
     by=by_row,
@@ -89,7 +99,7 @@ ENCODE = Setting(
     "Encode sizes, for pictures: patches of one segment (a picture, or two frames), or PATCHESxSEGMENTS (of one dp group), e.g. "
     f"256x4,1024; none takes no pictures.  [default: {format_encode(DEFAULT_ENCODE)} for a checkpoint with a vision tower on this machine, "
     "else none]",
-    lambda plan: _encode_argument([EncodeSize(b.q_len, b.batch) for b in plan.buckets if kind_of(b).tower], plan),
+    lambda plan: _encode_argument([EncodeSize(b.q_len, b.batch) for b in _of_kind(plan, "tower")], plan),
     read=parse_encode,
     extra={"metavar": "LIST"},
     by=by_plan,

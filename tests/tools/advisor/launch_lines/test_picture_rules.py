@@ -12,7 +12,7 @@ from support.launch_lines import finding
 from npucompile.tools.advisor.launch_lines.imported import import_text
 from npucompile.tools.advisor.launch_lines.tables import engine, of_topic, topics, variables
 from npucompile.tools.builder.deployments import deployments
-from npucompile.tools.builder.settings.sizes import PUBLISHED_ENCODE
+from npucompile.tools.notation import PUBLISHED_ENCODE
 from npucompile.tools.serve.lines import lines_of
 
 LIMITS = """--limit-mm-per-prompt '{"image": 7, "video": 0, "audio": 0}'"""
