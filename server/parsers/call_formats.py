@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from .call_readers import JsonReader, TaggedReader, Tags, read_json
+from .json_reader import JsonReader, read_json
+from .tagged_reader import TaggedReader, Tags
 from .tool_calls import CallFormat, CallReader, TaggedArguments, Tools
 
 SEP = "<｜tool▁sep｜>"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.parsing import Call, joined, pieces_of
 
-from npucompile.server.parsers.call_readers import JsonReader
+from npucompile.server.parsers.json_reader import JsonReader
 from npucompile.server.parsers.tool_calls import CallArguments, CallBegin, CallEnd, CallFormat, ToolCallParser
 
 
