@@ -16,6 +16,7 @@ from ..parsers.message import MessageParser
 from ..parsers.tool_calls import ToolCallParser
 from ..requests.structured_output import OutputFormat
 from ..requests.tool_fields import ToolUse
+from .call_ids import with_ids
 from .reply_grammar import INSIDE, MAYBE, Reply, check_choice
 from .reply_grammar import NONE as NOT_AT_ALL
 from .template import Chat, ChatTemplate, Message
@@ -81,6 +82,8 @@ class ChatFormat:
         if "developer" not in self.template.text:
             # OpenAI's newer name of a role that most templates know by the older one.
             messages = [{**message, "role": SYSTEM} if message["role"] == DEVELOPER else message for message in messages]
+        if self.tool_calls and (ids := call_formats.FORMATS[self.tool_calls].ids):
+            messages = with_ids(messages, ids)
         chat = replace(chat, messages=_placed(messages, self.template))
         try:
             return self.template.render(chat)
@@ -148,7 +151,7 @@ class ChatFormat:
         if not tools or self.tool_calls is None:
             return thinking
         form = call_formats.FORMATS[self.tool_calls]
-        return (*thinking, form.begin, form.end, *form.around)
+        return (*thinking, *form.marks)
 
     def parser(
         self, prompt: str, tools: Sequence[Mapping[str, Any]] = (), *, separate_reasoning: bool = True, so_far: str = ""
@@ -156,8 +159,8 @@ class ChatFormat:
         """A parser of one completion of a prompt that offers tools, given as in a request; `so_far` as in `reply`."""
         separates = separate_reasoning and self.reasoning is not None
         form = call_formats.FORMATS[self.tool_calls] if tools and self.tool_calls is not None else None
-        marks = form.openings if form else ()
-        thinking = reasoning.reasoning_parser(str(self.reasoning), prompt, so_far, marks) if separates else None
+        marks, ends = (form.openings, form.ends_reasoning) if form else ((), False)
+        thinking = reasoning.reasoning_parser(str(self.reasoning), prompt, so_far, marks, ends) if separates else None
         if form is None:
             return MessageParser(thinking)
         schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}

@@ -30,6 +30,7 @@ Special = Mapping[str, int]
 ANY_TEXT = "/(?s:.*)/"
 FEW_BLANKS = r"/[ \t\r\n]{0,8}/"
 """What may stand between reasoning and a form: models write two line breaks."""
+NUMBER = "/[0-9]{1,4}/"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Reply:
             parts.append(ANY_TEXT if body is None else "@body")
         writer.rules["reply"] = " | ".join(f"({part})" for part in parts)
         writer.rules["start"] = f"{writer.thinking(self.reasoning)} reply"
+        if self.calls is not None and FORMATS[self.calls].ends_reasoning and self.reasoning != NONE:
+            begin = writer.text(OPEN) if self.reasoning == MAYBE else ""
+            writer.rules["start"] += f" | {begin} {writer.up_to('called', FORMATS[self.calls].first_mark)} calls"
         lark = "".join(f"{name}: {rule}\n" for name, rule in sorted(writer.rules.items(), key=lambda rule: rule[0] != "start"))
         grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": lark}]
         if body is not None:
@@ -97,13 +101,14 @@ class _Writer:
         form = FORMATS[name]
         functions = [self._function(form, index, tool) for index, tool in enumerate(use.callable)]
         self.rules["function"] = " | ".join(functions)
-        first = form.before + form.begin
-        mark = form.first_mark
-        opening = f"{self.up_to('told', mark)} {self.text(first.removeprefix(mark))}" if free_text else self.text(first)
+        mark, (opened, closed) = form.first_mark, form.brackets or ("", "")
+        first = self.text((form.before + form.begin).removeprefix(mark) + opened)
+        begin = self.text(form.between + ("" if form.brackets else form.begin))
         # Where marks alone may follow and begin alike, llguidance would cut their common beginning into other tokens.
-        another = self.text(form.between + form.begin) if form.between else f"/\\n?/ {self.text(form.begin)}"
+        another = begin if form.between else f"/\\n?/ {begin}"
         more = f"({another} function {self.text(form.end)})*" if use.parallel else ""
-        return f"{opening} function {self.text(form.end)} {more} {self.text(form.after)}"
+        self.rules["calls"] = f"{first} function {self.text(form.end)} {more} {self.text(closed + form.after)}"
+        return f"{self.up_to('told', mark) if free_text else self.text(mark)} calls"
 
     def _function(self, form: CallFormat, index: int, tool: Mapping[str, Any]) -> str:
         schema = tool.get("parameters") or {}
@@ -115,7 +120,8 @@ class _Writer:
         else:
             own = schema.get(OPTIONS, {})
             arguments = self._tagged(form.arguments, tool["name"], schema, {**guidance, **own} if isinstance(own, Mapping) else guidance)
-        self.rules[rule] = f"{self.text(head)} {self._rule(f'arguments{index}', arguments)} {self.text(tail)}"
+        number = f"{NUMBER} {self.text(form.numbered)}" if form.numbered else ""
+        self.rules[rule] = f"{self.text(head)} {number} {self._rule(f'arguments{index}', arguments)} {self.text(tail)}"
         return rule
 
     def _rule(self, name: str, expression: str) -> str:

@@ -117,7 +117,7 @@ class ChatChoice:
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
             if isinstance(part, CallBegin):
-                self._calls.append(_Call(new_call_id(), self._declared.get(part.name, Declared(part.name))))
+                self._calls.append(_Call(part.call_id or new_call_id(), self._declared.get(part.name, Declared(part.name))))
                 calls[len(self._calls) - 1] = {"index": len(self._calls) - 1, **self._calls[-1].object("")}
             elif isinstance(part, CallArguments | CallEnd):
                 call = self._calls[-1]

@@ -77,23 +77,31 @@ class JsonReader:
         name_of: the name that the group stands for; raises ValueError where it is none.
         whole: names and arguments of calls that the header does not match, such as one whose arguments come first; raises ValueError where
             it is none.
-        tail: what closes the call behind the object.
+        tails: what closes the call behind the object, as far as it is there.
+        begun: what the mark of the call has of a JSON object that is the whole call; "" where it has none.
     """
 
-    def __init__(self, header: re.Pattern[str], name_of: Callable[[str], str], whole: Whole, tail: str = "") -> None:
-        self._header, self._name_of, self._whole, self._tail = header, name_of, whole, tail
-        self._text = self._after = ""
+    def __init__(self, header: re.Pattern[str], name_of: Callable[[str], str], whole: Whole, *tails: str, begun: str = "") -> None:
+        self._header, self._name_of, self._whole, self._tails = header, name_of, whole, tails
+        self._text, self._after = begun, ""
         self._scanner: JsonScanner | None = None
+        self._call = JsonScanner() if begun else None
         self._word = ""
+        self.failed = False
+        if self._call:
+            self._call.take(begun)
 
     closing = ""
-    failed = False
 
     @property
     def rest(self) -> str:
         """See `CallReader`."""
         after = self._after.lstrip()
-        return "" if self._tail.startswith(after) else after.removeprefix(self._tail)
+        for tail in self._tails:
+            if tail.startswith(after):
+                return ""
+            after = after.removeprefix(tail).lstrip()
+        return after
 
     @property
     def inside(self) -> bool:
@@ -104,16 +112,25 @@ class JsonReader:
         """See `CallReader`."""
         if self._scanner is not None:
             return self._arguments(text)
-        self._text += text
+        end = self._call.take(text) if self._call else len(text)
+        self._text, self._after = self._text + text[:end], self._after + text[end:]
         header = self._header.match(self._text)
-        if header is None:
-            return []
         try:
-            name = self._name_of(header["name"])
+            name = self._name_of(header["name"]) if header else None
         except ValueError:
+            name = None
+        if header is None or name is None:
+            self.failed = self._call is not None and self._call.done and not self._is_call()
             return []
         self._scanner = JsonScanner()
-        return [CallBegin(name), *self._arguments(self._text[header.end() :])]
+        behind, self._after = self._text[header.end() :] + self._after, ""
+        return [CallBegin(name, header.groupdict().get("id")), *self._arguments(behind)]
+
+    def _is_call(self) -> bool:
+        try:
+            return bool(self._whole(self._text))
+        except ValueError:
+            return False
 
     def finish(self) -> list[CallPart]:
         """See `CallReader`."""

@@ -50,8 +50,8 @@ def _parts(found: Iterable[str | CallPart]) -> list[Part]:
 
 def _sendable(part: CallPart) -> CallPart:
     match part:
-        case CallBegin(name):
-            return CallBegin(without_halves(name))
+        case CallBegin(name, call_id):
+            return CallBegin(without_halves(name), call_id and without_halves(call_id))
         case CallArguments(text):
             return CallArguments(without_halves(text))
         case _:

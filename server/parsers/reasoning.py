@@ -1,8 +1,8 @@
 """Tells reasoning from the answer: text up to `</think>`, as Qwen and DeepSeek models write it.
 
 The template may have opened the reasoning in the prompt, or the model opens it itself. Blanks at the marks belong to them. However the
-text is cut into pieces, the parts add up to the same. Models forget to close reasoning before a call: what comes from the mark of one on is
-not told before `</think>` or the end of the text says which of both it is.
+text is cut into pieces, the parts add up to the same. Models forget to close reasoning before a call: it ends at the mark of one where the
+format says so, and else what comes from there on is not told before `</think>` or the end of the text says which of both it is.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class ReasoningParser:
         inside: whether the text begins within reasoning; else only where it begins with `<think>`.
         so_far: what the message has before that text, which then goes on where this ends; blank for a message that begins.
         calls: marks that a call begins with, where calls are looked for.
+        ends: whether such a mark ends reasoning.
     """
 
-    def __init__(self, inside: bool, so_far: str = "", calls: Sequence[str] = ()) -> None:
+    def __init__(self, inside: bool, so_far: str = "", calls: Sequence[str] = (), ends: bool = False) -> None:
         self._inside = False
-        self._calls = tuple(calls)
+        self._calls, self._ends = tuple(calls), ends
         self._pending = ""
         self._step: Callable[[bool], Reasoned | None] = self._at_start
         self.push(so_far)
@@ -98,11 +99,15 @@ class ReasoningParser:
 
     def _in_reasoning(self, final: bool) -> Reasoned | None:
         text, _, rest = self._pending.partition(CLOSE)
+        call = marks.first(text, self._calls) if self._calls else None
+        if call and self._ends:
+            self._pending = self._pending[call[0] :]
+            self._step = self._in_answer
+            return Reasoning(text[: call[0]].rstrip())
         if len(text) < len(self._pending):
             self._pending = rest
             self._step = self._at_answer
             return Reasoning(text.rstrip())
-        call = marks.first(text, self._calls) if self._calls else None
         end = len(text[: call[0]].rstrip()) if call else len(text) if final else marks.certain(text, [CLOSE, *self._calls])
         self._pending = text[end:]
         if final and not end and self._pending:
@@ -131,7 +136,11 @@ PARSERS = {
 """Names as vLLM and SGLang have them: whether text begins within reasoning always, unless the prompt has closed it, or only where the
 prompt has opened it."""
 
-ALIASES = {"deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "deepseek_v31": "deepseek_v3", "qwen3-thinking": "deepseek_r1"}
+ALIASES = {
+    **dict.fromkeys(("glm45", "kimi_k2", "minimax", "minimax_m2"), "qwen3"),
+    **dict.fromkeys(("deepseek-r1", "qwen3-thinking"), "deepseek_r1"),
+    **dict.fromkeys(("deepseek-v3", "deepseek_v31"), "deepseek_v3"),
+}
 
 
 def choose(template: str) -> str | None:
@@ -139,16 +148,16 @@ def choose(template: str) -> str | None:
     return "qwen3" if CLOSE in template else None
 
 
-def reasoning_parser(name: str, prompt: str, so_far: str = "", calls: Sequence[str] = ()) -> ReasoningParser:
+def reasoning_parser(name: str, prompt: str, so_far: str = "", calls: Sequence[str] = (), ends: bool = False) -> ReasoningParser:
     """A parser of what a model writes after a prompt.
 
     Args:
         name: one of PARSERS.
         prompt: that the chat template made.
         so_far: the message that the prompt ends within; blank where it ends before one.
-        calls: see `ReasoningParser`.
+        calls, ends: see `ReasoningParser`.
     """
-    return ReasoningParser(begins_inside(name, prompt), so_far, calls)
+    return ReasoningParser(begins_inside(name, prompt), so_far, calls, ends)
 
 
 def begins_inside(name: str, prompt: str) -> bool:

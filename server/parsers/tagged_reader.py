@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from . import marks
-from .json_reader import read_json
+from .json_reader import JsonScanner, read_json
 from .schemas import Schemas, Values, type_of
 from .tool_calls import CallArguments, CallBegin, CallEnd, CallPart, NoCall, Tools
 
@@ -22,7 +22,7 @@ class Tags:
     Attributes:
         header: matches up to the first argument, with the group `name`.
         argument: matches the opening tag of an argument, with the group `key`, and `string` where the tag says whether it is a text.
-        argument_mark: what that tag begins with.
+        argument_mark, argument_end: what that tag begins and ends with.
         close: closing tag of an argument.
         tail_mark: what is behind the last argument of a whole call; "" for nothing.
         header_mark: what the header begins with, where that is a mark.
@@ -37,6 +37,7 @@ class Tags:
     block: tuple[str, str]
     tail_mark: str = ""
     header_mark: str = ""
+    argument_end: str = ">"
     trims: bool = False
 
     @cached_property
@@ -51,7 +52,7 @@ class Tags:
 
     def may_be_argument(self, text: str) -> bool:
         """Whether a text may be the beginning of an opening tag."""
-        begun = text.startswith(self.argument_mark) and ">" not in text and not (self.trims and "\n" in text)
+        begun = text.startswith(self.argument_mark) and self.argument_end not in text and not (self.trims and "\n" in text)
         return begun or self.argument_mark.startswith(text)
 
 
@@ -59,7 +60,7 @@ class TaggedReader:
     """A call whose arguments are in tags, sent as the JSON object that they stand for.
 
     Texts are sent as they come, other values when they are whole. A value whose closing tag was forgotten ends before the next argument,
-    and before the end of the call.
+    and before the end of the call; a closing tag within a text, or within a string of JSON, is part of it unless another tag follows.
     """
 
     def __init__(self, tags: Tags, tools: Tools) -> None:
@@ -71,14 +72,15 @@ class TaggedReader:
         self._begun = self._over = self._final = False
         self._in_value = self._at_value = self._streams = False
         self._values = Values()
-        self._searched = 0
+        self._searched = self._scanned = 0
+        self._json = JsonScanner()
         self.failed = False
 
     @property
     def inside(self) -> bool:
         """See `CallReader`."""
-        held = self._pending[self._searched :]
-        return self._in_value and not (self._tags.tail_mark and held.rstrip() == self._tags.tail_mark)
+        held = self._pending[self._searched :].rstrip()
+        return self._in_value and not (held and held in (self._tags.close, self._tags.tail_mark))
 
     @property
     def rest(self) -> str:
@@ -134,6 +136,10 @@ class TaggedReader:
 
     def _named(self) -> bool:
         header = self._tags.header.match(self._pending)
+        if header is None and self._final:
+            # The name of a tool alone is a call without arguments, where the first of them would end it.
+            header = self._tags.header.match(self._pending + self._tags.argument_mark)
+            header = header if header and header["name"] in self._tools else None
         if header is None or not header["name"].strip():
             return False
         self._name = header["name"].strip()
@@ -145,7 +151,8 @@ class TaggedReader:
         """What an opening tag stands for."""
         key = argument["key"].strip()
         self._in_value = self._at_value = True
-        self._searched = 0
+        self._searched = self._scanned = 0
+        self._json = JsonScanner()
         string = argument.groupdict().get("string")
         # A tag that says that it holds JSON may hold any.
         self._values = Schemas(self._tools.get(str(self._name))).argument(key) if string is None else Values()
@@ -178,16 +185,29 @@ class TaggedReader:
         """Where the value ends, and where what follows it begins. Where that is not certain, `_searched` is up to where it goes on."""
         place = self._searched
         while (found := self._tags.stop.search(self._pending, place)) is not None:
-            if found.group() == self._tags.close:
-                return found.span()
-            ends = self._ends_before(found)
+            closes = found.group() == self._tags.close
+            ends = self._closes(found) if closes else self._ends_before(found)
             if ends is not False:
                 self._searched = found.start()
-                return (found.start(), found.start()) if ends else None
+                return (found.start(), found.end() if closes else found.start()) if ends else None
             place = found.end()
         held = 0 if self._final else max(marks.partial(self._pending, mark) for mark in self._tags.stops)
         self._searched = max(place, len(self._pending) - held)
         return None
+
+    def _closes(self, close: re.Match[str]) -> bool | None:
+        """Whether a closing tag ends its value; None where what follows decides."""
+        if not self._streams:
+            self._json.take(self._pending[self._scanned : close.start()])
+            self._scanned = close.start()
+            if not self._json.in_string:
+                return True
+        follows = self._pending[close.end() :].lstrip()
+        others = tuple(filter(None, (self._tags.tail_mark, *self._tags.block)))
+        if follows.startswith(others) or self._tags.argument.match(follows) is not None or (self._final and not follows):
+            return True
+        more = self._tags.may_be_argument(follows) or any(other.startswith(follows) for other in others)
+        return None if more and not self._final else False
 
     def _ends_before(self, mark: re.Match[str]) -> bool | None:
         """Whether a value ends before another mark than its own; None where what follows decides."""

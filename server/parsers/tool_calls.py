@@ -7,9 +7,10 @@ begins like no text may have none. Nothing that was written is lost but marks: i
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from . import marks
@@ -20,9 +21,10 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class CallBegin:
-    """A call of the tool of this name begins."""
+    """A call of the tool of this name begins; `call_id` is what the model wrote as its id, None where it wrote none."""
 
     name: str
+    call_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,37 +100,78 @@ class TaggedArguments:
 
 
 @dataclass(frozen=True)
+class CallIds:
+    """Ids of calls that the templates of a format show or check.
+
+    Attributes:
+        legal: matches one.
+        make: one of the name and number of a call in its conversation.
+    """
+
+    legal: re.Pattern[str]
+    make: Callable[[str, int], str]
+
+
+@dataclass(frozen=True)
 class CallFormat:
     """How a kind of model writes calls: for parsers, and with all blanks, as its templates show them, for grammars.
 
     Attributes:
-        begin, end: marks around a call.
+        begin, end: marks around a call; no end where the arguments end it.
         reader: makes a reader of what is between them.
+        shown: texts that a chat template of the format has.
         head: what is before the arguments of a function.
+        numbered: what is between its number in the conversation and the arguments, where it has one behind the head.
         tail: what is behind them.
         before, after: around all calls; without blanks they are marks, which have no text.
+        brackets: around all calls behind one mark; None where each has its own.
+        comma: what is between calls behind one mark, where models write a list of them.
         between: two calls.
         arguments: in tags; None for a JSON object.
-        bare: what a call without marks begins with, and the name of a tool and > behind that; "" where none is one.
+        bare: what a call without marks begins with, and the name of a tool behind that; "" where none is one.
+        name_end: what is behind that name. Without `bare`, the mark of a call outside of all calls is one only before such a name.
+        others: what models write for `begin` too.
+        ignored: marks that say nothing.
+        ends_reasoning: whether reasoning ends where a call begins.
+        ids: None where any are legal.
         aliases: names that others have for it.
     """
 
     begin: str
     end: str
     reader: Callable[[Tools], CallReader]
+    shown: tuple[str, ...] = ()
     head: Callable[[str], str] = str
+    numbered: str = ""
     tail: str = ""
     before: str = ""
     after: str = ""
+    brackets: tuple[str, str] | None = None
+    comma: str = ""
     between: str = ""
     arguments: TaggedArguments | None = None
     bare: str = ""
+    name_end: str = ""
+    others: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    ends_reasoning: bool = False
+    ids: CallIds | None = None
     aliases: tuple[str, ...] = ()
 
     @property
     def around(self) -> tuple[str, ...]:
         """The marks around all calls."""
         return tuple(mark for text in (self.before, self.after) if (mark := text.strip()))
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """What a call begins with."""
+        return (self.begin, *self.others)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks, of which those that are special tokens have to be in the text."""
+        return tuple(filter(None, (self.begin, self.end, *self.around, *self.ignored, self.numbered)))
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -144,7 +187,7 @@ class CallFormat:
     def text(self) -> str:
         """All that the format writes by itself."""
         tags = self.arguments.open("", True) + self.arguments.close if self.arguments else ""
-        return self.before + self.begin + self.head("") + tags + self.tail + self.end + self.after
+        return self.before + self.begin + self.head("") + self.numbered + tags + self.tail + self.end + self.after
 
 
 class ToolCallParser:
@@ -153,13 +196,14 @@ class ToolCallParser:
     def __init__(self, form: CallFormat, tools: Tools) -> None:
         self._form = form
         self._tools = tools
-        self._marks = (form.begin, *form.around, *filter(None, (form.bare,)))
+        self._marks = (*form.begins, *form.around, *form.ignored, *filter(None, (form.bare,)))
         self._pending = ""
-        self._after_mark = False
+        self._after_mark = self._among_calls = False
         self._reader: CallReader | None = None
         self._mark, self._block = "", False
         self._read: list[str] = []
         self._begun = False
+        self._ids: set[str] = set()
 
     def push(self, text: str) -> list[str | CallPart]:
         """The parts that are certain with this text."""
@@ -189,7 +233,9 @@ class ToolCallParser:
             self._after_mark = self._after_mark and not text
             return [text] if text else [], False
         place, mark = first
-        named = self._named(place, final) if mark == self._form.bare else True
+        form = self._form
+        needs_name = mark == form.bare or (form.name_end and not form.bare and not self._among_calls and mark in form.begins)
+        named = self._named(place + len(mark), final) if needs_name else True
         if named is False:
             place += len(mark)
             text, self._pending, self._after_mark = self._pending[:place], self._pending[place:], False
@@ -200,17 +246,19 @@ class ToolCallParser:
             return [text] if text else [], False
         blanks, self._pending = self._pending[len(text) : place], self._pending[place + len(mark) :]
         self._after_mark = True
-        if mark == self._form.begin:
-            self._begin(mark, block=True)
-        elif mark == self._form.bare:
+        if mark in form.begins:
+            self._begin(blanks + mark if needs_name else mark, block=bool(form.end))
+        elif mark == form.bare:
             self._pending = mark + self._pending
             self._begin(blanks, block=False)
+        elif mark in form.around:
+            self._among_calls = mark == form.before.strip()
         return [text] if text else [], True
 
     def _named(self, place: int, final: bool) -> bool | None:
-        """Whether a tool is named behind the mark of a call without others; None while that is not certain."""
-        name, end, _ = self._pending[place + len(self._form.bare) :].partition(">")
-        if not end and not final and "\n" not in name:
+        """Whether a tool is named at a place; None while that is not certain."""
+        name, end, _ = self._pending[place:].partition(self._form.name_end)
+        if not end and not final and "\n" not in name and any(tool.startswith(name.strip()) for tool in self._tools):
             return None
         return bool(end) and name.strip() in self._tools
 
@@ -221,15 +269,16 @@ class ToolCallParser:
     def _call(self, reader: CallReader, final: bool) -> tuple[list[str | CallPart], bool]:
         """What is certain of the call, and whether there may be more behind it."""
         end = self._form.end
-        place = self._pending.find(end)
+        place = self._pending.find(end) if end else -1
         cut = place if place >= 0 else len(self._pending) - (0 if final else marks.partial(self._pending, end))
         text, self._pending = self._pending[:cut], self._pending[cut:]
         parts = self._feed(reader, text)
         if reader.failed and not self._block:
-            # Text that begins like a call without marks.
-            self._pending = "".join(self._read)[len(self._form.bare) :] + self._pending
+            # Text that begins like a call.
+            bare = self._form.bare
+            self._pending = "".join(self._read)[len(bare) :] + self._pending
             self._reader, self._after_mark = None, False
-            return [self._mark + self._form.bare], True
+            return [self._mark + bare], True
         if self._is_behind(reader.rest, final or place >= 0):
             return [*parts, *self._close(reader, whole=True, block=self._block)], True
         if place < 0:
@@ -250,7 +299,15 @@ class ToolCallParser:
         if not self._begun:
             self._read.append(text)
             self._begun = any(isinstance(part, CallBegin) for part in parts)
-        return list(parts)
+        return list(map(self._with_own_id, parts))
+
+    def _with_own_id(self, part: CallPart) -> CallPart:
+        """The part, without an id that another call has."""
+        if not isinstance(part, CallBegin) or part.call_id is None:
+            return part
+        known = part.call_id in self._ids
+        self._ids.add(part.call_id)
+        return replace(part, call_id=None) if known else part
 
     def _close(self, reader: CallReader, mark: str = "", *, whole: bool = False, block: bool = False) -> list[str | CallPart]:
         """The end of the call, or its text where it is none.
@@ -276,8 +333,10 @@ class ToolCallParser:
 
     def _go_on(self, rest: str, block: bool) -> None:
         """What is behind a call is another one where its block has not ended, or text."""
-        if block and rest and not rest.startswith((self._form.end, *self._form.around)):
-            mark = self._form.begin if rest.startswith(self._form.begin) else ""
+        form = self._form
+        goes_on = block and rest and not rest.startswith((form.end, *form.around))
+        if goes_on or (form.comma and rest.startswith(form.comma)):
+            mark = form.begin if rest.startswith(form.begin) else ""
             rest = rest.removeprefix(mark)
-            self._begin(mark, block=True)
-        self._pending = rest.removeprefix(self._form.end) + self._pending
+            self._begin(mark, block=block)
+        self._pending = rest.removeprefix(form.end) + self._pending

@@ -138,11 +138,11 @@ class PartsWriter:
                 events = [] if isinstance(self._open, MessageItem) else self._close("completed")
                 message = self._open if isinstance(self._open, MessageItem) else self._message()
                 return [*events, *message.delta(text, self._take_ids(), self._take_logprobs())]
-            case CallBegin(name):
+            case CallBegin(name, call_id):
                 events = self._close("completed")
                 shown = self._declared.get(name, Declared(name))
                 kind, mark = (CustomCallItem, "ctc") if shown.custom else (FunctionCallItem, "fc")
-                call = kind(self._id(mark), len(self._items), new_call_id(), name, shown)
+                call = kind(self._id(mark), len(self._items), call_id or new_call_id(), name, shown)
                 self._add(call)
                 return [*events, *call.open()]
             case CallArguments(text):

@@ -36,9 +36,61 @@ def invoked(name, arguments):
     return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
 
 
-WRITERS = {"hermes": hermes, "qwen3_coder": coder, "deepseek_v3": fenced, "deepseek_v31": bare, "deepseek_v32": invoked}
+def keyed(line):
+    """GLM's: a string is written raw, what else is as JSON."""
+
+    def write(name, arguments):
+        values = "".join(
+            f"<arg_key>{key}</arg_key>{line}<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>{line}"
+            for key, value in arguments.items()
+        )
+        return f"<tool_call>{name}{line}{values}</tool_call>"
+
+    return write
+
+
+def numbered(name, arguments, number=0):
+    text = json.dumps(arguments, ensure_ascii=False)
+    return f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{text}<|tool_call_end|>"
+
+
+def named(name, arguments):
+    values = "".join(
+        f'<parameter name="{key}">{value if isinstance(value, str) else json.dumps(value)}</parameter>\n'
+        for key, value in arguments.items()
+    )
+    return f'<invoke name="{name}">\n{values}</invoke>\n'
+
+
+def opened(name, arguments):
+    return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+
+
+def listed(name, arguments):
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
+def args(name, arguments):
+    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
+
+
+WRITERS = {
+    "hermes": hermes, "qwen3_coder": coder, "deepseek_v3": fenced, "deepseek_v31": bare, "deepseek_v32": invoked, "glm45": keyed("\n"),
+    "glm47": keyed(""), "kimi_k2": numbered, "minimax_m2": named, "llama3_json": opened, "mistral": listed, "mistral_args": args,
+}  # fmt: skip
 AROUND = {
     "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     "deepseek_v32": ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    "minimax_m2": ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    "mistral": ("[TOOL_CALLS][", "]"),
 }
+BETWEEN = {**dict.fromkeys(("deepseek_v31", "glm47", "kimi_k2", "mistral_args"), ""), "llama3_json": "; ", "mistral": ", "}
+
+
+def written(form, *calls):
+    """Calls, each a name and arguments, as a model writes them that keeps to the format."""
+    before, after = AROUND.get(form, ("", ""))
+    text = before + BETWEEN.get(form, "\n").join(WRITERS[form](*call).rstrip("\n") for call in calls)
+    return text + ("\n" if form in ("deepseek_v32", "minimax_m2") else "") + after

@@ -20,9 +20,11 @@ EOS = json.loads((BUNDLED / "config.json").read_text())["eos_token_id"]
 MARKS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"),
     *(CALL_BEGIN, CALL_END, *CALLS, SEP, DSML),
-    *("<arg_key>", "</arg_key>", "<|channel|>", "<|message|>", "<|call|>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>", "[TOOL_CALLS]", "[ARGS]"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    *("<|tool_call_end|>", "<|python_tag|>", "<|channel|>", "<|message|>", "<|call|>"),
 )
-"""Added tokens of Qwen's, DeepSeek's, GLM's and gpt-oss' tokenizers."""
+"""Added tokens of Qwen's, DeepSeek's, GLM's, Kimi's, MiniMax', Mistral's, Llama's and gpt-oss' tokenizers."""
 
 SPELT, TEXT, SPECIAL = "spelt", "text", "special"
 """Marks are no tokens at all; tokens that are not special, as in Qwen3's and DeepSeek-R1's tokenizers; special tokens."""

@@ -17,6 +17,7 @@ import click
 from ...runtime.kv_transfer.room import DEFAULTS
 from ...runtime.kv_transfer.transfer_engine import PROTOCOLS
 from ...server.guard.limits import LEAST_CONNECTIONS, SocketLimits
+from ...server.parsers.call_formats import FORMATS
 from ...server.pictures.limits import MOST_PIXELS, DecoderLimits, PictureLimits, RequestLimits, VideoLimits
 from ...server.requests.bounds import MAX_PRIORITY
 
@@ -102,8 +103,8 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
                     click.Path(exists=True, dir_okay=False, path_type=Path), api="chat_template"),
         ServeOption("reasoning-parser", "What tells reasoning from the answer: qwen3, deepseek_r1, deepseek_v3 or none" + _PARSED, None,
                     "auto", api="reasoning_parser"),
-        ServeOption("tool-call-parser", "How tool calls are written: hermes, qwen3_coder, deepseek_v3, deepseek_v31, deepseek_v32 or none"
-                    + _PARSED, None, "auto", api="tool_call_parser"),
+        ServeOption("tool-call-parser", f"How tool calls are written: {', '.join(FORMATS)} or none{_PARSED}", None, "auto",
+                    api="tool_call_parser"),
         ServeOption("default-sampling", "Sampling where an HTTP request sets none: the checkpoint's generation_config.json, then OpenAI's; "
                     "or OpenAI's alone.", click.Choice(("checkpoint", "openai")), "checkpoint", api="sampling"),
         ServeOption("strict-fields", "Refuse requests with tools or items that no prompt can have, such as a provider's web search; "

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.calls import AROUND, WRITERS
-from support.grammars import EOS, MARKS, SPECIAL, SPELT, TEXT, Vocabulary, vocabulary
+from support.calls import written
+from support.grammars import EOS, SPECIAL, SPELT, TEXT, Vocabulary, vocabulary
 from support.parsing import Call, joined
 
 from npucompile.graphs.errors import RequestError
@@ -42,13 +42,6 @@ TOOLS = (tool("weather", WEATHER, strict=True), tool("now"))
 REQUIRED = ToolUse(TOOLS, "required")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 BODY = OutputFormat("json_schema", SCHEMA, "response_format.schema")
-
-
-def written(form, *calls):
-    before, after = AROUND.get(form, ("", ""))
-    between = "" if form == "deepseek_v31" else "\n"
-    text = before + between.join(WRITERS[form](name, arguments).rstrip("\n") for name, arguments in calls)
-    return text + ("\n" if form == "deepseek_v32" else "") + after
 
 
 @pytest.fixture(scope="module", params=[SPELT, TEXT, SPECIAL])
@@ -145,7 +138,7 @@ def test_the_tokens_that_a_model_writes_are_never_masked(known, form, reasoning,
 def test_a_mark_that_is_spelt_out_is_a_mark(form):
     """Parsers read it as one: what follows keeps to the schemas even if it was not written as the tokenizer's own special token."""
     known, reply = vocabulary(SPECIAL), Reply(INSIDE, ToolUse(TOOLS), form)
-    spelt = vocabulary(SPELT).ids("hm</think>" + AROUND.get(form, ("<tool_call>",))[0].rstrip("\n"))
+    spelt = vocabulary(SPELT).ids("hm</think>" + FORMATS[form].first_mark)
     constraint = known.compiler.constraint("reply", reply, "tools")
     assert all(token in mask for token, mask in zip(spelt, known.masks(constraint, [], spelt), strict=False))
     assert not set(known.ids("Ixyz")) & known.masks(constraint, spelt)[0]
@@ -158,7 +151,7 @@ def test_names_of_users_are_no_marks():
     for form in FORMATS:
         grammar = known.compiler._grammar("reply", Reply(NONE, ToolUse((named,), "required"), form), "tools")
         numbers = {int(number) for number in re.findall(r"<\[(\d+)\]>", grammar)}
-        assert numbers <= {known.ids(mark)[0] for mark in MARKS if not mark.startswith("<|")}
+        assert not numbers & {*known.ids("<|im_end|>"), *known.ids("<|call|>")}
         assert "<|im_end|>" in grammar
 
 
@@ -183,7 +176,7 @@ def test_any_walk_along_the_masks_is_a_call_that_the_parser_reads(known, seed, f
         output.append(token)
     else:
         pytest.fail("no end")
-    (call,) = joined(ToolCallParser(FORMATS[form], {"set": schema}), [known.text(output)])
+    (call,) = joined(ToolCallParser(FORMATS[form], {"set": schema, "now": {}}), [known.text(output)])
     assert isinstance(call, Call)
     assert call.name in ("set", "now")
     if call.name == "set":

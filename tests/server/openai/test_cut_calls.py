@@ -6,7 +6,7 @@ import json
 
 import openai
 import pytest
-from support.calls import AROUND, WRITERS
+from support.calls import written
 from support.scripted import scripted
 
 from npucompile.server.chat.format import ChatFormat
@@ -32,8 +32,7 @@ ARGUMENTS = {"a": "some long text"}
 
 def says(form):
     """A call the first time, and then the prompt."""
-    before, after = AROUND.get(form, ("", ""))
-    call = f"{before}{WRITERS[form]('f', ARGUMENTS)}{after}"
+    call = written(form, ("f", ARGUMENTS))
     return lambda prompt: call if prompt == "<hi>" else prompt
 
 
@@ -46,7 +45,7 @@ def connected(url):
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
 
-CUTS = [({"stop": "long"}, "stop"), ({"stop": ["me l", "text"]}, "stop"), ({"max_tokens": 60}, "length"), ({"stop": "never"}, "tool_calls")]
+CUTS = [({"stop": "long"}, "stop"), ({"stop": ["me l", "text"]}, "stop"), ({"max_tokens": 40}, "length"), ({"stop": "never"}, "tool_calls")]
 
 
 @pytest.mark.parametrize("form", FORMATS)

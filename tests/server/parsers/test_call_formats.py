@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.calls import AROUND, WRITERS
+from support.calls import written
 from support.chat_templates import TEMPLATES
 from support.parsing import Call, joined, pieces_of
 
@@ -23,7 +23,9 @@ TOOLS = {
             "code": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
             "where": {"type": "object"},
         },
-    }
+    },
+    "list_all": {},
+    "other": {},
 }
 ARGUMENTS = {"city": "Zürich", "days": 2, "at": [1.5], "metric": True, "code": 12, "where": {"x": None}}
 
@@ -38,8 +40,7 @@ def call(name, arguments):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_are_read(name):
-    before, after = AROUND.get(name, ("", ""))
-    text = f"I look.\n\n{before}{WRITERS[name]('weather', ARGUMENTS)}\n{WRITERS[name]('list_all', {})}{after}"
+    text = f"I look.\n\n{written(name, ('weather', ARGUMENTS), ('list_all', {}))}"
     assert joined(parser(name), [text]) == ["I look.", call("weather", ARGUMENTS), call("list_all", {})]
 
 
@@ -50,16 +51,15 @@ VALUES = st.one_of(st.text("aé <>/\"'\\\n{}", max_size=6).map(str.strip), st.in
 @given(data=st.data(), before=st.sampled_from(["", "text\n\n", "<tool", "<｜"]), cut=st.integers(0, 30))
 def test_pieces_do_not_matter(name, data, before, cut):
     arguments = data.draw(st.dictionaries(st.sampled_from(["city", "days", "at", "metric"]), VALUES, max_size=2))
-    opening, closing = AROUND.get(name, ("", ""))
-    text = before + opening + WRITERS[name]("weather", arguments) + WRITERS[name]("other", {}) + closing
+    text = before + written(name, ("weather", arguments), ("other", {}))
     text = text[: len(text) - cut]
     assert joined(parser(name), data.draw(pieces_of(text))) == joined(parser(name), [text])
 
 
 @given(arguments=st.dictionaries(st.text("abc", min_size=1, max_size=3), VALUES, max_size=3))
-@pytest.mark.parametrize("name", ["hermes", "deepseek_v3", "deepseek_v31"])
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.arguments is None])
 def test_any_json_is_read_back(name, arguments):
-    assert joined(parser(name), [WRITERS[name]("weather", arguments)]) == [call("weather", arguments)]
+    assert joined(parser(name), [written(name, ("weather", arguments))]) == [call("weather", arguments)]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_call_that_has_begun_stays_one(name, text, expected):
 @pytest.mark.parametrize("name", FORMATS)
 def test_arguments_are_sent_as_they_come(name):
     """Of a long text most is out before its end is."""
-    text = WRITERS[name]("weather", {"city": "x" * 50})
+    text = written(name, ("weather", {"city": "x" * 50}))
     reader, sent = parser(name), []
     for character in text:
         sent += reader.push(character)
@@ -165,7 +165,8 @@ def test_arguments_are_sent_as_they_come(name):
             break
     else:
         pytest.fail("nothing came before the end")
-    assert sent[0] == CallBegin("weather")
+    assert isinstance(sent[0], CallBegin)
+    assert sent[0].name == "weather"
 
 
 def test_a_template_tells_its_format():

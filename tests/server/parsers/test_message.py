@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.calls import AROUND, WRITERS
+from support.calls import written
 from support.parsing import Call, pieces_of, whole
 
 from npucompile.server.parsers.call_formats import FORMATS
@@ -50,10 +50,9 @@ FIRST = '<tool_call>{{"arguments": {}, "name": "f\\ud83d"}}</tool_call>'
 @pytest.mark.parametrize("name", [*FORMATS, "arguments first"])
 @pytest.mark.parametrize("schema", [{}, {"properties": {"where": {"type": "object"}}}])
 def test_half_a_surrogate_pair_that_a_model_writes_can_be_sent_and_read(name, schema):
-    before, after = AROUND.get(name, ("", ""))
-    call = WRITERS[name]("f", {"where": {"x": "HALF"}}) if name in FORMATS else FIRST.format('{"where": {"x": "HALF"}}')
+    call = written(name, ("f", {"where": {"x": "HALF"}})) if name in FORMATS else FIRST.format('{"where": {"x": "HALF"}}')
     parser = MessageParser(None, ToolCallParser(FORMATS.get(name, FORMATS["hermes"]), {"f": schema}))
-    parts = [*parser.push((before + call + after).replace("HALF", "\\ud83d")), *parser.finish()]
+    parts = [*parser.push(call.replace("HALF", "\\ud83d")), *parser.finish()]
     sent = [getattr(part, field).encode().decode() for part in parts for field in ("name", "text") if hasattr(part, field)]
     where = read_arguments("".join(sent[1:]))["where"]
     assert (read_arguments(where) if isinstance(where, str) else where) == {"x": "\ufffd"}

@@ -15,7 +15,8 @@ from npucompile.server.parsers.reasoning import Content, Reasoning
 from npucompile.server.parsers.tool_calls import CallArguments, CallBegin
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}, "t": {"type": "string"}, "y": {"type": "string"}}}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
+SCHEMAS = {"f": SCHEMA, "g": SCHEMA, "l": {"type": "object", "properties": {"t": {"type": "array"}}}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 CLOSED, OPEN = "<think>\n\n</think>\n\n", "<think>\n"
 F = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
 G = "<function=g>\n<parameter=t>\na b\n</parameter>\n</function>"
@@ -90,7 +91,90 @@ OTHERS = [
      "</｜DSML｜parameter>\n</｜DSML｜invoke>", [Call("f", {"x": 1, "t": "a b"})]),
 ]  # fmt: skip
 
+KX, KT = "<arg_key>x</arg_key>\n<arg_value>1</arg_value>", "<arg_key>t</arg_key><arg_value>a b</arg_value>"
+GLM = [
+    ("with line breaks", f"<tool_call>f\n{KX}\n</tool_call>", [ONE]),
+    ("the name on a line of its own", f"<tool_call>\nf\n{KX}\n</tool_call>", [ONE]),
+    ("two, and text", f"So:\n<tool_call>f{KX}</tool_call><tool_call>g{KT}</tool_call>\nok", [Content("So:"), ONE, OTHER, Content("ok")]),
+    ("without arguments", "<tool_call>f</tool_call><tool_call>g\n</tool_call>", [Call("f", {}), Call("g", {})]),
+    ("no tool", "<tool_call>and</tool_call>", [Content("<tool_call>and</tool_call>")]),
+    ("an unknown tool", f"<tool_call>h{KT}</tool_call>", [Call("h", {"t": "a b"})]),
+    ("the end mark is missing", f"<tool_call>f{KX}", [ONE]),
+    ("an end mark is missing between two", f"<tool_call>f{KX}<tool_call>g{KT}</tool_call>", [ONE, OTHER]),
+    ("a value without its end", f"<tool_call>f<arg_key>y</arg_key><arg_value>a{KX}</tool_call>", [Call("f", {"y": "a", "x": 1})]),
+    ("the last one without its end", "<tool_call>g<arg_key>t</arg_key><arg_value>a b</tool_call>", [OTHER]),
+    ("a value that speaks of tags", f"<tool_call>g{KT}</tool_call>".replace("a b", "a</arg_value> b </tool_call> <arg_key>"),
+     [Call("g", {"t": "a</arg_value> b </tool_call> <arg_key>"})]),
+    ("a text that looks like a number", "<tool_call>f<arg_key>t</arg_key><arg_value>1</arg_value></tool_call>", [Call("f", {"t": "1"})]),
+]  # fmt: skip
+
+SECTION, ENDED = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_F = '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>'
+KIMI_G = '<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"t": "a b"}<|tool_call_end|>'
+KIMI = [
+    ("blanks at the marks", f"So: {SECTION} {KIMI_F}\n{KIMI_G} {ENDED} ok", [Content("So:"), ONE, OTHER, Content("ok")]),
+    ("without a section", f"{KIMI_F}{KIMI_G}", [ONE, OTHER]),
+    ("the end marks are missing", (SECTION + KIMI_F + KIMI_G).replace("<|tool_call_end|>", ""), [ONE, OTHER]),
+    ("without what is before the name", f"{SECTION}{KIMI_F}{ENDED}".replace("functions.", ""), [ONE]),
+    ("without arguments", f"{SECTION}{KIMI_F}{ENDED}".replace('{"x": 1}', ""), [Call("f", {})]),
+    ("marks in an argument", f"{SECTION}{KIMI_G}{ENDED}".replace("a b", ENDED + "<|tool_call_end|>"),
+     [Call("g", {"t": ENDED + "<|tool_call_end|>"})]),
+    ("a name alone", "<|tool_call_begin|>functions.f:0<|tool_call_end|>",
+     [Content("<|tool_call_begin|>functions.f:0<|tool_call_end|>")]),
+]  # fmt: skip
+
+INVOKE, INVOKED = "<minimax:tool_call>\n", "\n</minimax:tool_call>"
+PX, PT = '<parameter name="x">1</parameter>\n', '<parameter name="t">a b</parameter>\n'
+MINIMAX_F, MINIMAX_G = f'<invoke name="f">\n{PX}</invoke>', f'<invoke name="g">\n{PT}</invoke>'
+MINIMAX = [
+    ("several in one block", f"So:\n{INVOKE}{MINIMAX_F}\n{MINIMAX_G}{INVOKED}\nok", [Content("So:"), ONE, OTHER, Content("ok")]),
+    ("without a block", f"{MINIMAX_F}\n{MINIMAX_G}", [ONE, OTHER]),
+    ("without line breaks", f"{INVOKE}{MINIMAX_F}{INVOKED}".replace("\n", ""), [ONE]),
+    ("an unknown tool", f"{INVOKE}{MINIMAX_F}{INVOKED}".replace('"f"', '"h"'), [Call("h", {"x": "1"})]),
+    ("an unknown tool that is none without a block", 'As <invoke name="h">\n</invoke>.', [Content('As <invoke name="h">\n</invoke>.')]),
+    ("a value that speaks of tags", f"{INVOKE}{MINIMAX_G}{INVOKED}".replace("a b", "a</parameter>b</invoke>c"),
+     [Call("g", {"t": "a</parameter>b</invoke>c"})]),
+    ("a tag in a string of a value that is JSON",
+     f'{INVOKE}<invoke name="l"><parameter name="t">["</parameter>"]</parameter></invoke>{INVOKED}', [Call("l", {"t": ["</parameter>"]})]),
+    ("one that is none before another", f'{INVOKE}<invoke name="g">what</invoke>\n{MINIMAX_F}{INVOKED}',
+     [Content('<invoke name="g">what</invoke>'), ONE]),
+    ("a parameter without its end", f'{INVOKE}<invoke name="f">\n<parameter name="t">a{PX}</invoke>{INVOKED}',
+     [Call("f", {"t": "a", "x": 1})]),
+]  # fmt: skip
+
+LLAMA_F, LLAMA_G = '{"name": "f", "parameters": {"x": 1}}', '{"name": "g", "parameters": {"t": "a b"}}'
+LLAMA = [
+    ("alone", LLAMA_F, [ONE]),
+    ("behind its tag", f"<|python_tag|>{LLAMA_F}", [ONE]),
+    ("two", f"{LLAMA_F}; {LLAMA_G}", [ONE, OTHER]),
+    ("two on lines, text around", f"So:\n{LLAMA_F}\n{LLAMA_G}\nok", [Content("So:"), ONE, OTHER, Content("ok")]),
+    ("with a type", LLAMA_F.replace('{"name', '{"type": "function", "name'), [ONE]),
+    ("arguments", LLAMA_F.replace("parameters", "arguments"), [ONE]),
+    ("without arguments", '{"name": "f"} ok', [Call("f", {}), Content("ok")]),
+    ("no tool", '{"name": "h", "parameters": {"x": 1}}', [Content('{"name": "h", "parameters": {"x": 1}}')]),
+    ("a tool that is not called", '[{"name": "f", "is": 1}, {"b": 2}]', [Content('[{"name": "f", "is": 1}, {"b": 2}]')]),
+    ("a program", "<|python_tag|>print(1)", [Content("print(1)")]),
+    ("cut in its name", '{"name": "f', [Content('{"name": "f')]),
+]  # fmt: skip
+
+ARGS_F, ARGS_G = '[TOOL_CALLS]f[ARGS]{"x": 1}', '[TOOL_CALLS]g[ARGS]{"t": "a b"}'
+MISTRAL = [
+    ("a list", f"So:[TOOL_CALLS][{JSON_F}, {JSON_G}]", [Content("So:"), ONE, OTHER]),
+    ("a list with blanks, and text", f"[TOOL_CALLS] [ {JSON_F} ,{JSON_G} ] ok", [ONE, OTHER, Content("ok")]),
+    ("arguments first", '[TOOL_CALLS][{"arguments": {"x": 1}, "name": "f"}]', [ONE]),
+    ("names and arguments", ARGS_F + ARGS_G, [ONE, OTHER]),
+    ("with an id", ARGS_F.replace("[ARGS]", "[CALL_ID]a1b2c3d4e[ARGS]"), [ONE]),
+    ("without the mark of arguments", ARGS_F.replace("[ARGS]", ""), [ONE]),
+    ("a mark in an argument", ARGS_G.replace("a b", ARGS_F.replace('"', "'")), [Call("g", {"t": ARGS_F.replace('"', "'")})]),
+    ("no call", "[TOOL_CALLS]what", [Content("[TOOL_CALLS]what")]),
+]  # fmt: skip
+
 CASES = [
+    *((form, *case) for form in ("glm45", "glm47") for case in GLM),
+    *(("kimi_k2", *case) for case in KIMI),
+    *(("minimax_m2", *case) for case in MINIMAX),
+    *(("llama3_json", *case) for case in LLAMA),
+    *((form, *case) for form in ("mistral", "mistral_args") for case in MISTRAL),
     *(("qwen3_coder", *case) for case in TAGGED),
     *(("hermes", *case) for case in JSON),
     *((form, form, *rest) for form, *rest in OTHERS),
@@ -129,6 +213,34 @@ def test_a_call_within_thinking_that_is_not_closed_is_one(form, around, expected
         Reasoning(text) if "</think>" not in text else Reasoning(f"I could {call}"))  # fmt: skip
 
 
+@pytest.mark.parametrize(("form", "calls"), [("glm45", f"<tool_call>f\n{KX}\n</tool_call>"), ("glm47", f"<tool_call>f{KX}</tool_call>"),
+                                              ("kimi_k2", f"{SECTION}{KIMI_F}{ENDED}"), ("kimi_k2", KIMI_F)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("around", "expected"),
+    [
+        ("I need f.\n{}", [Reasoning("I need f."), ONE]),
+        ("{}", [ONE]),
+        ("I need f.\n{}\nLet me see.", [Reasoning("I need f."), ONE, Content("Let me see.")]),
+        ("I need f.\n</think>{}", [Reasoning("I need f."), ONE]),
+        ("I need f.\n</think>\n\nSo:\n{}", [Reasoning("I need f."), Content("So:"), ONE]),
+    ],
+)
+def test_reasoning_ends_where_a_call_begins_if_the_format_says_so(form, calls, around, expected):
+    text = around.replace("{}", calls)
+    for pieces in ([text], list(text)):
+        assert parse(form, OPEN, pieces) == expected
+    # It is told as it is written, and without tools all is reasoning.
+    assert CallBegin("f") in [CallBegin(part.name) for part in ChatFormat(None, "qwen3", form).parser(OPEN, TOOLS).push(text[:-3])
+                              if isinstance(part, CallBegin)]  # fmt: skip
+    assert parse(form, OPEN, [text], tools=())[0] == Reasoning(text.partition("</think>")[0].rstrip() if "</think>" in text else text)
+
+
+def test_ids_that_a_model_writes_are_told_once():
+    parser = ChatFormat(None, None, "kimi_k2").parser("", TOOLS)
+    parts = [*parser.push(f"{SECTION}{KIMI_F}{KIMI_G}{KIMI_F}{ENDED}"), *parser.finish()]
+    assert [part.call_id for part in parts if isinstance(part, CallBegin)] == ["functions.f:0", "functions.g:1", None]
+
+
 def test_a_call_that_is_cut_within_thinking_is_told_as_far_as_it_was_written():
     parser = ChatFormat(None, "qwen3", "qwen3_coder").parser(OPEN, TOOLS)
     parts = [*parser.push("hm\n<tool_call>\n<function=g>\n<parameter=t>\na"), *parser.finish()]
@@ -142,6 +254,15 @@ WORDS = {
                     "<parameter=z>", "</parameter>", "\n", " ", "<", "</"],
     "hermes": ["<tool_call>", "</tool_call>", JSON_F, JSON_G, '{"name": "f", "parameters": {',
                '"x": 1', "}", "[", "]", ",", '"', "\n", " ", "<"],
+    "glm47": ["<tool_call>", "</tool_call>", "f", "h", "<arg_key>", "x", "t", "</arg_key>", "<arg_value>", "</arg_value>", KX, KT, "\n",
+              " ", "<", "</"],
+    "kimi_k2": [SECTION, ENDED, "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", KIMI_F, KIMI_G,
+                '{"x": 1', "}", '"', "<|", "\n", " "],
+    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', '<invoke name="h">', "</invoke>",
+                   '<parameter name="x">', '<parameter name="t">', "</parameter>", MINIMAX_F, '["', '"]', "\n", " ", "<", "</"],
+    "llama3_json": ["<|python_tag|>", LLAMA_F, LLAMA_G, "\n", " ", '{"name": "', 'f"', 'h"', ', "parameters": ', "{", '"x": 1', "}",
+                    ";", ","],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[", "]", JSON_F, "f", '{"x": 1', "}", ",", '"', "[TOOL", "\n", " "],
 }  # fmt: skip
 SAID = re.compile(r"w\d")
 
@@ -155,7 +276,7 @@ def test_nothing_that_was_written_is_lost_and_pieces_do_not_matter(form, data):
     prompt = data.draw(st.sampled_from([OPEN, CLOSED]))
     assert parse(form, prompt, data.draw(pieces_of(text))) == parse(form, prompt, [text])
     parser = ChatFormat(None, "qwen3", form).parser(prompt, TOOLS)
-    told = "".join(getattr(part, "text", "") for part in [*parser.push(text), *parser.finish()])
+    told = "".join(getattr(part, "text", getattr(part, "name", "")) for part in [*parser.push(text), *parser.finish()])
     assert SAID.findall(told) == SAID.findall(text)
 
 

@@ -27,6 +27,8 @@ from npucompile.tools.advisor.launch_lines.imported import import_text
         ("vllm", "--max-logprobs 50", "refused", "legal are 0 to 20"),
         ("vllm", "--tool-call-parser hermes", "carried", "serve --tool-call-parser hermes"),
         ("sglang", "--tool-call-parser qwen25", "mapped", "serve --tool-call-parser hermes"),
+        ("vllm", "--tool-call-parser glm47 --reasoning-parser glm45", "carried", "serve --tool-call-parser glm47"),
+        ("sglang", "--tool-call-parser minimax-m2", "mapped", "serve --tool-call-parser minimax_m2"),
         ("sglang", "--tool-call-parser pythonic", "refused", "has nothing for pythonic"),
         ("sglang", "--sampling-defaults model", "mapped", "serve --default-sampling checkpoint"),
         ("vllm", "--otlp-traces-endpoint http://c:4318/v1/traces", "carried", "serve --otlp-traces-endpoint http://c:4318/v1/traces"),
