@@ -60,7 +60,7 @@ class Reply:
         writer.rules["reply"] = " | ".join(f"({part})" for part in parts)
         writer.rules["start"] = f"{writer.thinking(self.reasoning)} reply"
         if self.calls is not None and FORMATS[self.calls].ends_reasoning and self.reasoning != NONE:
-            begin = writer.text(OPEN) if self.reasoning == MAYBE else ""
+            begin = writer.opened() if self.reasoning == MAYBE else ""
             writer.rules["start"] += f" | {begin} {writer.up_to('called', FORMATS[self.calls].first_mark)} calls"
         lark = "".join(f"{name}: {rule}\n" for name, rule in sorted(writer.rules.items(), key=lambda rule: rule[0] != "start"))
         grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": lark}]
@@ -81,7 +81,11 @@ class _Writer:
         if reasoning == NONE:
             return ""
         thought = f"{self.up_to('thought', CLOSE)} {FEW_BLANKS}"
-        return thought if reasoning == INSIDE else f"({self.text(OPEN)} {thought})?"
+        return thought if reasoning == INSIDE else f"({self.opened()} {thought})?"
+
+    def opened(self) -> str:
+        """What begins reasoning that the prompt has not begun; some models break the line first."""
+        return f"/\\n?/ {self.text(OPEN)}"
 
     def up_to(self, name: str, mark: str) -> str:
         """Any text up to a mark, and the mark: with its token, or all spelt out, which parsers read as the same."""

@@ -6,12 +6,14 @@ from datetime import datetime
 
 import pytest
 from support.chat_templates import TEMPLATES
+from support.family_templates import FAMILIES
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from npucompile.graphs.errors import ModelError, RequestError
 from npucompile.server.chat.template import Chat, ChatTemplate
 
+ALL = TEMPLATES | {name: FAMILIES[name].template for name in ("GLM-4.6", "GLM-5", "Kimi-K2.5", "MiniMax-M2")}
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 TOOL = {
     "type": "function",
@@ -60,7 +62,7 @@ CHATS = {
 
 
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("template", ALL.values(), ids=ALL)
 def test_a_prompt_is_the_one_of_transformers(template, chat):
     peer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **SPECIAL)
     expected = peer.apply_chat_template(
