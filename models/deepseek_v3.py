@@ -171,7 +171,7 @@ def config_fields(fields: Fields) -> dict[str, Any]:
     for name, legal in _LEGAL.items():
         fields.only(name, *legal)
     layers = fields.num_layers()
-    experts = fields.get(int, "n_routed_experts", "num_local_experts", default=0, minimum=0)
+    experts = fields.get(int, "n_routed_experts", "num_local_experts", "num_experts", default=0, minimum=0)
     dense = min(fields.get(int, "first_k_dense_replace", default=0, minimum=0), layers) if experts else layers
     kinds = tuple(DENSE if i < dense else MOE for i in range(layers))
     # transformers 5 writes both fields, and reads this one.

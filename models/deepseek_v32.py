@@ -19,11 +19,16 @@ SMALL_HEADS, SMALL_TOPK = 32, 64
 
 @dataclass(frozen=True)
 class Config(deepseek_v3.Config):
-    """Sizes of a DeepSeek V3.2 model: those of V3 and of the indexer; field names follow its config.json."""
+    """Sizes of a DeepSeek V3.2 model: those of V3 and of the indexer; field names follow its config.json.
+
+    Attributes:
+        indexer_rope_interleave: whether the indexer's heads are rotated in pairs, as those of another family are.
+    """
 
     index_n_heads: int = 0
     index_head_dim: int = 0
     index_topk: int = 0
+    indexer_rope_interleave: bool = False
 
     @property
     def mixer(self) -> deepseek_v3.Mixer:
@@ -48,13 +53,21 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
         ConfigError: naming the field.
     """
     fields = Fields(values, where)
-    sizes: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in ("index_n_heads", "index_head_dim", "index_topk")}
     # Another model has the field, and rotates the indexer's heads in pairs; these do not.
     fields.only("indexer_rope_interleave", False)
     # Every layer chooses keys of its own.
     fields.only("index_topk_freq", 1)
-    fields.kinds("layer_types", "indexed_attention")
-    return Config(**deepseek_v3.config_fields(fields), **sizes)
+    return Config(**index_sizes(fields), **deepseek_v3.config_fields(fields))
+
+
+def index_sizes(fields: Fields) -> dict[str, Any]:
+    """Values of the fields of the indexer's sizes.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    fields.kinds("layer_types", "indexed_attention", "deepseek_sparse_attention")
+    return {name: fields.get(int, name, minimum=1) for name in ("index_n_heads", "index_head_dim", "index_topk")}
 
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:

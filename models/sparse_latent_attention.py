@@ -26,6 +26,8 @@ class SparseLatentSizes(latent_attention.LatentSizes, Protocol):
     def index_head_dim(self) -> int: ...
     @property
     def index_topk(self) -> int: ...
+    @property
+    def indexer_rope_interleave(self) -> bool: ...
 
 
 def params(cfg: SparseLatentSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
@@ -35,7 +37,7 @@ def params(cfg: SparseLatentSizes, dtype: torch.dtype, prefix: str) -> dict[str,
     indexer's key and, behind it, the weights of its heads; `index_norm` and `index_shift` are of the norm of keys.
     """
     M, heads, D, prefix_index = cfg.hidden_size, cfg.index_n_heads, cfg.index_head_dim, prefix + "indexer."
-    order = rotated_order(D, cfg.rotary.dim)
+    order = _rotated_order(cfg)
     inverse = [order.index(i) for i in range(D)]
 
     def reordered(x: torch.Tensor, order: list[int]) -> torch.Tensor:
@@ -64,6 +66,16 @@ def params(cfg: SparseLatentSizes, dtype: torch.dtype, prefix: str) -> dict[str,
         "index_norm": channels("weight", "ones"),
         "index_shift": channels("bias", "zeros"),
     }
+
+
+def _rotated_order(cfg: SparseLatentSizes) -> list[int]:
+    """Channels of a head of a checkpoint's indexer in the order of `ops.rope`, which pairs channel i with i + D/2.
+
+    A checkpoint rotates the first R channels: channel i with i + R/2, or with `indexer_rope_interleave` channel 2i with 2i + 1.
+    """
+    D, R = cfg.index_head_dim, cfg.rotary.dim
+    halves = [*range(0, R, 2), *range(1, R, 2), *range(R, D)] if cfg.indexer_rope_interleave else range(D)
+    return [halves[i] for i in rotated_order(D, R)]
 
 
 def state(cfg: SparseLatentSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:

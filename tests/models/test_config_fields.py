@@ -15,7 +15,7 @@ from npucompile.graphs.errors import ConfigError, ModelError
 from npucompile.models import registry
 from npucompile.models.presets import PRESETS
 
-CASES = ("plain", "plain-yarn", "plain-moe-some-dense", "dense", "moe", "next", "latent", "latent-yarn", "sparse")
+CASES = ("plain", "plain-yarn", "plain-moe-some-dense", "dense", "moe", "next", "latent", "latent-yarn", "sparse", "pairs")
 NESTED = "rope_parameters"
 
 
@@ -161,6 +161,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 OF_FAMILIES["deepseek_v32"] = OF_FAMILIES["deepseek_v3"]
+OF_FAMILIES["glm_moe_dsa"] = {**OF_FAMILIES["deepseek_v3"], "moe_router_dtype": "float32", "mlp_bias": False, "num_experts": 256}
 
 
 @pytest.mark.parametrize("name", PRESETS)

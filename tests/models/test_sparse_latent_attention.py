@@ -27,7 +27,7 @@ def theirs(random, x, monkeypatch):
     return scores[0], chosen
 
 
-@pytest.mark.parametrize("name", ["sparse", "sparse-yarn"])
+@pytest.mark.parametrize("name", ["sparse", "sparse-yarn", "pairs"])
 @torch.no_grad()
 def test_scores_and_chosen_keys_are_those_of_transformers(name, monkeypatch):
     """Beyond `index_topk` keys the chosen ones are equal, unless a tie decides."""

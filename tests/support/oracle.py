@@ -114,6 +114,8 @@ def latent(layers: int, dense: int = 1, **sizes: Any) -> dict[str, Any]:
 NEXT = {"model_type": "qwen3_next", "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 36}
 # With few heads scores of zero, which relu makes, would tie at the last chosen key, and implementations break ties differently.
 SPARSE = {"model_type": "deepseek_v32", "index_topk": 9, "index_head_dim": 10, "index_n_heads": 20}
+# Its file says nothing of the indexer's rotation, which is of pairs of channels.
+GLM = {**SPARSE, "model_type": "glm_moe_dsa", "index_n_heads": 33, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
 LATENT_YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
@@ -157,12 +159,13 @@ CASES: dict[str, dict[str, Any]] = {
     "latent-whole-queries": latent(2, 0, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False, tie_word_embeddings=True),
     "sparse": latent(2, **SPARSE),
     "sparse-yarn": latent(2, rope_parameters=LATENT_YARN, max_position_embeddings=128, **{**SPARSE, "index_topk": 5, "index_n_heads": 17}),
+    "pairs": latent(3, **{**GLM, "qk_nope_head_dim": 12, "v_head_dim": 22, "n_routed_experts": 10}),
     "latent-all-dense": latent(2, 2, num_attention_heads=3, num_key_value_heads=3, rope_interleave=False, qk_rope_head_dim=8),
 }
 
 HYBRID = [name for name, values in CASES.items() if "layer_types" in values]
 """Cases of hybrid families, whose models have a draft head."""
-DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries", "sparse"]
+DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries", "sparse", "pairs"]
 """Cases whose models have a draft head."""
 
 
@@ -315,7 +318,7 @@ def with_head(random: Oracle) -> Oracle:
     model = replace(random.model, config=replace(random.model.config, **{places.field: 1}))
     backbone = type(random.theirs.model)
     modeling, kind = sys.modules[backbone.__module__], backbone.__name__.removesuffix("TextModel").removesuffix("Model")
-    layer, norm = getattr(modeling, f"{kind}DecoderLayer"), getattr(modeling, f"{kind}RMSNorm")
+    layer, norm = _first_of(getattr(modeling, f"{kind}DecoderLayer")), getattr(modeling, f"{kind}RMSNorm")
     kinds = model.config.layer_kinds
     # Where transformers lists the kinds of layers there is none behind the last.
     behind = len(kinds) - hasattr(random.theirs.config, "mlp_layer_types")
@@ -329,6 +332,17 @@ def with_head(random: Oracle) -> Oracle:
         draw(head, 7)
         weights = {**weights, "mtp": join(params, {names[name]: tensor for name, tensor in head.state_dict().items()})}
     return replace(random, model=model, weights=weights, head=head)
+
+
+def _first_of(layer: Any) -> Any:
+    """The class of a layer that returns hidden states alone, where transformers' own returns more."""
+    forward = layer.forward
+
+    def first(*args: Any, **options: Any) -> torch.Tensor:
+        out = forward(*args, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return type(layer.__name__, (layer,), {"forward": first})
 
 
 def join(params: Tree, state_dict: dict[str, torch.Tensor]) -> Tree:
