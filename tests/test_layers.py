@@ -112,7 +112,7 @@ KIND_NAMES = 26
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9177,
+    "graphs": 9182,
     "lowering": 1701,
     "lowering/artifact": 1170,
     "lowering/ascend": 16724,
@@ -140,7 +140,7 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 550,
-    "tests": 100878,
+    "tests": 100882,
     "tools": 1117,
     "tools/advisor": 7432,
     "tools/agreement": 1416,

@@ -30,12 +30,16 @@ _ATTRIBUTES = frozenset([*dir(GraphModule), *dir(torch.nn.Module())])
 
 @dataclass(frozen=True)
 class _Body:
-    """One traced kind of block: its name in the graph and what its flat results are."""
+    """One traced kind of block: its name in the graph and what its flat results are.
+
+    Attributes:
+        results: for each what gives it its form, or the position of the operand that it is: that goes around the call.
+    """
 
     name: str
     graph: GraphModule
     structure: pytree.TreeSpec
-    wraps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    results: tuple[Callable[[torch.Tensor], torch.Tensor] | int, ...]
 
 
 class _Bodies:
@@ -112,15 +116,15 @@ def _local(value: Any, what: str = "operands") -> torch.Tensor:
 def _trace_body(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], flat: Sequence[Any], structure: pytree.TreeSpec) -> _Body:
     """Traces `fn` on fresh values, so that reading any other tensor is an error of the recorder."""
     context = partition_context()
-    structures: list[tuple[pytree.TreeSpec, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = []
+    structures: list[tuple[pytree.TreeSpec, tuple[Callable[[torch.Tensor], torch.Tensor] | int, ...]]] = []
 
     def inner(*values: torch.Tensor) -> list[torch.Tensor]:
         wrapped = [_like(old)(new) for old, new in zip(flat, values, strict=True)]
         with partitioning(replace(context, coords=wrapped.pop())) if context else nullcontext():
             results, spec = pytree.tree_flatten(fn(*statics, *pytree.tree_unflatten(wrapped, structure)))
-        locals_ = [_local(value, "results") for value in results]
-        structures.append((spec, tuple(_like(value) for value in results)))
-        return locals_
+        own = [next((i for i, operand in enumerate(wrapped) if operand is value), None) for value in results]
+        structures.append((spec, tuple(_like(value) if i is None else i for value, i in zip(results, own, strict=True))))
+        return [_local(value, "results") for value, i in zip(results, own, strict=True) if i is None]
 
     with collecting(bodies=False):
         graph = record(inner, [_local(value) for value in flat], FakeTensorMode(), "cpu")
@@ -142,5 +146,6 @@ def _itself(value: torch.Tensor) -> torch.Tensor:
 def _call(recorder: Recorder, body: _Body, flat: Sequence[Any]) -> Any:
     """Records the call and returns results that later nodes can read."""
     (output,) = (n for n in body.graph.graph.nodes if n.op == "output")
-    values = recorder.call(body.name, body.graph, [_local(value) for value in flat], [node.meta["val"] for node in output.args[0]])
-    return pytree.tree_unflatten([wrap(value) for wrap, value in zip(body.wraps, values, strict=True)], body.structure)
+    values = iter(recorder.call(body.name, body.graph, [_local(value) for value in flat], [node.meta["val"] for node in output.args[0]]))
+    results = [flat[form] if isinstance(form, int) else form(next(values)) for form in body.results]
+    return pytree.tree_unflatten(results, body.structure)
