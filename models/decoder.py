@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,8 +19,23 @@ from .variant import Variant
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names in checkpoints."""
 
-Mixer = Callable[[Any, Tree, Tree, Batch, torch.Tensor], tuple[torch.Tensor, Tree]]
-"""(cfg, weights, state, batch, x) -> the output before the residual add and the new state, as `attention.apply`."""
+Mixer = Callable[..., tuple[Any, ...]]
+"""(cfg, weights, state, batch, x) -> the output before the residual add and the new state, as `attention.apply`; and one thing more, a tree
+of tensors, if layers behind this one read it."""
+
+
+class Layer(NamedTuple):
+    """How a layer is run.
+
+    Attributes:
+        kind: names its body in graphs.
+        mixer: a function of a module.
+        reads: whether the mixer takes one argument more: what the last layer before it that returned such a thing passed on.
+    """
+
+    kind: str
+    mixer: Mixer
+    reads: bool = False
 
 
 class DecoderSizes(feed_forward.MoeSizes, Protocol):
@@ -73,12 +88,17 @@ def layer_params(cfg: DecoderSizes, dtype: torch.dtype, prefix: str, mixer: Tree
 
 
 def forward(
-    cfg: DecoderSizes, layers: Sequence[tuple[str, Mixer]], params: Tree, state: Tree, batch: Batch, inputs: Tree | None = None
+    cfg: DecoderSizes,
+    layers: Sequence[Layer | tuple[str, Mixer]],
+    params: Tree,
+    state: Tree,
+    batch: Batch,
+    inputs: Tree | None = None,
 ) -> tuple[torch.Tensor, Tree, Intermediates]:
     """Runs all layers over one step.
 
     Args:
-        layers: the kind of each layer, which names its body in graphs, and its mixer, a function of a module.
+        layers: how each layer is run.
         params: tree of which `embed`, `layers` and `norm` are read.
         state: tree with the pools of each layer in `layers`; the rest passes through.
         inputs: that the batch is of; None where they have no pictures.
@@ -90,9 +110,11 @@ def forward(
     stream = sequence_parallel.embed_with_pictures(batch.tokens, params["embed"], inputs or {})
     following = [*(layer["input_norm"] for layer in params["layers"][1:]), params["norm"]]
     x = norms.rms_norm(stream, params["layers"][0]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
-    pools, routers, streams = [], [], [stream]
-    for (kind, mixer), layer, pool, next_norm in zip(layers, params["layers"], state["layers"], following, strict=True):
-        x, stream, pool, logits = block(kind, _layer, (cfg, mixer), layer, pool, batch, x, stream, next_norm)
+    pools, routers, streams, passed = [], [], [stream], list[Tree]()
+    for (kind, mixer, *reads), layer, pool, next_norm in zip(layers, params["layers"], state["layers"], following, strict=True):
+        read = passed if any(reads) else []
+        x, stream, pool, logits, more = block(kind, _layer, (cfg, mixer), layer, pool, batch, x, stream, next_norm, *read)
+        passed = more or passed
         pools.append(pool)
         routers.extend(logits)
         streams.append(stream)
@@ -100,12 +122,20 @@ def forward(
 
 
 def _layer(
-    cfg: DecoderSizes, mixer: Mixer, layer: Tree, pool: Tree, batch: Batch, x: torch.Tensor, stream: torch.Tensor, next_norm: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, Tree, list[torch.Tensor]]:
+    cfg: DecoderSizes,
+    mixer: Mixer,
+    layer: Tree,
+    pool: Tree,
+    batch: Batch,
+    x: torch.Tensor,
+    stream: torch.Tensor,
+    next_norm: torch.Tensor,
+    *read: Tree,
+) -> tuple[torch.Tensor, torch.Tensor, Tree, list[torch.Tensor], list[Tree]]:
     """One layer from its normalised input to the next layer's: each residual add is fused with the norm that follows it."""
-    mixed, pool = mixer(cfg, layer["mixer"], pool, batch, x)
+    mixed, pool, *passed = mixer(cfg, layer["mixer"], pool, batch, x, *read)
     x, stream, routers = after_mixer(cfg, layer, batch.size * batch.q_len, mixed, stream, next_norm)
-    return x, stream, pool, routers
+    return x, stream, pool, routers, passed
 
 
 def after_mixer(

@@ -80,7 +80,7 @@ class Config(attention.PlainHeads):
     `variant` is not in the file: it is how a deployment stores parameters and state.
 
     Attributes:
-        layer_kinds: the feed-forward of each layer, "dense" or "moe".
+        layer_kinds: the feed-forward of each layer, "dense" or "moe", which the names of further kinds begin with.
         q_lora_rank: 0 where queries are not compressed.
         num_nextn_predict_layers: 1 where the model has the draft head, else 0.
     """
@@ -111,10 +111,13 @@ class Config(attention.PlainHeads):
     num_nextn_predict_layers: int = 0
     variant: Variant = PLAIN
 
-    @property
-    def mixer(self) -> Mixer:
-        """The module of the layers' attention."""
+    def mixer(self, kind: str) -> Mixer:
+        """The module of the attention of a kind of layers; the draft head's layer is MOE."""
         return latent_attention
+
+    def layer(self, kind: str) -> decoder.Layer:
+        """How a kind of layers is run."""
+        return decoder.Layer(kind, self.mixer(kind).apply)
 
     @property
     def num_key_value_heads(self) -> int:
@@ -124,7 +127,7 @@ class Config(attention.PlainHeads):
     @property
     def num_moe_layers(self) -> int:
         """How many layers have experts."""
-        return self.layer_kinds.count(MOE)
+        return sum(not kind.startswith(DENSE) for kind in self.layer_kinds)
 
     @property
     def routing(self) -> Routing:
@@ -139,8 +142,11 @@ class Config(attention.PlainHeads):
         each = self.num_experts // max(self.n_group, 1)
         checks = [
             (self.rotary.dim != self.qk_rope_head_dim or self.rotary.dim % 2, "qk_rope_head_dim must be even, and rotated whole"),
-            (MOE in self.layer_kinds and not self.num_experts, "layers with experts need n_routed_experts"),
-            (DENSE in self.layer_kinds and not self.intermediate_size, "layers without experts need an intermediate_size"),
+            (self.num_moe_layers > 0 and not self.num_experts, "layers with experts need n_routed_experts"),
+            (
+                self.num_moe_layers < len(self.layer_kinds) and not self.intermediate_size,
+                "layers without experts need an intermediate_size",
+            ),
             (self.num_experts % self.n_group, "n_routed_experts must be a multiple of n_group"),
             (self.topk_group > self.n_group, "topk_group must not exceed n_group"),
             (self.topk_group < self.n_group and each < 2, "a group must have two experts at least"),
@@ -171,7 +177,7 @@ def config_fields(fields: Fields) -> dict[str, Any]:
     for name, legal in _LEGAL.items():
         fields.only(name, *legal)
     layers = fields.num_layers()
-    experts = fields.get(int, "n_routed_experts", "num_local_experts", "num_experts", default=0, minimum=0)
+    experts = fields.get(int, "n_routed_experts", "num_local_experts", default=0, minimum=0)
     dense = min(fields.get(int, "first_k_dense_replace", default=0, minimum=0), layers) if experts else layers
     kinds = tuple(DENSE if i < dense else MOE for i in range(layers))
     # transformers 5 writes both fields, and reads this one.
@@ -213,8 +219,9 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
 
 
 def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str) -> dict[str, Tree]:
-    mixer = cfg.mixer.params(cfg, dtype, prefix + "self_attn.")
-    mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=kind == DENSE, shared="shared_experts", gated=False)
+    mixer = cfg.mixer(kind).params(cfg, dtype, prefix + "self_attn.")
+    dense = kind.startswith(DENSE)
+    mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=dense, shared="shared_experts", gated=False)
     return decoder.layer_params(cfg, dtype, prefix, mixer, mlp)
 
 
@@ -222,14 +229,14 @@ def _draft_params(cfg: Config, dtype: torch.dtype, prefix: str) -> dict[str, Tre
     """The draft head lies behind the layers, with copies of the embedding and of the head, which are the model's own."""
     copies = (prefix + "embed_tokens.weight", prefix + "shared_head.head.weight")
     norms = (prefix + "enorm", prefix + "hnorm", prefix + "shared_head.norm")
-    layer = _layer_params(cfg, dtype, prefix, MOE if cfg.num_experts else DENSE)
+    layer = _layer_params(cfg, dtype, prefix, MOE)
     return mtp.params(cfg, dtype, norms, prefix + EH_PROJ, layer, unread=copies)
 
 
 def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
     """Tree of Aval: the pools of each layer and, where the model has the draft head, those of its layer (`mtp`)."""
-    state: dict[str, Any] = {"layers": [cfg.mixer.state(cfg, limits, dtype) for _ in cfg.layer_kinds]}
-    return {**state, DRAFT: cfg.mixer.state(cfg, limits, dtype)} if cfg.num_nextn_predict_layers else state
+    state: dict[str, Any] = {"layers": [cfg.mixer(kind).state(cfg, limits, dtype) for kind in cfg.layer_kinds]}
+    return {**state, DRAFT: cfg.mixer(MOE).state(cfg, limits, dtype)} if cfg.num_nextn_predict_layers else state
 
 
 def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
@@ -240,20 +247,24 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         state: tree of `abstract_state`; `mtp` passes through.
         inputs: LAYER_INPUTS of a step (graphs/steps/).
     """
-    layers = [(kind, cfg.mixer.apply) for kind in cfg.layer_kinds]
-    return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary), inputs)
+    return decoder.forward(cfg, [cfg.layer(kind) for kind in cfg.layer_kinds], params, state, Batch.of(inputs, cfg.rotary), inputs)
 
 
-def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[Tree, Tree]:
+def extend_draft_cache(
+    cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool, kind: str = MOE
+) -> tuple[Tree, Tree]:
     """Writes the latents of the draft head's layer, from the hidden state of token i and the id of token i+1.
 
     Arguments are those of `family.ExtendDraftCache`; rows are the head's residual `stream` [T, M] and what its layer's attention reads,
     whole on every device. `first` changes nothing: the head treats hidden states of the model and its own alike.
+
+    Args:
+        kind: of the layers whose attention writes.
     """
     own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
     stream, x = mtp.merged(cfg, own, params["embed"], batch, inputs, hidden)
-    rows, entries = cfg.mixer.compress(cfg, own["layer"]["mixer"], x, batch.size * batch.q_len)
-    pool = cfg.mixer.write(cfg, own["layer"]["mixer"], state[DRAFT], batch, entries)
+    rows, entries = cfg.mixer(kind).compress(cfg, own["layer"]["mixer"], x, batch.size * batch.q_len)
+    pool = cfg.mixer(kind).write(cfg, own["layer"]["mixer"], state[DRAFT], batch, entries)
     return {"stream": stream, **rows}, {**state, DRAFT: pool}
 
 
@@ -263,7 +274,7 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
     Results and arguments are those of `DraftHead.draft`; of `inputs["tokens"]` only the shape is read.
     """
     own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
-    mixed = cfg.mixer.attend(cfg, own["layer"]["mixer"], state[DRAFT], batch, rows)
+    mixed = cfg.mixer(MOE).attend(cfg, own["layer"]["mixer"], state[DRAFT], batch, rows)
     return mtp.finished(cfg, own, batch, mixed, rows["stream"])
 
 

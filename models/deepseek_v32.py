@@ -31,7 +31,11 @@ class Config(deepseek_v3.Config):
     indexer_rope_interleave: bool = False
 
     @property
-    def mixer(self) -> deepseek_v3.Mixer:
+    def num_indexers(self) -> int:
+        """How many layers have an indexer."""
+        return len(self.layer_kinds)
+
+    def mixer(self, kind: str) -> deepseek_v3.Mixer:
         return sparse_latent_attention
 
     def __post_init__(self) -> None:

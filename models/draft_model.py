@@ -193,7 +193,7 @@ def _extend_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: 
     return cfg.draft_family.head.extend_cache(cfg.draft, params, state, inputs, hidden, first=first)
 
 
-def _draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> torch.Tensor:
+def _draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> torch.Tensor | tuple[torch.Tensor, Tree]:
     return cfg.draft_family.head.draft(cfg.draft, params, state, inputs, rows)
 
 

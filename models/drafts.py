@@ -60,13 +60,13 @@ def draft(
     rows, place, pools = block("extend_draft_cache", _extend_accepted, (head, cfg), weights, pools, inputs, features)
     if not count:
         return torch.empty((counts.shape[0], 0), dtype=torch.int32, device=counts.device), {**state, **pools}
-    token, hidden = block("draft", _draft, (head, cfg), weights, pools, {**step, **place}, rows)
-    drafts = [token]
+    token, hidden, passed = block("draft", _draft, (head, cfg), weights, pools, {**step, **place}, rows)
+    drafts, kind, step = [token], "draft_own" if passed else "draft", {**step, **passed}
     for _ in range(1, count):
         rows, place, pools = block(
             "extend_draft_cache_own", _extend_drafted, (head, cfg, limits), weights, pools, {**step, **place}, token, hidden
         )
-        token, hidden = block("draft", _draft, (head, cfg), weights, pools, {**step, **place}, rows)
+        token, hidden, _ = block(kind, _draft, (head, cfg), weights, pools, {**step, **place}, rows)
         drafts.append(token)
     return torch.stack(drafts, 1), {**state, **pools}
 
@@ -91,10 +91,11 @@ def _extend_drafted(
     return rows, place, pools
 
 
-def _draft(head: DraftHead[Any], cfg: Any, weights: Tree, pools: Tree, step: Tree, rows: Tree) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token [B] after the last one written, and the hidden states that its logits are computed from."""
+def _draft(head: DraftHead[Any], cfg: Any, weights: Tree, pools: Tree, step: Tree, rows: Tree) -> tuple[torch.Tensor, torch.Tensor, Tree]:
+    """The token [B] after the last one written, the hidden states that its logits are computed from, and what later drafts read too."""
     # Of `tokens` only the shape is read here, one a row: the id went in when the token was written.
-    hidden = head.draft(cfg, weights, pools, {**step, "tokens": step["num_computed_tokens"][:, None]}, rows)
+    drafted = head.draft(cfg, weights, pools, {**step, "tokens": step["num_computed_tokens"][:, None]}, rows)
+    hidden, passed = drafted if isinstance(drafted, tuple) else (drafted, {})
     logits = head.logits(cfg, weights, sequence_parallel.whole(hidden, step["num_computed_tokens"].shape[0]))
     token = best(logits, head.vocab_size(cfg) if head.vocab_size else cfg.vocab_size)
-    return (head.model_ids(cfg, weights, token) if head.model_ids else token), hidden
+    return (head.model_ids(cfg, weights, token) if head.model_ids else token), hidden, passed

@@ -95,7 +95,7 @@ class DraftHead(Generic[H]):
         key: key of the head in the trees of parameters and of state; absent from them in a model without one.
         extend_cache: writes tokens to the head's cache.
         draft: (cfg, params, state, inputs, rows that `extend_cache` returned) -> the head's hidden states, a row for each of those,
-            laid out as the residual stream.
+            laid out as the residual stream; or these and further inputs of the step's later drafts, for this function and `extend_cache`.
         logits: (cfg, params, hidden) -> logits of those hidden states, over the head's vocabulary: the model's, [B, V], or its own.
         model_ids: (cfg, params, ids [B] i32 in the head's vocabulary) -> the model's ids [B] i32; None where both have one vocabulary.
         vocab_size: (cfg) -> number of ids in the head's vocabulary; None where it is the model's.
@@ -104,7 +104,7 @@ class DraftHead(Generic[H]):
 
     key: str
     extend_cache: ExtendDraftCache[H]
-    draft: Callable[[H, Tree, Tree, Tree, Tree], torch.Tensor]
+    draft: Callable[[H, Tree, Tree, Tree, Tree], torch.Tensor | tuple[torch.Tensor, Tree]]
     logits: Callable[[H, Tree, torch.Tensor], torch.Tensor]
     model_ids: Callable[[H, Tree, torch.Tensor], torch.Tensor] | None = None
     vocab_size: Callable[[H], int] | None = None

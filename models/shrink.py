@@ -108,8 +108,14 @@ def layers(kinds: Sequence[str]) -> int:
 
 
 def runs(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Of layers whose kinds come in runs the first of each run, and two of the last: all kinds, in their order, and two layers alike."""
-    return (*(kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind), kinds[-1])[: len(kinds)]
+    """Of layers whose kinds come in runs the first of each run, and two of the last: all kinds, in their order, and two layers alike.
+
+    Of many runs, as of kinds that alternate behind the first run, those until all kinds were there, and the last layer.
+    """
+    firsts = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
+    if len(firsts) >= MAX_LAYERS:
+        firsts = firsts[: 1 + max(map(firsts.index, firsts))]
+    return (*firsts, kinds[-1])[: len(kinds)]
 
 
 def period(kinds: Sequence[str]) -> int:

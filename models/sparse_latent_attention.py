@@ -86,9 +86,26 @@ def state(cfg: SparseLatentSizes, limits: Limits, dtype: torch.dtype) -> dict[st
 
 def apply(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
     """Attention over latents of the `index_topk` best keys (arXiv:2512.02556), as `latent_attention.apply`."""
+    return apply_and_pass(cfg, weights, state, batch, x)[:2]
+
+
+def apply_and_pass(
+    cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor
+) -> tuple[torch.Tensor, Tree, torch.Tensor]:
+    """The same, and the chosen keys [B, Q, K], which layers behind this one read too."""
     rows, entries = compress(cfg, weights, x, batch.size * batch.q_len)
     state = write(cfg, weights, state, batch, entries)
-    return attend(cfg, weights, state, batch, rows), state
+    out, chosen = attend_and_choose(cfg, weights, state, batch, rows)
+    return out, state, chosen
+
+
+def apply_to(
+    cfg: latent_attention.LatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, Tree]:
+    """The same over keys that a layer before this one chose; parameters and state are those of `latent_attention`."""
+    rows, entries = latent_attention.compress(cfg, weights, x, batch.size * batch.q_len)
+    state = latent_attention.write(cfg, weights, state, batch, entries)
+    return attend_to(cfg, weights, state, batch, rows, chosen), state
 
 
 def compress(cfg: SparseLatentSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[Tree, Tree]:
@@ -111,10 +128,34 @@ def write(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, entr
 
 def attend(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree) -> torch.Tensor:
     """As `latent_attention.attend`, over the keys that the indexer chooses."""
-    q, q_rope = latent_attention.queries(cfg, weights, batch, rows["query"])
+    return attend_and_choose(cfg, weights, state, batch, rows)[0]
+
+
+def attend_and_choose(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and the keys [B, Q, K]."""
+    queries = latent_attention.queries(cfg, weights, batch, rows["query"])
     place = (batch.page_table, batch.num_computed_tokens, batch.query_lens)
     chosen = ops.sparse_index(*index_operands(cfg, weights, batch, rows), state["index"], *place, most_keys(cfg, state, batch))
-    out = ops.sparse_attention(q, q_rope, state["latent"], state["rotary"], chosen, *place, latent_attention.scale(cfg))
+    return _attend(cfg, weights, state, batch, queries, chosen), chosen
+
+
+def attend_to(
+    cfg: latent_attention.LatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree, chosen: torch.Tensor
+) -> torch.Tensor:
+    """As `latent_attention.attend`, over the keys `chosen` [B, Q, K]."""
+    return _attend(cfg, weights, state, batch, latent_attention.queries(cfg, weights, batch, rows["query"]), chosen)
+
+
+def _attend(
+    cfg: latent_attention.LatentSizes,
+    weights: Tree,
+    state: Tree,
+    batch: Batch,
+    queries: tuple[torch.Tensor, torch.Tensor],
+    chosen: torch.Tensor,
+) -> torch.Tensor:
+    place = (batch.page_table, batch.num_computed_tokens, batch.query_lens)
+    out = ops.sparse_attention(*queries, state["latent"], state["rotary"], chosen, *place, latent_attention.scale(cfg))
     return latent_attention.project(cfg, weights, out)
 
 

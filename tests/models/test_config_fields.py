@@ -15,7 +15,19 @@ from npucompile.graphs.errors import ConfigError, ModelError
 from npucompile.models import registry
 from npucompile.models.presets import PRESETS
 
-CASES = ("plain", "plain-yarn", "plain-moe-some-dense", "dense", "moe", "next", "latent", "latent-yarn", "sparse", "pairs")
+CASES = (
+    "plain",
+    "plain-yarn",
+    "plain-moe-some-dense",
+    "dense",
+    "moe",
+    "next",
+    "latent",
+    "latent-yarn",
+    "sparse",
+    "pairs",
+    "shared-index-listed",
+)
 NESTED = "rope_parameters"
 
 

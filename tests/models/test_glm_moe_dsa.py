@@ -1,5 +1,7 @@
-"""models/glm_moe_dsa.py: fields are read and checked, and the indexer's pairs change what it chooses; equality with transformers is in
-test_decoder.py."""
+"""models/glm_moe_dsa.py: fields are read and checked, the indexer's pairs change what it chooses, and shared layers have nothing of it.
+
+Equality with transformers is in test_decoder.py and test_step.py, and of drafts in test_deepseek_v3.py.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ import torch
 from support import oracle
 
 from npucompile.graphs.errors import ConfigError
-from npucompile.models import deepseek_v32, glm_moe_dsa
+from npucompile.models import deepseek_v32, glm_moe_dsa, registry
 
 VALUES = oracle.CASES["pairs"]
+SHARED = "moe_shared"
 
 
 def test_a_missing_field_means_pairs():
@@ -21,7 +24,8 @@ def test_a_missing_field_means_pairs():
     assert glm_moe_dsa.read_config({**VALUES, "indexer_rope_interleave": True}) == config
     halves = glm_moe_dsa.read_config({**VALUES, "indexer_rope_interleave": False})
     assert halves == replace(config, indexer_rope_interleave=False) != config
-    assert vars(halves) == vars(deepseek_v32.read_config({**VALUES, "model_type": "deepseek_v32"}))
+    plain = deepseek_v32.read_config({**VALUES, "model_type": "deepseek_v32"})
+    assert vars(halves) == {**vars(plain), "index_share_for_mtp_iteration": False}
 
 
 @pytest.mark.parametrize(("tokens", "same"), [(9, True), (30, False)], ids=["as many as it chooses", "more than it chooses"])
@@ -33,6 +37,42 @@ def test_halves_in_place_of_pairs_show_beyond_the_chosen_keys_alone(tokens, same
     weights = oracle.join(wrong.family.abstract_params(wrong.config, torch.float32), theirs)
     logits = oracle.Runner(wrong, weights).prefill(ids, [3, 1, 2, 5], 0, [tokens])
     assert ((logits - random.logits(ids)[-1]).abs().max() < 1e-4) == same
+
+
+def test_layers_of_the_published_model_share_indexers():
+    config = registry.find("glm-5.2").model.config
+    full = [i for i, kind in enumerate(config.layer_kinds) if not kind.endswith("shared")]
+    assert full == [0, 1, 2, *range(6, 78, 4)]
+    assert (config.num_indexers, config.num_moe_layers, config.index_share_for_mtp_iteration) == (21, 75, True)
+    assert set(config.layer_kinds) == {"dense", "moe", SHARED}
+    small = glm_moe_dsa.FAMILY.shrink(config, 4, 16)
+    assert small.layer_kinds == ("dense", SHARED, "moe", SHARED)
+    other = registry.find("glm-5").model.config
+    assert (other.num_indexers, other.layer_kinds) == (78, ("dense",) * 3 + ("moe",) * 75)
+
+
+def test_a_shared_layer_has_nothing_of_an_indexer():
+    random = oracle.drafting("shared-index")
+    params = random.model.family.abstract_params(random.model.config, torch.float32)
+    pools = random.model.family.abstract_state(random.model.config, oracle.LIMITS, torch.float32)
+    indexers = [any(name.startswith("index") for name in layer["mixer"]) for layer in params["layers"]]
+    assert indexers == ["index" in pool for pool in pools["layers"]] == [True, True, False, False, True, False, False]
+    assert "index_q" in params["mtp"]["layer"]["mixer"]
+    assert "index" in pools["mtp"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"index_topk_pattern": "FSF"},
+        {"index_topk_pattern": ["full", "shared", "full"]},
+        {"indexer_types": ["full", "shared", "full"], "index_topk_freq": 4},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 1},
+    ],
+    ids=["letters", "a pattern", "a list", "a number"],
+)
+def test_which_layers_share_is_said_in_four_ways(fields):
+    assert glm_moe_dsa.read_config({**VALUES, **fields}).layer_kinds == ("dense", SHARED, "moe")
 
 
 @pytest.mark.parametrize(
@@ -52,9 +92,13 @@ def test_fields_of_published_files_are_read(fields):
         ({"index_topk": None}, "index_topk is missing"),
         ({"indexer_rope_interleave": 1}, "indexer_rope_interleave is 1; expected bool"),
         ({"moe_router_dtype": "bfloat16"}, "moe_router_dtype is 'bfloat16'; supported is 'float32'"),
-        ({"num_experts": 11}, "n_routed_experts is 10 and num_experts is 11"),
+        ({"num_experts": 11}, "num_experts is 11; supported is 10"),
         ({"q_lora_rank": None}, "q_lora_rank: the indexer reads compressed queries"),
         ({"attention_bias": True}, "attention_bias is True; supported is False"),
+        ({"indexer_types": ["shared", "full", "full"]}, "the first layer must have an indexer"),
+        ({"indexer_types": ["full", "half", "full"]}, "indexer_types is ['full', 'half', 'full']; expected 3 of 'full' and 'shared'"),
+        ({"index_topk_pattern": "FXF"}, "index_topk_pattern is ['full', 'X', 'full']; expected 3 of 'full' and 'shared'"),
+        ({"index_topk_freq": 0}, "index_topk_freq is 0; expected at least 1"),
         ({"index_kpool": 4}, "index_kpool is 4, and nothing here reads it"),
     ],
 )

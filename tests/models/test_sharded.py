@@ -145,6 +145,9 @@ CASES: dict[str, Case] = {
     "sparse tp=2": Case("tp=2", GROUPED, model="sparse", collectives=DISPATCH, drafts=1),
     "sparse dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="sparse", drafts=2, collectives=DISPATCH),
     "sparse split dp=2": Case("dp=2", expert_parallel=False, model="sparse"),
+    "shared index tp=2": Case("tp=2", GROUPED, model="shared-index", collectives=DISPATCH, drafts=1),
+    "shared index dp=2": Case("dp=2", GROUPED, model="shared-index", collectives=DISPATCH),
+    "shared index dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="shared-index", drafts=2, collectives=DISPATCH),
     "latent split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="latent", drafts=1),
     "fused projections split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="next", drafts=1),
     "drafts of few tokens tp=2": Case("tp=2", FEW, FEW, experts=False, drafts=3),
@@ -219,7 +222,7 @@ SHORT = (
     *("dense tp=2", "experts dp=2,tp=2", "gathered, the head's dispatched", "in parts", "odd batch", "idle group"),
     *("w8a8 everywhere, spread dp=2,tp=2", "w8a8_dynamic everywhere, split tp=2", "w4a8_dynamic everywhere, dense tp=2"),
     *("w4a16 everywhere, spread tp=2", "int8 cache tp=2", "no gate tp=2", "no shared expert dp=2,tp=2", "fused projections tp=2"),
-    *("latent dp=2,tp=2", "sparse tp=2", "drafts of few tokens tp=2", "draft model, experts tp=2"),
+    *("latent dp=2,tp=2", "sparse tp=2", "shared index dp=2,tp=2", "drafts of few tokens tp=2", "draft model, experts tp=2"),
     *("formats of parts differ, spread", "odd sizes tp=2", "w4a8 fused", "norms of all heads tp=4"),
 )
 
@@ -282,7 +285,10 @@ def check_collectives(case: Case, partitioned: Partitioned) -> None:
     if partitioned.mesh.axis("dp") > 1:
         assert not {text for text in used if not text.endswith("tp")} - set(case.collectives), "nothing else crosses groups"
     drafting = ("extend_draft_cache", "draft", "extend_draft_cache_own")[: case.drafts + (case.drafts > 0)]
-    kinds = set(fleets.model(experts=case.experts, name=case.model).config.layer_kinds)
+    config = fleets.model(experts=case.experts, name=case.model).config
+    kinds = set(config.layer_kinds)
+    if case.drafts > 1 and getattr(config, "index_share_for_mtp_iteration", False):
+        drafting = (*drafting, "draft_own")
     assert set(bodies(partitioned.graph)) == {*kinds, *drafting}, "each kind of layer is traced once"
 
 

@@ -84,6 +84,7 @@ def test_layers_keep_their_period(kinds, small):
         (("moe",), ("moe",)),
         (("dense", "moe"), ("dense", "moe")),
         (("dense", "moe", "dense", "moe"), ("dense", "moe", "dense", "moe")),
+        (("dense",) * 3 + ("shared", "shared", "moe") * 9 + ("shared",), ("dense", "shared", "moe", "shared")),
     ],
 )
 def test_of_runs_one_layer_is_left_and_two_of_the_last(kinds, small):

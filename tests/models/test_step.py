@@ -59,7 +59,7 @@ def test_decode_equals_transformers_with_its_cache(name):
 
 
 @pytest.mark.parametrize("chunks", [[64], [33], [5, 32], [32, 5], [1, 2, 3, 4, 5, 6, 7, 8], [40, 1]], ids=str)
-@pytest.mark.parametrize("name", ["dense", "moe", "plain-moe", "latent", "pairs"])
+@pytest.mark.parametrize("name", ["dense", "moe", "plain-moe", "latent", "pairs", "shared-index"])
 @torch.no_grad()
 def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
     """Chunks of one token, odd ones, and ones larger than the prompt give the same logits and the same state."""
@@ -77,7 +77,9 @@ def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
     assert (following[0, 0] - theirs[-1]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["dense", "moe-tied", "next", "plain", "plain-moe", "latent", "latent-all-dense", "sparse", "pairs"])
+@pytest.mark.parametrize(
+    "name", ["dense", "moe-tied", "next", "plain", "plain-moe", "latent", "latent-all-dense", "sparse", "pairs", "shared-index"]
+)
 @torch.no_grad()
 def test_prompts_of_one_step_get_what_each_gets_alone(name):
     """In chunks, with a row of padding; then a greedy step, with drafts where the model has a head."""

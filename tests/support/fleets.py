@@ -20,6 +20,7 @@ from npucompile.models import (
     deepseek_v3,
     deepseek_v32,
     draft_source,
+    glm_moe_dsa,
     hybrid,
     qwen3,
     qwen3_5,
@@ -159,13 +160,24 @@ def sparse_config() -> deepseek_v32.Config:
     return deepseek_v32.Config(**vars(latent_config()), index_n_heads=24, index_head_dim=8, index_topk=5)
 
 
+@functools.cache
+def shared_index_config() -> glm_moe_dsa.Config:
+    """The same of four layers, of which the second and the last read what the one before them chose, as later drafts do of the first."""
+    kinds = (deepseek_v3.DENSE, "moe_shared", deepseek_v3.MOE, "moe_shared")
+    return glm_moe_dsa.Config(
+        **{**vars(sparse_config()), "layer_kinds": kinds, "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}
+    )
+
+
 def model(variant: Variant = PLAIN, *, experts: bool = True, name: str = "small", drafts: int = 0) -> step.Model:
-    """A small model: of Qwen3.5 with or without experts, "odd" of sizes that ranks cannot share evenly, or "next", "latent", "sparse" or
-    one of PLAIN_MODELS."""
+    """A small model: of Qwen3.5 with or without experts, "odd" of sizes that ranks cannot share evenly, or "next", "latent", "sparse",
+    "shared-index" or one of PLAIN_MODELS."""
     if name == "latent":
         return step.Model(name, deepseek_v3.FAMILY, replace(latent_config(), variant=variant), drafting=drafts > 0)
     if name == "sparse":
         return step.Model(name, deepseek_v32.FAMILY, replace(sparse_config(), variant=variant), drafting=drafts > 0)
+    if name == "shared-index":
+        return step.Model(name, glm_moe_dsa.FAMILY, replace(shared_index_config(), variant=variant), drafting=drafts > 0)
     if name.removesuffix(EAGLE3) in PLAIN_MODELS:
         plain = step.Model(name, qwen3.FAMILY, plain_config(name.removesuffix(EAGLE3)), drafting=drafts > 0)
         if name.endswith(EAGLE3):

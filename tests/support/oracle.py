@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import sys
@@ -160,12 +161,14 @@ CASES: dict[str, dict[str, Any]] = {
     "sparse": latent(2, **SPARSE),
     "sparse-yarn": latent(2, rope_parameters=LATENT_YARN, max_position_embeddings=128, **{**SPARSE, "index_topk": 5, "index_n_heads": 17}),
     "pairs": latent(3, **{**GLM, "qk_nope_head_dim": 12, "v_head_dim": 22, "n_routed_experts": 10}),
+    "shared-index": latent(7, **{**GLM, "index_topk_freq": 3, "index_skip_topk_offset": 2, "index_share_for_mtp_iteration": True}),
+    "shared-index-listed": latent(4, 2, **{**GLM, "indexer_types": ["full", "shared", "full", "shared"], "index_topk": 5}),
     "latent-all-dense": latent(2, 2, num_attention_heads=3, num_key_value_heads=3, rope_interleave=False, qk_rope_head_dim=8),
 }
 
 HYBRID = [name for name, values in CASES.items() if "layer_types" in values]
 """Cases of hybrid families, whose models have a draft head."""
-DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries", "sparse", "pairs"]
+DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries", "sparse", "pairs", "shared-index", "shared-index-listed"]
 """Cases whose models have a draft head."""
 
 
@@ -322,7 +325,11 @@ def with_head(random: Oracle) -> Oracle:
     kinds = model.config.layer_kinds
     # Where transformers lists the kinds of layers there is none behind the last.
     behind = len(kinds) - hasattr(random.theirs.config, "mlp_layer_types")
-    head = MtpLayer(random.theirs.config, layer, norm, kinds.index(FULL) if FULL in kinds else behind).eval()
+    own = copy.deepcopy(random.theirs.config)
+    if hasattr(own, "indexer_types"):
+        # A head has an indexer of its own, whatever the last layer has.
+        own.indexer_types = ["full"] * len(kinds)
+    head = MtpLayer(own, layer, norm, kinds.index(FULL) if FULL in kinds else behind).eval()
     names = {name: places.name(name) for name in head.state_dict()}
     params, weights = model.family.abstract_params(model.config, torch.float32)["mtp"], random.weights
     if "mtp" in weights:
@@ -470,23 +477,43 @@ class DraftRun:
         self.config, self.weights, self.theirs = self.random.model.config, self.random.weights, self.random.head
         self.state = poisoned(self.random.model.family.abstract_state(self.config, LIMITS, torch.float32))
 
-    def reference(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """[n, M] of the draft layer over ids[i] beside hidden[i], at the positions of the ids: i + 1, as transformers counts."""
+    def reference(self, ids: list[int], hidden: torch.Tensor, chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        """[n, M] of the draft layer over ids[i] beside hidden[i], at the positions of the ids: i + 1, as transformers counts; and the keys
+        that the last token reads of an indexer's choice, `chosen` if given."""
+        read: list[torch.Tensor] = []
+
+        def choose(indexer: Any, operands: Any, keys: torch.Tensor) -> torch.Tensor:
+            if chosen is not None:
+                keys[0, -1] = chosen[torch.arange(keys.shape[-1]).clamp(max=len(chosen) - 1)]
+            read.append(keys[0, -1])
+            return keys
+
+        indexer = getattr(getattr(self.theirs.mtp_block, "self_attn", None), "indexer", None)
+        hook = indexer.register_forward_hook(choose) if indexer is not None else None
         model, n = self.random.theirs.model, len(ids)
         embeds = model.embed_tokens(torch.tensor([ids]))
         positions = torch.arange(1, n + 1)[None]
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
         angles = model.rotary_emb(embeds, positions)
-        return self.theirs(embeds, hidden[None], angles, mask, positions, None)[0]
+        out = self.theirs(embeds, hidden[None], angles, mask, positions, None)[0]
+        if hook is not None:
+            hook.remove()
+        return out, read[0] if read else None
 
-    def run(self, bucket: Bucket, rows: list[Row], hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, Q, M] of our draft head for all rows of a bucket, which also extend its cache."""
-        read, head = inputs(bucket, rows), self.random.model.family.draft_head
+    def run(self, bucket: Bucket, rows: list[Row], hidden: torch.Tensor, passed: Tree) -> torch.Tensor:
+        """Hidden states [B, Q, M] of our draft head for all rows of a bucket, which also extend its cache.
+
+        Args:
+            passed: inputs that an earlier draft passed on.
+        """
+        read, head = {**inputs(bucket, rows), **passed}, self.random.model.family.draft_head
         fused, self.state = head.extend_cache(self.config, self.weights, self.state, read, hidden, first=bucket.q_len > 1)
-        return head.draft(self.config, self.weights, self.state, read, fused).view(bucket.batch, bucket.q_len, -1)
+        drafted = head.draft(self.config, self.weights, self.state, read, fused)
+        hidden, self.passed = drafted if isinstance(drafted, tuple) else (drafted, {})
+        return hidden.view(bucket.batch, bucket.q_len, -1)
 
     def check_recursion(self, tolerance: float) -> None:
-        """Two prompts in a padded prefill; then two draft steps, each fed the hidden state and the token of the one before."""
+        """Two prompts in a padded prefill; then three draft steps, each fed the hidden state and the token of the one before."""
         prompts = [self.random.prompt(12, 1), self.random.prompt(7, 2)]
         hiddens = [self.random.theirs.model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
         shifted = [[*ids[1:], 3 + i] for i, ids in enumerate(prompts)]
@@ -495,17 +522,21 @@ class DraftRun:
         for b, hidden in enumerate(hiddens):
             fed[b, : len(hidden)] = hidden
         rows = [Row(ids, 0, pages[b]) for b, ids in enumerate(shifted)]
-        out = self.run(Bucket("prefill", 3, 12), rows, fed.flatten(0, 1))
-        expected = [self.reference(ids, hidden) for ids, hidden in zip(shifted, hiddens, strict=True)]
+        out = self.run(Bucket("prefill", 3, 12), rows, fed.flatten(0, 1), {})
+        expected = [self.reference(ids, hidden)[0] for ids, hidden in zip(shifted, hiddens, strict=True)]
         for b, want in enumerate(expected):
             assert (out[b, : len(want)] - want).abs().max() < tolerance
-        for token in (11, 19):
+        passed: Tree = {}
+        chosen: list[Any] = [None, None]
+        for token in (11, 19, 2):
             last = torch.stack([*(want[-1] for want in expected), torch.full_like(fed[0, 0], float("nan"))])
             rows = [Row([token + b], len(shifted[b]), pages[b]) for b in range(2)]
-            out = self.run(Bucket("decode", 3, 1), rows, last)
+            out = self.run(Bucket("decode", 3, 1), rows, last, passed)
+            passed = passed or self.passed
             for b in range(2):
                 shifted[b], hiddens[b] = [*shifted[b], token + b], torch.cat([hiddens[b], expected[b][-1:]])
-                expected[b] = self.reference(shifted[b], hiddens[b])
+                expected[b], keys = self.reference(shifted[b], hiddens[b], chosen[b])
+                chosen[b] = keys if passed else None
                 assert (out[b, 0] - expected[b][-1]).abs().max() < tolerance
 
     def check_sources(self) -> None:

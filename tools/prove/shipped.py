@@ -223,12 +223,17 @@ def _launched_kinds(acl_file: AclFile) -> dict[str, dict[str, int]]:
 
 
 def _repeats(kinds: Sequence[str], small: Sequence[str]) -> tuple[int, ...]:
-    """How many more times a model repeats parts of a small one: its periods, or the layers of each of its runs."""
+    """How many more times a model repeats parts of a small one: its periods, or the layers of each of its runs.
+
+    Kinds that alternate behind the first run have the same collectives (`shrink.runs`).
+    """
     if tuple(kinds[: len(small)]) == tuple(small):
         more, each = len(kinds) - len(small), shrink.period(kinds)
         return (more // each if more % each == 0 else more,)
-    runs = zip(*([len(list(run)) for _, run in itertools.groupby(each)] for each in (kinds, small)), strict=True)
-    return tuple(large - few for large, few in runs)
+    runs, few = ([len(list(run)) for _, run in itertools.groupby(each)] for each in (kinds, small))
+    if len(runs) != len(few):
+        runs, few = ([each[0], sum(each[1:])] for each in (runs, few))
+    return tuple(large - less for large, less in zip(runs, few, strict=True))
 
 
 def _check_collectives(what: str, shipped: Sequence[tuple[str, ...]], small: Sequence[tuple[str, ...]], repeats: Sequence[int]) -> None:

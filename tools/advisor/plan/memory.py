@@ -23,7 +23,7 @@ def token_bytes(system: System) -> float:
     shape = system.shape
     drafts = 1 if system.drafts and shape.draft is not None else 0
     if shape.latent is not None:
-        entry = 2.0 * (shape.latent.kv_rank + shape.latent.rope) + (2.0 * shape.indexer.dim if shape.indexer else 0.0)
+        entry = 2.0 * (shape.latent.kv_rank + shape.latent.rope) + (2.0 * shape.indexer.dim * shape.indexer.share if shape.indexer else 0.0)
         return (shape.full_layers + drafts) * entry
     each = 4.0 * max(shape.kv_heads / system.layout.tp, 1.0) * shape.head_dim
     own = 4.0 * max(shape.draft.kv_heads / system.layout.tp, 1.0) * shape.draft.head_dim if drafts and shape.draft else 0.0

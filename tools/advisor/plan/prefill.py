@@ -83,7 +83,7 @@ def _attention_ops(system: System, new: float, seen: float, whole: float) -> flo
         width = latent.nope + latent.rope + latent.value
         if shape.indexer is not None:
             chosen = min(seen, shape.indexer.tokens)
-            index = 2.0 * shape.indexer.heads * shape.indexer.dim * seen
+            index = 2.0 * shape.indexer.share * shape.indexer.heads * shape.indexer.dim * seen
             return shape.full_layers * new * (2.0 * heads * width * chosen + index / tp)
         return shape.full_layers * 2.0 * new * heads * width * seen
     ops = shape.full_layers * 4.0 * new * heads * shape.head_dim * seen

@@ -83,7 +83,7 @@ def latent_attention(speeds: Speeds, batch: Any, q: int, context: Any, heads: fl
         read = tokens * seen * 2.0 * entry
         keys = batch * context * 2.0 * shape.indexer.dim / speeds.stream
         scores = 2 * tokens * shape.indexer.heads * shape.indexer.dim * context / speeds.attention
-        extra = both(keys, scores) + 300e-6
+        extra = shape.indexer.share * (both(keys, scores) + 300e-6)
     compute = 2 * tokens * heads * seen * (entry + latent.kv_rank) / speeds.attention
     absorbed = heads * latent.kv_rank * (latent.nope + latent.value)
     return both(read / speeds.stream, compute) + product(speeds, tokens, absorbed, 2.0) + extra
@@ -105,7 +105,8 @@ def attention_weights(shape: Shape, tp: int) -> tuple[float, float]:
         whole = h * latent.q_rank + h * (latent.kv_rank + latent.rope)
         full = whole + shape.heads / tp * (latent.q_rank * (latent.nope + latent.rope) + latent.value * h)
         if shape.indexer is not None:
-            full += latent.q_rank * shape.indexer.heads * shape.indexer.dim + h * (shape.indexer.dim + shape.indexer.heads)
+            indexer = shape.indexer
+            full += indexer.share * (latent.q_rank * indexer.heads * indexer.dim + h * (indexer.dim + indexer.heads))
     else:
         heads = shape.heads / tp * (3 if shape.gated else 2)
         full = h * shape.head_dim * (heads + 2 * max(shape.kv_heads / tp, 1.0))

@@ -23,11 +23,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class Indexer:
-    """What chooses the tokens that sparse attention reads: heads, their width, and how many tokens are chosen."""
+    """What chooses the tokens that sparse attention reads: heads, their width, how many tokens, and the share of layers that choose."""
 
     heads: int
     dim: int
     tokens: int
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,14 @@ def shape_of(source: ModelSource | str) -> Shape:
     types = getattr(config, "layer_types", None)
     kinds = types or config.layer_kinds
     layers = len(kinds)
-    if not experts:
-        dense = layers
-    else:
-        dense = len(config.dense_layers) if types else sum(kind == "dense" for kind in kinds)
+    dense = layers - config.num_moe_layers
     linear_layers = sum(kind == "linear_attention" for kind in types or ())
     latent = Latent(config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) if (
         hasattr(config, "kv_lora_rank")
     ) else None  # fmt: skip
-    indexer = Indexer(config.index_n_heads, config.index_head_dim, config.index_topk) if hasattr(config, "index_topk") else None
+    indexer = Indexer(config.index_n_heads, config.index_head_dim, config.index_topk, config.num_indexers / layers) if (
+        hasattr(config, "index_topk")
+    ) else None  # fmt: skip
     linear = Linear(
         config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     ) if linear_layers else None  # fmt: skip
