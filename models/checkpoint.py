@@ -93,7 +93,7 @@ class _GroupParts:
 class ParamReader:
     """Reads the parameters of a model from a checkpoint, in groups that are made from the same tensors on disk.
 
-    Names may carry the prefixes `model.`, `model.language_model.` or none; a mixture of experts may be stored fused
+    Names may have the prefixes `model.`, `model.language_model.`, `language_model.model.` or none; a mixture of experts may be stored fused
     (`experts.gate_up_proj`) or expert by expert (`experts.0.gate_proj.weight`); FP8 with block scales is read as floats. Tensors of
     parts that `params` leaves out (vision tower, draft head) are not read, but a tensor of a layer that no parameter reads is an error.
 
@@ -305,7 +305,7 @@ def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: li
 
 
 _MISSING = "is missing"
-_OTHER_PARTS = ("mtp.", "model.visual.")
+_OTHER_PARTS = ("mtp.", "model.visual.", "vision_tower.", "mm_projector.")
 """What the names of parts begin with that a text model may leave out whole: a draft head, and what reads pictures."""
 
 

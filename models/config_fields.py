@@ -51,6 +51,8 @@ _WRAPPER = {
     *WITHOUT_EFFECT,
     "audio_config", "audio_token_id", "image_token_id", "language_model_only", "text_config", "tie_word_embeddings", "video_token_id",
     "vision_config", "vision_end_token_id", "vision_start_token_id",
+    "ignore_index", "media_placeholder_token_id", "projection_hidden_size", "projection_layer_norm_eps", "use_unified_vision_chunk",
+    "video_placeholder",
 }  # fmt: skip
 """Of a file that wraps the text model: other parts, and what is read in both."""
 

@@ -168,8 +168,12 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
     return Config(**config_fields(fields))
 
 
-def config_fields(fields: Fields) -> dict[str, Any]:
+def config_fields(fields: Fields, outer: Fields | None = None) -> dict[str, Any]:
     """Values of the fields of `Config`.
+
+    Args:
+        fields: of the text model.
+        outer: the whole file, where it wraps the text model.
 
     Raises:
         ConfigError: naming the field.
@@ -203,7 +207,7 @@ def config_fields(fields: Fields) -> dict[str, Any]:
         "num_nextn_predict_layers": fields.get(int, *_DECLARED_BY, default=0, minimum=0),
         **sizes,
     }
-    refuse_unknown(fields, fields, _SOMETIMES | _FOLLOWING)
+    refuse_unknown(outer or fields, fields, _SOMETIMES | _FOLLOWING)
     return read
 
 

@@ -163,12 +163,15 @@ def find(name_or_path: str | Path, family: FamilyFile | None = None) -> ModelSou
 def published_name(source: ModelSource) -> str:
     """The preset that has a model's configuration, whatever its directory is called; without one the model's own name.
 
-    A rotation scaled to longer contexts, which people add to a file, and how a deployment stores parameters make no other model.
+    A rotation scaled to longer contexts, which people add to a file, and how a deployment stores parameters make no other model; of
+    presets that differ in their rotations alone it is the one with the model's, if there is one.
     """
     if source.name in PRESETS or source.family_file:
         return source.name
     own = _comparable(source.model)
-    return next((name for name in PRESETS if _comparable(from_config(name, PRESETS[name])) == own), source.name)
+    alike = [name for name in PRESETS if _comparable(from_config(name, PRESETS[name])) == own]
+    same = [name for name in alike if from_config(name, PRESETS[name]).config.rotary == source.model.config.rotary]
+    return (*same, *alike, source.name)[0]
 
 
 def _comparable(model: Model) -> Any:

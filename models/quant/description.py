@@ -28,6 +28,7 @@ VERSIONS = ("1.0.0",)
 
 PREFIXES = (
     ("model.language_model.", "model."),
+    *((f"language_model.{name}", name) for name in ("model.", "lm_head.")),
     *((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm.", "visual.")),
 )
 """(beginning of a name on disk, what the name begins with in the sources of parameters)."""

@@ -117,6 +117,10 @@ NEXT = {"model_type": "qwen3_next", "num_experts": 5, "num_experts_per_tok": 2, 
 SPARSE = {"model_type": "deepseek_v32", "index_topk": 9, "index_head_dim": 10, "index_n_heads": 20}
 # Its file says nothing of the indexer's rotation, which is of pairs of channels.
 GLM = {**SPARSE, "model_type": "glm_moe_dsa", "index_n_heads": 33, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
+LITE = {
+    "model_type": "glm4_moe_lite", "num_attention_heads": 5, "num_key_value_heads": 5, "qk_nope_head_dim": 12, "v_head_dim": 20,
+    "n_routed_experts": 7, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 LATENT_YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
@@ -163,12 +167,19 @@ CASES: dict[str, dict[str, Any]] = {
     "pairs": latent(3, **{**GLM, "qk_nope_head_dim": 12, "v_head_dim": 22, "n_routed_experts": 10}),
     "shared-index": latent(7, **{**GLM, "index_topk_freq": 3, "index_skip_topk_offset": 2, "index_share_for_mtp_iteration": True}),
     "shared-index-listed": latent(4, 2, **{**GLM, "indexer_types": ["full", "shared", "full", "shared"], "index_topk": 5}),
+    "lite": latent(3, 1, **LITE),
+    "equal-betas": latent(
+        3,
+        rope_parameters={**LATENT_YARN, "rope_theta": 5e4, "beta_fast": 1.0, "beta_slow": 1.0},
+        max_position_embeddings=128,
+        **{"n_routed_experts": 9, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "rms_norm_eps": 1e-5},
+    ),
     "latent-all-dense": latent(2, 2, num_attention_heads=3, num_key_value_heads=3, rope_interleave=False, qk_rope_head_dim=8),
 }
 
 HYBRID = [name for name, values in CASES.items() if "layer_types" in values]
 """Cases of hybrid families, whose models have a draft head."""
-DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries", "sparse", "pairs", "shared-index", "shared-index-listed"]
+DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries", "sparse", "pairs", "shared-index", "shared-index-listed", "lite"]
 """Cases whose models have a draft head."""
 
 
