@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..graphs.errors import ConfigError
 from . import decoder, deepseek_v3, sparse_latent_attention
 from . import shrink as sizes
 from .config import Fields
@@ -17,7 +16,7 @@ SMALL_HEADS, SMALL_TOPK = 32, 64
 """Of a small model's indexer; a proof runs prompts and contexts several times as long as the keys that it chooses."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(deepseek_v3.Config):
     """Sizes of a DeepSeek V3.2 model: those of V3 and of the indexer; field names follow its config.json.
 
@@ -38,16 +37,13 @@ class Config(deepseek_v3.Config):
     def mixer(self, kind: str) -> deepseek_v3.Mixer:
         return sparse_latent_attention
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks = [
+    def checks(self) -> list[tuple[bool | int, str]]:
+        return [
+            *super().checks(),
             (not self.q_lora_rank, "q_lora_rank: the indexer reads compressed queries"),
             (self.qk_rope_head_dim > self.index_head_dim or self.index_head_dim % 2, "index_head_dim must be even, and hold a rotary part"),
             (self.index_n_heads < 1 or self.index_topk < 1, "index_n_heads and index_topk must be positive"),
         ]
-        for broken, rule in checks:
-            if broken:
-                raise ConfigError(f"{rule}; the configuration is {self}")
 
 
 def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config:

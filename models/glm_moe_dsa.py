@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from ..graphs.errors import ConfigError
 from ..graphs.types import Tree
 from . import decoder, deepseek_v3, deepseek_v32, latent_attention, mtp, sparse_latent_attention
 from .batch import Batch
 from .config import Fields
-from .deepseek_v3 import DRAFT, DRAFT_HEAD, MOE
-from .family import DraftHead
+from .deepseek_v3 import DRAFT, DRAFT_HEAD, OF_DRAFT
 
 NAME = "glm_moe_dsa"
 FULL, SHARED = "full", "shared"
@@ -29,7 +27,7 @@ CHOSEN = "chosen"
 """Input of later drafts: the keys [B, 1, K] that the first one chose."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(deepseek_v32.Config):
     """Sizes of a GLM-5 model; field names follow its config.json.
 
@@ -55,10 +53,8 @@ class Config(deepseek_v32.Config):
         shares = self.num_indexers < len(self.layer_kinds)
         return decoder.Layer(kind, sparse_latent_attention.apply_and_pass) if shares else super().layer(kind)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layer_kinds and self.layer_kinds[0].endswith(OF_SHARED):
-            raise ConfigError(f"the first layer must have an indexer; the configuration is {self}")
+    def checks(self) -> list[tuple[bool | int, str]]:
+        return [*super().checks(), (self.layer_kinds[0].endswith(OF_SHARED), "the first layer must have an indexer")]
 
 
 def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config:
@@ -99,7 +95,7 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
 
     Nothing is missing: the next step writes all accepted tokens anew.
     """
-    kind = MOE + OF_SHARED if CHOSEN in inputs else MOE
+    kind = OF_DRAFT + OF_SHARED if CHOSEN in inputs else OF_DRAFT
     return deepseek_v3.extend_draft_cache(cfg, params, state, inputs, hidden, first=first, kind=kind)
 
 
@@ -115,12 +111,10 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
     return mtp.finished(cfg, own, batch, mixed, rows["stream"]), {CHOSEN: chosen}
 
 
-_HEAD: DraftHead[Any] = DRAFT_HEAD
-
 FAMILY = replace(
     deepseek_v32.FAMILY,
     name=NAME,
     model_types=(NAME,),
     read_config=read_config,
-    draft_head=replace(_HEAD, extend_cache=extend_draft_cache, draft=draft),
+    draft_head=replace(DRAFT_HEAD, extend_cache=extend_draft_cache, draft=draft),
 )

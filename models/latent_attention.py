@@ -108,8 +108,12 @@ def _rotated_rows(cfg: LatentSizes, x: torch.Tensor, width: int, *, inverse: boo
     return x.reshape(-1, width, x.shape[-1])[:, rows].reshape(x.shape)
 
 
-def state(cfg: LatentSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
-    """Pools of one layer, whole on every device: latents [pages, P, 1, L] and rotary parts [pages, P, 1, R]."""
+def state(cfg: LatentSizes, limits: Limits, dtype: torch.dtype, prefix: str = "") -> dict[str, Aval]:
+    """Pools of one layer, whole on every device: latents [pages, P, 1, L] and rotary parts [pages, P, 1, R].
+
+    Args:
+        prefix: begins the names of the layer's tensors in a checkpoint; pools are of floats, whatever it says of them.
+    """
     pages, axes = (limits.num_pages, limits.page_size, 1), ("pages", None, None, None)
     return {"latent": Aval((*pages, cfg.kv_lora_rank), dtype, axes), "rotary": Aval((*pages, cfg.qk_rope_head_dim), dtype, axes)}
 

@@ -78,10 +78,10 @@ def _rotated_order(cfg: SparseLatentSizes) -> list[int]:
     return [halves[i] for i in rotated_order(D, R)]
 
 
-def state(cfg: SparseLatentSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
+def state(cfg: SparseLatentSizes, limits: Limits, dtype: torch.dtype, prefix: str = "") -> dict[str, Aval]:
     """Pools of one layer: those of `latent_attention.state`, and keys of the indexer [pages, P, 1, D], whole on every device."""
     index = Aval((limits.num_pages, limits.page_size, 1, cfg.index_head_dim), dtype, ("pages", None, None, None))
-    return {**latent_attention.state(cfg, limits, dtype), "index": index}
+    return {**latent_attention.state(cfg, limits, dtype, prefix), "index": index}
 
 
 def apply(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:

@@ -17,7 +17,7 @@ from npucompile.models.presets import PRESETS
 
 CASES = (
     *("plain", "plain-yarn", "plain-moe-some-dense", "dense", "moe", "next"),
-    *("latent", "latent-yarn", "sparse", "pairs", "shared-index-listed", "lite"),
+    *("latent", "latent-yarn", "sparse", "pairs", "shared-index-listed", "lite", "biased"),
 )
 NESTED = "rope_parameters"
 
@@ -163,7 +163,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "pretraining_tp": 1, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
     },
 }  # fmt: skip
-OF_FAMILIES["kimi_k2"] = OF_FAMILIES["glm4_moe_lite"] = OF_FAMILIES["deepseek_v3"]
+OF_FAMILIES["glm4_moe"] = OF_FAMILIES["kimi_k2"] = OF_FAMILIES["glm4_moe_lite"] = OF_FAMILIES["deepseek_v3"]
 OF_FAMILIES["deepseek_v32"] = OF_FAMILIES["deepseek_v3"]
 OF_FAMILIES["glm_moe_dsa"] = {**OF_FAMILIES["deepseek_v3"], "moe_router_dtype": "float32", "mlp_bias": False, "num_experts": 256}
 

@@ -76,7 +76,7 @@ def test_sources_name_every_tensor_of_transformers_once(name):
     theirs = dict(random.theirs.state_dict())
     if random.model.config.tie_word_embeddings:
         del theirs["lm_head.weight"]
-    params = random.model.family.abstract_params(random.model.config, torch.float32)
+    params = oracle.declared(random.model)
     assert [tuple(t.shape) for _, t in tree.flatten(random.weights)] == [p.aval.shape for _, p in tree.flatten(params)]
     ours = oracle.split(params, random.weights)
     assert set(ours) == set(theirs)

@@ -17,13 +17,16 @@ from npucompile.models.routing import SIGMOID, Routing
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("name", ["latent", "latent-yarn", "latent-whole-queries", "latent-all-dense", "sparse", "pairs", "shared-index"])
+@pytest.mark.parametrize(
+    "name",
+    ["latent", "latent-yarn", "latent-whole-queries", "latent-all-dense", "sparse", "pairs", "shared-index", "biased", "biased-raw-heads"],
+)
 @torch.no_grad()
 def test_draft_head_equals_mtp_layer_and_recurses(name):
     oracle.DraftRun(name).check_recursion(TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["latent", "latent-whole-queries", "sparse", "pairs", "shared-index"])
+@pytest.mark.parametrize("name", ["latent", "latent-whole-queries", "sparse", "pairs", "shared-index", "biased"])
 def test_sources_of_the_draft_head_name_every_tensor_of_mtp_layer(name):
     oracle.DraftRun(name).check_sources()
 

@@ -92,7 +92,7 @@ def random(name: str) -> oracle.Oracle:
     built = oracle.build(MODELS[name])
     own = built if name.startswith("plain") else oracle.with_head(built)
     # The fleets of other tests know models by the same names.
-    fleets.OTHERS[padded(name)] = oracle.split(own.model.family.abstract_params(own.model.config, F32), own.weights)
+    fleets.OTHERS[padded(name)] = oracle.split(oracle.declared(own.model), own.weights)
     return own
 
 

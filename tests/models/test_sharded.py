@@ -148,6 +148,10 @@ CASES: dict[str, Case] = {
     "shared index tp=2": Case("tp=2", GROUPED, model="shared-index", collectives=DISPATCH, drafts=1),
     "shared index dp=2": Case("dp=2", GROUPED, model="shared-index", collectives=DISPATCH),
     "shared index dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="shared-index", drafts=2, collectives=DISPATCH),
+    "biased tp=2": Case("tp=2", GROUPED, model="biased", collectives=DISPATCH, drafts=1),
+    "biased tp=4": Case("tp=4", repeated(GROUPED), batch=3, model="biased", collectives=DISPATCH, drafts=2),
+    "biased dp=2": Case("dp=2", GROUPED, model="biased", collectives=DISPATCH),
+    "biased dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="biased", drafts=3, collectives=DISPATCH),
     "latent split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="latent", drafts=1),
     "fused projections split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="next", drafts=1),
     "drafts of few tokens tp=2": Case("tp=2", FEW, FEW, experts=False, drafts=3),
@@ -184,7 +188,10 @@ CASES: dict[str, Case] = {
             "tp=4": Case("tp=4", repeated(fleets.mixed(q_heads=4)), fleets.mixed(q_heads=4), experts=False, model="plain"),
             "spread": Case("dp=2,tp=2", fleets.mixed(q_heads=2), fleets.mixed(q_heads=2), drafts=1, collectives=DISPATCH),
             "split": Case("tp=2", *[fleets.mixed(q_heads=2, expert_ffn=2)] * 2, expert_parallel=False),
-            "latent": Case("tp=2", *[fleets.mixed(q_heads=2)] * 2, model="latent", drafts=1, collectives=DISPATCH),
+            **{
+                kind: Case("tp=2", *[fleets.mixed(q_heads=2)] * 2, model=kind, drafts=1, collectives=DISPATCH)
+                for kind in ("latent", "biased")
+            },
         }.items()
     },
     "odd sizes tp=2": Case("tp=2", padded(2), experts=False, drafts=3, model="odd"),
@@ -222,8 +229,8 @@ SHORT = (
     *("dense tp=2", "experts dp=2,tp=2", "gathered, the head's dispatched", "in parts", "odd batch", "idle group"),
     *("w8a8 everywhere, spread dp=2,tp=2", "w8a8_dynamic everywhere, split tp=2", "w4a8_dynamic everywhere, dense tp=2"),
     *("w4a16 everywhere, spread tp=2", "int8 cache tp=2", "no gate tp=2", "no shared expert dp=2,tp=2", "fused projections tp=2"),
-    *("latent dp=2,tp=2", "sparse tp=2", "shared index dp=2,tp=2", "drafts of few tokens tp=2", "draft model, experts tp=2"),
-    *("formats of parts differ, spread", "odd sizes tp=2", "w4a8 fused", "norms of all heads tp=4"),
+    *("latent dp=2,tp=2", "sparse tp=2", "shared index dp=2,tp=2", "biased dp=2,tp=2", "drafts of few tokens tp=2"),
+    *("draft model, experts tp=2", "formats of parts differ, spread", "odd sizes tp=2", "w4a8 fused", "norms of all heads tp=4"),
 )
 
 

@@ -78,7 +78,7 @@ def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
 
 
 @pytest.mark.parametrize(
-    "name", ["dense", "moe-tied", "next", "plain", "plain-moe", "latent", "latent-all-dense", "sparse", "pairs", "shared-index"]
+    "name", ["dense", "moe-tied", "next", "plain", "plain-moe", "latent", "latent-all-dense", "sparse", "pairs", "shared-index", "biased"]
 )
 @torch.no_grad()
 def test_prompts_of_one_step_get_what_each_gets_alone(name):

@@ -42,6 +42,10 @@ SHARED: dict[str, Any] = {
     **SPARSE, "model_type": "glm_moe_dsa", "num_experts": 8, "num_hidden_layers": 4, "index_n_heads": 32, "n_group": 1, "topk_group": 1,
     "index_topk_freq": 2, "index_skip_topk_offset": 1, "index_share_for_mtp_iteration": True,
 }  # fmt: skip
+BIASED: dict[str, Any] = {
+    **{name: value for name, value in LATENT.items() if not name.startswith(("q_lora", "kv_lora", "qk_", "v_head"))},
+    "model_type": "glm4_moe", "num_key_value_heads": 2, "attention_bias": True, "use_qk_norm": True, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 HEAD: dict[str, Any] = {
     "draft_vocab_size": 200, "intermediate_size": 64, "head_dim": 32, "max_position_embeddings": 1024,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
@@ -79,6 +83,7 @@ CASES = {
     "qwen3-next": Case({**HYBRID, "model_type": "qwen3_next", "mtp_num_hidden_layers": None}, operators=DISPATCHED),
     "deepseek-v3": Case(LATENT, "dp=2,tp=2", agreeing=4, operators=(*DISPATCHED, "FusedInferAttentionScore")),
     "deepseek-v3.2": Case(SPARSE, agreeing=4, operators=(*DISPATCHED, "LightningIndexer", "SparseFlashAttention")),
+    "glm-4.7": Case(BIASED, "dp=2,tp=2", agreeing=4, operators=DISPATCHED),
     "glm-5.2": Case(SHARED, "dp=2,tp=2", agreeing=4, operators=(*DISPATCHED, "LightningIndexer", "SparseFlashAttention")),
     "deepseek-v3.2 captured": Case(SPARSE, backend="aclgraph", agreeing=4),
 }

@@ -20,6 +20,7 @@ from npucompile.models import (
     deepseek_v3,
     deepseek_v32,
     draft_source,
+    glm4_moe,
     glm_moe_dsa,
     hybrid,
     qwen3,
@@ -169,15 +170,26 @@ def shared_index_config() -> glm_moe_dsa.Config:
     )
 
 
+@functools.cache
+def biased_config() -> glm4_moe.Config:
+    """The sizes of the latent model with grouped attention, whose projections add biases and whose heads are rotated in part."""
+    latents = {name: value for name, value in vars(latent_config()).items() if name not in deepseek_v3.Config.__annotations__}
+    return glm4_moe.Config(
+        **{**latents, "rotary": Rotary(4, 1e4)}, num_key_value_heads=2, head_dim=8, attention_bias=True, use_qk_norm=True
+    )
+
+
 def model(variant: Variant = PLAIN, *, experts: bool = True, name: str = "small", drafts: int = 0) -> step.Model:
     """A small model: of Qwen3.5 with or without experts, "odd" of sizes that ranks cannot share evenly, or "next", "latent", "sparse",
-    "shared-index" or one of PLAIN_MODELS."""
+    "shared-index", "biased" or one of PLAIN_MODELS."""
     if name == "latent":
         return step.Model(name, deepseek_v3.FAMILY, replace(latent_config(), variant=variant), drafting=drafts > 0)
     if name == "sparse":
         return step.Model(name, deepseek_v32.FAMILY, replace(sparse_config(), variant=variant), drafting=drafts > 0)
     if name == "shared-index":
         return step.Model(name, glm_moe_dsa.FAMILY, replace(shared_index_config(), variant=variant), drafting=drafts > 0)
+    if name == "biased":
+        return step.Model(name, glm4_moe.FAMILY, replace(biased_config(), variant=variant), drafting=drafts > 0)
     if name.removesuffix(EAGLE3) in PLAIN_MODELS:
         plain = step.Model(name, qwen3.FAMILY, plain_config(name.removesuffix(EAGLE3)), drafting=drafts > 0)
         if name.endswith(EAGLE3):

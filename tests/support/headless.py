@@ -25,6 +25,7 @@ MODELS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
         lambda values: {name: value for name, value in values.items() if "nextn" not in name} | {"num_mtp_layers": 1},
     ),
     "deepseek_v32": ("sparse", lambda values: {**values, "num_nextn_predict_layers": 1}),
+    "glm4_moe": ("biased", lambda values: {**values, "num_nextn_predict_layers": 1}),
     "glm4_moe_lite": ("lite", lambda values: {**values, "num_nextn_predict_layers": 1}),
     "glm_moe_dsa": ("shared-index", lambda values: {**values, "num_nextn_predict_layers": 1}),
 }

@@ -112,11 +112,22 @@ def latent(layers: int, dense: int = 1, **sizes: Any) -> dict[str, Any]:
     }
 
 
+def grouped(layers: int, dense: int = 1, **sizes: Any) -> dict[str, Any]:
+    """The same with grouped attention in place of the latent."""
+    latents = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {name: value for name, value in latent(layers, dense, **sizes).items() if name not in latents}
+
+
 NEXT = {"model_type": "qwen3_next", "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 36}
 # With few heads scores of zero, which relu makes, would tie at the last chosen key, and implementations break ties differently.
 SPARSE = {"model_type": "deepseek_v32", "index_topk": 9, "index_head_dim": 10, "index_n_heads": 20}
 # Its file says nothing of the indexer's rotation, which is of pairs of channels.
 GLM = {**SPARSE, "model_type": "glm_moe_dsa", "index_n_heads": 33, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
+GLM4 = {
+    "model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 20, "attention_bias": True, "use_qk_norm": True, "n_group": 1,
+    "topk_group": 1, "n_routed_experts": 10, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 LITE = {
     "model_type": "glm4_moe_lite", "num_attention_heads": 5, "num_key_value_heads": 5, "qk_nope_head_dim": 12, "v_head_dim": 20,
     "n_routed_experts": 7, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
@@ -168,6 +179,10 @@ CASES: dict[str, dict[str, Any]] = {
     "shared-index": latent(7, **{**GLM, "index_topk_freq": 3, "index_skip_topk_offset": 2, "index_share_for_mtp_iteration": True}),
     "shared-index-listed": latent(4, 2, **{**GLM, "indexer_types": ["full", "shared", "full", "shared"], "index_topk": 5}),
     "lite": latent(3, 1, **LITE),
+    "biased": grouped(4, **GLM4),
+    "biased-raw-heads": grouped(
+        3, **{**GLM4, "use_qk_norm": False, "num_attention_heads": 6, "routed_scaling_factor": 1.0, "head_dim": 16}
+    ),
     "equal-betas": latent(
         3,
         rope_parameters={**LATENT_YARN, "rope_theta": 5e4, "beta_fast": 1.0, "beta_slow": 1.0},
@@ -179,7 +194,19 @@ CASES: dict[str, dict[str, Any]] = {
 
 HYBRID = [name for name, values in CASES.items() if "layer_types" in values]
 """Cases of hybrid families, whose models have a draft head."""
-DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries", "sparse", "pairs", "shared-index", "shared-index-listed", "lite"]
+DRAFTING = [
+    *HYBRID,
+    "latent",
+    "latent-yarn",
+    "latent-whole-queries",
+    "sparse",
+    "pairs",
+    "shared-index",
+    "shared-index-listed",
+    "lite",
+    "biased",
+    "biased-raw-heads",
+]
 """Cases whose models have a draft head."""
 
 
@@ -273,7 +300,7 @@ def build(values: dict[str, Any], seed: int = 0) -> Oracle:
     draw(theirs, seed)
     written = theirs.config.to_dict()
     model = registry.from_config("random", written | ({"num_nextn_predict_layers": 0} if values["model_type"] == "qwen3_next" else {}))
-    params = stored(model.family.abstract_params(model.config, torch.float32), model.config.variant)
+    params = declared(model)
     return Oracle(theirs, model, join(params, theirs.state_dict()), written)
 
 
@@ -282,7 +309,7 @@ def bundled(name: str) -> Oracle:
     """A bundled model: transformers reads the directory by itself, we by our loader; both in float32."""
     entry = registry.find(name)
     theirs = AutoModelForCausalLM.from_pretrained(entry.checkpoint_dir, dtype=torch.float32, attn_implementation="eager").eval()
-    params = entry.model.family.abstract_params(entry.model.config, torch.float32)
+    params = declared(entry.model)
     return Oracle(theirs, entry.model, checkpoint.load(checkpoint.open_checkpoint(entry.checkpoint_dir), params), json.loads(entry.text))
 
 
@@ -307,8 +334,8 @@ class HeadNames:
 
     @staticmethod
     def of(model: step.Model) -> HeadNames:
-        """In a family with latent attention it is one more layer."""
-        if not hasattr(model.config, "kv_lora_rank"):
+        """In families after DeepSeek V3 it is one more layer."""
+        if not hasattr(model.config, "num_nextn_predict_layers"):
             parts = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
             return HeadNames("mtp_num_hidden_layers", "mtp.", dict(zip(_PARTS, parts, strict=True)))
         parts = ("enorm", "hnorm", "eh_proj", "", "shared_head.norm")
@@ -342,7 +369,7 @@ def with_head(random: Oracle) -> Oracle:
         own.indexer_types = ["full"] * len(kinds)
     head = MtpLayer(own, layer, norm, kinds.index(FULL) if FULL in kinds else behind).eval()
     names = {name: places.name(name) for name in head.state_dict()}
-    params, weights = model.family.abstract_params(model.config, torch.float32)["mtp"], random.weights
+    params, weights = declared(model)["mtp"], random.weights
     if "mtp" in weights:
         ours = split(params, weights["mtp"])
         head.load_state_dict({name: ours[called] for name, called in names.items()})
@@ -361,6 +388,11 @@ def _first_of(layer: Any) -> Any:
         return out[0] if isinstance(out, tuple) else out
 
     return type(layer.__name__, (layer,), {"forward": first})
+
+
+def declared(model: step.Model) -> Tree:
+    """All parameters of a model, with the biases that its matrices have."""
+    return stored(model.family.abstract_params(model.config, torch.float32), model.config.variant)
 
 
 def join(params: Tree, state_dict: dict[str, torch.Tensor]) -> Tree:
@@ -552,6 +584,6 @@ class DraftRun:
 
     def check_sources(self) -> None:
         """The parameters' sources are every tensor of transformers' module, under the checkpoint's names."""
-        places, params = HeadNames.of(self.random.model), self.random.model.family.abstract_params(self.config, torch.float32)["mtp"]
+        places, params = HeadNames.of(self.random.model), declared(self.random.model)["mtp"]
         sizes = {name: shape for _, p in tree.flatten(params) for name, shape in zip(p.source.names, p.source.shapes, strict=True)}
         assert sizes == {places.name(name): tuple(tensor.shape) for name, tensor in self.theirs.state_dict().items()}
