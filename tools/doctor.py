@@ -12,10 +12,13 @@ from pathlib import Path
 from ..graphs.control_group import processors
 from ..graphs.errors import LoweringError
 from ..lowering import isa
+from ..lowering.ascend import inventory
+from ..lowering.ascend.legality.table import CHIPS
 from ..lowering.ascend.toolchain.harness import DISTRIBUTIONS, installed, lacking
 from ..lowering.ascend.toolchain.stubs import cann, find_compiler
 from ..lowering.backends.inductor import unpacking
 from ..lowering.backends.inductor.aoti import compiler
+from ..lowering.platform import Platform
 from .bench.machine import CPUINFO, cpu_model
 from .heap import available_bytes
 
@@ -81,6 +84,20 @@ def examine(environment: Environment) -> list[Finding]:
             state = OK if not advice else ABSENT if check.needed_for == "npu" else MISSING
             findings.append(Finding(check.name, state, present, check.needed_for, advice))
     return findings
+
+
+def inventory_of(environment: Environment) -> list[Finding]:
+    """What this machine's CANN has of what graphs need, for each chip that it has kernels of; nothing where there is no CANN.
+
+    Args:
+        environment: variables of this process, which ranks get too.
+    """
+    if not (path := environment.get("ASCEND_HOME_PATH")):
+        return []
+    home = Path(path)
+    there = [chip for chip in CHIPS if (home / inventory.TBE / "kernel" / chip).is_dir()]
+    items = inventory.inventory(home, environment, [Platform(chip) for chip in there or CHIPS], installed().get("torch_npu", ""))
+    return [Finding(item.name, ABSENT if item.advice else OK, item.found, "npu", item.advice) for item in items]
 
 
 def healthy(findings: Sequence[Finding]) -> bool:

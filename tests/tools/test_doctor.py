@@ -114,3 +114,13 @@ def test_this_machine_can_be_looked_at():
     assert findings["torch"].state == OK
     assert "cores" in findings["cpu"].found
     assert "GiB available" in findings["memory"].found
+
+
+def test_an_inventory_is_taken_of_a_cann_that_is_there(tmp_path):
+    assert doctor.inventory_of({}) == []
+    (tmp_path / "opp/built-in/op_impl/ai_core/tbe/kernel/ascend910b").mkdir(parents=True)
+    found = {finding.name: finding for finding in doctor.inventory_of({"ASCEND_HOME_PATH": str(tmp_path)})}
+    assert {"Python of CANN's compiler", "bisheng", "kernels of ascend910b"} <= set(found)
+    assert "kernels of ascend910_93" not in found
+    assert {finding.needed_for for finding in found.values()} == {"npu"}
+    assert found["bisheng"].state == ABSENT

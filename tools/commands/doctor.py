@@ -9,20 +9,26 @@ from dataclasses import asdict
 import click
 
 from ..cli import Home
-from ..doctor import Finding, examine, healthy, verdict
+from ..doctor import Finding, examine, healthy, inventory_of, verdict
 
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
-    """Say what this machine can build and run, and what to install for the rest; fails when it cannot serve on its CPU."""
+    """Say what this machine can build and run, and what to install for the rest; fails when it cannot serve on its CPU.
+
+    Where ASCEND_HOME_PATH names a CANN, its inventory is taken too: what its compiler imports, kernels of each chip, vendors that
+    redefine operators, and its tables of operators beside those that graphs are checked against. No device is opened.
+    """
     home: Home = ctx.obj
-    findings = examine(home.environment)
+    findings, stock = examine(home.environment), inventory_of(home.environment)
     if as_json:
-        click.echo(json.dumps({"healthy": healthy(findings), "checks": [asdict(finding) for finding in findings]}, indent=1))
+        click.echo(
+            json.dumps({"healthy": healthy(findings), "checks": [*map(asdict, findings)], "inventory": [*map(asdict, stock)]}, indent=1)
+        )
     else:
-        click.echo("\n".join([*table(findings), "", *verdict(findings)]))
+        click.echo("\n".join([*table([*findings, *stock]), "", *verdict([*findings, *stock])]))
     if not healthy(findings):
         ctx.exit(1)
 

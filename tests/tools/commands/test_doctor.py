@@ -48,3 +48,4 @@ def test_json_says_the_same(run, findings, status):
     assert (result.exit_code, report["healthy"]) == (status, status == 0)
     last = {"name": findings[-1].name, "state": MISSING, "found": findings[-1].found}
     assert report["checks"][-1] == last | {"needed_for": findings[-1].needed_for, "advice": findings[-1].advice}
+    assert report["inventory"] == []

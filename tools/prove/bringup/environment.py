@@ -13,8 +13,10 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ....lowering.artifact.artifact import Artifact
-from ....lowering.ascend.toolchain.harness import ASSUMED_CANN
+from ....lowering.ascend.inventory import inventory
+from ....lowering.ascend.toolchain.harness import ASSUMED_CANN, installed
 from ....lowering.device import Device
+from ....lowering.platform import Platform
 from ....lowering.toolchain import toolchain
 from ...ranks.environment import merged
 from .device_graph import Host
@@ -67,6 +69,10 @@ def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, 
     if (release := cann_release(device)) is not None and release < _numbers(ASSUMED_CANN):
         message = f"{device.name} has {device.version}; graphs were converted for CANN {ASSUMED_CANN}: build with this CANN's number"
         failures.append(Failure("toolchain", "CANN", message))
+    if home := environment.get("ASCEND_HOME_PATH"):
+        items = [*inventory(Path(home), environment, [Platform.of(artifact.manifest.platform)], installed().get("torch_npu", ""))]
+        facts["inventory"] = {item.name: item.found for item in items}
+        failures += [Failure("toolchain", item.name, f"{item.found}: {item.advice}") for item in items if item.advice]
     try:
         failures += _memory(host)
     except LoweringError as error:

@@ -31,6 +31,14 @@ def test_an_older_cann_and_missing_variables_are_failures(npu_artifact, tmp_path
     assert cann_release(device) == (8, 2)
 
 
+def test_what_a_cann_lacks_is_a_failure_with_the_next_command(npu_artifact, planned, tmp_path):
+    """An empty directory has nothing of it."""
+    failures, facts = check_environment(npu_artifact, Host(open_device(0), tmp_path), {**planned, "ASCEND_HOME_PATH": str(tmp_path)})
+    chip = npu_artifact.manifest.platform["chip"]
+    assert {f"kernels of {chip}", f"operators of {chip}", "Python of CANN's compiler"} <= {failure.what for failure in failures}
+    assert facts["inventory"][f"kernels of {chip}"] == "none"
+
+
 def test_a_device_that_returns_something_else_is_named(npu_artifact, planned, tmp_path, monkeypatch):
     host = Host(open_device(0), tmp_path)
     monkeypatch.setattr(host, "write", lambda memory, value: memory.zero_())

@@ -1,0 +1,172 @@
+"""What a machine's CANN has of what graphs need, read from its files and from one process of Python: no device is opened."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...graphs.errors import LoweringError
+from ..platform import Platform
+from . import vendors
+from .legality.table import TYPES, release, table
+
+TBE = "opp/built-in/op_impl/ai_core/tbe"
+COMPILER = ("te_fusion.fusion_manager", "tbe")
+"""Python modules that GE imports into this interpreter to compile operators (hicann/ge@ffdcbc9 python_adapter_manager.cc)."""
+
+COMPILERS = ("compiler/ccec_compiler/bin", "tools/bisheng_compiler/bin", "bin")
+"""Directories of CANN where `bisheng` is, by release."""
+
+OFFICIAL = {"2.12": "9.1", "2.11": "9.1", "2.10": "9.1", "2.9": "9.0"}
+"""Release of CANN that a minor version of torch_npu is published for (Ascend/pytorch COMPATIBILITY.en.md, August 2026)."""
+
+DTYPES = {
+    "float16": "f16", "float": "f32", "float32": "f32", "bfloat16": "bf16", "double": "f64", "bool": "bool",
+    **{f"{sign}int{bits}": f"{letter}{bits}" for sign, letter in (("", "i"), ("u", "u")) for bits in (4, 8, 16, 32, 64)},
+}  # fmt: skip
+IMPORT_S = 120.0
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that was looked at.
+
+    Attributes:
+        found: what is there.
+        advice: what is wrong with it, and the next command; "" where nothing is.
+    """
+
+    name: str
+    found: str
+    advice: str = ""
+
+
+def inventory(home: Path, environment: Mapping[str, str], platforms: Sequence[Platform], torch_npu: str) -> Iterator[Item]:
+    """Looks at a CANN.
+
+    Args:
+        home: where it is installed.
+        environment: variables of the ranks.
+        platforms: what graphs were built for, or all that this machine may have.
+        torch_npu: version of the installed one, or "".
+    """
+    yield _compiler(environment)
+    yield _bisheng(home, environment)
+    yield _pair(home, torch_npu)
+    for platform in platforms:
+        yield _kernels(home, platform.chip)
+        yield _vendors(environment, platform)
+        yield _definitions(home, platform)
+
+
+def cann_release(home: Path) -> str:
+    """The version that a CANN states, or "" where it states none."""
+    for file in (home / "compiler" / "version.info", *sorted(home.glob("*/ascend_toolkit_install.info"))):
+        if file.is_file() and (match := re.search(r"^[Vv]ersion=(\S+)", file.read_text(errors="replace"), re.MULTILINE)):
+            return match.group(1)
+    return ""
+
+
+def _compiler(environment: Mapping[str, str]) -> Item:
+    name, words = "Python of CANN's compiler", f"import {', '.join(COMPILER)}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", words], env=dict(environment), capture_output=True, text=True, timeout=IMPORT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Item(name, "hangs", f"`{words}` has not returned after {IMPORT_S:.0f} s; GE imports the same when it compiles")
+    if done.returncode == 0:
+        return Item(name, "can be imported")
+    said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    lacking = re.search(r"No module named '([^'.]+)", said)
+    if lacking and lacking[1] in {module.partition(".")[0] for module in COMPILER}:
+        return Item(name, said, "source CANN's set_env.sh: its Python is not on PYTHONPATH, and GE compiles nothing (E40020)")
+    return Item(
+        name, said, "pip install 'npucompile[npu-run]': GE imports CANN's compiler into this interpreter, and compiles nothing (E40020)"
+    )
+
+
+def _bisheng(home: Path, environment: Mapping[str, str]) -> Item:
+    places = [str(home / place) for place in COMPILERS]
+    found = shutil.which("bisheng", path=":".join([*places, environment.get("PATH", "")]))
+    if found:
+        return Item("bisheng", found)
+    return Item("bisheng", "none", "install the toolkit package of this CANN: without its compiler GE runs prebuilt kernels alone")
+
+
+def _pair(home: Path, torch_npu: str) -> Item:
+    name, own, minor = "torch_npu and CANN", cann_release(home), ".".join(torch_npu.split(".")[:2])
+    found = f"{torch_npu or 'no torch_npu'} and {own or 'a CANN without a version'}"
+    wanted = OFFICIAL.get(minor, max(OFFICIAL.values(), key=release))
+    if not own or release(own) >= release(wanted):
+        return Item(name, found)
+    said = f"torch_npu {minor} is published for CANN {wanted}" if minor in OFFICIAL else f"the newest published pair has CANN {wanted}"
+    return Item(name, found, f"{said}; with an older one functions that it calls may not be there: install CANN {wanted}")
+
+
+def _kernels(home: Path, chip: str) -> Item:
+    name, folder = f"kernels of {chip}", home / TBE / "kernel"
+    count = sum(1 for _ in (folder / chip).rglob("*.o"))
+    if count:
+        return Item(name, f"{count} prebuilt")
+    others = ", ".join(sorted(path.name for path in folder.glob("ascend*"))) or "no chip"
+    return Item(name, "none", f"{folder} has kernels of {others}; install the kernels package of this CANN for {chip}")
+
+
+def _vendors(environment: Mapping[str, str], platform: Platform) -> Item:
+    variable = environment.get(vendors.VARIABLE, "")
+    name = f"vendors on {vendors.VARIABLE}, {platform.chip}"
+    try:
+        vendors.check_vendors(variable, platform)
+    except LoweringError as error:
+        return Item(name, variable, str(error))
+    return Item(name, variable or "none")
+
+
+def _definitions(home: Path, platform: Platform) -> Item:
+    """Rows of dtypes that graphs are checked against, beside CANN's own table of kernels."""
+    name, folder = f"operators of {platform.chip}", home / TBE / "config" / platform.chip
+    try:
+        machine = {
+            operator: row for file in sorted(folder.glob("aic-*-ops-info*.json")) for operator, row in json.loads(file.read_bytes()).items()
+        }
+    except (OSError, ValueError, AttributeError) as error:
+        return Item(name, str(folder), f"cannot be read: {error}; install this CANN anew")
+    if not machine:
+        return Item(name, "none", f"{folder} has no aic-*-ops-info.json; install the kernels package of this CANN for {platform.chip}")
+    own = cann_release(home) or platform.cann
+    rows = [(fact, operator) for fact in table().rows if fact.what == TYPES and fact.holds(platform.chip, own, platform.packages)
+            for operator in fact.operators if not fact.package]  # fmt: skip
+    absent = sorted({operator for _, operator in rows if operator not in machine})
+    wrong = [f"row {fact.number}, {operator}: {column}" for fact, operator in rows if operator in machine
+             for column in _unknown(fact.columns, machine[operator])]  # fmt: skip
+    found = f"{len(rows) - len(absent)} of {len(rows)} rows of dtypes are in CANN's table"
+    told = [f"not there are {_few(absent)}"] * bool(absent) + [f"CANN takes otherwise {_few(wrong)}"] * bool(wrong)
+    return Item(name, found, f"{'; '.join(told)}: build with --cann of this release, and tell us" if told else "")
+
+
+def _unknown(columns: Sequence[Mapping[str, str]], row: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Combinations of dtypes that CANN's row of an operator does not have; operands that one of both leaves out may be anything."""
+    theirs: dict[str, list[str]] = {}
+    for key, operand in row.items():
+        if re.fullmatch(r"(in|out)put\d+", key) and "dtype" in operand:
+            arrow = "->" if key.startswith("out") else ""
+            theirs[arrow + operand["name"]] = [DTYPES.get(dtype.strip(), dtype.strip()) for dtype in operand["dtype"].split(",")]
+    count = min(map(len, theirs.values()), default=0)
+    legal: list[Callable[[str], str]] = [lambda name, i=i: theirs[name][i] for i in range(count)]  # type: ignore[misc]
+    for column in columns if count else ():
+        both = [name for name in column if name in theirs]
+        if not any(all(dtype_of(name) == column[name] for name in both) for dtype_of in legal):
+            yield ", ".join(f"{name} {column[name]}" for name in both)
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return "; ".join(names[:MOST_NAMED]) + more
