@@ -1,10 +1,12 @@
-"""Says what lies where a checkpoint was expected, which a refusal otherwise leaves to be guessed."""
+"""Says what a directory is: of which model of a hub it is a copy, or what lies where a checkpoint was expected."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _OTHER_FORMATS = (
@@ -15,6 +17,46 @@ _OTHER_FORMATS = (
 )
 _ADAPTER = "adapter_config.json"
 _MOST_NAMES = 8
+
+HUB_NAME = re.compile(r"(?P<name>(?P<owner>\w[\w.-]*)/(?P<model>\w[\w.-]*))(@(?P<revision>[\w./-]+))?")
+"""`ORG/NAME`, or `ORG/NAME@REVISION`: a branch, a tag or a commit."""
+HUB_FOLDER = "models--{}"
+"""Folder of a model in the cache of Hugging Face: by its owner and name with -- between them."""
+MODELSCOPE_DOT, MODELSCOPE_VERSION = "___", ".mv"
+"""What stands for a dot in folders of ModelScope's cache, and the file there that says which revision it is."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model of a hub that a directory is a copy of.
+
+    Attributes:
+        name: `ORG/NAME`.
+        revision: the commit, or at ModelScope the branch; "" where nothing says it.
+    """
+
+    name: str
+    revision: str
+
+    @staticmethod
+    def of(directory: Path) -> Origin | None:
+        """The origin of a directory in a hub's cache; None for any other."""
+        path = directory.resolve()
+        folder = path.parents[1].name if len(path.parents) > 1 else ""
+        if path.parent.name == "snapshots" and (found := re.fullmatch(r"models--(.+?)--(.+)", folder)):
+            return Origin(f"{found[1]}/{found[2]}", path.name)
+        try:
+            said = (path / MODELSCOPE_VERSION).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return None
+        revision = re.match(r"Revision:([^,\s]*)", said)
+        return Origin(f"{path.parent.name}/{path.name.replace(MODELSCOPE_DOT, '.')}", revision[1] if revision else "")
+
+
+def name_of(directory: Path) -> str:
+    """What the model in a directory is called: its own name at a hub, or the directory's."""
+    origin = Origin.of(directory)
+    return origin.name.rpartition("/")[2] if origin else directory.resolve().name
 
 
 def missing(path: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from ..graphs.errors import CheckpointError, UnknownModel
 from ..graphs.paths import directory_named
 from .config import read_json
+from .directories import name_of
 from .draft_model import PREFIX, DraftFamily, DraftSource, attach
 from .presets import DRAFT_PRESETS
 from .quant.description import DESCRIPTION, rotated_by
@@ -48,7 +49,7 @@ def with_draft_model(source: ModelSource, name_or_path: str | Path) -> ModelSour
             "and the path of a checkpoint directory is legal too"
         )
     values, where = read_json(path / "config.json"), str(path / "config.json")
-    draft = DraftSource(path.resolve().name, path, _text(values), _parts(path, values, family_of(values, where)))
+    draft = DraftSource(name_of(path), path, _text(values), _parts(path, values, family_of(values, where)))
     return replace(source, model=attached(source.model, values, draft.parts, where), draft=draft)
 
 

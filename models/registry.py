@@ -18,7 +18,7 @@ from ..graphs.errors import ConfigError, FamilyError, UnknownModel
 from ..graphs.paths import directory_named
 from .checkpoint import holds_any, open_checkpoint
 from .config import Fields, read_json
-from .directories import dangling, missing
+from .directories import dangling, missing, name_of
 from .draft_model import Config as WithDraftModel
 from .draft_model import DraftSource
 from .end_tokens import TOKENIZER, end_tokens, special_token
@@ -151,7 +151,7 @@ def find(name_or_path: str | Path, family: FamilyFile | None = None) -> ModelSou
     if name in BUNDLED:
         return _from_directory(name, _HERE / "bundled" / name, family)
     if path := directory_named(name):
-        return _from_directory(path.resolve().name, path, family)
+        return _from_directory(name_of(path), path, family)
     near = difflib.get_close_matches(name.lower(), presets(), n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UnknownModel(

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..graphs.errors import ArtifactMissing, ArtifactStale, NpucompileError
 from ..graphs.paths import directory_named, file_named
 from ..lowering.artifact.artifact import MANIFEST, Artifact
+from ..models.directories import HUB_NAME
 from ..models.family_file import FamilyFile
 
 
@@ -26,11 +27,22 @@ def artifact_path(artifacts: Path, name: str | None) -> Path:
         if not built:
             raise ArtifactMissing(f"no artifact under {artifacts}; `npucompile build MODEL` makes one")
         return max(built, key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
-    for path in (directory_named(name), artifacts / name):
+    for path in (directory_named(name), artifacts / name, _of_hub(artifacts, name)):
         if path and file_named(path / MANIFEST):
             return path
     names = ", ".join(path.name for path in built) or "nothing"
     raise ArtifactMissing(f"{name!r} is neither an artifact directory nor a built model; built under {artifacts}: {names}")
+
+
+def _of_hub(artifacts: Path, name: str) -> Path | None:
+    """The artifact of the model that a hub's name stands for, at any revision or at the one that the name has."""
+    found = HUB_NAME.fullmatch(name)
+    path = artifacts / found["model"] if found else artifacts
+    if found is None or not (path / MANIFEST).is_file():
+        return None
+    origin = Artifact.open(path).manifest.model.get("origin", {})
+    same = origin.get("name") == found["name"] and found["revision"] in (None, origin.get("revision"))
+    return path if same else None
 
 
 def check_family(artifact: Artifact, file: str) -> None:

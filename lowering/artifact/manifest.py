@@ -125,7 +125,8 @@ class Manifest:
     Attributes:
         model: name, family, config (its config.json), vocab_size, eos_ids, special_tokens (texts that the chat template names), sampling
             (what its generation_config.json recommends); `draft_model` (name, config, parts, checkpoint) where its draft
-            head is of a second checkpoint, whose parameters are among `params`; `family_file` (name, sha256, path, text) where its family
+            head is of a second checkpoint, whose parameters are among `params`; `origin` (name, revision) where the checkpoint is a copy of
+            a hub's; `family_file` (name, sha256, path, text) where its family
             is of a file of the user's; `tower` (key; `processor`, fields of `server.pictures.processor.PictureProcessor`; `ids`,
             tokens of pictures by their names in config.json) where the build takes pictures.
         dtype: name of the dtype that the model computes in.

@@ -8,6 +8,7 @@ from support import oracle
 
 from npucompile.graphs import tree
 from npucompile.graphs.types import Bucket
+from npucompile.models.quant.description import canonical
 
 CASES = list(oracle.CASES)
 TOLERANCE = 1e-4

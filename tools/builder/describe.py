@@ -10,6 +10,7 @@ from ...lowering.artifact.artifact import ArtifactWriter, Manifest
 from ...lowering.backend import backend
 from ...lowering.toolchain import toolchain
 from ...models import programs
+from ...models.directories import Origin
 from ...models.vision import IDS
 from ...server.chat.template import ChatTemplate
 from ...server.pictures.processor import PictureProcessor
@@ -39,7 +40,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
     template = plan.source.chat_template
     if template is not None:
         ChatTemplate(template)  # as the tokenizer
-    chosen = backend(plan.backend)
+    chosen, directory = backend(plan.backend), plan.source.checkpoint_dir
     return Manifest(
         model={
             "name": plan.source.name,
@@ -47,6 +48,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
             "config": plan.source.text,
             "vocab_size": int(plan.model.config.vocab_size),
             "eos_ids": list(plan.eos_ids),
+            **({"origin": asdict(origin)} if directory and (origin := Origin.of(directory)) else {}),
             **({"family_file": plan.source.family_file.as_fields()} if plan.source.family_file else {}),
             "special_tokens": dict(plan.source.special_tokens),
             "sampling": dict(plan.source.sampling),

@@ -12,6 +12,7 @@ from ...lowering.artifact.artifact import Artifact
 from ...models.draft_source import recorded
 from ...models.family_file import FamilyFile
 from ..cli import Home
+from ..hub import checkpoint_of
 from ..locate import artifact_path, check_family
 from ..progress import Progress
 from .driver import build
@@ -37,7 +38,7 @@ def opened(
     try:
         artifact = Artifact.open(artifact_path(home.artifacts, name))
     except ArtifactMissing:
-        pass
+        model = checkpoint_of(name, home.environment, Progress())
     else:
         if family is not None:
             check_family(artifact, family)
@@ -49,6 +50,7 @@ def opened(
         family = own.path if own else None
         if draft_model is None and (draft := recorded(artifact.manifest.model)):
             draft_model = str(draft.directory or draft.name)
+    draft_model = draft_model and checkpoint_of(draft_model, home.environment, Progress())
     options = Options(
         model,
         buckets=(1,),

@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
+from ...models.directories import name_of
 from ..advice import adviser
 from ..builder import stamp
 from ..builder.settings.table import SETTINGS
 from ..cli import Home
+from ..hub import checkpoint_of
 from ..notation import BUCKETS_HELP, PREFILL_HELP
 from ..progress import Progress
 from .other_names import KnowsOtherNames
@@ -43,7 +45,7 @@ def setting_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--nice", "--patience", "nice", type=click.IntRange(0, 19), default=0, show_default=True, help="Niceness of the compilers.")
 @click.pass_obj
 def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: int, nice: int, **options: Any) -> None:
-    """Build MODEL, a preset (see `npucompile models`) or a Hugging Face checkpoint directory, into an artifact.
+    """Build MODEL, a preset (see `npucompile models`), a Hugging Face checkpoint directory or a hub's ORG/NAME, into an artifact.
 
     For this machine, the artifact can serve as soon as its graphs are traced; executables are added as they are compiled and
     verified against the eager reference. For NPUs, every bucket becomes one GE graph for all ranks, which is checked without a
@@ -54,13 +56,16 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
               npucompile build qwen3.5-397b --buckets 2,4,...,64
               npucompile build qwen3.5-397b --target ascend-a3 --mesh dp=4,tp=4 --quantization w8a8
     """
+    model = checkpoint_of(model, home.environment, Progress())
+    if options["draft_model"]:
+        options["draft_model"] = checkpoint_of(options["draft_model"], home.environment, Progress())
     if isinstance(options["buckets"], str):
         # Imported late: choosing buckets simulates, which loads torch.
         auto = adviser("plan.auto")
         text = options["buckets"]
         options["buckets"] = auto.chosen(text, model, options["deployment"])
         Progress().say(auto.said(options["buckets"], text))
-    path = out or home.artifacts / "-".join(filter(None, (Path(model).name, options["phase"])))
+    path = out or home.artifacts / "-".join(filter(None, (name_of(Path(model)), options["phase"])))
     named = [Path(name) for name in (model, options["draft_model"]) if name]
     own = [Path(options["family"])] if options["family"] else []
     fingerprint = stamp.fingerprint({**options, "model": model, "out": str(path), "precompile": precompile}, ROOT, named, own)

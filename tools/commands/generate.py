@@ -79,8 +79,8 @@ def command(
 ) -> None:
     """Continue a prompt without a server.
 
-    ARTIFACT_OR_MODEL is an artifact directory, the name of a built model, or a model (preset or checkpoint directory). A model that
-    is not built is traced and run uncompiled.
+    ARTIFACT_OR_MODEL is an artifact directory, the name of a built model, or a model (preset, checkpoint directory, ORG/NAME at a hub).
+    A model that is not built is traced and run uncompiled.
 
     Example: npucompile generate qwen3.5-tiny --prompt "In the beginning" --max-tokens 32 --json
     """

@@ -8,6 +8,7 @@ import click
 
 from ...graphs.errors import SpecError
 from ...models.presets import BUNDLED, DRAFT_PRESETS, PARAMETERS
+from ..cli import Home
 from .family_option import family_option
 
 
@@ -16,8 +17,9 @@ from .family_option import family_option
 @click.option("--reduce", "directory", type=click.Path(path_type=Path), help="Write MODEL, narrow and with random weights, here.")
 @family_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random weights.")
-def command(model: str | None, directory: Path | None, family: str | None, seed: int) -> None:
-    """List the model presets. Every MODEL argument may also be the path of a Hugging Face checkpoint directory.
+@click.pass_obj
+def command(home: Home, /, model: str | None, directory: Path | None, family: str | None, seed: int) -> None:
+    """List the model presets. Every MODEL argument may also be a Hugging Face checkpoint directory, or ORG/NAME at a hub.
 
     With --reduce, a checkpoint is written that has MODEL's layers, heads and draft head, but is narrow: it builds for the same meshes
     and runs on any machine, to rehearse a deployment. With --family alone, a family's file is checked.
@@ -31,6 +33,8 @@ def command(model: str | None, directory: Path | None, family: str | None, seed:
     from ...models import registry
     from ...models.family_file import FamilyFile
     from ..builder.reduce import write_reduced
+    from ..hub import checkpoint_of
+    from ..progress import Progress
 
     own = FamilyFile.read(family) if family else None
     if own and model is None and directory is None:
@@ -39,6 +43,7 @@ def command(model: str | None, directory: Path | None, family: str | None, seed:
         return
     if model is None or directory is None:
         raise SpecError("MODEL and --reduce DIRECTORY belong together; legal is both, or neither to list the presets")
+    model = checkpoint_of(model, home.environment, Progress(), weights=False)
     click.echo(write_reduced(model, directory, seed, own))
 
 

@@ -13,6 +13,8 @@ from ...graphs.errors import SpecError
 from ..advice import adviser
 from ..builder.settings.model import SCHEMES
 from ..builder.settings.place import TARGETS
+from ..hub import checkpoint_of
+from ..progress import Progress
 
 NPU_TARGETS = tuple(name for name in TARGETS if name.startswith("ascend"))
 
@@ -118,6 +120,8 @@ def command(
         for parameter in context.command.params:
             if parameter.name in unread and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
                 raise SpecError(f"{parameter.opts[0]} with --{subject}, which {why.format(parameter.opts[0])}")
+    # Sizes are those of the configuration: weights stay where they are.
+    model = model and checkpoint_of(model, context.obj.environment, Progress(), weights=False)
     # Imported late, so that `--help` need not load torch.
     views = adviser("plan.views")
     if artifact is not None:

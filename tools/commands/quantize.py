@@ -10,6 +10,8 @@ import click
 from ...models import registry
 from ...models.family_file import FamilyFile
 from ...models.quant.recipes import SCHEMES
+from ..cli import Home
+from ..hub import checkpoint_of
 from ..progress import Progress
 from ..quantize.driver import Settings, quantize
 from ..quantize.plot import check_plot, plot
@@ -36,7 +38,9 @@ from .family_option import family_option
 @family_option
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw the errors over the layers into this .svg, .png or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print the error of every matrix as JSON.")
+@click.pass_obj
 def command(
+    home: Home,
     checkpoint: str,
     scheme: str,
     out: Path,
@@ -51,7 +55,8 @@ def command(
 ) -> None:
     """Quantise CHECKPOINT to int8 or int4: w8a8 and w4a8 in the layout of ModelSlim, w4a16 in that of compressed-tensors.
 
-    CHECKPOINT is a bundled model, or a directory with floats or with FP8 and a scale for each block, as DeepSeek publishes.
+    CHECKPOINT is a bundled model, or a directory or a hub's ORG/NAME with floats or with FP8 and a scale for each block, as DeepSeek
+    publishes.
 
     Which matrices are quantised follows the recipe of the model's published checkpoints. What is written builds like any checkpoint,
     and serving stacks for NPUs read it. One matrix is in memory at a time; only --calibrate loads the whole model. The error of a
@@ -61,7 +66,9 @@ def command(
     """
     if picture:
         check_plot(picture)
-    source, progress = registry.find(checkpoint, FamilyFile.read(family) if family else None), Progress()
+    progress = Progress()
+    checkpoint = checkpoint_of(checkpoint, home.environment, progress)
+    source = registry.find(checkpoint, FamilyFile.read(family) if family else None)
     errors = quantize(source, out, Settings(scheme, keep, static, calibrate, group, float_draft), progress)
     if picture:
         plot(errors, f"{source.name} in {scheme}", picture)

@@ -33,6 +33,7 @@ from ...server.pictures.limits import MediaLimits
 from ...server.text.tokenizer import TextTokenizer
 from ..builder import plan as planning
 from ..cli import Home
+from ..hub import checkpoint_of
 from ..locate import artifact_path, check_family, newest_runnable
 from ..progress import Progress
 from ..ranks.executors import settled
@@ -342,6 +343,7 @@ def find_or_build(
         except ArtifactMissing as error:
             if no_build:
                 raise ArtifactMissing(f"{error}; {WITHOUT_BUILD}") from None
+    name = checkpoint_of(name, home.environment, progress)
     plan = planning.plan(planning.Options(name, family=family))
     if plan.source.tokenizer is None:
         raise ModelError(f"{plan.source.checkpoint_dir} has no tokenizer.json, and serving text needs one")
