@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
 
 import openai
 import pytest
 from support.calls import written
 from support.family_templates import FAMILIES
-from support.grammars import BUNDLED, EOS, Vocabulary
+from support.grammars import EOS
+from support.marked import marked
 from support.scripted import MODEL, scripted
-from tokenizers import AddedToken, Tokenizer
 
 from npucompile.server.chat.format import ChatFormat
 from npucompile.server.chat.template import ChatTemplate
@@ -29,21 +28,6 @@ OTHER = {"type": "function", "function": {"name": "now", "parameters": {"type": 
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 NAMED = {"tools": [TOOL, OTHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
 USER = [{"role": "user", "content": "How?"}]
-
-
-@dataclass(frozen=True)
-class Marked(Vocabulary):
-    """The bundled model's tokens, and those of a family's marks."""
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        tokenizer, family = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), FAMILIES[self.kind]
-        marks = [AddedToken(mark, special=True, normalized=False) for mark in family.special]
-        tokenizer.add_tokens([*marks, *(AddedToken(mark, normalized=False) for mark in family.plain)])
-        return tokenizer
-
-
-marked = cache(Marked)
 
 
 @pytest.fixture(params=FAMILIES)
