@@ -275,14 +275,14 @@ class BackgroundBuild:
         self.process = subprocess.Popen(command, env=dict(environment), stdout=subprocess.DEVNULL)
 
     def wait_servable(self) -> Artifact:
-        """Waits until the build has published an artifact; one that existed before does not count.
+        """Waits until the build has published an artifact; one that existed before counts where the build finds it up to date.
 
         Raises:
             NpucompileError: the build ended without one; its errors are on standard error.
         """
         while True:
             status = self.process.poll()
-            if stamp(self.out) not in (None, self._stamp_before):
+            if stamp(self.out) not in (None, None if status == 0 else self._stamp_before):
                 return Artifact.open(self.out)
             if status is not None:
                 raise NpucompileError(f"the build ended with status {status} before there was anything to serve; it said why above")

@@ -295,6 +295,12 @@ def test_a_build_that_ends_at_once_is_seen(own_artifact, started):
     assert BackgroundBuild(["model"], own_artifact, {}).wait_servable().path == own_artifact
 
 
+def test_an_artifact_that_the_build_finds_up_to_date_is_served(own_artifact, started):
+    """As where the path of a checkpoint is served for the second time."""
+    started.process = Process(None, 0)
+    assert BackgroundBuild(["model"], own_artifact, {}).wait_servable().path == own_artifact
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_a_build_that_fails_is_reported(own_artifact, tmp_path, started, there):
     started.process = Process(None, 1)
