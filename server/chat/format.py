@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -159,12 +160,11 @@ class ChatFormat:
         """A parser of one completion of a prompt that offers tools, given as in a request; `so_far` as in `reply`."""
         separates = separate_reasoning and self.reasoning is not None
         form = call_formats.FORMATS[self.tool_calls] if tools and self.tool_calls is not None else None
-        marks, ends = (form.openings, form.ends_reasoning) if form else ((), False)
-        thinking = reasoning.reasoning_parser(str(self.reasoning), prompt, so_far, marks, ends) if separates else None
-        if form is None:
-            return MessageParser(thinking)
         schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
-        return MessageParser(thinking, ToolCallParser(form, schemas))
+        calls = partial(ToolCallParser, form, schemas) if form else None
+        marks, ends = (form.openings, calls if form.ends_reasoning else None) if form else ((), None)
+        thinking = reasoning.reasoning_parser(str(self.reasoning), prompt, so_far, marks, ends) if separates else None
+        return MessageParser(thinking, calls() if calls else None)
 
 
 def _placed(messages: list[Message], template: ChatTemplate) -> list[Message]:

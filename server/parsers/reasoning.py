@@ -1,8 +1,8 @@
 """Tells reasoning from the answer: text up to `</think>`, as Qwen and DeepSeek models write it.
 
 The template may have opened the reasoning in the prompt, or the model opens it itself. Blanks at the marks belong to them. However the
-text is cut into pieces, the parts add up to the same. Models forget to close reasoning before a call: it ends at the mark of one where the
-format says so, and else what comes from there on is not told before `</think>` or the end of the text says which of both it is.
+text is cut into pieces, the parts add up to the same. Models forget to close reasoning before a call: it ends where one begins if the
+format says so, and else what comes from its mark on is not told before `</think>` or the end of the text says which of both it is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import marks
+from .tool_calls import CallBegin, ToolCallParser
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -46,12 +47,14 @@ class ReasoningParser:
         inside: whether the text begins within reasoning; else only where it begins with `<think>`.
         so_far: what the message has before that text, which then goes on where this ends; blank for a message that begins.
         calls: marks that a call begins with, where calls are looked for.
-        ends: whether such a mark ends reasoning.
+        ends: makes a parser of calls, where one that begins ends reasoning.
     """
 
-    def __init__(self, inside: bool, so_far: str = "", calls: Sequence[str] = (), ends: bool = False) -> None:
+    def __init__(self, inside: bool, so_far: str = "", calls: Sequence[str] = (), ends: Callable[[], ToolCallParser] | None = None) -> None:
         self._inside = False
         self._calls, self._ends = tuple(calls), ends
+        self._trial: ToolCallParser | None = None
+        self._passed = self._tried = 0
         self._pending = ""
         self._step: Callable[[bool], Reasoned | None] = self._at_start
         self.push(so_far)
@@ -99,21 +102,44 @@ class ReasoningParser:
 
     def _in_reasoning(self, final: bool) -> Reasoned | None:
         text, _, rest = self._pending.partition(CLOSE)
-        call = marks.first(text, self._calls) if self._calls else None
-        if call and self._ends:
-            self._pending = self._pending[call[0] :]
-            self._step = self._in_answer
-            return Reasoning(text[: call[0]].rstrip())
+        call = self._mark(text)
+        while call is not None and (begins := self._begins(text[call[0] :], call[1])) is not None:
+            if begins:
+                self._pending = self._pending[call[0] :]
+                self._step = self._in_answer
+                return Reasoning(text[: call[0]].rstrip())
+            self._passed = call[0] + len(call[1])
+            call = self._mark(text)
         if len(text) < len(self._pending):
             self._pending = rest
             self._step = self._at_answer
             return Reasoning(text.rstrip())
         end = len(text[: call[0]].rstrip()) if call else len(text) if final else marks.certain(text, [CLOSE, *self._calls])
-        self._pending = text[end:]
+        self._pending, self._passed = text[end:], max(0, self._passed - end)
         if final and not end and self._pending:
             self._pending = ""
             return Unclosed(text)
         return Reasoning(text[:end])
+
+    def _mark(self, text: str) -> tuple[int, str] | None:
+        """The place of the first mark that may begin a call, and the mark."""
+        found = marks.first(text[self._passed :], self._calls) if self._calls else None
+        return found and (self._passed + found[0], found[1])
+
+    def _begins(self, text: str, mark: str) -> bool | None:
+        """Whether a call that ends reasoning begins with a text, of which more may come; None while nothing tells."""
+        if self._ends is None:
+            return None
+        if self._trial is None:
+            self._trial, self._tried = self._ends(), 0
+        # Before a second mark there is the name of a tool behind the first, or that is none.
+        second = text.find(mark, len(mark))
+        parts = self._trial.push(text[self._tried : second if second >= 0 else len(text)])
+        self._tried = len(text)
+        if not parts and second < 0:
+            return None
+        self._trial = None
+        return bool(parts) and isinstance(parts[0], CallBegin)
 
     def _at_answer(self, final: bool) -> Reasoned | None:
         self._pending = self._pending.lstrip()
@@ -148,7 +174,9 @@ def choose(template: str) -> str | None:
     return "qwen3" if CLOSE in template else None
 
 
-def reasoning_parser(name: str, prompt: str, so_far: str = "", calls: Sequence[str] = (), ends: bool = False) -> ReasoningParser:
+def reasoning_parser(
+    name: str, prompt: str, so_far: str = "", calls: Sequence[str] = (), ends: Callable[[], ToolCallParser] | None = None
+) -> ReasoningParser:
     """A parser of what a model writes after a prompt.
 
     Args:

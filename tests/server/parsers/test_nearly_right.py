@@ -223,6 +223,10 @@ def test_a_call_within_thinking_that_is_not_closed_is_one(form, around, expected
         ("I need f.\n{}\nLet me see.", [Reasoning("I need f."), ONE, Content("Let me see.")]),
         ("I need f.\n</think>{}", [Reasoning("I need f."), ONE]),
         ("I need f.\n</think>\n\nSo:\n{}", [Reasoning("I need f."), Content("So:"), ONE]),
+        (
+            "I know <tool_call> and <|tool_calls_section_begin|>.\n{}",
+            [Reasoning("I know <tool_call> and <|tool_calls_section_begin|>."), ONE],
+        ),
     ],
 )
 def test_reasoning_ends_where_a_call_begins_if_the_format_says_so(form, calls, around, expected):
