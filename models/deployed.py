@@ -57,7 +57,7 @@ def deployed(
     of_experts = [form for pattern, form in formats.rules if "experts" in pattern]
     shards = tuple((axis, rules.num_shards(axis, mesh)) for axis in CONTRACTED if rules.num_shards(axis, mesh) > 1)
     variant = Variant(
-        **heads_for(config, mesh.axis("tp")),
+        **heads_for(config, mesh.axis("tp"), powers=not local),
         formats=formats,
         grouped=grouped or (experts > 0 and any(form != FLOAT for form in of_experts)),
         shards=shards if formats.quantises else (),
@@ -79,15 +79,18 @@ def deployed(
     return with_fused_experts(variant, backend, platform.chip, platform.packages, sizes, mesh.size)
 
 
-def heads_for(config: Any, group: int) -> dict[str, Any]:
+def heads_for(config: Any, group: int, *, powers: bool = False) -> dict[str, Any]:
     """Fields of a variant: copies and padding of heads for so many ranks of a group, those of a draft head of its own included.
+
+    Args:
+        powers: of `heads_of`.
 
     Raises:
         PartitionError: the ranks cannot share some heads.
     """
     fields: dict[str, Any] = {
         "kv_repeat": copies(config.num_key_value_heads, group),
-        "heads": heads_of(getattr(config, "target", config), group),
+        "heads": heads_of(getattr(config, "target", config), group, powers=powers),
     }
     if (draft := getattr(config, "draft", None)) is not None:
         fields |= {"draft_kv_repeat": copies(draft.num_key_value_heads, group), "draft_heads": heads_of(draft, group)}

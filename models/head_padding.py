@@ -77,17 +77,21 @@ def grouped(queries: int, keys: int, ranks: int) -> tuple[PaddedHeads, ...]:
     return (*padded, PaddedHeads(KEYS, keys, of_keys, (), ranks)) if wide != keys else tuple(padded)
 
 
-def behind(kind: str, field: str, real: int, ranks: int, *, following: tuple[str, int] | None = None) -> tuple[PaddedHeads, ...]:
+def behind(
+    kind: str, field: str, real: int, ranks: int, *, following: tuple[str, int] | None = None, powers: bool = False
+) -> tuple[PaddedHeads, ...]:
     """Padding of heads behind the last one.
 
     Args:
         field: of the configuration.
         following: another field, and its number.
+        powers: whether each rank has a power of two of them.
 
     Raises:
         PartitionError: half of the heads, or more, would be padding.
     """
-    wide = _up(real, ranks)
+    share = -(-real // ranks)
+    wide = ranks * (1 << (share - 1).bit_length() if powers else share)
     if wide == real:
         return ()
     _refuse_waste(field, real, wide, ranks)
@@ -95,8 +99,11 @@ def behind(kind: str, field: str, real: int, ranks: int, *, following: tuple[str
     return (PaddedHeads(kind, real, tuple(i if i < real else -1 for i in range(wide)), ((field, wide), *others), ranks),)
 
 
-def heads_of(config: Any, ranks: int) -> tuple[PaddedHeads, ...]:
+def heads_of(config: Any, ranks: int, *, powers: bool = False) -> tuple[PaddedHeads, ...]:
     """Padding of the heads of a configuration; empty where ranks share them evenly.
+
+    Args:
+        powers: whether attention over latents is for a power of two of heads a rank, as kernels of NPUs are.
 
     Raises:
         PartitionError: naming the field, where half of its heads, or more, would be padding, or it is none of a kind that is padded.
@@ -106,7 +113,7 @@ def heads_of(config: Any, ranks: int) -> tuple[PaddedHeads, ...]:
         if name == "num_attention_heads" and _is_field(config, "num_key_value_heads"):
             found += grouped(count, config.num_key_value_heads, ranks)
         elif name == "num_attention_heads":
-            found += behind(QUERIES, name, count, ranks)
+            found += behind(QUERIES, name, count, ranks, powers=powers)
         elif name in FOLLOWING:
             found += behind(DELTA, name, count, ranks, following=(FOLLOWING[name], getattr(config, FOLLOWING[name])))
         elif count % ranks and not name.startswith("draft "):

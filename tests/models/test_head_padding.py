@@ -17,7 +17,7 @@ from npucompile.graphs import tree
 from npucompile.graphs.errors import PartitionError, SpecError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.platform import Platform
-from npucompile.models import sharding_rules, slices
+from npucompile.models import registry, sharding_rules, slices
 from npucompile.models.deployed import deployed
 from npucompile.models.head_padding import copies, grouped, heads_of, widened
 from npucompile.models.quant.formats import PLAIN, Formats
@@ -78,6 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated": oracle.settings("lf", **KEYS, **DELTA),
     "fused": oracle.settings("lf", **{**oracle.NEXT, "num_experts": 8}, **KEYS, **{**DELTA, "linear_num_value_heads": 9}),
     "latent": oracle.latent(1, **{**KEYS, "num_key_value_heads": 6}),
+    "lite": oracle.latent(2, **{**oracle.LITE, "n_routed_experts": 8}),
     "sparse": oracle.latent(2, **oracle.SPARSE, **{**KEYS, "num_key_value_heads": 6}),
 }
 
@@ -102,7 +103,22 @@ def model(name: str, mesh: str, formats: Formats = PLAIN) -> Model:
     rules = sharding_rules.rules(where, experts=config.num_experts, tokens=where.axis("tp"))
     options = {"recurrent": F32, "dispatches": False, "local": True, "backend": "eager", "platform": Platform()}
     variant = deployed(config, formats, where, rules, **options)
+    if name == "lite":
+        variant = replace(variant, heads=heads_of(config, where.axis("tp"), powers=True))
     return replace(random(name).model, name=padded(name), config=replace(config, variant=variant))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_a_rank_of_an_npu_has_a_power_of_two_of_heads_over_latents(ranks):
+    """Half of the published model's twenty are zeros more, whatever the layout; 128, 64 and 16 are what they are."""
+    config = registry.find("glm-4.7-flash").model.config
+    (padded,) = heads_of(config, ranks, powers=True)
+    assert (padded.real, len(padded.places), padded.fields) == (20, 32, (("num_attention_heads", 32),))
+    assert padded.places[:20] == tuple(range(20))
+    assert [bool(heads_of(config, ranks)), bool(heads_of(replace(config, num_attention_heads=64), ranks, powers=True))] == [
+        ranks > 4,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +132,7 @@ def model(name: str, mesh: str, formats: Formats = PLAIN) -> Model:
         ("gated", 4, 0),
         ("fused", 2, 0),
         ("latent", 4, 1),
+        ("lite", 2, 1),
         ("sparse", 4, 0),
     ],
 )
