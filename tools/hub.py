@@ -77,7 +77,7 @@ class Wanted:
         listed: set[str] = set()
         for index in directory.glob(INDEX):
             try:
-                listed |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                listed |= {str(shard) for shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
             except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
                 raise CheckpointError(f"{index}: lists no weights: {error!r}") from None
         return sorted(listed)

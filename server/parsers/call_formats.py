@@ -207,6 +207,9 @@ ALIASES: Mapping[str, str] = {alias: name for name, form in FORMATS.items() for 
 
 
 def choose(template: str) -> str | None:
-    """The format that a chat template tells its model to write calls in: of those whose texts it has, the one with most; None for none."""
+    """The format that a chat template tells its model to write calls in; None where it knows no tools.
+
+    Of several whose texts it has it is the one that writes most of them itself: that of calls without marks, Llama's, comes last.
+    """
     shown = [name for name, form in FORMATS.items() if all(text in template for text in form.shown)]
-    return max(shown, key=lambda name: len(FORMATS[name].shown), default=None)
+    return max(shown, key=lambda name: sum(text in FORMATS[name].text for text in FORMATS[name].shown), default=None)

@@ -178,4 +178,8 @@ def test_a_template_tells_its_format():
     assert choose("<tool_call> <function=x>") == "qwen3_coder"
     assert choose("<｜tool▁call▁begin｜> ```json") == "deepseek_v3"
     assert choose("<｜DSML｜invoke") == "deepseek_v32"
+    # Models of Llama's that were trained for another format keep its turns.
+    assert choose('<|start_header_id|> "parameters": <tool_call>') == "hermes"
+    assert choose('<|start_header_id|> "parameters": ') == "llama3_json"
+    assert choose("<tool_call>{name}<arg_key>{k}</arg_key>\n<arg_value>") == "glm45"
     assert set(ALIASES.values()) <= set(FORMATS)
