@@ -20,10 +20,8 @@ _MOST_NAMES = 8
 
 HUB_NAME = re.compile(r"(?P<name>(?P<owner>\w[\w.-]*)/(?P<model>\w[\w.-]*))(@(?P<revision>[\w./-]+))?")
 """`ORG/NAME`, or `ORG/NAME@REVISION`: a branch, a tag or a commit."""
-HUB_FOLDER = "models--{}"
-"""Folder of a model in the cache of Hugging Face: by its owner and name with -- between them."""
 MODELSCOPE_DOT, MODELSCOPE_VERSION = "___", ".mv"
-"""What stands for a dot in folders of ModelScope's cache, and the file there that says which revision it is."""
+"""What stood for a dot in folders of ModelScope's cache before 1.38, and the file there that says which revision it is."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Origin:
         """The origin of a directory in a hub's cache; None for any other."""
         path = directory.resolve()
         folder = path.parents[1].name if len(path.parents) > 1 else ""
-        if path.parent.name == "snapshots" and (found := re.fullmatch(r"models--(.+?)--(.+)", folder)):
+        if path.parent.name == "snapshots" and (found := re.fullmatch(r"(?:models--)?(.+?)--(.+)", folder)):
             return Origin(f"{found[1]}/{found[2]}", path.name)
         try:
             said = (path / MODELSCOPE_VERSION).read_text(encoding="utf-8")

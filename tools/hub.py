@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..graphs.errors import CheckpointError, UnknownModel
 from ..graphs.paths import directory_named
-from ..models.directories import HUB_FOLDER, HUB_NAME, MODELSCOPE_DOT
+from ..models.directories import HUB_NAME, MODELSCOPE_DOT
 from .progress import Progress
 
 FACTS = ("*.json", "*.jinja")
@@ -54,23 +54,24 @@ class Wanted:
     @property
     def modelscope_cache(self) -> Path:
         """The cache of ModelScope."""
-        return Path(self.environment.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub").expanduser()
+        return Path(self.environment.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser()
 
     def places(self) -> Iterator[Path]:
         """Directories where it may lie already."""
-        folder = self.hf_cache / HUB_FOLDER.format(self.name.replace("/", "--"))
-        refs, snapshots = folder / "refs" / (self.revision or "main"), folder / "snapshots"
-        if refs.is_file():
-            yield snapshots / refs.read_text(encoding="utf-8").strip()
-        elif self.revision is not None:
-            yield snapshots / self.revision
-        elif len(kept := list(snapshots.glob("*"))) == 1:
-            # Without its branch, as copies of a cache are, one snapshot alone can be meant.
-            yield kept[0]
-        if self.revision is None:
-            owner, model = self.name.split("/")
-            for root in ("models", ".", "hub/models"):
-                yield self.modelscope_cache / root / owner / model.replace(".", MODELSCOPE_DOT)
+        owner, model = self.name.split("/")
+        for folder in (self.hf_cache / f"models--{owner}--{model}", self.modelscope_cache / "models" / f"{owner}--{model}"):
+            ref, snapshots = folder / "refs" / (self.revision or "main"), folder / "snapshots"
+            if ref.is_file():
+                yield snapshots / ref.read_text(encoding="utf-8").strip()
+            elif self.revision is not None:
+                yield snapshots / self.revision
+            else:
+                yield from (snapshots / "master", snapshots / "main")
+                # Without a branch, as copies of a cache are, one snapshot alone can be meant.
+                yield from kept if len(kept := list(snapshots.glob("*"))) == 1 else ()
+        # Where ModelScope put models before 1.38.
+        for root in ("models", ".", "hub/models") if self.revision is None else ():
+            yield self.modelscope_cache / root / owner / model.replace(".", MODELSCOPE_DOT)
 
     def shards(self, directory: Path) -> list[str]:
         """Names of the weights that a directory's index lists; empty where there is none."""

@@ -180,11 +180,18 @@ def test_a_cache_is_read_where_its_variables_say(tmp_path, tiny_checkpoint, vari
 
 
 @pytest.mark.parametrize("folder", ["models/A/b___c", "A/b___c", "hub/models/A/b___c"])
-def test_the_cache_of_modelscope_is_read(tmp_path, tiny_checkpoint, folder):
+def test_the_older_cache_of_modelscope_is_read(tmp_path, tiny_checkpoint, folder):
     place = shutil.copytree(tiny_checkpoint, tmp_path / "ms" / folder)
     (place / ".mv").write_text("Revision:master,CreatedAt:1747000000")
     assert checkpoint_of("A/b.c", {"HF_HOME": str(tmp_path), "MODELSCOPE_CACHE": str(tmp_path / "ms")}, QUIET) == str(place)
     assert Origin.of(place) == Origin("A/b.c", "master")
+
+
+@pytest.mark.parametrize(("name", "revision"), [("A/b.c", "master"), ("A/b.c@v2", "v2"), ("A/b.c", "v2")])
+def test_the_cache_of_modelscope_has_snapshots_by_their_branches(tmp_path, tiny_checkpoint, name, revision):
+    place = shutil.copytree(tiny_checkpoint, tmp_path / "ms" / "models" / "A--b.c" / "snapshots" / revision)
+    assert checkpoint_of(name, {"HF_HOME": str(tmp_path), "MODELSCOPE_CACHE": str(tmp_path / "ms")}, QUIET) == str(place)
+    assert Origin.of(place) == Origin("A/b.c", revision)
 
 
 def test_modelscope_fetches_what_hugging_face_does_not_have(tmp_path, hub, environment, sharded, monkeypatch):
