@@ -27,6 +27,8 @@ HEADS = {
         eagle.head, "plain", parts=(OFFSETS, EMBEDDING), hidden_size=28, target_hidden_size=44, eagle_config={IDS: [0, 0, 1]}
     ),
     "the model's vocabulary": functools.partial(eagle.head, "plain", parts=(), draft_vocab_size=97),
+    "attention over latents": functools.partial(eagle.head, "equal-betas"),
+    "projections with biases": functools.partial(eagle.head, "biased-raw-heads"),
     "a model with a head of its own": functools.partial(eagle.head, "next", (1, 2, 3), eagle_config={IDS: [0, 1, 2]}),
 }
 

@@ -38,6 +38,8 @@ def line_of(row: Deployment, phase: Phase) -> str:
         words += ["vllm serve", _checkpoint(row), "--tensor-parallel-size", tp, "--data-parallel-size", dp]
         words += ["--max-num-seqs", phase.max_running_requests // dp, "--max-model-len", phase.context_len]
         words += ["--max-num-batched-tokens", phase.chunk_len] if phase.chunk_len else []
+        sizes = [rows * (phase.num_speculative_tokens + 1) for rows in phase.buckets]
+        words += ["--compilation-config", f"'{json.dumps({'cudagraph_capture_sizes': sizes})}'"] if sizes else []
         role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(phase.name)
         words += ["--kv-transfer-config", f"'{json.dumps({'kv_role': role})}'"] if role else []
         if phase.num_speculative_tokens:
