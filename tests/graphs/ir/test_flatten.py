@@ -72,8 +72,8 @@ def nested() -> GraphModule:
     root.pair = inner
     new = torch.fx.Graph()
     x, y = new.placeholder("x"), new.placeholder("y")
-    call = new.call_module("pair", (x, y))
-    new.output((new.call_function(operator.getitem, (call, 1)), new.call_function(operator.getitem, (call, 0))))
+    call = new.call_module("pair", (y, x))
+    new.output((new.call_function(operator.getitem, (call, 0)),))
     swapped = GraphModule(root, new)
     setattr(graph, "pair", swapped)  # noqa: B010
     assert outer is not None
