@@ -11,7 +11,7 @@ from support import oracle, tiny
 PROMPT, NEW = 9, 12
 
 
-@pytest.mark.parametrize("name", ["dense", "next", "plain-tied", "plain-moe-some-dense"])
+@pytest.mark.parametrize("name", ["dense", "next", "plain-tied", "plain-moe-some-dense", "shared-index", "lite", "biased-raw-heads"])
 @torch.no_grad()
 def test_generate_gives_the_tokens_of_transformers(tmp_path, name):
     random = oracle.case(name)

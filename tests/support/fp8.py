@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "v3": oracle.latent(3, **SIZES),
+    "glm": oracle.latent(4, **{**SIZES, **oracle.GLM, "index_topk_freq": 2, "index_skip_topk_offset": 1}),
     "v32": oracle.latent(2, **{**SIZES, **oracle.SPARSE, "rope_parameters": oracle.LATENT_YARN, "max_position_embeddings": 128}),
 }
 STAYS = ("eh_proj", "weights_proj", "embed_tokens", "lm_head", "shared_head.head", "mlp.gate")
