@@ -270,11 +270,10 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
         state = _write(weights, state, batch, k, v)
         return _attend(cfg, weights, state, batch, q, opened), state
     q, *gate, k, v = heads.split([*[per * D] * parts, D, D], -1)
-    q = q.unflatten(-1, (per, D))
     if "q_norms" in weights:
         q, k = _normed_across(cfg, weights, q, k)
     state = _write(weights, state, batch, _keys(cfg, weights, batch, k), v)
-    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q), *gate), state
+    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q.unflatten(-1, (per, D))), *gate), state
 
 
 def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
@@ -357,14 +356,14 @@ def _keys(cfg: AttentionSizes, weights: Tree, batch: Batch, k: torch.Tensor) -> 
 
 
 def _normed_across(cfg: AttentionSizes, weights: Tree, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norms of all query heads [T, G, per, D] as one vector and of all key heads [T, G, D].
+    """RMS norms of all query heads [T, G, per*D] as one vector and of all key heads [T, G, D].
 
     Copies of key heads each count, in the sum as in the size. Ranks add the sums of both in one reduction.
     """
-    squares = constrain(torch.stack([q.float().square().sum((1, 2, 3)), k.float().square().sum((1, 2))], 1), None, None)
-    of_q, of_k = (torch.rsqrt(each / x.shape[1:].numel() + cfg.rms_norm_eps) for each, x in zip(squares.unbind(1), (q, k), strict=True))
-    q = (q.float() * of_q[:, None, None, None]).to(q.dtype) * weights["q_norms"].view(q.shape[1:])
-    return q, (k.float() * of_k[:, None, None]).to(k.dtype) * weights["k_norms"]
+    squares = constrain(torch.stack([x.float().square().sum((1, 2)) for x in (q, k)], 1), None, None)
+    scales = [torch.rsqrt(each / x.shape[1:].numel() + cfg.rms_norm_eps) for each, x in zip(squares.unbind(1), (q, k), strict=True)]
+    q, k = ((x.float() * scale[:, None, None]).to(x.dtype) for x, scale in zip((q, k), scales, strict=True))
+    return q * weights["q_norms"].view(q.shape[1:]), k * weights["k_norms"]
 
 
 def _head_norm(cfg: AttentionSizes, x: torch.Tensor, weight: Tree | None) -> torch.Tensor:

@@ -89,5 +89,5 @@ FAMILY = Family(
     forward=qwen3.forward,
     head=decoder.head,
     shrink=qwen3.shrink,
-    widths=sizes.WIDTHS,
+    widths={**sizes.WIDTHS, "rotary_dim": 16},
 )

@@ -34,6 +34,9 @@ def reduced_config(values: Mapping[str, Any], widths: Mapping[str, int], tokeniz
     text |= {TIED: values[TIED]} if values.get(TIED) is not None else {}
     # Weights are drawn as floats, whatever those of the large model are stored as.
     text = {name: value for name, value in text.items() if name not in STORAGE}
+    if not text.get("head_dim"):
+        # Without it heads are shares of the width, which shrinks.
+        text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
     text |= {name: min(int(text[name]), width) for name, width in widths.items() if text.get(name)}
     text |= {name: tokenizer[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
     rope = {name: value for name, value in (text.get("rope_parameters") or {}).items() if not name.startswith("mrope")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from support import own_family, tiny
@@ -75,8 +76,11 @@ def test_an_artifact_of_another_family_is_refused(tmp_path, written, tiny_artifa
 
 
 def test_a_checkpoint_of_no_family_says_how_to_bring_one(tmp_path, written):
-    message = tiny.refused(tmp_path, "build", written[0])
-    assert "model_type 'qwen2' is not supported" in message
+    shutil.copytree(written[0], tmp_path / "other")
+    config = tmp_path / "other" / "config.json"
+    config.write_text(config.read_text().replace('"qwen2"', '"qwen9"'))
+    message = tiny.refused(tmp_path, "build", tmp_path / "other")
+    assert "model_type 'qwen9' is not supported" in message
     assert "--family FILE.py names a family of your own" in message
 
 
