@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...graphs.errors import LoweringError
-from ..platform import Platform
+from ..platform import CANN_RELEASES, Platform
 from . import vendors
 from .legality.table import TYPES, release, table
 
@@ -69,7 +69,7 @@ def inventory(home: Path, environment: Mapping[str, str], platforms: Sequence[Pl
 def cann_release(home: Path) -> str:
     """The version that a CANN states, or "" where it states none."""
     for file in (home / "compiler" / "version.info", *sorted(home.glob("*/ascend_toolkit_install.info"))):
-        if file.is_file() and (match := re.search(r"^[Vv]ersion=(\S+)", file.read_text(errors="replace"), re.MULTILINE)):
+        if file.is_file() and (match := re.search(r"^[Vv]ersion=(\d+\.\d+\S*)", file.read_text(errors="replace"), re.MULTILINE)):
             return match.group(1)
     return ""
 
@@ -141,7 +141,7 @@ def _definitions(home: Path, platform: Platform) -> Item:
         return Item(name, str(folder), f"cannot be read: {error}; install this CANN anew")
     if not machine:
         return Item(name, "none", f"{folder} has no aic-*-ops-info.json; install the kernels package of this CANN for {platform.chip}")
-    own = cann_release(home) or platform.cann
+    own = cann_release(home) or platform.cann or CANN_RELEASES[-1]
     rows = [(fact, operator) for fact in table().rows if fact.what == TYPES and fact.holds(platform.chip, own, platform.packages)
             for operator in fact.operators if not fact.package]  # fmt: skip
     absent = sorted({operator for _, operator in rows if operator not in machine})
@@ -156,7 +156,7 @@ def _unknown(columns: Sequence[Mapping[str, str]], row: Mapping[str, Mapping[str
     """Combinations of dtypes that CANN's row of an operator does not have; operands that one of both leaves out may be anything."""
     theirs: dict[str, list[str]] = {}
     for key, operand in row.items():
-        if re.fullmatch(r"(in|out)put\d+", key) and "dtype" in operand:
+        if re.fullmatch(r"(in|out)put\d+", key) and {"name", "dtype"} <= operand.keys():
             arrow = "->" if key.startswith("out") else ""
             theirs[arrow + operand["name"]] = [DTYPES.get(dtype.strip(), dtype.strip()) for dtype in operand["dtype"].split(",")]
     count = min(map(len, theirs.values()), default=0)

@@ -34,7 +34,7 @@ def reduced_config(values: Mapping[str, Any], widths: Mapping[str, int], tokeniz
     text |= {TIED: values[TIED]} if values.get(TIED) is not None else {}
     # Weights are drawn as floats, whatever those of the large model are stored as.
     text = {name: value for name, value in text.items() if name not in STORAGE}
-    if not text.get("head_dim"):
+    if not text.get("head_dim") and text.get("hidden_size") and text.get("num_attention_heads"):
         # Without it heads are shares of the width, which shrinks.
         text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
     text |= {name: min(int(text[name]), width) for name, width in widths.items() if text.get(name)}

@@ -139,3 +139,12 @@ def test_a_table_that_is_broken_is_said_to_be(home: Path, text: str) -> None:
 def test_a_cann_without_tables_is_said_to_be(home: Path) -> None:
     shutil.rmtree(home / TBE / "config")
     assert "has no aic-*-ops-info.json" in advice(home)[f"operators of {CHIP}"]
+
+
+@pytest.mark.parametrize("version", [None, "Version=master\n"])
+def test_a_cann_that_states_no_release_is_compared_with_the_newest(home: Path, version: str | None) -> None:
+    file = home / "compiler" / "version.info"
+    file.write_text(version) if version else file.unlink()
+    items = {item.name: item for item in inventory(home, environment(home), [Platform(CHIP)], "2.13.0")}
+    assert items["torch_npu and CANN"].found == "2.13.0 and a CANN without a version"
+    assert items[f"operators of {CHIP}"].advice == ""

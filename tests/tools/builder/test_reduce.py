@@ -21,6 +21,8 @@ from npucompile.tools.builder.reduce import reduced_config, write_reduced
 
 SAME = ("layer_kinds", "split_heads", "num_key_value_heads", "num_experts_per_tok")
 
+TOKENIZED = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+
 
 def small(name):
     bundled = json.loads(registry.find("qwen3.5-tiny").text)
@@ -92,3 +94,9 @@ def test_whatever_file_is_read_is_reduced(tmp_path, change, wrapped):
     assert formats_in(directory) is None
     assert not config_fields.STORAGE & set(json.loads(source.text))
     checkpoint.ParamReader(checkpoint.open_checkpoint(directory), replace(source.model, drafting=True).params(torch.float32))
+
+
+def test_fields_of_a_family_with_other_names_are_left_alone():
+    values = reduced_config({"model_type": "mine", "d_model": 4096}, {"d_model": 128}, {name: 1 for name in TOKENIZED})
+    assert values["d_model"] == 128
+    assert "head_dim" not in values
