@@ -94,7 +94,7 @@ def buckets_of_width(policy: Policy, times: StepTimes, acceptance: Acceptance, l
     by_width = {width: own for width, own in policy.buckets_by_width.items() if width <= widest}
     fitting = {width: next((b for b in own if b.batch >= live), own[-1]) for width, own in by_width.items()}
     if policy.measured:
-        untried = [b for b in fitting.values() if b not in times.ms]
+        untried = [b for b in fitting.values() if b not in times.samples]
         stale = [b for b in fitting.values() if times.last.get(b, 0) + _patience(times, b) < times.steps]
         if due := untried or stale:
             return policy.buckets_by_width[max(b.q_len for b in due)]
