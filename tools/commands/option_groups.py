@@ -34,8 +34,10 @@ def grouped(groups: Mapping[str, Sequence[str]], base: type[click.Command] = cli
             records = {name: record for option in self.get_params(ctx) if (record := _record(option, ctx)) for name in option.opts}
             rest = [record for option in self.get_params(ctx) if (record := _rest(option, ctx, groups))]
             for title, names in groups.items():
-                with formatter.section(title):
-                    formatter.write_dl([records[name] for name in names])
+                # Hidden options have no record.
+                if shown := [records[name] for name in names if name in records]:
+                    with formatter.section(title):
+                        formatter.write_dl(shown)
             if rest:
                 with formatter.section(OTHER):
                     formatter.write_dl(rest)
@@ -54,7 +56,12 @@ def _record(option: click.Parameter, ctx: click.Context) -> tuple[str, str] | No
     if record is None:
         return None
     name, said = record
-    return name.replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X"), _without_range(said)
+    return plain(name), _without_range(said)
+
+
+def plain(metavar: str) -> str:
+    """What an option takes, in a letter where it is a number."""
+    return metavar.replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X")
 
 
 def _without_range(said: str) -> str:

@@ -44,6 +44,7 @@ from ..serve.pairing import Pairing, transfer_variables
 from ..serve.recording import facts_of
 from ..serve.serving import RunningService, StartedEngine, find_or_build, said_of_ends, start_engine, start_service
 from ..serve.vision import said_of_pictures
+from .config_file import config_file
 from .family_option import family_option
 from .option_groups import grouped
 from .other_names import KnowsOtherNames
@@ -54,12 +55,14 @@ log = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GROUPS = {title: tuple(f"--{option.option}" for option in options) for title, options in SECTIONS.items()}
 GROUPS["What is built and read first"] += (f"--{FAMILY.option}",)
+GROUPS["What most servers say"] += ("--config", "--print-config")
 """Sections of the help."""
 
 
 @click.command("serve", cls=grouped(GROUPS, KnowsOtherNames))
 @click.argument("artifact_or_model", required=False)
 @server_options
+@config_file(GROUPS)
 @family_option
 @click.pass_obj
 def command(
@@ -96,6 +99,7 @@ def command(
     npucompile serve qwen3.5-tiny --port 8001   a model, built first where it is not
     npucompile serve DIR --api-key keys.txt     an artifact, for who has one of these keys
     npucompile serve A --role prefill           of a pair; the other is B --role decode --prefill http://HOST:8000
+    npucompile serve --print-config > f.toml    every option, also those that few need: then serve DIR --config f.toml
 
     Buckets without an executable run uncompiled; a background build adds executables, and the server swaps them in. An artifact for NPUs
     runs on NPUs or, with --device emulated, on this CPU: a rehearsal, for small models. For several devices it runs as a process per

@@ -46,6 +46,7 @@ class ServeOption:
         limit: the field of `SocketLimits` that it sets, whose default is its own.
         api: the field of `ApiSettings` that it sets.
         same: options of SGLang and vLLM that mean the same.
+        seldom: whether few need it: `--help` leaves it out, `--print-config` has it.
         extra: further arguments of `click.option`.
     """
 
@@ -56,6 +57,7 @@ class ServeOption:
     limit: str = ""
     api: str = ""
     same: tuple[str, ...] = ()
+    seldom: bool = False
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -67,7 +69,7 @@ class ServeOption:
         """Adds the option to a command."""
         default = getattr(_DEFAULTS, self.limit) if self.limit else self.default
         shown = {} if default is None else {"default": default, "show_default": True}
-        return click.option(f"--{self.option}", self.name, type=self.kind, help=self.help, **{**shown, **self.extra})
+        return click.option(f"--{self.option}", self.name, type=self.kind, help=self.help, hidden=self.seldom, **{**shown, **self.extra})
 
 
 DEVICE = ServeOption(
@@ -91,84 +93,90 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
     ),
     "Who may come in": (
         ServeOption("allowed-origin", "Origin of pages that may use the server; may be repeated.",
-                    extra={"multiple": True, "metavar": "ORIGIN"}),
+                    extra={"multiple": True, "metavar": "ORIGIN"}, seldom=True),
         ServeOption("allowed-host", "Name that the server is reached by; may be repeated.", extra={"multiple": True, "metavar": "NAME"}),
         ServeOption("trusted-proxy", "Address or network of a proxy, whose X-Forwarded-For names the client; may be repeated.",
-                    extra={"multiple": True, "metavar": "ADDRESS"}),
+                    extra={"multiple": True, "metavar": "ADDRESS"}, seldom=True),
         ServeOption("tls-cert", "PEM file of a certificate: speak TLS alone.", _FILE, same=("--ssl-certfile",)),
-        ServeOption("tls-key", "PEM file of its key.  [default: in the same file]", _FILE, same=("--ssl-keyfile",)),
+        ServeOption("tls-key", "PEM file of its key.  [default: in the same file]", _FILE, same=("--ssl-keyfile",), seldom=True),
     ),
     "How the model presents itself": (
         ServeOption("chat-template", "Jinja file that takes the place of the checkpoint's chat template.",
-                    click.Path(exists=True, dir_okay=False, path_type=Path), api="chat_template"),
+                    click.Path(exists=True, dir_okay=False, path_type=Path), api="chat_template", seldom=True),
         ServeOption("reasoning-parser", "What tells reasoning from the answer: qwen3, deepseek_r1, deepseek_v3 or none" + _PARSED, None,
                     "auto", api="reasoning_parser"),
         ServeOption("tool-call-parser", f"How tool calls are written: {', '.join(FORMATS)} or none{_PARSED}", None, "auto",
                     api="tool_call_parser"),
         ServeOption("default-sampling", "Sampling where an HTTP request sets none: the checkpoint's generation_config.json, then OpenAI's; "
-                    "or OpenAI's alone.", click.Choice(("checkpoint", "openai")), "checkpoint", api="sampling"),
+                    "or OpenAI's alone.", click.Choice(("checkpoint", "openai")), "checkpoint", api="sampling", seldom=True),
         ServeOption("strict-fields", "Refuse requests with tools or items that no prompt can have, such as a provider's web search; "
-                    "without it they are left out, and the answer names them.", limit="strict_fields", extra={"is_flag": True}),
+                    "without it they are left out, and the answer names them.", limit="strict_fields", extra={"is_flag": True},
+                    seldom=True),
     ),
     "How much a client may take": (
         ServeOption("max-queue", "Requests that may wait beside those that run.", _AMOUNT, limit="max_queue",
                     same=("--max-queued-requests", "--max-num-queued-reqs")),
         ServeOption("max-client-requests", "Requests of one client, by key or address, that may wait or run.  [default: as many as of all]",
-                    _COUNT, limit="max_requests_per_client"),
-        ServeOption("max-queued-tokens", "Tokens of the prompts of requests that wait or run.", _COUNT, limit="max_queued_tokens"),
-        ServeOption("max-client-tokens", "Those of one client.  [default: as many]", _COUNT, limit="max_tokens_per_client"),
+                    _COUNT, limit="max_requests_per_client", seldom=True),
+        ServeOption("max-queued-tokens", "Tokens of the prompts of requests that wait or run.", _COUNT, limit="max_queued_tokens",
+                    seldom=True),
+        ServeOption("max-client-tokens", "Those of one client.  [default: as many]", _COUNT, limit="max_tokens_per_client", seldom=True),
         ServeOption("min-priority", "Most urgent priority that requests may have; 0 is that of requests without one.",
-                    click.IntRange(-MAX_PRIORITY, MAX_PRIORITY), limit="min_priority"),
+                    click.IntRange(-MAX_PRIORITY, MAX_PRIORITY), limit="min_priority", seldom=True),
         ServeOption("request-timeout", "Seconds that a request may wait and run; its own timeout_ms may be shorter.  [default: no limit]",
                     _SECONDS, limit="request_timeout_s"),
         ServeOption("first-token-timeout", "Seconds that a request may wait for its first token.  [default: no limit]", _SECONDS,
-                    limit="first_token_timeout_s"),
+                    limit="first_token_timeout_s", seldom=True),
         ServeOption("max-connections", f"Connections open at once.  [default: 8 a request that can run, at least {4 * LEAST_CONNECTIONS}]",
-                    _COUNT, limit="max_connections"),
+                    _COUNT, limit="max_connections", seldom=True),
         ServeOption("max-client-connections", "Connections of one address open at once.  [default: 2 a request that can run, at least "
-                    f"{LEAST_CONNECTIONS}]", _COUNT, limit="max_connections_per_client"),
-        ServeOption("max-frame-bytes", "Largest message of a client.  [default: by the longest context]", _COUNT, limit="max_frame_bytes"),
-        ServeOption("handshake-timeout", "Seconds in which a connection has to bring a whole request.", _SECONDS, limit="handshake_s"),
+                    f"{LEAST_CONNECTIONS}]", _COUNT, limit="max_connections_per_client", seldom=True),
+        ServeOption("max-frame-bytes", "Largest message of a client.  [default: by the longest context]", _COUNT, limit="max_frame_bytes",
+                    seldom=True),
+        ServeOption("handshake-timeout", "Seconds in which a connection has to bring a whole request.", _SECONDS, limit="handshake_s",
+                    seldom=True),
         ServeOption("max-client-refusals", "Refusals a second of one client, by key or address; more wait for their turns, and 0 lets none "
-                    "wait.", click.FloatRange(0), limit="refusals_per_s"),
-        ServeOption("slow-reader-timeout", "Seconds that a client may be behind in reading.", _SECONDS, limit="slow_reader_s"),
+                    "wait.", click.FloatRange(0), limit="refusals_per_s", seldom=True),
+        ServeOption("slow-reader-timeout", "Seconds that a client may be behind in reading.", _SECONDS, limit="slow_reader_s", seldom=True),
         ServeOption("drain-notice", "Seconds after SIGTERM that /ready says no and requests are still taken, for proxies that ask it.",
-                    click.FloatRange(0), 0.0),
+                    click.FloatRange(0), 0.0, seldom=True),
         ServeOption("drain-timeout", "Seconds that streams may go on after SIGTERM.", click.FloatRange(0), 30.0,
                     same=("--shutdown-timeout",)),
     ),
     "What pictures may be": (
-        ServeOption("language-model-only", "Take text alone, whatever the artifact encodes.", extra={"is_flag": True}),
+        ServeOption("language-model-only", "Take text alone, whatever the artifact encodes.", extra={"is_flag": True}, seldom=True),
         ServeOption("limit-mm-per-prompt", "Most pictures and videos of a request, image=N,video=M or JSON.  [default: "
                     f"image={_REQUEST.images},video={_REQUEST.videos}]", None,
                     extra={"metavar": "image=N,video=M"}, same=("--limit-mm-data-per-request",)),
-        ServeOption("max-image-bytes", "Of the file of a picture.", _COUNT, _PICTURE.max_bytes),
-        ServeOption("max-image-pixels", "Of a picture before it is resized.", click.IntRange(1, MOST_PIXELS), _PICTURE.max_pixels),
-        ServeOption("image-decoders", "Processes that decode pictures.", _COUNT, _DECODERS.processes),
-        ServeOption("image-timeout", "Seconds that a picture may take to be decoded.", _SECONDS, _DECODERS.time_s),
-        ServeOption("max-video-bytes", "Of the file of a video.", _COUNT, VideoLimits.max_bytes),
+        ServeOption("max-image-bytes", "Of the file of a picture.", _COUNT, _PICTURE.max_bytes, seldom=True),
+        ServeOption("max-image-pixels", "Of a picture before it is resized.", click.IntRange(1, MOST_PIXELS), _PICTURE.max_pixels,
+                    seldom=True),
+        ServeOption("image-decoders", "Processes that decode pictures.", _COUNT, _DECODERS.processes, seldom=True),
+        ServeOption("image-timeout", "Seconds that a picture may take to be decoded.", _SECONDS, _DECODERS.time_s, seldom=True),
+        ServeOption("max-video-bytes", "Of the file of a video.", _COUNT, VideoLimits.max_bytes, seldom=True),
         ServeOption("image-memory", "Bytes that a picture or a video may take while it is decoded.  [default: 64 MiB and 20 for each of "
-                    "--max-image-pixels, at least 1 GiB]", click.IntRange(2**24)),
+                    "--max-image-pixels, at least 1 GiB]", click.IntRange(2**24), seldom=True),
         ServeOption("allowed-media-host", "Host whose pictures may be named by URL; may be repeated.  [default: none, data URLs alone]",
-                    extra={"multiple": True, "metavar": "HOST[:PORT]"}),
+                    extra={"multiple": True, "metavar": "HOST[:PORT]"}, seldom=True),
     ),
     "What is kept of prompts": (
         ServeOption("no-prefix-cache", "Keep nothing of prompts and outputs for later prompts that begin with them.",
                     extra={"is_flag": True}),
         ServeOption("prefix-cache-tokens", "Most tokens kept beside running requests, per dp group.  [default: all that they leave room "
-                    "for]", _AMOUNT),
+                    "for]", _AMOUNT, seldom=True),
     ),
     "What is kept of responses": (
         ServeOption("max-stored-bytes", "Of responses that can be continued, read again or resumed; 0 keeps none.", _AMOUNT,
-                    limit="max_stored_bytes"),
-        ServeOption("stored-timeout", "Seconds that a response is kept after it was last named.", _SECONDS, limit="stored_s"),
+                    limit="max_stored_bytes", seldom=True),
+        ServeOption("stored-timeout", "Seconds that a response is kept after it was last named.", _SECONDS, limit="stored_s", seldom=True),
         ServeOption("resume-timeout", "Seconds that a resumable response goes on without a connection.", click.FloatRange(0),
-                    limit="resume_grace_s"),
+                    limit="resume_grace_s", seldom=True),
     ),
     "What is written down": (
         ServeOption("access-log", "Log requests with ids as JSON lines, to FILE or standard output.",
                     extra={"is_flag": False, "flag_value": "-", "metavar": "[FILE]"}),
-        ServeOption("otlp-traces-endpoint", "Send a span a request by OTLP over HTTP; needs npucompile[otel].", extra={"metavar": "URL"}),
+        ServeOption("otlp-traces-endpoint", "Send a span a request by OTLP over HTTP; needs npucompile[otel].", extra={"metavar": "URL"},
+                    seldom=True),
         ServeOption("record", "Record every input and step, for `npucompile replay`.", _FILE),
         ServeOption("verbose", "Log requests and swapped executables.", extra={"is_flag": True}),
     ),
@@ -179,9 +187,9 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("itl-target", "Most milliseconds between two tokens of a stream that prefill should leave.  [default: none]", _SECONDS,
                     extra={"metavar": "MS"}),
         ServeOption("step-timeout", "Most seconds of a step.  [default: 60; emulated: 1800]", click.FloatRange(1),
-                    same=("--watchdog-timeout",)),
+                    same=("--watchdog-timeout",), seldom=True),
         ServeOption("join-timeout", "Seconds that ranks wait for each other.", click.FloatRange(1), 60.0,
-                    same=("--dist-timeout", "--distributed-timeout-seconds")),
+                    same=("--dist-timeout", "--distributed-timeout-seconds"), seldom=True),
     ),
     "Prefill and decode apart": (
         ServeOption("role", "What this server does: both; prefill computes prompts for decode servers; decode has them computed by prefill "
@@ -189,11 +197,11 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("prefill", "Prefill servers of a decode server, http://HOST:PORT separated by commas; they need the first key of "
                     "--api-key, where there are keys.", extra={"metavar": "URL,URL"}),
         ServeOption("transfer-port", f"First of {TRANSFER_PORTS} ports that the transfer engine of each rank may take, rank by rank.  "
-                    "[default: free ones]", click.IntRange(1024, 65535 - TRANSFER_PORTS)),
+                    "[default: free ones]", click.IntRange(1024, 65535 - TRANSFER_PORTS), seldom=True),
         ServeOption("transfer-protocol", "How the transfer engine moves bytes.  [default: ascend on NPUs, tcp elsewhere]",
-                    click.Choice(PROTOCOLS)),
+                    click.Choice(PROTOCOLS), seldom=True),
         ServeOption("handover-timeout", "Seconds that a prompt may be computed for a decode server, that its pages wait there, and that "
-                    "their transfer may take, each.", _SECONDS, DEFAULTS.asked),
+                    "their transfer may take, each.", _SECONDS, DEFAULTS.asked, seldom=True),
     ),
     "Several machines": (
         ServeOption("nnodes", "Machines that share the ranks evenly; the same line on each, with its own --node-rank.", _COUNT, 1),
@@ -201,9 +209,10 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("master-addr", "Where node rank 0 is; the port is 29500 by default.", extra={"metavar": "HOST[:PORT]"},
                     same=("--dist-init-addr",)),
         ServeOption("host-address", "This machine's address for others: of its ranks, gloo, HCCL and transfers in a pair.  [default: of "
-                    "the route to --master-addr, or in a pair to the first prefill server, or else --host]", extra={"metavar": "ADDRESS"}),
+                    "the route to --master-addr, or in a pair to the first prefill server, or else --host]", extra={"metavar": "ADDRESS"},
+                    seldom=True),
         ServeOption("rank-token", "File of the token that all machines share.  [default: $NPUCOMPILE_RANK_TOKEN]", _FILE,
-                    extra={"metavar": "FILE"}),
+                    extra={"metavar": "FILE"}, seldom=True),
     ),
     "What is built and read first": (
         ServeOption("no-build", "Serve only what is built; compile nothing in the background.", extra={"is_flag": True}),
