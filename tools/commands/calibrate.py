@@ -22,15 +22,28 @@ from ..progress import Progress
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the parameters there, as `plan --parameters` reads them."
 )
+@click.option(
+    "--profile", "profiles", type=click.Path(path_type=Path, exists=True), multiple=True, metavar="PATH",
+    help="Instead compare single operators with these op_summary tables of msprof, or directories or wheels of them.",
+)  # fmt: skip
+@click.option("--chip", type=click.Choice(("A3", "910B1", "910B4")), default="A3", show_default=True, help="Of tables that name none.")
 @click.option("--json", "as_json", is_flag=True, help="Print parameters and errors as JSON.")
-def command(report: bool, measured: tuple[Path, ...], context: int, out: Path | None, as_json: bool) -> None:
+def command(
+    report: bool, measured: tuple[Path, ...], context: int, out: Path | None, profiles: tuple[Path, ...], chip: str, as_json: bool
+) -> None:
     """Fit the parameters of `npucompile plan` to the published measurements, and to what a bring-up timed.
 
     \b
     Examples: npucompile calibrate --report
               npucompile calibrate --measured bringup.json --out parameters.json
               npucompile calibrate --out parameters.json
+              npucompile calibrate --profile PROF_000001/
     """
+    if profiles:
+        times = laboratory("kernel_times", "calibrate")
+        judged, left = times.judge(profiles, chip)
+        click.echo(json.dumps(times.as_dict(judged, left), indent=1) if as_json else "\n".join(times.lines(judged, left)))
+        return
     if out is not None and not out.parent.is_dir():
         raise SpecError(f"--out {out}: {out.parent} is no directory; legal is a file in one that exists")
     lab = laboratory("calibration", "calibrate")

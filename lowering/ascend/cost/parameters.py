@@ -24,10 +24,13 @@ class Parameters:
         hbm_bytes_per_s, memory_fraction: of products and vector operators.
         stream_fraction: of `hbm_bytes_per_s`, where attention and recurrent kernels read keys, values and states.
         core_bytes_per_s, cores: what one core can read; attention splits its work by request and key/value head.
-        cache_bytes, cache_bytes_per_s: the L2 cache; results up to that size are read from it.
+        cache_bytes, cache_bytes_per_s: the L2 cache; results of a launch up to that size together are read from it.
+        vector_cache_fraction: of that rate, which vector operators reach.
         bf16_ops_per_s, bf16_fraction, int8_ops_per_s, int8_fraction, attention_fraction: matrix units.
         vector_ops_per_s, vector_fraction: vector units.
-        matrix_launch_s, vector_launch_s: from one kernel's end to the next one's start in a static graph.
+        matrix_launch_s, vector_launch_s: from one kernel's end to the next one's start in a static graph, and what the next one takes
+            with hardly any work, where its operator has no time of its own (`KernelTime`).
+        launch_gap_s: the former alone.
         collective_latency_s, collective_hop_s, node_latency_s: fixed parts of a collective: any, a doubling of ranks, across nodes.
         link_bytes_per_s, node_link_bytes_per_s, link_fraction: within a node, and across nodes.
         exchange_latency_s, exchange_hop_s, dispatch_bytes_per_s, combine_bytes_per_s: expert dispatch and combine.
@@ -43,6 +46,7 @@ class Parameters:
     cores: int
     cache_bytes: float
     cache_bytes_per_s: float
+    vector_cache_fraction: float
     bf16_ops_per_s: float
     bf16_fraction: float
     int8_ops_per_s: float
@@ -52,6 +56,7 @@ class Parameters:
     vector_fraction: float
     matrix_launch_s: float
     vector_launch_s: float
+    launch_gap_s: float
     collective_latency_s: float
     collective_hop_s: float
     link_bytes_per_s: float

@@ -40,8 +40,8 @@ class Duration:
     """Seconds of one operator.
 
     Attributes:
-        launch_s: until it starts, after the one before it.
-        busy_s: from its start to its end.
+        launch_s: from the end of the one before it, without what it works: its start, and what any kernel of its kind takes.
+        busy_s: what it works.
         cause: what bounds `busy_s`, one of `CAUSES`.
     """
 
@@ -61,9 +61,10 @@ def duration(work: Work, speeds: Parameters, topology: Topology) -> Duration:
     """
     if work.group:
         return Duration(0.0, _exchange(work, speeds, topology) if work.exchange else _collective(work, speeds, topology), "collectives")
+    on_cubes = bool(work.matrix or work.streamed_bytes)
     memory = (
         work.hbm_bytes / (speeds.hbm_bytes_per_s * speeds.memory_fraction)
-        + work.cache_bytes / speeds.cache_bytes_per_s
+        + work.cache_bytes / (speeds.cache_bytes_per_s * (1.0 if on_cubes else speeds.vector_cache_fraction))
         + _streamed(work, speeds)
     )
     matrix = (
@@ -73,7 +74,10 @@ def duration(work: Work, speeds: Parameters, topology: Topology) -> Duration:
     )
     vector = work.vector_ops / (speeds.vector_ops_per_s * speeds.vector_fraction)
     busy, cause = max((memory, "memory"), (matrix, "matrix"), (vector, "vector"))
-    return Duration(speeds.matrix_launch_s if work.matrix or work.streamed_bytes else speeds.vector_launch_s, busy, cause)
+    launch = speeds.matrix_launch_s if on_cubes else speeds.vector_launch_s
+    if work.time.fixed_s is not None:
+        launch = speeds.launch_gap_s + work.time.fixed_s
+    return Duration(launch, busy * work.time.slowdown, cause)
 
 
 def _streamed(work: Work, speeds: Parameters) -> float:

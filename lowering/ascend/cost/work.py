@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ....graphs.errors import LoweringError
 from ..operators.node import Node
@@ -23,7 +24,10 @@ def works_of(op: Node, facts: Facts) -> tuple[Work, ...]:
         LoweringError: as `work_of`.
     """
     operator = BY_TYPE.get(op.type)
-    return operator.stages(op, facts) if operator is not None and operator.stages is not None else (work_of(op, facts),)
+    if operator is None:
+        return (work_of(op, facts),)
+    stages = operator.stages(op, facts) if operator.stages is not None else (work_of(op, facts),)
+    return tuple(replace(stage, time=operator.time) for stage in stages)
 
 
 def work_of(op: Node, facts: Facts) -> Work:

@@ -222,9 +222,9 @@ def _convert_extreme(kind: str) -> Converter:
     return converter
 
 
-def _like_first(kind: str, run: Function | None, passes: float = 0.0, trial: Trial = ANY_INTEGERS) -> NpuOperator:
+def _like_first(kind: str, run: Function | None, passes: float = 0.0, trial: Trial = ANY_INTEGERS, **more: Any) -> NpuOperator:
     rule = functools.partial(work.generic, passes=passes) if passes else None
-    return NpuOperator((kind,), run=run, types=type_rules.same, work=rule, trial=trial)
+    return NpuOperator((kind,), run=run, types=type_rules.same, work=rule, trial=trial, **more)
 
 
 def _broadcast(kinds: str, run: Function, trial: Trial = ANY_INTEGERS, **more: Any) -> NpuOperator:
@@ -316,5 +316,5 @@ OPERATORS = (
     NpuOperator(("ArgMaxWithValue",), run=_arg_max_with_value, types=type_rules.arg_max_with_value, trial=DISTINCT),
     NpuOperator(("Sort",), acl=("aclnnSort",), run=_sort, types=type_rules.sort, work=work.sorting, trial=DISTINCT),
     NpuOperator(("TopKV2",), acl=("aclnnTopk",), run=_top_k, types=type_rules.top_k, work=work.sorting, trial=DISTINCT),
-    _like_first("SoftmaxV2", _softmax, passes=6.0),
+    _like_first("SoftmaxV2", _softmax, passes=6.0, time=work.KernelTime(1.5e-5)),
 )

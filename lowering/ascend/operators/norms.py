@@ -127,6 +127,7 @@ OPERATORS = (
         torch=(TorchForm("npu.npu_rms_norm.default", npu_rms_norm),),
         run=form(npu_rms_norm, "x gamma", attributes={"epsilon": 1e-6}),
         widens=True,
+        time=work.KernelTime(3.5e-6, 2.4),
         work=functools.partial(work.generic, passes=6.0),
     ),
     NpuOperator(
@@ -134,6 +135,7 @@ OPERATORS = (
         torch=(TorchForm("npu.npu_add_rms_norm.default", npu_add_rms_norm),),
         run=form(npu_add_rms_norm, "x1 x2 gamma", attributes={"epsilon": 1e-6}),
         widens=True,
+        time=work.KernelTime(4e-6, 1.5),
         work=functools.partial(work.generic, passes=6.0),
     ),
     # torchair has no converter for it: captured graphs alone may have it.
@@ -148,6 +150,7 @@ OPERATORS = (
         converters={"aten.native_layer_norm.default": _convert_layer_norm},
         run=_layer_norm,
         widens=True,
+        time=work.KernelTime(1e-5, 4.1),
         work=functools.partial(work.generic, passes=8.0),
     ),
 )

@@ -17,7 +17,7 @@ from .node import LegalityRule
 from .trials import PLAIN, Trial
 from .type_rules import Rule
 from .value_rules import Index, ValueRule
-from .work import Rows, Stages, WorkRule
+from .work import AS_MOST, KernelTime, Rows, Stages, WorkRule
 
 Kernel = Callable[..., Any]
 """CPU kernel of a torch operator of one rank: called with the arguments of its node."""
@@ -104,6 +104,7 @@ class NpuOperator:
         keeps_format: results are in the format of the first input, or in the one that attribute `dst_format` names.
         work: what it reads, writes, computes and sends; None: its operands and results once (`work.generic`).
         stages: the same for an operator that computes and communicates one after the other.
+        time: what its kernel takes beside its work.
         routed: rows by expert of the group list that it gives, for the number of ranks.
         writes: result -> input whose memory it overwrites.
         view: its result may share the memory of its first input.
@@ -131,6 +132,7 @@ class NpuOperator:
     keeps_format: bool = False
     work: WorkRule | None = None
     stages: Stages | None = None
+    time: KernelTime = AS_MOST
     routed: Callable[[Any, Mapping[str, Any], int], Rows] | None = None
     writes: Mapping[int, int] = field(default_factory=dict)
     view: bool = False

@@ -234,6 +234,7 @@ def _finalize_routing(call: Call) -> Results:
 OPERATORS = (
     NpuOperator(
         ("MoeGatingTopK",),
+        time=work.KernelTime(5e-6, 28.0),
         torch=(TorchForm("npu.npu_moe_gating_top_k.default", npu_moe_gating_top_k, values=values.experts),),
         run=form(
             npu_moe_gating_top_k,

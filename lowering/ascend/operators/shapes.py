@@ -210,7 +210,7 @@ OPERATORS = (
     NpuOperator(("Squeeze",), run=_squeeze, types=type_rules.squeeze, view=True, trial=ANY_INTEGERS),
     NpuOperator(("Unsqueeze",), run=_unsqueeze, types=type_rules.unsqueeze, view=True, trial=ANY_INTEGERS),
     NpuOperator(("Bitcast",), run=_bitcast, types=type_rules.bitcast, keeps_format=True, view=True, casts="type"),
-    NpuOperator(("Transpose",), run=_transpose, types=type_rules.transpose, copies=1, trial=ANY_INTEGERS),
+    NpuOperator(("Transpose",), run=_transpose, types=type_rules.transpose, copies=1, trial=ANY_INTEGERS, time=work.KernelTime(1.2e-5)),
     NpuOperator(("BroadcastTo",), run=_broadcast_to, types=type_rules.broadcast_to, trial=ANY_INTEGERS),
     NpuOperator(("Tile",), run=_tile, trial=ANY_INTEGERS),
     NpuOperator(("ConcatV2",), run=_concat("concat_dim"), types=type_rules.concat, trial=ANY_INTEGERS),

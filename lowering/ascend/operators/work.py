@@ -6,12 +6,29 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from .node import Node
 from .tensor_type import TensorType
 
 MATRIX_ROWS = 16
 """Rows of a tile of the matrix unit: fewer take as long."""
+
+
+class KernelTime(NamedTuple):
+    """What profiles say of an operator's kernel beyond the rates of its chip (docs/lab/npu-graphs.md, `npucompile calibrate --profile`).
+
+    Attributes:
+        fixed_s: from its start to its end with hardly any work; None: as most kernels of its unit.
+        slowdown: time of large operands over what the rates of the chip say.
+    """
+
+    fixed_s: float | None = None
+    slowdown: float = 1.0
+
+
+AS_MOST = KernelTime()
+"""Of an operator of which no profile is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +46,7 @@ class Work:
         group: symbol of the group that it communicates over; "" where it does not.
         exchange: "dispatch" or "combine" for the fused expert operators.
         steps: messages one after the other, of a collective.
+        time: what its kernel takes beside all that.
     """
 
     hbm_bytes: float = 0.0
@@ -43,6 +61,7 @@ class Work:
     group: str = ""
     exchange: str = ""
     steps: int = 1
+    time: KernelTime = AS_MOST
 
     @property
     def matrix(self) -> bool:
@@ -77,7 +96,7 @@ class Facts:
         pools: those of `resident` that some operator writes in place, or that are donated.
         context: cached tokens of each request.
         groups: ranks of each group.
-        cache_bytes: results up to that size are read from the cache.
+        cache_bytes: results of a launch up to that size together are in the cache.
         expert_skew, expert_imbalance: see `Parameters`.
         rows: tokens by expert that each `group_list` describes.
     """
@@ -105,9 +124,12 @@ def results_of(op: Node, facts: Facts) -> list[str]:
 
 
 def bytes_moved(facts: Facts, sizes: Mapping[str, float]) -> Work:
-    """Bytes of tensors, by where they lie."""
-    hbm = sum(size for tensor, size in sizes.items() if tensor in facts.resident or facts.types[tensor].nbytes > facts.cache_bytes)
-    return Work(hbm_bytes=hbm, cache_bytes=sum(sizes.values()) - hbm)
+    """Bytes of tensors, by where they lie: the cache has all results that a launch reads and writes, or none of them."""
+    cached = {tensor: size for tensor, size in sizes.items() if tensor not in facts.resident}
+    left, hbm = sum(cached.values()), sum(sizes.values()) - sum(cached.values())
+    if max(left, *(facts.types[tensor].nbytes for tensor in cached), 0.0) > facts.cache_bytes:
+        return Work(hbm_bytes=hbm + left)
+    return Work(hbm_bytes=hbm, cache_bytes=left)
 
 
 def whole_tensors(facts: Facts, tensors: list[str]) -> dict[str, float]:
