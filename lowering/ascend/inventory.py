@@ -130,13 +130,17 @@ def _vendors(environment: Mapping[str, str], platform: Platform) -> Item:
     return Item(name, variable or "none")
 
 
+def operator_definitions(home: Path, chip: str) -> list[Path]:
+    """CANN's own tables of a chip's kernels."""
+    return sorted((home / TBE / "config" / chip).glob("aic-*-ops-info*.json"))
+
+
 def _definitions(home: Path, platform: Platform) -> Item:
     """Rows of dtypes that graphs are checked against, beside CANN's own table of kernels."""
     name, folder = f"operators of {platform.chip}", home / TBE / "config" / platform.chip
     try:
-        machine = {
-            operator: row for file in sorted(folder.glob("aic-*-ops-info*.json")) for operator, row in json.loads(file.read_bytes()).items()
-        }
+        files = operator_definitions(home, platform.chip)
+        machine = {operator: row for file in files for operator, row in json.loads(file.read_bytes()).items()}
     except (OSError, ValueError, AttributeError) as error:
         return Item(name, str(folder), f"cannot be read: {error}; install this CANN anew")
     if not machine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ import click
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import CPU
+from ...lowering.platform import Platform
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
-from ..prove.bringup import report
+from ..prove.bringup import archive, report
 from ..prove.bringup.collectives import CollectivesCheck
 from ..prove.bringup.findings import NAME, Findings
 from ..prove.bringup.results import COLLECTIVES, Wanted
@@ -40,7 +42,7 @@ from .device_options import device_options
 @click.option("--limit", "limit_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
               help="End a process with a device that shows no sign of life for so long.  [default: 900 beside a step]")  # fmt: skip
 @click.option("--report", "directory", type=click.Path(file_okay=False, path_type=Path),
-              help="Write bringup.html, .json and .jsonl here.  [default: reports/ARTIFACT in npucompile's directory]")  # fmt: skip
+              help="Write bringup.html, .json and so on here.  [default: reports/ARTIFACT in npucompile's directory]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def command(
@@ -89,6 +91,7 @@ def command(
         return findings
 
     bringup.on_rung = write
+    since = time.time()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         bringup.run()
@@ -97,7 +100,10 @@ def command(
     finally:
         signal.signal(signal.SIGTERM, before)
         findings = write()
+        reports = [directory / name for name in (report.JSON_NAME, NAME, report.HTML_NAME)]
+        sent = archive.write(directory, reports, home.environment, Platform.of(opened.manifest.platform).chip, since)
         _say(findings, directory, as_json=as_json)
+        progress.say(f"to send back: {sent} ({sent.stat().st_size / 1e6:.1f} MB; variables and logs of CANN are in it, no keys)")
     if not findings["passed"]:
         ctx.exit(1)
 

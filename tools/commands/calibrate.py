@@ -16,7 +16,7 @@ from ..progress import Progress
 @click.option("--report", is_flag=True, help="Also leave out each published row, then each model, and print the errors.  (minutes)")
 @click.option(
     "--measured", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, metavar="FILE",
-    help="Also fit the timed decode buckets of this bringup.json, from NPUs; may be repeated.",
+    help="Also fit the timed decode buckets of this bringup.json or .tar.xz, from NPUs; may be repeated.",
 )  # fmt: skip
 @click.option("--context", type=click.IntRange(1), default=131, show_default=True, help="Cached tokens of the steps of --measured.")
 @click.option(

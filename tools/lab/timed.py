@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ..advisor.plan.published import machine_of
 from ..advisor.plan.shape import shape_of
 from ..advisor.plan.system import Layout, Scheme, System
 from ..builder.deployments import deployments
+from ..prove.bringup.archive import NAME
+from ..prove.bringup.report import JSON_NAME
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class TimedStep:
         return 1e3 * sum(float(part) for cause, part in parts.items() if cause != "host")
 
 
+def _report_in(path: Path) -> bytes:
+    """The report of a file, or of the archive that it came in."""
+    if not path.name.endswith(NAME[NAME.index(".") :]):
+        return path.read_bytes()
+    with tarfile.open(path) as archive:
+        member = archive.extractfile(JSON_NAME)
+        return member.read() if member else b""
+
+
 def read_bringup(path: Path, context: int) -> list[TimedStep]:
     """Decode steps of a bring-up's report.
 
@@ -42,12 +54,12 @@ def read_bringup(path: Path, context: int) -> list[TimedStep]:
         SpecError: the file is none, or was not measured on an NPU.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(_report_in(path))
         device, mesh = report["device"], Mesh.parse(report["mesh"])
         timings = [timing for rung in report["rungs"] for timing in rung["timings"] if timing["what"].startswith("decode-b")]
         model, kind, quantization = report["model"], report["target"], report["quantization"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise SpecError(f"{path} is no report of a bring-up; legal is its bringup.json") from None
+    except (ValueError, KeyError, TypeError, AttributeError, tarfile.TarError):
+        raise SpecError(f"{path} is no report of a bring-up; legal is its {JSON_NAME} or {NAME}") from None
     if device != "npu":
         raise SpecError(f"{path} was measured on {device}; legal is a bring-up on NPUs, whose times are theirs")
     shape = shape_of(model)

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 
 import pytest
@@ -56,7 +57,9 @@ def test_a_rung_that_fails_ends_the_command_with_status_1(tmp_path, artifact, wr
     assert result.exit_code == 1
     assert "operators    FAILED" in result.stdout
     assert "wrong assumption: Length conventions. (lengths in docs/on-hardware.md)" in result.stdout
-    assert {path.name for path in (tmp_path / "report").iterdir()} == {"bringup.html", "bringup.json", "bringup.jsonl"}
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {"bringup.html", "bringup.json", "bringup.jsonl", "bringup.tar.xz"}
+    with tarfile.open(tmp_path / "report" / "bringup.tar.xz") as sent:
+        assert {"bringup.json", "bringup.jsonl", "machine.json"} <= set(sent.getnames())
 
 
 def test_a_failure_is_said_on_stderr_beside_json(tmp_path, artifact, wrong_attention):

@@ -12,6 +12,7 @@ from npucompile.tools.advisor.plan.parameters import fitted, priors
 from npucompile.tools.lab.accuracy import model_of
 from npucompile.tools.lab.fit import fit
 from npucompile.tools.lab.timed import read_bringup
+from npucompile.tools.prove.bringup import archive
 
 SECONDS = ((4, 0.042), (16, 0.058))
 
@@ -36,6 +37,13 @@ def test_a_bring_up_is_read_and_moves_the_fit(tmp_path: Path) -> None:
         before, after = (abs(step.predicted_ms(p) / 1e3 / step.seconds - 1) for p in (priors(), found.parameters))
         assert after < before
         assert after < 0.1
+
+
+def test_the_archive_that_was_sent_back_is_read_too(tmp_path: Path) -> None:
+    sent = archive.write(tmp_path, [report(tmp_path)], {}, "ascend910_93", 0.0)
+    assert [step.seconds for step in read_bringup(sent, 131)] == [seconds for _, seconds in SECONDS]
+    with pytest.raises(SpecError, match=r"is no report of a bring-up; legal is its bringup\.json or bringup\.tar\.xz"):
+        read_bringup(archive.write(tmp_path, [], {}, "ascend910_93", 0.0), 131)
 
 
 @pytest.mark.parametrize(
