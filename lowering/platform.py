@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..graphs.errors import SpecError
 
 CANN_RELEASES = ("8.3", "8.5", "9.0", "9.1")
 """Releases of CANN that a build can be for, oldest first; each takes what older ones take."""
+
+ONLINE, PREBUILT = KERNELS = ("online", "prebuilt")
+"""Where GE takes kernels from: it compiles each, or takes CANN's own where there is one."""
 
 OPERATOR_PACKAGES = ("sgl-kernel-npu", "vllm-ascend")
 """Packages with operators beside CANN's own that lowerings know."""
@@ -24,24 +27,41 @@ class Platform:
             CPUs.
         cann: release of CANN, one of `CANN_RELEASES`; "" for CPUs.
         packages: operator packages that are installed where the artifact runs, in alphabetical order.
+        kernels: one of `KERNELS`; "" leaves it to torchair, whose graphs are compiled online.
     """
 
     chip: str = ""
     cann: str = ""
     packages: tuple[str, ...] = ()
+    kernels: str = ""
 
     def __post_init__(self) -> None:
         if self.cann and self.cann not in CANN_RELEASES:
             raise SpecError(f"CANN release {self.cann!r} is not known; legal are {', '.join(CANN_RELEASES)}")
         if unknown := sorted(set(self.packages) - set(OPERATOR_PACKAGES)):
             raise SpecError(f"operator packages {', '.join(unknown)} are not known; legal are {', '.join(OPERATOR_PACKAGES)}")
+        if self.kernels and self.kernels not in KERNELS:
+            raise SpecError(f"kernels are {self.kernels!r}; legal are {', '.join(KERNELS)}")
         if list(self.packages) != sorted(set(self.packages)):
             raise SpecError(f"operator packages are {self.packages}; legal is each once, in alphabetical order")
 
     def features(self, backend: str) -> frozenset[str]:
-        """What a lowering may ask for: the backend's name, the chip, `cann>=` of each release up to this one, and the packages."""
+        """What a lowering may ask for: the backend's name, the chip, `cann>=` of each release up to this one, the packages and the kind of
+        kernels."""
         releases = CANN_RELEASES[: CANN_RELEASES.index(self.cann) + 1] if self.cann else ()
-        return frozenset({backend, *filter(None, (self.chip,)), *(f"cann>={release}" for release in releases), *self.packages})
+        return frozenset(
+            {
+                backend,
+                *filter(None, (self.chip,)),
+                *(f"cann>={release}" for release in releases),
+                *self.packages,
+                *filter(None, (self.kernels,)),
+            }
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as a manifest has them: without kernels where nothing is said of them."""
+        return {name: value for name, value in asdict(self).items() if value or name != "kernels"}
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Platform:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..platform import Platform
+from ..platform import PREBUILT, Platform
 
 # Sources, by their shares of the reasons below:
 #   TA: Ascend/torchair@fced884, docs/zh/ascend_ir/features/advanced and torchair/npu_graph_executor.
@@ -45,6 +45,13 @@ OPTIONS = (
         frozenset({"cann>=8.3"}),
         "StableRDFS: operators run in the order of the graph, in which the model calls them on every rank; those that GE adds "
         "are sorted in reverse depth-first order (TA topology_sorting_strategy.md; CR)",
+    ),
+    Option(
+        "ge.jit_compile",
+        "0",
+        frozenset({PREBUILT}),
+        "CANN's own binaries first: a first start does not compile hundreds of kernels, and needs no bisheng. torchair's graphs have 2, "
+        "which compiles kernels of static shapes online (TA jit_compile.md; torchair/configs/experimental_config.py)",
     ),
 )
 """Options besides `frozenInput`. torchair's own default of the memory policy, `ge.exec.staticMemoryPolicy=2`, is what CR runs with."""

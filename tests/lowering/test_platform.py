@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +20,10 @@ def test_a_newer_release_offers_what_older_ones_do() -> None:
 
 def test_what_a_manifest_says_is_the_platform_again() -> None:
     platform = Platform("ascend910_93", "8.5", ("sgl-kernel-npu", "vllm-ascend"))
-    assert Platform.of({**asdict(platform), "packages": list(platform.packages)}) == platform
+    assert Platform.of({**platform.as_dict(), "packages": list(platform.packages)}) == platform
+    assert platform.as_dict().keys() == {"chip", "cann", "packages"}
+    prebuilt = replace(platform, kernels="prebuilt")
+    assert Platform.of(prebuilt.as_dict()) == prebuilt
     assert Platform.of({}) == CPU
 
 
@@ -31,3 +34,8 @@ def test_what_a_manifest_says_is_the_platform_again() -> None:
 def test_what_is_not_known_is_refused_by_name(cann: str, packages: tuple[str, ...], named: str) -> None:
     with pytest.raises(SpecError, match=named):
         Platform("ascend910_93", cann, packages)
+
+
+def test_kernels_of_another_origin_are_refused() -> None:
+    with pytest.raises(SpecError, match="kernels are 'jit'; legal are online, prebuilt"):
+        Platform("ascend910_93", "9.1", kernels="jit")

@@ -60,7 +60,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
         rules=dict(plan.rules().table),
         target=plan.target.name,
         backend=plan.backend,
-        platform=asdict(plan.platform),
+        platform=plan.platform.as_dict(),
         limits=plan.limits,
         params=signature.params,
         state=signature.state,

@@ -133,10 +133,15 @@ def choose_platform(plan: Plan) -> Plan:
     """The plan with the release of CANN and the operator packages that graphs are lowered for.
 
     Raises:
-        SpecError: a release or operator packages for a target without CANN, or unknown ones.
+        SpecError: a release, operator packages or kernels for a target without CANN or a backend without GE, or unknown ones.
     """
     target, options = plan.target, plan.options
-    if not target.cann and (options.cann or options.operator_packages):
-        raise SpecError(f"--cann and --operator-packages are for NPUs, the target is {target.name}; legal are targets that are NPUs")
-    platform = Platform(target.chip, options.cann or target.cann, tuple(sorted(set(options.operator_packages))))
+    if not target.cann and (options.cann or options.operator_packages or options.ge_kernels):
+        raise SpecError(
+            f"--cann, --operator-packages and --ge-kernels are for NPUs, the target is {target.name}; legal are targets that are NPUs"
+        )
+    if options.ge_kernels and plan.backend != "ge":
+        raise SpecError(f"--ge-kernels {options.ge_kernels} with --backend {plan.backend}; legal is ge, whose compiler takes kernels")
+    packages = tuple(sorted(set(options.operator_packages)))
+    platform = Platform(target.chip, options.cann or target.cann, packages, options.ge_kernels or "")
     return replace(plan, platform=platform)

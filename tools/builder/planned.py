@@ -50,6 +50,7 @@ class Options:
     draft_model: str | None = None
     family: str | None = None
     cann: str | None = None
+    ge_kernels: str | None = None
     operator_packages: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     max_total_tokens: int | None = None

@@ -17,6 +17,9 @@ def test_every_release_sinks_tiling_and_keeps_the_order_of_operators() -> None:
         options = graph_options(Platform("ascend910_93", release))
         assert options == {"ge.tiling_schedule_optimize": "1", "ge.topoSortingMode": "3"}
     assert graph_options(CPU) == {}
+    assert graph_options(Platform("ascend910_93", "9.1", kernels="online")) == graph_options(Platform("ascend910_93", "9.1"))
+    prebuilt = graph_options(Platform("ascend910_93", "9.1", kernels="prebuilt"))
+    assert prebuilt == graph_options(Platform("ascend910_93", "9.1")) | {"ge.jit_compile": "0"}
 
 
 def test_options_name_their_sources() -> None:

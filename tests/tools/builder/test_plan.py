@@ -119,7 +119,17 @@ NEITHER = {"num_speculative_tokens": 0, "max_logprobs": 0}
 FEW = {"num_speculative_tokens": 1, "max_logprobs": 5}
 
 
-@pytest.mark.parametrize("changes", [{}, OTHER, NEITHER, FEW])
+PREBUILT = {
+    "target": "ascend-a3",
+    "backend": "ge",
+    "ge_kernels": "prebuilt",
+    "num_speculative_tokens": 1,
+    "max_model_len": 128,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("changes", [{}, OTHER, NEITHER, FEW, PREBUILT])
 def test_its_arguments_make_the_same_plan(monkeypatch, tmp_path, tiny_checkpoint, changes):
     monkeypatch.chdir(tiny_checkpoint.parent)
     plan = tiny.planned("tiny", **changes)
@@ -338,7 +348,17 @@ def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
         ({"mesh": "pp=2", "deployment": SPLIT}, SpecError, r"mesh pp=2: unknown axis 'pp'; legal are dp and tp"),
         ({"mesh": "tp", "target": "ascend-a3"}, SpecError, r"'tp' is not NAME=SIZE"),
         ({"operator_packages": ("mystery",)}, SpecError, r"operator packages mystery are not known; legal are sgl-kernel-npu, vllm-ascend"),
-        ({"target": "cpu", "backend": "null", "cann": "8.5"}, SpecError, r"--cann and --operator-packages are for NPUs, the target is cpu"),
+        (
+            {"target": "cpu", "backend": "null", "cann": "8.5"},
+            SpecError,
+            r"--cann, --operator-packages and --ge-kernels are for NPUs, the target is cpu",
+        ),
+        ({"target": "cpu", "backend": "null", "ge_kernels": "prebuilt"}, SpecError, r"and --ge-kernels are for NPUs, the target is cpu"),
+        (
+            {"target": "ascend-a3", "backend": "aclgraph", "ge_kernels": "prebuilt"},
+            SpecError,
+            r"--ge-kernels prebuilt with --backend aclgraph",
+        ),
         ({"dtype": "float32"}, SpecError, r"dtype float32 for ascend-a3: its fused operators take bfloat16"),
         ({"max_model_len": 1000}, SpecError, r"max_model_len is 1000; .* on ascend-a3 is a multiple of 128 up to 262144"),
         ({"max_model_len": 2**20}, SpecError, r"max_model_len is 1048576; .*up to 262144"),

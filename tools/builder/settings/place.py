@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ....lowering.platform import CANN_RELEASES, OPERATOR_PACKAGES
+from ....lowering.platform import CANN_RELEASES, KERNELS, OPERATOR_PACKAGES
 from .record import Setting, by_row
 
 TARGETS = ("cpu", "ascend-a3", "ascend-a2")
@@ -86,6 +86,16 @@ CANN = Setting(
     recorded=lambda recorded: recorded.manifest.platform.get("cann") or None,
     what=lambda value, recorded: f"Graphs are lowered for CANN {value}.",
     change="operators and attributes of another release are checked and used",
+)
+GE_KERNELS = Setting(
+    "ge-kernels",
+    "For GE: kernels are compiled online at the first start, or CANN's own are taken where there are any, which starts sooner.  "
+    "[default: online]",
+    lambda plan: plan.platform.kernels,
+    legal=KERNELS,
+    recorded=lambda recorded: recorded.manifest.platform.get("kernels") or None,
+    what=lambda value, recorded: f"GE's kernels are {value}.",
+    change="a first start compiles kernels, or takes those of CANN",
 )
 PACKAGES = Setting(
     "operator-packages",

@@ -35,6 +35,7 @@ SETTINGS = (
     model.WHERE_WEIGHTS,
     model.KV_CACHE_DTYPE,
     place.CANN,
+    place.GE_KERNELS,
     place.PACKAGES,
 )
 """In the order of `--help`."""
