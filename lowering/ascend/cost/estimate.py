@@ -20,7 +20,7 @@ from ..operators.table import IN_PLACE, VIEWS
 from ..operators.work import Facts, Rows
 from .parameters import Parameters
 from .schedule import Task, schedule, total
-from .timing import CAUSES, Topology, duration
+from .timing import CAUSES, Duration, Topology, duration
 from .work import routed_rows, works_of
 
 _MS = 1e3
@@ -61,6 +61,7 @@ class StepCost:
         parts_ms: `step_ms` by cause; what one operator hides behind another counts for the one that runs.
         operators: by kind of body and type of operator, in order of appearance.
         launches: kernels a step starts.
+        streams: launches and the ms that they take one after the other, by label of their stream; "main" is the graph's own.
         bodies: how many bodies of each kind the graph has.
         hbm_bytes, sent_bytes: moved by a step.
         context: cached tokens of each request that were assumed.
@@ -72,6 +73,7 @@ class StepCost:
     parts_ms: Mapping[str, float]
     operators: tuple[OperatorCost, ...]
     launches: int
+    streams: Mapping[str, Mapping[str, float]]
     bodies: Mapping[str, int]
     hbm_bytes: float
     sent_bytes: float
@@ -112,6 +114,7 @@ class StepCost:
             "step_ms": self.step_ms,
             "floor_ms": self.floor_ms,
             "launches": self.launches,
+            "streams": {label: dict(stream) for label, stream in self.streams.items()},
             "hbm_bytes": round(self.hbm_bytes),
             "sent_bytes": round(self.sent_bytes),
             "parts_ms": dict(self.parts_ms),
@@ -167,12 +170,22 @@ def _step(started: Sequence[Node], facts: Facts, speeds: Parameters, topology: T
         parts_ms={cause: seconds * _MS for cause, seconds in parts.items()},
         operators=_grouped(started, moved, sent, exposed),
         launches=len(started),
+        streams=_streams(started, works, [task.duration for task in tasks]),
         bodies=dict(Counter(map(kind_of, dict.fromkeys(body_of(op.name) for op in started)))),
         hbm_bytes=sum(moved),
         sent_bytes=sum(sent),
         context=facts.context,
         chip=speeds.chip,
     )
+
+
+def _streams(started: Sequence[Node], works: Sequence[Sequence[object]], durations: Sequence[Duration]) -> dict[str, dict[str, float]]:
+    streams, taken = dict[str, dict[str, float]](), iter(durations)
+    for node, stages in zip(started, works, strict=True):
+        stream = streams.setdefault(node.stream or "main", {"launches": 0, "busy_ms": 0.0})
+        stream["launches"] += 1
+        stream["busy_ms"] += sum(next(taken).total_s for _ in stages) * _MS
+    return streams
 
 
 def _facts(read: Nodes, speeds: Parameters, topology: Topology, context: int) -> Facts:

@@ -144,6 +144,11 @@ def test_a_stream_beside_the_experts_exchange_hides_it(graph):
     assert hidden >= 4 * 2 * A3.matrix_launch_s * 1e3, "two products in each of four layers"
     assert after.parts_ms["collectives"] == pytest.approx(before.parts_ms["collectives"] - hidden)
     assert after.parts_ms["launch"] == pytest.approx(before.parts_ms["launch"])
+    assert [*before.streams] == ["main"]
+    assert before.streams["main"] == {"launches": before.launches, "busy_ms": pytest.approx(before.step_ms)}
+    assert [*after.streams] == ["main", "shared"]
+    assert sum(stream["launches"] for stream in after.streams.values()) == after.launches
+    assert sum(stream["busy_ms"] for stream in after.streams.values()) == pytest.approx(before.step_ms)
 
 
 def test_a_captured_graph_moves_and_sends_the_same(graph):
