@@ -18,6 +18,9 @@ from .quant.formats import FLOAT, INT8_STATIC
 from .rotary import Rotary
 from .variant import Variant
 
+EACH, ALL, NONE = "each", "all", "none"
+"""Norms of query and key heads."""
+
 
 class AttentionSizes(Protocol):
     """Fields of a model's configuration that the layer reads."""
@@ -86,8 +89,7 @@ def params(
     *,
     joined: bool = True,
     width: int | None = None,
-    normed: bool = True,
-    across: bool = False,
+    head_norms: str = EACH,
     biased: bool = False,
 ) -> dict[str, Tree]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint.
@@ -99,9 +101,8 @@ def params(
             values; with `Variant.split_at_once` its query heads each before its gate. Else `q`, by query head its query and its gate, for
             `attend`; and `kv`, by key-value head its keys and its values, for `write_kv`.
         width: of the layer's input; that of its output by default.
-        normed: whether queries and keys are normalised; else there are no `q_norm` and `k_norm`.
-        across: whether all query heads have one norm, and all key heads: `q_norms` [H, D] and `k_norms` [G, D] in place of these; only
-            with `joined`.
+        head_norms: of queries and keys: `EACH` head by `q_norm` and `k_norm` [D], `ALL` heads together by `q_norms` [H, D] and `k_norms`
+            [G, D], only with `joined`, or `NONE`.
         biased: whether the projections of queries, keys and values add biases.
 
     A layer whose cache is int8 by scales of the checkpoint has these, `k_scale` and `v_scale` [G, D].
@@ -118,8 +119,8 @@ def params(
 
     return {
         **matrices,
-        **({name: norm(name) for name in ("q_norm", "k_norm")} if normed and not across else {}),
-        **(_norms_across(cfg, dtype, prefix, order, inverse) if across else {}),
+        **({name: norm(name) for name in ("q_norm", "k_norm")} if head_norms == EACH else {}),
+        **(_norms_of_all(cfg, dtype, prefix, order, inverse) if head_norms == ALL else {}),
         **(_cache_scales(cfg, prefix, order, inverse) if cfg.variant.formats.of_cache(prefix.removesuffix(".")) == INT8_STATIC else {}),
         "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((prefix + "o_proj.weight",), ((M, H * D),)), role="row"),
     }
@@ -132,7 +133,7 @@ def _cache_scales(cfg: AttentionSizes, prefix: str, order: list[int], inverse: l
     return {"k_scale": keys, "v_scale": _by_channel(cfg, f"{prefix}v_proj.kv_cache_scale", torch.float32, same, same, "cache_scale")}
 
 
-def _norms_across(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
+def _norms_of_all(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
     """Weights of the norms of all query heads and of all key heads, by head."""
     H, D = cfg.num_attention_heads, cfg.head_dim
     source = Source(
@@ -271,7 +272,7 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
         return _attend(cfg, weights, state, batch, q, opened), state
     q, *gate, k, v = heads.split([*[per * D] * parts, D, D], -1)
     if "q_norms" in weights:
-        q, k = _normed_across(cfg, weights, q, k)
+        q, k = _normed_together(cfg, weights, q, k)
     state = _write(weights, state, batch, _keys(cfg, weights, batch, k), v)
     return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q.unflatten(-1, (per, D))), *gate), state
 
@@ -355,7 +356,7 @@ def _keys(cfg: AttentionSizes, weights: Tree, batch: Batch, k: torch.Tensor) -> 
     return rotated
 
 
-def _normed_across(cfg: AttentionSizes, weights: Tree, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed_together(cfg: AttentionSizes, weights: Tree, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norms of all query heads [T, G, per*D] as one vector and of all key heads [T, G, D].
 
     Copies of key heads each count, in the sum as in the size. Ranks add the sums of both in one reduction.

@@ -189,7 +189,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
         "fc": Param(Aval((M, taps), dtype), Source((PREFIX + "fc.weight",), ((M, taps),))),
         "hidden_norm": norm(layer + "hidden_norm", M, dtype, 0.0),
         "input_norm": norm(layer + "input_layernorm", M, dtype, 0.0),
-        "mixer": attention.params(cfg, dtype, layer + "self_attn.", joined=False, width=2 * M, normed=False),
+        "mixer": attention.params(cfg, dtype, layer + "self_attn.", joined=False, width=2 * M, head_norms=attention.NONE),
         "post_norm": norm(layer + "post_attention_layernorm", M, dtype, 0.0),
         "mlp": feed_forward.dense_params(cfg, dtype, layer + "mlp."),
         "norm": norm(PREFIX + "norm", M, dtype, 0.0),

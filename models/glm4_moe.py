@@ -49,7 +49,8 @@ class Grouped:
     joined: bool
 
     def params(self, cfg: Config, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
-        return attention.params(cfg, dtype, prefix, joined=self.joined, normed=cfg.use_qk_norm, biased=cfg.attention_bias)
+        norms = attention.EACH if cfg.use_qk_norm else attention.NONE
+        return attention.params(cfg, dtype, prefix, joined=self.joined, head_norms=norms, biased=cfg.attention_bias)
 
     def state(self, cfg: Config, limits: Limits, dtype: torch.dtype, prefix: str) -> dict[str, Aval]:
         return attention.state(cfg, limits, dtype, prefix)

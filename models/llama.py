@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..graphs.errors import ConfigError
-from . import decoder, qwen3
+from . import attention, decoder, qwen3
 from . import shrink as sizes
 from .config import Fields
 from .config_fields import refuse_unknown
@@ -62,7 +62,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> qwen3.
         rotary=rotary,
         rms_norm_eps=fields.get(float, "rms_norm_eps", minimum=0),
         tie_word_embeddings=fields.get(bool, "tie_word_embeddings", default=False),
-        normed=False,
+        head_norms=attention.NONE,
         biased=kind == QWEN2,
         **read,
     )

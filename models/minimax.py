@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..graphs.errors import ConfigError
-from . import decoder, qwen3
+from . import attention, decoder, qwen3
 from . import shrink as sizes
 from .config import Fields
 from .config_fields import refuse_unknown
@@ -72,8 +72,8 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> qwen3.
         tie_word_embeddings=fields.get(bool, "tie_word_embeddings", default=False),
         num_experts=fields.get(int, "num_local_experts", "num_experts", minimum=1),
         moe_intermediate_size=fields.get(int, "intermediate_size", minimum=1),
-        across=True,
-        scores=SIGMOID,
+        head_norms=attention.ALL,
+        routing_kind=SIGMOID,
         **read,
     )
     refuse_unknown(fields, fields, _UNREAD | {"attn_type_list"})

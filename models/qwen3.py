@@ -50,8 +50,9 @@ class Config(attention.PlainHeads):
     Attributes:
         layer_kinds: the feed-forward of each layer, "dense" or "moe".
         norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
-        normed, biased: whether heads are normalised, and whether the projections of queries, keys and values add biases (llama.py).
-        across, scores: whether one norm is of all heads together, and the kind of the router (minimax.py).
+        head_norms: of queries and keys, as `attention.params` takes it (llama.py has none, minimax.py one of all heads).
+        biased: whether the projections of queries, keys and values add biases (llama.py).
+        routing_kind: of the router (minimax.py).
     """
 
     vocab_size: int
@@ -69,10 +70,9 @@ class Config(attention.PlainHeads):
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
-    normed: bool = True
+    head_norms: str = attention.EACH
     biased: bool = False
-    across: bool = False
-    scores: str = SOFTMAX
+    routing_kind: str = SOFTMAX
     variant: Variant = PLAIN
 
     @property
@@ -82,7 +82,7 @@ class Config(attention.PlainHeads):
 
     @property
     def routing(self) -> Routing:
-        return Routing(self.scores, self.num_experts_per_tok, self.norm_topk_prob)
+        return Routing(self.routing_kind, self.num_experts_per_tok, self.norm_topk_prob)
 
     @property
     def shared_expert_intermediate_size(self) -> int:
@@ -95,7 +95,10 @@ class Config(attention.PlainHeads):
             (self.head_dim % 2, "head_dim must be even"),
             (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
             (MOE in self.layer_kinds and not self.num_experts, "layers with experts need num_experts"),
-            (self.across and bool(self.variant.heads), "heads that are normalised together are not padded: ranks must share them evenly"),
+            (
+                self.head_norms == attention.ALL and bool(self.variant.heads),
+                "heads that are normalised together are not padded: ranks must share them evenly",
+            ),
             (DENSE in self.layer_kinds and not self.intermediate_size, "layers without experts need an intermediate_size"),
         ]
         for broken, rule in checks:
@@ -138,7 +141,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     layers = []
     for i, kind in enumerate(cfg.layer_kinds):
         prefix = f"model.layers.{i}."
-        mixer = attention.params(cfg, dtype, prefix + "self_attn.", normed=cfg.normed, across=cfg.across, biased=cfg.biased)
+        mixer = attention.params(cfg, dtype, prefix + "self_attn.", head_norms=cfg.head_norms, biased=cfg.biased)
         mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=kind == DENSE)
         layers.append(decoder.layer_params(cfg, dtype, prefix, mixer, mlp))
     return decoder.params(cfg, dtype, layers)
