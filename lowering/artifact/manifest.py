@@ -153,6 +153,7 @@ class Manifest:
         communicator_bytes: size of one buffer of each communicator, by its symbol in GE graphs, where the target has communicators.
         platform: fields of `lowering.platform.Platform`: what the graphs were lowered for.
         decided_by: who decided each setting of the build, by the option that sets it (tools/builder/decisions.py).
+        reasons: sentences with the figures by which the plan decided settings, by their options.
     """
 
     model: Mapping[str, Any]
@@ -183,6 +184,7 @@ class Manifest:
     communicator_bytes: Mapping[str, int] = field(default_factory=dict)
     platform: Mapping[str, Any] = field(default_factory=dict)
     decided_by: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def operands(self, bucket: Bucket) -> tuple[list[int], list[int]]:
         """Which of `params` and of `state` the graph of a bucket takes, in its order.

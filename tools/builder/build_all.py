@@ -15,6 +15,7 @@ from ...lowering.backends.inductor.backend import NAME as INDUCTOR
 from ..notation import format_buckets
 from ..progress import Progress
 from . import plan as planning
+from .answers import answer
 from .driver import build
 from .instance import phases
 from .pictures import check_served
@@ -53,6 +54,7 @@ def build_all(
         raise LoweringError(reason)
     for plan in plans:
         check_served(plan)
+    plans = [answer(plan, cache) for plan in plans]
     for plan in plans if request.prefill else [fit_prompts(plan) for plan in plans]:
         for line in plan_lines(plan):
             progress.say(line)

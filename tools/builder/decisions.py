@@ -27,9 +27,9 @@ def decided(plan: Any, *, quantised: bool) -> Decided:
     )
 
 
-def changed(pairs: Decided, name: str) -> Decided:
-    """The same where the plan decided a setting after all."""
-    return tuple((setting, PLAN if setting == name else who) for setting, who in pairs)
+def changed(pairs: Decided, *names: str) -> Decided:
+    """The same where the plan decided settings after all."""
+    return tuple((setting, PLAN if setting in names else who) for setting, who in pairs)
 
 
 def format_decided(pairs: Decided) -> str:

@@ -77,6 +77,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
         formats=plan.model.config.variant.formats.as_fields(),
         deployment=plan.deployment,
         decided_by=dict(plan.decided_by),
+        reasons=dict(plan.reasons),
         checkpoint=checkpoint,
         chat_template=None if template is None else writer.add("tokenizer", template.encode(), "jinja"),
     )

@@ -47,7 +47,7 @@ def _why(setting: Setting, by: str, manifest: Manifest) -> str:
         FLAG: f"The build was told so with --{setting.option}.",
         ROW: f"The published deployment {manifest.deployment} says so.",
         CHECKPOINT: "The checkpoint says so.",
-        PLAN: setting.planned,
+        PLAN: manifest.reasons.get(setting.option, setting.planned),
         DEFAULT: "It is the default.",
     }
     return sentences.get(by, "The artifact does not record who decided it; a new build does.")

@@ -80,6 +80,7 @@ class Plan:
         expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
         pictures, videos: how they are prepared; None in a build that takes none.
         decided_by: who decided each setting; plans that differ in nothing else are equal.
+        reasons: sentences with the figures by which the plan decided settings, by their options (tools/builder/answers.py).
     """
 
     options: Options = field(compare=False, repr=False)
@@ -103,6 +104,7 @@ class Plan:
     pictures: PictureProcessor | None = None
     videos: VideoProcessor | None = None
     decided_by: Decided = field(default=(), compare=False)
+    reasons: Decided = field(default=(), compare=False)
 
     def noted(self, *notes: str | None) -> Plan:
         """The plan with further notes; None is none."""

@@ -102,7 +102,12 @@ def check_before_lowering(plan: Plan, manifest: Manifest) -> None:
     """
     if not rank_memory(plan, manifest, ()).fits:
         # The advice must leave room for activations, so the largest graphs are partitioned to know them.
-        rank_memory(plan, manifest, _largest_partitioned(plan)).check()
+        partitioned_memory(plan).check()
+
+
+def partitioned_memory(plan: Plan) -> memory.MemoryPlan:
+    """The memory plan of one rank before anything is lowered, with the largest bucket of each kind as far as partitioning tells."""
+    return rank_memory(plan, programs.leaves(plan.model, plan.limits, plan.dtype), _largest_partitioned(plan))
 
 
 def _largest_partitioned(plan: Plan) -> list[GraphEntry]:

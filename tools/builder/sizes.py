@@ -97,8 +97,8 @@ def _default_prefill(plan: Plan) -> tuple[PrefillSize, ...]:
 def choose_checkpoint_slots(plan: Plan) -> Plan:
     """The plan with state slots for the states after prefixes that a server keeps (runtime/scheduler/checkpoints.py).
 
-    By default there is one for each request in flight, on this machine; a deployment has those that its shared prefix needs, and memory
-    of NPUs is otherwise planned by whoever builds for them. Slots of requests that are not in flight serve too.
+    By default there is one for each request in flight, on this machine; a deployment has those that its shared prefix needs, and a build
+    for NPUs those that memory has room for (answers.py). Slots of requests that are not in flight serve too.
 
     Raises:
         SpecError: slots for a model without recurrent states.

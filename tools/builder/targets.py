@@ -27,8 +27,8 @@ class Target:
         state_dtype: of recurrent states.
         max_npus: most ranks of a mesh.
         page_size: P, tokens per KV page that the attention kernel wants.
-        buckets, max_model_len, prefill, max_logprobs, structured_outputs, logit_adjustments: defaults of a build, which
-            tools/builder/defaults.py fits to this machine's memory. Chunks longer than the context are cut to it.
+        buckets, max_model_len, prefill, max_logprobs, structured_outputs, logit_adjustments: defaults of a plan, which
+            tools/builder/defaults.py fits to this machine's memory and answers.py to NPUs. Chunks longer than the context are cut to it.
         npu: nameplate of the NPU; None for CPUs.
         cann: release of CANN that graphs are lowered for unless a build names another.
         local: whether it is the machine of this process. Its artifacts have weights, and an eager reference of every bucket, which runs
@@ -119,7 +119,7 @@ def _of(npu: Npu, name: str, max_npus: int) -> Target:
         max_model_len=4096,
         # A short prompt takes the smaller one.
         prefill=(PrefillSize(128), PrefillSize(2048)),
-        # Graphs are static: with log probabilities, every step would compute them for every row.
+        # Graphs are static: every step would compute these for every row, so a build takes them where they are cheap (answers.py).
         max_logprobs=0,
         logit_adjustments=0,
         npu=npu,

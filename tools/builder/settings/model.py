@@ -170,7 +170,7 @@ FAMILY = Setting(
 )
 LOGPROBS = Setting(
     "max-logprobs",
-    "Most likely tokens whose log probabilities a request may ask for.  [default: 20, for NPUs 0]",
+    "Most likely tokens whose log probabilities a request may ask for.  [default: 20, for NPUs where steps take at most 2 % longer]",
     lambda plan: plan.max_logprobs,
     legal=(0, MAX_LOGPROBS),
     read=int,
@@ -193,7 +193,7 @@ STRUCTURED_OUTPUTS = Setting(
 LOGIT_ADJUSTMENTS = Setting(
     "logit-adjustments",
     "Biases and penalties of one step, of one dp group; a request may have one of each, and the others wait a step.  "
-    "[default: 8, for NPUs 0]",
+    "[default: 8, for NPUs where steps take at most 2 % longer]",
     lambda plan: plan.limits.logit_adjustments,
     legal=(0, None),
     read=int,

@@ -48,7 +48,8 @@ def _of_kind(plan: Any, mark: str) -> list[Any]:
 
 def _encode_argument(sizes: list[EncodeSize], plan: Any) -> str:
     """Sizes, and that there are none where a build would choose some."""
-    return format_encode(sizes) if sizes or (plan.target.local and plan.source.has_tower()) else ""
+    chooses = plan.source.has_tower() if plan.target.local else plan.deployment and plan.source.tower and plan.phase != "decode"
+    return format_encode(sizes) if sizes or chooses else ""
 
 
 def _limit(plan: Any, otherwise: str) -> str:
@@ -98,7 +99,7 @@ ENCODE = Setting(
     "encode",
     "Encode sizes, for pictures: patches of one segment (a picture, or two frames), or PATCHESxSEGMENTS (of one dp group), e.g. "
     f"256x4,1024; none takes no pictures.  [default: {format_encode(DEFAULT_ENCODE)} for a checkpoint with a vision tower on this machine, "
-    "else none]",
+    "and for deployments that take pictures, else none]",
     lambda plan: _encode_argument([EncodeSize(b.q_len, b.batch) for b in _of_kind(plan, "tower")], plan),
     read=parse_encode,
     extra={"metavar": "LIST"},
@@ -116,7 +117,7 @@ LANGUAGE_MODEL_ONLY = Setting(
 )
 MAX_MODEL_LEN = Setting(
     "max-model-len",
-    "Longest request in tokens, prompt and output.  [default: for NPUs at most 4096, on this machine what the model and memory take]",
+    "Longest request in tokens, prompt and output.  [default: what the model and memory take, or the deployment's]",
     lambda plan: "" if plan.published else plan.limits.max_model_len,
     legal=(1, None),
     read=int,
@@ -167,7 +168,8 @@ KV_CACHE_MEMORY = Setting(
 )
 CHECKPOINT_SLOTS = Setting(
     "checkpoint-slots",
-    "Recurrent states kept for later prompts, per dp group, beside those of requests.  [default: --max-num-seqs, for NPUs 0]",
+    "Recurrent states kept for later prompts, per dp group, beside those of requests.  [default: --max-num-seqs, for NPUs as many of "
+    f"those as memory has room for, {_OR_ROW}",
     lambda plan: plan.own_checkpoint_slots,
     legal=(0, None),
     read=int,

@@ -1,0 +1,128 @@
+"""tools/builder/answers.py: defaults of builds for NPUs, each with the figure that decided it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import tiny
+
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.tools.builder import answers
+from npucompile.tools.builder.explanation import explanation
+from npucompile.tools.builder.plan import Options, plan
+from npucompile.tools.builder.rank_memory import partitioned_memory
+from npucompile.tools.commands import build
+from npucompile.tools.inspection.cost import step_cost
+
+ROW = "qwen35-397b-a3x8-in3k5-out1k5-50ms"
+
+
+def unpriced(model: str, path: Path, **options: Any) -> Any:
+    """The answered plan of a build of two NPUs that lowers nothing."""
+    return answers.answer(plan(Options(model, target="ascend-a3", mesh="tp=2", backend="null", **options)), path)
+
+
+def asked(arguments: tuple[str, ...]) -> Options:
+    """What `npucompile build` reads of arguments."""
+    params = build.command.make_context("build", list(arguments)).params
+    return Options(**{name: params[name] for name in Options.__dataclass_fields__})
+
+
+def test_a_small_model_has_its_whole_context_and_a_large_one_what_memory_takes(tmp_path: Path) -> None:
+    """By the memory plan with graphs: what was chosen fits beside the spare part, and twice of it does not."""
+    small = unpriced("qwen3-0.6b", tmp_path, buckets=(1, 4))
+    assert small.limits.max_model_len == small.source.max_position_embeddings == 40960
+    large = unpriced("qwen3.5-27b", tmp_path, buckets=(1, 16))
+    length, states = large.limits.max_model_len, large.limits.checkpoint_slots
+    assert length.bit_count() == 1
+    assert 4096 < length < large.source.max_position_embeddings
+    assert (large.limits.num_pages - 1, states) == (16 * length // 128, 16)
+    for context, fits in ((length, True), (2 * length, False)):
+        found = partitioned_memory(plan(replace(large.options, max_model_len=context)))
+        assert (found.total_bytes <= found.limit_bytes - found.limit_bytes // answers.SPARE) is fits
+    note = next(note for note in large.notes if note.startswith(f"max-model-len {length}: 16 requests of {length} tokens take "))
+    assert note.endswith("the model takes 262144. (--max-model-len to change)")
+
+
+def test_what_options_say_stays(tmp_path: Path) -> None:
+    made = unpriced("qwen3.5-0.8b", tmp_path, buckets=(2,), max_model_len=8192)
+    assert (made.limits.max_model_len, made.limits.checkpoint_slots, list(dict(made.reasons))) == (8192, 2, ["checkpoint-slots"])
+    asked = {"max_model_len": 8192, "checkpoint_slots": 0}
+    assert unpriced("qwen3.5-0.8b", tmp_path, buckets=(2,), **asked) == plan(
+        Options("qwen3.5-0.8b", target="ascend-a3", mesh="tp=2", backend="null", buckets=(2,), **asked)
+    )
+    bounded = unpriced("qwen3-0.6b", tmp_path, buckets=(2,), max_total_tokens=6144)
+    assert (bounded.limits.max_model_len, bounded.limits.num_pages, bounded.reasons) == (4096, 49, ())
+    here = plan(Options("qwen3-0.6b", backend="null"))
+    assert answers.answer(here, tmp_path) is here
+
+
+def test_where_not_even_the_default_leaves_a_spare_part_states_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "SPARE", 1)
+    made = unpriced("qwen3.5-0.8b", tmp_path, buckets=(2,))
+    assert (made.limits.max_model_len, made.limits.checkpoint_slots) == (4096, 0)
+
+
+def test_a_deployment_keeps_its_sizes_and_takes_its_pictures(tmp_path: Path) -> None:
+    options = Options("qwen3.5-397b", deployment=ROW, backend="null")
+    row = plan(options)
+    made = answers.answer(row, tmp_path)
+    assert made.limits == replace(row.limits, picture_rows=made.limits.picture_rows)
+    assert [bucket.name for bucket in made.buckets[:3]] == ["encode-b1-q256", "encode-b1-q1024", "encode-b1-q4096"]
+    assert made.buckets[3:] == row.buckets
+    assert (dict(made.decided_by)["encode"], dict(made.decided_by)["max-model-len"]) == ("plan", "row")
+    assert ROW in dict(made.reasons)["encode"]
+    assert not any("text alone" in note for note in made.notes)
+    text = plan(replace(options, language_model_only=True))
+    assert answers.answer(text, tmp_path) == text
+    for each in (made, text):
+        repeated = answers.answer(plan(asked(each.arguments)), tmp_path)
+        assert (repeated.buckets, repeated.reasons, repeated.arguments) == (each.buckets, each.reasons, each.arguments)
+    split = plan(Options("qwen3.5-397b", deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="decode", backend="null"))
+    assert answers.answer(split, tmp_path) == split
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", **tiny.NPU_SIZES)
+
+
+@pytest.mark.parametrize(("most", "counts"), [(10.0, (20, 8)), (0.0, (0, 0))])
+def test_answers_are_taken_where_they_are_cheap(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, most: float, counts: tuple[int, int]
+) -> None:
+    """The figure is that of `inspect --cost` of two artifacts, with the answer and without it."""
+    monkeypatch.setattr(answers, "MOST_SHARE", most)
+    options = Options(str(checkpoint), target="ascend-a3", mesh="tp=2", buckets=(1, 2), prefill=(tiny.PrefillSize(16),), max_model_len=256)
+    made = answers.answer(plan(options), tmp_path / "cache")
+    assert (made.max_logprobs, made.limits.logit_adjustments) == counts
+    costs = {}
+    for count in (0, 20):
+        out = tmp_path / str(count)
+        tiny.built(plan(replace(made.options, max_logprobs=count, logit_adjustments=0)), out)
+        artifact = Artifact.open(out)
+        costs[count] = step_cost(artifact, next(entry for entry in artifact.manifest.graphs if entry.bucket.name == "decode-b2-q4")).step_ms
+    reason = dict(made.reasons)["max-logprobs"]
+    assert f" {costs[20] / costs[0] - 1:.2%} of the {costs[0]:.1f} ms of decode-b2-q4" in reason
+    assert ("would cost" in reason) is (most == 0.0)
+
+
+def test_a_build_says_what_it_chose_and_explain_says_why(tmp_path: Path, checkpoint: Path) -> None:
+    words = ["build", checkpoint, "--target", "ascend-a3", "--mesh", "tp=2", "--buckets", "1", "--prefill", "16", "--precompile", "none"]
+    result = tiny.cli(tmp_path, *words, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    manifest = Artifact.open(tmp_path / "out").manifest
+    assert set(manifest.reasons) == {"checkpoint-slots", "max-logprobs", "logit-adjustments"}
+    explained = {setting.name: setting for setting in explanation(manifest)}
+    for name, why in manifest.reasons.items():
+        assert re.search(rf"  {name} \d+: {re.escape(why)} \(--{name} to change\)", result.stderr)
+        assert explained.get(name) is None or (explained[name].by, explained[name].why) == ("plan", why)
+    assert explained["checkpoint-slots"].value == "1"
+    # Its arguments lead to the same plan, for the same reasons.
+    repeated = answers.answer(plan(asked(manifest.build_arguments)), tmp_path)
+    assert (repeated.limits, repeated.arguments) == (manifest.limits, manifest.build_arguments)
+    assert (dict(repeated.decided_by), dict(repeated.reasons)) == (manifest.decided_by, manifest.reasons)
