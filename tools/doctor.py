@@ -21,6 +21,7 @@ from ..lowering.backends.inductor.aoti import compiler
 from ..lowering.platform import Platform
 from .bench.machine import CPUINFO, cpu_model
 from .heap import available_bytes
+from .host import HostFinding
 
 MEMINFO, DEVICES = Path("/proc/meminfo"), Path("/dev")
 NEEDED_MEMORY_BYTES = 2 * 2**30
@@ -98,6 +99,11 @@ def inventory_of(environment: Environment) -> list[Finding]:
     there = [chip for chip in CHIPS if (home / inventory.TBE / "kernel" / chip).is_dir()]
     items = inventory.inventory(home, environment, [Platform(chip) for chip in there or CHIPS], installed().get("torch_npu", ""))
     return [Finding(item.name, ABSENT if item.advice else OK, item.found, "npu", item.advice) for item in items]
+
+
+def of_host(findings: Sequence[HostFinding]) -> list[Finding]:
+    """Settings of the kernel as findings: any will do, those that are advised are faster on NPUs."""
+    return [Finding(found.name, ABSENT if found.advice else OK, found.found, "npu", found.advice) for found in findings]
 
 
 def healthy(findings: Sequence[Finding]) -> bool:

@@ -9,7 +9,8 @@ from dataclasses import asdict
 import click
 
 from ..cli import Home
-from ..doctor import Finding, examine, healthy, inventory_of, verdict
+from ..doctor import Finding, examine, healthy, inventory_of, of_host, verdict
+from ..host import HostFinding, read_host
 
 
 @click.command("doctor")
@@ -19,16 +20,17 @@ def command(ctx: click.Context, as_json: bool) -> None:
     """Say what this machine can build and run, and what to install for the rest; fails when it cannot serve on its CPU.
 
     Where ASCEND_HOME_PATH names a CANN, its inventory is taken too: what its compiler imports, kernels of each chip, vendors that
-    redefine operators, and its tables of operators beside those that graphs are checked against. No device is opened.
+    redefine operators, and its tables of operators beside those that graphs are checked against. No device is opened. What the kernel is
+    set to is shown beside what guides for NPUs set; nothing of it keeps a machine from building or serving.
     """
     home: Home = ctx.obj
-    findings, stock = examine(home.environment), inventory_of(home.environment)
+    findings, stock, host = examine(home.environment), inventory_of(home.environment), read_host()
     if as_json:
-        click.echo(
-            json.dumps({"healthy": healthy(findings), "checks": [*map(asdict, findings)], "inventory": [*map(asdict, stock)]}, indent=1)
-        )
+        parts: dict[str, Sequence[Finding | HostFinding]] = {"checks": findings, "inventory": stock, "host": host}
+        listed = {name: [asdict(each) for each in part] for name, part in parts.items()}
+        click.echo(json.dumps({"healthy": healthy(findings), **listed}, indent=1))
     else:
-        click.echo("\n".join([*table([*findings, *stock]), "", *verdict([*findings, *stock])]))
+        click.echo("\n".join([*table([*findings, *stock, *of_host(host)]), "", *verdict([*findings, *stock])]))
     if not healthy(findings):
         ctx.exit(1)
 

@@ -30,6 +30,7 @@ from ...server.telemetry.tracing import Tracing
 from ..builder.settings.model import FAMILY
 from ..cli import Home
 from ..progress import Progress
+from ..ranks.binding import bound
 from ..ranks.environment import applied
 from ..ranks.executors import settled
 from ..ranks.launch import ABORT_S, exit_after, open_named_artifact, opened_ranks, run_rank
@@ -75,6 +76,7 @@ def command(
     join_timeout: float,
     step_timeout: float | None,
     itl_target: float | None,
+    cpu_binding: bool,
     device: str,
     checkpoint: Path | None,
     family: str | None,
@@ -116,6 +118,8 @@ def command(
     if config and config.rank:
         artifact = open_named_artifact(home, artifact_or_model, config.local_rank)
         settings, progress = settled(artifact, settings), Progress(quiet=config.local_rank > 0)
+        if cpu_binding:
+            settings = bound(settings, config.local_world_size, home.environment, progress)
         home = applied(home, artifact, settings, progress, address).with_variables(transfer_variables(transfer_port, artifact))
         run_rank(artifact, config, settings, home.environment, progress)
         return
@@ -152,6 +156,9 @@ def command(
         if packages and (reason := unpacking.problem(home.temporary, unpacked)):
             raise LoweringError(reason)
         settings = settled(artifact, settings)
+        if cpu_binding:
+            ranks = config.local_world_size if config else Mesh.parse(artifact.manifest.mesh).size
+            settings = bound(settings, ranks, home.environment, progress)
         artifact, pairing = with_texts_of(artifact, checkpoint), pairing.settled(artifact, settings.device, checkpoint)
         home = applied(home, artifact, settings, progress, address).with_variables(transfer_variables(transfer_port, artifact))
         engines: list[Engine | EngineGroups] = []

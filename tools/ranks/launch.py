@@ -34,6 +34,7 @@ from ...runtime.executor import Executor
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
+from .binding import bind
 from .executors import RankPlace, check_weights, load_executor
 from .processes import EXIT_S, RankProcesses
 from .rank_settings import RankSettings
@@ -146,12 +147,14 @@ def lead_ranks(
     mesh = check_world_size(artifact, config)
     check_weights(artifact, settings)
     if mesh.size == 1:
+        bind(settings.cores, 0)
         yield None
         return
     config = config or RendezvousConfig(
         0, mesh.size, LOCALHOST, 0, mesh.size, settings.join_timeout_s, hosts_store=True, token=secrets.token_hex(16), starts_ranks=True
     )
     _divide_threads(settings, config.local_world_size)
+    bind(settings.cores, config.local_rank)
     with ExitStack() as stack:
         store = open_store(config)
         processes = RankProcesses()
@@ -231,6 +234,7 @@ def run_rank(
     progress = progress or Progress(quiet=True)
     mesh = check_world_size(artifact, config)
     _divide_threads(settings, config.local_world_size)
+    bind(settings.cores, config.local_rank)
     if not config.starts_ranks:
         _leave_signals_to_rank_0()
     check_weights(artifact, settings)

@@ -17,6 +17,9 @@ BeforeLoading = Callable[[Artifact, Device, int, Mapping[str, str]], object]
 OpenDevice = Callable[[str, int], Device]
 """Opens a device of that kind and number; ranks that are started get it pickled."""
 
+Cores = tuple[tuple[int, ...], ...]
+"""Cores of each rank of a machine, by its number there."""
+
 
 @dataclass(frozen=True)
 class RankSettings:
@@ -34,6 +37,7 @@ class RankSettings:
         ship_compiled: whether compiled graphs are kept in the artifact, in place of `cache`.
         open_device: opens the device of a rank, `lowering.device.open_device` but for devices with faults.
         host_address: of this machine, as the other machines reach it; None finds it by the route to them.
+        cores: that each rank of this machine is bound to, by its number there (binding.py); () binds none.
     """
 
     threads: int | None = None
@@ -47,6 +51,7 @@ class RankSettings:
     ship_compiled: bool = False
     host_address: str | None = None
     open_device: OpenDevice = open_device
+    cores: Cores = ()
 
     @property
     def step_limit_s(self) -> float:

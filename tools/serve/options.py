@@ -184,6 +184,8 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("api-servers", "Processes that speak with clients, beside the one that steps; 0 is none: one process does both. 1 pays "
                     "from some hundred streams on.", click.IntRange(0, 1), 0, same=("--api-server-count",), extra={"metavar": "N"}),
         ServeOption("threads", "CPU threads of a step on each rank.  [default: all cores, divided among ranks]", _COUNT),
+        ServeOption("cpu-binding", "Bind each rank to cores of the NUMA node of its device, or to an even part of all.",
+                    extra={"is_flag": True}),
         ServeOption("itl-target", "Most milliseconds between two tokens of a stream that prefill should leave.  [default: none]", _SECONDS,
                     extra={"metavar": "MS"}),
         ServeOption("step-timeout", "Most seconds of a step.  [default: 60; emulated: 1800]", click.FloatRange(1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from click.testing import CliRunner
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from npucompile.tools.cli import Home
 from npucompile.tools.commands import doctor
 from npucompile.tools.doctor import MISSING, OK, Finding
+from npucompile.tools.host import HostFinding, read_host
 
 FIT = [Finding("python", OK, "3.12.1", "cpu", ""), Finding("torch_npu extra", MISSING, "not installed", "ascend", "pip install it")]
 UNFIT = [*FIT, Finding("C++ compiler", MISSING, "none", "cpu", "install g++")]
@@ -49,3 +51,16 @@ def test_json_says_the_same(run, findings, status):
     last = {"name": findings[-1].name, "state": MISSING, "found": findings[-1].found}
     assert report["checks"][-1] == last | {"needed_for": findings[-1].needed_for, "advice": findings[-1].advice}
     assert report["inventory"] == []
+    assert [each["name"] for each in report["host"]] == [each.name for each in read_host()]
+
+
+def test_what_the_kernel_is_set_to_is_shown_and_keeps_nothing_from_running(run, monkeypatch):
+    asleep = HostFinding("vm.swappiness", "/proc/sys/vm/swappiness", "60", "0", "it swaps: sysctl -w vm.swappiness=0")
+    monkeypatch.setattr(doctor, "read_host", lambda: [asleep])
+    result = run(FIT)
+    lines = result.output.splitlines()
+    at = next(index for index, line in enumerate(lines) if "vm.swappiness  " in line)
+    assert (lines[at].split()[0], lines[at].split()[-1], lines[at + 1].strip()) == ("-", "60", asleep.advice)
+    assert result.exit_code == 0
+    assert not [line for line in lines if line.endswith(("yes", "no")) and "swappiness" in line]
+    assert json.loads(run(FIT, "--json").output)["host"] == [asdict(asleep)]

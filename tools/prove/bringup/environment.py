@@ -18,6 +18,7 @@ from ....lowering.ascend.toolchain.harness import ASSUMED_CANN, installed
 from ....lowering.device import Device
 from ....lowering.platform import Platform
 from ....lowering.toolchain import toolchain
+from ...host import read_host
 from ...ranks.environment import merged
 from .device_graph import Host
 from .results import ENVIRONMENT, Failure, Judgement
@@ -52,6 +53,7 @@ def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, 
         environment: of this process.
     """
     device, planned = host.device, merged(artifact.manifest.environment, environment)
+    host_settings = read_host()
     facts: dict[str, Any] = {
         "device": device.name,
         "device_version": device.version,
@@ -60,7 +62,8 @@ def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, 
         "driver": driver_version(DRIVER),
         "ranks": Mesh.parse(artifact.manifest.mesh).size,
         "environment": {name: environment.get(name, "") for name in artifact.manifest.environment},
-        "notes": list(planned.notes),
+        "notes": [*planned.notes, *(f"{found.name} is {found.found}; {found.advice}" for found in host_settings if found.advice)],
+        "host": {found.name: found.found for found in host_settings},
     }
     failures = []
     if planned.variables:

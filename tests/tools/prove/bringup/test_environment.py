@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npucompile.lowering.ascend.emulator.device import open_device
+from npucompile.tools.host import read_host
 from npucompile.tools.prove.bringup.device_graph import Host
 from npucompile.tools.prove.bringup.environment import cann_release, check_environment, driver_version
 
@@ -19,6 +20,10 @@ def test_versions_and_variables_are_facts(npu_artifact, planned, tmp_path):
     assert failures == []
     assert (facts["device"], facts["ranks"], facts["environment"]) == ("emulated:0", 1, planned)
     assert facts["built_with"]["torch_npu"]
+    assert facts["host"] == {each.name: each.found for each in read_host()}
+    assert {each.name for each in read_host() if each.advice} == {
+        name for name in facts["host"] for note in facts["notes"] if note.startswith(name)
+    }
 
 
 def test_an_older_cann_and_missing_variables_are_failures(npu_artifact, tmp_path):
