@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,10 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support import wheels
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("graphs", "models", "lowering", "runtime", "server", "tools")
-NOT_SOURCES = (".*", "__pycache__", "dist", "artifacts", "*.egg-info")
 
 # Run with -S, so that no .pth file of an editable install adds files that the wheel lacks.
 IMPORT_ALL = """
@@ -32,21 +31,12 @@ print(json.dumps({"files": files, "commands": commands, "versions": [npucompile.
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, unpacked; built from a copy of the tree, so that neither affects the other's build folder."""
+    """The wheel, unpacked."""
     place = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, place / "source", ignore=not_sources)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(place / "source")]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (file,) = place.glob("*.whl")
+    file = wheels.built(place)
     with zipfile.ZipFile(file) as archive:
         archive.extractall(place / "unpacked")
     return place / "unpacked"
-
-
-def not_sources(folder: str, names: list[str]) -> set[str]:
-    """Names that are not copied; `build` only at the root, since tools/builder is a package."""
-    return shutil.ignore_patterns(*NOT_SOURCES)(folder, names) | ({"build"} if Path(folder) == ROOT else set())
 
 
 def files_under(folder: Path) -> set[str]:
