@@ -89,14 +89,17 @@ def _fit(plan: Plan) -> Plan:
     left = f"of the {free / GIB:.1f} GiB that weights, workspace and a spare 1/{SPARE} leave of a rank"
     slots = max(min(requests, (free - pages * found.page_bytes) // found.slot_bytes), 0) if states else 0
     taken = f"They take {slots * found.slot_bytes / GIB:.1f} {left}, and there is at most one for each request in flight."
-    kept = [(CHECKPOINT_SLOTS, slots, taken)] if states else []
+    kept: list[Choice] = [(CHECKPOINT_SLOTS, slots, taken)] if states else []
     most = (free - slots * found.slot_bytes) // (requests * found.page_bytes) if found.page_bytes else 0
     for length in _lengths(plan, most) if longer else ():
         held = f"{requests} requests of {length} tokens take {requests * length // page * found.page_bytes / GIB:.1f} {left}"
         made = _again(plan, [*kept, (MAX_MODEL_LEN, length, f"{held}; the model takes {plan.source.max_position_embeddings}.")])
-        # Tables of pages grow with the context, and so do the values of some kernels.
-        if partitioned_memory(made).fits:
+        # Tables of pages grow with the context, and so do values of kernels; with little memory free, experts get fewer tokens at once.
+        if made.model.config.variant == plan.model.config.variant and partitioned_memory(made).fits:
             return made
+    if longer and found.page_bytes and limits.max_model_len + page <= plan.source.max_position_embeddings:
+        twice = f"twice of it for {requests} requests takes {2 * pages * found.page_bytes / GIB:.1f} {left}"
+        kept.append((MAX_MODEL_LEN, limits.max_model_len, f"It is the least: {twice}, beside what exchanges of experts take."))
     return _again(plan, kept)
 
 

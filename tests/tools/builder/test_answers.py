@@ -65,6 +65,7 @@ def test_where_not_even_the_default_leaves_a_spare_part_states_are_fewer(tmp_pat
     monkeypatch.setattr(answers, "SPARE", 1)
     made = unpriced("qwen3.5-0.8b", tmp_path, buckets=(2,))
     assert (made.limits.max_model_len, made.limits.checkpoint_slots) == (4096, 0)
+    assert dict(made.reasons)["max-model-len"].startswith("It is the least: twice of it for 2 requests takes ")
 
 
 def test_a_deployment_keeps_its_sizes_and_takes_its_pictures(tmp_path: Path) -> None:
