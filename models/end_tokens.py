@@ -11,6 +11,13 @@ from ..graphs.errors import ConfigError
 from .config import Fields, read_json
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+TIKTOKEN = "tiktoken.model"
+"""What Kimi's checkpoints have in place of the first."""
+
+
+def tokenizer_file(directory: Path) -> Path | None:
+    """The file of a checkpoint's tokenizer; None where it has none."""
+    return next((file for name in (TOKENIZER, TIKTOKEN) if (file := directory / name).is_file()), None)
 
 
 def end_tokens(directory: Path, values: Mapping[str, Any]) -> dict[int, tuple[str, ...]]:
@@ -71,22 +78,22 @@ def special_token(directory: Path, name: str) -> str | None:
 
 
 def token_ids(directory: Path) -> Mapping[str, int]:
-    """Ids of a tokenizer.json by text, added tokens before those of the vocabulary, those of files beside it too; empty without a file.
+    """Ids of tokens by text: of a tokenizer.json, added ones before those of its vocabulary, and those of files beside a tokenizer.
 
     Raises:
         ConfigError: a file is no JSON object.
     """
     path, config, added = directory / TOKENIZER, directory / TOKENIZER_CONFIG, directory / "added_tokens.json"
-    if not path.is_file():
+    if tokenizer_file(directory) is None:
         return {}
-    stat = path.stat()
     beside = read_json(added) if added.is_file() else {}
     decoder = read_json(config).get("added_tokens_decoder") if config.is_file() else None
     if isinstance(decoder, Mapping):
         beside = {
             str(token.get("content")): int(place) for place, token in decoder.items() if isinstance(token, Mapping) and place.isdecimal()
         }
-    return {**_token_ids(path.resolve(), stat.st_mtime_ns, stat.st_size), **{k: v for k, v in beside.items() if type(v) is int}}
+    own = _token_ids(path.resolve(), (stat := path.stat()).st_mtime_ns, stat.st_size) if path.is_file() else {}
+    return {**own, **{k: v for k, v in beside.items() if type(v) is int}}
 
 
 @functools.lru_cache(maxsize=4)

@@ -21,7 +21,7 @@ from .config import Fields, read_json
 from .directories import dangling, missing, name_of
 from .draft_model import Config as WithDraftModel
 from .draft_model import DraftSource
-from .end_tokens import TOKENIZER, end_tokens, special_token
+from .end_tokens import end_tokens, special_token, tokenizer_file
 from .family import Family
 from .family_file import FamilyFile, check_config
 from .presets import BUNDLED, PRESETS, TOWERS
@@ -53,7 +53,7 @@ class ModelSource:
         name: what users call it: the preset, or the directory's name.
         model: the family's functions with this configuration.
         checkpoint_dir: directory of the weights; None for a preset without weights.
-        tokenizer: its tokenizer.json, or None where there is none.
+        tokenizer: its tokenizer.json, or Kimi's tiktoken.model; None where there is neither.
         eos_ids: token ids that end a response, all that any file names (end_tokens.py); empty where none names any.
         text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`. Whether the head is the
             embedding is as the checkpoint stores it (tied_head.py).
@@ -239,16 +239,16 @@ def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:
 
 def _from_directory(name: str, directory: Path, family: FamilyFile | None) -> ModelSource:
     # A tokenizer or a file of defaults that is not there is left out; one that should be there is not.
-    if link := dangling(directory, ".json", ".jinja"):
+    if link := dangling(directory, ".json", ".jinja", ".model"):
         raise ConfigError(f"{link}: {missing(link)}")
     values = as_stored(read_json(directory / "config.json"), directory)
     model = from_config(name, values, str(directory / "config.json"), family)
-    file, ends = directory / TOKENIZER, end_tokens(directory, values)
+    ends = end_tokens(directory, values)
     return ModelSource(
         name=name,
         model=model,
         checkpoint_dir=directory,
-        tokenizer=file if file.is_file() else None,
+        tokenizer=tokenizer_file(directory),
         eos_ids=tuple(ends),
         eos_files=ends,
         text=_text(values),

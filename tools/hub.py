@@ -15,7 +15,7 @@ from ..graphs.paths import directory_named
 from ..models.directories import HUB_NAME, MODELSCOPE_DOT
 from .progress import Progress
 
-FACTS = ("*.json", "*.jinja")
+FACTS = ("*.json", "*.jinja", "tiktoken.model", "tokenization_kimi.py")
 """Files beside the weights that are read; the index of the weights is among them."""
 INDEX = "*.safetensors.index.json"
 WEIGHTS = ("model.safetensors", "quant_model_weight*.safetensors")

@@ -44,9 +44,31 @@ def add_tokens(tokenizer: Tokenizer, directory: Path) -> bool:
         if (found := tokenizer.token_to_id(token.content)) != place:
             raise ModelError(
                 f"{directory}: the token {token.content!r} is {place} where {DECODER} of {CONFIG}, or {ADDED}, adds it, and {found} behind "
-                f"the {tokenizer.get_vocab_size()} tokens of tokenizer.json; legal is a tokenizer.json that holds it"
+                f"the {tokenizer.get_vocab_size()} tokens of the tokenizer; legal is a tokenizer.json that holds it"
             )
     return _state(tokenizer) != before
+
+
+def tokens_by_id(directory: Path) -> dict[int, AddedToken]:
+    """Tokens by the ids that the files give them.
+
+    Raises:
+        ModelError: a file is malformed.
+    """
+    return _placed(directory, _read(directory / CONFIG))[0]
+
+
+def class_named(directory: Path) -> str:
+    """The class of the tokenizer, `MODULE.CLASS` where it is Python of the checkpoint; "" where no file names one.
+
+    Raises:
+        ModelError: a file is malformed.
+    """
+    config = _read(directory / CONFIG)
+    own = config["auto_map"].get("AutoTokenizer") if isinstance(config.get("auto_map"), Mapping) else None
+    named = own[0] if isinstance(own, list) and own else own
+    # Copies name the repository that has the Python: ORG/NAME--MODULE.CLASS.
+    return str(named or config.get("tokenizer_class") or "").rpartition("--")[2]
 
 
 def _placed(directory: Path, config: Mapping[str, Any]) -> tuple[dict[int, AddedToken], list[Any]]:

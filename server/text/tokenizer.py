@@ -13,6 +13,8 @@ from ...graphs.errors import ModelError
 from .added_tokens import add_tokens
 from .byte_text import ByteDetokenizer, TokenBytes, is_byte_level
 from .prompt_bound import chars_per_token
+from .tiktoken_file import FILE as TIKTOKEN
+from .tiktoken_file import read_tiktoken
 from .token_text import REPLACEMENT, TokenText, token_text
 
 UNFINISHED_CHARS = 3
@@ -40,7 +42,7 @@ class TextTokenizer:
 
     Attributes:
         library: the tokenizer as the library `tokenizers` has it.
-        added: whether it has tokens that files beside its own added.
+        added: whether it is more than its file is: that is no tokenizer.json, or others beside it added tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, added: bool = False) -> None:
@@ -54,17 +56,18 @@ class TextTokenizer:
 
     @staticmethod
     def load(path: Path) -> TextTokenizer:
-        """Reads `path`, a tokenizer.json or the directory that holds one, with the tokens that other files there add.
+        """Reads a tokenizer.json or Kimi's tiktoken.model, or the directory that holds one, with the tokens that other files there add.
 
         Raises:
             ModelError: there is none, or it is malformed, or another file contradicts it.
         """
-        file = path / "tokenizer.json" if path.is_dir() else path
+        files = [path / "tokenizer.json", path / TIKTOKEN] if path.is_dir() else [path]
+        file = next((file for file in files if file.is_file()), files[0])
         if not file.is_file():
-            raise ModelError(f"{file} does not exist; text needs a tokenizer.json")
+            raise ModelError(f"{file} does not exist; text needs a tokenizer.json, or a {TIKTOKEN} of Kimi's")
         try:
-            library = Tokenizer.from_file(str(file))
-            tokenizer = TextTokenizer(library, add_tokens(library, file.parent))
+            library = read_tiktoken(file) if file.name == TIKTOKEN else Tokenizer.from_file(str(file))
+            tokenizer = TextTokenizer(library, add_tokens(library, file.parent) or file.name == TIKTOKEN)
         except ModelError:
             raise
         except Exception as error:  # The library raises bare Exception for every malformed file.

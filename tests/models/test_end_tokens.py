@@ -41,11 +41,15 @@ def chat(eos, added=(), vocab=None):
             {"config": {}, "tokenizer": {}, "tokenizer_config": {"eos_token": "<x>", "added_tokens_decoder": {"7": {"content": "<x>"}}}},
             (7,),
         ),
+        (
+            {"config": {}, "tokenizer_config": {"eos_token": "<x>", "added_tokens_decoder": {"7": {"content": "<x>"}}}, "tiktoken": {}},
+            (7,),
+        ),
     ],
 )
 def test_every_end_token_that_any_file_names_ends_a_response(tmp_path, files, eos):
     for name, values in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+        (tmp_path / ("tiktoken.model" if name == "tiktoken" else f"{name}.json")).write_text(json.dumps(values))
     assert tuple(end_tokens(tmp_path, files["config"])) == eos
 
 

@@ -44,8 +44,8 @@ def sharded(tmp_path_factory, tiny_checkpoint):
     weight_map = {name: shard for shard, part in shards.items() for name in part}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (directory / "original").mkdir()
-    for unread in ("original/params.json", "consolidated.safetensors", "README.md", "model.gguf"):
-        (directory / unread).write_bytes(b"{}" * 1000)
+    for other in ("original/params.json", "consolidated.safetensors", "README.md", "model.gguf", "tiktoken.model", "tokenization_kimi.py"):
+        (directory / other).write_bytes(b"{}" * 1000)
     return directory
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...lowering.artifact.artifact import Artifact
 from ...models import registry
-from ...models.end_tokens import TOKENIZER
+from ...models.end_tokens import tokenizer_file
 from ...models.family_file import FamilyFile
 from ...server.text.tokenizer import TextTokenizer
 from ..ranks.weights import NO_DIGEST
@@ -24,8 +24,8 @@ def with_texts_of(artifact: Artifact, checkpoint: Path | None) -> Artifact:
     manifest = artifact.manifest
     if checkpoint is None:
         return artifact
-    file = checkpoint / TOKENIZER
-    tokenizer = str(file.resolve()) if file.is_file() else manifest.tokenizer
+    file = tokenizer_file(checkpoint)
+    tokenizer = str(file.resolve()) if file else manifest.tokenizer
     if manifest.source_digest != NO_DIGEST:
         return artifact if manifest.tokenizer else replaced(artifact, tokenizer=tokenizer)
     source = registry.find(checkpoint, FamilyFile.recorded(manifest.model))

@@ -69,7 +69,7 @@ def test_a_file_that_all_agree_with_is_stored_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"added_tokens": {"<x1>": 45}}, "the token '<x1>' is 45 where .*, and 41 behind the 42 tokens of tokenizer.json"),
+        ({"added_tokens": {"<x1>": 45}}, "the token '<x1>' is 45 where .*, and 41 behind the 42 tokens of the tokenizer"),
         ({"tokenizer_config": {"added_tokens_decoder": {"45": {"content": "<x1>"}}}}, "the token '<x1>' is 45"),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "<x1>"}}}}, "'x' is no id of a token"),
         ({"tokenizer_config": {"added_tokens_decoder": {"41": 5}}}, "tokenizer_config.json: 5 is no token"),

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.kimi_texts import write_tokenizer
+
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import registry
+from npucompile.models.end_tokens import TOKENIZER
 from npucompile.models.presets import BUNDLED
 from npucompile.tools.serve.api_settings import ApiSettings
-from npucompile.tools.serve.artifact_tokenizer import TOKENIZER, replaced, tokenizer_of, with_texts_of
+from npucompile.tools.serve.artifact_tokenizer import replaced, tokenizer_of, with_texts_of
 
 
 def test_an_artifact_has_its_own_tokenizer_or_that_of_a_checkpoint_or_none(tiny_artifact: Path, tmp_path: Path) -> None:
@@ -26,6 +29,10 @@ def test_an_artifact_has_its_own_tokenizer_or_that_of_a_checkpoint_or_none(tiny_
     other = tokenizer_of(with_texts_of(without, tmp_path))
     assert other is not None
     assert other.encode("light") == own.encode("light")
+    kimi = write_tokenizer(tmp_path / "kimi", 300)
+    converted = tokenizer_of(with_texts_of(without, tmp_path / "kimi"))
+    assert converted is not None
+    assert list(converted.encode("你好 light")) == kimi.encode("你好 light")
 
 
 def test_an_artifact_of_sizes_alone_has_the_ends_and_the_template_of_its_checkpoint(tiny_artifact: Path, tmp_path: Path) -> None:

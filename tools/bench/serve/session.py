@@ -135,9 +135,8 @@ def tokenizer_file(home: Home, name: str | None, model: str) -> Path:
     except NpucompileError:
         pass
     try:
-        directory = registry.find(wanted).checkpoint_dir
-        if directory and (directory / TOKENIZER).is_file():
-            return directory / TOKENIZER
+        if found := registry.find(wanted).tokenizer:
+            return found
     except ModelError:
         pass
     given = "--tokenizer is" if name else "the served model is"

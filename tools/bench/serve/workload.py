@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from ....graphs.errors import ModelError, SpecError
+from ....graphs.errors import SpecError
+from ....server.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,12 @@ class Vocabulary:
 
     @staticmethod
     def load(file: Path) -> Vocabulary:
-        """Reads a tokenizer.json.
+        """Reads a tokenizer.json, or Kimi's tiktoken.model.
 
         Raises:
             ModelError: it is none.
         """
-        try:
-            return Vocabulary(Tokenizer.from_file(str(file)))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{file} is not a tokenizer.json: {error}") from error
+        return Vocabulary(TextTokenizer.load(file).library)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text, with what the tokenizer adds around it."""
