@@ -94,7 +94,7 @@ class ParamReader:
     """Reads the parameters of a model from a checkpoint, in groups that are made from the same tensors on disk.
 
     Names may have the prefixes `model.`, `model.language_model.`, `language_model.model.` or none; a mixture of experts may be stored fused
-    (`experts.gate_up_proj`) or expert by expert (`experts.0.gate_proj.weight`); FP8 with block scales is read as floats. Tensors of
+    (`experts.gate_up_proj`) or expert by expert (`experts.0.gate_proj.weight`); FP8 with its scales is read as floats. Tensors of
     parts that `params` leaves out (vision tower, draft head) are not read, but a tensor of a layer that no parameter reads is an error.
 
     Args:

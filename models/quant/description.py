@@ -55,7 +55,7 @@ def canonical(name: str) -> str:
 
 
 def formats_in(directory: Path, *, decodes_only: bool = False) -> Formats | None:
-    """The formats of the matrices of a quantised checkpoint; None for one of floats, FP8 with block scales included.
+    """The formats of the matrices of a quantised checkpoint; None for one of floats, FP8 with its scales included.
 
     Args:
         decodes_only: whether the model only decodes, what others prefilled.

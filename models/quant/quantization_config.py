@@ -1,4 +1,4 @@
-"""Reads how a checkpoint is quantised from `quantization_config` of its config.json: compressed-tensors in int8 or int4, or FP8 blocks."""
+"""Reads how a checkpoint is quantised from `quantization_config` of its config.json: compressed-tensors, or FP8 blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from .well_formed import check_well_formed
 FIELD, COMPRESSED, FP8 = "quantization_config", "compressed-tensors", "fp8"
 METHODS = (COMPRESSED, FP8)
 
-_LAYOUTS = {"int-quantized": W8A8_DYNAMIC, "pack-quantized": W4A16}
+_LAYOUTS = {"int-quantized": W8A8_DYNAMIC, "pack-quantized": W4A16, "float-quantized": FP8}
 _STORED = {"weight": W8A8_DYNAMIC, "weight_packed": W4A16}
 """The last name of a tensor of integers -> the format of its matrix."""
+_FLOAT8 = "F8_E4M3"
 _NOT_LINEAR = ("embed_tokens",)
 """Last names of modules that have a matrix and are no linear layers, which compressed-tensors targets by their class."""
 
@@ -28,7 +29,7 @@ def forms_in(directory: Path) -> tuple[dict[str, str], int]:
     """Format of each matrix of a checkpoint whose config.json has a quantization_config; empty where it has none, or all are floats.
     And how many int4 weights of an output channel share a scale, 0 for all.
 
-    FP8 with a scale for each block reads as floats (models/block_scales.py), and so is not a format of a matrix.
+    FP8 with its scales reads as floats (models/block_scales.py), and so is not a format of a matrix.
 
     Raises:
         CheckpointError: naming the method, or the setting of it, that is not read here.
@@ -79,7 +80,7 @@ def _matrices(directory: Path) -> dict[str, str]:
         matrix, _, kind = name.rpartition(".")
         # Of a matrix that is there twice, the integers are what is read, and the floats are refused as what no parameter reads.
         if kind in _STORED and len(entry.shape) == 2 and forms.get(matrix, FLOAT) == FLOAT:
-            forms[matrix] = FLOAT if entry.dtype in DTYPES else _STORED[kind]
+            forms[matrix] = FLOAT if entry.dtype in DTYPES else FP8 if entry.dtype == _FLOAT8 else _STORED[kind]
     return forms
 
 
@@ -97,14 +98,18 @@ def _compressed(where: str, config: Mapping[str, Any], matrices: Mapping[str, st
         if layout not in _LAYOUTS:
             raise CheckpointError(f"{place}: format is {layout!r}; legal is {', '.join(_LAYOUTS)}")
         settings.check(place, group, settings.GROUP)
-        form, weights = _LAYOUTS[layout], group.get("weights") or {}
-        if form == W4A16:
+        form, weights, activations = _LAYOUTS[layout], group.get("weights") or {}, group.get("input_activations")
+        if form == FP8:
+            settings.check(f"{place}: weights", weights, settings.FLOAT8_WEIGHTS)
+            if activations:
+                settings.check(f"{place}: input_activations", activations, settings.FLOAT8_ACTIVATIONS)
+        elif form == W4A16:
             sizes.add(_group_size(f"{place}: weights", weights))
-            if group.get("input_activations"):
-                raise CheckpointError(f"{place}: input_activations is {group['input_activations']!r}; legal beside {layout} is null")
+            if activations:
+                raise CheckpointError(f"{place}: input_activations is {activations!r}; legal beside {layout} is null")
         else:
             settings.check(f"{place}: weights", weights, settings.INT8_WEIGHTS)
-            settings.check(f"{place}: input_activations", group.get("input_activations") or {}, settings.INT8_ACTIVATIONS)
+            settings.check(f"{place}: input_activations", activations or {}, settings.INT8_ACTIVATIONS)
         targets.setdefault(form, []).extend(group.get("targets") or [])
     if len(sizes) > 1:
         raise CheckpointError(f"{where}: int4 matrices have groups of {', '.join(map(str, sorted(sizes)))} weights; legal is one size")
@@ -112,7 +117,7 @@ def _compressed(where: str, config: Mapping[str, Any], matrices: Mapping[str, st
         if stored != FLOAT and (_matches(matrix, ignored) or not _matches(matrix, targets.get(stored, ()))):
             why = "ignore names it" if _matches(matrix, ignored) else "no group of that format targets it"
             raise CheckpointError(f"{where}: {matrix} is stored as {stored}, and {why}; legal is a matrix of floats, or a group for it")
-    return dict(matrices), next(iter(sizes), 0)
+    return {matrix: FLOAT if form == FP8 else form for matrix, form in matrices.items()}, next(iter(sizes), 0)
 
 
 def _group_size(where: str, weights: Mapping[str, Any]) -> int:

@@ -38,6 +38,16 @@ INT8_ACTIVATIONS: Known = {
     "actorder": _ABSENT,
     **_OF_TENSORS,
 }
+FLOAT8_WEIGHTS: Known = {
+    **INT8_WEIGHTS,
+    "type": ("float",),
+    "strategy": ("channel", "block"),
+    # Files of 2025 write both sides as one text.
+    "block_structure": (None, [BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"),
+}
+FLOAT8_ACTIVATIONS: Known = {**INT8_ACTIVATIONS, "type": ("float",), "strategy": ("token", "group"), "group_size": (None, -1, BLOCK)}
+"""Of activations that are rounded as they come, which weights that are read as floats need not be."""
+
 INT4_WEIGHTS: Known = {
     "actorder": (None, "weight", "static"),
     "num_bits": (4,),
@@ -77,7 +87,8 @@ SPARSITY: Known = {
 
 FP8: Known = {
     "quant_method": None,
-    "fmt": (None, "e4m3"),
+    # The second is MiniMax's.
+    "fmt": (None, "e4m3", "float8_e4m3fn"),
     "weight_block_size": ([BLOCK, BLOCK],),
     "activation_scheme": ("dynamic",),
     "dequantize": None,

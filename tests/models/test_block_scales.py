@@ -1,4 +1,4 @@
-"""models/block_scales.py: FP8 with a scale for each block reads as the floats it stands for, whole and in parts."""
+"""models/block_scales.py: FP8 with a scale for each block or channel reads as the floats it stands for, whole and in parts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from npucompile.models import checkpoint, registry, sharding_rules
 from npucompile.models.block_scales import BLOCK, with_block_scales
 from npucompile.models.deployed import CONTRACTED
 from npucompile.models.params import Param, Source
+from npucompile.models.quant.description import formats_in
 from npucompile.models.quant.formats import Formats
 from npucompile.models.safetensors_files import open_checkpoint
 from npucompile.models.slices import Shard
@@ -27,14 +28,15 @@ from npucompile.tools.quantize.forward import in_formats, logits
 
 N, K = 2 * BLOCK + 64, 3 * BLOCK - 1
 NAME = "model.layers.0.w.weight"
+FORM = fp8.Form()
 
 
-def written(directory: Path, scales: torch.Tensor | None, *lead: int) -> torch.Tensor:
+def written(directory: Path, scales: torch.Tensor | None, *lead: int, form: fp8.Form = FORM) -> torch.Tensor:
     """Writes a matrix [..., N, K] and its scales, if any; returns the values as float32."""
     values = torch.randn(*lead, N, K, generator=torch.Generator().manual_seed(0)).mul(100).to(torch.float8_e4m3fn)
-    tensors = {NAME: values} | ({} if scales is None else {f"{NAME}_scale_inv": scales})
+    tensors = {NAME: values} | ({} if scales is None else {NAME + form.suffix: scales})
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"quantization_config": fp8.CONFIG}))
+    (directory / "config.json").write_text(json.dumps({"quantization_config": form.config}))
     return values.float()
 
 
@@ -56,6 +58,17 @@ def test_every_value_is_multiplied_by_the_scale_of_its_block(tmp_path: Path, lea
         (slice(BLOCK - 1, BLOCK + 1), slice(5, 2 * BLOCK)),
         (slice(2 * BLOCK + 3, N), slice(K - 1, K)),
     ):
+        assert torch.equal(entry.read_slice([*inside, *part]), expected[(*inside, *part)])
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_every_value_is_multiplied_by_the_scale_of_its_channel(tmp_path: Path, lead: tuple[int, ...]) -> None:
+    scales = torch.rand(*lead, N, 1, generator=torch.Generator().manual_seed(1)).add(0.1).bfloat16()
+    expected = written(tmp_path, scales, *lead, form=fp8.FORMS["glm4"]) * scales.float()
+    (entry,) = with_block_scales(open_checkpoint(tmp_path)).tensors.values()
+    assert torch.equal(entry.read(), expected)
+    inside = [slice(1, 2)] * len(lead)
+    for part in ((slice(0, 1), slice(0, K)), (slice(BLOCK - 1, N), slice(5, 2 * BLOCK)), (slice(7, 9), slice(K - 1, K))):
         assert torch.equal(entry.read_slice([*inside, *part]), expected[(*inside, *part)])
 
 
@@ -89,6 +102,10 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, scales: torch.Tensor
         CheckpointError, match=rf"{NAME} is F8_E4M3 \[320, 383\] and {NAME}_scale_inv {found}; expected F32 or .* or F8_E8M0 \[3, 3\]"
     ):
         with_block_scales(open_checkpoint(tmp_path))
+    # One for a whole matrix is nothing that is read, by neither method.
+    written(tmp_path, torch.ones(1), form=fp8.FORMS["glm4"])
+    with pytest.raises(CheckpointError, match=r"_scale is F32 \[1\]; expected .* \[3, 3\], a .* or \[320, 1\], a scale for each output"):
+        with_block_scales(open_checkpoint(tmp_path))
 
 
 @pytest.fixture(params=list(fp8.MODELS))
@@ -96,8 +113,10 @@ def published(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[fp8.Publi
     return fp8.write(tmp_path / "fp8", request.param), tmp_path / "fp8"
 
 
-def test_logits_are_those_of_transformers_on_the_floats(published: tuple[fp8.Published, Path]) -> None:
-    made, directory = published
+@pytest.mark.parametrize("name", [*fp8.MODELS, *fp8.OTHERS])
+def test_logits_are_those_of_transformers_on_the_floats(tmp_path: Path, name: str) -> None:
+    made, directory = fp8.write(tmp_path, name), tmp_path
+    assert formats_in(directory) is None
     model = registry.find(directory).model
     loaded = checkpoint.load(checkpoint.open_checkpoint(directory), model.params(torch.float32))
     ids = made.random.prompt(40)
@@ -169,13 +188,17 @@ def block(size: int) -> dict[str, Any]:
         ({}, removed, rf"{MATRIX} is F8_E4M3 \[200, 152\] and {MATRIX}_scale_inv is nothing; expected F32 or .* or F8_E8M0 \[2, 2\]"),
         ({}, of_other_blocks, r"_scale_inv is F32 \[4, 3\]; expected F32 or .* \[2, 2\], a scale for each block of 128 by 128"),
         ({}, e5m2, rf"tensor {MATRIX} \(F8_E5M2; expected F32 or BF16 or F16 or F64\) has the wrong dtype"),
-        ({"quantization_config": None}, None, r"is F8_E4M3, and config.json has no quantization_config of quant_method 'fp8'"),
+        (
+            {"quantization_config": None},
+            None,
+            r"is F8_E4M3, and config.json has no quantization_config of quant_method 'fp8' or 'compressed-tensors'; legal is",
+        ),
         (
             {"quantization_config": {**fp8.CONFIG, "weight_block_size": [64, 64]}},
             None,
             r"weight_block_size is \[64, 64\]; legal is \[128, 128\]",
         ),
-        ({"quantization_config": {**fp8.CONFIG, "fmt": "e5m2"}}, None, r"fmt is 'e5m2'; legal is 'e4m3'"),
+        ({"quantization_config": {**fp8.CONFIG, "fmt": "e5m2"}}, None, r"fmt is 'e5m2'; legal is 'e4m3' or 'float8_e4m3fn'"),
     ],
 )
 def test_a_checkpoint_that_contradicts_itself_is_refused_by_name(tmp_path: Path, config: Any, change: Any, message: str) -> None:

@@ -1,11 +1,11 @@
-"""Checkpoints in FP8 with a scale for each block, as DeepSeek publishes them, of random models; the arithmetic is numpy's."""
+"""Checkpoints in FP8 as they are published, with a scale for each block or channel, of random models; the arithmetic is numpy's."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from support import oracle
 
 from npucompile.graphs import tree
 from npucompile.models.params import Param
+from npucompile.models.quant.description import canonical
 
 BLOCK, LARGEST = 128, 448.0
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
@@ -38,6 +39,69 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm": oracle.latent(4, **{**SIZES, **oracle.GLM, "index_topk_freq": 2, "index_skip_topk_offset": 1}),
     "v32": oracle.latent(2, **{**SIZES, **oracle.SPARSE, "rope_parameters": oracle.LATENT_YARN, "max_position_embeddings": 128}),
 }
+
+
+def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
+    """A `quantization_config` as llm-compressor writes it for the schemes FP8_DYNAMIC and FP8_BLOCK."""
+    common = {"num_bits": 8, "type": "float", "symmetric": True, "actorder": None, "block_structure": None, "group_size": None}
+    activations = {"strategy": "token"} if strategy == "channel" else {"strategy": "group", "group_size": BLOCK}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": strategy, "dynamic": False, "observer": "minmax", "observer_kwargs": {}, **weights},
+        "input_activations": {**common, "dynamic": True, "observer": None, **activations},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}, "kv_cache_scheme": None,
+        "ignore": ["lm_head", "re:.*mlp\\.gate$"], "quantization_status": "compressed", "global_compression_ratio": None,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the matrices of a checkpoint are stored.
+
+    Attributes:
+        config: its `quantization_config`.
+        suffix: what the names of scales have behind those of values.
+        dtype: of the scales; float8_e8m0fnu: powers of two, each in a byte (`scale_fmt` "ue8m0").
+        channel: whether output channels have a scale each, in place of blocks.
+        spelt: (part of a name as the publisher has it, as transformers has it).
+    """
+
+    config: dict[str, Any] = field(default_factory=lambda: CONFIG)
+    suffix: str = "_scale_inv"
+    dtype: torch.dtype = torch.float32
+    channel: bool = False
+    spelt: tuple[tuple[str, str], ...] = ()
+
+
+MINIMAX = (
+    ("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias"), ("block_sparse_moe", "mlp"),
+    (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
+)  # fmt: skip
+FORMS = {
+    "v32": Form(dtype=torch.float8_e8m0fnu),
+    "glm4": Form(compressed("channel"), "_scale", torch.bfloat16, channel=True),
+    "glm4-blocks": Form(compressed("block", block_structure=[BLOCK, BLOCK]), "_scale"),
+    "minimax": Form({**CONFIG, "fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+                    spelt=MINIMAX),
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("glm4", "glm4-blocks"), oracle.grouped(3, **{**SIZES, **oracle.GLM4})),
+    "minimax": oracle.plain(
+        2,
+        **{
+            **oracle.MINIMAX,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 20,
+            "hidden_size": 200,
+            "intermediate_size": 144,
+        },
+    ),
+}
+"""Models of other families, which are read in the same way."""
 STAYS = ("eh_proj", "weights_proj", "embed_tokens", "lm_head", "shared_head.head", "mlp.gate")
 """Ends of the names of matrices that are published in bfloat16."""
 
@@ -59,23 +123,21 @@ def rounded(values: np.ndarray) -> np.ndarray:
     return (nearest + 128 * np.signbit(values)).astype(np.uint8)
 
 
-def quantised(matrix: torch.Tensor, powers: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values [N, K] in FP8, scales of blocks, and the floats that they stand for.
-
-    Args:
-        powers: whether scales are powers of two, each in a byte (`scale_fmt` "ue8m0"); else they are float32.
-    """
+def quantised(matrix: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values [N, K] in FP8, scales of blocks, and the floats that they stand for."""
     floats = matrix.float().numpy()
-    blocks = tuple(-(-size // BLOCK) for size in floats.shape)
+    rows, columns = (1, floats.shape[1]) if form.channel else (BLOCK, BLOCK)
+    blocks = -(-floats.shape[0] // rows), -(-floats.shape[1] // columns)
     scales, codes = np.empty(blocks, np.float32), np.empty(floats.shape, np.uint8)
     table, stands = values_of_bytes().astype(np.float32), np.empty(floats.shape, np.float32)
     for i, j in np.ndindex(*blocks):
-        place = np.s_[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+        place = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
         scale = np.abs(floats[place]).max() / LARGEST
-        scales[i, j] = 2.0 ** np.ceil(np.log2(scale)) if powers else scale
+        exact = 2.0 ** np.ceil(np.log2(scale)) if form.dtype == torch.float8_e8m0fnu else scale
+        scales[i, j] = torch.tensor(exact, dtype=torch.float32).to(form.dtype).float()
         codes[place] = rounded(floats[place] / scales[i, j])
         stands[place] = np.where(codes[place] > 127, -1, 1) * table[codes[place] & 127] * scales[i, j]
-    stored = torch.from_numpy(scales).to(torch.float8_e8m0fnu if powers else torch.float32)
+    stored = torch.from_numpy(scales).to(form.dtype)
     return torch.from_numpy(codes).view(torch.float8_e4m3fn), stored, torch.from_numpy(stands)
 
 
@@ -100,22 +162,26 @@ class Published:
 
 @functools.cache
 def published(name: str) -> Published:
-    """One of MODELS; layers behind the last are the draft head, with copies of the embedding and of the head."""
-    random = oracle.with_head(oracle.build(MODELS[name]))
-    config, powers = random.model.config, name == "v32"
-    params = random.model.family.abstract_params(config, torch.float32)
+    """One of MODELS or OTHERS; layers behind the last are the draft head, with copies of the embedding and of the head."""
+    random, form = oracle.build((MODELS | OTHERS)[name]), FORMS.get(name, Form())
+    drafts = hasattr(random.model.config, "num_nextn_predict_layers")
+    random = oracle.with_head(random) if drafts else random
+    config = random.model.config
+    params = oracle.declared(random.model)
     behind = f"model.layers.{len(config.layer_kinds)}."
     tensors: dict[str, torch.Tensor] = {}
     floats: dict[str, torch.Tensor] = {}
     for source, weight in oracle.split(params, random.weights).items():
-        parts = [_stored(each, matrix, powers) for each, matrix in _apart(source, weight)]
+        parts = [_stored(each, matrix, form) for each, matrix in _apart(source, weight)]
         tensors |= {key: tensor for stored, _ in parts for key, tensor in stored.items()}
         floats[source] = torch.cat([stands for _, stands in parts]).view(weight.shape)
     with torch.no_grad():
         for key, parameter in random.theirs.state_dict().items():
-            parameter.copy_(floats[key])
+            parameter.copy_(floats[canonical(key)])
     copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-    tensors |= {behind + copy: tensors[own].clone() for copy, own in copies.items()}
+    tensors |= {behind + copy: tensors[own].clone() for copy, own in copies.items() if drafts}
+    for theirs, ours in form.spelt:
+        tensors = {key.replace(ours, theirs): tensor for key, tensor in tensors.items()}
     return Published(replace(random, weights={}), tensors, floats)
 
 
@@ -132,18 +198,18 @@ def _apart(source: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _stored(name: str, weight: torch.Tensor, powers: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _stored(name: str, weight: torch.Tensor, form: Form) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     if name.endswith("e_score_correction_bias"):
         return {name: weight.float()}, weight.float()
     if weight.dim() != 2 or name.removesuffix(".weight").endswith(STAYS):
         plain = weight.bfloat16().contiguous()
         return {name: plain}, plain.float()
-    values, scales, stands = quantised(weight, powers)
-    return {name: values, f"{name}_scale_inv": scales}, stands
+    values, scales, stands = quantised(weight, form)
+    return {name: values, name + form.suffix: scales}, stands
 
 
 def write(directory: Path, name: str, **config: Any) -> Published:
-    """Writes one of MODELS in two files: matrices in the first, and their scales and all else in the second.
+    """Writes one of MODELS or OTHERS in two files: matrices in the first, and their scales and all else in the second.
 
     Args:
         config: changes to its config.json.
@@ -155,7 +221,9 @@ def write(directory: Path, name: str, **config: Any) -> Published:
     for file in files:
         save_file({key: tensor for key, tensor in made.tensors.items() if places[key] == file}, directory / file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    values = {**made.random.values, "num_nextn_predict_layers": 1, "quantization_config": CONFIG, "torch_dtype": "bfloat16", **config}
+    heads = {"num_nextn_predict_layers": 1} if made.random.head else {}
+    form = {"quantization_config": FORMS.get(name, Form()).config}
+    values = {**made.random.values, **heads, **form, "torch_dtype": "bfloat16", **config}
     (directory / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
     return made
 

@@ -55,8 +55,7 @@ def command(
 ) -> None:
     """Quantise CHECKPOINT to int8 or int4: w8a8 and w4a8 in the layout of ModelSlim, w4a16 in that of compressed-tensors.
 
-    CHECKPOINT is a bundled model, or a directory or a hub's ORG/NAME with floats or with FP8 and a scale for each block, as DeepSeek
-    publishes.
+    CHECKPOINT is a bundled model, or a directory or a hub's ORG/NAME with floats or in FP8.
 
     Which matrices are quantised follows the recipe of the model's published checkpoints. What is written builds like any checkpoint,
     and serving stacks for NPUs read it. One matrix is in memory at a time; only --calibrate loads the whole model. The error of a

@@ -1,4 +1,4 @@
-"""Writes the quantised checkpoint of a float one, or of one in FP8 with block scales, matrix by matrix."""
+"""Writes the quantised checkpoint of a float one, or of one in FP8, matrix by matrix."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ...graphs import tree
 from ...graphs.errors import CheckpointError, SpecError
 from ...models.block_scales import BlockScaledEntry, with_block_scales
 from ...models.checkpoint import Checkpoint, open_checkpoint
-from ...models.quant.description import DESCRIPTION
+from ...models.quant.description import DESCRIPTION, formats_in
 from ...models.quant.formats import W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, matrix_name
-from ...models.quant.quantization_config import FIELD, FP8, method_in, settings_of
+from ...models.quant.quantization_config import FIELD, method_in, settings_of
 from ...models.registry import ModelSource, published_name
 from ...models.safetensors_files import DTYPES, STORED_DTYPES, TensorEntry
 from ...models.step import Model
@@ -65,7 +65,7 @@ def quantize(
     """Writes `out`, which appears whole or not at all; returns the error of each matrix, the worst first.
 
     Args:
-        source: a model with a checkpoint of floats, or of FP8 with block scales: their products are what is rounded, in float32.
+        source: a model with a checkpoint of floats, or of FP8 and scales: their products are what is rounded, in float32.
         out: does not exist, or is empty.
         shard_bytes: most bytes of a file.
 
@@ -108,13 +108,11 @@ def _open_float(source: ModelSource) -> Checkpoint:
         raise SpecError(f"{source.name} is a set of sizes without weights; legal is a checkpoint directory or a bundled model")
     if (directory / DESCRIPTION).exists():
         raise CheckpointError(f"{directory} is quantised already: it holds {DESCRIPTION}; legal is a float checkpoint")
-    config = settings_of(json.loads(source.text))
-    if config and config.get("quant_method") != FP8:
+    if method := method_in(directory) if formats_in(directory) else None:
         raise CheckpointError(
-            f"{directory} is quantised already: config.json has {FIELD} of quant_method {config.get('quant_method')!r}; "
-            f"legal are float checkpoints, and {FP8} with block scales"
+            f"{directory} is quantised already: config.json has {FIELD} of quant_method {method!r}; "
+            "legal are float checkpoints, and those in FP8"
         )
-    method_in(directory)
     return with_block_scales(open_checkpoint(directory))
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import modelslim
+from support.fp8 import compressed
 from transformers import AutoModelForCausalLM
 
 from npucompile.graphs import tree
@@ -98,7 +99,12 @@ def changed(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "bits": 4}, "quantization_config: quant_method is 'awq'; legal are compressed-tensors, fp8"),
         ({"bits": 4}, "quant_method is None; legal are"),
         ({**FP8, "weight_block_size": None}, r"weight_block_size is None; legal is \[128, 128\]"),
-        (changed(format="float-quantized"), "group_0: format is 'float-quantized'; legal is int-quantized, pack-quantized"),
+        (changed(format="naive-quantized"), "format is 'naive-quantized'; legal is int-quantized, pack-quantized, float-quantized"),
+        (changed(format="float-quantized"), "group_0: weights: type is 'int'; legal is 'float'"),
+        (compressed("tensor"), "group_0: weights: strategy is 'tensor'; legal is 'channel' or 'block'"),
+        (compressed("block", block_structure=[64, 64]), r"block_structure is \[64, 64\]; legal is \[128, 128\] or '128x128' or null"),
+        (compressed("channel", dynamic=True), "weights: dynamic is True; legal is False or null"),
+        (compressed("channel"), "is stored as w8a8_dynamic, and no group of that format targets it"),
         (changed(config_groups__group_0__weights__num_bits=4), "group_0: weights: num_bits is 4; legal is 8"),
         (changed(config_groups__group_0__weights__strategy="group"), "weights: strategy is 'group'; legal is 'channel'"),
         (changed(config_groups__group_0__weights__symmetric=False), "weights: symmetric is False; legal is True"),

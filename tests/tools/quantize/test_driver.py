@@ -99,14 +99,15 @@ FP8_SCHEMES = {
     "w8a8 of an indexer": ("deepseek-v3.2", {"scheme": "w8a8"}),
     "w4a8 of an indexer": ("deepseek-v3.2", {"scheme": "w4a8", "keep": ("*.layers.0.mlp.*",)}),
     "any": ("some-v3", {"scheme": "w4a8"}),
+    "w8a8 of a scale a channel": ("some-glm", {"scheme": "w8a8"}),
 }
 
 
 @pytest.mark.parametrize(("name", "settings"), FP8_SCHEMES.values(), ids=FP8_SCHEMES)
-def test_fp8_with_block_scales_becomes_what_its_floats_do(tmp_path, name, settings):
+def test_fp8_becomes_what_its_floats_do(tmp_path, name, settings):
     """The draft head, a layer behind the others, included; scales lie in another file than their matrices."""
-    sparse = name == "deepseek-v3.2"
-    made, source = fp8.write(tmp_path / name, "v32" if sparse else "v3"), registry.find(tmp_path / name)
+    kind = {"deepseek-v3.2": "v32", "some-glm": "glm4"}.get(name, "v3")
+    made, source = fp8.write(tmp_path / name, kind), registry.find(tmp_path / name)
     options = {"progress": QUIET, "shard_bytes": 100_000}
     errors = quantize(source, tmp_path / "out", Settings(**settings), **options)
     written, formats = registry.find(tmp_path / "out"), formats_in(tmp_path / "out")
@@ -323,8 +324,11 @@ def test_checkpoints_that_are_no_floats_are_refused(tmp_path):
     written = quantised.quantised(source, tmp_path / "out", "w8a8")
     with pytest.raises(CheckpointError, match=f"out is quantised already: it holds {DESCRIPTION}"):
         quantize(written, tmp_path / "again", Settings("w8a8"), QUIET)
+    packed = quantised.quantised(source, tmp_path / "packed", "w4a16", group=0)
+    with pytest.raises(CheckpointError, match=r"is quantised already: config\.json has quantization_config of quant_method 'compressed-"):
+        quantize(packed, tmp_path / "again", Settings("w8a8"), QUIET)
     for config, message in (
-        ({"quant_method": "compressed-tensors"}, "is quantised already: config.json has quantization_config of quant_method 'compressed-"),
+        ({"quant_method": "awq"}, "quant_method is 'awq'; legal are compressed-tensors, fp8"),
         ({"quant_method": "fp8"}, r"weight_block_size is None; legal is \[128, 128\]"),
     ):
         (tmp_path / "float" / "config.json").write_text(json.dumps(json.loads(source.text) | {"quantization_config": config}))

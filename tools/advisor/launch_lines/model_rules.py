@@ -66,13 +66,10 @@ def quantization(value: Any, context: Context) -> Verdict:
     if value in ("none", "None", "unquant"):
         return Verdict(UNNECESSARY, "weights stay as the checkpoint has them")
     if value == "fp8":
-        return Verdict(
-            REFUSED,
-            "nothing is computed in fp8: blocks of a DeepSeek checkpoint in FP8 are read as floats, which --quantization rounds",
-        )
+        return Verdict(REFUSED, "nothing is computed in fp8: checkpoints in FP8 are read as floats, which --quantization rounds")
     return Verdict(
         REFUSED,
-        f"{value} is not built; legal are checkpoints of ModelSlim, compressed-tensors (int8 and int4) and DeepSeek's FP8, and the schemes "
+        f"{value} is not built; legal are checkpoints of ModelSlim, compressed-tensors, and FP8 as DeepSeek has it, and the schemes "
         "of --quantization",
     )
 

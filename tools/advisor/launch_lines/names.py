@@ -12,14 +12,16 @@ _HUB = re.compile(r"models--.+?--([^/]+)/snapshots/[^/]+$")
 
 _BREAKS = re.compile(r"[^a-z0-9.]+")
 _SCHEME = re.compile(r"(?<![a-z0-9])(w[48]a8|w4a16)(?![0-9])")
-_READ = re.compile(r"(?:-(?:quantized\.)?(?:w8a8|w4a8|w4a16)(?:-dynamic)?(?:-[0-9])?|-fp8|-bf16|-mtp|-quarot|-ascend|-modelslim)*")
+_READ = re.compile(
+    r"(?:-(?:quantized\.)?(?:w8a8|w4a8|w4a16)(?:-dynamic)?(?:-[0-9])?|-fp8(?:-dynamic|-block)?|-bf16|-mtp|-quarot|-ascend|-modelslim)*"
+)
 """What a name may say behind that of the model: forms that builds read, and who wrote them."""
 
 _DRAFTS, _LORA = "a draft head, which --draft-model of build names beside its model", "an adapter; merge it into the checkpoint"
-_NUMBERS = "no form of weights that builds read: legal are floats, int8 and int4 of ModelSlim and compressed-tensors, and FP8 in blocks"
+_NUMBERS = "no form of weights that builds read: legal are floats, int8 and int4 of ModelSlim and compressed-tensors, and FP8"
 _UNREAD = {
     r"awq|gptq|gguf|ggml|i?q[1-8]-(?:k|[01s]|[a-z]{2,3})(?:-[a-z]+)?|auto-?round|exl[23]|hqq|aqlm|mlx|bnb": _NUMBERS,
-    r"nv-?fp4|mx-?fp[48]|fp4|nf4|int4|w4a4|w4afp8|w8a16|fp8-(?:dynamic|kv)|[2-8]-?bits?": _NUMBERS,
+    r"nv-?fp4|mx-?fp[48]|fp4|nf4|int4|w4a4|w4afp8|w8a16|fp8-kv|[2-8]-?bits?": _NUMBERS,
     r"eagle-?3?|nextn|medusa|dflash|speculators?": _DRAFTS,
     r"lora|adapters?": _LORA,
 }

@@ -12,7 +12,19 @@ from npucompile.tools.advisor.launch_lines.imported import import_text
 from npucompile.tools.advisor.launch_lines.names import named_scheme, preset_of, unread_form
 
 PUBLISHED = {name: preset for preset in registry.presets() for name in (preset, *NAMES.get(preset, ()))}
-READ = ("", "-W8A8", "-w4a8-mtp", "_w8a8_mtp_quarot", "-quantized.w4a16", "-FP8", "-W8A8-Dynamic", "-W8A8-3", "-bf16")
+READ = (
+    "",
+    "-W8A8",
+    "-w4a8-mtp",
+    "_w8a8_mtp_quarot",
+    "-quantized.w4a16",
+    "-FP8",
+    "-FP8-dynamic",
+    "-FP8-BLOCK",
+    "-W8A8-Dynamic",
+    "-W8A8-3",
+    "-bf16",
+)
 
 
 @given(st.sampled_from(sorted(PUBLISHED)), st.sampled_from(READ), st.sampled_from(("", "Qwen/", "/models/a b/", "$DIR/")))
@@ -58,7 +70,7 @@ def test_models_are_known_by_their_whole_name(path, preset):
         ("Qwen/Qwen3-32B-GPTQ-Int8", "gptq"),
         ("nvidia/Qwen3-32B-NVFP4", "nvfp4"),
         ("nvidia/DeepSeek-R1-FP4", "fp4"),
-        ("RedHatAI/Qwen3-32B-FP8-dynamic", "fp8-dynamic"),
+        ("nvidia/Qwen3-32B-FP8-KV", "fp8-kv"),
         ("unsloth/Qwen3-32B-GGUF:Q4_K_M", "gguf"),
         ("/models/Qwen3-32B-Q4_K_M.gguf", "q4-k-m"),
         ("unsloth/Qwen3-32B-bnb-4bit", "bnb"),
