@@ -44,12 +44,19 @@ class Image(Hinted):
     source: Source
 
 
+class ToolReference(Hinted):
+    """A tool that a client's search has found; it is among `tools` from then on."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
 class ToolResult(Hinted):
     """What a call came to."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Text | Image] = ""
+    content: str | list[Text | Image | ToolReference] = ""
     is_error: Annotated[Any, Ignored("models read it in the text")] = None
 
 

@@ -10,7 +10,7 @@ from ...graphs.errors import RequestError
 from ..openai.request_models import ChatRequest
 from ..requests.bodies import validate
 from ..requests.left_out import LeftOut
-from .bodies import CountRequest, Image, Message, MessagesRequest, Redacted, Source, Text, Thinking, ToolResult, ToolUse
+from .bodies import CountRequest, Image, Message, MessagesRequest, Redacted, Source, Text, Thinking, ToolReference, ToolResult, ToolUse
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -121,5 +121,8 @@ def _picture(source: Source) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _text(content: str | Sequence[Text | Image]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content if isinstance(block, Text))
+def _text(content: str | Sequence[Text | Image | ToolReference]) -> str:
+    if isinstance(content, str):
+        return content
+    # A tool that was found is said by its name; what it takes stands among the tools.
+    return "\n".join(block.text if isinstance(block, Text) else block.tool_name for block in content if not isinstance(block, Image))

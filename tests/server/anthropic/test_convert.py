@@ -74,3 +74,30 @@ def test_a_picture_is_a_url_of_its_bytes_and_no_assistant_has_one() -> None:
     assert body.messages[0].content[0].image_url.url.take() == "data:image/png;base64,AAAA"
     with pytest.raises(RequestError, match="legal are text, thinking and tool_use"):
         chat({"role": "user", "content": "x"}, {"role": "assistant", "content": [picture]})
+
+
+def test_what_claude_code_sends_is_a_chat() -> None:
+    """The fields of its requests (2.1.197, also with ENABLE_TOOL_SEARCH), each with a value that it has there."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    tools = [{"name": name, "description": f"does {name}", "input_schema": {"type": "object"}} for name in ("ToolSearch", "NotebookEdit")]
+    body = chat(
+        {"role": "user", "content": [{"type": "text", "text": "<system-reminder>today"}, {"type": "text", "text": "find it", **cached}]},
+        {"role": "system", "content": "Available agent types"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "tool_use", "id": "t1", "name": "ToolSearch", "input": {"query": "select:NotebookEdit", "max_results": 5}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", **cached, "content": [
+                {"type": "tool_reference", "tool_name": "NotebookEdit"}, {"type": "tool_reference", "tool_name": "WebSearch"},
+            ]},
+            {"type": "text", "text": "Tool loaded.", **cached},
+        ]},
+        system=[{"type": "text", "text": "You are an agent."}, {"type": "text", "text": "Be brief.", **cached}],
+        tools=[tools[0], {**tools[1], "defer_loading": True}], thinking={"type": "adaptive"}, output_config={"effort": "high"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, metadata={"user_id": "{}"}, stream=True,
+    )  # fmt: skip
+    assert [message["role"] for message in messages_of(body.messages)] == ["system", "user", "system", "assistant", "tool", "user"]
+    assert [message["content"] for message in messages_of(body.messages)][4:] == ["NotebookEdit\nWebSearch", "Tool loaded."]
+    assert [tool.function["function"]["name"] for tool in body.tools] == ["ToolSearch", "NotebookEdit"]
+    assert body.reasoning_effort == "high"
