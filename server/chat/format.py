@@ -21,6 +21,7 @@ from .call_ids import with_ids
 from .reply_grammar import INSIDE, MAYBE, Reply, check_choice
 from .reply_grammar import NONE as NOT_AT_ALL
 from .template import Chat, ChatTemplate, Message
+from .tool_declarations import declared
 
 AUTO, NONE = "auto", "none"
 
@@ -85,7 +86,7 @@ class ChatFormat:
             messages = [{**message, "role": SYSTEM} if message["role"] == DEVELOPER else message for message in messages]
         if self.tool_calls and (ids := call_formats.FORMATS[self.tool_calls].ids):
             messages = with_ids(messages, ids)
-        chat = replace(chat, messages=_placed(messages, self.template))
+        chat = declared(replace(chat, messages=_placed(messages, self.template)), self.template, self.tool_calls)
         try:
             return self.template.render(chat)
         except RequestError as error:
