@@ -10,6 +10,7 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ....lowering.ascend.emulator.interpreter import Interpreter
+from ....lowering.ascend.ge_file import GeFile
 from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
 from ....lowering.ascend.subgraph import Subgraph
 from ...agreement.compare import Deviations
@@ -38,6 +39,11 @@ class LayerCase:
     operands: list[torch.Tensor]
     fed: list[dict[int, torch.Tensor]] = field(default_factory=list)
     assumption = "one-session"
+
+    @property
+    def graph(self) -> GeFile:
+        """What is compiled."""
+        return self.part.ge_file
 
     def judge(self, host: Host) -> Judgement:
         """Runs all steps on both sides; compares results and state."""

@@ -12,6 +12,7 @@ from ....graphs.errors import LoweringError
 from ....graphs.types import Bucket, Mesh
 from ....lowering.ascend.emulator.ge_program import BORDER
 from ....lowering.ascend.emulator.interpreter import Interpreter
+from ....lowering.ascend.ge_file import GeFile
 from ....lowering.ascend.operators.call import GeOp, read
 from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
 from ....lowering.ascend.operators.trials import Trial
@@ -46,6 +47,11 @@ class OperatorCase:
     def name(self) -> str:
         """Where it is: `decode-b2-q4 layer00/MatMul (MatMul)`."""
         return f"{self.bucket.name} {self.op}"
+
+    @property
+    def graph(self) -> GeFile:
+        """What is compiled."""
+        return self.subgraph.ge_file
 
     @property
     def trial(self) -> Trial:

@@ -87,7 +87,9 @@ def _rung(rung: Mapping[str, Any]) -> str:
             for t in sorted(rung["timings"], key=lambda t: -t["seconds"])
         ]
         parts.append(_table(("", "shapes", "measured, us", "estimate, us", "ratio"), rows))
-        parts.append("<p>Measured from the launch until the device had finished, as the host sees it; estimates are nameplate figures.</p>")
+        parts.append(
+            "<p>Measured from the launch until the device had finished, as the host sees it; estimates are those of inspect --cost.</p>"
+        )
     if rung["left_out"]:
         listed = "\n".join(rung["left_out"])
         parts.append(f"<details><summary>left out: {len(rung['left_out'])}</summary><pre>{_text(listed)}</pre></details>")

@@ -65,7 +65,7 @@ class Timing:
         shapes: of its operands.
         seconds: from the launch until the device had finished, as the host sees it.
         moved_bytes: operands and results, each read or written once.
-        estimate_s: of the cost model; None where it has none.
+        estimate_s: of the cost model, or of an operator of a captured graph of its bytes; None where there is none.
     """
 
     what: str

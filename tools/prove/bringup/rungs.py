@@ -6,18 +6,22 @@ import functools
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ....lowering.artifact.artifact import Artifact
+from ....lowering.ascend.cost.estimate import estimate
+from ....lowering.ascend.cost.parameters import parameters
 from ....lowering.ascend.toolchain.harness import installed
+from ....lowering.platform import Platform
 from ....lowering.toolchain import toolchain
 from ....runtime.device_params import LoadParams
 from ....runtime.distributed.rendezvous import RendezvousConfig
 from ...builder.targets import target
-from ...inspection.views import roofline_of
+from ...inspection.cost import chip_of, step_cost
 from ...progress import Progress
 from ...ranks.executors import params_of
 from ...ranks.rank_settings import RankSettings
@@ -71,6 +75,7 @@ class Bringup:
 
     def __post_init__(self) -> None:
         self._mesh = Mesh.parse(self.artifact.manifest.mesh)
+        self._estimates = dict[str, float]()
 
     @property
     def results(self) -> list[RungResult]:
@@ -176,16 +181,27 @@ class Bringup:
             self._end(finding.rung)
 
     def _estimate(self, rung: str, timing: Timing) -> float | None:
-        npu = target(self.artifact.manifest.target).npu
+        manifest = self.artifact.manifest
         if rung in (OPERATORS, LAYERS):
-            return timing.moved_bytes / npu.hbm_bytes_per_s if npu else None
-        entry = next((entry for entry in self.artifact.manifest.graphs if entry.bucket.name == timing.what), None)
-        roofline = roofline_of(self.artifact.manifest, entry, self._mesh) if entry else None
-        return roofline.step_s if roofline else None
+            npu = target(manifest.target).npu
+            # Of an operator of a captured graph only its operands are known.
+            return self._estimates.get(timing.what) or (timing.moved_bytes / npu.hbm_bytes_per_s if npu else None)
+        entry = next((entry for entry in manifest.graphs if entry.bucket.name == timing.what), None)
+        return step_cost(self.artifact, entry).step_ms / 1e3 if entry else None
+
+    def _price(self, cases: Iterable[Case]) -> None:
+        """Estimates what the cases take, by the cost model of whole graphs."""
+        platform = Platform.of(self.artifact.manifest.platform)
+        speeds, context = parameters(chip_of(self.artifact.manifest)), self.artifact.manifest.limits.max_model_len // 2
+        for case in cases:
+            if isinstance(case, operators.OperatorCase | layers.LayerCase):
+                with suppress(LoweringError):
+                    self._estimates[case.name] = estimate(case.graph, speeds, self._mesh, context, platform).step_ms / 1e3
 
     def _judge(self, children: Children, rung: str, cases: Iterable[Case]) -> bool:
         """Has the cases of a rung judged that have not been, a batch after another; returns whether all of them were."""
         left = [case for case in cases if self.wanted.takes(rung, case.name) and case.name not in self.findings.judged(rung)]
+        self._price(left)
         with self.progress.bar(rung, len(left)) as bar:
             for first in range(0, len(left), BATCH):
                 batch = left[first : first + BATCH]

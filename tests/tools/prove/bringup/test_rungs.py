@@ -13,7 +13,9 @@ import pytest
 from support import faulty
 from support.faulty import Opens, OpensOnce, is_alone, is_layer, is_whole, lost_writes, wrong_results
 
+from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.ascend.emulator.fault import ABORTS, HANGS, KINDS, MEMORY, RAISES, Fault
+from npucompile.tools.inspection.cost import step_cost
 from npucompile.tools.prove.bringup import layers, rungs
 from npucompile.tools.prove.bringup.buckets import one_after_another
 from npucompile.tools.prove.bringup.findings import NAME
@@ -36,6 +38,12 @@ def test_a_device_without_a_fault_passes_every_rung_with_times_beside_estimates(
     assert by_name["operators"].facts["run"] == len(by_name["operators"].timings) > 100
     assert by_name["operators"].facts["run"] + len(by_name["operators"].left_out) == by_name["operators"].facts["distinct"]
     assert all(timing.estimate_s and timing.seconds > 0 for name in ("operators", "layers", "buckets") for timing in by_name[name].timings)
+    # As inspect --cost prices them: no kernel takes less than its launch.
+    kernels = [timing for timing in by_name["operators"].timings if "MatMul" in timing.what or "Norm" in timing.what]
+    assert kernels
+    assert all(timing.estimate_s > parameters("ascend910_93").launch_gap_s for timing in kernels)
+    priced = {entry.bucket.name: step_cost(npu_artifact, entry).step_ms / 1e3 for entry in npu_artifact.manifest.graphs}
+    assert {timing.what: timing.estimate_s for timing in by_name["buckets"].timings} == pytest.approx(priced)
     assert {timing.what for timing in by_name["buckets"].timings} == {"prefill-b1-q4", "decode-b2-q2", "decode-b4-q2"}
     assert by_name["buckets"].facts["rows"] > 10
     assert by_name["alternation"].facts["rows"] > 10
