@@ -55,3 +55,22 @@ def test_it_serves_what_one_device_computes(name, tmp_path):
     checked.check(PROMPTS, plain, drafted)
     checked.check(PROMPTS, handed, plain)
     assert checked.decided >= 8
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3.2"])
+@pytest.mark.short_cases("qwen3")
+def test_steps_of_several_widths_give_the_tokens_of_one(name, tmp_path):
+    """Of graphs that are captured, and of GE's with latents."""
+    case = CASES[name]
+    directory, options = checkpoints(case, tmp_path)
+    plan = planned(case, directory, options, case.mesh, draft_widths=(1, 2, 3))
+    tiny.built(plan, tmp_path / "artifact")
+    with served.emulated(Artifact.open(tmp_path / "artifact"), tmp_path / "cache") as executor:
+        drafted = complete(executor, PROMPTS, Sampling(), 16, frozenset())
+        plain = complete(executor, PROMPTS, Sampling(), 16, frozenset(), speculative_tokens=0)
+    ran = {bucket for completion in drafted for bucket, _ in completion.record.decode_steps}
+    assert ran == {"decode-b2-q1", "decode-b2-q2", "decode-b2-q3"}
+    checked = served.Checked(directory, "none", plan.model.config.variant.shards)
+    checked.check(PROMPTS, drafted, plain)
+    checked.check(PROMPTS, plain, drafted)
+    assert checked.decided >= 16

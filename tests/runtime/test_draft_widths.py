@@ -113,5 +113,5 @@ def test_a_build_says_which_widths_are_legal(tiny_checkpoint):
     plan = tiny.planned(tiny_checkpoint, draft_widths=WIDTHS)
     assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} == set(WIDTHS)
     assert ("--draft-widths", "1,2,4") in list(zip(plan.arguments, plan.arguments[1:], strict=False))
-    with pytest.raises(SpecError, match="legal on NPUs is 2"):
+    with pytest.raises(SpecError, match="has recurrent states, whose operators of NPUs take one width; legal is 2"):
         tiny.planned_device(tiny_checkpoint, draft_widths=(1, 2))

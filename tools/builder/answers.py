@@ -1,4 +1,4 @@
-"""Decides, for NPUs, what options leave open and graphs tell: pictures, context, states of prefixes, log probabilities, adjustments."""
+"""Decides, for NPUs, what options leave open and graphs tell: pictures, context, states of prefixes, draft widths, kinds of answers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ...graphs.types import Bucket
 from ...lowering.ascend.cost.estimate import estimate
 from ...lowering.ascend.cost.parameters import parameters
 from ...lowering.ascend.shipped import DECODERS
+from ...runtime.scheduler.draft_widths import CLEARLY
 from ..notation import DEFAULT_ENCODE
 from .decisions import changed, read_decided
 from .defaults import TYPICAL
@@ -21,7 +22,7 @@ from .plan import plan as planned
 from .planned import Plan
 from .pool import CompileJob, run
 from .rank_memory import partitioned_memory, planned_memory
-from .settings.model import LOGIT_ADJUSTMENTS, LOGPROBS
+from .settings.model import DRAFT_WIDTHS, LOGIT_ADJUSTMENTS, LOGPROBS, default_widths
 from .settings.record import PLAN, Setting
 from .settings.sizes import CHECKPOINT_SLOTS, ENCODE, MAX_MODEL_LEN
 from .settings.table import EXPLAINED
@@ -32,6 +33,9 @@ MOST_SHARE = 0.02
 
 SPARE = 16
 """One part in so many of a rank's memory is left to what only a device knows: fragments, and workspace of kernels beyond the allowance."""
+
+ACCEPTED = 0.5
+"""Share of drafts behind accepted ones, of the less easy texts: steps of published deployments give 1.7 to 3.2 tokens of four."""
 
 Choice = tuple[Setting, Any, str]
 """A setting, its value, and a sentence with the figure that decided it."""
@@ -48,7 +52,7 @@ def answer(plan: Plan, cache_dir: Path) -> Plan:
     """
     if plan.target.local or not plan.buckets:
         return plan
-    return _price(_fit(_take_pictures(_undecided(plan))), cache_dir)
+    return _price(_widen(_fit(_take_pictures(_undecided(plan))), cache_dir), cache_dir)
 
 
 def _undecided(plan: Plan) -> Plan:
@@ -56,7 +60,7 @@ def _undecided(plan: Plan) -> Plan:
     options = plan.options
     if not options.decided_by:
         return plan
-    by, sized = read_decided(options.decided_by), () if plan.deployment else (MAX_MODEL_LEN, CHECKPOINT_SLOTS)
+    by, sized = read_decided(options.decided_by), () if plan.deployment else (MAX_MODEL_LEN, CHECKPOINT_SLOTS, DRAFT_WIDTHS)
     settings = (*((ENCODE,) if options.encode else ()), *sized, LOGPROBS, LOGIT_ADJUSTMENTS)
     left_open: dict[str, Any] = {setting.name: None for setting in settings if by[setting.option] == PLAN}
     return planned(replace(options, **left_open))
@@ -112,6 +116,29 @@ def _lengths(plan: Plan, most: int) -> Iterable[int]:
     page, longest = plan.limits.page_size, plan.source.max_position_embeddings // plan.limits.page_size
     tried = [longest, *(1 << power for power in reversed(range(longest.bit_length())))] if plan.limits.num_pages > 1 else []
     return (pages * page for pages in tried if plan.limits.pages_per_request < pages <= min(most, longest))
+
+
+def _widen(plan: Plan, cache_dir: Path) -> Plan:
+    """Adds narrower decode steps that give more tokens in a ms than the widest at the largest batch, if drafts are accepted by `ACCEPTED`.
+
+    Which are run, a server decides (runtime/scheduler/draft_widths.py). A deployment decides its drafts itself.
+    """
+    decode = [bucket for bucket in plan.buckets if kind_of(bucket).decodes]
+    left_open = plan.options.draft_widths is None and not plan.deployment and not plan.has_states
+    if not (left_open and plan.limits.drafts and decode) or plan.backend not in DECODERS:
+        return plan
+    widest, most = decode[-1], decode[-1].q_len
+    ms = {most: _step_ms(plan, widest, cache_dir)}
+    for width in default_widths(True, plan.limits.drafts)[:-1]:
+        narrower = _again(plan, [(DRAFT_WIDTHS, (width, most), "")])
+        ms[width] = _step_ms(narrower, replace(widest, q_len=width), cache_dir)
+    tokens = {width: sum(ACCEPTED**place for place in range(width)) for width in ms}
+    chosen = tuple(width for width in sorted(ms) if width == most or tokens[width] / ms[width] > CLEARLY * tokens[most] / ms[most])
+    if len(chosen) == 1:
+        return plan
+    steps = ", ".join(f"a step of {width} {ms[width]:.1f} ms for {tokens[width]:.2f} tokens" for width in chosen)
+    why = f"By the cost model {widest.batch} requests take, with {ACCEPTED:.0%} of drafts accepted, {steps}."
+    return _again(plan, [(DRAFT_WIDTHS, chosen, why)])
 
 
 def _price(plan: Plan, cache_dir: Path) -> Plan:

@@ -12,7 +12,7 @@ from ...models.registry import ModelSource
 from ..notation import format_buckets
 from .deployments import Deployment, deployment
 from .instance import Instance
-from .planned import Options, Plan
+from .planned import Options, Plan, has_recurrent_states
 from .settings.model import default_widths
 
 
@@ -36,11 +36,11 @@ def choose_draft_model(requested: str | None, source: ModelSource, row: Deployme
     return with_draft_model(source, preset) if wanted and preset and source.checkpoint_dir is None else source
 
 
-def decode_widths(options: Options, instance: Instance, limits: Limits) -> tuple[int, ...]:
+def decode_widths(options: Options, source: ModelSource, instance: Instance, limits: Limits) -> tuple[int, ...]:
     """Tokens of a request that decode steps verify; a server takes those that give most (runtime/scheduler/draft_widths.py).
 
     Raises:
-        SpecError: widths that end elsewhere than at the last known token and all drafts, or several of an NPU.
+        SpecError: widths that end elsewhere than at the last known token and all drafts, or several of recurrent states on an NPU.
     """
     most = limits.drafts + 1
     # Each is a kind of step to compile. Who names buckets names widths.
@@ -49,9 +49,10 @@ def decode_widths(options: Options, instance: Instance, limits: Limits) -> tuple
     if widths[-1] != most:
         asked = f"--draft-widths {format_buckets(widths)}"
         raise SpecError(f"{asked}: a step of this build has up to {most} tokens of a request; legal are sizes up to exactly that")
-    if len(widths) > 1 and not instance.target.local:
-        # Their recurrent operators start a row from one of the slots that the step writes; behind a wider step that need not be one.
-        raise SpecError(f"--draft-widths {format_buckets(widths)} on {instance.target.name}; legal on NPUs is {most}")
+    if len(widths) > 1 and not instance.target.local and has_recurrent_states(source.model, limits):
+        # Their operators start a row from one of the slots that the step writes; behind a wider step that need not be one.
+        asked = f"--draft-widths {format_buckets(widths)} on {instance.target.name}"
+        raise SpecError(f"{asked}: {source.name} has recurrent states, whose operators of NPUs take one width; legal is {most}")
     return widths
 
 

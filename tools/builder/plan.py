@@ -83,7 +83,7 @@ def _begin(options: Options) -> Plan:
         instance.target,
         instance.mesh,
         instance.quantization,
-        tuple(DECODE.bucket(batch, width) for batch in batches for width in decode_widths(options, instance, limits)),
+        tuple(DECODE.bucket(batch, width) for batch in batches for width in decode_widths(options, source, instance, limits)),
         notes=(f"deployment {instance.deployment}, {instance.phase}",) if instance.deployment else (),
         deployment=instance.deployment,
         phase=instance.phase,

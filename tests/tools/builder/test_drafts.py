@@ -107,3 +107,11 @@ def test_a_build_that_names_nothing_has_steps_of_several_widths(tiny_checkpoint)
     assert widths(plan(Options(str(tiny_checkpoint), buckets=(1,), **own))) == {4}
     assert widths(plan(Options(str(tiny_checkpoint), num_speculative_tokens=1, **own))) == {1, 2}
     assert widths(plan(Options(str(tiny_checkpoint), num_speculative_tokens=0, **own))) == {1}
+
+
+def test_recurrent_states_of_npus_have_one_width(tiny_checkpoint):
+    own = {"target": "ascend-a3", "mesh": "tp=2", "buckets": (2,), "backend": "null", "draft_widths": (1, 4)}
+    with pytest.raises(SpecError, match=r"--draft-widths 1,4 on ascend-a3: .* has recurrent states, .*; legal is 4"):
+        plan(Options(str(tiny_checkpoint), **own))
+    several = plan(Options("qwen3-32b", draft_model="qwen3-32b-eagle3", **own))
+    assert [bucket.name for bucket in several.buckets[-2:]] == ["decode-b2-q1", "decode-b2-q4"]

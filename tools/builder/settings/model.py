@@ -129,7 +129,8 @@ SPECULATIVE_TOKENS = Setting(
 DRAFT_WIDTHS = Setting(
     "draft-widths",
     "Tokens of a request that decode steps verify, the last known one and its drafts, e.g. 1,2,4: a server takes those that give most "
-    "tokens.  [default: 1, 2 and all on this machine where --buckets is not given, else all]",
+    "tokens.  [default: 1, 2 and all on this machine where --buckets is not given, for NPUs all and those that "
+    "give more of the largest batch, but of recurrent states all]",
     _widths,
     read=parse_buckets,
     extra={"metavar": "LIST"},
