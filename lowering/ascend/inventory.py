@@ -153,7 +153,7 @@ def _definitions(home: Path, platform: Platform) -> Item:
              for column in _unknown(fact.columns, machine[operator])]  # fmt: skip
     found = f"{len(rows) - len(absent)} of {len(rows)} rows of dtypes are in CANN's table"
     told = [f"not there are {_few(absent)}"] * bool(absent) + [f"CANN takes otherwise {_few(wrong)}"] * bool(wrong)
-    return Item(name, found, f"{'; '.join(told)}: build with --cann of this release, and tell us" if told else "")
+    return Item(name, found, f"{'; '.join(told)}: build with --cann of this release, and send back what bringup packs" if told else "")
 
 
 def _unknown(columns: Sequence[Mapping[str, str]], row: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
