@@ -17,6 +17,7 @@ from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.models import (
+    attention,
     deepseek_v3,
     deepseek_v32,
     draft_source,
@@ -60,7 +61,7 @@ PLAIN_MODELS: dict[str, dict[str, Any]] = {
     "plain": {"layer_kinds": (qwen3.DENSE,) * 2},
     "plain-odd": {"layer_kinds": (qwen3.DENSE,) * 2, "vocab_size": 41, "intermediate_size": 31},
     "plain-biased": {"layer_kinds": (qwen3.DENSE,) * 2, "normed": False, "biased": True},
-    "plain-across": {"layer_kinds": (qwen3.MOE,) * 2, "across": True, "scores": SIGMOID, **NO_SHARED},
+    "plain-across": {"layer_kinds": (qwen3.MOE,) * 2, "head_norms": attention.ALL, "routing_kind": SIGMOID, **NO_SHARED},
     "plain-moe": {"layer_kinds": (qwen3.MOE, qwen3.DENSE, qwen3.MOE), **NO_SHARED},
 }
 """Models without recurrent layers or a draft head, by name."""

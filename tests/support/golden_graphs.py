@@ -186,7 +186,8 @@ def platforms(own: Platform) -> tuple[Platform, ...]:
 
 
 def _legality(checked: check.Checked, platform: Platform) -> list[str]:
-    lines = [f"{platform}", *(f"{copies} x {violation} sizes={violation.sizes}" for violation, copies in checked.pairs())]
+    named = f"Platform(chip={platform.chip!r}, cann={platform.cann!r}, packages={platform.packages!r})"
+    lines = [named, *(f"{copies} x {violation} sizes={violation.sizes}" for violation, copies in checked.pairs())]
     return [*lines, *(json.dumps(asdict(row)) for row in assumptions([checked], platform))]
 
 

@@ -62,7 +62,7 @@ ANY_SIZE = frozenset({"prefill", "decode"})
 WORLDS: dict[str, tuple[int, dict[str, Any], str]] = {
     "text": (0, {"prefill_burst": 2}, "3be4feb55bbd19e7"),
     "drafts": (3, {"max_logprobs": 3, "prefix_cache": PrefixCacheSettings()}, "6cbc844aea9464ff"),
-    "widths": (3, {"buckets": (*buckets_of(3), Bucket("decode", 4, 1)), "measured": True}, "ce66d33820396d6e"),
+    "widths": (3, {"buckets": (*buckets_of(3), Bucket("decode", 4, 1)), "measured": True}, "8c7dc2aa9eba9a5a"),
     "groups": (2, {"groups": 3, "run_ahead": 0}, "b3128ae40aa3629f"),
     "measured": (1, {"itl_target_ms": 2500.0, "buckets": (*buckets_of(1), Bucket("prefill", 1, 24))}, "2acfdb7cd6135d34"),
     "any size": (1, {"any_size": ANY_SIZE, "fixed_tokens": 6.0, "prefix_cache": PrefixCacheSettings()}, "fb3c0df1d5248330"),
