@@ -117,6 +117,7 @@ def affinities(pid: int) -> set[frozenset[int]]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks on one core are on the same")
+@pytest.mark.long
 def test_two_emulated_ranks_run_each_on_its_own_cores(server, npu_artifact) -> None:  # type: ignore[no-untyped-def]
     two = server(npu_artifact("tp=2"), "--device", "emulated", "--cpu-binding")
     first, second = affinities(two.process.pid), affinities(two.others[0])
