@@ -21,7 +21,7 @@ MOST_BYTES = 5 * 10**6
 LEFT_OUT = "left-out.txt"
 TAIL_LINES = 200
 """Of each log of CANN."""
-_SHOWN = re.compile(r"ASCEND|HCCL|NPU|ACL|TASK_QUEUE|^GE_|^TNG_|^OMP_|^TORCH|^(LD_LIBRARY_PATH|PYTHONPATH|PATH)$")
+_SHOWN = re.compile(r"(ASCEND|HCCL|ACL|NPU|NPUCOMPILE|GE|TNG|OMP|TORCH|TASK_QUEUE|PYTORCH)_|(LD_LIBRARY_PATH|PYTHONPATH|PATH)$")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _PACKAGES = re.compile(r"torch|npucompile|numpy|protobuf|mooncake|vllm|sgl|ascend|te|hccl|op[_-]", re.IGNORECASE)
 
@@ -83,7 +83,7 @@ def _machine(environment: Mapping[str, str]) -> Member:
         "packages": {
             name: each.version for each in metadata.distributions() if (name := each.metadata["Name"] or "") and _PACKAGES.match(name)
         },
-        "environment": {name: value for name, value in sorted(environment.items()) if _SHOWN.search(name) and not _SECRET.search(name)},
+        "environment": {name: value for name, value in sorted(environment.items()) if _SHOWN.match(name) and not _SECRET.search(name)},
     }
     return Member("machine.json", json.dumps(facts, indent=1, sort_keys=True).encode())
 

@@ -30,6 +30,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     return {
         "ASCEND_HOME_PATH": str(cann), "ASCEND_PROCESS_LOG_PATH": str(logs), "HCCL_BUFFSIZE": "200", "HCCL_IF_KEY": "hidden",
         "NPUCOMPILE_API_KEY": "hidden", "NPUCOMPILE_RANK_TOKEN": "hidden", "EDITOR": "vi",
+        "ORACLE_DSN": "hidden", "INPUT_TEXT": "hidden",
     }  # fmt: skip
 
 
