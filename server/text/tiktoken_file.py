@@ -63,12 +63,12 @@ def read_tiktoken(file: Path) -> Tokenizer:
 
 
 def _check_kind(file: Path) -> None:
-    named, legal = class_named(file.parent), f"legal is {CLASS}, or a tokenizer.json beside it"
+    named, otherwise = class_named(file.parent), "a tokenizer.json beside it, or token ids alone without this file"
     if named != CLASS:
-        raise ModelError(f"{file}: {CONFIG} says that its tokenizer is {named or 'of no class'}; {legal}")
+        raise ModelError(f"{file}: {CONFIG} says that its tokenizer is {named or 'of no class'}; legal is {CLASS}, {otherwise}")
     code = file.with_name(CODE)
     if code.is_file() and (pattern := _pattern(code)) != PATTERN:
-        raise ModelError(f"{file}: {code.name} splits texts by {pattern!r}, and npucompile by {PATTERN!r}; {legal} of that pattern")
+        raise ModelError(f"{file}: {code.name} splits texts by {pattern!r}; legal is {PATTERN!r}, {otherwise}")
 
 
 def _pattern(code: Path) -> str | None:

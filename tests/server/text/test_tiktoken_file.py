@@ -114,7 +114,7 @@ def test_a_class_is_known_however_it_is_named(tmp_path, named):
 
 REFUSALS = [
     ({"auto_map": {"AutoTokenizer": ["tokenization_other.TikTokenTokenizer", None]}}, "tokenizer is tokenization_other.TikTokenTokenizer; "
-     "legal is tokenization_kimi.TikTokenTokenizer, or a tokenizer.json beside it"),
+     "legal is tokenization_kimi.TikTokenTokenizer, a tokenizer.json beside it, or token ids alone without this file"),
     ({"auto_map": None, "tokenizer_class": "TiktokenWrapper"}, "its tokenizer is TiktokenWrapper; legal is tokenization_kimi"),
     ({"auto_map": None, "tokenizer_class": None}, "its tokenizer is of no class; legal is tokenization_kimi"),
     ({"added_tokens_decoder": {"7": {"content": "<x>"}}}, "the token '<x>' is 7 where"),
@@ -133,7 +133,7 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path, changes, message):
 def test_another_pattern_is_refused_and_nothing_of_the_checkpoint_is_run(tmp_path, code):
     write_tokenizer(tmp_path, 300)
     (tmp_path / "tokenization_kimi.py").write_text(code)
-    with pytest.raises(ModelError, match=r"tokenization_kimi\.py splits texts by .*, and npucompile by .*; legal is"):
+    with pytest.raises(ModelError, match=r"tokenization_kimi\.py splits texts by .*; legal is .*, a tokenizer\.json"):
         TextTokenizer.load(tmp_path)
 
 
