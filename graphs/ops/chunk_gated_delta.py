@@ -264,8 +264,9 @@ def _gates_by_chunk(args: ChunkGatedDelta, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 @chunk_gated_delta.lowering("npu", needs=("aclgraph", "cann>=9.0"))
+@chunk_gated_delta.lowering("npu", needs=("ge", "cann>=9.1"))
 def _npu_operator(args: ChunkGatedDelta) -> Any:
-    """CANN's chunked operator, which GE graphs do not take."""
+    """CANN's chunked operator. Definitions of operators that torchair converts to GE were read for CANN 9.1."""
     return _in_chunks(args, delta_gates_reference)
 
 

@@ -307,6 +307,35 @@ def _convert_recurrent_gated_delta_rule(ta: Any, earlier: Any) -> Any:
     return convert
 
 
+def _convert_chunk_gated_delta_rule(ta: Any, earlier: Any) -> Any:
+    """By the operator's definition: the converter of torch_npu 2.13.0 raises, although CANN defines it for graphs as for calls.
+
+    Source: hicann/ops-transformer@7f27c36 attention/chunk_gated_delta_rule/op_host/chunk_gated_delta_rule_def.cpp; torchair converts it so
+    from Ascend/torchair@fced884 on.
+    """
+    ir, attr, kind = ta.torchair._ge_concrete_graph.compat_ir, ta.torchair.ge.attr, "ChunkGatedDeltaRule"
+    dtypes = {name: "DT_BF16" for name in ("query", "key", "value", "beta")}
+    dtypes |= {"initial_state": "DT_BF16, DT_FLOAT", "actual_seq_lengths": "DT_INT32"}
+    definition = ir.IrDef(kind)
+    for name, dtype in dtypes.items():
+        definition = definition.input(name, dtype)
+    definition = definition.optional_input("g", "DT_FLOAT").attr("scale_value", attr.Float(1.0))
+    definition = definition.output("out", "DT_BF16").output("final_state", "DT_BF16, DT_FLOAT")
+
+    def convert(
+        query: Any, key: Any, value: Any, *, scale: float | None = None, g: Any = None, meta_outputs: Any = None, **rest: Any
+    ) -> Any:
+        return ir.ge_op(
+            op_type=kind,
+            inputs={"query": query, "key": key, "value": value} | {name: rest.get(name) for name in [*dtypes][3:]} | {"g": g},
+            attrs={"scale_value": attr.Float(1.0 if scale is None else scale)},
+            outputs=["out", "final_state"],
+            ir=definition,
+        )
+
+    return convert
+
+
 def _delta_rule_work(op: Node, facts: work.Facts) -> work.Work:
     """Reads a state a request and writes a state a token."""
     value, state = facts.types[op.tensor("value")], facts.types[op.tensor("state")]
@@ -389,10 +418,19 @@ OPERATORS = (
         trial=trials.Trial(1, "delta-rule", "delta-rule", layer="delta-rule", floats=trials.delta_rule_floats, corners=trials.first_tokens),
     ),
     NpuOperator(
-        acl=("aclnnChunkGatedDeltaRule",),
+        ("ChunkGatedDeltaRule",),
         torch=(TorchForm("npu.npu_chunk_gated_delta_rule.default", npu_chunk_gated_delta_rule),),
+        converters={"npu.npu_chunk_gated_delta_rule.default": _convert_chunk_gated_delta_rule},
+        run=form(
+            npu_chunk_gated_delta_rule,
+            "query key value",
+            "beta initial_state actual_seq_lengths g",
+            attributes={"scale_value=scale": 1.0},
+        ),
+        widens=True,
         work=_chunked_rule_work,
         rules=(chunked_delta_rule_sizes,),
+        trial=trials.Trial(1, "delta-rule-prefill", layer="delta-rule-prefill", floats=trials.delta_rule_floats),
     ),
     # No lowering emits these; torchair's passes know them as operators that write in place, and so must all who read graphs.
     NpuOperator(("Scatter",), writes={0: 0}),

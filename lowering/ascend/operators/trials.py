@@ -134,5 +134,5 @@ def first_tokens(op: GeOp, recorded: Tensors) -> Iterator[Corner]:
 
 def delta_rule_floats(slot: str, drawn: torch.Tensor) -> torch.Tensor:
     """Queries and keys are normalised, gates are logarithms of decays, beta is a sigmoid; anything else diverges on any machine."""
-    allowed = {"g": -drawn.abs(), "beta": drawn.sigmoid(), "state": 0.3 * drawn}
+    allowed = {"g": -drawn.abs(), "beta": drawn.sigmoid(), "state": 0.3 * drawn, "initial_state": 0.3 * drawn}
     return allowed.get(slot, torch.nn.functional.normalize(drawn, dim=-1))

@@ -428,7 +428,9 @@ def test_the_delta_rule_of_vllm_ascend_is_the_reference(label: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("features", [("aclgraph", "cann>=9.0"), ("aclgraph", "cann>=9.0", "vllm-ascend")], ids="+".join)
+@pytest.mark.parametrize(
+    "features", [("aclgraph", "cann>=9.0"), ("aclgraph", "cann>=9.0", "vllm-ascend"), ("ge", "cann>=9.1")], ids="+".join
+)
 @pytest.mark.parametrize("label", EXAMPLES["chunk_gated_delta"])
 def test_chunked_operators_are_the_reference(label: str, features: tuple[str, ...], dtype: torch.dtype) -> None:
     lowerings.compare(chunk_gated_delta, EXAMPLES["chunk_gated_delta"][label](Draw(dtype)), dtype, *features)

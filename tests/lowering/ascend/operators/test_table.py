@@ -178,7 +178,7 @@ CASES: list[tuple[str, str, Arguments]] = [
     ("RecurrentGatedDeltaRule", "npu.npu_recurrent_gated_delta_rule_functional", delta(num_accepted_tokens=None)),
     ("", "npu.npu_recurrent_gated_delta_rule", delta()),
     ("", "_C_ascend.npu_recurrent_gated_delta_rule", delta(actual_seq_lengths=gc.i32(0, 2, 2))),
-    ("", "npu.npu_chunk_gated_delta_rule", chunks()),
+    ("ChunkGatedDeltaRule", "npu.npu_chunk_gated_delta_rule", chunks()),
     ("", "npucompile_packages.causal_conv1d_update", ((d(2, 3, 16), d(4, 16), d(5, 5, 16), gc.i64(1, 3), gc.i64(2, 1)), {})),
     ("", "npucompile_packages.fused_gdn_gating", ((d(6, dtype=F32), d(4, 6), d(4, 6), d(6, dtype=F32)), {})),
     ("", "npucompile_packages.rms_norm_gated", ((d(4, 8), d(8), d(4, 8), 1e-6), {})),
