@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from ..graphs.ir.record import record
 from ..graphs.ir.trace import name_placeholders
 from ..graphs.primitive import Primitive, of_target
 from ..graphs.stage import Stage
-from ..graphs.types import Bucket, Function, Signature
+from ..graphs.types import Bucket, Function, Mesh, Signature
 from .calls import calls_of
 from .donation import Donated, donations
 from .platform import CPU, Platform
@@ -44,6 +44,7 @@ class Lowered(Stage):
     graph: GraphModule
     signature: Signature
     platform: Platform = CPU
+    mesh: Mesh = field(default_factory=Mesh)
 
     @property
     def title(self) -> str:

@@ -28,12 +28,14 @@ class Platform:
         cann: release of CANN, one of `CANN_RELEASES`; "" for CPUs.
         packages: operator packages that are installed where the artifact runs, in alphabetical order.
         kernels: one of `KERNELS`; "" leaves it to torchair, whose graphs are compiled online.
+        serial: operators of a graph run one after the other; else exchanges of experts have a stream beside that of products.
     """
 
     chip: str = ""
     cann: str = ""
     packages: tuple[str, ...] = ()
     kernels: str = ""
+    serial: bool = False
 
     def __post_init__(self) -> None:
         if self.cann and self.cann not in CANN_RELEASES:
@@ -60,8 +62,8 @@ class Platform:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as a manifest has them: without kernels where nothing is said of them."""
-        return {name: value for name, value in asdict(self).items() if value or name != "kernels"}
+        """The fields as a manifest has them: without those that say nothing beyond what older builds had."""
+        return {name: value for name, value in asdict(self).items() if value or name not in ("kernels", "serial")}
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Platform:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -244,13 +244,10 @@ def _with_routed(
         # An empty tensor stands for no shared expert.
         added = x[:0] if shared is None else shared
         if x.shape[0] <= most:
-            return _dispatched(cfg, devices, experts, x, share, ids, added, x)
+            return _dispatched(cfg, devices, experts, [(x, share, ids, added)])[0]
         parts = [tensor.split(most) for tensor in (x, share, ids)]
         sums = [added] * len(parts[0]) if shared is None else shared.split(most)
-        outs: list[torch.Tensor] = []
-        for part, weights, chosen, own in zip(*parts, sums, strict=True):
-            outs.append(_dispatched(cfg, devices, experts, part, weights, chosen, own, outs[-1] if outs else part))
-        return torch.cat(outs)
+        return torch.cat(_dispatched(cfg, devices, experts, [*zip(*parts, sums, strict=True)]))
     all_tokens = all_gather(x, "experts")
     # Computing the router logits of all tokens costs less than gathering them.
     share, ids = route(cfg.routing, _router_logits(all_tokens, router["router"]), bias)
@@ -282,22 +279,31 @@ def _fused(cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, bias: torch.Ten
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _dispatched(
-    cfg: MoeSizes,
-    devices: int,
-    experts: Experts,
-    x: torch.Tensor,
-    share: torch.Tensor,
-    ids: torch.Tensor,
-    shared: torch.Tensor,
-    earlier: torch.Tensor,
-) -> torch.Tensor:
-    """The routed experts' output, which other devices compute, plus `shared`; after the exchange with the result `earlier`."""
+def _dispatched(cfg: MoeSizes, devices: int, experts: Experts, parts: Sequence[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """The routed experts' output of each part, which other devices compute, plus its `shared`.
+
+    Exchanges come one after the other, each with the rows of the one before. While `Variant.in_flight` parts are on their way, experts
+    compute one and links carry another.
+
+    Args:
+        parts: rows [t, M], shares and ids [t, X], and what is added [t, M].
+    """
     group, here, quantised = group_of("experts"), axis_index("experts"), rounds_rows(experts.gate_up)
-    sent, scale, counts, assist, received = ops.moe_dispatch(x, ids, earlier, here, cfg.num_experts, group, devices, quantised)
-    out = grouped(sent, scale, counts, *experts, x.dtype)
-    combined: torch.Tensor = ops.moe_combine(out, ids, share, assist, received, shared, here, cfg.num_experts, group, devices)
-    return combined
+    outs: list[torch.Tensor] = []
+    sent: list[tuple[torch.Tensor, ...]] = []
+    last: torch.Tensor | None = None
+    for number in range(len(parts) + cfg.variant.in_flight - 1):
+        if number < len(parts):
+            x, _, ids, _ = parts[number]
+            sent.append(ops.moe_dispatch(x, ids, x if last is None else last, here, cfg.num_experts, group, devices, quantised))
+            last = sent[-1][0]
+        if number >= cfg.variant.in_flight - 1:
+            (_, share, ids, shared), (rows, scale, counts, *records) = parts[len(outs)], sent[len(outs)]
+            out = grouped(rows, scale, counts, *experts, parts[0][0].dtype)
+            earlier = out if last is None or last is rows else last
+            last = ops.moe_combine(out, ids, share, *records, shared, here, cfg.num_experts, group, devices, earlier)
+            outs.append(last)
+    return outs
 
 
 def _own_experts(cfg: MoeSizes, x: torch.Tensor, share: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:

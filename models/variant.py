@@ -42,6 +42,7 @@ class Variant:
             then lie beside their gates, and projection and convolution of a gated DeltaNet layer (ops/delta_split.py, delta_heads.py).
         most_dispatched: most tokens that a device dispatches to the experts' devices at once. 0 never dispatches.
         dispatches_in_parts: whether more tokens take several dispatches; else they are gathered.
+        in_flight: parts that are on their way at once: with 2 a part is dispatched before the rows of the one before are sent back.
         fused_experts: whether what is dispatched takes one operation there and back, where `fuses` says so.
     """
 
@@ -52,6 +53,7 @@ class Variant:
     recurrent: torch.dtype = torch.float32
     most_dispatched: int = MOST_DISPATCHED
     dispatches_in_parts: bool = False
+    in_flight: int = 1
     one_window: bool = False
     split_at_once: bool = False
     fused_experts: bool = False

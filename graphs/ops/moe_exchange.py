@@ -18,7 +18,7 @@ class MoeDispatch(NamedTuple):
 
     x: Tensor  # [t, M]
     ids: Tensor  # [t, X] int32 in [0, experts), no expert twice in a row
-    earlier: Tensor  # [_, M], result of the exchange before this one; x where there is none
+    earlier: Tensor  # [_, M], rows of the exchange before this one; x where there is none
     rank: Tensor  # [1] int32, this device's index in the group; experts rank*E .. rank*E+E-1 are its own
     experts: int  # of all devices
     group: str  # the group's name
@@ -39,11 +39,12 @@ class MoeCombine(NamedTuple):
     experts: int
     group: str
     ranks: int
+    earlier: Tensor  # [_, M], rows of the dispatch that comes between; `rows` where none does
 
 
 moe_dispatch = Primitive("moe_dispatch", MoeDispatch, factors="_ _, _ _, _ _, _ -> _ _, _, _, _, _")
 
-moe_combine = Primitive("moe_combine", MoeCombine, factors="_ _, _ _, _ _, _, _, _ _, _ -> _ _")
+moe_combine = Primitive("moe_combine", MoeCombine, factors="_ _, _ _, _ _, _, _, _ _, _, _ _ -> _ _")
 
 ASSIST = 128
 """int32 numbers the kernels keep for each row; the reference uses the first three: source rank, token there, choice there."""
@@ -140,9 +141,8 @@ def moe_dispatch_full_mesh(args: MoeDispatch) -> Dispatched:
 
 def _dispatch(args: MoeDispatch, algorithm: str, tp_world_size: int) -> Dispatched:
     mode = 2 if args.quantise else 0
-    x = args.x if args.earlier is args.x else after(args.x, args.earlier)
     rows, scale, assist, counts, recv_counts, _, _ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
-        x,
+        _ordered(args.x, args.earlier),
         args.ids,
         _own_group(args.group),
         args.ranks,
@@ -154,6 +154,10 @@ def _dispatch(args: MoeDispatch, algorithm: str, tp_world_size: int) -> Dispatch
         comm_alg=algorithm,
     )
     return rows, scale, counts, assist, recv_counts
+
+
+def _ordered(rows: Tensor, earlier: Tensor) -> Tensor:
+    return rows if earlier is rows else after(rows, earlier)
 
 
 def _algorithm(ids: Tensor) -> str:
@@ -252,7 +256,7 @@ def _shared(args: MoeCombine) -> Tensor | None:
 
 def _combine(args: MoeCombine, algorithm: str, tp_world_size: int, shared: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.npu.npu_moe_distribute_combine_v2(
-        args.rows,
+        _ordered(args.rows, args.earlier),
         args.ids,
         args.assist,
         args.recv_counts,

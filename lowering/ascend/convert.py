@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
-from . import converters, streams
+from . import converters
 from .ge_file import GE_DTYPES, GROUP, LEGAL_GROUPS, RANK, is_symbol, messages, parse
 from .inspect_ge import follow_memory
 from .operators.table import COMMUNICATING, IN_PLACE
@@ -209,7 +209,6 @@ def _body(
     written = {i: flow.latest[i] for i in flow.writers} | carried
     for op in ops:
         _tidy(op, values)
-    streams.label_shared_expert(ops)
     local, engine = runner._normalize_ge_option()
     return Body(
         ops=ops,

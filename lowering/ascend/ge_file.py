@@ -18,6 +18,8 @@ from .packed import fields_of
 from .toolchain.stubs import wheel_path
 
 FORMAT = "npucompile.ge/2"
+STREAM, PRIORITY = "_user_stream_label", "_user_stream_priority"
+"""Attributes of an operator: the label of its stream, and its priority there."""
 RANK, GROUP = "ep_rank", "group"
 """Kinds of patches: the rank's number among all ranks, and the name of the rank's communicator for a symbolic group."""
 GROUPS = ("tp", "dp", WORLD, DISPATCH, FUSED_EXPERTS)

@@ -15,6 +15,7 @@ from ...graphs.errors import LoweringError
 from ...graphs.types import Signature
 from ..artifact import graph_io
 from ..platform import CPU, Platform
+from . import streams
 from .convert import Body, Port, add_data, add_outputs, convert_body, describe, describe_output, name_ports
 from .fold import FOLDED
 from .ge_file import Folded, GeFile, messages
@@ -81,6 +82,9 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
     state = set(placeholders[len(signature.params) : len(signature.params) + len(signature.state)])
     results = _results(graph, signature, placeholders)
     bodies = _bodies(graph, calls, ta)
+    if not platform.serial:
+        for body in {id(body): body for body in bodies.values()}.values():
+            streams.label(body.ops)
     # `Node.args` is made anew each time it is asked for.
     read = {args[operand] for node in calls for args in [node.args] for operand in bodies[node].feeds.values()}
     folded, derived = _folded(graph, placeholders)

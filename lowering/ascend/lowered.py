@@ -48,7 +48,7 @@ def lower(partitioned: Partitioned, platform: Platform = CPU, backend: str = "ge
     runs = bodies(graph).keys() - bodies(partitioned.graph).keys()
     calls = hoist(share(calls, signature, runs), signature)
     index_bounds.check(calls, partitioned.program.bucket.name)
-    return Lowered(partitioned.program.bucket, backend, calls, signature, platform)
+    return Lowered(partitioned.program.bucket, backend, calls, signature, platform, partitioned.mesh)
 
 
 class _NpuInliner(Interpreter):

@@ -1,4 +1,4 @@
-"""A stream of its own for the shared expert: its products run while tokens travel to the experts of other devices and back.
+"""Streams of their own for what communicates, or for what runs beside it, so that links carry tokens while cores compute.
 
 GE runs the operators of a label on one stream, beside the others, and orders streams by data (docs/zh/ascend_ir/features/advanced/
 multi_stream.md of Ascend/torchair, fced884, which writes the attributes for `npu_stream_switch`). The same document advises against
@@ -10,32 +10,45 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .ge_file import PRIORITY, STREAM
 from .operators.table import types_of
 
-LABEL, PRIORITY = "_user_stream_label", "_user_stream_priority"
-SHARED_EXPERT = "shared_expert"
-"""The label."""
+SHARED_EXPERT, EXCHANGE = "shared_expert", "exchange"
+"""The labels."""
 
-_DISPATCHES, _COMBINES = types_of("moe_dispatch"), types_of("moe_combine")
+DISPATCHES, COMBINES = types_of("moe_dispatch"), types_of("moe_combine")
 
 
-def label_shared_expert(ops: Sequence[Any]) -> None:
-    """Labels the operators of a body that a combine takes as the shared expert's output and that no dispatch waits for.
+def label(ops: Sequence[Any]) -> None:
+    """Labels operators of a body: its exchanges where there are several, else what runs beside the only one.
+
+    A single exchange stays where its neighbours are: a stream of its own would wait for them and they for it.
 
     Args:
         ops: OpDef messages of a body, each after those that it reads.
     """
-    combines = [op for op in ops if op.type in _COMBINES]
+    exchanges = [op for op in ops if op.type in (*DISPATCHES, *COMBINES)]
+    if len(exchanges) > 2:
+        _label(exchanges, EXCHANGE)
+    else:
+        _label(_shared_expert(ops), SHARED_EXPERT)
+
+
+def _label(ops: Sequence[Any], label: str) -> None:
+    for op in ops:
+        op.attr[STREAM].s, op.attr[PRIORITY].s = label.encode(), b"0"
+
+
+def _shared_expert(ops: Sequence[Any]) -> list[Any]:
+    """The operators that a combine takes as the shared expert's output and that no dispatch waits for."""
+    combines = [op for op in ops if op.type in COMBINES]
     by_name = {op.name: op for op in ops}
     outputs = [source for op in combines if (source := _input(op, "shared_expert_x")) in by_name]
     if not outputs:
-        return
-    # Later dispatches wait for earlier combines, and so for the shared expert; the first one is what it runs beside.
-    sent = _ancestors(by_name, [next(op.name for op in ops if op.type in _DISPATCHES)])
-    for name in _ancestors(by_name, outputs) - sent:
-        op = by_name[name]
-        if op.type != "Const":
-            op.attr[LABEL].s, op.attr[PRIORITY].s = SHARED_EXPERT.encode(), b"0"
+        return []
+    sent = _ancestors(by_name, [op.name for op in ops if op.type in DISPATCHES])
+    beside = _ancestors(by_name, outputs) - sent
+    return [op for op in ops if op.name in beside and op.type != "Const"]
 
 
 def _input(op: Any, slot: str) -> str:

@@ -26,12 +26,14 @@ class Ge(NpuBackend):
     graph = "a GE graph"
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
-        """Converts to one GE graph for all ranks, in the format of lowering/ascend/ge_file.py."""
+        """Converts to one GE graph for all ranks, in the format of lowering/ascend/ge_file.py, its operators in the order of a schedule."""
         from ..ascend import inspect_ge
         from ..ascend.ge_file import encode
         from ..ascend.link import link
+        from ..ascend.overlap import in_order_of_time
 
         ge_file = link(lowered.graph, lowered.signature, self.torchair(), platform=lowered.platform)
+        ge_file = in_order_of_time(ge_file, lowered.mesh, lowered.platform)
         return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:

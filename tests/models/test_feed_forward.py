@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from support import oracle
 
-from npucompile.graphs.spmd.partition import partition
+from npucompile.graphs.spmd.partition import collective_group, partition
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 from npucompile.models import feed_forward
 from npucompile.models.params import avals
@@ -71,12 +72,25 @@ def test_few_tokens_are_dispatched_and_many_gathered(dispatched):
         assert kinds == (dispatched_kinds if tokens <= dispatched else ["all_gather_into_tensor", "reduce_scatter_tensor"])
 
 
+@pytest.mark.parametrize(("in_flight", "order"), [(1, "DCDCDC"), (2, "DDCDCC"), (3, "DDDCCC"), (9, "DDDCCC")])
 @pytest.mark.parametrize("name", ["moe-tied", "plain-moe-raw"])
-def test_many_tokens_may_be_dispatched_in_parts(name):
-    variant = Variant(grouped=True, most_dispatched=2, dispatches_in_parts=True)
+def test_many_tokens_may_be_dispatched_in_parts(name, in_flight, order):
+    variant = Variant(grouped=True, most_dispatched=2, dispatches_in_parts=True, in_flight=in_flight)
     config = replace(oracle.case(name).model.config, variant=variant)
     params = avals(stored(feed_forward.moe_params(config, torch.float32, "at."), config.variant))
     x = {"x": Aval((5, config.hidden_size), torch.float32)}
     program = Program("mlp", Bucket("prefill", 1, 5), lambda p, s, i: ({"y": feed_forward.moe(config, p, i["x"])[0]}, s), params, {}, x)
     partitioned = partition(program, Mesh.parse("dp=2"), Rules.of({"experts": ("dp", "tp")}))
-    assert [kind for kind, *_ in partitioned.collectives] == ["moe_dispatch", "moe_combine"] * 3
+    assert "".join(kind.removeprefix("moe_")[0].upper() for kind, *_ in partitioned.collectives) == order
+    exchanges = [node for node in partitioned.graph.graph.nodes if collective_group(node) is not None]
+    for earlier, later in itertools.pairwise(exchanges):
+        assert earlier in _ancestors(later), "a graph for GE has no other order"
+
+
+def _ancestors(node):
+    known, queue = set(), [node]
+    while queue:
+        new = set(queue.pop().all_input_nodes) - known
+        known |= new
+        queue += new
+    return known

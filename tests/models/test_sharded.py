@@ -51,6 +51,7 @@ class Case:
 
 GROUPED = Variant(grouped=True)
 IN_PARTS = replace(GROUPED, most_dispatched=1, dispatches_in_parts=True)
+TWO_IN_FLIGHT = replace(IN_PARTS, in_flight=2)
 W8, W4 = fleets.quantised("w8a8"), fleets.quantised("w4a8")
 INT8_CACHE = Variant(formats=Formats(kv_cache=(("?*", "int8"),)))
 SPLIT_W8 = fleets.everywhere("w8a8_dynamic", q_heads=2, delta_heads=2, ffn=2)
@@ -127,7 +128,7 @@ CASES: dict[str, Case] = {
     "no shared expert tp=2": Case("tp=2", GROUPED, model="plain-moe", collectives=DISPATCH),
     "no shared expert dp=2": Case("dp=2", GROUPED, model="plain-moe", collectives=DISPATCH),
     "no shared expert dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="plain-moe", collectives=DISPATCH),
-    "no shared expert in parts": Case("dp=2,tp=2", IN_PARTS, model="plain-moe", collectives=DISPATCH),
+    "no shared expert in parts": Case("dp=2,tp=2", TWO_IN_FLIGHT, model="plain-moe", collectives=DISPATCH),
     "no shared expert gathered": Case("dp=2,tp=2", gathering(GROUPED), model="plain-moe", collectives=GATHER),
     "no shared expert split tp=2": Case("tp=2", expert_parallel=False, model="plain-moe"),
     "no shared expert split tp=4": Case("dp=2,tp=2", expert_parallel=False, model="plain-moe"),

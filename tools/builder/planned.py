@@ -51,6 +51,7 @@ class Options:
     family: str | None = None
     cann: str | None = None
     ge_kernels: str | None = None
+    no_overlap: bool | None = None
     operator_packages: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     max_total_tokens: int | None = None
@@ -119,8 +120,8 @@ class Plan:
     def arguments(self) -> tuple[str, ...]:
         """Arguments of `npucompile build` that lead to the same plan."""
         options = {setting.option: setting.argument(self) for setting in SETTINGS} | {"decided-by": format_decided(self.decided_by)}
-        words = ((f"--{option}", str(value)) for option, value in options.items() if value not in (None, ""))
-        return (_model_name(self.source), *(word for pair in words for word in pair))
+        words = ((f"--{option}", *(() if value is True else (str(value),))) for option, value in options.items() if value not in (None, ""))
+        return (_model_name(self.source), *(word for option in words for word in option))
 
     @property
     def draft_name(self) -> str:

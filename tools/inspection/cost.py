@@ -85,8 +85,10 @@ def lines(bucket: str, cost: StepCost) -> list[str]:
     table = [*_table("ms by layer", rows), _line("% of the step", "", 100.0, share, _width("ms by layer", rows))]
     slowest = sorted(cost.operators, key=lambda operator: -operator.total_ms)[:_TOP]
     operators = [(f"{operator.kind} {operator.type}", operator.launches, operator.parts_ms) for operator in slowest]
+    slower = ", ".join(f"{ms:.2f} ms with {factor:g} times their time" for factor, ms in cost.contended_ms.items())
     streams = [f"stream {label}: {stream['launches']:,} launches, {stream['busy_ms']:.2f} ms" for label, stream in cost.streams.items()]
-    return [head, *(streams if len(streams) > 1 else ()), "", *table, "", *_table("ms by operator", operators)]
+    beside = [*streams, f"if kernels were slower beside an exchange: {slower}"] if len(streams) > 1 else []
+    return [head, *beside, "", *table, "", *_table("ms by operator", operators)]
 
 
 def _sum(costs: Sequence[OperatorCost]) -> dict[str, float]:

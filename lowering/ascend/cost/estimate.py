@@ -17,13 +17,16 @@ from ..launches import body_of, kind_of, launches
 from ..legality.nodes import OPERAND, STRUCTURE, Nodes, nodes_of
 from ..operators.node import Node
 from ..operators.table import IN_PLACE, VIEWS
-from ..operators.work import Facts, Rows
+from ..operators.work import Facts, Rows, Work
 from .parameters import Parameters
 from .schedule import Task, schedule, total
 from .timing import CAUSES, Duration, Topology, duration
 from .work import routed_rows, works_of
 
 _MS = 1e3
+CONTENTIONS = (1.25, 1.5)
+"""What half of the cores cost kernels of decode steps in public measurements: attention 1.28, an MLA prolog 1.5, products 1.25
+(cann-recipes, LongCat on Atlas A3). None was published of kernels beside an exchange."""
 _GROUPS = ("group_list", "group_index")
 """Inputs with the number of rows of each expert."""
 
@@ -61,6 +64,7 @@ class StepCost:
         parts_ms: `step_ms` by cause; what one operator hides behind another counts for the one that runs.
         operators: by kind of body and type of operator, in order of appearance.
         launches: kernels a step starts.
+        contended_ms: `step_ms` if kernels took so many times as long while a message travels (`CONTENTIONS`).
         streams: launches and the ms that they take one after the other, by label of their stream; "main" is the graph's own.
         bodies: how many bodies of each kind the graph has.
         hbm_bytes, sent_bytes: moved by a step.
@@ -73,6 +77,7 @@ class StepCost:
     parts_ms: Mapping[str, float]
     operators: tuple[OperatorCost, ...]
     launches: int
+    contended_ms: Mapping[float, float]
     streams: Mapping[str, Mapping[str, float]]
     bodies: Mapping[str, int]
     hbm_bytes: float
@@ -114,6 +119,7 @@ class StepCost:
             "step_ms": self.step_ms,
             "floor_ms": self.floor_ms,
             "launches": self.launches,
+            "contended_ms": {str(factor): ms for factor, ms in self.contended_ms.items()},
             "streams": {label: dict(stream) for label, stream in self.streams.items()},
             "hbm_bytes": round(self.hbm_bytes),
             "sent_bytes": round(self.sent_bytes),
@@ -138,26 +144,55 @@ def estimate(graph: GeFile | AclFile, speeds: Parameters, mesh: Mesh, context: i
         LoweringError: the type of a tensor cannot be told, an operator is not known, or it communicates over a group that the mesh does
             not have.
     """
+    timed = timed_launches(graph, speeds, mesh, context, platform)
+    return _step(timed, speeds)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The launches of a step, each with its work.
+
+    Attributes:
+        started: the launches, in order.
+        works: of each the work of its stages.
+        tasks: their stages, one after the other.
+        facts: what work was told from.
+    """
+
+    started: Sequence[Node]
+    works: Sequence[Sequence[Work]]
+    tasks: Sequence[Task]
+    facts: Facts
+
+    @property
+    def firsts(self) -> list[int]:
+        """Position of each launch's first task, and the number of tasks."""
+        return list(itertools.accumulate((len(each) for each in self.works), initial=0))
+
+
+def timed_launches(graph: GeFile | AclFile, speeds: Parameters, mesh: Mesh, context: int, platform: Platform) -> Timed:
+    """The launches of one step; arguments and errors as of `estimate`."""
     read, topology = nodes_of(graph, platform), Topology.of(mesh, speeds.npus_per_node)
     # GE computes once what depends on constants alone; a captured graph launches all that it has.
     started = launches(read.nodes) if isinstance(graph, GeFile) else [node for node in read.nodes if node.type not in STRUCTURE]
     if unknown := next((node for node in started if isinstance(graph, AclFile) and not node.called), None):
         raise LoweringError(f"{unknown.name} ({unknown.type}): nothing is known of this operator; legal are those of the table of legality")
     waits = _waits(read.nodes, {node.name: i for i, node in enumerate(started)})
-    return _step(started, _facts(read, speeds, topology, context), speeds, topology, [waits[node.name] for node in started])
-
-
-def _step(started: Sequence[Node], facts: Facts, speeds: Parameters, topology: Topology, waits: Sequence[tuple[int, ...]]) -> StepCost:
-    """The cost of launches, each with the positions of those that it waits for."""
+    facts = _facts(read, speeds, topology, context)
     works = [works_of(op, facts) for op in started]
     firsts = list(itertools.accumulate((len(each) for each in works), initial=0))
     tasks = []
     for number, each in enumerate(works):
         # The stages of an operator run one after the other; who waits for it waits for the last.
-        after = tuple(firsts[i + 1] - 1 for i in waits[number])
+        after = tuple(firsts[i + 1] - 1 for i in waits[started[number].name])
         for stage, work in enumerate(each):
             follows = (firsts[number] + stage - 1,) if stage else after
             tasks.append(Task(duration(work, speeds, topology), follows, started[number].stream))
+    return Timed(started, works, tasks, facts)
+
+
+def _step(timed: Timed, speeds: Parameters) -> StepCost:
+    started, works, tasks, firsts = timed.started, timed.works, timed.tasks, timed.firsts
     timeline = schedule(tasks)
     exposed = tuple(total(timeline.exposed[begin:end]) for begin, end in itertools.pairwise(firsts))
     moved = [sum(work.hbm_bytes + work.streamed_bytes for work in each) for each in works]
@@ -170,11 +205,12 @@ def _step(started: Sequence[Node], facts: Facts, speeds: Parameters, topology: T
         parts_ms={cause: seconds * _MS for cause, seconds in parts.items()},
         operators=_grouped(started, moved, sent, exposed),
         launches=len(started),
+        contended_ms={factor: schedule(tasks, factor).step_s * _MS for factor in CONTENTIONS},
         streams=_streams(started, works, [task.duration for task in tasks]),
         bodies=dict(Counter(map(kind_of, dict.fromkeys(body_of(op.name) for op in started)))),
         hbm_bytes=sum(moved),
         sent_bytes=sum(sent),
-        context=facts.context,
+        context=timed.facts.context,
         chip=speeds.chip,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .timing import CAUSES, Duration
@@ -43,15 +43,18 @@ class Timeline:
     waiting_s: float
 
 
-def schedule(tasks: Sequence[Task]) -> Timeline:
+def schedule(tasks: Sequence[Task], contention: float = 1.0) -> Timeline:
     """Runs the tasks of each stream in their order: each starts when what it reads is there and, if it computes, the cores are free.
 
     Kernels of different streams share the cores of one NPU, so they add up; messages run beside them. Only what is not covered by a
     kernel counts as a collective's exposed time.
+
+    Args:
+        contention: how many times as long a kernel takes while a message travels, whose own kernel takes cores and memory.
     """
     kernels: list[_Interval] = []
     messages: list[_Interval] = []
-    for interval in _intervals(tasks):
+    for interval in _intervals(tasks, contention):
         (messages if tasks[interval[2]].duration.cause == "collectives" else kernels).append(interval)
     exposed: list[dict[str, float]] = [{} for _ in tasks]
     for start, end, number in kernels:
@@ -66,7 +69,7 @@ def schedule(tasks: Sequence[Task]) -> Timeline:
     return Timeline(step, tuple(exposed), waiting if waiting > _ROUNDING * step else 0.0)
 
 
-def _intervals(tasks: Sequence[Task]) -> Iterator[_Interval]:
+def _intervals(tasks: Sequence[Task], contention: float) -> list[_Interval]:
     """Runs, of the next tasks of all streams, the one that can start first; of equal ones that of the graph's own stream.
 
     Which of two streams gets the cores is not documented; streams of their own are for what may wait.
@@ -75,10 +78,19 @@ def _intervals(tasks: Sequence[Task]) -> Iterator[_Interval]:
     for number, task in enumerate(tasks):
         queues.setdefault(task.stream, deque()).append(number)
     free = dict.fromkeys(queues, 0.0)
-    ends: list[float | None] = [None] * len(tasks)
-    cores = 0.0
+    begun, ends = list[_Interval](), list[float | None]([None] * len(tasks))
+    travel = list[tuple[float, float]]()
+    kernel: tuple[float, int] | None = None
+
+    def end(start: float, number: int) -> float:
+        task = tasks[number]
+        slow = contention if task.duration.cause != "collectives" else 1.0
+        ends[number] = free[task.stream] = until = start + _slowed(start, task.duration.total_s, travel, slow)
+        return until
+
     while queues:
         starts = []
+        cores = 0.0 if kernel is None else ends[kernel[1]] or 0.0
         for stream, queue in queues.items():
             task = tasks[queue[0]]
             before = [ends[i] for i in task.after]
@@ -86,14 +98,44 @@ def _intervals(tasks: Sequence[Task]) -> Iterator[_Interval]:
                 ready = max([free[stream], *(end for end in before if end is not None)])
                 starts.append((ready if task.duration.cause == "collectives" else max(ready, cores), stream != "", queue[0]))
         start, _, number = min(starts)
-        task = tasks[number]
-        end = start + task.duration.total_s
-        free[task.stream] = ends[number] = end
-        cores = cores if task.duration.cause == "collectives" else end
-        queues[task.stream].popleft()
-        if not queues[task.stream]:
-            del queues[task.stream]
-        yield start, end, number
+        until = end(start, number)
+        if tasks[number].duration.cause == "collectives":
+            _add(travel, start, until)
+            # The kernel that runs already takes longer from now on; nothing that waits for it has begun.
+            if kernel is not None and contention > 1 and start < cores:
+                end(*kernel)
+        else:
+            kernel = start, number
+        begun.append((start, until, number))
+        queue = queues[tasks[number].stream]
+        queue.popleft()
+        if not queue:
+            del queues[tasks[number].stream]
+    return [(start, ends[number] or 0.0, number) for start, _, number in begun]
+
+
+def _add(travel: list[tuple[float, float]], start: float, end: float) -> None:
+    """Joins a message, which begins no earlier than those before it, to the times in which messages travel."""
+    if travel and start <= travel[-1][1]:
+        travel[-1] = travel[-1][0], max(travel[-1][1], end)
+    else:
+        travel.append((start, end))
+
+
+def _slowed(start: float, seconds: float, travel: Sequence[tuple[float, float]], slow: float) -> float:
+    """How long a kernel takes from `start` on that alone takes `seconds`."""
+    if slow == 1:
+        return seconds
+    now, left = start, seconds
+    first = len(travel)
+    while first and travel[first - 1][1] > start:
+        first -= 1
+    for begin, end in travel[first:]:
+        alone = min(left, max(0.0, begin - now))
+        now, left = now + alone, left - alone
+        beside = min(left * slow, max(0.0, end - now))
+        now, left = now + beside, left - beside / slow
+    return now + left - start
 
 
 def _uncovered(kernels: Sequence[_Interval], messages: Sequence[_Interval]) -> list[_Interval]:

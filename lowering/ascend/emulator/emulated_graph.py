@@ -16,7 +16,7 @@ from ..inspect_ge import follow_memory
 from .checks import check_communication, check_formats, data_formats
 from .compile_cache import compiled
 from .device_state import DeviceState
-from .ge_program import GeProgram, parsed_shape
+from .ge_program import ORDERS, GeProgram, parsed_shape
 from .memory import FORMAT_NAMES, DeviceTensor, allocate
 
 DONATIONS = "ge.exec.outputReuseInputMemIndexes"
@@ -97,7 +97,8 @@ class EmulatedGraph:
             raise LoweringError(f"{self.name} is compiled before it is loaded; legal is load, then compile")
         graph, state = self._model.graph[0], self._state
         self._donations = _pairs(self._options.get(DONATIONS, ""))
-        self._program = GeProgram(self._model)
+        # Nothing but edges orders streams: half of the ranks are as early in theirs as they can be, the others as late.
+        self._program = GeProgram(self._model, order=ORDERS[2 + state.rank % 2])
         check_formats(graph)
         check_communication(self._program.steps, state, self.name)
         self._outputs = _declared_outputs(self._program, graph)

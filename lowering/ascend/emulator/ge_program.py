@@ -21,7 +21,7 @@ from ..operators.call import Call, GeOp, Results, Value, group_of, read
 from ..operators.table import BY_TYPE, FUNCTIONS, GROUP_FUNCTIONS, VIEWS, WRITES
 from .program import Exchange, MeshExchange, Program, Step, Values, set_last_uses
 
-ORDERS = ("file", "reversed-ready")
+ORDERS = ("file", "reversed-ready", "sides-first", "sides-last")
 BORDER = ("Data", "Const", "NetOutput")
 """Types of operators that are not run: operands, constants and the list of results."""
 # Folded values stay in memory as long as the program; larger ones than a compressed attention mask are computed in each step.
@@ -153,7 +153,7 @@ class GeProgram(Program):
             if op.type == "Const":
                 self._start[self._numbers[f"{op.name}:0"]] = _constant(op)
         inner = [op for op in ops if op.type not in BORDER]
-        ordered = inner if order == "file" else _latest_first(inner)
+        ordered = inner if order == "file" else _in_order(inner, order)
         steps = self._unfolded([GeStep(op, self._numbers) for op in ordered])
         constants = {number for number, value in enumerate(self._start) if value is not None}
         set_last_uses(steps, {*constants, *(self._numbers[tensor] for tensor in self.results)})
@@ -287,25 +287,34 @@ def _constant(op: GeOp) -> torch.Tensor:
     return tensor
 
 
-def _latest_first(ops: list[GeOp]) -> list[GeOp]:
-    """The topological order that always takes, of the operators that are ready, the one listed last."""
+def _in_order(ops: list[GeOp], order: str) -> list[GeOp]:
+    """An order in which operators may run: always, of those that are ready, the one listed last; or, where each stream runs in the order of
+    the file, the next of a side stream (`sides-first`) or of the main one (`sides-last`)."""
     position = {op.name: i for i, op in enumerate(ops)}
-    readers: dict[str, list[str]] = {op.name: [] for op in ops}
-    missing = dict.fromkeys(position, 0)
-    for op in ops:
-        for name in {*(tensor.rpartition(":")[0] for tensor in op.inputs), *op.after} & position.keys():
-            readers[name].append(op.name)
-            missing[op.name] += 1
-    ready = [-position[name] for name, count in missing.items() if not count]
+    before = [{name for name in (*(tensor.rpartition(":")[0] for tensor in op.inputs), *op.after) if name in position} for op in ops]
+    if order == "reversed-ready":
+        urgency = [(0, -i) for i in range(len(ops))]
+    else:
+        urgency = [(int((op.stream == "") == (order == "sides-first")), i) for i, op in enumerate(ops)]
+        last: dict[str, str] = {}
+        for op, waits in zip(ops, before, strict=True):
+            waits.update([last[op.stream]] if op.stream in last else [])
+            last[op.stream] = op.name
+    readers: dict[str, list[int]] = {op.name: [] for op in ops}
+    for i, names in enumerate(before):
+        for name in names:
+            readers[name].append(i)
+    missing = [len(names) for names in before]
+    ready = [(urgency[i], i) for i, count in enumerate(missing) if not count]
     heapq.heapify(ready)
-    order = []
+    ordered = []
     while ready:
-        order.append(ops[-heapq.heappop(ready)])
-        for name in readers[order[-1].name]:
-            missing[name] -= 1
-            if not missing[name]:
-                heapq.heappush(ready, -position[name])
-    return order
+        ordered.append(ops[heapq.heappop(ready)[1]])
+        for i in readers[ordered[-1].name]:
+            missing[i] -= 1
+            if not missing[i]:
+                heapq.heappush(ready, (urgency[i], i))
+    return ordered
 
 
 def _check_result(op: GeOp, port: int, value: torch.Tensor) -> None:

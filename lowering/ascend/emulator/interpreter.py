@@ -28,8 +28,8 @@ class Interpreter:
         graph: that all ranks share: torch operators, which may call bodies, or a file, which is not patched for a rank.
         mesh: of all ranks.
         order: "file" runs operators as they are listed; "reversed-ready" always runs, of the operators whose inputs are there, the one
-            listed last. GE guarantees no order beyond data and control edges, so both must give the same results; torch's operators
-            run in the order of the file.
+            listed last; "sides-first" and "sides-last" run each stream in order, as early or as late as may be. GE guarantees no order
+            beyond data and control edges, so all must give the same results; torch's operators run in the order of the file.
 
     Raises:
         LoweringError: the graph has an unknown operator or an input without a producer, or it contradicts its file.

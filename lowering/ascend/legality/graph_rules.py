@@ -37,9 +37,14 @@ def group_list_kind(nodes: Sequence[Node]) -> Iterator[tuple[Node, str]]:
 
 
 def ordered_exchange(nodes: Sequence[Node]) -> Iterator[tuple[Node, str]]:
-    """Data orders every collective against every dispatch and combine: on vector cores (AIV mode) two at once wait for each other."""
+    """Data orders every collective, and every kernel that starts on all cores at once, against every dispatch and combine.
+
+    Two of them at once wait for each other: collectives where they run on vector cores (AIV mode), the others where an exchange holds cores
+    while it waits for a rank whose own exchange stands behind such a kernel.
+    """
     communicating = [(node, record) for node in nodes if (record := COMMUNICATING.get(node.type)) is not None]
     exchanges = [node.name for node, record in communicating if record.own_group]
+    communicating += [(node, record) for node in nodes if (record := record_of(node)) is not None and record.all_cores]
     if not exchanges:
         return
     ordered = _ordered(nodes, {name: 1 << place for place, name in enumerate(exchanges)})
@@ -50,7 +55,19 @@ def ordered_exchange(nodes: Sequence[Node]) -> Iterator[tuple[Node, str]]:
             yield node, f"no data orders it against {first} and {others} more; legal is a collective before or after each"
 
 
-GRAPH_RULES: tuple[GraphRule, ...] = (group_list_kind, ordered_exchange)
+def few_streams(nodes: Sequence[Node]) -> Iterator[tuple[Node, str]]:
+    """A graph has no more streams than published launches let a device have (STREAMS_PER_DEVICE)."""
+    labels = dict[str, Node]()
+    for node in nodes:
+        if node.stream:
+            labels.setdefault(node.stream, node)
+    for number, node in enumerate(labels.values(), start=2):
+        if number > STREAMS:
+            yield node, f"is on stream {number} of the graph; legal are {STREAMS} (STREAMS_PER_DEVICE), the first one included"
+
+
+STREAMS = 32
+GRAPH_RULES: tuple[GraphRule, ...] = (group_list_kind, ordered_exchange, few_streams)
 """Rules of GE graphs; a captured one runs in the order of its operators, so that nothing has to order exchanges."""
 
 

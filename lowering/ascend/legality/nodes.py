@@ -16,7 +16,7 @@ from ...artifact import graph_io
 from ...platform import Platform
 from ..acl_graph.file import AclFile, graph_of
 from ..acl_graph.formats import in_nz
-from ..ge_file import GeFile
+from ..ge_file import PRIORITY, STREAM, GeFile
 from ..ge_operators import Operator, by_kind, read
 from ..ge_types import tensor_types
 from ..operators.node import Node
@@ -32,13 +32,12 @@ STRUCTURE = frozenset({OPERAND, "Const", "NetOutput", ""})
 PRIVATE = frozenset(
     {
         *("_input_name_key", "_input_name_value", "_output_name_key", "_output_name_value", "_inputs_all_sym", "_readable_value"),
-        *("_is_unfed_optional", "_user_stream_label", "_user_stream_priority", "_super_kernel_scope", "_super_kernel_options"),
+        *("_is_unfed_optional", STREAM, PRIORITY, "_super_kernel_scope", "_super_kernel_options"),
         *("_op_aicore_num", "_op_vectorcore_num", "_op_exec_never_timeout", "_enable_inner_parallel", "_fx_tensor_name"),
         "_inference_rule",  # of operators that torchair converts by `ge.custom_op`
     }
 )
 """Attributes that torchair and GE know of every operator (torchair of torch_npu 2.13.0: scope/_scope_attr.py, _ge_concrete_graph)."""
-_STREAM = "_user_stream_label"
 _WAIT = "_c10d_functional.wait_tensor.default"
 _INT4_IN_INT32 = 8
 
@@ -118,7 +117,7 @@ def _described(op: Operator) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[
     """What operators of a kind have in common: names of inputs and outputs, attributes, private ones, group, stream."""
     attributes = {name: value_of(value) for name, value in op.attr.items() if not name.startswith("_")}
     private = frozenset(name for name in op.attr if name.startswith("_") and name not in PRIVATE)
-    stream = op.attr[_STREAM].s.decode() if _STREAM in op.attr else ""
+    stream = op.attr[STREAM].s.decode() if STREAM in op.attr else ""
     slots, outputs = (tuple(desc.name for desc in descs) for descs in (op.input_desc, op.output_desc))
     if op.type == OPERAND:
         slots = ()

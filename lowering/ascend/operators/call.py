@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ....graphs.errors import LoweringError
-from ..ge_file import GE_DTYPES, GROUPS, messages
+from ..ge_file import GE_DTYPES, GROUPS, STREAM, messages
 
 INT4 = 29
 """Number of int4 in GE; torch has no such dtype."""
@@ -40,6 +40,7 @@ class GeOp:
         after: operators that must run before it although it does not read them.
         attrs: values by name; strings are decoded, constants are tensors.
         results: for each output its dtype and sizes as in `bf16[16,2]`, "" where the graph does not declare them.
+        stream: label of its stream; "" for the first.
         constants: values of integer inputs that are the same in each run, by slot; filled by who knows them.
     """
 
@@ -50,6 +51,7 @@ class GeOp:
     after: tuple[str, ...]
     attrs: Mapping[str, Any]
     results: tuple[str, ...]
+    stream: str = ""
     constants: dict[str, list[int]] = field(default_factory=dict, compare=False)
 
     @functools.cached_property
@@ -82,6 +84,7 @@ def read(op: Any) -> GeOp:
         after=tuple(tensor.removesuffix(":-1") for tensor in op.input if tensor.endswith(":-1")),
         attrs=attrs,
         results=tuple(desc.attr["_meta"].s.decode() if "_meta" in desc.attr else "" for desc in op.output_desc),
+        stream=op.attr[STREAM].s.decode() if STREAM in op.attr else "",
     )
 
 

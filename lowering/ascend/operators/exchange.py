@@ -219,13 +219,14 @@ def _convert_after(ta: Any, earlier: Any) -> Any:
     return convert
 
 
-def _convert_dispatch(ta: Any, earlier: Any) -> Any:
+def _convert_exchange(ta: Any, earlier: Any) -> Any:
     """GE orders operators by data alone, so what the tensor remembers becomes an edge."""
 
     def convert(x: Any, *args: Any, **kwargs: Any) -> Any:
         results = earlier(x, *args, **kwargs)
         if (edge := getattr(x, _AFTER, None)) is not None:
-            results[0].node.input.append(edge)
+            first = results[0] if isinstance(results, list | tuple) else results
+            first.node.input.append(edge)
         return results
 
     return convert
@@ -287,7 +288,7 @@ OPERATORS = (
             rank=4,
         ),
         converters={
-            "npu.npu_moe_distribute_dispatch_v2.default": _convert_dispatch,
+            "npu.npu_moe_distribute_dispatch_v2.default": _convert_exchange,
             f"{ordering.NAMESPACE}.after.default": _convert_after,
         },
         run_group=_dispatch,
@@ -306,6 +307,7 @@ OPERATORS = (
             size=6,
             rank=7,
         ),
+        converters={"npu.npu_moe_distribute_combine_v2.default": _convert_exchange},
         run_group=_combine,
         work=functools.partial(_exchange_work, kind="combine"),
     ),

@@ -115,6 +115,7 @@ class NpuOperator:
         only_nz: whether an operator message takes int8 weights in NZ alone.
         collective: name of the same exchange in partitioned graphs; "" where it does not communicate.
         own_group: the group that it has for itself on NPUs; "" where it shares one with other collectives.
+        all_cores: its kernel waits until all cores are free, which a kernel of another rank that waits for this one may hold.
         exchange: what it exchanges in `own_group`, for messages.
         trial: how a bring-up runs it alone.
         gives_tokens, takes_tokens: the result and the input that list tokens of each expert.
@@ -143,6 +144,7 @@ class NpuOperator:
     only_nz: Callable[[Any], bool] | None = None
     collective: str = ""
     own_group: str = ""
+    all_cores: bool = False
     exchange: str = ""
     trial: Trial = PLAIN
     gives_tokens: TokenList | None = None

@@ -428,6 +428,7 @@ OPERATORS = (
             attributes={"scale_value=scale": 1.0},
         ),
         widens=True,
+        all_cores=True,
         work=_chunked_rule_work,
         rules=(chunked_delta_rule_sizes,),
         trial=trials.Trial(1, "delta-rule-prefill", layer="delta-rule-prefill", floats=trials.delta_rule_floats),

@@ -113,7 +113,7 @@ def calls(ranks: int, group: str, quantise: bool) -> list[tuple[Any, ...]]:
 
 def combining(sent: list[Any], ranks: int, group: str) -> list[tuple[Any, ...]]:
     return [
-        (rows, choices(4, seed=r), draw(4, X, seed=60 + r), *s[3:], draw(4, M, seed=70 + r), torch.tensor([r]).int(), E, group, ranks)
+        (rows, choices(4, seed=r), draw(4, X, seed=60 + r), *s[3:], draw(4, M, seed=70 + r), torch.tensor([r]).int(), E, group, ranks, rows)
         for r, s in enumerate(sent)
         for rows in [draw(*s[0].shape, seed=50 + r)]
     ]

@@ -129,7 +129,7 @@ def dispatched(r: Draw, quantise: bool) -> tuple[Any, ...]:
 
 def combined(r: Draw, shared: int) -> tuple[Any, ...]:
     rows, assist = r(40, 16), ints(*[0] * 5120)
-    return rows, r.choices(5, 3, 8), r.f32(5, 3), assist, ints(*[0] * 8), r(5, 16)[:shared], ints(0), 8, "world", 4
+    return rows, r.choices(5, 3, 8), r.f32(5, 3), assist, ints(*[0] * 8), r(5, 16)[:shared], ints(0), 8, "world", 4, rows
 
 
 # Primitive: operands, operators in GE, and whether another one adds the shared expert on older platforms.
@@ -250,7 +250,7 @@ class Network:
 
     def combine(self, rows: list[torch.Tensor], sent: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         tail = (self.experts, "world", self.ranks)
-        return [(rows[r], self.ids[r], self.share[r], *sent[r][3:], self.x[r], ints(r), *tail) for r in range(self.ranks)]
+        return [(rows[r], self.ids[r], self.share[r], *sent[r][3:], self.x[r], ints(r), *tail, rows[r]) for r in range(self.ranks)]
 
     def own(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
         local = self.experts // self.ranks

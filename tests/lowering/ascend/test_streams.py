@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from support.emulated import DeviceGraph
 
-from npucompile.lowering.ascend.streams import LABEL, PRIORITY, SHARED_EXPERT, label_shared_expert
+from npucompile.lowering.ascend.ge_file import PRIORITY, STREAM
+from npucompile.lowering.ascend.streams import EXCHANGE, SHARED_EXPERT, label
 
 
 def body(parts: int) -> Any:
@@ -24,15 +27,25 @@ def body(parts: int) -> Any:
     return [op for op in hand.model.graph[0].op if op.type != "Data"]
 
 
+def labelled(ops: Sequence[Any]) -> dict[str, tuple[bytes, bytes]]:
+    return {op.name: (op.attr[STREAM].s, op.attr[PRIORITY].s) for op in ops if STREAM in op.attr}
+
+
 def test_the_shared_expert_has_a_stream_of_its_own() -> None:
-    for parts in (1, 3):
-        ops = body(parts)
-        label_shared_expert(ops)
-        labelled = {op.name: (op.attr[LABEL].s, op.attr[PRIORITY].s) for op in ops if LABEL in op.attr}
-        assert labelled == dict.fromkeys(("up", "down"), (SHARED_EXPERT.encode(), b"0"))
+    ops = body(1)
+    label(ops)
+    assert labelled(ops) == dict.fromkeys(("up", "down"), (SHARED_EXPERT.encode(), b"0"))
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_several_exchanges_have_a_stream_of_their_own(parts: int) -> None:
+    ops = body(parts)
+    label(ops)
+    names = [f"{kind}{i}" for i in range(parts) for kind in ("dispatch", "combine")]
+    assert labelled(ops) == dict.fromkeys(names, (EXCHANGE.encode(), b"0"))
 
 
 def test_a_body_without_a_shared_expert_has_one_stream() -> None:
     ops = [op for op in body(1) if not op.name.startswith("combine")]
-    label_shared_expert(ops)
-    assert not any(LABEL in op.attr for op in ops)
+    label(ops)
+    assert not labelled(ops)

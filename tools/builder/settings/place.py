@@ -97,6 +97,15 @@ GE_KERNELS = Setting(
     what=lambda value, recorded: f"GE's kernels are {value}.",
     change="a first start compiles kernels, or takes those of CANN",
 )
+NO_OVERLAP = Setting(
+    "no-overlap",
+    "For GE: run operators one after the other. Else a part of a prompt's tokens travels to its experts while they compute another.",
+    lambda plan: plan.platform.serial or None,
+    extra={"is_flag": True, "default": None},
+    recorded=lambda recorded: "" if recorded.manifest.platform.get("serial") else None,
+    what=lambda value, recorded: "Operators of a graph run one after the other.",
+    change="the same operators, with exchanges of experts on a stream beside the products or not",
+)
 PACKAGES = Setting(
     "operator-packages",
     f"For NPUs: packages with operators of their own that are installed where it runs, of {', '.join(OPERATOR_PACKAGES)}.",

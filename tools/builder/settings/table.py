@@ -36,6 +36,7 @@ SETTINGS = (
     model.KV_CACHE_DTYPE,
     place.CANN,
     place.GE_KERNELS,
+    place.NO_OVERLAP,
     place.PACKAGES,
 )
 """In the order of `--help`."""

@@ -38,6 +38,21 @@ def test_a_stream_waits_for_itself_its_data_and_the_cores(tasks, step, collectiv
     assert sum(total(timeline.exposed).values()) + timeline.waiting_s == step
 
 
+@pytest.mark.parametrize(
+    ("tasks", "step"),
+    [
+        ([kernel(), kernel()], 6),  # nothing travels
+        ([message(stream="b"), kernel()], 5),  # 3 seconds of work take 4.5
+        ([message(stream="b", seconds=3), kernel(seconds=6)], 7),  # 3 beside the message are 2 of its work, 4 are left
+        ([kernel(seconds=2), kernel(seconds=6), message(0, stream="b", seconds=3)], 9),  # one that runs already is slower from then on
+        ([kernel(seconds=6), message(stream="b", seconds=2), message(stream="b", seconds=1)], 7),  # message behind message
+        ([message(), kernel(0), kernel()], 11),  # in one stream nothing runs beside another
+    ],
+)
+def test_kernels_take_longer_while_a_message_travels(tasks, step):
+    assert schedule(tasks, 1.5).step_s == pytest.approx(step)
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(1, 9), st.integers(0, 3)), max_size=24))
 def test_seconds_add_up_and_streams_never_cost_time(drawn):
     """Each second belongs to one task; the same tasks in one stream take the sum of their times, and in several at most that."""

@@ -19,11 +19,12 @@ from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.ascend.emulator.ge_program import ORDERS
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.fold import evaluate
-from npucompile.lowering.ascend.ge_file import GeFile, messages, parse
+from npucompile.lowering.ascend.ge_file import STREAM, GeFile, messages, parse
 from npucompile.lowering.ascend.hoist import hoist
 from npucompile.lowering.ascend.inspect_ge import census, check
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
+from npucompile.lowering.ascend.overlap import in_order_of_time
 from npucompile.lowering.collectives_check import of_ge_file
 from npucompile.lowering.platform import Platform
 from npucompile.models.variant import Variant
@@ -119,12 +120,14 @@ def test_what_was_read_before_a_write_in_place_stays(ta: Any) -> None:
 Hand = gc.Hand
 
 
-def racing(after: Sequence[str] = ()) -> GeFile:
-    """A reader of a pool and a writer of it; the writer waits for `after`."""
+def racing(after: Sequence[str] = (), stream: str = "") -> GeFile:
+    """A reader of a pool and a writer of it; the writer waits for `after`, and may be on another stream."""
     hand = Hand()
     pool, rows, new = hand.data(0), hand.data(1), hand.data(2)
     read = hand.op("Neg", {"x": pool}, "read")
     written = hand.op("ScatterNdUpdate", {"var": pool, "indices": rows, "updates": new}, "write", after=after)
+    if stream:
+        hand.model.graph[0].op[-1].attr[STREAM].s = stream.encode()
     size = hand.op("Shape", {"x": written}, "size")
     return hand.done(read, size, inputs=3, bound=[0])
 
@@ -135,9 +138,17 @@ def raced(ge_file: GeFile) -> list[torch.Tensor]:
 
 
 def test_an_order_that_only_the_file_keeps_is_found_by_the_other_order() -> None:
-    first, second = raced(racing())
+    first, second, *_ = raced(racing())
     assert not torch.equal(first, second)
     assert raced(racing(after=["read"]))[1].abs().sum() == 0
+
+
+def test_a_missing_event_between_streams_is_found_by_one_of_their_orders() -> None:
+    *_, early, late = raced(racing(stream="side"))
+    assert not torch.equal(early, late)
+    *_, early, late = raced(racing(after=["read"], stream="side"))
+    assert torch.equal(early, late)
+    assert early.abs().sum() == 0
 
 
 def test_views_share_memory_and_all_else_has_its_own() -> None:
@@ -319,6 +330,9 @@ def test_ranks_of_a_captured_graph_exchange_and_derive_values_of_their_own() -> 
 # --- a whole model ---
 
 
+GROUPED = Variant(grouped=True)
+
+
 @dataclass(frozen=True)
 class Whole:
     """A model on a mesh with k drafts; with log probabilities its steps give no logits.
@@ -335,6 +349,7 @@ class Whole:
     logprobs: int
     decode: str
     prefill: str
+    variant: Variant = GROUPED
 
 
 WHOLE = {
@@ -348,6 +363,16 @@ WHOLE = {
         "HcomAllToAll",
     ),
     "one draft": Whole("8.3", "tp=2", False, 1, 0, "HcomAllReduce ArgMaxWithValue Addcmul", "HcomAllReduce BatchMatMul"),
+    "two parts in flight": Whole(
+        "9.1",
+        "dp=2,tp=2",
+        True,
+        1,
+        0,
+        "MoeDistributeDispatchV2",
+        "MoeDistributeCombineV2 ChunkGatedDeltaRule",
+        replace(GROUPED, most_dispatched=1, dispatches_in_parts=True, in_flight=2),
+    ),
     "no drafts": Whole("8.5", "", True, 0, 0, "MoeInitRoutingV3 RecurrentGatedDeltaRule", "MoeInitRoutingV3"),
 }
 
@@ -364,17 +389,18 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
         """The graph before torchair and the GE file after it, cached by bucket."""
         bucket = partitioned.program.bucket
         if bucket not in cache:
-            lowered = lower(partitioned, Platform("ascend910_93", case.cann))
-            ge_file = link(lowered.graph, lowered.signature, ta)
+            platform = Platform("ascend910_93", case.cann)
+            lowered = lower(partitioned, platform)
+            ge_file = in_order_of_time(link(lowered.graph, lowered.signature, ta, platform=platform), mesh, platform)
             check(ge_file, lowered.signature)
             assert of_ge_file(ge_file, in_order=True) == partitioned.collectives
             assert set(types[bucket.kind]) <= set(census(ge_file.graph))
             cache[bucket] = lowered.graph, ge_file
         return cache[bucket]
 
-    model = fleets.model(Variant(grouped=True), experts=case.experts)
+    model, serial = (fleets.model(variant, experts=case.experts) for variant in (case.variant, replace(case.variant, in_flight=1)))
     options = {"drafts": case.drafts, "emit_logits": not case.logprobs, "max_logprobs": case.logprobs}
-    plain = fleets.Fleet(model, mesh, **options)
+    plain = fleets.Fleet(serial, mesh, **options)
     before = fleets.Fleet(model, mesh, form=lambda partitioned: both(partitioned)[0], **options)
     orders = [functools.partial(Interpreter, order=order) for order in ORDERS]
     after = [fleets.Fleet(model, mesh, form=lambda partitioned: both(partitioned)[1], machine=machine, **options) for machine in orders]
@@ -391,7 +417,7 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
             sampled, rows = fleets.valid_positions(bucket, inputs[group]), inputs[group]["request_slots"] > 0
             for output, value in outputs.items():
                 meant = sampled if value.shape[: sampled.dim()] == sampled.shape else rows
-                torch.testing.assert_close(value[meant], want[group][output][meant], rtol=0, atol=1e-4)
+                torch.testing.assert_close(value[meant], want[group][output][meant], rtol=0, atol=2e-4)
                 assert all(same(other[group][output], value) for other in others), output
             counts |= {*outputs["counts"][rows].tolist()} if bucket.kind == "decode" else set()
         assert all(equal(fleet.state, before.state) for fleet in after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.ge_threads import mended, refused_by
 
-from npucompile.lowering.ascend.legality.graph_rules import GRAPH_RULES, ordered_exchange
+from npucompile.lowering.ascend.legality.graph_rules import GRAPH_RULES, STREAMS, few_streams, ordered_exchange
 from npucompile.lowering.ascend.legality.threads import Source, threads
 from npucompile.lowering.ascend.operators.node import Node
 
@@ -69,6 +69,25 @@ def test_a_collective_is_ordered_against_dispatch_by_data_alone():
 
     assert [(name, "against c and 0 more" in message) for name, message in unordered("a:0")] == [("e", True)]
     assert unordered("d:0") == []
+
+
+def test_a_kernel_that_starts_on_all_cores_is_ordered_against_dispatch():
+    """The chunked delta rule waits for every core, which a dispatch may hold that waits for a rank behind its own delta rule."""
+    for source, refused in (("a:0", ["c"]), ("b:0", [])):
+        nodes = [
+            Node("a", "Data"),
+            Node("b", "MoeDistributeDispatchV2", input=("a:0",)),
+            Node("c", "ChunkGatedDeltaRule", input=(source,)),
+        ]
+        assert [node.name for node, _ in ordered_exchange(nodes)] == refused
+
+
+def test_a_graph_has_no_more_streams_than_a_device_reserves():
+    nodes = [Node(f"n{i}", "Neg", stream=f"side{i}") for i in range(STREAMS)]
+    assert [(node.name, message) for node, message in few_streams(nodes)] == [
+        (f"n{STREAMS - 1}", f"is on stream {STREAMS + 1} of the graph; legal are {STREAMS} (STREAMS_PER_DEVICE), the first one included")
+    ]
+    assert not [*few_streams(nodes[1:])]
 
 
 def test_every_refused_report_of_one_operator_has_a_mended_one():
