@@ -8,13 +8,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..graphs import ops
+from ..graphs.quantise import rounded_in_blocks
 from ..graphs.spmd.layout import constrain, num_shards
 from ..graphs.spmd.region import Sum, all_gather, axis_index, group_of, reduce_scatter, shard_map
 from ..graphs.types import Aval, Tree
 from . import quant, sequence_parallel
 from .params import Param, Parts, Source
 from .quant.experts import grouped, operands_of_one, rounds_rows
-from .quant.formats import W4A8_DYNAMIC
+from .quant.formats import INT8, W4A8_DYNAMIC
 from .quant.product import format_of, operands, regrouped
 from .routing import SIGMOID, Routing, route
 from .variant import Variant
@@ -301,7 +302,9 @@ def _dispatched(cfg: MoeSizes, devices: int, experts: Experts, parts: Sequence[t
             (_, share, ids, shared), (rows, scale, counts, *records) = parts[len(outs)], sent[len(outs)]
             out = grouped(rows, scale, counts, *experts, parts[0][0].dtype)
             earlier = out if last is None or last is rows else last
-            last = ops.moe_combine(out, ids, share, *records, shared, here, cfg.num_experts, group, devices, earlier)
+            last = ops.moe_combine(
+                out, ids, share, *records, shared, here, cfg.num_experts, group, devices, earlier, _sends_int8(cfg, experts)
+            )
             outs.append(last)
     return outs
 
@@ -313,5 +316,11 @@ def _own_experts(cfg: MoeSizes, x: torch.Tensor, share: torch.Tensor, ids: torch
         return fused
     local_experts = cfg.num_experts // num_shards("experts")
     by_expert, scale, counts, index = ops.moe_sort(x, ids, local_experts, cfg.num_experts, rounds_rows(experts.gate_up))
-    out: torch.Tensor = ops.moe_unsort(grouped(by_expert, scale, counts, *experts, x.dtype), share, index)
+    rows = grouped(by_expert, scale, counts, *experts, x.dtype)
+    out: torch.Tensor = ops.moe_unsort(rounded_in_blocks(rows) if _sends_int8(cfg, experts) else rows, share, index)
     return out
+
+
+def _sends_int8(cfg: MoeSizes, experts: Experts) -> bool:
+    """Whether rows that experts got as int8 are sent back so; one device that stands for all ranks rounds the same rows."""
+    return cfg.variant.formats.sent_back == INT8 and rounds_rows(experts.gate_up)

@@ -100,7 +100,7 @@ def _products(args: FusedExpertsW4A8, sent: Dispatched) -> ExpertsW4A8:
 
 def _combine(args: FusedExpertsW4A8, sent: Dispatched, rows: Tensor) -> MoeCombine:
     added = torch.zeros_like(args.x)
-    return MoeCombine(rows, args.ids, args.weights, *sent[3:], added, args.rank, args.experts, args.group, args.ranks, rows)
+    return MoeCombine(rows, args.ids, args.weights, *sent[3:], added, args.rank, args.experts, args.group, args.ranks, rows, False)
 
 
 def _alone(args: FusedExpertsW4A8, products: Callable[[ExpertsW4A8], Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import PrimitiveError
 from ..ordering import after
 from ..primitive import Cost, Primitive, nbytes
-from ..quantise import quantise_rows
+from ..quantise import quantise_rows, rounded_in_blocks
 from ..types import DISPATCH, WORLD
 from .moe_sort import grouped
 
@@ -40,6 +40,7 @@ class MoeCombine(NamedTuple):
     group: str
     ranks: int
     earlier: Tensor  # [_, M], rows of the dispatch that comes between; `rows` where none does
+    quantise: bool  # rows travel as int8, see `quantise.rounded_in_blocks`
 
 
 moe_dispatch = Primitive("moe_dispatch", MoeDispatch, factors="_ _, _ _, _ _, _ -> _ _, _, _, _, _")
@@ -213,7 +214,7 @@ def _plus_shared(total: Tensor, args: MoeCombine) -> Tensor:
 
 def _spread(args: MoeCombine, weights: Tensor) -> Tensor:
     """One device's share of every token's sum: [ranks*t, M] f32, from the weights [ranks*t, X] of all tokens."""
-    rows, tokens = args.rows, args.ids.shape[0]
+    rows, tokens = rounded_in_blocks(args.rows) if args.quantise else args.rows, args.ids.shape[0]
     R, M = rows.shape
     rank, token, choice = args.assist.view(R, ASSIST)[:, :3].long().unbind(1)
     filled = torch.arange(R, device=rows.device) < args.recv_counts[-1]
@@ -233,7 +234,13 @@ def moe_combine_of_group(calls: list[MoeCombine]) -> list[Tensor]:
 
 @moe_combine.lowering("npu")
 def moe_combine_ge(args: MoeCombine) -> Tensor:
-    """One kernel, its rank attribute as in `moe_dispatch_ge`, and a sum: an Atlas A2 takes no `shared_expert_x`."""
+    """One kernel, its rank attribute as in `moe_dispatch_ge`, and a sum: an Atlas A2 takes no `shared_expert_x`.
+
+    Raises:
+        PrimitiveError: rows are to travel as int8.
+    """
+    if args.quantise:
+        raise PrimitiveError("moe_combine is to send int8; legal is that on an Atlas A3 (ascend910_93), here floats")
     out = _combine(args, "", 0, None)
     return out + args.shared if len(args.shared) else out
 
@@ -268,6 +275,7 @@ def _combine(args: MoeCombine, algorithm: str, tp_world_size: int, shared: Tenso
         shared_expert_x=shared,
         tp_world_size=tp_world_size,
         comm_alg=algorithm,
+        **({"comm_quant_mode": 2} if args.quantise else {}),
     )
     return out
 

@@ -50,6 +50,7 @@ class Formats:
             activations leaves it.
         kv_cache: (pattern, format): a pattern over the names of attention layers, as `model.layers.3.self_attn`; what none matches caches
             floats.
+        sent_back: format of what experts on other ranks send back where they got int8, one of FLOAT and INT8.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
@@ -57,6 +58,7 @@ class Formats:
     group: int = 0
     biased: tuple[str, ...] = ()
     kv_cache: tuple[tuple[str, str], ...] = ()
+    sent_back: str = FLOAT
 
     def __post_init__(self) -> None:
         for pattern, form in self.rules:
@@ -104,7 +106,8 @@ class Formats:
         rules = tuple((str(pattern), str(form)) for pattern, form in fields.get("rules", ()))
         biased = tuple(str(pattern) for pattern in fields.get("biased", ()))
         caches = tuple((str(pattern), str(form)) for pattern, form in fields.get("kv_cache", ()))
-        return Formats(rules, bool(fields.get("stored", False)), int(fields.get("group", 0)), biased, caches)
+        sent_back = str(fields.get("sent_back", FLOAT))
+        return Formats(rules, bool(fields.get("stored", False)), int(fields.get("group", 0)), biased, caches, sent_back)
 
     def as_fields(self) -> dict[str, Any]:
         """As plain lists and values."""
@@ -114,6 +117,7 @@ class Formats:
             "group": self.group,
             "biased": list(self.biased),
             "kv_cache": [list(rule) for rule in self.kv_cache],
+            **({} if self.sent_back == FLOAT else {"sent_back": self.sent_back}),
         }
 
     @property

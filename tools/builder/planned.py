@@ -54,6 +54,7 @@ class Options:
     no_overlap: bool | None = None
     operator_packages: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
+    expert_combine_dtype: str = "auto"
     max_total_tokens: int | None = None
     decided_by: str | None = None
     checkpoint_slots: int | None = None

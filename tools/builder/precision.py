@@ -15,7 +15,7 @@ from ...models.deployed import deployed, heads_for
 from ...models.draft_model import PREFIX
 from ...models.draft_source import open_both
 from ...models.quant.description import formats_in
-from ...models.quant.formats import FLOAT, INT8, INT8_STATIC, Formats
+from ...models.quant.formats import FLOAT, INT8, INT8_STATIC, UNROUNDED, Formats
 from ...models.quant.recipes import formats_of_scheme
 from ...models.safetensors_files import DTYPES as CODES
 from ...models.safetensors_files import NAMES, has_weights
@@ -64,6 +64,8 @@ def choose_formats(plan: Plan) -> Plan:
     """
     config, mesh, target = plan.source.model.config, plan.mesh, plan.target
     formats = choose_kv_cache(plan.options.kv_cache_dtype, _formats_of(plan), plan.dtype)
+    if plan.options.expert_combine_dtype != "auto":
+        formats = _sent_back_as_int8(formats, plan)
     group = mesh.axis("tp")
     try:
         heads_for(config, group)
@@ -119,6 +121,22 @@ def choose_kv_cache(requested: str, formats: Formats, dtype: torch.dtype) -> For
         static = tuple(rule for rule in formats.kv_cache if rule[1] == INT8_STATIC)
         return replace(formats, kv_cache=(*static, (_LAYERS, INT8)))
     return formats
+
+
+def _sent_back_as_int8(formats: Formats, plan: Plan) -> Formats:
+    """The formats with int8 for what experts send back.
+
+    Raises:
+        SpecError: nothing is dispatched to experts that read int8, or the target's combine sends none.
+    """
+    rounded = [form for pattern, form in formats.rules if "experts" in pattern and form not in UNROUNDED]
+    spread = plan.expert_parallel and plan.mesh.size > 1 and plan.target.dispatches
+    if plan.target.chip != "ascend910_93" or not (spread and rounded):
+        has = f"{plan.target.name}, mesh {plan.mesh}, experts in {rounded[0] if rounded else FLOAT}"
+        raise SpecError(
+            f"--expert-combine-dtype int8 for {has}; legal is that for an Atlas A3 whose ranks share experts that read int8 (W8A8, W4A8)"
+        )
+    return replace(formats, sent_back=INT8)
 
 
 def check_kv_cache(plan: Plan) -> Plan:

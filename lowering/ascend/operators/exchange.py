@@ -16,6 +16,7 @@ import torch
 
 from ....graphs import ordering
 from ....graphs.errors import LoweringError
+from ....graphs.quantise import rounded_in_blocks
 from ....graphs.types import DISPATCH
 from . import work
 from .call import Call, Results, group_of
@@ -119,7 +120,7 @@ def npu_moe_distribute_combine_v2(calls: list[Arguments], members: Sequence[int]
     """Sends every row back to its token: out[t] = sum over x of expert_scales[t, x] * row(t, x) + shared_expert_x, in float32.
 
     Each call: (rows [A, M], expert_ids int32 [T, X], assist_info, ep_send_counts, expert_scales f32 [T, X], group, size, rank,
-    experts) with the third and fourth as dispatch gave them, and option shared_expert_x [T, M].
+    experts) with the third and fourth as dispatch gave them, and options shared_expert_x [T, M] and comm_quant_mode, 2 to send int8.
 
     Returns:
         [T, M] like the rows for each of `members`, or of all.
@@ -129,24 +130,26 @@ def npu_moe_distribute_combine_v2(calls: list[Arguments], members: Sequence[int]
     """
     op = "npu_moe_distribute_combine_v2"
     check_size(op, calls[0][0][6], calls)
-    returned = [_returned(op, args) for args, _ in calls]
+    returned = [_returned(op, args, kwargs.get("comm_quant_mode", 0)) for args, kwargs in calls]
     return [_combined(op, *calls[rank], returned, rank) for rank in wanted_members(calls, members)]
 
 
-def _returned(op: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [N, M] that one member sends back and their (rank, token, choice) [N, 3]."""
+def _returned(op: str, args: tuple[Any, ...], mode: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [N, M] that one member sends back, as they arrive, and their (rank, token, choice) [N, 3]."""
     rows, _, assist, ends, _, _, size, _, experts = args
     require(op, "expand_x", rows, FLOATS, (2,))
     require(op, "assist_info_for_combine", assist, (torch.int32,), (1,))
     count = int(require(op, "ep_send_counts", ends, (torch.int32,), (1,))[experts // size * size - 1])
-    return rows[:count], assist[: count * ASSIST].view(count, ASSIST)[:, :3].long()
+    if mode not in (0, 2):
+        raise LoweringError(f"{op}: comm_quant_mode {mode}; legal is 0 or 2")
+    return rounded_in_blocks(rows[:count]) if mode else rows[:count], assist[: count * ASSIST].view(count, ASSIST)[:, :3].long()
 
 
 def _combined(
     op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: list[tuple[torch.Tensor, torch.Tensor]], rank: int
 ) -> torch.Tensor:
     ids, weights = args[1], require(op, "expert_scales", args[4], (torch.float32,), (2,))
-    read = ("shared_expert_x", "tp_send_counts", "expand_scales", "group_tp", "comm_alg")
+    read = ("shared_expert_x", "tp_send_counts", "expand_scales", "group_tp", "comm_alg", "comm_quant_mode")
     refuse_options(op, {name: value for name, value in kwargs.items() if name not in read}, **_LEGAL)
     require_shape(op, "expert_scales", weights, ids.shape)
     returns = torch.zeros_like(ids)
@@ -197,9 +200,9 @@ _COMBINED = ("expand_x", "expert_ids", "assist_info_for_combine", "ep_send_count
 def _combine(calls: list[Call], wanted: Sequence[int] | None = None) -> list[Results]:
     members: Members = []
     for call in calls:
-        call.expect(tp_rank_id=0, out_dtype=0, comm_quant_mode=0, group_list_type=0, **_MOE_DEFAULTS)
+        call.expect(tp_rank_id=0, out_dtype=0, group_list_type=0, **_MOE_DEFAULTS)
         options = {slot: call.optional(slot) for slot in ("tp_send_counts", "x_active_mask", "expand_scales", "shared_expert_x")}
-        options |= {name: call.attr(name, default) for name, default in _options().items()}
+        options |= {name: call.attr(name, default) for name, default in _options(comm_quant_mode=0).items()}
         members.append(((*map(call.tensor, _COMBINED), group_of(call), *map(call.attr, _MOE_ATTRS)), options))
     return [*npu_moe_distribute_combine_v2(members, wanted)]
 
@@ -232,6 +235,10 @@ def _convert_exchange(ta: Any, earlier: Any) -> Any:
     return convert
 
 
+_ROUNDED_SHARE = 10 / 16
+"""Eight values of 16 bits as eight int8 and a scale of 16 bits."""
+
+
 def _exchange_work(op: Node, facts: work.Facts, kind: str) -> work.Work:
     """A row a token and chosen expert; the busiest rank decides."""
     ids = facts.types[op.tensor("expert_ids")]
@@ -239,6 +246,8 @@ def _exchange_work(op: Node, facts: work.Facts, kind: str) -> work.Work:
     sent = facts.types[f"{op.name}:0"] if kind == "dispatch" else rows
     ranks = op.attributes["ep_world_size"]
     nbytes = ids.elements * sent.nbytes / max(sent.shape[0], 1) * (ranks - 1) / ranks
+    if op.attributes.get("comm_quant_mode"):
+        nbytes *= _ROUNDED_SHARE
     return work.Work(sent_bytes=nbytes * facts.expert_imbalance, group=op.group, exchange=kind)
 
 

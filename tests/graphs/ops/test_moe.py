@@ -111,9 +111,21 @@ def calls(ranks: int, group: str, quantise: bool) -> list[tuple[Any, ...]]:
     return [(x[r], choices(4, seed=r), x[r], torch.tensor([r], dtype=torch.int32), E, group, ranks, quantise) for r in range(ranks)]
 
 
-def combining(sent: list[Any], ranks: int, group: str) -> list[tuple[Any, ...]]:
+def combining(sent: list[Any], ranks: int, group: str, quantise: bool = False) -> list[tuple[Any, ...]]:
     return [
-        (rows, choices(4, seed=r), draw(4, X, seed=60 + r), *s[3:], draw(4, M, seed=70 + r), torch.tensor([r]).int(), E, group, ranks, rows)
+        (
+            rows,
+            choices(4, seed=r),
+            draw(4, X, seed=60 + r),
+            *s[3:],
+            draw(4, M, seed=70 + r),
+            torch.tensor([r]).int(),
+            E,
+            group,
+            ranks,
+            rows,
+            quantise,
+        )
         for r, s in enumerate(sent)
         for rows in [draw(*s[0].shape, seed=50 + r)]
     ]
@@ -174,6 +186,6 @@ def test_members_that_talk_get_what_together_says(ranks: int, quantise: bool) ->
     talked = in_threads(ranks, lambda rank, group: ops.moe_dispatch(*calls(ranks, group, quantise)[rank]))
     for got, want in zip(talked, sent, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    whole = ops.moe_combine.rule("group_reference")(combining(sent, ranks, "moe"))
-    back = in_threads(ranks, lambda rank, group: ops.moe_combine(*combining(sent, ranks, group)[rank]))
+    whole = ops.moe_combine.rule("group_reference")(combining(sent, ranks, "moe", quantise))
+    back = in_threads(ranks, lambda rank, group: ops.moe_combine(*combining(sent, ranks, group, quantise)[rank]))
     torch.testing.assert_close(back, whole, rtol=1e-5, atol=1e-5)

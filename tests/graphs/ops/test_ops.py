@@ -113,7 +113,7 @@ def dispatched(r: Draw) -> tuple[Any, ...]:
     """Operands of a combine in a group of one rank."""
     ids = distinct((0, 3), (3, 1), (5, 4))
     _, _, _, assist, received = ops.moe_dispatch(r(3, 5), ids, r(3, 5), ints(0), 6, "world", 1, False)
-    return r(6, 5), ids, r.uniform(3, 2), assist, received, r(3, 5), ints(0), 6, "world", 1, r(6, 5).to(torch.int8)
+    return r(6, 5), ids, r.uniform(3, 2), assist, received, r(3, 5), ints(0), 6, "world", 1, r(6, 5).to(torch.int8), False
 
 
 def fused_experts(r: Draw, M: int, F: int) -> tuple[Any, ...]:

@@ -129,7 +129,7 @@ def dispatched(r: Draw, quantise: bool) -> tuple[Any, ...]:
 
 def combined(r: Draw, shared: int) -> tuple[Any, ...]:
     rows, assist = r(40, 16), ints(*[0] * 5120)
-    return rows, r.choices(5, 3, 8), r.f32(5, 3), assist, ints(*[0] * 8), r(5, 16)[:shared], ints(0), 8, "world", 4, rows
+    return rows, r.choices(5, 3, 8), r.f32(5, 3), assist, ints(*[0] * 8), r(5, 16)[:shared], ints(0), 8, "world", 4, rows, False
 
 
 # Primitive: operands, operators in GE, and whether another one adds the shared expert on older platforms.
@@ -248,9 +248,11 @@ class Network:
     def dispatch(self, quantise: bool) -> list[tuple[Any, ...]]:
         return [(self.x[r], self.ids[r], self.x[r], ints(r), self.experts, "world", self.ranks, quantise) for r in range(self.ranks)]
 
-    def combine(self, rows: list[torch.Tensor], sent: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def combine(self, rows: list[torch.Tensor], sent: list[tuple[Any, ...]], quantise: bool = False) -> list[tuple[Any, ...]]:
         tail = (self.experts, "world", self.ranks)
-        return [(rows[r], self.ids[r], self.share[r], *sent[r][3:], self.x[r], ints(r), *tail, rows[r]) for r in range(self.ranks)]
+        return [
+            (rows[r], self.ids[r], self.share[r], *sent[r][3:], self.x[r], ints(r), *tail, rows[r], quantise) for r in range(self.ranks)
+        ]
 
     def own(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
         local = self.experts // self.ranks
@@ -355,6 +357,24 @@ def test_both_kernels_together_are_one_device(ranks: int, features: frozenset[st
     rows = [ops.grouped_experts(s[0], s[2], *net.own(r)) for r, s in enumerate(sent)]
     for (got,), want in zip(by_kernels(ops.moe_combine, net.combine(rows, sent), features), net.alone(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_may_come_back_as_int8(ranks: int) -> None:
+    """Within a half of 1/127 of the largest of eight values, and by the attribute of the kernel of an Atlas A3 alone."""
+    net = Network(ranks)
+    sent = ops.moe_dispatch.rule("group_reference")(net.dispatch(False))
+    rows = [ops.grouped_experts(s[0], s[2], *net.own(r)) for r, s in enumerate(sent)]
+    calls = net.combine(rows, sent, quantise=True)
+    floats = ops.moe_combine.rule("group_reference")(net.combine(rows, sent))
+    wants = ops.moe_combine.rule("group_reference")(calls)
+    for (got,), want, plain, share in zip(by_kernels(ops.moe_combine, calls, NEWEST), wants, floats, net.share, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(want, plain)
+        largest = max(float(own[own.isfinite()].abs().max()) for own in rows)
+        assert (want - plain).abs().max() <= float(share.sum(-1).max()) * largest * 0.51 / 127
+    with pytest.raises(PrimitiveError, match="moe_combine is to send int8; legal is that on an Atlas A3"):
+        by_kernels(ops.moe_combine, calls, frozenset({"ge", "ascend910b"}))
 
 
 def test_dispatch_gives_the_smallest_static_room() -> None:

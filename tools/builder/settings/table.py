@@ -34,6 +34,7 @@ SETTINGS = (
     model.LOGIT_ADJUSTMENTS,
     model.WHERE_WEIGHTS,
     model.KV_CACHE_DTYPE,
+    model.EXPERT_COMBINE_DTYPE,
     place.CANN,
     place.GE_KERNELS,
     place.NO_OVERLAP,
