@@ -54,6 +54,7 @@ IN_PARTS = replace(GROUPED, most_dispatched=1, dispatches_in_parts=True)
 TWO_IN_FLIGHT = replace(IN_PARTS, in_flight=2)
 W8, W4 = fleets.quantised("w8a8"), fleets.quantised("w4a8")
 INT8_CACHE = Variant(formats=Formats(kv_cache=(("?*", "int8"),)))
+INT8_BACK = replace(W8, formats=replace(W8.formats, sent_back="int8"))
 SPLIT_W8 = fleets.everywhere("w8a8_dynamic", q_heads=2, delta_heads=2, ffn=2)
 FEW = Variant(draft_vocab=40)
 DISPATCH = ("moe_dispatch world", "moe_combine world")
@@ -97,6 +98,7 @@ CASES: dict[str, Case] = {
     "idle group": Case("dp=2,tp=2", GROUPED, live=(2, 0), drafts=1, collectives=DISPATCH),
     "idle group, gathered": Case("dp=2,tp=2", gathering(GROUPED), live=(0, 1), drafts=1, collectives=GATHER),
     "w8a8 dp=2,tp=2": Case("dp=2,tp=2", W8, W8, collectives=DISPATCH),
+    "w8a8 back as int8": Case("dp=2,tp=2", INT8_BACK, INT8_BACK, drafts=1, collectives=DISPATCH),
     "w8a8 gathered": Case("dp=2,tp=2", gathering(W8), W8, drafts=1, collectives=GATHER),
     "w8a8 tp=4": Case("tp=4", repeated(W8), W8, collectives=DISPATCH),
     **{

@@ -40,9 +40,11 @@ def check_request_slots(step: TraceStep, group: int, outputs: Mapping[str, torch
         kept = torch.cat([tokens[last : last + 1], drafts])
         request_slots_after[request_slot, TOKENS : TOKENS + len(kept)] = kept
         if not decode and "positions" in inputs:
-            # What is added to an index of a token behind the chunk; a decode step leaves it as it is.
-            following = inputs["positions"][row, int(counts[row]) - 1, 0] + 1
-            request_slots_after[request_slot, -1] = following - request_slots_after[request_slot, START]
+            # What is added to an index of a token behind the chunk, then the same for each candidate, if there are any, with its place; a
+            # decode step leaves them as they are.
+            offset = inputs["positions"][row, int(counts[row]) - 1, 0] + 1 - request_slots_after[request_slot, START]
+            offsets = request_slots_after[request_slot, TOKENS + len(kept) :]
+            offsets[:1], offsets[1:] = offset, offset + torch.arange(len(offsets) - 1)
     if decode and outputs["counts"].tolist() != counts.tolist():
         raise VerifyError(f"{what}: counts are {outputs['counts'].tolist()}; by the tokens it sampled they are {counts.tolist()}")
     for request_slot, (actual, right) in enumerate(zip(outputs[REQUEST_SLOTS].tolist(), request_slots_after.tolist(), strict=True)):

@@ -13,6 +13,7 @@ from npucompile.graphs.errors import PartitionError, SpecError, UnknownModel
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.models import registry
 from npucompile.models.presets import PRESETS
+from npucompile.models.quant.formats import Formats
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.variant import MOST_DISPATCHED
 from npucompile.tools.builder import deployments
@@ -123,6 +124,7 @@ PREBUILT = {
     "target": "ascend-a3",
     "backend": "ge",
     "ge_kernels": "prebuilt",
+    "no_overlap": True,
     "num_speculative_tokens": 1,
     "max_model_len": 128,
     "dtype": "bfloat16",
@@ -359,6 +361,17 @@ def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
             SpecError,
             r"--ge-kernels prebuilt with --backend aclgraph",
         ),
+        ({"backend": "aclgraph", "no_overlap": True}, SpecError, r"--no-overlap with --backend aclgraph; legal is ge"),
+        (
+            {"target": "ascend-a2", "mesh": "dp=2,tp=8", "expert_combine_dtype": "int8"},
+            SpecError,
+            r"--expert-combine-dtype int8 for ascend-a2, mesh dp=2,tp=8, experts in \w+; legal is that for an Atlas A3",
+        ),
+        (
+            {"target": "ascend-a3", "mesh": "dp=2,tp=8", "expert_combine_dtype": "int8", "quantization": "none"},
+            SpecError,
+            r"experts in float; legal is that for an Atlas A3 whose ranks share experts that read int8",
+        ),
         ({"dtype": "float32"}, SpecError, r"dtype float32 for ascend-a3: its fused operators take bfloat16"),
         ({"max_model_len": 1000}, SpecError, r"max_model_len is 1000; .* on ascend-a3 is a multiple of 128 up to 262144"),
         ({"max_model_len": 2**20}, SpecError, r"max_model_len is 1048576; .*up to 262144"),
@@ -393,3 +406,17 @@ def test_a_directory_of_any_name_has_the_recipe_and_the_deployments_of_its_model
     row = next(row for row in deployments.deployments().values() if row.model == "qwen3-32b")
     placed, published = (planning.plan(Options(model, deployment=row.id)) for model in (str(directory), "qwen3-32b"))
     assert (placed.deployment, placed.mesh, placed.target) == (row.id, published.mesh, published.target)
+
+
+def test_experts_answer_in_int8_and_parts_travel_together_as_asked():
+    """By default rows come back as floats, two parts at once; captured graphs have one stream, and so one part."""
+
+    def asked(**options):
+        plan = planning.plan(Options("qwen3.5-397b", **options))
+        variant = plan.model.config.variant
+        assert options_of(plan.arguments).expert_combine_dtype == options.get("expert_combine_dtype", "auto")
+        return variant.in_flight, variant.formats.sent_back, Formats.of_fields(variant.formats.as_fields()) == variant.formats
+
+    assert asked() == (2, "float", True)
+    assert asked(no_overlap=True) == asked(backend="aclgraph") == (1, "float", True)
+    assert asked(expert_combine_dtype="int8") == (2, "int8", True)

@@ -77,6 +77,19 @@ def test_what_follows_is_accepted():
     assert (first_position(decode(), 0, 2), first_position(prefill(), 0, 0)) == (20, 8)
 
 
+def test_what_follows_a_prompt_with_pictures_starts_at_the_position_behind_it():
+    """Index 12 follows, at position 9 on the first axis; each candidate has the same offset and its place."""
+    step, outputs = prefill(), prefilled()
+    pool = torch.cat([step.request_slots[0], torch.full((3, 4), -7, dtype=torch.int32)], 1)
+    inputs = {**step.inputs[0], "positions": torch.tensor([[[5, 5, 5], [6, 6, 6], [7, 7, 7], [8, 8, 8]]], dtype=torch.int32)}
+    step = TraceStep(step.case, (inputs,), (pool,), step.expected)
+    after = torch.cat([outputs["request_slots"], pool[:, -4:]], 1)
+    after[2, -4:] = i32(-3, -3, -2, -1)
+    check_request_slots(step, 0, {**outputs, "request_slots": after}, "it")
+    with pytest.raises(VerifyError, match=r"request slot 2 holds .*-3, -3, -3, -1\]; what the next step starts from is .*-3, -3, -2, -1\]"):
+        check_request_slots(step, 0, {**outputs, "request_slots": spoiled({"it": after}, "it", (2, -2), -3)["it"]}, "it")
+
+
 def test_a_group_that_idles_leaves_its_request_slots_as_they_are():
     step = decode()
     idle = TraceStep(step.case, ({"request_slots": i32(0, 0, 0)},), step.request_slots, (None,))
