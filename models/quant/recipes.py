@@ -11,9 +11,9 @@ from typing import Any
 from ...graphs.errors import SpecError
 from .formats import PLAIN, Formats
 
-SCHEMES = ("none", "w8a8", "w8a8-all", "w4a8", "w4a16")
-"""`none` stores what a checkpoint has: floats, or the integers of one that is quantised. `w8a8-all` is no published recipe's: it takes
-what these leave float and a step reads whole, the head above all."""
+SCHEMES = ("none", "w8a8", "w8a8-all", "w4a8", "w4a8-all", "w4a16")
+"""`none` stores what a checkpoint has: floats, or the integers of one that is quantised. `w8a8-all` and `w4a8-all` are nobody's recipes:
+they take what published ones leave float and a step reads whole, the head above all."""
 
 ANY = "any model"
 

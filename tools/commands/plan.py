@@ -67,7 +67,7 @@ def _refuse_measured(_: click.Context, __: click.Parameter, value: str | None) -
 @click.option("--itl-target", type=click.FloatRange(0, min_open=True), metavar="MS",
               help="Simulate servers with this `serve --itl-target`.  [default: none, or what --ttft needs]")  # fmt: skip
 @click.option(
-    "--quantization", type=click.Choice([name for name in SCHEMES if name not in ("none", "w8a8-all")] + ["bf16"]), multiple=True,
+    "--quantization", type=click.Choice(["bf16", *(name for name in SCHEMES if name != "none" and "-all" not in name)]), multiple=True,
     help="Schemes to try; may be repeated.  [default: those of the model's published deployments, else w8a8]",
 )  # fmt: skip
 @click.option("--speculative-tokens", "drafts", type=click.IntRange(0, 7), multiple=True, help="Drafts to try.  [default: 0 to 3]")

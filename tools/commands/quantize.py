@@ -23,7 +23,7 @@ from .family_option import family_option
 @click.argument("checkpoint")
 @click.option(
     "--scheme", type=click.Choice([name for name in SCHEMES if name != "none"]), required=True,
-    help="Formats of the matrices. w8a8-all also takes what published recipes leave float: head, linear attention, draft layers.",
+    help="Formats of the matrices. -all also takes what published recipes leave float: head, linear attention, draft layers.",
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New or empty directory to write.")
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Matrices that stay float, as in '*.layers.0.*'; may be repeated.")

@@ -10,7 +10,7 @@ from npucompile.models.quant.recipes import SCHEMES, formats_of_scheme
 
 
 def test_a_scheme_that_is_not_there_is_refused() -> None:
-    with pytest.raises(SpecError, match="quantization is 'int3'; legal are none, w8a8, w8a8-all, w4a8, w4a16"):
+    with pytest.raises(SpecError, match="quantization is 'int3'; legal are none, w8a8, w8a8-all, w4a8, w4a8-all, w4a16"):
         formats_of_scheme("int3", "qwen3.5-397b")
     assert formats_of_scheme("none", "qwen3.5-397b") == PLAIN
 
@@ -78,6 +78,16 @@ def test_a_scheme_that_is_not_there_is_refused() -> None:
                 "mtp.self_attn.o_proj": "w8a8_dynamic",
                 "mlp.gate": "float",
                 "mlp.shared_expert_gate": "float",
+            },
+        ),
+        (
+            "qwen3.5-397b",
+            "w4a8-all",
+            {
+                "linear_attn.in_proj_qkv": "w8a8_dynamic",
+                "linear_attn.in_proj_b": "float",
+                "mlp.experts.gate_up_proj": "w4a8_dynamic",
+                "mtp.mlp.experts.gate_up_proj": "w8a8_dynamic",
             },
         ),
         ("somebody's own", "w4a8", {"mlp.experts.gate_up_proj": "w4a8_dynamic", "mlp.shared_expert.up_proj": "w8a8_dynamic"}),

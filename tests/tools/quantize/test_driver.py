@@ -36,7 +36,18 @@ MIXED = Formats((("*.q_proj", "float"), ("*.layers.1.*.up_proj", "float"), *form
 @pytest.mark.parametrize("kind", ["moe", "dense", "plain"])
 @pytest.mark.parametrize(
     ("scheme", "group"),
-    [("w8a8", 0), ("w8a8-all", 0), ("w4a8", 0), ("w4a8", 8), ("int4", 0), ("int4", 4), ("mixed", 0), ("w4a16", 0), ("w4a16", 8)],
+    [
+        ("w8a8", 0),
+        ("w8a8-all", 0),
+        ("w4a8", 0),
+        ("w4a8", 8),
+        ("w4a8-all", 0),
+        ("int4", 0),
+        ("int4", 4),
+        ("mixed", 0),
+        ("w4a16", 0),
+        ("w4a16", 8),
+    ],
 )
 def test_it_loads_as_the_floats_do_quantised_on_loading(tmp_path, monkeypatch, kind, scheme, group):
     source = quantised.write(tmp_path / "float", kind)
@@ -61,7 +72,7 @@ def test_it_loads_as_the_floats_do_quantised_on_loading(tmp_path, monkeypatch, k
         if scheme == "w4a16":
             assert integers == {torch.int32}
             continue
-        int4 = scheme == "int4" or (scheme == "w4a8" and kind == "moe")
+        int4 = scheme == "int4" or (scheme in ("w4a8", "w4a8-all") and kind == "moe")
         assert integers == ({torch.int8, torch.int32} if int4 else {torch.int8})
     tokens = torch.arange(1, 41, dtype=torch.int32)[None]
     results = [logits(*loaded(each, torch.float32, form), tokens, torch.float32) for each, form in ((source, formats), (written, None))]

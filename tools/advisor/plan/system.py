@@ -35,7 +35,7 @@ class Scheme:
     @staticmethod
     def named(name: str, draft: str | None = None) -> Scheme:
         """ "w4a8", "w8a8" or "bf16"; int4 has a scale of each 64 or more, which are 0.53 bytes in all."""
-        product, expert = {"w4a8": (1.0, 0.53), "w8a8": (1.0, 1.0), "w8a8-all": (1.0, 1.0)}.get(name, (2.0, 2.0))
+        product, expert = {"w4a8": (1.0, 0.53), "w8a8": (1.0, 1.0), "w8a8-all": (1.0, 1.0), "w4a8-all": (1.0, 0.53)}.get(name, (2.0, 2.0))
         return Scheme(name, product, expert, 2.0 if draft == "bf16" else product)
 
 

@@ -11,7 +11,7 @@ from .record import CHECKPOINT, DEFAULT, PLAN, ROW, Setting, by_plan
 if TYPE_CHECKING:
     from .recorded import Recorded
 
-SCHEMES = ("none", "w8a8", "w8a8-all", "w4a8", "w4a16")
+SCHEMES = ("none", "w8a8", "w8a8-all", "w4a8", "w4a8-all", "w4a16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
 MAX_LOGPROBS = 20
 """The most that OpenAI's API allows."""
