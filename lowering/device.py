@@ -8,7 +8,7 @@ once an event that was recorded behind it has come.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -62,6 +62,10 @@ class DeviceExecutable(Executable, Protocol):
 
     Its operands are those of its signature, then the derived values.
     """
+
+    def switch_off(self, switches: Collection[str]) -> None:
+        """Does without these (`switches.SWITCHES`) from now on, before anything else is asked of it."""
+        ...
 
     def derived(self, params: Sequence[Leaf]) -> tuple[DerivedValue, ...]:
         """The derived values, in the order of operands.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.fixed_cost import fixed_tokens
 from ..lowering.artifact.shards import local_leaves, local_signature
 from ..lowering.device import Device, DeviceExecutable, Event, MemoryPart
+from ..lowering.switches import RUN_AHEAD
 from .device_params import DeviceParams, LoadParams
 from .executor import (
     ExecutorError,
@@ -90,6 +91,7 @@ class DeviceExecutor:
         step_timeout_s: how long a step may take before it counts as hanging; None waits for ever.
         report: called after each bucket.
         agree: of all ranks that start at the same time.
+        off: switches (`lowering.switches`) that are off.
 
     Raises:
         ArtifactError: a file is missing or does not match the manifest, or a bucket has no executable.
@@ -97,7 +99,7 @@ class DeviceExecutor:
         LoweringError: an executable is not of this device; no prefill or no decode bucket can run, with the reasons; or the device failed.
     """
 
-    groups, run_ahead = 1, 1
+    groups = 1
 
     def __init__(
         self,
@@ -111,8 +113,9 @@ class DeviceExecutor:
         step_timeout_s: float | None = None,
         report: Report = lambda bucket, seconds, outcome: None,
         agree: Agree = lambda reason, limit_s: reason,
+        off: Collection[str] = (),
     ) -> None:
-        manifest = artifact.manifest
+        manifest, self.run_ahead = artifact.manifest, int(RUN_AHEAD not in off)
         mesh, rules = Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
         self.device, self._step_timeout_s, self._rules = device, step_timeout_s, rules
         self.limits: Limits = manifest.limits
@@ -126,6 +129,8 @@ class DeviceExecutor:
         self._coords = mesh.coords(rank).numpy()
         signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}
         executables = {entry.bucket: _open(device, artifact, entry, rank, communicators or {}) for entry in manifest.graphs}
+        for executable in executables.values() if off else ():
+            executable.switch_off(off)
         leaves = local_leaves(manifest.params, mesh, rules)
         self._leaves = local_leaves(manifest.state, mesh, rules)
         layout = _layout(self._leaves)

@@ -65,6 +65,11 @@ class Home:
         os.environ.update(variables)
         return replace(self, environment={**self.environment, **variables})
 
+    def without_variable(self, name: str) -> Home:
+        """The same without a variable, which is unset in this process too."""
+        os.environ.pop(name, None)
+        return replace(self, environment={other: value for other, value in self.environment.items() if other != name})
+
     @property
     def artifacts(self) -> Path:
         """The default directory of builds."""

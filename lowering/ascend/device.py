@@ -10,8 +10,8 @@ import hashlib
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf
 from ..device import DerivedValue
 from ..device_error import named
+from ..switches import KERNELS, NZ
 from . import fold
 from .convert import shape_of
 from .ge_file import GE_DTYPES, GeFile, decode, messages, parse, patched
 from .nz_weights import weight_operands
+from .options import other_kernels
 from .toolchain.harness import Torchair
 
 FRACTAL_NZ = 29
@@ -96,7 +98,13 @@ class GeExecutable:
         # Graphs of one process share a session, and graphs converted in different processes may have equal names.
         self._graph = engine.graph(serialized_model_def=ge_file.graph, name=f"npucompile_{next(_names)}")
         self._returned = len(self._graph.attr["_output_dtypes"].list.i)
-        self._compiled = False
+        self._compiled, self._nz = False, True
+
+    def switch_off(self, switches: Collection[str]) -> None:
+        """Does without these (`lowering.switches`)."""
+        self._nz = NZ not in switches
+        if KERNELS in switches:
+            self.ge_file = replace(self.ge_file, options=other_kernels(self.ge_file.options))
 
     @property
     def backend(self) -> str:
@@ -120,7 +128,7 @@ class GeExecutable:
     @functools.cached_property
     def nz_operands(self) -> frozenset[int]:
         """Operands that the graph wants in NZ, see `weight_operands`."""
-        return frozenset(weight_operands(self.ge_file))
+        return frozenset(weight_operands(self.ge_file, needed=not self._nz))
 
     def compile(self, operands: Sequence[torch.Tensor | None], cache_dir: Path | None = None) -> bool:
         """Compiles the graph for these operands, or takes it from GE's cache, see `lowering.device.DeviceExecutable`.

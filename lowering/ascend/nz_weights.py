@@ -12,20 +12,27 @@ from .operators.table import BY_TYPE
 
 # Width of a tile by the number of a dtype in GE's messages: bfloat16, float16, int8, and int32 that holds eight int4 (`to_nz`).
 _TILE_WIDTHS = {27: 16, 2: 16, 3: 32, 7: 8}
-_INT4 = 29
+_INT4, _INT8 = 29, 3
 
 
-def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
+def weight_operands(ge_file: GeFile, *, needed: bool = False) -> tuple[int, ...]:
     """Operands and derived values worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile
-    needs padding."""
+    needs padding.
+
+    Args:
+        needed: those alone that a product takes in NZ alone.
+    """
     ops = read(ge_file.graph)
     words, readers, weights = int4_words(ops), dict[str, list[bool]](), by_kind(_weights)
+    only = {name for op in ops if only_nz(op) for name, weight in zip(op.input, weights(op), strict=False) if weight} if needed else set()
     for op in ops:
         if op.type != "Bitcast" or f"{op.name}:0" not in words:
             # An absent input is "" and has a description; control inputs come last and have none.
             for name, weight in zip(op.input, weights(op), strict=False):
                 readers.setdefault(words.get(name, name), []).append(weight and not (name in words and _beside_floats(op)))
     data = {f"{op.name}:0": op for op in ops if op.type == "Data"}
+    if needed:
+        data = {name: op for name, op in data.items() if name in only and op.output_desc[0].dtype == _INT8}
     indices = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and fills_tiles(op.output_desc[0])]
     return tuple(sorted(ge_file.data[index] for index in indices))
 
@@ -53,6 +60,12 @@ def is_weight(op_type: str, name: str) -> bool:
     """Whether an operator takes an input of that name as the weight of a matrix product."""
     operator = BY_TYPE.get(op_type)
     return operator is not None and bool(operator.weight) and re.fullmatch(operator.weight + r"\d*", name) is not None
+
+
+def only_nz(op: Any) -> bool:
+    """Whether a product takes int8 weights in NZ alone."""
+    operator = BY_TYPE.get(op.type)
+    return operator is not None and operator.only_nz is not None and operator.only_nz(op)
 
 
 def fills_tiles(described: Any) -> bool:

@@ -10,6 +10,8 @@ import torch
 
 from ..platform import PREBUILT, Platform
 
+KERNELS = "ge.jit_compile"
+
 # Sources, by their shares of the reasons below:
 #   TA: Ascend/torchair@fced884, docs/zh/ascend_ir/features/advanced and torchair/npu_graph_executor.
 #   CR: hicann/cann-recipes-infer@fbc225d, executor/utils/graph_utils.py, what Huawei runs Qwen3.5-397B with through GE.
@@ -47,7 +49,7 @@ OPTIONS = (
         "are sorted in reverse depth-first order (TA topology_sorting_strategy.md; CR)",
     ),
     Option(
-        "ge.jit_compile",
+        KERNELS,
         "0",
         frozenset({PREBUILT}),
         "CANN's own binaries first: a first start does not compile hundreds of kernels, and needs no bisheng. torchair's graphs have 2, "
@@ -92,6 +94,11 @@ def graph_options(platform: Platform) -> dict[str, str]:
     """Options for every graph of a platform."""
     features = platform.features("ge")
     return {option.name: option.value for option in OPTIONS if option.needs <= features}
+
+
+def other_kernels(options: Mapping[str, str]) -> dict[str, str]:
+    """Options of a graph whose kernels come from the other place; torchair's graphs have 2, which compiles them online."""
+    return {**options, KERNELS: "0" if options.get(KERNELS, "2") != "0" else "2"}
 
 
 def operand_options(operands: Sequence[Operand], results: int, carried: Mapping[int, int]) -> dict[str, str]:

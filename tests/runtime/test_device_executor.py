@@ -20,7 +20,9 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.shards import load_shard
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
+from npucompile.lowering.ascend.emulator.memory import ND, NZ
 from npucompile.lowering.ascend.ge_file import decode
+from npucompile.lowering.switches import SWITCHES
 from npucompile.runtime.device_executor import AREA_ALIGNMENT, DeviceExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import ExecutorError
@@ -148,6 +150,18 @@ def test_neither_running_ahead_nor_drafts_change_a_greedy_token(executor, monkey
     assert executor.compiles() == 0
     assert executor.refresh() is False
     assert executor.backends == {bucket.name: "ge" for bucket in (PREFILL, ONE, TWO)}
+
+
+def test_switches_that_are_off_change_no_token(artifact, executor, monkeypatch):
+    def formats(executor):
+        return {operand.allocation.format for bucket in executor.buckets for operand in executor._operands[bucket] if operand is not None}
+
+    with closing(opened(artifact, off=frozenset(SWITCHES), step_timeout_s=ranks.TIMEOUT_S)) as plain:
+        assert (plain.run_ahead, executor.run_ahead) == (0, 1)
+        assert (formats(plain), formats(executor)) == ({ND}, {ND, NZ})
+        assert plain._executables[ONE].ge_file.options["ge.jit_compile"] == "0"
+        tokens = [[c.token_ids for c in generated(each, monkeypatch, None, None)] for each in (plain, executor)]
+    assert tokens[0] == tokens[1]
 
 
 def outcomes(artifact, cache):

@@ -21,6 +21,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.lowering.ascend.emulator.fault import Fault
 from npucompile.lowering.ascend.emulator.ge_program import BORDER
+from npucompile.lowering.ascend.emulator.memory import NZ
 from npucompile.lowering.ascend.ge_file import GeFile, parse
 from npucompile.tools.builder import driver, pool
 from npucompile.tools.prove.bringup.device_graph import Host
@@ -53,8 +54,8 @@ class FaultyExecutable:
     """
 
     def __init__(self, device: FaultyDevice, real: Any) -> None:
-        self.device, self.real, self.ge_file = device, real, real.ge_file
-        self.types = operators(real.ge_file)
+        self.device, self.real, self.ge_file = device, real, getattr(real, "ge_file", None)
+        self.types = operators(real.ge_file) if self.ge_file else []
         self.previous: FaultyExecutable | None = None
         self.path = Path()
 
@@ -68,6 +69,7 @@ class FaultyExecutable:
     def __call__(self, operands: Operands) -> list[torch.Tensor]:
         results = self.device.on_run(self, operands)
         self.device.last = self
+        self.device.runs += 1
         return results
 
 
@@ -82,6 +84,11 @@ class FaultyDevice:
     def __init__(self, on_run: Run, on_compile: Callable[[FaultyExecutable], None] = lambda _: None, index: int = 0) -> None:
         self.real, self.on_run, self.on_compile = open_device(index), on_run, on_compile
         self.last: FaultyExecutable | None = None
+        self.opened: set[Path] = set()
+        self.runs = self.read = 0
+
+    def record(self) -> Any:
+        return FaultyEvent(self, self.real.record(), self.runs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -89,7 +96,21 @@ class FaultyDevice:
     def open(self, path: Path, rank: int, communicators: Any) -> FaultyExecutable:
         executable = FaultyExecutable(self, self.real.open(path, rank, communicators))
         executable.path = path
+        self.opened.add(path)
         return executable
+
+
+@dataclass
+class FaultyEvent:
+    """An event that says how many runs have been waited for."""
+
+    device: FaultyDevice
+    real: Any
+    runs: int
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.real.wait(timeout_s)
+        self.device.read = max(self.device.read, self.runs)
 
 
 def operators(ge_file: GeFile) -> list[str]:
@@ -127,6 +148,49 @@ def _lost_writes(of: Callable[[FaultyExecutable], bool], executable: FaultyExecu
     if of(executable) and floats:
         floats[0].zero_()
     return results
+
+
+def wrong_where(condition: Callable[[FaultyExecutable, Operands], bool], executable: FaultyExecutable, operands: Operands) -> Any:
+    """The tokens of decode steps are wrong where a condition holds."""
+    if not is_decode(executable) or not condition(executable, operands):
+        return right(executable, operands)
+    results = right(executable, operands)
+    results[0].zero_()
+    return results
+
+
+def is_decode(executable: FaultyExecutable) -> bool:
+    """Whether it is a decode bucket, of GE or captured; prefill of linear attention is made of products."""
+    captured = getattr(executable.real, "file", None)
+    return b"npu_recurrent_gated_delta_rule" in captured.graph if captured else "RecurrentGatedDeltaRule" in executable.types
+
+
+def in_nz(executable: FaultyExecutable, operands: Operands) -> bool:
+    return any(operands[i].allocation.format == NZ for i in executable.real.reads)
+
+
+def in_aiv(executable: FaultyExecutable, operands: Operands) -> bool:
+    return os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV"
+
+
+def ahead(executable: FaultyExecutable, operands: Operands) -> bool:
+    return executable.device.read < executable.device.runs
+
+
+def beside_others(executable: FaultyExecutable, operands: Operands) -> bool:
+    return len(executable.device.opened) > 2
+
+
+def is_captured(executable: FaultyExecutable, operands: Operands) -> bool:
+    return bool(executable.real.file.captured)
+
+
+def compiled_online(executable: FaultyExecutable, operands: Operands) -> bool:
+    return executable.real.ge_file.options.get("ge.jit_compile", "2") == "2"
+
+
+def always(executable: FaultyExecutable, operands: Operands) -> bool:
+    return True
 
 
 def is_whole(executable: FaultyExecutable) -> bool:

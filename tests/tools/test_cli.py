@@ -183,6 +183,8 @@ def test_variables_reach_this_process_and_those_it_starts(monkeypatch, tmp_path)
     assert os.environ["NPUCOMPILE_TEST"] == "after"
     assert changed == Home(tmp_path, {"PATH": "/bin", "NPUCOMPILE_TEST": "after"})
     assert home.environment["NPUCOMPILE_TEST"] == "before"
+    assert changed.without_variable("NPUCOMPILE_TEST") == Home(tmp_path, {"PATH": "/bin"})
+    assert "NPUCOMPILE_TEST" not in os.environ
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

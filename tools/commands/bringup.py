@@ -19,7 +19,7 @@ from ...lowering.platform import Platform
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
-from ..prove.bringup import archive, report
+from ..prove.bringup import archive, bisect, report
 from ..prove.bringup.collectives import CollectivesCheck
 from ..prove.bringup.findings import NAME, Findings
 from ..prove.bringup.results import COLLECTIVES, Wanted
@@ -37,6 +37,8 @@ from .device_options import device_options
 @device_options
 @click.option("--only", "texts", multiple=True, metavar="RUNG[:CASE]",
               help="Run this rung alone, or its cases with CASE in their names; may be given several times.")  # fmt: skip
+@click.option("--bisect", "bucket", metavar="BUCKET",
+              help="Run this bucket; if it fails, again with each switch of --off in turn, and say which of them helps.")  # fmt: skip
 @click.option("--stop", is_flag=True, help="Run nothing behind a rung that fails.")
 @click.option("--resume", is_flag=True, help="Run nothing again that passed with the same artifact, CANN and wheels.")
 @click.option("--limit", "limit_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
@@ -50,7 +52,9 @@ def command(
     artifact: str | None,
     device: str,
     checkpoint: Path | None,
+    off: tuple[str, ...],
     texts: tuple[str, ...],
+    bucket: str | None,
     stop: bool,
     resume: bool,
     limit_s: float | None,
@@ -73,7 +77,7 @@ def command(
     if kind == CPU:
         raise SpecError(f"{opened.path} was built for {opened.manifest.target}; a bring-up is of an artifact for NPUs")
     has_weights = checkpoint or opened.manifest.weights or opened.manifest.checkpoint
-    settings = RankSettings(device=kind, checkpoint=checkpoint, cache=home.cache, random_weights=not has_weights)
+    settings = RankSettings(device=kind, checkpoint=checkpoint, cache=home.cache, random_weights=not has_weights, off=frozenset(off))
     config = launcher_config(home.environment, settings)
     home = applied(home, opened, settings, progress, config.node.address if config else "")
     wanted = Wanted.of(texts)
@@ -84,6 +88,11 @@ def command(
     directory = directory or home.root / "reports" / opened.path.name
     found = Findings(directory / NAME)
     bringup = Bringup(opened, settings, home.environment, progress, config, wanted, found, resume, stop, limit_s)
+
+    if bucket:
+        if not _bisected(bringup, bucket, directory, as_json=as_json):
+            ctx.exit(1)
+        return
 
     def write() -> dict[str, Any]:
         findings = {**report.as_dict(opened, kind, bringup.results), "passed": bringup.passed}
@@ -100,12 +109,27 @@ def command(
     finally:
         signal.signal(signal.SIGTERM, before)
         findings = write()
-        reports = [directory / name for name in (report.JSON_NAME, NAME, report.HTML_NAME)]
+        reports = [directory / name for name in (report.JSON_NAME, NAME, bisect.NAME, report.HTML_NAME)]
         sent = archive.write(directory, reports, home.environment, Platform.of(opened.manifest.platform).chip, since)
         _say(findings, directory, as_json=as_json)
         progress.say(f"to send back: {sent} ({sent.stat().st_size / 1e6:.1f} MB; variables and logs of CANN are in it, no keys)")
     if not findings["passed"]:
         ctx.exit(1)
+
+
+def _bisected(bringup: Bringup, bucket: str, directory: Path, *, as_json: bool) -> bool:
+    """Says trial after trial what it came to; returns whether nothing failed. What was tried is in the report when it is interrupted."""
+    trials: list[bisect.Trial] = []
+    for trial in bisect.bisect(bringup, bucket):
+        trials.append(trial)
+        said = bisect.advice(bringup.artifact, bucket, trials)
+        found = {"artifact": bringup.artifact.digest, "bucket": bucket, "trials": [tried.as_dict() for tried in trials], "advice": said}
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / bisect.NAME).write_text(json.dumps(found, indent=1) + "\n")
+        if not as_json:
+            click.echo(trial.line)
+    click.echo(json.dumps(found, indent=1) if as_json else "\n".join(said))
+    return all(trial.outcome != bisect.FAILS for trial in trials)
 
 
 def _say(findings: Mapping[str, Any], directory: Path, *, as_json: bool) -> None:

@@ -75,6 +75,7 @@ def command(
     dtype: str | None,
     device: str,
     checkpoint: Path | None,
+    off: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Continue a prompt without a server.
@@ -90,7 +91,7 @@ def command(
         raise SpecError("--logprobs is printed with --json only; legal is both, or neither")
     prompt_ids = parse_ids(token_ids) if token_ids is not None else ()
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-    settings = RankSettings(device=device, checkpoint=checkpoint, cache=home.cache)
+    settings = RankSettings(device=device, checkpoint=checkpoint, cache=home.cache, off=frozenset(off))
     config = launcher_config(home.environment, settings)
     with ExitStack() as stack:
         if config:

@@ -44,6 +44,7 @@ def command(
     threads: int | None,
     device: str,
     checkpoint: Path | None,
+    off: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Repeat the run that `npucompile serve --record FILE` recorded, without a server and without its clients.
@@ -59,7 +60,8 @@ def command(
     check(file, facts, artifact, any_artifact)
     torch.set_num_threads(threads or facts["threads"])
     progress = Progress(quiet=as_json)
-    settings = settled(artifact, RankSettings(threads or facts["threads"], device=device, checkpoint=checkpoint, cache=home.cache))
+    asked = RankSettings(threads or facts["threads"], device=device, checkpoint=checkpoint, cache=home.cache, off=frozenset(off))
+    settings = settled(artifact, asked)
     home = applied(home, artifact, settings, progress)
     with ExitStack() as stack:
         executor = stack.enter_context(opened_ranks(artifact, None, settings, home.environment, progress))()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
@@ -11,6 +12,7 @@ from ...lowering.artifact.manifest import Setting
 from ...lowering.ascend import vendors
 from ...lowering.device import CPU
 from ...lowering.platform import Platform
+from ...lowering.switches import AIV
 from ..cli import Home
 from ..progress import Progress
 from .rank_settings import RankSettings
@@ -19,9 +21,13 @@ OTHER_NAMES = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF", "HCCL_IF_IP": "HC
 """Variables that say the same. torch_npu ends the process when both of its own are set (TorchNPU, PYTORCH_NPU_ALLOC_CONF); HCCL prefers
 the address to the interface, so that one of ours would overrule an interface of the user's (CANN, HCCL_IF_IP)."""
 
+EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
+"""Of which one that is not set means HCCL's own choice."""
 
 ILLEGAL = {("TASK_QUEUE_ENABLE", "2")}
 """Values under which what an artifact plans another one for does not run at all."""
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,11 @@ def merged(planned: Mapping[str, Setting], environment: Mapping[str, str]) -> Me
     return MergedEnvironment(variables, tuple(notes))
 
 
+def under(off: Collection[str], variables: Mapping[str, V]) -> dict[str, V]:
+    """The variables that are set where these switches are off."""
+    return {name: value for name, value in variables.items() if name != EXPANSION_MODE or AIV not in off}
+
+
 def applied(home: Home, artifact: Artifact, settings: RankSettings, progress: Progress, address: str = "") -> Home:
     """Sets the variables of an artifact for NPUs in this process, and for those that it starts; says which ones keep the user's value.
 
@@ -72,7 +83,9 @@ def applied(home: Home, artifact: Artifact, settings: RankSettings, progress: Pr
         return home
     vendors.check_vendors(home.environment.get(vendors.VARIABLE, ""), Platform.of(artifact.manifest.platform))
     own = {"HCCL_IF_IP": Setting(address, "by it the other machines reach this one")} if address else {}
-    environment = merged({**artifact.manifest.environment, **own}, home.environment)
+    if AIV in settings.off:
+        home = home.without_variable(EXPANSION_MODE)
+    environment = merged({**under(settings.off, artifact.manifest.environment), **own}, home.environment)
     for note in environment.notes:
         progress.say(note)
     return home.with_variables(environment.variables)

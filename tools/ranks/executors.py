@@ -21,6 +21,7 @@ from ...lowering.ascend.shipped import ShippedGraph, shipped_graph
 from ...lowering.collectives_check import EXPERT_GROUPS
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing
 from ...lowering.platform import Platform
+from ...lowering.switches import BUCKETS
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.device_executor import DeviceExecutor
 from ...runtime.device_params import LoadParams
@@ -127,6 +128,10 @@ def load_executor(
         RankError: the ranks of a group do not connect.
     """
     rank, local_rank = (place.rank, place.local_rank) if place else (0, 0)
+    if settings.off and settings.device == CPU:
+        raise SpecError(f"--off {', '.join(sorted(settings.off))}: switches are for artifacts for NPUs, {artifact.path} runs on this CPU")
+    if BUCKETS in settings.off:
+        artifact = with_few_buckets(artifact, settings.bucket)
     if settings.device == CPU:
         if place:
             stack.enter_context(ProcessGroups(place.mesh, rank, place.store, place.address, settings.step_limit_s))
@@ -159,7 +164,17 @@ def load_executor(
             step_timeout_s=settings.step_limit_s,
             report=report,
             agree=Agreement(PrefixStore("start", place.store), rank, place.mesh.size) if place else (lambda reason, limit_s: reason),
+            off=settings.off,
         )
+
+
+def with_few_buckets(artifact: Artifact, bucket: str = "") -> Artifact:
+    """The artifact with the largest bucket of each kind alone, which all requests fit, and with the one of that name."""
+    graphs = artifact.manifest.graphs
+    by_size = sorted((entry.bucket for entry in graphs), key=lambda bucket: (bucket.batch * bucket.q_len, bucket))
+    largest = {each.kind: each for each in by_size}.values()
+    kept = tuple(entry for entry in graphs if entry.bucket in largest or entry.bucket.name == bucket)
+    return Artifact(artifact.path, replace(artifact.manifest, graphs=kept), artifact.digest)
 
 
 def _graph(artifact: Artifact, entry: GraphEntry) -> ShippedGraph:

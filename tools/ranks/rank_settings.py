@@ -37,6 +37,8 @@ class RankSettings:
         ship_compiled: whether compiled graphs are kept in the artifact, in place of `cache`.
         open_device: opens the device of a rank, `lowering.device.open_device` but for devices with faults.
         host_address: of this machine, as the other machines reach it; None finds it by the route to them.
+        off: switches that are off (`lowering.switches`).
+        bucket: one that is started although those of its kind are not.
         cores: that each rank of this machine is bound to, by its number there (binding.py); () binds none.
     """
 
@@ -52,6 +54,8 @@ class RankSettings:
     host_address: str | None = None
     open_device: OpenDevice = open_device
     cores: Cores = ()
+    off: frozenset[str] = frozenset()
+    bucket: str = ""
 
     @property
     def step_limit_s(self) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from ...lowering.switches import SWITCHES
 from ...runtime.kv_transfer.room import DEFAULTS
 from ...runtime.kv_transfer.transfer_engine import PROTOCOLS
 from ...server.guard.limits import LEAST_CONNECTIONS, SocketLimits
@@ -79,6 +80,11 @@ DEVICE = ServeOption(
 CHECKPOINT = ServeOption(
     "checkpoint", "Read the weights of an artifact for NPUs from this directory.  [default: where the build found them]",
     click.Path(exists=True, file_okay=False, path_type=Path),
+)  # fmt: skip
+
+OFF = ServeOption(
+    "off", f"On NPUs, do without: {'; '.join(f'{name}: {instead}' for name, instead in SWITCHES.items())}. May be repeated.",
+    click.Choice(tuple(SWITCHES)), extra={"multiple": True}, seldom=True,
 )  # fmt: skip
 
 SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
@@ -219,6 +225,7 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
     "What is built and read first": (
         ServeOption("no-build", "Serve only what is built; compile nothing in the background.", extra={"is_flag": True}),
         CHECKPOINT,
+        OFF,
     ),
 }  # fmt: skip
 """By section of the help."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from ....graphs.errors import LoweringError
 from ....graphs.types import Leaf
 from ...device import DerivedValue
 from ...device_error import named
+from ...switches import CAPTURE, NZ
 from .. import fold
 from ..convert import shape_of
 from .file import AclFile
@@ -114,7 +116,12 @@ class AclExecutable:
         self._program = AclProgram(acl_file, engine.find, rank, groups or {}, engine.torch_device)
         self._values: list[Any] = []
         self._captured: list[Captured] = []
-        self._compiled = False
+        self._compiled, self._nz = False, True
+
+    def switch_off(self, switches: Collection[str]) -> None:
+        """Does without these (`lowering.switches`)."""
+        self._nz = NZ not in switches
+        self.file = replace(self.file, captured=self.file.captured and CAPTURE not in switches)
 
     @property
     def reads(self) -> frozenset[int]:
@@ -124,7 +131,7 @@ class AclExecutable:
     @functools.cached_property
     def nz_operands(self) -> frozenset[int]:
         """Operands that every reader takes as the weight of a matrix product, and whose tiles are filled."""
-        return frozenset(weight_operands(self.file))
+        return frozenset(weight_operands(self.file, needed=not self._nz))
 
     def derived(self, params: Sequence[Leaf]) -> tuple[DerivedValue, ...]:
         """Values that are computed from parameters or constants when weights are loaded, see fold.py."""

@@ -21,12 +21,25 @@ TRANSPOSED = "aten.t.default"
 _TILE_BYTES, _TILE_ROWS = 32, 16
 
 
-def weight_operands(acl_file: AclFile) -> tuple[int, ...]:
-    """Operands and derived values worth storing in NZ: all readers take them as the weight of a product, and no tile needs padding."""
+def weight_operands(acl_file: AclFile, *, needed: bool = False) -> tuple[int, ...]:
+    """Operands and derived values worth storing in NZ: all readers take them as the weight of a product, and no tile needs padding.
+
+    Args:
+        needed: those alone that a product takes in NZ alone.
+    """
     nodes = [node for node in graph_of(acl_file).graph.nodes if node.op == "placeholder"]
     return tuple(
-        i for i, node in enumerate(nodes) if node.users and fills_tiles(node.meta["val"]) and all(map(_weight_of(node), node.users))
+        i
+        for i, node in enumerate(nodes)
+        if node.users and fills_tiles(val := node.meta["val"]) and all(map(_weight_of(node), node.users))
+        if not needed or any(only_nz(reader, node, val) for reader in node.users)
     )
+
+
+def only_nz(reader: Node, weight: Node, val: torch.Tensor) -> bool:
+    """Whether an operator takes a node of that dtype as a weight, and in NZ alone."""
+    form = FORMS.get(str(reader.target))
+    return form is not None and form.only_nz == val.dtype and weight in weights_of(reader)
 
 
 def in_nz(acl_file: AclFile) -> frozenset[Node]:

@@ -14,8 +14,7 @@ from ..acl_graph.program import AclProgram, Segment
 from ..acl_graph.program import Call as AclCall
 from ..ge_file import GROUPS, GeFile, parse
 from ..inspect_ge import follow_memory
-from ..nz_weights import fills_tiles, int4_words, is_weight
-from ..operators.table import BY_TYPE, FORMS
+from ..nz_weights import fills_tiles, int4_words, is_weight, only_nz
 from .device_state import DeviceState
 from .ge_program import BORDER
 from .memory import FORMAT_NAMES, ND, NZ, DeviceTensor
@@ -78,14 +77,8 @@ def check_formats(graph: Any) -> None:
                 raise LoweringError(f"{op.name} ({op.type}) takes {tensor}, which is in NZ, as {slot}; legal is ND, or a product's weight")
             if formats.get(tensor) == NZ and dtype == _INT32:
                 raise LoweringError(f"{op.name} ({op.type}) takes {tensor}, int32 in NZ, as {slot}; legal is its Bitcast to int4")
-            if formats.get(tensor) == ND and dtype == _INT8 and weight and _only_nz(op):
+            if formats.get(tensor) == ND and dtype == _INT8 and weight and only_nz(op):
                 raise LoweringError(f"{op.name} ({op.type}) takes {tensor}, int8 in ND, as {slot}; legal is NZ for int8 weights")
-
-
-def _only_nz(op: Any) -> bool:
-    """Whether a product takes int8 weights in NZ alone."""
-    operator = BY_TYPE.get(op.type)
-    return operator is not None and operator.only_nz is not None and operator.only_nz(op)
 
 
 def check_captured_formats(program: AclProgram, operands: Sequence[torch.Tensor | None]) -> None:
@@ -105,8 +98,7 @@ def check_captured_formats(program: AclProgram, operands: Sequence[torch.Tensor 
             readers = ", ".join(str(reader.target) for reader in node.users)
             raise LoweringError(f"operand {name} is in NZ and read by {readers}; legal is ND, or a product's weight with full tiles")
         for reader in node.users if tensor.allocation.format == ND else ():
-            form = FORMS.get(str(reader.target))
-            if form is not None and form.only_nz == tensor.dtype and node in captured_formats.weights_of(reader):
+            if captured_formats.only_nz(reader, node, tensor):
                 raise LoweringError(f"{reader.name} ({reader.target}) takes {name}, {dtype} in ND; legal is NZ for {dtype} weights")
 
 

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend import device
 from npucompile.lowering.ascend.ge_file import GeFile, encode, parse
+from npucompile.lowering.switches import KERNELS
 
 GRAPHS, BACKEND = "torchair.ge._ge_graph", "torchair.core._backend"
 CONVERTER = "torchair._ge_concrete_graph.fx2ge_converter"
@@ -287,6 +288,19 @@ def test_the_cache_is_asked_by_a_key_of_all_that_was_compiled(ge_file, operands,
     assert options() == (first, False)
     with pytest.raises(LoweringError, match="nowhere is not there; legal is one that exists"):
         device.GeExecutable(ge_file, recording([])).compile(operands, tmp_path / "nowhere")
+
+
+def test_kernels_may_come_from_the_other_place_and_the_cache_keeps_both_apart(ge_file, operands, tmp_path):
+    keys = set()
+    for off in ((), {KERNELS}):
+        log: list = []
+        executable = device.GeExecutable(ge_file, recording(log))
+        executable.switch_off(off)
+        executable.compile(operands, tmp_path)
+        options = next(call[1] for call in log if call[0] == "load")
+        assert (options.get("ge.jit_compile", "2") == "0") == bool(off)
+        keys.add(options["ge.graph_key"])
+    assert len(keys) == 2
 
 
 def test_what_ge_says_is_passed_on(ge_file, operands):

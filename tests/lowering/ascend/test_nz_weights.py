@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from npucompile.lowering.ascend.ge_file import GeFile, messages
+from npucompile.lowering.ascend.ge_file import GeFile, messages, parse
 from npucompile.lowering.ascend.nz_weights import weight_operands
 
 
@@ -37,6 +37,16 @@ def weights_model(*, dim=(64, 32), dtype=27, second_reader="") -> GeFile:
 
 def test_weights_of_matrix_products_are_found_by_operand():
     assert weight_operands(weights_model()) == (1, 3)
+
+
+def test_those_that_a_product_takes_in_nz_alone_are_needed():
+    model = parse(weights_model(dtype=3).graph)
+    assert model.graph[0].op[4].type == "GroupedMatmul"
+    model.graph[0].op[4].type = "GroupedMatmulSwigluQuantV2"
+    changed = GeFile(model.SerializeToString(), {}, (), (), 4, 1, (), feeds=(0, 3, 1))
+    assert weight_operands(changed) == (1, 3)
+    assert weight_operands(changed, needed=True) == (1,)
+    assert weight_operands(weights_model(dtype=3), needed=True) == ()
 
 
 def test_a_weight_with_another_reader_stays():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npucompile.lowering.ascend.ge_file import messages
-from npucompile.lowering.ascend.options import OPTIONS, Operand, drop_later_attributes, graph_options, operand_options
+from npucompile.lowering.ascend.options import OPTIONS, Operand, drop_later_attributes, graph_options, operand_options, other_kernels
 from npucompile.lowering.platform import CANN_RELEASES, CPU, Platform
 
 
@@ -20,6 +20,12 @@ def test_every_release_sinks_tiling_and_keeps_the_order_of_operators() -> None:
     assert graph_options(Platform("ascend910_93", "9.1", kernels="online")) == graph_options(Platform("ascend910_93", "9.1"))
     prebuilt = graph_options(Platform("ascend910_93", "9.1", kernels="prebuilt"))
     assert prebuilt == graph_options(Platform("ascend910_93", "9.1")) | {"ge.jit_compile": "0"}
+
+
+def test_kernels_may_come_from_the_other_place() -> None:
+    online, prebuilt = ({"a": "1", "ge.jit_compile": value} for value in "20")
+    assert other_kernels({"a": "1"}) == other_kernels(online) == prebuilt
+    assert other_kernels(prebuilt) == online
 
 
 def test_options_name_their_sources() -> None:

@@ -15,6 +15,7 @@ from support import faulty, tiny
 from support.faulty import CHILDREN, Opens, is_alone, wrong_results
 
 from npucompile.tools.commands import bringup
+from npucompile.tools.prove.bringup import bisect
 from npucompile.tools.ranks.rank_settings import RankSettings
 
 
@@ -94,6 +95,24 @@ def test_an_interrupted_command_ends_with_its_report_and_the_next_one_goes_on(tm
     assert {name: rung["passed"] for name, rung in rungs.items()} == {"environment": True, "operators": True, "serve": True}
     cases = [json.loads(line)["case"] for line in findings.read_text().splitlines()[1:]]
     assert all(cases.count(what) == 1 for what in before)
+
+
+def test_a_bisection_says_each_trial_and_keeps_them(tmp_path, artifact, kept_environment, monkeypatch):
+    trials = [bisect.Trial("", "buckets", "fails"), bisect.Trial("nz", "buckets", "passes"), bisect.Trial("aiv", "buckets", "not set")]
+    monkeypatch.setattr(bisect, "bisect", lambda bringup, bucket: iter(trials))
+    command = ("bringup", artifact.path, "--device", "emulated", "--bisect", "decode-b1-q2", "--report", tmp_path)
+    result = tiny.cli(tmp_path, *command)
+    assert result.exit_code == 1
+    assert [line.split()[:4] for line in result.stdout.splitlines()[:3]] == [
+        ["buckets", "as", "built", "fails"],
+        ["buckets", "without", "nz", "passes"],
+        ["buckets", "without", "aiv", "not"],
+    ]
+    assert result.stdout.splitlines()[3].endswith(f"npucompile serve {artifact.path} --off nz")
+    assert [trial["outcome"] for trial in json.loads((tmp_path / "bisect.json").read_text())["trials"]] == ["fails", "passes", "not set"]
+    del trials[:]
+    trials.append(bisect.Trial("", "buckets", "passes"))
+    assert tiny.cli(tmp_path, *command, "--json").exit_code == 0
 
 
 def test_an_unknown_rung_is_refused(tmp_path, artifact, kept_environment):

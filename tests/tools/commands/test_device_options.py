@@ -19,8 +19,8 @@ from npucompile.tools.serve.options import DEVICES
 
 @click.command()
 @device_options
-def command(device, checkpoint):
-    click.echo(f"{device} {checkpoint!r}")
+def command(device, checkpoint, off):
+    click.echo(f"{device} {checkpoint!r} {' '.join(off)}")
 
 
 def outcome(*arguments):
@@ -30,11 +30,12 @@ def outcome(*arguments):
 
 def test_an_artifact_runs_where_it_was_built_for_unless_told_otherwise(tmp_path):
     assert set(DEVICES) == {AUTO, *KINDS}
-    assert outcome() == (0, "auto None\n")
-    assert outcome("--device", "emulated", "--checkpoint", tmp_path) == (0, f"emulated {Path(tmp_path)!r}\n")
+    assert outcome() == (0, "auto None \n")
+    arguments = ("--device", "emulated", "--checkpoint", tmp_path, "--off", "nz", "--off", "aiv")
+    assert outcome(*arguments) == (0, f"emulated {Path(tmp_path)!r} nz aiv\n")
 
 
-@pytest.mark.parametrize("arguments", [("--device", "tpu"), ("--checkpoint", "nowhere"), ("--checkpoint", __file__)])
+@pytest.mark.parametrize("arguments", [("--device", "tpu"), ("--checkpoint", "nowhere"), ("--checkpoint", __file__), ("--off", "na")])
 def test_another_device_or_no_directory_is_refused(arguments):
     status, output = outcome(*arguments)
     assert status == 2
@@ -46,13 +47,14 @@ def test_commands_pass_them_on(module, arguments, tmp_path, tiny_artifact, monke
     received = []
 
     def settled(artifact, settings):
-        received.append((artifact.path, settings.device, settings.checkpoint, settings.cache))
+        received.append((artifact.path, settings.device, settings.checkpoint, settings.cache, settings.off))
         raise click.ClickException("enough")
 
     monkeypatch.setattr(module, "settled", settled)
     name = module.command.name
-    assert tiny.cli(tmp_path, name, tiny_artifact, *arguments, "--device", "emulated", "--checkpoint", tmp_path).exit_code == 1
-    assert received == [(tiny_artifact, "emulated", tmp_path, tmp_path / "cache")]
+    options = ("--device", "emulated", "--checkpoint", tmp_path, "--off", "nz")
+    assert tiny.cli(tmp_path, name, tiny_artifact, *arguments, *options).exit_code == 1
+    assert received == [(tiny_artifact, "emulated", tmp_path, tmp_path / "cache", {"nz"})]
 
 
 @pytest.mark.parametrize("name", ["serve", "generate"])

@@ -13,11 +13,12 @@ from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.artifact.manifest import Setting
 from npucompile.lowering.platform import Platform
+from npucompile.lowering.switches import AIV
 from npucompile.tools.builder.environment import environment
 from npucompile.tools.builder.targets import target
 from npucompile.tools.cli import Home
 from npucompile.tools.progress import Progress
-from npucompile.tools.ranks.environment import applied, merged
+from npucompile.tools.ranks.environment import applied, merged, under
 from npucompile.tools.ranks.rank_settings import RankSettings
 from tests.support.vendors import put_vendor
 
@@ -63,6 +64,18 @@ def test_an_artifact_for_npus_sets_its_plan_and_says_what_it_leaves(monkeypatch,
     assert home.environment == {"HCCL_BUFFSIZE": "2000", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     assert {name: os.environ[name] for name in PLAN} == home.environment
     assert output.getvalue() == "".join(f"{note}\n" for note in merged(PLAN, {"HCCL_BUFFSIZE": "2000"}).notes)
+
+
+def test_without_aiv_the_variable_is_not_set_whoever_set_it(monkeypatch, tmp_path):
+    planned = {"HCCL_OP_EXPANSION_MODE": Setting("AIV", "fast")}
+    artifact, output = SimpleNamespace(manifest=SimpleNamespace(environment=planned, platform={})), io.StringIO()
+    for before in ({}, {"HCCL_OP_EXPANSION_MODE": "AIV"}):
+        monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
+        settings = RankSettings(device="npu", off=frozenset({AIV}))
+        assert applied(Home(tmp_path, before), artifact, settings, Progress(output)).environment == {}
+        assert "HCCL_OP_EXPANSION_MODE" not in os.environ
+    assert under(frozenset(), planned) == planned
+    assert output.getvalue() == ""
 
 
 def test_a_vendor_that_redefines_operators_of_cann_is_refused_before_anything_is_loaded(tmp_path):

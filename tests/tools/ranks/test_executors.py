@@ -20,6 +20,7 @@ from npucompile.lowering.ascend.device import GeExecutable
 from npucompile.lowering.ascend.ge_file import decode, patched
 from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.device import open_device
+from npucompile.lowering.switches import BUCKETS, NZ
 from npucompile.runtime.device_executor import DeviceExecutor
 from npucompile.runtime.distributed.process_groups import gloo
 from npucompile.runtime.request import Sampling
@@ -28,7 +29,7 @@ from npucompile.tools.builder.describe import describe
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 from npucompile.tools.ranks import executors as module
-from npucompile.tools.ranks.executors import choose_device, load_executor, settled
+from npucompile.tools.ranks.executors import choose_device, load_executor, settled, with_few_buckets
 from npucompile.tools.ranks.offline import complete
 from npucompile.tools.ranks.rank_settings import RankSettings
 
@@ -190,6 +191,23 @@ def test_a_bucket_that_cannot_run_is_said(npu_artifact, monkeypatch):
         executor = load_executor(artifact, RankSettings(device="emulated"), stack, Progress(output))
         assert [bucket.name for bucket in executor.missing] == ["decode-b1-q2"]
     assert output.getvalue().splitlines()[-1].endswith("s, cannot run: no tiling")
+
+
+def test_few_buckets_are_the_largest_of_each_kind_and_one_that_is_named(npu_artifact):
+    artifact, output = Artifact.open(npu_artifact("")), io.StringIO()
+    named = {entry.bucket.name for entry in with_few_buckets(artifact, "decode-b1-q2").manifest.graphs}
+    assert named == {"prefill-b1-q4", "decode-b1-q2", "decode-b2-q2"}
+    with ExitStack() as stack:
+        executor = load_executor(artifact, RankSettings(device="emulated", off=frozenset({BUCKETS})), stack, Progress(output))
+        assert [bucket.name for bucket in executor.buckets] == ["decode-b2-q2", "prefill-b1-q4"]
+        assert executor.missing == {}
+        (completion,) = complete(executor, [[1, 2, 3]], Sampling(), 4, frozenset())
+    assert len(completion.token_ids) == 4
+
+
+def test_switches_are_for_npus(tiny_artifact):
+    with ExitStack() as stack, pytest.raises(SpecError, match=r"--off nz: switches are for artifacts for NPUs"):
+        load_executor(Artifact.open(tiny_artifact), RankSettings(device="cpu", off=frozenset({NZ})), stack, tiny.QUIET)
 
 
 def test_only_npus_need_hccl(tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ class Child:
         device = self.settings.open_device(self.settings.device, self._index)
         device.load_packages(Platform.of(self.artifact.manifest.platform).packages)
         self.say(version=device.version)
-        return Host(device, Path(self._scratch.name), self.settings.step_limit_s)
+        return Host(device, Path(self._scratch.name), self.settings.step_limit_s, self.settings.off)
 
     def close(self) -> None:
         """Closes the device."""

@@ -22,10 +22,11 @@ class Host:
 
     Args:
         timeout_s: how long the device may take for what was queued before it counts as hanging.
+        off: switches (`lowering.switches`) that are off.
     """
 
-    def __init__(self, device: Device, directory: Path, timeout_s: float = 60.0) -> None:
-        self.device, self.timeout_s = device, timeout_s
+    def __init__(self, device: Device, directory: Path, timeout_s: float = 60.0, off: frozenset[str] = frozenset()) -> None:
+        self.device, self.timeout_s, self.off = device, timeout_s, off
         self._directory, self._numbers = directory, itertools.count()
         self._pinned = device.pinned(1 << 20)
 
@@ -70,7 +71,7 @@ class DeviceGraph:
         operands: initial values, in the order of the graph's operands; those that a matrix product takes as its weight are stored in NZ
             as in serving, and can not be fed again.
         rank, communicators: of this process, for graphs that communicate.
-        weights_in_nz: False leaves all operands row-major.
+        off: switches that are off besides the host's.
 
     Raises:
         LoweringError: the device's compiler refuses the graph.
@@ -84,7 +85,7 @@ class DeviceGraph:
         rank: int = 0,
         communicators: Mapping[str, str] = MappingProxyType({}),
         *,
-        weights_in_nz: bool = True,
+        off: frozenset[str] = frozenset(),
     ) -> None:
         self._host, captured = host, isinstance(ge_file, AclFile)
         path = host.path(SUFFIX if captured else "ge")
@@ -93,7 +94,9 @@ class DeviceGraph:
             self._executable = host.device.open(path, rank, communicators)
         finally:
             path.unlink()
-        self.nz_operands = self._executable.nz_operands if weights_in_nz else frozenset()
+        if switches := off | host.off:
+            self._executable.switch_off(switches)
+        self.nz_operands = self._executable.nz_operands
         self._memory = [self._place(i, operand) for i, operand in enumerate(operands)]
         began = time.perf_counter()
         self._executable.compile(self._memory)

@@ -19,7 +19,7 @@ from ....lowering.device import Device
 from ....lowering.platform import Platform
 from ....lowering.toolchain import toolchain
 from ...host import read_host
-from ...ranks.environment import merged
+from ...ranks.environment import merged, under
 from .device_graph import Host
 from .results import ENVIRONMENT, Failure, Judgement
 
@@ -52,7 +52,7 @@ def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, 
     Args:
         environment: of this process.
     """
-    device, planned = host.device, merged(artifact.manifest.environment, environment)
+    device, planned = host.device, merged(under(host.off, artifact.manifest.environment), environment)
     host_settings = read_host()
     facts: dict[str, Any] = {
         "device": device.name,

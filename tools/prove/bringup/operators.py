@@ -17,6 +17,7 @@ from ....lowering.ascend.operators.call import GeOp, read
 from ....lowering.ascend.operators.table import BY_TYPE, COMMUNICATING
 from ....lowering.ascend.operators.trials import Trial
 from ....lowering.ascend.subgraph import Subgraph, WholeGraph
+from ....lowering.switches import NZ
 from ...agreement.compare import first_mismatch, mismatch
 from .device_graph import DeviceGraph, Host
 from .operands import variants
@@ -149,7 +150,7 @@ def judge_operator(host: Host, case: OperatorCase) -> Judgement:
 def _right_in_nd(host: Host, case: OperatorCase, operands: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
     """Whether an operator that is wrong with its weight in NZ is right with all operands row-major."""
     try:
-        results, _ = DeviceGraph(host, case.subgraph.ge_file, operands, weights_in_nz=False).run()
+        results, _ = DeviceGraph(host, case.subgraph.ge_file, operands, off=frozenset({NZ})).run()
     except LoweringError:
         return False
     return not any(mismatch(right, value) for right, value in zip(expected, results, strict=True))

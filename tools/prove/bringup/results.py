@@ -81,9 +81,11 @@ class Wanted:
 
     Attributes:
         cases: for each rung parts of the names of its cases; none takes all.
+        whole: whether they are whole names.
     """
 
     cases: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict.fromkeys(RUNGS, ()))
+    whole: bool = False
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Wanted:
@@ -103,7 +105,7 @@ class Wanted:
     def takes(self, rung: str, case: str) -> bool:
         """Whether a case is to be run."""
         texts = self.cases.get(rung)
-        return texts is not None and (not texts or any(text in case for text in texts))
+        return texts is not None and (not texts or any(text == case or (text in case and not self.whole) for text in texts))
 
 
 class Judgement(NamedTuple):

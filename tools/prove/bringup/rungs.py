@@ -110,6 +110,7 @@ class Bringup:
         children.add = self._add
         if children.version:
             identity = {"artifact": self.artifact.digest, "device": self.settings.device, "version": children.version}
+            identity |= {f"off {switch}": switch for switch in self.settings.off}
             kept = self.findings.begin(identity | toolchain() | installed(), resume=self.resume)
             if self.resume:
                 self.progress.say(f"{kept} cases passed before and are not run again")

@@ -15,6 +15,7 @@ from support import acl_graphs as ag
 from npucompile.lowering.ascend.acl_graph.executable import AclExecutable
 from npucompile.lowering.ascend.acl_graph.program import AclProgram, Segment, run
 from npucompile.lowering.ascend.acl_graph.updates import Updates
+from npucompile.lowering.switches import CAPTURE
 
 
 class Recorder:
@@ -129,6 +130,17 @@ def test_operators_that_are_launched_one_by_one_wait_for_their_lengths() -> None
     engine = Recorder()
     engine.gate.set()
     opened, operands = executable(engine, captured=False)
+    opened.compile(operands)
+    opened(operands)
+    assert engine.log == ["check", ("launch", 0, []), "fetch", ("launch", 1, [[7, 8]]), "fetch", ("launch", 2, [[7, 8]])]
+
+
+def test_without_captures_a_graph_that_would_be_captured_is_launched() -> None:
+    engine = Recorder()
+    engine.gate.set()
+    opened, operands = executable(engine, captured=True)
+    opened.switch_off({CAPTURE})
+    opened.warm_up(operands)
     opened.compile(operands)
     opened(operands)
     assert engine.log == ["check", ("launch", 0, []), "fetch", ("launch", 1, [[7, 8]]), "fetch", ("launch", 2, [[7, 8]])]

@@ -30,6 +30,7 @@ def test_only_weights_with_full_tiles_that_nothing_else_reads(tmp_path: Path) ->
         inputs_narrow=((24, 16), ag.BF16),
     )
     assert weight_operands(made) == (1,)
+    assert weight_operands(made, needed=True) == ()
     assert [node.name for node in graph_of(made).graph.nodes if node in in_nz(made)] == ["operand_1", "t"]
 
 

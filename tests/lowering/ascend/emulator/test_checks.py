@@ -154,6 +154,10 @@ def test_nz_is_for_weights_of_products(device: EmulatedDevice, tmp_path: Path) -
     with pytest.raises(LoweringError, match=r"operand inputs.v is in NZ and read by aten.sum.default; legal is ND"):
         executable.compile([x, device.to_nz(w), device.to_nz(v)])
     executable.compile([x, device.to_nz(w), v])
+    plain = opened(device, made, tmp_path)
+    plain.switch_off({"nz"})
+    assert plain.nz_operands == frozenset()
+    plain.compile([x, w, v])
 
 
 @pytest.mark.usefixtures("ta")
@@ -168,7 +172,10 @@ def test_int8_weights_of_the_first_product_of_experts_are_in_nz_alone(device: Em
     there = [on_device(device, torch.ones(shape).to(dtype)) for shape, dtype in operands.values()]
     with pytest.raises(LoweringError, match=r"takes inputs.weight, int8 in ND; legal is NZ for int8 weights"):
         opened(device, made, tmp_path).compile(there)
-    opened(device, made, tmp_path).compile([there[0], device.to_nz(there[1]), *there[2:]])
+    executable = opened(device, made, tmp_path)
+    executable.switch_off({"nz"})
+    assert executable.nz_operands == {1}
+    executable.compile([there[0], device.to_nz(there[1]), *there[2:]])
 
 
 @pytest.mark.usefixtures("ta")
@@ -187,7 +194,7 @@ def test_fused_experts_take_int4_in_nz_alone_and_share_their_communicator_with_n
             return (out + 1, sent + 1)
 
         made, _ = ag.of_body(body, captured=False, **{f"inputs_{name}": shape for name, shape in shapes.items()})
-        assert weight_operands(made) == (1, 2)
+        assert weight_operands(made) == weight_operands(made, needed=True) == (1, 2)
 
         def work(device: EmulatedDevice, rank: int, names: Any) -> bool:
             operands = [on_device(device, torch.zeros(shape, dtype=dtype)) for shape, dtype in shapes.values()]
