@@ -20,6 +20,7 @@ from .. import __version__
 from ..graphs.control_group import processors
 from ..graphs.errors import NpucompileError
 from ..lowering import isa
+from ..lowering.device_error import known, with_way_out
 
 COMMANDS = {
     "plan": "Predict latencies, and search the layout for a workload.",
@@ -133,7 +134,13 @@ class Commands(click.Group):
             near = _near(error.option_name, [name for option in options for name in option.opts])
             raise click.NoSuchOption(error.option_name, f"there is no option {error.option_name}; {near}", ctx=error.ctx) from None
         except NpucompileError as error:
-            raise click.ClickException(str(error)) from None
+            raise click.ClickException(with_way_out(str(error))) from None
+        except RuntimeError as error:
+            # A defect keeps its traceback, a device's error too.
+            if found := known(str(error)):
+                code, row = found
+                error.add_note(f"{code}: {row.meaning}. Next: {row.next}")
+            raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 where = error.filename or "artifacts, caches and temporary files"

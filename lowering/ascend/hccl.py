@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Store
 
+from ..device_error import named
+
 MIB = 2**20
 
 NAME_PREFIX = "group_name_"
@@ -32,7 +34,8 @@ def group_maker(torch_npu: Any, buffer_bytes: Mapping[str, int]) -> MakeGroup:
     def make_group(name: str, ranks: tuple[int, ...], rank: int, store: Store, address: str, timeout_s: float) -> ProcessGroup:
         hccl = torch_npu._C._distributed_c10d.ProcessGroupHCCL
         group_rank, size = ranks.index(rank), len(ranks)
-        backend = hccl(store, group_rank, size, options(hccl, name, ranks, buffer_bytes.get(name), timeout_s))
+        with named(f"making HCCL's group {name}"):
+            backend = hccl(store, group_rank, size, options(hccl, name, ranks, buffer_bytes.get(name), timeout_s))
         group = ProcessGroup(store, group_rank, size)
         group._register_backend(torch.device("npu"), ProcessGroup.BackendType.CUSTOM, backend)
         group._set_default_backend(ProcessGroup.BackendType.CUSTOM)

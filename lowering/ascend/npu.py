@@ -128,7 +128,8 @@ class NpuDevice:
 
     def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:
         """HCCL's names of the communicators of these groups; every rank of a group must make this call."""
-        return ge.communicators(groups, rank)
+        with named(f"making the communicators of rank {rank}"):
+            return ge.communicators(groups, rank)
 
     def load_packages(self, packages: Sequence[str]) -> None:
         """Loads operator packages; refuses those that are not installed, or lack an operator that graphs may call or its kernels."""

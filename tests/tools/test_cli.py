@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from npucompile import __version__
-from npucompile.graphs.errors import SpecError, VerifyError
+from npucompile.graphs.errors import NpucompileError, SpecError, VerifyError
 from npucompile.tools import cli
 from npucompile.tools.cli import COMMANDS, Commands, Home, main
 
@@ -152,8 +152,22 @@ def test_a_defect_is_not_dressed_up_as_a_refusal():
 
         group = Commands("group")
         group.get_command = lambda context, name, fail=fail: fail
-        with pytest.raises(type(error)):
+        with pytest.raises(type(error)) as caught:
             group.main(["fail"], standalone_mode=False)
+        assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("error", [NpucompileError("error code is 207008"), RuntimeError("error code is 207008")])
+def test_an_error_of_a_device_says_what_to_type_next(error):
+    @click.command("fail")
+    def fail():
+        raise error
+
+    group = Commands("group")
+    group.get_command = lambda context, name: fail
+    result = CliRunner().invoke(group, ["fail"])
+    said = "".join(result.exception.__notes__) if isinstance(error, RuntimeError) else result.stderr
+    assert "207008: there are no more streams. Next: npucompile serve ARTIFACT --off buckets" in said
 
 
 def test_home_is_where_the_environment_says(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
+from ...lowering.device_error import with_way_out
 from .launch import run_rank
 
 
@@ -32,7 +33,7 @@ def main(path: Path, rank: int, parent: int) -> None:
             abandoned=abandoned,
         )
     except NpucompileError as error:
-        text = str(error)
+        text = with_way_out(str(error))
         print(text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}", file=sys.stderr, flush=True)
         sys.exit(1)
 

@@ -15,7 +15,7 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from ...device_error import named
+from ...device_error import named, with_way_out
 from .. import packages
 from .program import AclProgram, Call, Segment, Value, run
 from .updates import Updates
@@ -108,7 +108,8 @@ class NpuAclEngine:
             ):
                 run(segment.calls, local)
         except RuntimeError as error:
-            raise LoweringError(f"a segment of {len(segment.calls)} operators cannot be captured on {self.name}: {error}") from error
+            text = f"a segment of {len(segment.calls)} operators cannot be captured on {self.name}: {error}"
+            raise LoweringError(with_way_out(text)) from error
         for number in segment.keeps:
             values[number] = local[number]
         return NpuSegment(graph, tuple(call for call in segment.calls if call.takes_lists))

@@ -22,10 +22,12 @@ class Fault:
     Attributes:
         step: at which it happens, from 1 on, of all graphs of the device.
         kind: the call raises, and the device answers nothing else; the process aborts; the call never returns; or it finds no memory.
+        text: what is raised.
     """
 
     step: int
     kind: str
+    text: str = "EZ9999: Inner Error! The error from device: there is an aivec error exception, error code is 507015"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -46,7 +48,7 @@ class Fault:
         if self.kind == MEMORY:
             raise torch.OutOfMemoryError(f"NPU out of memory. Tried to allocate 2.00 GiB ({stream.name}; 61.28 GiB total capacity)")
         stream.launch("a kernel", _lost)
-        raise RuntimeError("EZ9999: Inner Error! The error from device: there is an aivec error exception, error code is 507015")
+        raise RuntimeError(self.text)
 
 
 def _lost() -> None:

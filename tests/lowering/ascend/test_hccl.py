@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend import device, hccl
 from npucompile.lowering.ascend.toolchain import harness
+from npucompile.lowering.device_error import DeviceError
 from npucompile.runtime.distributed.process_groups import ProcessGroups
 
 MESH, MIB = Mesh.parse("dp=2,tp=2"), 2**20
@@ -49,6 +50,18 @@ def start(real, rank, buffers):
         return device.communicators(groups.groups, rank), made
 
 
+def test_what_hccl_refuses_is_said_with_what_to_look_at(real):
+    class Refuses:
+        Options = real.Options
+
+        def __init__(self, *_):
+            raise RuntimeError("EI0006: Getting socket times out")
+
+    torch_npu = SimpleNamespace(_C=SimpleNamespace(_distributed_c10d=SimpleNamespace(ProcessGroupHCCL=Refuses)))
+    with pytest.raises(DeviceError, match=r"making HCCL's group tp failed: EI0006.*\(EI0006: ranks do not reach each other"):
+        hccl.group_maker(torch_npu, {})("tp", (0, 1), 0, HashStore(), "127.0.0.1", 90)
+
+
 def test_every_symbol_has_a_communicator_with_the_same_name_at_every_start(real):
     names, _ = start(real, 3, {})
     assert names == {
@@ -79,7 +92,7 @@ def test_buffers_are_of_the_planned_size_in_mib(real):
 
 def test_torch_npu_takes_the_arguments_as_far_as_its_first_call_of_cann(real):
     torch_npu = SimpleNamespace(_C=SimpleNamespace(_distributed_c10d=SimpleNamespace(ProcessGroupHCCL=real)))
-    with pytest.raises(RuntimeError, match="Failed to find function aclrtSetOpWaitTimeout"):
+    with pytest.raises(DeviceError, match="Failed to find function aclrtSetOpWaitTimeout"):
         hccl.group_maker(torch_npu, {"tp": MIB})("tp", (0, 1), 0, HashStore(), "127.0.0.1", 5.0)
     assert "arg0: typing.SupportsInt" in real.get_hccl_comm_name.__doc__
     assert (

@@ -34,6 +34,17 @@ def test_a_fit_machine_ends_with_status_0(run):
     assert "Build and serve on this CPU: yes" in lines
 
 
+def test_a_code_is_explained_and_an_unknown_one_refused(run):
+    result = run(FIT, "--error", "aclrtSynchronizeStream, error code is 507011")
+    assert (result.exit_code, result.output.splitlines()[:2]) == (
+        0,
+        ["507011: a graph failed in its run", "next: npucompile bringup ARTIFACT --bisect BUCKET"],
+    )
+    refused = run(FIT, "--error", "999")
+    assert refused.exit_code == 1
+    assert "--error 999: no code that is known; known are E40020, " in str(refused.exception)
+
+
 def test_advice_stands_below_its_line_and_what_is_needed_ends_with_status_1(run):
     result = run(UNFIT)
     lines = result.output.splitlines()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ....graphs.errors import SpecError
-from ....lowering.device_error import code_of
+from ....lowering.device_error import code_of, with_way_out
 from .device_graph import Host
 from .risks import ASSUMPTIONS
 
@@ -49,7 +49,7 @@ class Failure:
             where: stands before the message.
         """
         text = str(error) or type(error).__name__
-        return cls(assumption, what, f"{where}{text}", code_of(text) or getattr(error, "code", ""))
+        return cls(assumption, what, with_way_out(f"{where}{text}"), code_of(text) or getattr(error, "code", ""))
 
     def as_dict(self) -> dict[str, str]:
         """Plain values, with the assumption's heading in docs/on-hardware.md."""
