@@ -27,6 +27,7 @@ LAW: dict[str, tuple[str, ...]] = {
         "lowering.device",
         "lowering.backend",
         "lowering.executable",
+        "lowering.switches",
         "graphs.sizes",
         "graphs.types",
         "graphs.errors",
