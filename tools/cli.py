@@ -33,6 +33,7 @@ COMMANDS = {
     "diff": "Show what two artifacts differ in.",
     "verify": "Verify again that every bucket equals the reference.",
     "bringup": "Find what is wrong on a device.",
+    "golden": "Record what transformers answers, for bringup --golden.",
     "bench": "Measure builds, load time, steps and throughput.",
     "bench host": "Measure how many streams this machine's host carries.",
     "bench serve": "Load a running server and report its latencies.",

@@ -19,10 +19,11 @@ from ...lowering.platform import Platform
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
+from ..prove import golden
 from ..prove.bringup import archive, bisect, report
 from ..prove.bringup.collectives import CollectivesCheck
 from ..prove.bringup.findings import NAME, Findings
-from ..prove.bringup.results import COLLECTIVES, Wanted
+from ..prove.bringup.results import COLLECTIVES, GOLDEN, Wanted
 from ..prove.bringup.rungs import Bringup
 from ..ranks.environment import applied
 from ..ranks.executors import choose_device
@@ -39,6 +40,8 @@ from .device_options import device_options
               help="Run this rung alone, or its cases with CASE in their names; may be given several times.")  # fmt: skip
 @click.option("--bisect", "bucket", metavar="BUCKET",
               help="Run this bucket; if it fails, again with each switch of --off in turn, and say which of them helps.")  # fmt: skip
+@click.option("--golden", "golden_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="Also serve the prompts of this file of `npucompile golden`, and compare tokens and log probabilities.")  # fmt: skip
 @click.option("--stop", is_flag=True, help="Run nothing behind a rung that fails.")
 @click.option("--resume", is_flag=True, help="Run nothing again that passed with the same artifact, CANN and wheels.")
 @click.option("--limit", "limit_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
@@ -55,6 +58,7 @@ def command(
     off: tuple[str, ...],
     texts: tuple[str, ...],
     bucket: str | None,
+    golden_file: Path | None,
     stop: bool,
     resume: bool,
     limit_s: float | None,
@@ -80,14 +84,18 @@ def command(
     settings = RankSettings(device=kind, checkpoint=checkpoint, cache=home.cache, random_weights=not has_weights, off=frozenset(off))
     config = launcher_config(home.environment, settings)
     home = applied(home, opened, settings, progress, config.node.address if config else "")
-    wanted = Wanted.of(texts)
+    wanted, answers = Wanted.of(texts), golden.read(golden_file) if golden_file else None
+    if answers and not texts:
+        wanted = replace(wanted, cases={**wanted.cases, GOLDEN: ()})
+    if GOLDEN in wanted.cases and not answers:
+        raise SpecError(f"--only {GOLDEN} takes --golden FILE, which `npucompile golden` writes")
     if config and config.rank:
         check = CollectivesCheck(wanted=wanted) if COLLECTIVES in wanted.cases else None
         run_rank(opened, config, replace(settings, before_loading=check))
         return
     directory = directory or home.root / "reports" / opened.path.name
     found = Findings(directory / NAME)
-    bringup = Bringup(opened, settings, home.environment, progress, config, wanted, found, resume, stop, limit_s)
+    bringup = Bringup(opened, settings, home.environment, progress, config, wanted, found, resume, stop, answers, limit_s)
 
     if bucket:
         if not _bisected(bringup, bucket, directory, as_json=as_json):

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .results import RUNGS, Finding, RungResult
+from .results import ALL, Finding, RungResult
 
 NAME = "bringup.jsonl"
 """The first line says of what; a later line of a case replaces an earlier one."""
@@ -33,7 +33,7 @@ class Findings:
             resume: takes over what passed in the file, if that is of the same.
         """
         earlier = read(self._path, identity) if resume and self._path else {}
-        results = {rung: RungResult.of(rung, [f for (of, _), f in earlier.items() if of == rung]) for rung in RUNGS}
+        results = {rung: RungResult.of(rung, [f for (of, _), f in earlier.items() if of == rung]) for rung in ALL}
         # What a rung says of itself holds for all of its cases.
         self._found = {key: f for key, f in earlier.items() if not f.failures and (key[1] or results[key[0]].passed)}
         if self._path:
@@ -57,7 +57,7 @@ class Findings:
 
     def results(self) -> list[RungResult]:
         """What each rung that has run found."""
-        of = {rung: [finding for (name, _), finding in self._found.items() if name == rung] for rung in RUNGS}
+        of = {rung: [finding for (name, _), finding in self._found.items() if name == rung] for rung in ALL}
         return [RungResult.of(rung, found) for rung, found in of.items() if found]
 
 

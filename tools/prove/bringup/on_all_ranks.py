@@ -25,16 +25,17 @@ from ....runtime.kv_transfer.opening import open_pools, protocol_of
 from ...progress import Progress
 from ...ranks.executors import params_of
 from ...ranks.launch import opened_ranks
-from . import buckets, handovers, short_serve
+from ..golden import Golden
+from . import buckets, golden_tokens, handovers, short_serve
 from .child import Child
 from .collectives import CollectiveCase, CollectivesCheck, Watch, failure_in
 from .device_graph import Host
 from .recording import shipped_buckets
-from .results import ALTERNATION, BUCKETS, COLLECTIVES, HANDOVERS, SERVE, Failure, Finding, Judgement, Wanted
+from .results import ALTERNATION, BUCKETS, COLLECTIVES, GOLDEN, HANDOVERS, SERVE, Failure, Finding, Judgement, Wanted
 from .steps import StepPlanner
 
 READY = "getting ready"
-ASSUMED = {BUCKETS: "one-session", ALTERNATION: "alternation", SERVE: "one-session", HANDOVERS: "handovers"}
+ASSUMED = {BUCKETS: "one-session", ALTERNATION: "alternation", SERVE: "one-session", HANDOVERS: "handovers", GOLDEN: "one-session"}
 """What refutes it if a case of a rung ends the process."""
 
 
@@ -47,6 +48,7 @@ class OnAllRanks:
         done: for each rung that has not ended the cases that are not to be run.
         wanted: which cases are to be run at all.
         stop: whether nothing is run behind a rung that fails.
+        golden: for the rung that serves its prompts.
     """
 
     config: RendezvousConfig | None
@@ -54,6 +56,7 @@ class OnAllRanks:
     done: Mapping[str, frozenset[str]]
     wanted: Wanted
     stop: bool = False
+    golden: Golden | None = None
 
     def run(self, child: Child) -> None:
         """Runs them."""
@@ -124,6 +127,8 @@ class _WholeSteps:
         self._alone(SERVE, short_serve.WHAT, self._serve, [without] if without else [], run=not without)
         reason = self._keeps_to_itself()
         self._alone(HANDOVERS, handovers.WHAT, self._hand_over, [reason] if reason else [], run=not reason)
+        without = without or ("random weights answer nothing" if self._settings.random_weights else "")
+        self._alone(GOLDEN, golden_tokens.WHAT, self._golden, [without] if without else [], run=not without)
 
     def _judge(self, rung: str, case: str, run: Callable[[], Judgement]) -> None:
         if case not in self._work.done[rung] and self._work.wanted.takes(rung, case):
@@ -145,6 +150,13 @@ class _WholeSteps:
         with self._child.progress.bar(SERVE, 0) as bar:
             failures, facts = short_serve.run_serve(self._executor, bar)
         return Judgement(failures, facts=facts, spent=bool(failures))
+
+    def _golden(self) -> Judgement:
+        assert self._work.golden is not None
+        allowed = golden_tokens.FLOATS if self._artifact.manifest.quantization == "none" else golden_tokens.QUANTISED
+        with self._child.progress.bar(GOLDEN, 0) as bar:
+            failures, facts, left_out = golden_tokens.run_golden(self._executor, self._work.golden, allowed, bar)
+        return Judgement(failures, facts=facts, left_out=left_out, spent=bool(failures))
 
     def _hand_over(self) -> Judgement:
         config = self._work.config

@@ -15,12 +15,16 @@ ENVIRONMENT, OPERATORS, LAYERS, COLLECTIVES = "environment", "operators", "layer
 BUCKETS, ALTERNATION, SERVE, HANDOVERS = "buckets", "alternation", "serve", "handovers"
 RUNGS = (ENVIRONMENT, OPERATORS, LAYERS, COLLECTIVES, BUCKETS, ALTERNATION, SERVE, HANDOVERS)
 """Names in order. Collectives come before whole buckets, which contain them."""
+GOLDEN = "golden"
+ALL = (*RUNGS, GOLDEN)
+"""With the rung that is run where there is a file of golden tokens."""
 PARTS: Mapping[str, tuple[str, ...]] = {
     LAYERS: (OPERATORS,),
     BUCKETS: (OPERATORS, LAYERS, COLLECTIVES),
     ALTERNATION: (OPERATORS, LAYERS, COLLECTIVES, BUCKETS),
     SERVE: (OPERATORS, LAYERS, COLLECTIVES, BUCKETS, ALTERNATION),
     HANDOVERS: (BUCKETS, SERVE),
+    GOLDEN: (OPERATORS, LAYERS, COLLECTIVES, BUCKETS, ALTERNATION, SERVE),
 }
 """The rungs that run parts of what a rung runs: where one of them failed, that may be why this one does."""
 
@@ -97,8 +101,8 @@ class Wanted:
         cases: dict[str, tuple[str, ...]] = {}
         for text in texts:
             rung, _, case = text.partition(":")
-            if rung not in RUNGS:
-                raise SpecError(f"--only {text}: {rung!r} is no rung; legal are {', '.join(RUNGS)}, and RUNG:CASE")
+            if rung not in ALL:
+                raise SpecError(f"--only {text}: {rung!r} is no rung; legal are {', '.join(ALL)}, and RUNG:CASE")
             cases[rung] = (*cases.get(rung, ()), *([case] if case else []))
         return cls(cases) if cases else cls()
 

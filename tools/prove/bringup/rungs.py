@@ -25,6 +25,7 @@ from ...inspection.cost import chip_of, step_cost
 from ...progress import Progress
 from ...ranks.executors import params_of
 from ...ranks.rank_settings import RankSettings
+from ..golden import Golden
 from . import layers, operators
 from .captured import CallRecorder, OperatorCall
 from .child import Cases, Work
@@ -33,10 +34,10 @@ from .environment import EnvironmentCase
 from .findings import Findings
 from .on_all_ranks import READY, OnAllRanks
 from .recording import BucketGraph, Recorder, ShippedBucket, shipped_buckets
-from .results import BUCKETS, COLLECTIVES, ENVIRONMENT, LAYERS, OPERATORS, RUNGS, Case, Failure, Finding, RungResult, Timing, Wanted
+from .results import ALL, BUCKETS, COLLECTIVES, ENVIRONMENT, LAYERS, OPERATORS, Case, Failure, Finding, RungResult, Timing, Wanted
 from .steps import StepPlanner
 
-ALL_RANKS = RUNGS[3:]
+ALL_RANKS = ALL[3:]
 RECORDED_STEPS = 2
 """Steps before the one whose tensors are the operands of single operators: a later step has more in its caches."""
 BATCH = 20
@@ -57,6 +58,7 @@ class Bringup:
         findings: of all rungs.
         resume: whether what passed before is not run again.
         stop: whether nothing is run behind a rung that fails.
+        golden: what the artifact's model answers; None runs no such rung.
         limit_s: how long a process with a device may show no sign of life; None is LIMIT_S beside a step.
         on_rung: called after each rung.
     """
@@ -70,6 +72,7 @@ class Bringup:
     findings: Findings = field(default_factory=Findings)
     resume: bool = False
     stop: bool = False
+    golden: Golden | None = None
     limit_s: float | None = None
     on_rung: Callable[[], object] = lambda: None
 
@@ -270,7 +273,7 @@ class Bringup:
             if self.config and COLLECTIVES in rungs:
                 done[COLLECTIVES] = frozenset()
             stuck = any(READY in cases for cases in done.values()) or (self.config and next(asked)) or not self._goes_on
-            return OnAllRanks(self.config, self.environment, done, self.wanted, self.stop) if done and not stuck else None
+            return OnAllRanks(self.config, self.environment, done, self.wanted, self.stop, self.golden) if done and not stuck else None
 
         children.run(remaining, next((rung for rung in rungs if not self._ended(rung)), BUCKETS))
         for rung in rungs:
