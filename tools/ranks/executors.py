@@ -91,6 +91,8 @@ def settled(artifact: Artifact, settings: RankSettings) -> RankSettings:
     chosen = replace(settings, device=choose_device(artifact, settings.device))
     if chosen.device == CPU and settings.checkpoint:
         raise SpecError(f"--checkpoint is for artifacts for NPUs; {artifact.path} has its weights, for {artifact.manifest.target}")
+    if chosen.device == CPU and settings.off:
+        raise SpecError(f"--off {', '.join(sorted(settings.off))}: switches are for artifacts for NPUs, {artifact.path} runs on this CPU")
     check_weights(artifact, chosen)
     return chosen
 
@@ -128,8 +130,6 @@ def load_executor(
         RankError: the ranks of a group do not connect.
     """
     rank, local_rank = (place.rank, place.local_rank) if place else (0, 0)
-    if settings.off and settings.device == CPU:
-        raise SpecError(f"--off {', '.join(sorted(settings.off))}: switches are for artifacts for NPUs, {artifact.path} runs on this CPU")
     if BUCKETS in settings.off:
         artifact = with_few_buckets(artifact, settings.bucket)
     if settings.device == CPU:
