@@ -9,12 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from ...graphs.errors import LoweringError
 from ..platform import CANN_RELEASES, Platform
 from . import vendors
+from .legality.table import DTYPES as DTYPES_ALONE
 from .legality.table import TYPES, release, table
+from .legality.torch_operators import torch_operators
+from .toolchain.elf import read_symbols
 
 TBE = "opp/built-in/op_impl/ai_core/tbe"
 COMPILER = ("te_fusion.fusion_manager", "tbe")
@@ -48,7 +52,9 @@ class Item:
     advice: str = ""
 
 
-def inventory(home: Path, environment: Mapping[str, str], platforms: Sequence[Platform], torch_npu: str) -> Iterator[Item]:
+def inventory(
+    home: Path, environment: Mapping[str, str], platforms: Sequence[Platform], torch_npu: str, *, captured: bool = True
+) -> Iterator[Item]:
     """Looks at a CANN.
 
     Args:
@@ -56,6 +62,7 @@ def inventory(home: Path, environment: Mapping[str, str], platforms: Sequence[Pl
         environment: variables of the ranks.
         platforms: what graphs were built for, or all that this machine may have.
         torch_npu: version of the installed one, or "".
+        captured: whether graphs call torch's operators, which GE's do not.
     """
     yield _compiler(environment)
     yield _bisheng(home, environment)
@@ -64,6 +71,8 @@ def inventory(home: Path, environment: Mapping[str, str], platforms: Sequence[Pl
         yield _kernels(home, platform.chip)
         yield _vendors(environment, platform)
         yield _definitions(home, platform)
+        if captured:
+            yield _functions(home, environment, platform)
 
 
 def cann_release(home: Path) -> str:
@@ -154,6 +163,33 @@ def _definitions(home: Path, platform: Platform) -> Item:
     found = f"{len(rows) - len(absent)} of {len(rows)} rows of dtypes are in CANN's table"
     told = [f"not there are {_few(absent)}"] * bool(absent) + [f"CANN takes otherwise {_few(wrong)}"] * bool(wrong)
     return Item(name, found, f"{'; '.join(told)}: build with --cann of this release, and send back what bringup packs" if told else "")
+
+
+def _functions(home: Path, environment: Mapping[str, str], platform: Platform) -> Item:
+    """Functions that torch's operators call, in CANN's libraries; these are read and not loaded. Which function launches a kernel that the
+    table has by its type depends on the release of op-plugin, and is not looked for."""
+    name = f"functions of {platform.chip}"
+    if find_spec("elftools") is None:
+        return Item(name, "not looked at: pyelftools is not installed")
+    places = [home / "lib64", *map(Path, filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")))]
+    files = {file.resolve() for place in places for file in place.glob("libopapi*.so")}
+    if not files:
+        return Item(name, "none", f"no libopapi*.so in {home / 'lib64'} and on LD_LIBRARY_PATH; source set_env.sh of a CANN with operators")
+    try:
+        there = {symbol for file in files for symbol in read_symbols(file).defined}
+    except LoweringError as error:
+        return Item(name, "cannot be read", f"{error}; install this CANN anew")
+    own = cann_release(home) or platform.cann or CANN_RELEASES[-1]
+    wanted = functions(platform.chip, own)
+    absent = sorted(function for function in wanted if f"{function}GetWorkspaceSize" not in there)
+    advice = f"not there are {_few(absent)}: captured graphs that call them end with `not in libopapi.so`; build with --backend ge"
+    return Item(name, f"{len(wanted) - len(absent)} of {len(wanted)} in {len(files)} libraries", advice if absent else "")
+
+
+def functions(chip: str, cann: str) -> frozenset[str]:
+    """The functions that torch operators of the table call in a release."""
+    called = {row.runs for row in torch_operators().values() if row.runs.startswith("aclnn")}
+    return frozenset(name for name in called if any(fact.what in (TYPES, DTYPES_ALONE) for fact in table().facts(name, chip, cann)))
 
 
 def _unknown(columns: Sequence[Mapping[str, str]], row: Mapping[str, Mapping[str, str]]) -> Iterator[str]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.vendors import put_vendor
 
-from npucompile.lowering.ascend.inventory import DTYPES, TBE, inventory
+from npucompile.lowering.ascend.inventory import DTYPES, TBE, functions, inventory
 from npucompile.lowering.ascend.legality.table import TYPES, table
 from npucompile.lowering.ascend.vendors import VARIABLE
 from npucompile.lowering.platform import Platform
@@ -56,7 +58,17 @@ def home(tmp_path: Path) -> Path:
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
     (root / "python" / "site-packages" / "te_fusion" / "fusion_manager.py").write_text("import json\n")
+    put_library(root, "math", sorted(functions(CHIP, RELEASE))[::2])
+    put_library(root, "nn", sorted(functions(CHIP, RELEASE))[1::2])
     return root
+
+
+def put_library(root: Path, name: str, called: Sequence[str]) -> None:
+    """A library of CANN with these functions and a stray one."""
+    (root / "lib64").mkdir(exist_ok=True)
+    source = "".join(f"void {function}GetWorkspaceSize(void) {{}}\n" for function in ("aclnnOfNobody", *called))
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-o", str(root / "lib64" / f"libopapi_{name}.so"), "-"]
+    subprocess.run(command, input=source.encode(), check=True)
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
@@ -115,6 +127,30 @@ def test_a_vendor_that_redefines_an_operator_is_named(home: Path, tmp_path: Path
     told = advice(home, **{VARIABLE: str(tmp_path / "vendor")})[f"vendors on {VARIABLE}, {CHIP}"]
     assert "MoeGatingTopK" in told
     assert "OfTheirOwn" not in told
+
+
+def test_functions_that_this_cann_lacks_are_named(home: Path, tmp_path: Path) -> None:
+    called = sorted(functions(CHIP, RELEASE))
+    assert {"aclnnMm", "aclnnTopk", "aclnnChunkGatedDeltaRule"} <= set(called)
+    put_library(home, "nn", [function for function in called[1::2] if function not in ("aclnnMm", "aclnnTopk")])
+    put_library(home, "math", [function for function in called[::2] if function not in ("aclnnMm", "aclnnTopk")])
+    told = advice(home)[f"functions of {CHIP}"]
+    assert "not there are aclnnMm; aclnnTopk: captured graphs that call them end with `not in libopapi.so`" in told
+    put_library(tmp_path, "own", ["aclnnMm", "aclnnTopk"])
+    assert advice(home, LD_LIBRARY_PATH=f":{tmp_path / 'lib64'}") == {}
+    items = inventory(home, environment(home), [Platform(CHIP, RELEASE)], "2.13.0", captured=False)
+    assert f"functions of {CHIP}" not in {item.name for item in items}
+
+
+def test_functions_of_a_later_release_are_not_missed(home: Path) -> None:
+    assert functions(CHIP, RELEASE) - functions(CHIP, "8.5") == {"aclnnChunkGatedDeltaRule"}
+
+
+def test_libraries_that_are_none_are_said_to_be(home: Path) -> None:
+    (home / "lib64" / "libopapi_nn.so").write_text("no library")
+    assert "libopapi_nn.so is not a shared library" in advice(home)[f"functions of {CHIP}"]
+    shutil.rmtree(home / "lib64")
+    assert "source set_env.sh" in advice(home)[f"functions of {CHIP}"]
 
 
 def test_dtypes_that_this_cann_does_not_take_are_named_by_their_row(home: Path) -> None:

@@ -73,7 +73,8 @@ def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, 
         message = f"{device.name} has {device.version}; graphs were converted for CANN {ASSUMED_CANN}: build with this CANN's number"
         failures.append(Failure("toolchain", "CANN", message))
     if home := environment.get("ASCEND_HOME_PATH"):
-        items = [*inventory(Path(home), environment, [Platform.of(artifact.manifest.platform)], installed().get("torch_npu", ""))]
+        platform, captured = Platform.of(artifact.manifest.platform), artifact.manifest.backend != "ge"
+        items = [*inventory(Path(home), environment, [platform], installed().get("torch_npu", ""), captured=captured)]
         facts["inventory"] = {item.name: item.found for item in items}
         failures += [Failure("toolchain", item.name, f"{item.found}: {item.advice}") for item in items if item.advice]
     try:
