@@ -337,7 +337,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _item_bytes(recipe: _Recipe, table: Mapping[str, TensorEntry]) -> int:
-    return STORED_DTYPES[table[recipe.sources[0][0].name].dtype].itemsize
+    return STORED_DTYPES[table[recipe.sources[0][0].name].dtype].itemsize if recipe.sources else 1
 
 
 def _assemble(region: Region, pieces: tuple[_Piece, ...], table: Mapping[str, TensorEntry]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ..graphs.quantise import rounded_in_blocks
 from ..graphs.spmd.layout import constrain, num_shards
 from ..graphs.spmd.region import Sum, all_gather, axis_index, group_of, reduce_scatter, shard_map
 from ..graphs.types import Aval, Tree
-from . import quant, sequence_parallel
+from . import expert_placement, quant, sequence_parallel
 from .params import Param, Parts, Source
 from .quant.experts import grouped, operands_of_one, rounds_rows
 from .quant.formats import INT8, W4A8_DYNAMIC
@@ -152,7 +152,7 @@ def dense(weights: Tree, x: torch.Tensor, tokens: int) -> torch.Tensor:
     return sequence_parallel.project(hidden, weights["down"], "ffn")
 
 
-_ROUTER = {"router": (None, None), "router_bias": (None,)}
+_ROUTER = {"router": (None, None), "router_bias": (None,), expert_placement.TABLE: ("experts", None)}
 _SHARED = {"shared_gate_up": (None, "shared_ffn", None), "shared_down": (None, "shared_ffn"), "shared_gate": (None, None)}
 _EXPERTS = {"gate_up": ("experts", None, "expert_ffn", None), "down": ("experts", None, "expert_ffn")}
 """Logical axes of the weights of a mixture of experts; `router_bias` and those of a shared expert are optional."""
@@ -188,9 +188,9 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
 
     def local(x: torch.Tensor, logits: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         own = dict(zip(names, regrouped(matrices, tensors), strict=True))
-        experts, bias = Experts(own["gate_up"], own["down"]), own.get("router_bias")
+        experts = Experts(own["gate_up"], own["down"])
         if num_shards("experts") > 1 and cfg.variant.fuses(x.shape[0]) and format_of(experts.gate_up) == W4A8_DYNAMIC:
-            return _with_shared(own, x, _fused(cfg, x, logits, bias, experts))
+            return _with_shared(own, x, _fused(cfg, x, logits, own, experts))
         return _with_routed(cfg, x, logits, own, experts, _shared(own, x))
 
     tokens = ("expert_tokens", None)
@@ -235,13 +235,13 @@ def _with_routed(
     shared: torch.Tensor | None,
 ) -> torch.Tensor:
     """The routed experts' output for a device's tokens, plus the shared expert's [T, M]; where experts are split, a partial sum of it."""
-    devices, bias = num_shards("experts"), router.get("router_bias")
+    devices, count = num_shards("experts"), expert_placement.count(cfg)
     if devices == 1:
-        share, ids = route(cfg.routing, logits, bias)
+        share, ids = _routed(cfg, logits, router)
         return _plus(_own_experts(cfg, x, share, ids, experts), shared)
     most = cfg.variant.most_dispatched
     if most and (x.shape[0] <= most or cfg.variant.dispatches_in_parts):
-        share, ids = route(cfg.routing, logits, bias)
+        share, ids = _routed(cfg, logits, router)
         # An empty tensor stands for no shared expert.
         added = x[:0] if shared is None else shared
         if x.shape[0] <= most:
@@ -251,10 +251,18 @@ def _with_routed(
         return torch.cat(_dispatched(cfg, devices, experts, [*zip(*parts, sums, strict=True)]))
     all_tokens = all_gather(x, "experts")
     # Computing the router logits of all tokens costs less than gathering them.
-    share, ids = route(cfg.routing, _router_logits(all_tokens, router["router"]), bias)
-    first = axis_index("experts") * (cfg.num_experts // devices)
-    ids = torch.remainder(ids - first, cfg.num_experts)
+    share, ids = _routed(cfg, _router_logits(all_tokens, router["router"]), router, of_all=True)
+    first = axis_index("experts") * (count // devices)
+    ids = torch.remainder(ids - first, count)
     return _plus(reduce_scatter(_own_experts(cfg, all_tokens, share, ids, experts), "experts"), shared)
+
+
+def _routed(cfg: MoeSizes, logits: torch.Tensor, router: Mapping[str, Tree], *, of_all: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights [T, X] and the physical experts [T, X] of tokens, of this device or of all."""
+    share, ids = route(cfg.routing, logits, router.get("router_bias"))
+    if (table := router.get(expert_placement.TABLE)) is None:
+        return share, ids
+    return share, expert_placement.physical(table, ids, of_all=of_all)
 
 
 def _plus(routed: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
@@ -270,10 +278,10 @@ def _with_shared(weights: Mapping[str, Tree], x: torch.Tensor, routed: torch.Ten
     return torch.addcmul(routed, gate, quant.local_row_parallel(quant.local_swiglu(x, weights["shared_gate_up"]), weights["shared_down"]))
 
 
-def _fused(cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None, experts: Experts) -> torch.Tensor:
+def _fused(cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: Mapping[str, Tree], experts: Experts) -> torch.Tensor:
     """The routed experts' output for a device's tokens, there and back in one operation for each part that is dispatched."""
-    share, ids = route(cfg.routing, logits, bias)
-    where = axis_index("experts"), cfg.num_experts, group_of("experts"), num_shards("experts")
+    share, ids = _routed(cfg, logits, router)
+    where = axis_index("experts"), expert_placement.count(cfg), group_of("experts"), num_shards("experts")
     outs: list[torch.Tensor] = []
     for part, weights, chosen in zip(*(tensor.split(cfg.variant.most_dispatched) for tensor in (x, share, ids)), strict=True):
         outs.append(ops.fused_experts_w4a8(part, chosen, weights, outs[-1] if outs else part, *operands_of_one(*experts), *where))
@@ -289,22 +297,20 @@ def _dispatched(cfg: MoeSizes, devices: int, experts: Experts, parts: Sequence[t
     Args:
         parts: rows [t, M], shares and ids [t, X], and what is added [t, M].
     """
-    group, here, quantised = group_of("experts"), axis_index("experts"), rounds_rows(experts.gate_up)
+    where = axis_index("experts"), expert_placement.count(cfg), group_of("experts"), devices
     outs: list[torch.Tensor] = []
     sent: list[tuple[torch.Tensor, ...]] = []
     last: torch.Tensor | None = None
     for number in range(len(parts) + cfg.variant.in_flight - 1):
         if number < len(parts):
             x, _, ids, _ = parts[number]
-            sent.append(ops.moe_dispatch(x, ids, x if last is None else last, here, cfg.num_experts, group, devices, quantised))
+            sent.append(ops.moe_dispatch(x, ids, x if last is None else last, *where, rounds_rows(experts.gate_up)))
             last = sent[-1][0]
         if number >= cfg.variant.in_flight - 1:
             (_, share, ids, shared), (rows, scale, counts, *records) = parts[len(outs)], sent[len(outs)]
             out = grouped(rows, scale, counts, *experts, parts[0][0].dtype)
             earlier = out if last is None or last is rows else last
-            last = ops.moe_combine(
-                out, ids, share, *records, shared, here, cfg.num_experts, group, devices, earlier, _sends_int8(cfg, experts)
-            )
+            last = ops.moe_combine(out, ids, share, *records, shared, *where, earlier, _sends_int8(cfg, experts))
             outs.append(last)
     return outs
 
@@ -314,8 +320,8 @@ def _own_experts(cfg: MoeSizes, x: torch.Tensor, share: torch.Tensor, ids: torch
     if isinstance(experts.gate_up, torch.Tensor):
         fused: torch.Tensor = ops.moe_experts(x, share, ids, *experts)
         return fused
-    local_experts = cfg.num_experts // num_shards("experts")
-    by_expert, scale, counts, index = ops.moe_sort(x, ids, local_experts, cfg.num_experts, rounds_rows(experts.gate_up))
+    count = expert_placement.count(cfg)
+    by_expert, scale, counts, index = ops.moe_sort(x, ids, count // num_shards("experts"), count, rounds_rows(experts.gate_up))
     rows = grouped(by_expert, scale, counts, *experts, x.dtype)
     out: torch.Tensor = ops.moe_unsort(rounded_in_blocks(rows) if _sends_int8(cfg, experts) else rows, share, index)
     return out

@@ -129,7 +129,22 @@ class Placed:
         return -(-len(self.places) // self.ranks)
 
 
-SourceAxis = str | Parts | Repeated | Padded | Members | Placed | None
+@dataclass(frozen=True)
+class Physical:
+    """A dimension of experts, of which the parameter has some in other places and more than once (expert_placement.py).
+
+    A rank reads those of its slice, in its order; `Source.join` is given them as they are.
+
+    Attributes:
+        axis: logical axis of the experts.
+        logical: for each place of the parameter which of the dimension's experts it is.
+    """
+
+    axis: str
+    logical: tuple[int, ...]
+
+
+SourceAxis = str | Parts | Repeated | Padded | Members | Placed | Physical | None
 
 
 def axis_name(axis: SourceAxis) -> str | None:
@@ -142,7 +157,7 @@ class Source:
     """The tensors of a Hugging Face checkpoint that a parameter is made from.
 
     Attributes:
-        names: the tensors.
+        names: the tensors; none where `join` makes the parameter of nothing.
         shapes: their shapes on disk.
         join: those tensors -> the parameter.
         split: the parameter -> those tensors; the inverse of join.
@@ -213,6 +228,18 @@ class Param:
             return self.source.axes
         return (self.aval.axes,) if self.is_source else tuple((None,) * len(shape) for shape in self.source.shapes)
 
+    def whole(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The parameter, from the whole tensors of its source."""
+        return self.source.join(*map(_in_places, tensors, self.source_axes))
+
+
+def _in_places(tensor: torch.Tensor, axes: tuple[SourceAxis, ...]) -> torch.Tensor:
+    """A whole tensor of a source with its experts in the places of the parameter's."""
+    for dim, axis in enumerate(axes):
+        if isinstance(axis, Physical):
+            tensor = tensor.index_select(dim, torch.tensor(axis.logical))
+    return tensor
+
 
 def norm_init(offset: float) -> str:
     """`Param.init` of a norm's weight to which `offset` is added: the norm begins without scaling."""
@@ -241,8 +268,19 @@ def initialise(params: Tree, generator: torch.Generator) -> Tree:
         generator: CPU generator; its state advances.
     """
 
-    def draw(param: Param) -> torch.Tensor:
-        shape, dtype = param.aval.shape, param.aval.dtype
+    def each(param: Param) -> torch.Tensor:
+        if not param.source.names:
+            return param.source.join()
+        placed = next((axis for axes in param.source_axes for axis in axes if isinstance(axis, Physical)), None)
+        if placed is None:
+            return draw(param, param.aval.shape)
+        # Copies of an expert are equal, and all experts are those that are drawn where none is placed.
+        shape, dim = param.aval.shape, param.aval.axes.index(placed.axis)
+        drawn = draw(param, (*shape[:dim], max(placed.logical) + 1, *shape[dim + 1 :]))
+        return drawn.index_select(dim, torch.tensor(placed.logical))
+
+    def draw(param: Param, shape: tuple[int, ...]) -> torch.Tensor:
+        dtype = param.aval.dtype
         if param.init in ("zeros", "ones"):
             return torch.full(shape, float(param.init == "ones"), dtype=dtype)
         if param.init == "cache_scale":
@@ -252,4 +290,4 @@ def initialise(params: Tree, generator: torch.Generator) -> Tree:
         std = 0.02 if param.init == "embedding" else shape[-1] ** -0.5
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
-    return tree.map_leaves(draw, params)
+    return tree.map_leaves(each, params)

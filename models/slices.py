@@ -11,10 +11,10 @@ import torch
 
 from ..graphs.errors import PartitionError
 from ..graphs.types import Aval, Mesh, Rules
-from .params import Members, Padded, Param, Parts, Placed, Repeated, SourceAxis, axis_name
+from .params import Members, Padded, Param, Parts, Physical, Placed, Repeated, SourceAxis, axis_name
 
 Region = tuple[tuple[slice, ...], ...]
-"""What is read of a tensor: of each dimension the slices that are kept, in order and without overlap."""
+"""What is read of a tensor: of each dimension the slices that are kept, one behind the other; without copies in order."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ def source_region(shape: tuple[int, ...], axes: tuple[SourceAxis, ...], shard: S
     """What a rank reads of a source tensor.
 
     Args:
-        sliced: the axes along which it is sliced; all others are read whole.
+        sliced: the axes along which it is sliced; all others are read whole, physical experts in their places.
 
     Raises:
         PartitionError: a size does not divide by the number of ranks.
     """
     return tuple(
-        _runs(size, axis, shard) if axis_name(axis) in sliced else (slice(0, size),) for size, axis in zip(shape, axes, strict=True)
+        _runs(size, axis, shard) if axis_name(axis) in sliced else _whole(size, axis) for size, axis in zip(shape, axes, strict=True)
     )
 
 
@@ -115,12 +115,34 @@ def block_ranges(regions: Sequence[Region], itemsize: int, block_bytes: int) -> 
 
 
 def narrowed(region: Region, begin: int, end: int) -> Region:
-    """A range of dimension 0 of what is read; the dimension has one slice."""
-    (run,) = region[0]
-    return ((slice(run.start + begin, run.start + end),), *region[1:])
+    """A range of dimension 0 of what is read."""
+    runs, at = [], 0
+    for run in region[0]:
+        low, high = max(begin - at, 0), min(end - at, run.stop - run.start)
+        if low < high:
+            runs.append(slice(run.start + low, run.start + high))
+        at += run.stop - run.start
+    return (tuple(runs), *region[1:])
+
+
+def _whole(size: int, axis: SourceAxis) -> tuple[slice, ...]:
+    return _runs_of(axis.logical) if isinstance(axis, Physical) else (slice(0, size),)
+
+
+def _runs_of(elements: Sequence[int]) -> tuple[slice, ...]:
+    """Single elements as slices, those that follow each other as one."""
+    runs: list[slice] = []
+    for element in elements:
+        if runs and runs[-1].stop == element:
+            runs[-1] = slice(runs[-1].start, element + 1)
+        else:
+            runs.append(slice(element, element + 1))
+    return tuple(runs)
 
 
 def _runs(size: int, axis: SourceAxis, shard: Shard) -> tuple[slice, ...]:
+    if isinstance(axis, Physical):
+        return _runs_of(axis.logical[shard.run(len(axis.logical), axis.axis)])
     if isinstance(axis, Repeated):
         return (_shared_run(size, axis, shard),)
     if isinstance(axis, Placed):

@@ -14,6 +14,7 @@ from ..graphs.steps.inputs import LAYER_INPUTS, PICTURE_INPUTS
 from ..graphs.steps.table import StepInputs, kind_of
 from ..graphs.types import PICTURE_ROWS, Aval, Bucket, Limits, Program, Tree
 from . import draft_vocabulary, drafts, request_slots, sequence_parallel
+from .expert_placement import ExpertPlacement, placed
 from .family import Family, Intermediates
 from .head_padding import PaddedHeads, widened, with_real_sources
 from .padding import padded
@@ -35,6 +36,7 @@ class Model:
         config: that family's configuration.
         drafting: its programs draft, so its parameters and state include the draft head's.
         tower: configuration of the family's vision tower, in the variant that its encode programs have it in; None without pictures.
+        placement: of physical experts, where the variant has some; None places them by default.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Model:
     config: Any
     drafting: bool = False
     tower: Any = None
+    placement: ExpertPlacement | None = None
 
     @cached_property
     def has_draft_head(self) -> bool:
@@ -50,7 +53,7 @@ class Model:
 
     def params(self, dtype: torch.dtype) -> Tree:
         """Tree of Param that the programs read."""
-        return stored(self.matrices(dtype), self.config.variant)
+        return placed(stored(self.matrices(dtype), self.config.variant), self.config.variant, self.placement)
 
     def matrices(self, dtype: torch.dtype) -> Tree:
         """The same before matrices are replaced by the tensors that their formats store them in."""

@@ -44,6 +44,8 @@ class Variant:
         dispatches_in_parts: whether more tokens take several dispatches; else they are gathered.
         in_flight: parts that are on their way at once: with 2 a part is dispatched before the rows of the one before are sent back.
         fused_experts: whether what is dispatched takes one operation there and back, where `fuses` says so.
+        physical_experts: of a layer, in places that data say (expert_placement.py); 0 where they are the model's as they stand.
+        expert_ranks: devices that physical experts are spread over.
     """
 
     kv_repeat: int = 1
@@ -62,6 +64,8 @@ class Variant:
     heads: tuple[PaddedHeads, ...] = ()
     draft_heads: tuple[PaddedHeads, ...] = ()
     draft_vocab: int = 0
+    physical_experts: int = 0
+    expert_ranks: int = 1
 
     def parts(self, axis: str | None) -> int:
         """Into how many parts a contraction along a logical axis is split."""

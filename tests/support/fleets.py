@@ -21,6 +21,7 @@ from npucompile.models import (
     deepseek_v3,
     deepseek_v32,
     draft_source,
+    expert_placement,
     glm4_moe,
     glm_moe_dsa,
     hybrid,
@@ -249,9 +250,7 @@ OTHERS: dict[str, Mapping[str, torch.Tensor]] = {}
 def weights(model: step.Model) -> Tree:
     """The model's parameters, in the form that its variant holds them in."""
     checkpoint = OTHERS[model.name] if model.name in OTHERS else tensors(model.config.num_experts > 0, model.name)
-    return tree.map_leaves(
-        lambda p: p.source.join(*(checkpoint[n] for n in found_names(p.source, checkpoint))).contiguous(), model.params(F32)
-    )
+    return tree.map_leaves(lambda p: p.whole(*(checkpoint[n] for n in found_names(p.source, checkpoint))).contiguous(), model.params(F32))
 
 
 class OneDevice:
@@ -327,10 +326,12 @@ class Fleet:
         self.graphs: dict[Bucket, Any] = {}
 
     def rules(self, tokens: int) -> Rules:
-        return sharding_rules.rules(self.mesh, experts=self.model.config.num_experts, expert_parallel=self.expert_parallel, tokens=tokens)
+        experts = expert_placement.count(self.model.config)
+        return sharding_rules.rules(self.mesh, experts=experts, expert_parallel=self.expert_parallel, tokens=tokens)
 
     def partitioned(self, bucket: Bucket) -> Partitioned:
-        return partitioned(self.model, self.mesh, self.rules(bucket.tokens), bucket, self.limits, self.emit_logits, self.max_logprobs)
+        model = replace(self.model, placement=None)  # Graphs are of any.
+        return partitioned(model, self.mesh, self.rules(bucket.tokens), bucket, self.limits, self.emit_logits, self.max_logprobs)
 
     def step(self, bucket: Bucket, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[Inputs]:
         """Outputs of every group, from the inputs of every group; all ranks of a group must agree."""

@@ -246,5 +246,5 @@ def random_checkpoint(model: Model, generator: torch.Generator) -> dict[str, tor
 def model_params(model: Model, checkpoint: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """A model's parameters from the tensors of a checkpoint: global, flat, and quantised from the same floats for every dtype."""
     leaves: list[tuple[str, Param]] = tree.flatten(model.params(dtype))
-    joined = [(param.source.join(*(checkpoint[name] for name in param.source.names)), param.aval) for _, param in leaves]
+    joined = [(param.whole(*(checkpoint[name] for name in param.source.names)), param.aval) for _, param in leaves]
     return [tensor.to(aval.dtype).reshape(aval.shape).contiguous() for tensor, aval in joined]

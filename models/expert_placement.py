@@ -1,0 +1,162 @@
+"""Physical experts: which rank holds which experts, and how often, so that busy ones have copies and no rank has all of them.
+
+A router chooses among the logical experts of a model. Ranks hold physical ones, in any order and some more than once; a table on each
+rank says which physical expert serves a logical one. Weights and tables are data: graphs know only how many there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ..graphs.spmd.layout import num_shards
+from ..graphs.spmd.region import all_gather
+from ..graphs.types import Aval, Tree
+from .params import Param, Physical, Source
+
+TABLE = "physical_ids"
+"""Key of the table among the parameters of a mixture of experts."""
+_ROUTER, _EXPERTS = "router", ("gate_up", "down")
+
+Layer = tuple[int, ...]
+"""The logical expert of each physical one."""
+
+
+class Storage(Protocol):
+    """How many physical experts there are; `models.variant.Variant` is one."""
+
+    @property
+    def physical_experts(self) -> int: ...
+    @property
+    def expert_ranks(self) -> int: ...
+
+
+class Sizes(Protocol):
+    """Fields of a model's configuration that are read here."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def variant(self) -> Storage: ...
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """The experts that ranks hold.
+
+    Attributes:
+        layers: of each layer with experts, in their order; then of the draft head's layer, where it has some and is not placed by default.
+    """
+
+    layers: tuple[Layer, ...]
+
+
+def count(cfg: Sizes) -> int:
+    """Physical experts of a layer, 0 in a dense model."""
+    return cfg.variant.physical_experts or cfg.num_experts
+
+
+def by_default(physical: int, logical: int) -> Layer:
+    """The placement of a layer that no map has, as SGLang's trivial one: all in order, and again from the first."""
+    return tuple(index % logical for index in range(physical))
+
+
+def tables(layer: Layer, logical: int, ranks: int) -> list[list[int]]:
+    """For each rank the physical expert that serves each logical one: its own copy, or else one of them, each for equally many ranks.
+
+    That is the rule of SGLang (srt/eplb/expert_location.py), which draws where this counts on from another copy for each expert.
+    """
+    share, copies = len(layer) // ranks, [list[int]() for _ in range(logical)]
+    for physical, expert in enumerate(layer):
+        copies[expert].append(physical)
+    chosen = [[-1] * logical for _ in range(ranks)]
+    for expert, places in enumerate(copies):
+        for physical in reversed(places):
+            chosen[physical // share][expert] = physical
+        without = [rank for rank in range(ranks) if chosen[rank][expert] < 0]
+        for position, rank in enumerate(without):
+            chosen[rank][expert] = places[(position + expert) % len(places)]
+    return chosen
+
+
+def placed(params: Tree, storage: Storage, placement: ExpertPlacement | None) -> Tree:
+    """A tree of stored Param whose experts are physical ones, with a table beside each router.
+
+    Layers that the placement does not have, all where it is None, are placed by default.
+    """
+    if not storage.physical_experts:
+        return params
+    rows: Iterator[Layer | None] = itertools.chain(placement.layers if placement else (), itertools.repeat(None))
+
+    def walk(node: Tree) -> Tree:
+        if isinstance(node, Mapping):
+            if _ROUTER in node:
+                return _block(node, next(rows), storage)
+            return {name: walk(value) for name, value in node.items()}
+        return [walk(value) for value in node] if isinstance(node, list) else node
+
+    return walk(params)
+
+
+def _block(block: Mapping[str, Any], layer: Layer | None, storage: Storage) -> dict[str, Tree]:
+    logical, ranks = block[_ROUTER].aval.shape[0], storage.expert_ranks
+    layer = layer or by_default(storage.physical_experts, logical)
+
+    def table() -> torch.Tensor:
+        return torch.tensor(tables(layer, logical, ranks), dtype=torch.int32)
+
+    def each(value: Tree) -> Tree:
+        if isinstance(value, Mapping):
+            return {name: each(part) for name, part in value.items()}
+        return _expanded(value, layer, logical)
+
+    # Each rank has its own row, along the axis that spreads the experts.
+    own = Param(Aval((ranks, logical), torch.int32, ("experts", None)), Source((), (), table, lambda tensor: ()))
+    return {TABLE: own, **{name: each(value) if name in _EXPERTS else value for name, value in block.items()}}
+
+
+def _expanded(param: Param, layer: Layer, logical: int) -> Param:
+    """A parameter of all logical experts -> the same of physical ones."""
+    aval, source, axis = param.aval, param.source, "experts"
+    dim, physical = param.aval.axes.index(axis), Physical(axis, layer)
+    axes = tuple(tuple(physical if each == axis else each for each in axes) for axes in param.source_axes)
+    firsts = torch.tensor([layer.index(expert) for expert in range(logical)])
+
+    def split(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return source.split(tensor.index_select(dim, firsts))
+
+    shape = (*aval.shape[:dim], len(layer), *aval.shape[dim + 1 :])
+    return replace(param, aval=replace(aval, shape=shape), source=replace(source, axes=axes, split=split))
+
+
+def physical(table: torch.Tensor, ids: torch.Tensor, *, of_all: bool) -> torch.Tensor:
+    """Physical experts of logical ones [T, X], by this device's table [1, E]; inside a region.
+
+    Args:
+        of_all: the tokens are those of all devices, in their order, each of which has a table of its own.
+    """
+    if of_all:
+        table = all_gather(table, "experts")
+    elif num_shards("experts") == 1:
+        # One device that stands for all takes the copies of the first.
+        table = table[:1] if table.shape[0] > 1 else table
+    rows, flat = table.shape[0], ids
+    if rows > 1:
+        first = torch.arange(rows, dtype=ids.dtype, device=ids.device) * table.shape[1]
+        flat = ids.view(rows, -1) + first[:, None]
+    return table.view(-1).index_select(0, flat.reshape(-1)).view(ids.shape)
+
+
+def recorded(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[int, int]:
+    """`Variant.physical_experts` and `Variant.expert_ranks` of a model whose parameters have these paths and shapes; 0 and 1 without."""
+    named: Sequence[tuple[list[str], tuple[int, ...]]] = [(path.split("."), shape) for path, shape in shapes]
+    for path, shape in named:
+        if path[-1] == TABLE:
+            block, experts = path[:-1], _EXPERTS[1]
+            physical = next(other[0] for name, other in named if name[: len(path)] == [*block, experts] and name[-1] in (experts, "weight"))
+            return physical, shape[0]
+    return 0, 1
