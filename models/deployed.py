@@ -42,6 +42,7 @@ def deployed(
     backend: str,
     platform: Machine,
     draft_vocab: int = 0,
+    physical_experts: int = 0,
 ) -> Variant:
     """The variant.
 
@@ -52,7 +53,7 @@ def deployed(
         dispatches: whether devices send tokens to the devices of their experts.
         local: whether devices are processes on this machine.
         backend, platform: what graphs are compiled with, and for.
-        draft_vocab: as in `Variant`.
+        draft_vocab, physical_experts: as in `Variant`.
     """
     experts = getattr(config, "num_experts", 0)
     grouped = mesh.size > 1 and experts > 0
@@ -66,6 +67,8 @@ def deployed(
         padded=tuple((axis, rules.num_shards(axis, mesh)) for axis in padding.AXES if rules.num_shards(axis, mesh) > 1),
         recurrent=recurrent,
         draft_vocab=draft_vocab,
+        physical_experts=physical_experts,
+        expert_ranks=rules.num_shards("experts", mesh) if physical_experts else 1,
     )
     spread = rules.num_shards("experts", mesh) > 1
     if grouped and not (dispatches and spread):

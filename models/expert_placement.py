@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
+from ..graphs import tree
 from ..graphs.spmd.layout import num_shards
 from ..graphs.spmd.region import all_gather
 from ..graphs.types import Aval, Tree
-from .params import Param, Physical, Source
+from .params import EXPERTS, Param, Physical, Source
 
 TABLE = "physical_ids"
 """Key of the table among the parameters of a mixture of experts."""
@@ -44,6 +45,14 @@ class Sizes(Protocol):
     def variant(self) -> Storage: ...
 
 
+class Placed(Protocol):
+    """What is read here of `models.step.Model`."""
+
+    def params(self, dtype: torch.dtype) -> Tree:
+        """Tree of Param."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExpertPlacement:
     """The experts that ranks hold.
@@ -53,6 +62,26 @@ class ExpertPlacement:
     """
 
     layers: tuple[Layer, ...]
+
+    @staticmethod
+    def recorded(model: Mapping[str, Any]) -> ExpertPlacement | None:
+        """That of `Manifest.model`; None where an artifact has none."""
+        layers = model.get("expert_map")
+        return layers and ExpertPlacement(tuple(map(tuple, layers)))
+
+    def as_fields(self) -> list[list[int]]:
+        """As `Manifest.model` has it."""
+        return [list(layer) for layer in self.layers]
+
+
+def with_experts(model: Placed) -> tuple[list[bool], bool]:
+    """Which layers of a model have experts, and whether the layer of its draft head, if its programs draft, has."""
+    params = model.params(torch.float32)
+
+    def has(part: Tree) -> bool:
+        return any(_ROUTER in path.split(".") for path, _ in tree.flatten(part))
+
+    return [has(layer) for layer in params["layers"]], has({name: part for name, part in params.items() if name != "layers"})
 
 
 def count(cfg: Sizes) -> int:
@@ -115,15 +144,14 @@ def _block(block: Mapping[str, Any], layer: Layer | None, storage: Storage) -> d
         return _expanded(value, layer, logical)
 
     # Each rank has its own row, along the axis that spreads the experts.
-    own = Param(Aval((ranks, logical), torch.int32, ("experts", None)), Source((), (), table, lambda tensor: ()))
+    own = Param(Aval((ranks, logical), torch.int32, (EXPERTS, None)), Source((), (), table, lambda tensor: ()))
     return {TABLE: own, **{name: each(value) if name in _EXPERTS else value for name, value in block.items()}}
 
 
 def _expanded(param: Param, layer: Layer, logical: int) -> Param:
     """A parameter of all logical experts -> the same of physical ones."""
-    aval, source, axis = param.aval, param.source, "experts"
-    dim, physical = param.aval.axes.index(axis), Physical(axis, layer)
-    axes = tuple(tuple(physical if each == axis else each for each in axes) for axes in param.source_axes)
+    aval, source, dim = param.aval, param.source, param.aval.axes.index(EXPERTS)
+    axes = tuple(tuple(Physical(layer) if axis == EXPERTS else axis for axis in axes) for axes in param.source_axes)
     firsts = torch.tensor([layer.index(expert) for expert in range(logical)])
 
     def split(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -140,8 +168,8 @@ def physical(table: torch.Tensor, ids: torch.Tensor, *, of_all: bool) -> torch.T
         of_all: the tokens are those of all devices, in their order, each of which has a table of its own.
     """
     if of_all:
-        table = all_gather(table, "experts")
-    elif num_shards("experts") == 1:
+        table = all_gather(table, EXPERTS)
+    elif num_shards(EXPERTS) == 1:
         # One device that stands for all takes the copies of the first.
         table = table[:1] if table.shape[0] > 1 else table
     rows, flat = table.shape[0], ids
@@ -151,12 +179,25 @@ def physical(table: torch.Tensor, ids: torch.Tensor, *, of_all: bool) -> torch.T
     return table.view(-1).index_select(0, flat.reshape(-1)).view(ids.shape)
 
 
-def recorded(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[int, int]:
-    """`Variant.physical_experts` and `Variant.expert_ranks` of a model whose parameters have these paths and shapes; 0 and 1 without."""
+def physical_count(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """`Variant.physical_experts` of a model whose parameters have these paths and shapes."""
     named: Sequence[tuple[list[str], tuple[int, ...]]] = [(path.split("."), shape) for path, shape in shapes]
-    for path, shape in named:
-        if path[-1] == TABLE:
-            block, experts = path[:-1], _EXPERTS[1]
-            physical = next(other[0] for name, other in named if name[: len(path)] == [*block, experts] and name[-1] in (experts, "weight"))
-            return physical, shape[0]
-    return 0, 1
+    block = next((path[:-1] for path, _ in named if path[-1] == TABLE), None)
+    if block is None:
+        return 0
+    # The first dimension of the weight counts experts, in whatever format it is stored.
+    weights = ([*block, _EXPERTS[1]], [*block, _EXPERTS[1], "weight"])
+    return next(shape[0] for path, shape in named if path in weights)
+
+
+def small(cfg: Sizes, large: Sizes, layers: int) -> tuple[int, ExpertPlacement | None]:
+    """`Variant.physical_experts` of a small model that stands for a large one (shrink.py), and a placement that moves all; 0 without one.
+
+    Where the large one has copies, each rank of the small one has one.
+    """
+    if not large.variant.physical_experts:
+        return 0, None
+    ranks = large.variant.expert_ranks
+    physical = -(-cfg.num_experts // ranks) * ranks + ranks * (large.variant.physical_experts > large.num_experts)
+    layer = by_default(physical, cfg.num_experts)[::-1]
+    return physical, ExpertPlacement(tuple(layer[turn % physical :] + layer[: turn % physical] for turn in range(layers)))

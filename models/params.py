@@ -129,6 +129,10 @@ class Placed:
         return -(-len(self.places) // self.ranks)
 
 
+EXPERTS = "experts"
+"""The logical axis of experts."""
+
+
 @dataclass(frozen=True)
 class Physical:
     """A dimension of experts, of which the parameter has some in other places and more than once (expert_placement.py).
@@ -136,12 +140,15 @@ class Physical:
     A rank reads those of its slice, in its order; `Source.join` is given them as they are.
 
     Attributes:
-        axis: logical axis of the experts.
         logical: for each place of the parameter which of the dimension's experts it is.
     """
 
-    axis: str
     logical: tuple[int, ...]
+
+    @property
+    def axis(self) -> str:
+        """Logical axis of the dimension."""
+        return EXPERTS
 
 
 SourceAxis = str | Parts | Repeated | Padded | Members | Placed | Physical | None
@@ -228,6 +235,11 @@ class Param:
             return self.source.axes
         return (self.aval.axes,) if self.is_source else tuple((None,) * len(shape) for shape in self.source.shapes)
 
+    @property
+    def logical(self) -> tuple[int, ...] | None:
+        """The logical expert of each physical one; None where it has none in other places."""
+        return next((axis.logical for axes in self.source_axes for axis in axes if isinstance(axis, Physical)), None)
+
     def whole(self, *tensors: torch.Tensor) -> torch.Tensor:
         """The parameter, from the whole tensors of its source."""
         return self.source.join(*map(_in_places, tensors, self.source_axes))
@@ -271,13 +283,11 @@ def initialise(params: Tree, generator: torch.Generator) -> Tree:
     def each(param: Param) -> torch.Tensor:
         if not param.source.names:
             return param.source.join()
-        placed = next((axis for axes in param.source_axes for axis in axes if isinstance(axis, Physical)), None)
-        if placed is None:
+        if (logical := param.logical) is None:
             return draw(param, param.aval.shape)
         # Copies of an expert are equal, and all experts are those that are drawn where none is placed.
-        shape, dim = param.aval.shape, param.aval.axes.index(placed.axis)
-        drawn = draw(param, (*shape[:dim], max(placed.logical) + 1, *shape[dim + 1 :]))
-        return drawn.index_select(dim, torch.tensor(placed.logical))
+        shape, dim = param.aval.shape, param.aval.axes.index(EXPERTS)
+        return draw(param, (*shape[:dim], max(logical) + 1, *shape[dim + 1 :])).index_select(dim, torch.tensor(logical))
 
     def draw(param: Param, shape: tuple[int, ...]) -> torch.Tensor:
         dtype = param.aval.dtype

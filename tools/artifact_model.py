@@ -10,8 +10,9 @@ import torch
 from ..graphs.types import Bucket, Mesh, Rules
 from ..lowering.artifact.manifest import Manifest
 from ..lowering.platform import Platform
-from ..models import draft_source, draft_vocabulary, registry, sharding_rules
+from ..models import draft_source, draft_vocabulary, expert_placement, registry, sharding_rules
 from ..models.deployed import deployed, deployed_tower
+from ..models.expert_placement import ExpertPlacement
 from ..models.family import ModelConfig
 from ..models.family_file import FamilyFile
 from ..models.quant.formats import Formats
@@ -31,7 +32,8 @@ def full_model(manifest: Manifest) -> Model:
     model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]), family=family)
     if draft := draft_source.recorded(manifest.model):
         model = draft_source.attached(model, json.loads(draft.text), draft.parts)
-    model = replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
+    placement = ExpertPlacement.recorded(manifest.model)
+    model = replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0, placement=placement)
     if (recorded := manifest.model.get("tower")) is None or model.family.tower is None:
         return model
     read = model.family.tower.read_config(json.loads(manifest.model["config"]), "config.json")
@@ -42,18 +44,20 @@ def full_model(manifest: Manifest) -> Model:
 def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
     """The variant in which an artifact has a model of that configuration."""
     mesh, pools = Mesh.parse(manifest.mesh), [leaf for leaf in manifest.state if leaf.name.endswith(".delta")]
-    where = target(manifest.target)
+    where, shapes = target(manifest.target), [(leaf.path, leaf.aval.shape) for leaf in manifest.params]
+    physical = expert_placement.physical_count(shapes)
     return deployed(
         config,
         Formats.of_fields(manifest.formats),
         mesh,
-        sharding_rules.rules(mesh, experts=config.num_experts, expert_parallel=spreads(manifest), tokens=mesh.axis("tp")),
+        sharding_rules.rules(mesh, experts=physical or config.num_experts, expert_parallel=spreads(manifest), tokens=mesh.axis("tp")),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
         dispatches=where.dispatches,
         local=where.local,
         backend=next((entry.backend for entry in manifest.graphs), ""),
         platform=Platform.of(manifest.platform),
-        draft_vocab=draft_vocabulary.recorded((leaf.name, leaf.aval.shape) for leaf in manifest.params),
+        draft_vocab=draft_vocabulary.recorded(shapes),
+        physical_experts=physical,
     )
 
 
@@ -65,7 +69,8 @@ def spreads(manifest: Manifest) -> bool:
 def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None, *, expert_parallel: bool = True) -> Rules:
     """Layout of a bucket's graph, or of parameters and state."""
     tokens = bucket.tokens if bucket else mesh.axis("tp")
-    return sharding_rules.rules(mesh, experts=model.config.num_experts, expert_parallel=expert_parallel, tokens=tokens)
+    experts = expert_placement.count(model.config)
+    return sharding_rules.rules(mesh, experts=experts, expert_parallel=expert_parallel, tokens=tokens)
 
 
 def share(bucket: Bucket, tokens: int, tp: int) -> int:

@@ -18,7 +18,7 @@ from npucompile.graphs.types import Mesh
 from npucompile.models import sharding_rules
 from npucompile.models import variant as variants
 from npucompile.models.checkpoint import ParamReader, load, open_checkpoint, save
-from npucompile.models.expert_placement import TABLE, ExpertPlacement, by_default, placed, recorded, tables
+from npucompile.models.expert_placement import TABLE, ExpertPlacement, by_default, physical_count, placed, tables, with_experts
 from npucompile.models.params import initialise
 from npucompile.models.slices import Shard
 from npucompile.models.variant import Variant
@@ -161,8 +161,20 @@ def test_sizes_are_read_back_from_parameters(variant: Variant) -> None:
     def shapes(model: Any) -> list[tuple[str, tuple[int, ...]]]:
         return [(path, param.aval.shape) for path, param in tree.flatten(model.params(torch.float32))]
 
-    assert recorded(shapes(placed_model(0, 12, 4, variant))) == (12, 4)
-    assert recorded(shapes(fleets.model(variant))) == (0, 1)
+    assert physical_count(shapes(placed_model(0, 12, 4, variant))) == 12
+    assert physical_count(shapes(fleets.model(variant))) == 0
+
+
+def test_layers_with_experts_are_told() -> None:
+    assert with_experts(fleets.model(name="plain-moe")) == ([True, False, True], False)
+    assert with_experts(fleets.model(name="latent", drafts=1)) == ([False, True, True], True)
+    assert with_experts(fleets.model(experts=False, drafts=1)) == ([False] * 4, False)
+
+
+def test_a_manifest_has_it() -> None:
+    placement = shuffled(0, 2, 12)
+    assert ExpertPlacement.recorded({"expert_map": placement.as_fields()}) == placement
+    assert ExpertPlacement.recorded({}) is None
 
 
 # --- steps ---

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from npucompile.graphs.types import Bucket, Limits
+from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
 from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
 from npucompile.models import registry
 from npucompile.models.quant.recipes import formats_of_scheme
@@ -15,6 +15,12 @@ BF16 = torch.bfloat16
 MOE = "qwen3.5-397b"
 DISPATCHED, DRAFTED = ["moe_dispatch"] * 7, ["moe_dispatch"] * 3
 """Collectives of a graph that dispatches in four layers and three drafts, or in its drafts alone."""
+
+
+def physical(experts, ranks):
+    """Parameters that tell so many physical experts of each layer."""
+    table, weight = Aval((ranks, 512), torch.int32), Aval((experts, 1024, 4096), torch.int32)
+    return Leaf("params.layers.0.mlp.physical_ids", table), Leaf("params.layers.0.mlp.down.weight", weight)
 
 
 def entry(kind, batch, q_len, talks=()):

@@ -113,9 +113,9 @@ class OneDevice(NamedTuple):
 
 
 @contextmanager
-def emulated(artifact: Artifact, cache: Path) -> Iterator[Executor]:
-    """An executor of an artifact whose ranks are processes with emulated devices."""
-    settings = RankSettings(threads=1, device="emulated", cache=cache)
+def emulated(artifact: Artifact, cache: Path, **fields: Any) -> Iterator[Executor]:
+    """An executor of an artifact whose ranks are processes with emulated devices; `fields` are those of their settings."""
+    settings = RankSettings(threads=1, device="emulated", cache=cache, **fields)
     with opened_ranks(artifact, None, settings, ranks.environment(), tiny.QUIET) as load_executor:
         yield load_executor()
 

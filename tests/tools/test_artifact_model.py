@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from support.manifests import MOE, manifest
+from support.manifests import MOE, manifest, physical
 
 from npucompile.graphs.types import Bucket, Mesh
+from npucompile.models.expert_placement import ExpertPlacement
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.variant import Variant
 from npucompile.tools.artifact_model import full_model, rules_of, share, spreads
@@ -28,6 +29,17 @@ def test_experts_are_laid_out_as_the_rules_of_the_artifact_say():
     model, mesh = full_model(whole), Mesh.parse("dp=2,tp=2")
     spread, local = (rules_of(model, mesh, expert_parallel=parallel).num_shards("experts", mesh) for parallel in (True, False))
     assert (spread, local) == (4, 1)
+
+
+def test_physical_experts_are_those_of_the_parameters_where_the_map_says():
+    plain = manifest()
+    mapped = manifest(params=physical(528, 4), model={**plain.model, "expert_map": [[0, 1, 1]]})
+    model = full_model(mapped)
+    assert (model.config.variant.physical_experts, model.config.variant.expert_ranks) == (528, 4)
+    assert model.placement == ExpertPlacement(((0, 1, 1),))
+    assert full_model(plain).placement is None
+    assert full_model(plain).config.variant.physical_experts == 0
+    assert rules_of(model, Mesh.parse("dp=8,tp=2")).num_shards("experts", Mesh.parse("dp=8,tp=2")) == 16
 
 
 def test_a_group_splits_the_tokens_of_steps_that_have_one_a_device():

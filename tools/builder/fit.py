@@ -8,7 +8,7 @@ from typing import Any
 from ...graphs import tree
 from ...graphs.errors import SpecError
 from ...graphs.steps.table import kind_of
-from ...models import programs
+from ...models import expert_placement, programs
 from ...models.variant import MOST_DISPATCHED
 from . import memory
 from .decisions import changed
@@ -51,7 +51,8 @@ def fit_dispatch(plan: Plan) -> Plan:
 
 def _window_bytes(plan: Plan, config: Any, tokens: int) -> int:
     ranks = plan.mesh.size
-    window = memory.dispatch_window_bytes(plan.target, tokens, config.hidden_size, config.num_experts, config.num_experts_per_tok, ranks)
+    experts = expert_placement.count(config)
+    window = memory.dispatch_window_bytes(plan.target, tokens, config.hidden_size, experts, config.num_experts_per_tok, ranks)
     return sum(communicator.nbytes for communicator in memory.communicators(plan.mesh, ("tp",), window))
 
 

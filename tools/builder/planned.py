@@ -11,7 +11,7 @@ import torch
 from ...graphs import tree
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
-from ...models import programs, registry, sharding_rules, step
+from ...models import expert_placement, programs, registry, sharding_rules, step
 from ...server.pictures.processor import PictureProcessor
 from ...server.pictures.videos import VideoProcessor
 from ..notation import EncodeSize, PrefillSize
@@ -63,6 +63,7 @@ class Options:
     draft_widths: tuple[int, ...] | None = None
     encode: tuple[EncodeSize, ...] | None = None
     language_model_only: bool | None = None
+    expert_map: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class Plan:
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
         tokens = bucket.tokens if bucket else self.mesh.axis("tp")
-        return sharding_rules.rules(self.mesh, experts=self.model.config.num_experts, expert_parallel=self.expert_parallel, tokens=tokens)
+        experts = expert_placement.count(self.model.config)
+        return sharding_rules.rules(self.mesh, experts=experts, expert_parallel=self.expert_parallel, tokens=tokens)
 
     @property
     def arguments(self) -> tuple[str, ...]:

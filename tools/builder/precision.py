@@ -14,11 +14,13 @@ from ...models import registry, sharding_rules
 from ...models.deployed import deployed, heads_for
 from ...models.draft_model import PREFIX
 from ...models.draft_source import open_both
+from ...models.expert_placement import ExpertPlacement
 from ...models.quant.description import formats_in
 from ...models.quant.formats import FLOAT, INT8, INT8_STATIC, UNROUNDED, Formats
 from ...models.quant.recipes import formats_of_scheme
 from ...models.safetensors_files import DTYPES as CODES
 from ...models.safetensors_files import NAMES, has_weights
+from . import expert_map
 from .drafts import draft_vocab
 from .planned import Plan
 from .settings.model import KV_CACHE_DTYPES, MAX_LOGPROBS
@@ -71,11 +73,14 @@ def choose_formats(plan: Plan) -> Plan:
         heads_for(config, group)
     except PartitionError as error:
         raise SpecError(f"mesh {mesh}: {error}") from None
+    placement = _expert_placement(plan)
+    physical = len(placement.layers[0]) if placement else 0
+    experts = physical or getattr(config, "num_experts", 0)
     variant = deployed(
         config,
         formats,
         mesh,
-        sharding_rules.rules(mesh, experts=getattr(config, "num_experts", 0), expert_parallel=plan.expert_parallel, tokens=group),
+        sharding_rules.rules(mesh, experts=experts, expert_parallel=plan.expert_parallel, tokens=group),
         # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
         recurrent=torch.float32 if "vllm-ascend" in plan.platform.packages else getattr(torch, target.state_dtype),
         dispatches=target.dispatches,
@@ -83,8 +88,22 @@ def choose_formats(plan: Plan) -> Plan:
         backend=plan.backend,
         platform=plan.platform,
         draft_vocab=draft_vocab(plan.options.draft_vocab_size, plan),
+        physical_experts=physical,
     )
-    return replace(plan, model=replace(plan.source.model, config=replace(config, variant=variant), drafting=plan.limits.drafts > 0))
+    model = replace(plan.source.model, config=replace(config, variant=variant), drafting=plan.limits.drafts > 0, placement=placement)
+    return replace(plan, model=model)
+
+
+def _expert_placement(plan: Plan) -> ExpertPlacement | None:
+    """Where a map puts the experts of the plan's model.
+
+    Raises:
+        SpecError: the map cannot be read, or is of another model or for other ranks.
+    """
+    if plan.options.expert_map is None:
+        return None
+    model, ranks = replace(plan.source.model, drafting=plan.limits.drafts > 0), plan.mesh.size if plan.expert_parallel else 1
+    return expert_map.fitted(expert_map.read(plan.options.expert_map), model, ranks, plan.target.nodes(plan.mesh))
 
 
 def _formats_of(plan: Plan) -> Formats:

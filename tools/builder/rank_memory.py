@@ -10,7 +10,7 @@ from ...graphs.steps.table import kind_of
 from ...graphs.types import WORLD, Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ...lowering.collectives_check import EXPERT_GROUPS
-from ...models import programs
+from ...models import expert_placement, programs
 from ...models.variant import Variant
 from ..artifact_model import share
 from . import memory
@@ -66,7 +66,7 @@ def _groups(entries: Sequence[GraphEntry]) -> set[str]:
 def _dispatch_window(plan: Plan) -> int:
     """Bytes of the buffer that expert dispatch needs for the most tokens that are dispatched at once; 0 where none are."""
     config, ranks = plan.model.config, plan.mesh.size
-    experts = config.num_experts
+    experts = expert_placement.count(config)
     most = config.variant.most_dispatched
     passes = [tokens for tokens in _rank_tokens(plan, fused=False) if tokens <= most or config.variant.dispatches_in_parts]
     tokens = min(max(passes, default=0), most)
@@ -90,7 +90,7 @@ def _fused_workspace(plan: Plan) -> int:
     config, tokens = plan.model.config, _fused_tokens(plan)
     if not tokens:
         return 0
-    sizes = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok, config.num_experts
+    sizes = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok, expert_placement.count(config)
     return fused_experts.workspace_bytes(tokens, *sizes, plan.mesh.size)
 
 

@@ -12,6 +12,7 @@ from ...lowering.artifact.artifact import ArtifactWriter
 from ...models import programs, safetensors_files
 from ...models.checkpoint import ParamReader
 from ...models.draft_source import open_both
+from ...models.expert_placement import ExpertPlacement
 from ..progress import Progress
 from .planned import Plan
 
@@ -36,7 +37,9 @@ def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, 
     checkpoint = open_both(plan.source.checkpoint_dir, plan.source.draft)
     digest = safetensors_files.digest(checkpoint)
     previous = writer.previous.manifest if writer.previous else None
-    if previous and previous.weights and (previous.source_digest, previous.params) == (digest, leaves) and writer.keep(previous.weights):
+    same = (digest, leaves, plan.model.placement)
+    was = previous and (previous.source_digest, previous.params, ExpertPlacement.recorded(previous.model))
+    if previous and previous.weights and was == same and writer.keep(previous.weights):
         return previous.weights, digest
     reader = ParamReader(checkpoint, programs.params(plan.model, plan.dtype))
     path = writer.add_parts("weights", _parts(reader, leaves, progress), "safetensors")

@@ -67,7 +67,7 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
         Progress().say(auto.said(options["buckets"], text))
     path = out or home.artifacts / "-".join(filter(None, (name_of(Path(model)), options["phase"])))
     named = [Path(name) for name in (model, options["draft_model"]) if name]
-    own = [Path(options["family"])] if options["family"] else []
+    own = [Path(options[name]) for name in ("family", "expert_map") if options[name]]
     fingerprint = stamp.fingerprint({**options, "model": model, "out": str(path), "precompile": precompile}, ROOT, named, own)
     if stamp.matches(path, fingerprint):
         Progress().say(f"{path} is up to date: the same options, sources, checkpoint and toolchain, and its files as they were left")

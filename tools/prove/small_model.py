@@ -15,7 +15,7 @@ from ...graphs.steps.prefill import PREFILL
 from ...graphs.steps.table import STEP_KINDS, kind_of
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
-from ...models import draft_vocabulary
+from ...models import draft_vocabulary, expert_placement
 from ...models.deployed import heads_for
 from ...models.params import Param
 from ...models.quant.formats import UNROUNDED, W4A16, Formats
@@ -145,8 +145,10 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     formats = _small_groups(replace(small.config.variant.formats, stored=False))
     rows = draft_vocabulary.small(small.config, mesh.axis("tp"))
     shipped = replace(small.config.variant, formats=formats, draft_vocab=rows, **heads_for(small.config, mesh.axis("tp")))
-    small, variant = with_variant(small, shipped), replace(shipped, recurrent=torch.float32)
-    plain = replace(variant, grouped=False, padded=())
+    physical, placement = expert_placement.small(small.config, large.config, small.config.num_moe_layers + 1)
+    shipped = replace(shipped, physical_experts=physical)
+    small, variant = with_variant(replace(small, placement=placement), shipped), replace(shipped, recurrent=torch.float32)
+    plain = replace(variant, grouped=False, padded=(), physical_experts=0, expert_ranks=1)
     if not (variant.heads and any(form not in UNROUNDED for _, form in formats.rules)):
         # One device that stands for all rounds the parts of activations that ranks have, which are those of padded heads.
         plain = replace(plain, kv_repeat=1, heads=(), draft_heads=())

@@ -40,7 +40,7 @@ def random_leaf(leaf: Leaf, aval: Aval, seed: int) -> torch.Tensor:
     if not aval.dtype.is_floating_point:
         if last.endswith("ids"):
             # Rows of tables are looked up by them.
-            return torch.arange(aval.shape[0], dtype=aval.dtype)
+            return torch.arange(math.prod(aval.shape), dtype=aval.dtype).view(aval.shape)
         if aval.dtype == torch.int64:
             # The bits of a float32 in the low half: scales of packed int4 products.
             scale = 0.002 * (1 + torch.rand(aval.shape, generator=generator))

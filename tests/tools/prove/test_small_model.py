@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.manifests import DISPATCHED, DRAFTED, entry, manifest
+from support.manifests import DISPATCHED, DRAFTED, entry, manifest, physical
 
 from npucompile.graphs import tree
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
@@ -54,6 +54,19 @@ def test_a_small_bucket_has_the_form_of_the_large_one(bucket, tp, small):
     (case,) = small_buckets([entry(bucket.kind, bucket.batch, bucket.q_len)], tp, 3, 60)
     assert case.bucket.name == small
     assert Form.of(case.bucket, tp, "none") == Form.of(bucket, tp, "none")
+
+
+@pytest.mark.parametrize(("experts", "more"), [(512, 0), (528, 4)])
+def test_a_small_model_has_copies_where_the_large_one_has_and_its_reference_none(experts, more):
+    shrunk = small_model.shrink(manifest(params=physical(experts, 4)), 3)
+    logical, model = shrunk.model.config.num_experts, shrunk.model_in(BF16)
+    assert (model.config.variant.physical_experts, model.config.variant.expert_ranks) == (logical + more, 4)
+    for layer in model.placement.layers:
+        assert set(layer) == set(range(logical))
+        assert layer[:logical] != tuple(range(logical))
+    assert len(set(model.placement.layers)) > 1
+    assert shrunk.reference.config.variant.physical_experts == 0
+    assert not any("physical" in path for path, _ in tree.flatten(shrunk.reference.params(F32)))
 
 
 def test_exchange_forms_are_told_apart():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....lowering import isa
@@ -69,6 +70,10 @@ def _widths(plan: Any) -> str:
 def _draft_model(recorded: Recorded) -> object:
     draft = recorded.manifest.model.get("draft_model")
     return draft and draft["name"]
+
+
+def _absolute(file: str | None) -> str:
+    return "" if file is None else file if file.lstrip().startswith("{") else str(Path(file).resolve())
 
 
 def _code(recorded: Recorded) -> str:
@@ -172,6 +177,16 @@ DRAFT_VOCAB_SIZE = Setting(
     otherwise={
         "--speculative-token-map": "it names a file of tokens; legal is --draft-vocab-size, the number of the vocabulary's first ones"
     },
+)
+EXPERT_MAP = Setting(
+    "expert-map",
+    "File that says which experts each rank holds, with copies, in SGLang's form or vllm-ascend's, or counts to plan it by.",
+    lambda plan: _absolute(plan.options.expert_map),
+    extra={"metavar": "FILE"},
+    recorded=lambda recorded: recorded.argument("expert-map"),
+    what=lambda value, recorded: f"Experts lie where {value} says.",
+    change="experts move, or get copies; as many as before need no graphs anew",
+    same=("--init-expert-location",),
 )
 FAMILY = Setting(
     "family",

@@ -28,6 +28,7 @@ SETTINGS = (
     model.DRAFT_WIDTHS,
     model.DRAFT_MODEL,
     model.DRAFT_VOCAB_SIZE,
+    model.EXPERT_MAP,
     model.FAMILY,
     model.LOGPROBS,
     model.STRUCTURED_OUTPUTS,
