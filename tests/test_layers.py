@@ -142,7 +142,7 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 680,
-    "tests": 105296,
+    "tests": 105347,
     "tools": 1537,
     "tools/advisor": 7433,
     "tools/agreement": 1416,
@@ -154,8 +154,8 @@ BUDGETS: dict[str, int] = {
     "tools/lab": 3300,
     "tools/prove": 5723,
     "tools/quantize": 1200,
-    "tools/ranks": 1725,
-    "tools/serve": 1737,
+    "tools/ranks": 1800,
+    "tools/serve": 1742,
 }
 
 

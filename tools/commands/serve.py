@@ -80,6 +80,7 @@ def command(
     device: str,
     checkpoint: Path | None,
     off: tuple[str, ...],
+    expert_map: str | None,
     family: str | None,
     no_build: bool,
     api_servers: int,
@@ -111,8 +112,9 @@ def command(
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     if threads:
         torch.set_num_threads(threads)
-    without = frozenset(off)
-    settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, home.cache, host_address=host_address, off=without)
+    settings = RankSettings(
+        *(threads, join_timeout, step_timeout, device, checkpoint, expert_map, home.cache), host_address=host_address, off=frozenset(off)
+    )
     config = rank_config(home, artifact_or_model, settings, NodeOptions(nnodes, node_rank, master_addr, rank_token))
     address = config.node.address if config else ""
     if config and config.local_rank == 0 and address:

@@ -34,7 +34,7 @@ from ..progress import Progress
 from .compile_cache import cache_directory, opened, shipped_directory
 from .random_weights import random_params
 from .rank_settings import RankSettings
-from .weights import check_checkpoint, rank_params
+from .weights import check_checkpoint, placement_of, rank_params
 
 AUTO = "auto"
 
@@ -93,6 +93,9 @@ def settled(artifact: Artifact, settings: RankSettings) -> RankSettings:
         raise SpecError(f"--checkpoint is for artifacts for NPUs; {artifact.path} has its weights, for {artifact.manifest.target}")
     if chosen.device == CPU and settings.off:
         raise SpecError(f"--off {', '.join(sorted(settings.off))}: switches are for artifacts for NPUs, {artifact.path} runs on this CPU")
+    if chosen.device == CPU and settings.expert_map:
+        raise SpecError(f"serve takes --expert-map for artifacts for NPUs; {artifact.path} is for {artifact.manifest.target}: build again")
+    placement_of(artifact, settings.expert_map)
     check_weights(artifact, chosen)
     return chosen
 
@@ -193,7 +196,8 @@ def params_of(artifact: Artifact, settings: RankSettings, rank: int, progress: P
     """What reads the parameters of a rank, or draws them."""
     if settings.random_weights:
         return random_params(artifact, rank)
-    return lambda wanted: rank_params(artifact, rank, checkpoint=settings.checkpoint, wanted=wanted, progress=progress)
+    placement = placement_of(artifact, settings.expert_map)
+    return lambda wanted: rank_params(artifact, rank, checkpoint=settings.checkpoint, wanted=wanted, progress=progress, placement=placement)
 
 
 def _communicators(artifact: Artifact, device: Device, settings: RankSettings, stack: ExitStack, place: RankPlace) -> Mapping[str, str]:

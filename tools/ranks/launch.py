@@ -7,6 +7,7 @@ the first rank of its machine and starts the others as `python -m npucompile.too
 from __future__ import annotations
 
 import _thread
+import hashlib
 import os
 import secrets
 import signal
@@ -26,6 +27,7 @@ from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.backend import backend
 from ...lowering.toolchain import required, toolchain
+from ...models.expert_placement import ExpertPlacement
 from ...runtime.distributed.control_plane import ControlPlane, RankError
 from ...runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, connect_to_rank_0, open_store, substore
 from ...runtime.distributed.sharded_executor import ShardedExecutor
@@ -38,6 +40,7 @@ from .binding import bind
 from .executors import RankPlace, check_weights, load_executor
 from .processes import EXIT_S, RankProcesses
 from .rank_settings import RankSettings
+from .weights import placement_of
 
 LOCALHOST = "127.0.0.1"
 GROUPS = "groups"
@@ -80,6 +83,8 @@ def rank_identity(artifact: Artifact, settings: RankSettings) -> dict[str, str]:
     """What must be the same on all ranks, by name. Hosts of two architectures may share an artifact whose executables know none."""
     versions = required(toolchain(), host_bound=backend(artifact.manifest.backend).host_bound)
     own = {"artifact": artifact.digest, "mesh": artifact.manifest.mesh, "device": settings.device}
+    if placement := placement_of(artifact, settings.expert_map) or ExpertPlacement.recorded(artifact.manifest.model):
+        own["expert map"] = hashlib.sha256(repr(placement).encode()).hexdigest()
     return {**own, **{f"{name} version": version for name, version in versions.items()}}
 
 

@@ -31,6 +31,7 @@ class RankSettings:
         step_timeout_s: how long a rank waits for the slowest one within a step, and for its device; None is as long as the device needs.
         device: "cpu", "npu" or "emulated".
         checkpoint: directory to read weights from in place of the one that the artifact names.
+        expert_map: file of a map of experts, or its JSON text, in place of the one that the artifact was built with.
         cache: directory of compiled graphs, which outlives the process; None keeps none.
         random_weights: whether to draw weights in place of reading them, where the artifact has none.
         before_loading: called on each rank of several with its device, its place and its communicators, before anything is loaded.
@@ -47,6 +48,7 @@ class RankSettings:
     step_timeout_s: float | None = None
     device: str = CPU
     checkpoint: Path | None = None
+    expert_map: str | None = None
     cache: Path | None = None
     random_weights: bool = False
     before_loading: BeforeLoading | None = None

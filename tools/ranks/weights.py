@@ -10,16 +10,19 @@ from pathlib import Path
 import torch
 
 from ...graphs import tree
-from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, CheckpointError
+from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, CheckpointError, SpecError
 from ...graphs.types import DTYPES, Leaf, Mesh, Rules, leaf_name
 from ...lowering.artifact.artifact import Artifact
 from ...models import programs, safetensors_files
 from ...models.checkpoint import ParamReader
 from ...models.draft_source import open_both, recorded
-from ...models.params import avals
+from ...models.expert_placement import ExpertPlacement
+from ...models.params import EXPERTS, Param, Physical, Source, avals
 from ...models.quant.description import formats_in
-from ...models.slices import Shard
+from ...models.slices import Shard, boxes, region_shape, sliced_axes, source_region
 from ..artifact_model import full_model, with_variant
+from ..builder.expert_map import fitted, read
+from ..builder.targets import target
 from ..progress import Progress
 from .same_model import check_same_model
 
@@ -28,7 +31,13 @@ NO_DIGEST = "none"
 
 
 def rank_params(
-    artifact: Artifact, rank: int, *, checkpoint: Path | None, wanted: Collection[str] | None, progress: Progress
+    artifact: Artifact,
+    rank: int,
+    *,
+    checkpoint: Path | None,
+    wanted: Collection[str] | None,
+    progress: Progress,
+    placement: ExpertPlacement | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (operand name, a rank's shard of the parameter), contiguous, on the CPU.
 
@@ -40,6 +49,7 @@ def rank_params(
         checkpoint: a directory that takes the place of the artifact's own, but not of its draft model's; whether it is the right one only
             `check_checkpoint` says.
         wanted: names of the operands that are read; None reads all.
+        placement: of experts, in place of the artifact's own.
 
     Raises:
         ArtifactError: there are no weights, or the checkpoint that the artifact refers to is gone.
@@ -50,9 +60,9 @@ def rank_params(
     leaves = tuple(leaf for leaf in artifact.manifest.params if wanted is None or leaf.name in wanted)
     mesh, rules = Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
     shard, source = Shard(mesh, rules, rank), checkpoint_of(artifact, checkpoint)
-    pairs = _stored(artifact, leaves, shard) if source is None else _from_checkpoint(artifact, source, leaves, shard)
+    read = _stored(artifact, leaves, shard, placement) if source is None else _from_checkpoint(artifact, source, leaves, shard, placement)
     with progress.byte_bar("read weights", sum(rules.local_aval(leaf.aval, mesh).nbytes for leaf in leaves)) as bar:
-        for name, tensor in pairs:
+        for name, tensor in read:
             nbytes = tensor.nbytes
             yield name, tensor
             bar.add(nbytes)
@@ -117,18 +127,70 @@ def served_digest(artifact: Artifact, checkpoint: Path | None) -> str:
     return safetensors_files.digest(open_both(checkpoint, recorded(artifact.manifest.model)))
 
 
-def _stored(artifact: Artifact, leaves: tuple[Leaf, ...], shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+def placement_of(artifact: Artifact, expert_map: str | None) -> ExpertPlacement | None:
+    """The placement of a map that takes the place of the artifact's own; None without one.
+
+    Raises:
+        SpecError: the map cannot be read, is for another model or other ranks, or the artifact was built without one.
+    """
+    if expert_map is None:
+        return None
+    manifest, model = artifact.manifest, full_model(artifact.manifest)
+    if model.placement is None:
+        raise SpecError(
+            f"--expert-map: {artifact.path} was built without a map, so its graphs name no physical experts; legal is an artifact of "
+            "`npucompile build --expert-map FILE`"
+        )
+    mesh, variant = Mesh.parse(manifest.mesh), model.config.variant
+    nodes = target(manifest.target).nodes(mesh)
+    return fitted(read(expert_map), model, variant.expert_ranks, nodes, variant.physical_experts)
+
+
+def _stored(
+    artifact: Artifact, leaves: tuple[Leaf, ...], shard: Shard, placement: ExpertPlacement | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """From the artifact's file, in its order."""
-    file = artifact.path / str(artifact.manifest.weights)
+    file, moved = artifact.path / str(artifact.manifest.weights), dict(_moved(artifact, placement)) if placement else {}
     try:
         entries = safetensors_files.entries_of(file)
         for leaf in leaves:
             _check_entry(file, leaf, entries.get(leaf.name))
         for leaf in sorted(leaves, key=lambda leaf: entries[leaf.name].begin):
-            region = shard.rules.local_slice(leaf.aval, shard.mesh, shard.rank)
-            yield leaf.name, entries[leaf.name].read_slice(region)
+            yield leaf.name, _read(entries[leaf.name], moved.get(leaf.name, _as_stored(leaf)), shard)
     except CheckpointError as error:
         raise ArtifactTampered(str(error)) from None
+
+
+def _as_stored(leaf: Leaf) -> Param:
+    return Param(leaf.aval, Source((leaf.name,), (leaf.aval.shape,)))
+
+
+def _moved(artifact: Artifact, placement: ExpertPlacement) -> Iterator[tuple[str, Param]]:
+    """The tables of another placement, and the experts that it has elsewhere as made of the artifact's own parameters, by operand."""
+    manifest, model = artifact.manifest, full_model(artifact.manifest)
+    both = (programs.params(replace(model, placement=each), DTYPES[manifest.dtype]) for each in (model.placement, placement))
+    for (path, before), (_, after) in zip(*map(tree.flatten, both), strict=True):
+        if not after.source.names:
+            yield leaf_name("params", path), after
+        elif before.logical is not None:
+            places = tuple(before.logical.index(expert) for expert in after.logical)
+            axes = tuple(Physical(places) if axis == EXPERTS else axis for axis in after.aval.axes)
+            name = leaf_name("params", path)
+            yield name, Param(after.aval, Source((name,), (after.aval.shape,), axes=(axes,)))
+
+
+def _read(entry: safetensors_files.TensorEntry, param: Param, shard: Shard) -> torch.Tensor:
+    """A rank's part of a parameter that is stored, or of what is made of nothing."""
+    if not param.source.names:
+        return param.source.join()[shard.rules.local_slice(param.aval, shard.mesh, shard.rank)].contiguous()
+    region = source_region(param.aval.shape, param.source_axes[0], shard, sliced_axes([param], shard))
+    parts = list(boxes(region))
+    if len(parts) == 1:
+        return entry.read_slice(parts[0][0])
+    whole = torch.empty(region_shape(region), dtype=param.aval.dtype)
+    for source, place in parts:
+        whole[place] = entry.read_slice(source)
+    return whole
 
 
 def _check_entry(file: Path, leaf: Leaf, entry: safetensors_files.TensorEntry | None) -> None:
@@ -138,7 +200,9 @@ def _check_entry(file: Path, leaf: Leaf, entry: safetensors_files.TensorEntry | 
         raise ArtifactTampered(f"{file}: holds {stored} as {leaf.name}; the manifest says {leaf.aval}")
 
 
-def _from_checkpoint(artifact: Artifact, directory: Path, leaves: tuple[Leaf, ...], shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+def _from_checkpoint(
+    artifact: Artifact, directory: Path, leaves: tuple[Leaf, ...], shard: Shard, placement: ExpertPlacement | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """From a checkpoint, in the order of the model's parameters."""
     manifest = artifact.manifest
     # Formats of a checkpoint that is quantised decide what is read; the parameters must be those of the artifact either way.
@@ -147,7 +211,7 @@ def _from_checkpoint(artifact: Artifact, directory: Path, leaves: tuple[Leaf, ..
     if formats:
         model = with_variant(model, replace(model.config.variant, formats=formats))
         model = replace(model, tower=model.tower and replace(model.tower, variant=replace(model.tower.variant, formats=formats)))
-    params = programs.params(model, DTYPES[manifest.dtype])
+    params = programs.params(replace(model, placement=placement or model.placement), DTYPES[manifest.dtype])
     _check_params(artifact, tree.leaves("params", avals(params)))
     reader, names = ParamReader(open_both(directory, recorded(manifest.model)), params), {leaf.name for leaf in leaves}
     operands = [leaf_name("params", path) for path, _ in tree.flatten(params)]

@@ -81,6 +81,10 @@ CHECKPOINT = ServeOption(
     "checkpoint", "Read the weights of an artifact for NPUs from this directory.  [default: where the build found them]",
     click.Path(exists=True, file_okay=False, path_type=Path),
 )  # fmt: skip
+EXPERT_MAP = ServeOption(
+    "expert-map", "Map of experts in place of the one that an artifact for NPUs was built with, of as many; weights are read accordingly.",
+    seldom=True, extra={"metavar": "FILE"},
+)  # fmt: skip
 
 OFF = ServeOption(
     "off", f"On NPUs, do without: {'; '.join(f'{name}: {instead}' for name, instead in SWITCHES.items())}. May be repeated.",
@@ -226,6 +230,7 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("no-build", "Serve only what is built; compile nothing in the background.", extra={"is_flag": True}),
         CHECKPOINT,
         OFF,
+        EXPERT_MAP,
     ),
 }  # fmt: skip
 """By section of the help."""

@@ -206,8 +206,9 @@ def test_emulated_npus_generate_the_same_tokens(checkpoint: Any, npu_artifact: A
     changed = SimpleNamespace(path=first.path, manifest=replace(first.manifest, graphs=first.manifest.graphs[-1:]))
     assert npu.verify_device(changed, tmp_path, tiny.QUIET, steps=1)
     answers = []
-    for artifact in (plain, first):
-        with emulated(artifact, tmp_path / "compiled") as tokens:
+    # Weights of another map are those of its own build (test_weights.py), so that one of both is enough here.
+    for artifact, fields in ((plain, {}), (first, {} if built else {"expert_map": maps[1]})):
+        with emulated(artifact, tmp_path / "compiled", **fields) as tokens:
             answers.append(tokens)
     assert answers[1] == answers[0]
 

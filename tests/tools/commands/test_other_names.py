@@ -25,7 +25,7 @@ def test_names_are_those_of_the_engines_and_options_are_ours():
         ours = {name for option in COMMANDS[command].params for name in option.opts}
         assert set(names) <= theirs
         assert set(names.values()) - {MODEL} <= ours
-        assert not {*names, *OTHERWISE[command]} & ours - {"--language-model-only", "--max-num-seqs", "--prefill"}
+        assert not {*names, *OTHERWISE[command]} & ours - {"--expert-map", "--language-model-only", "--max-num-seqs", "--prefill"}
         gone = {"--stream-interval-ms"}
         assert set(OTHERWISE[command]) <= gone | theirs | {f"--{record.option}" for record in (*SETTINGS, *OPTIONS)}
 

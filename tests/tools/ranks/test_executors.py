@@ -117,6 +117,12 @@ def test_what_was_built_for_npus_does_not_run_on_the_cpu(described, model):
     assert refusal(SpecError, settled, artifact, RankSettings(device="cpu")) == expected
 
 
+def test_a_served_map_is_for_npus(tiny_artifact):
+    artifact = Artifact.open(tiny_artifact)
+    expected = f"serve takes --expert-map for artifacts for NPUs; {artifact.path} is for cpu: build again"
+    assert refusal(SpecError, settled, artifact, RankSettings(device="auto", expert_map="{}")) == expected
+
+
 # --- which weights ---
 
 

@@ -123,7 +123,7 @@ def test_ranks_with_other_artifacts_are_refused(sharded, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(("name", "mixed"), [("inductor", False), ("ge", True)])
 def test_hosts_of_two_architectures_share_what_knows_none(monkeypatch, name, mixed):
     class Opened:
-        digest, manifest = "d", type("M", (), {"mesh": "tp=2", "backend": name})
+        digest, manifest = "d", type("M", (), {"mesh": "tp=2", "backend": name, "model": {}})
 
     identities = []
     for machine, label in (("x86_64", "2.13.0+cpu"), ("aarch64", "2.13.0")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import weakref
@@ -13,13 +14,15 @@ from safetensors.torch import load_file, save_file
 from support import modelslim, tiny
 
 from npucompile.graphs import tree
-from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, CheckpointError
+from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, CheckpointError, SpecError
 from npucompile.graphs.types import Leaf, Mesh, Rules
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.models import checkpoint as checkpoints
 from npucompile.models.quant.description import formats_in
 from npucompile.tools.builder.describe import describe
-from npucompile.tools.ranks.weights import check_checkpoint, rank_params, served_digest
+from npucompile.tools.ranks.launch import rank_identity
+from npucompile.tools.ranks.rank_settings import RankSettings
+from npucompile.tools.ranks.weights import check_checkpoint, placement_of, rank_params, served_digest
 
 SCHEMES = ["none", "w8a8", "w4a8"]
 
@@ -209,3 +212,44 @@ def test_what_does_not_fit_is_refused_by_name(model, tmp_path):
     assert served_digest(without, smaller) not in (artifact.manifest.source_digest, served_digest(without, None))
     with pytest.raises(CheckpointError, match="has a wrong shape"):
         read(without, checkpoint=smaller)
+
+
+ROWS = (
+    [[*range(8)], [7, 6, 5, 4, 3, 2, 1, 0]] * 2,
+    [[0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 0, 3]] * 4,
+    [[5, 5, 1, 0, 4, 3, 2, 7, 6, 5, 1, 1], [3, 2, 1, 0, 4, 5, 7, 6, 0, 1, 2, 3]] * 2,
+)
+MAPS = [json.dumps({"physical_to_logical_map": rows}) for rows in ROWS]
+
+
+@pytest.mark.parametrize("weights", ["stored", "bound"])
+@pytest.mark.parametrize("quantization", SCHEMES)
+def test_another_map_gives_what_its_own_build_has(model, tmp_path, quantization, weights):
+    options = {"quantization": quantization, "weights": weights}
+    one, other = (artifact_of(model, tmp_path / f"{number}", expert_map=MAPS[number], **options)[0] for number in (1, 2))
+    placement = placement_of(one, MAPS[2])
+    changed = 0
+    for rank in range(4):
+        served = dict(rank_params(one, rank, checkpoint=None, wanted=None, progress=tiny.QUIET, placement=placement))
+        before = read(one, rank)
+        for name, tensor in read(other, rank).items():
+            assert torch.equal(served[name], tensor), name
+            assert served[name].is_contiguous()
+            changed += not torch.equal(tensor, before[name])
+    assert changed >= 4 * 4 * 3, "the table, gate and up, and down of each layer"
+
+
+def test_a_map_that_graphs_are_not_for_is_refused(model, tmp_path):
+    mapped, plain = (artifact_of(model, tmp_path / name, expert_map=expert_map)[0] for name, expert_map in (("a", MAPS[1]), ("b", None)))
+    assert placement_of(mapped, None) is None
+    with pytest.raises(SpecError, match="has 8 physical experts, and 4 ranks share them; legal is 12, as it was built for"):
+        placement_of(mapped, MAPS[0])
+    with pytest.raises(SpecError, match="was built without a map, so its graphs name no physical experts"):
+        placement_of(plain, MAPS[1])
+
+
+def test_ranks_with_different_maps_do_not_meet(model, tmp_path):
+    mapped = artifact_of(model, tmp_path / "mapped", expert_map=MAPS[1])[0]
+    own, same, other = (rank_identity(mapped, RankSettings(device="emulated", expert_map=each)) for each in (None, MAPS[1], MAPS[2]))
+    assert own == same
+    assert {name for name in own if own[name] != other[name]} == {"expert map"}
