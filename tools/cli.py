@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": "Continue a prompt without a server.",
     "inspect": "Show an artifact's graphs, costs and memory.",
     "diff": "Show what two artifacts differ in.",
+    "experts": "Plan which rank holds which experts, by counts.",
     "verify": "Verify again that every bucket equals the reference.",
     "bringup": "Find what is wrong on a device.",
     "golden": "Record what transformers answers, for bringup --golden.",

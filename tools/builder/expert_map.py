@@ -111,10 +111,8 @@ def fitted(expert_map: ExpertMap, model: Model, ranks: int, nodes: int = 1, phys
     name, logical = expert_map.name, model.config.num_experts
     if not logical:
         raise SpecError(f"{name}: places experts, and {model.name} has none; legal is no map")
-    rows = _of_layers(expert_map, model)
+    rows = rows_of(expert_map, model)
     if expert_map.counts:
-        if odd := next((row for row in rows if len(row) != logical or min(row) < 0), None):
-            raise SpecError(f"{name}: counts {len(odd)} experts, {model.name} has {logical}; legal is a count from 0 of each")
         groups = model.config.routing.groups
         return ExpertPlacement(planned(rows, physical or -(-logical // ranks) * ranks, ranks, groups=groups, nodes=nodes))
     for layer, row in enumerate(rows):
@@ -127,9 +125,15 @@ def fitted(expert_map: ExpertMap, model: Model, ranks: int, nodes: int = 1, phys
     return ExpertPlacement(rows)
 
 
-def _of_layers(expert_map: ExpertMap, model: Model) -> tuple[Layer, ...]:
-    """The rows of layers with experts, and of the draft head's if there is one."""
-    rows, layers, drafts = expert_map.rows, *with_experts(model)
+def rows_of(expert_map: ExpertMap, model: Model) -> tuple[Layer, ...]:
+    """The rows of layers with experts, and of the draft head's if there is one.
+
+    Raises:
+        SpecError: the file has another number of rows.
+    """
+    rows, (layers, drafts), logical = expert_map.rows, with_experts(model), model.config.num_experts
+    if expert_map.counts and (odd := next((row for row in rows if len(row) != logical or min(row) < 0), None)):
+        raise SpecError(f"{expert_map.name}: counts {len(odd)} experts, {model.name} has {logical}; legal is a count from 0 of each")
     moe, more = sum(layers), len(rows) - len(layers)
     if not expert_map.ranks and len(layers) > moe and 0 <= more <= drafts:
         # SGLang counts layers without experts, too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...graphs.errors import SpecError
@@ -20,11 +21,12 @@ _TOP = 20
 """Operators that the table lists; --json has all."""
 
 
-def step_cost(artifact: Artifact, entry: GraphEntry, context: int | None = None) -> StepCost:
+def step_cost(artifact: Artifact, entry: GraphEntry, context: int | None = None, *, imbalance: float | None = None) -> StepCost:
     """The estimated time of a bucket's step.
 
     Args:
         context: cached tokens of each request; None is half of the longest the artifact serves.
+        imbalance: rows of the busiest rank over the mean; None is what the chip's parameters say.
 
     Raises:
         SpecError: the bucket has no graph for NPUs, or the context is longer than the artifact serves.
@@ -38,6 +40,7 @@ def step_cost(artifact: Artifact, entry: GraphEntry, context: int | None = None)
     if context is not None and not 0 < context <= most:
         raise SpecError(f"--context is {context}; legal is 1 to {most}, the longest request that the artifact serves")
     speeds, platform = parameters(chip_of(manifest)), Platform.of(manifest.platform)
+    speeds = speeds if imbalance is None else replace(speeds, expert_imbalance=imbalance)
     return estimate(graph, speeds, Mesh.parse(manifest.mesh), context or most // 2, platform)
 
 
