@@ -302,7 +302,8 @@ class OpensOnce:
         return opened
 
     def _logged(self, number: int, executable: FaultyExecutable, operands: Operands) -> list[torch.Tensor]:
-        names = [op.name for op in parse(executable.ge_file.graph).graph[0].op if op.type not in BORDER]
+        ops = parse(executable.ge_file.graph).graph[0].op if executable.ge_file else []
+        names = [op.name for op in ops if op.type not in BORDER]
         with (self.directory / "steps").open("a") as log:
             log.write(json.dumps({"device": number, "file": executable.path.name, "names": names[-40:]}) + "\n")
         return right(executable, operands)

@@ -33,6 +33,7 @@ from .children import Children
 from .environment import EnvironmentCase
 from .findings import Findings
 from .on_all_ranks import READY, OnAllRanks
+from .rates import RatesCase
 from .recording import BucketGraph, Recorder, ShippedBucket, shipped_buckets
 from .results import ALL, BUCKETS, COLLECTIVES, ENVIRONMENT, LAYERS, OPERATORS, Case, Failure, Finding, RungResult, Timing, Wanted
 from .steps import StepPlanner
@@ -108,8 +109,10 @@ class Bringup:
         """Opens the device, which says of what the findings are; returns whether it could."""
         early: list[Finding] = []
         children.add = early.append
-        case = EnvironmentCase(self.artifact.path, self.environment)
-        children.run(lambda: None if early else Cases(ENVIRONMENT, (case,)), ENVIRONMENT)
+        cases: list[Case] = [EnvironmentCase(self.artifact.path, self.environment)]
+        if ENVIRONMENT in self.wanted.cases:
+            cases.append(RatesCase(chip_of(self.artifact.manifest)))
+        children.run(lambda: None if early else Cases(ENVIRONMENT, tuple(cases)), ENVIRONMENT)
         children.add = self._add
         if children.version:
             identity = {"artifact": self.artifact.digest, "device": self.settings.device, "version": children.version}

@@ -115,14 +115,14 @@ def test_an_operator_that_ends_its_process_is_named_and_all_others_are_judged(sm
 
 @pytest.fixture(scope="module")
 def clean(small_artifact, tmp_path_factory):
-    """A bring-up without a fault, and the names of the operators of each step of its two devices."""
+    """A bring-up without a fault, and the names of the operators of each step of its devices behind the one whose rates are measured."""
     directory = tmp_path_factory.mktemp("clean")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "STEPS", 2)
         bringup = faulty.ladder(small_artifact, OpensOnce(directory))
         assert all(result.passed for result in bringup.run())
     steps = OpensOnce(directory).steps()
-    return bringup, [[step for step in steps if step["device"] == device] for device in (0, 1)]
+    return bringup, [[step for step in steps if step["device"] == device] for device in (1, 2)]
 
 
 def places(clean, rung):
@@ -133,12 +133,12 @@ def places(clean, rung):
     in_buckets = sum(len(steps) for _, steps, _ in one_after_another(planner, buckets))
     in_turns = in_buckets + next(result for result in bringup.results if result.name == "alternation").facts["steps"]
     return {
-        "operators": (0, (1, operators)),
-        "layers": (0, (operators + 1, len(alone))),
-        "buckets": (1, (1, in_buckets)),
-        "alternation": (1, (in_buckets + 1, in_turns)),
-        "serve": (1, (in_turns + 1,)),
-        "handovers": (1, (len(whole),)),
+        "operators": (1, (1, operators)),
+        "layers": (1, (operators + 1, len(alone))),
+        "buckets": (2, (1, in_buckets)),
+        "alternation": (2, (in_buckets + 1, in_turns)),
+        "serve": (2, (in_turns + 1,)),
+        "handovers": (2, (len(whole),)),
     }[rung]
 
 
