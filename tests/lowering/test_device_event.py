@@ -42,5 +42,5 @@ def test_one_that_does_not_come_is_told_with_where_to_look() -> None:
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
 def test_a_failure_before_it_is_told(timeout_s: float | None) -> None:
     recorded = Recorded(2, "out of memory")
-    with pytest.raises(LoweringError, match=r"^a step on npu:1 failed: out of memory$"):
+    with pytest.raises(LoweringError, match=r"^a step on npu:1 failed: out of memory\b"):
         StreamEvent(recorded, "npu:1", recorded.enter, "").wait(timeout_s)

@@ -431,7 +431,7 @@ OPERATORS = (
         all_cores=True,
         work=_chunked_rule_work,
         rules=(chunked_delta_rule_sizes,),
-        trial=trials.Trial(1, "delta-rule-prefill", layer="delta-rule-prefill", floats=trials.delta_rule_floats),
+        trial=trials.Trial(12, "delta-rule-prefill", layer="delta-rule-prefill", floats=trials.delta_rule_floats),
     ),
     # No lowering emits these; torchair's passes know them as operators that write in place, and so must all who read graphs.
     NpuOperator(("Scatter",), writes={0: 0}),

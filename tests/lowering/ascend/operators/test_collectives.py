@@ -137,7 +137,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("MoeDistributeDispatchV2", SENT, DISPATCH | {"quant_mode": 2, "y_dtype": 27}, "with quant_mode 2 as dtype number 27; legal is 2"),
     ("MoeDistributeDispatchV2", SENT, DISPATCH | {"quant_mode": 3}, "with quant_mode 3"),
     ("MoeDistributeDispatchV2", SENT, DISPATCH | {"zero_expert_num": 1}, "zero_expert_num is 1"),
-    ("MoeDistributeCombineV2", {}, {"comm_quant_mode": 2, "group_ep": "world"}, "comm_quant_mode is 2"),
+    ("MoeDistributeCombineV2", {}, {"out_dtype": 1, "group_ep": "world"}, "out_dtype is 1"),
 ]  # fmt: skip
 
 
