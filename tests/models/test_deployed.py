@@ -20,6 +20,7 @@ MOE, DENSE = "qwen3.5-397b", "qwen3.5-27b"
 class Machine:
     chip: str = "ascend910_93"
     packages: tuple[str, ...] = field(default=())
+    serial: bool = False
 
 
 def variant_of(model: str, scheme: str, mesh: str, *, backend: str = "ge", packages: tuple[str, ...] = (), dispatches: bool = True) -> Any:
