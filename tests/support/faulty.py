@@ -81,8 +81,10 @@ class FaultyDevice:
         on_compile: may raise.
     """
 
-    def __init__(self, on_run: Run, on_compile: Callable[[FaultyExecutable], None] = lambda _: None, index: int = 0) -> None:
-        self.real, self.on_run, self.on_compile = open_device(index), on_run, on_compile
+    def __init__(
+        self, on_run: Run, on_compile: Callable[[FaultyExecutable], None] = lambda _: None, index: int = 0, real: Any = None
+    ) -> None:
+        self.real, self.on_run, self.on_compile = real or open_device(index), on_run, on_compile
         self.last: FaultyExecutable | None = None
         self.opened: set[Path] = set()
         self.runs = self.read = 0

@@ -38,8 +38,7 @@ def run(artifact, fault=None, of_rank=2):
     def work(device, rank, communicators):
         used, check = device, pickle.loads(pickle.dumps(CollectivesCheck()))
         if fault and rank == of_rank:
-            used = FaultyDevice.__new__(FaultyDevice)
-            used.real, used.on_run, used.on_compile, used.last = device, fault, lambda _: None, None
+            used = FaultyDevice(fault, real=device)
         check(artifact, used, rank, communicators)
         return check.count, check.left_out
 
