@@ -93,6 +93,7 @@ GE_KERNELS = Setting(
     "[default: online]",
     lambda plan: plan.platform.kernels,
     legal=KERNELS,
+    extra={"hidden": True},
     recorded=lambda recorded: recorded.manifest.platform.get("kernels") or None,
     what=lambda value, recorded: f"GE's kernels are {value}.",
     change="a first start compiles kernels, or takes those of CANN",

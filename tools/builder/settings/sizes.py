@@ -113,7 +113,7 @@ LANGUAGE_MODEL_ONLY = Setting(
     "language-model-only",
     f"The same as --encode {format_encode(())}: no vision tower is read, and a prompt has no pictures.",
     lambda plan: "",
-    extra={"is_flag": True, "default": None},
+    extra={"is_flag": True, "default": None, "hidden": True},
 )
 MAX_MODEL_LEN = Setting(
     "max-model-len",

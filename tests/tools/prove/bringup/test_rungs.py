@@ -102,7 +102,7 @@ def test_a_device_that_cannot_be_opened_is_said_once(small_artifact):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_operator_that_ends_its_process_is_named_and_all_others_are_judged(small_artifact, tmp_path, kind):
     opens = OpensOnce(tmp_path, {0: Fault(9, kind)})
-    bringup = faulty.ladder(small_artifact, opens, ["operators:MatMul"], limit_s=HANG_S if kind == HANGS else None)
+    bringup = faulty.ladder(small_artifact, opens, ["operators:Mul"], limit_s=HANG_S if kind == HANGS else None)
     (result,) = bringup.run()
     struck = [step for step in opens.steps() if step["device"] == 0][-1]
     (failure,) = result.failures
