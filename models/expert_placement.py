@@ -15,12 +15,11 @@ import torch
 
 from ..graphs import tree
 from ..graphs.spmd.layout import num_shards
-from ..graphs.spmd.region import all_gather
 from ..graphs.types import Aval, Tree
 from .params import EXPERTS, Param, Physical, Source
 
-TABLE = "physical_ids"
-"""Key of the table among the parameters of a mixture of experts."""
+TABLE, TABLES = "physical_ids", "physical_ids_of_all"
+"""Keys among the parameters of a mixture of experts: of a rank's own table, and of all ranks', by which a rank routes all tokens."""
 _ROUTER, _EXPERTS = "router", ("gate_up", "down")
 
 Layer = tuple[int, ...]
@@ -143,9 +142,12 @@ def _block(block: Mapping[str, Any], layer: Layer | None, storage: Storage) -> d
             return {name: each(part) for name, part in value.items()}
         return _expanded(value, layer, logical)
 
-    # Each rank has its own row, along the axis that spreads the experts.
-    own = Param(Aval((ranks, logical), torch.int32, (EXPERTS, None)), Source((), (), table, lambda tensor: ()))
-    return {TABLE: own, **{name: each(value) if name in _EXPERTS else value for name, value in block.items()}}
+    # Each rank has its own row, along the axis that spreads the experts, and all rows: gathering them would be work on weights in a step.
+    rows = {
+        name: Param(Aval((ranks, logical), torch.int32, (axis, None)), Source((), (), table, lambda tensor: ()))
+        for name, axis in ((TABLE, EXPERTS), (TABLES, None))
+    }
+    return {**rows, **{name: each(value) if name in _EXPERTS else value for name, value in block.items()}}
 
 
 def _expanded(param: Param, layer: Layer, logical: int) -> Param:
@@ -161,15 +163,13 @@ def _expanded(param: Param, layer: Layer, logical: int) -> Param:
     return replace(param, aval=replace(aval, shape=shape), source=replace(source, axes=axes, split=split))
 
 
-def physical(table: torch.Tensor, ids: torch.Tensor, *, of_all: bool) -> torch.Tensor:
-    """Physical experts of logical ones [T, X], by this device's table [1, E]; inside a region.
+def physical(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Physical experts of logical ones [T, X]; inside a region.
 
     Args:
-        of_all: the tokens are those of all devices, in their order, each of which has a table of its own.
+        table: this device's [1, E], or those of all devices, whose tokens come in their order.
     """
-    if of_all:
-        table = all_gather(table, EXPERTS)
-    elif num_shards(EXPERTS) == 1:
+    if num_shards(EXPERTS) == 1:
         # One device that stands for all takes the copies of the first.
         table = table[:1] if table.shape[0] > 1 else table
     rows, flat = table.shape[0], ids

@@ -152,7 +152,10 @@ def dense(weights: Tree, x: torch.Tensor, tokens: int) -> torch.Tensor:
     return sequence_parallel.project(hidden, weights["down"], "ffn")
 
 
-_ROUTER = {"router": (None, None), "router_bias": (None,), expert_placement.TABLE: ("experts", None)}
+_ROUTER = {
+    **{"router": (None, None), "router_bias": (None,)},
+    **{expert_placement.TABLE: ("experts", None), expert_placement.TABLES: (None, None)},
+}
 _SHARED = {"shared_gate_up": (None, "shared_ffn", None), "shared_down": (None, "shared_ffn"), "shared_gate": (None, None)}
 _EXPERTS = {"gate_up": ("experts", None, "expert_ffn", None), "down": ("experts", None, "expert_ffn")}
 """Logical axes of the weights of a mixture of experts; `router_bias` and those of a shared expert are optional."""
@@ -260,9 +263,9 @@ def _with_routed(
 def _routed(cfg: MoeSizes, logits: torch.Tensor, router: Mapping[str, Tree], *, of_all: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights [T, X] and the physical experts [T, X] of tokens, of this device or of all."""
     share, ids = route(cfg.routing, logits, router.get("router_bias"))
-    if (table := router.get(expert_placement.TABLE)) is None:
+    if (table := router.get(expert_placement.TABLES if of_all else expert_placement.TABLE)) is None:
         return share, ids
-    return share, expert_placement.physical(table, ids, of_all=of_all)
+    return share, expert_placement.physical(table, ids)
 
 
 def _plus(routed: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:

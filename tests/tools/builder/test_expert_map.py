@@ -199,8 +199,8 @@ def test_emulated_npus_generate_the_same_tokens(checkpoint: Any, npu_artifact: A
     assert {leaf.name: leaf.aval.shape[0] for leaf in first.manifest.params}["params.layers.0.mlp.down.weight"] == 12
     weights = [sum(entry.memory["params_bytes"] for entry in artifact.manifest.graphs) for artifact in (plain, first)]
     experts = [leaf.aval.nbytes for leaf in plain.manifest.params if {"gate_up", "down"} & {*leaf.path.split(".")}]
-    # A rank has two experts of each layer, and a copy; and a table.
-    assert weights[1] - weights[0] == len(plain.manifest.graphs) * (sum(experts) // 8 + 3 * 8 * 4)
+    # A rank has two experts of each layer, and a copy; its table, and those of four ranks.
+    assert weights[1] - weights[0] == len(plain.manifest.graphs) * (sum(experts) // 8 + 3 * 8 * 4 * (1 + 4))
     assert full_model(first.manifest).placement == ExpertPlacement(tuple(map(tuple, drawn(0)["physical_to_logical_map"])))
     # The proof of a small model places its experts, too.
     changed = SimpleNamespace(path=first.path, manifest=replace(first.manifest, graphs=first.manifest.graphs[-1:]))
