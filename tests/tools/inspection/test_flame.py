@@ -17,8 +17,8 @@ OPERATORS = (
     OperatorCost("<epilogue>", "Cast", 2, {"launch": 1.0, "memory": 0.0}, 1e3, 0),
 )
 STEP = StepCost(
-    8.0, 1.0, {"launch": 1.5, "memory": 1.5, "collectives": 3.0, "waiting": 2.0}, OPERATORS, 7, {}, {}, {"full_attention": 2, "<epilogue>": 1},
-    2e6, 1e6, 64, "ascend910_93",
+    8.0, 1.0, {"launch": 1.5, "memory": 1.5, "collectives": 3.0, "waiting": 2.0}, OPERATORS, 7, {}, {},
+    {"full_attention": 2, "<epilogue>": 1}, 2e6, 1e6, 64, "ascend910_93",
 )  # fmt: skip
 
 
