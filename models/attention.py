@@ -12,7 +12,7 @@ from ..graphs import ops
 from ..graphs.spmd.layout import constrain
 from ..graphs.types import Aval, Limits, Tree
 from . import norms, quant, sequence_parallel
-from .batch import Batch
+from .batch import Batch, Queries
 from .params import Members, Param, Repeated, Source, norm_init
 from .quant.formats import FLOAT, INT8_STATIC
 from .rotary import Rotary
@@ -262,18 +262,19 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
     Returns:
         the layer's output before the residual add, shaped and laid out like x, and the new state.
     """
-    x = sequence_parallel.whole(x, batch.size * batch.q_len)
+    x = sequence_parallel.of_queries(x, batch)
     G, D, parts = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim, _parts(cfg)
     per = cfg.num_attention_heads // G
     heads = quant.linear(x, weights["qkv"]).view(-1, G, (parts * per + 2) * D)
     if _at_once(cfg):
-        q, k, v, opened = ops.attention_heads(heads, weights["q_norm"], weights["k_norm"], batch.cos, batch.sin, cfg.rms_norm_eps)
-        state = _write(weights, state, batch, k, v)
+        angles = batch.queries.cos, batch.queries.sin
+        q, k, v, opened = ops.attention_heads(heads, weights["q_norm"], weights["k_norm"], *angles, cfg.rms_norm_eps)
+        state = _write(weights, state, batch, *_shared(batch, k, v))
         return _attend(cfg, weights, state, batch, q, opened), state
     q, *gate, k, v = heads.split([*[per * D] * parts, D, D], -1)
     if "q_norms" in weights:
-        q, k = _normed_together(cfg, weights, q, k)
-    state = _write(weights, state, batch, _keys(cfg, weights, batch, k), v)
+        q, k = _normed_together(cfg, weights, q, k, batch)
+    state = _write(weights, state, batch, *_shared(batch, _keys(cfg, weights, batch.queries, k), v))
     return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q.unflatten(-1, (per, D))), *gate), state
 
 
@@ -309,10 +310,18 @@ def _at_once(cfg: AttentionSizes) -> bool:
     return cfg.variant.split_at_once and cfg.attn_output_gate and cfg.norm_offset == 1.0
 
 
+def _shared(batch: Batch, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [T, G, D] of all tokens, where devices share these."""
+    if batch.sliced is None:
+        return k, v
+    joined = sequence_parallel.whole(torch.cat([k, v], -1).flatten(1), batch.size * batch.q_len)
+    k, v = joined.unflatten(1, (k.shape[1], -1)).split(k.shape[-1], -1)
+    return k, v
+
+
 def _write(weights: Tree, state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
     """Writes keys and values, each [T, G, D]."""
-    slots = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, state["k"].shape[1], batch.q_len)
-    v = v.contiguous()
+    slots, v = batch.slots(state["k"].shape[1]), v.contiguous()
     if "k_scale" in state:
         pools = ops.quant_cache_write(state["k"], state["v"], state["k_scale"], state["v_scale"], k, v, slots)
     elif "k_scale" in weights:
@@ -327,9 +336,11 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of queries [T, ...], gated by [T, ...] if at all; both hold the heads in order."""
     H, D = cfg.num_attention_heads, cfg.head_dim
-    q = q.view(batch.size, batch.q_len, H, D)
-    out = _paged_attention(weights, state, q, batch.page_table, batch.num_computed_tokens, batch.query_lens, D**-0.5).view(-1, H * D)
-    return sequence_parallel.project(out if gate is None else out * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"], "q_heads")
+    place = batch.queries
+    q = q.view(place.size, place.q_len, H, D)
+    out = _paged_attention(weights, state, q, place.page_table, place.num_computed_tokens, place.query_lens, D**-0.5).view(-1, H * D)
+    gated = out if gate is None else out * torch.sigmoid(gate.reshape(-1, H * D))
+    return sequence_parallel.of_attention(gated, weights["out"], batch)
 
 
 def _paged_attention(weights: Tree, state: Tree, q: torch.Tensor, *place: Any) -> torch.Tensor:
@@ -346,22 +357,25 @@ def _paged_attention(weights: Tree, state: Tree, q: torch.Tensor, *place: Any) -
 def _queries(cfg: AttentionSizes, weights: Tree, batch: Batch, q: torch.Tensor) -> torch.Tensor:
     """Queries [T, ..., D] after their norm, if they have one, and rotation, [T, H, D]."""
     normed = _head_norm(cfg, q, weights.get("q_norm")).reshape(-1, cfg.num_attention_heads, cfg.head_dim)
-    rotated: torch.Tensor = ops.rope(normed, batch.cos, batch.sin)
+    rotated: torch.Tensor = ops.rope(normed, batch.queries.cos, batch.queries.sin)
     return rotated
 
 
-def _keys(cfg: AttentionSizes, weights: Tree, batch: Batch, k: torch.Tensor) -> torch.Tensor:
+def _keys(cfg: AttentionSizes, weights: Tree, batch: Queries, k: torch.Tensor) -> torch.Tensor:
     """Keys [T, G, D] after their norm, if they have one, and rotation."""
     rotated: torch.Tensor = ops.rope(_head_norm(cfg, k, weights.get("k_norm")), batch.cos, batch.sin)
     return rotated
 
 
-def _normed_together(cfg: AttentionSizes, weights: Tree, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed_together(
+    cfg: AttentionSizes, weights: Tree, q: torch.Tensor, k: torch.Tensor, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norms of all query heads [T, G, per*D] as one vector and of all key heads [T, G, D].
 
     Copies of key heads each count, in the sum as in the size. Ranks add the sums of both in one reduction.
     """
-    squares = constrain(torch.stack([x.float().square().sum((1, 2)) for x in (q, k)], 1), None, None)
+    squares = torch.stack([x.float().square().sum((1, 2)) for x in (q, k)], 1)
+    squares = constrain(squares, None, None) if batch.sliced is None else squares
     scales = [torch.rsqrt(each / x.shape[1:].numel() + cfg.rms_norm_eps) for each, x in zip(squares.unbind(1), (q, k), strict=True)]
     q, k = ((x.float() * scale[:, None, None]).to(x.dtype) for x, scale in zip((q, k), scales, strict=True))
     return q * weights["q_norms"].view(q.shape[1:]), k * weights["k_norms"]

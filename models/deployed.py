@@ -10,6 +10,7 @@ import torch
 
 from ..graphs.types import Mesh, Rules
 from . import padding
+from .context_parallel import AXIS as SLICES
 from .family import Tower
 from .head_padding import copies, heads_of
 from .quant.formats import FLOAT, UNROUNDED, Formats
@@ -60,7 +61,7 @@ def deployed(
     of_experts = [form for pattern, form in formats.rules if "experts" in pattern]
     shards = tuple((axis, rules.num_shards(axis, mesh)) for axis in CONTRACTED if rules.num_shards(axis, mesh) > 1)
     variant = Variant(
-        **heads_for(config, mesh.axis("tp"), powers=not local),
+        **heads_for(config, mesh.axis("tp"), sliced=rules.num_shards(SLICES, mesh) > 1, powers=not local),
         formats=formats,
         grouped=grouped or (experts > 0 and any(form != FLOAT for form in of_experts)),
         shards=shards if formats.quantises else (),
@@ -69,6 +70,7 @@ def deployed(
         draft_vocab=draft_vocab,
         physical_experts=physical_experts,
         expert_ranks=rules.num_shards("experts", mesh) if physical_experts else 1,
+        sliced=rules.num_shards(SLICES, mesh) > 1,
     )
     spread = rules.num_shards("experts", mesh) > 1
     if grouped and not (dispatches and spread):
@@ -87,21 +89,23 @@ def deployed(
     return with_fused_experts(variant, backend, platform.chip, platform.packages, sizes, mesh.size)
 
 
-def heads_for(config: Any, group: int, *, powers: bool = False) -> dict[str, Any]:
+def heads_for(config: Any, group: int, *, sliced: bool = False, powers: bool = False) -> dict[str, Any]:
     """Fields of a variant: copies and padding of heads for so many ranks of a group, those of a draft head of its own included.
 
     Args:
+        sliced: each has all heads of attention.
         powers: of `heads_of`.
 
     Raises:
         PartitionError: the ranks cannot share some heads.
     """
+    share = 1 if sliced else group
     fields: dict[str, Any] = {
-        "kv_repeat": copies(config.num_key_value_heads, group),
-        "heads": heads_of(getattr(config, "target", config), group, powers=powers),
+        "kv_repeat": copies(config.num_key_value_heads, share),
+        "heads": heads_of(getattr(config, "target", config), share, delta=group, powers=powers),
     }
     if (draft := getattr(config, "draft", None)) is not None:
-        fields |= {"draft_kv_repeat": copies(draft.num_key_value_heads, group), "draft_heads": heads_of(draft, group)}
+        fields |= {"draft_kv_repeat": copies(draft.num_key_value_heads, share), "draft_heads": heads_of(draft, share)}
     return fields
 
 

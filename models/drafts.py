@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..graphs import ops
 from ..graphs.ir.block import block
 from ..graphs.types import Limits, Tree
-from . import sequence_parallel
+from . import context_parallel, sequence_parallel
 from .family import DraftHead
 from .sampling import best
 
@@ -75,7 +74,7 @@ def _extend_accepted(head: DraftHead[Any], cfg: Any, weights: Tree, pools: Tree,
     """Writes all accepted tokens of a step."""
     rows, pools = head.extend_cache(cfg, weights, pools, step, features, first=True)
     live = (step["query_lens"] > 0).to(torch.int32)
-    rows = pytree.tree_map(lambda x: ops.last_rows(x, step["query_lens"]), rows)
+    rows = pytree.tree_map(lambda x: context_parallel.last_rows(x, step["query_lens"]), rows)
     return rows, {"num_computed_tokens": step["num_computed_tokens"] + step["query_lens"] - live, "query_lens": live}, pools
 
 

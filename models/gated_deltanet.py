@@ -163,6 +163,9 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
     """
     B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     x, in_chunks = sequence_parallel.whole(x, B * Q), batch.state_slots_out.shape[1] != Q
+    if batch.sliced is not None:
+        # States follow each other in the order of tokens: devices share heads, as elsewhere.
+        x = x.index_select(0, batch.sliced.inverse)
     raw, z, *gates = _project(cfg, weights, x, (B, Q), gates_apart=not in_chunks)
     slots = (batch.state_slots_in, batch.state_slots_out, batch.num_computed_tokens, batch.query_lens)
     # The chunked rule computes in float32.
@@ -177,7 +180,9 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
         b, a = (gate.reshape(B, Q, Hv) for gate in gates)
         out, delta = ops.gated_delta(q, k, v.reshape(B, Q, Hv, -1), *ops.delta_gates(a, b, *decay), state["delta"], *slots)
     gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)
-    return sequence_parallel.project(gated.view(B * Q, -1), weights["out"], "delta_heads"), {"conv": conv, "delta": delta}
+    values = gated.view(B * Q, -1)
+    values = values if batch.sliced is None else values.index_select(0, batch.sliced.order)
+    return sequence_parallel.project(values, weights["out"], "delta_heads"), {"conv": conv, "delta": delta}
 
 
 def _heads(cfg: DeltaNetSizes, mixed: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -59,7 +59,7 @@ class Grouped:
     def apply(self) -> Any:
         return attention.apply
 
-    def compress(self, cfg: Config, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[Tree, Tree]:
+    def compress(self, cfg: Config, weights: Tree, x: torch.Tensor, batch: Batch) -> tuple[Tree, Tree]:
         """Nothing is compressed: x is what is written and what attends."""
         return {"normed": x}, {"normed": x}
 

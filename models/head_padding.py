@@ -99,10 +99,12 @@ def behind(
     return (PaddedHeads(kind, real, tuple(i if i < real else -1 for i in range(wide)), ((field, wide), *others), ranks),)
 
 
-def heads_of(config: Any, ranks: int, *, powers: bool = False) -> tuple[PaddedHeads, ...]:
+def heads_of(config: Any, ranks: int, *, delta: int = 0, powers: bool = False) -> tuple[PaddedHeads, ...]:
     """Padding of the heads of a configuration; empty where ranks share them evenly.
 
     Args:
+        ranks: that share them.
+        delta: that share heads of the delta rule; 0 for as many.
         powers: whether attention over latents is for a power of two of heads a rank, as kernels of NPUs are.
 
     Raises:
@@ -115,7 +117,7 @@ def heads_of(config: Any, ranks: int, *, powers: bool = False) -> tuple[PaddedHe
         elif name == "num_attention_heads":
             found += behind(QUERIES, name, count, ranks, powers=powers)
         elif name in FOLLOWING:
-            found += behind(DELTA, name, count, ranks, following=(FOLLOWING[name], getattr(config, FOLLOWING[name])))
+            found += behind(DELTA, name, count, delta or ranks, following=(FOLLOWING[name], getattr(config, FOLLOWING[name])))
         elif count % ranks and not name.startswith("draft "):
             raise PartitionError(f"{ranks} ranks of a group cannot share {name} {count}; legal are divisors of {count}")
     return tuple(found)

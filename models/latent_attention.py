@@ -127,33 +127,41 @@ def apply(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.T
     Returns:
         the layer's output before the residual add, shaped and laid out like x, and the new state.
     """
-    rows, entries = compress(cfg, weights, x, batch.size * batch.q_len)
+    rows, entries = compress(cfg, weights, x, batch)
     state = write(cfg, weights, state, batch, entries)
     return attend(cfg, weights, state, batch, rows), state
 
 
-def compress(cfg: LatentSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[Tree, Tree]:
-    """What `attend` and `write` read of tokens x, whole on every device.
+def compress(cfg: LatentSizes, weights: Tree, x: torch.Tensor, batch: Batch) -> tuple[Tree, Tree]:
+    """What `attend` and `write` read of tokens x, whole on every device; of the former its own where devices share tokens.
 
     The former is `query`, [T, q_lora_rank] normalised, or [T, M]; the latter `keys`, latents beside rotary parts [T, L + R].
     """
     if not cfg.q_lora_rank:
-        x = sequence_parallel.whole(x, tokens)
-        return {"query": x}, {"keys": quant.linear(x, weights["down"])}
-    rows, entries, _ = compress_beside(cfg, weights, x, tokens)
+        x = sequence_parallel.of_queries(x, batch)
+        return {"query": x}, {"keys": sequence_parallel.whole(quant.linear(x, weights["down"]), batch.size * batch.q_len)}
+    rows, entries, _ = compress_beside(cfg, weights, x, batch)
     return rows, entries
 
 
-def compress_beside(cfg: LatentSizes, weights: Tree, x: torch.Tensor, tokens: int, *others: str) -> tuple[Tree, Tree, list[torch.Tensor]]:
-    """What `compress` returns where queries are compressed, and the products of x and other weights, by name, whole on every device too.
+def compress_beside(
+    cfg: LatentSizes, weights: Tree, x: torch.Tensor, batch: Batch, other: str = "", widths: tuple[int, ...] = ()
+) -> tuple[Tree, Tree, list[torch.Tensor]]:
+    """What `compress` returns where queries are compressed, and parts of the product of x and another weight, of which the first is one
+    of keys and the others are of queries.
 
-    Each device multiplies its own tokens of the stream, so that one gather of narrow rows follows.
+    Each device multiplies its own tokens of the stream, so that one gather of narrow rows follows: of keys alone where tokens are shared.
     """
-    products = [quant.linear(x, weights[name]) for name in ("down", *others)]
-    widths = [product.shape[-1] for product in products[1:]]
-    gathered = sequence_parallel.whole(torch.cat(products, -1) if others else products[0], tokens)
+    products = [quant.linear(x, weights[name]) for name in (("down", other) if other else ("down",))]
+    joined, tokens = torch.cat(products, -1) if other else products[0], batch.size * batch.q_len
     sizes = [cfg.q_lora_rank, cfg.kv_lora_rank + cfg.qk_rope_head_dim, *widths]
-    query, keys, *rest = gathered.split(sizes, -1)
+    if batch.sliced is None:
+        query, keys, *rest = sequence_parallel.whole(joined, tokens).split(sizes, -1)
+    else:
+        query, keys, *rest = joined.split(sizes, -1)
+        shared = sequence_parallel.whole(torch.cat([keys, *rest[:1]], -1) if rest else keys.contiguous(), tokens)
+        keys, *first = shared.split([sizes[1], *widths[:1]], -1)
+        rest = [*first, *rest[1:]]
     return {"query": ops.rms_norm(query, weights["q_norm"], NORM_EPS, 0.0)}, {"keys": keys}, rest
 
 
@@ -162,24 +170,18 @@ def write(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, entries: T
     latent, rotary = entries["keys"].split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], -1)
     latent = ops.rms_norm(latent, weights["kv_norm"], NORM_EPS, 0.0)
     rotary = ops.rope(rotary[:, None], batch.cos, batch.sin)
-    latents, rotaries = ops.cache_write(state["latent"], state["rotary"], latent[:, None], rotary, slots(state, batch))
+    latents, rotaries = ops.cache_write(state["latent"], state["rotary"], latent[:, None], rotary, batch.slots(state["latent"].shape[1]))
     return {**state, "latent": latents, "rotary": rotaries}
-
-
-def slots(state: Tree, batch: Batch) -> torch.Tensor:
-    """Where each token's entry lies in the pools, [T]."""
-    page_size = state["latent"].shape[1]
-    mapping: torch.Tensor = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, page_size, batch.q_len)
-    return mapping
 
 
 def attend(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree) -> torch.Tensor:
     """Attention of what `compress` made of queries over a state that holds their own keys already; [T, M], laid out as the stream."""
     q, q_rope = queries(cfg, weights, batch, rows["query"])
+    place = batch.queries
     out = ops.mla_attention(
-        q, q_rope, state["latent"], state["rotary"], batch.page_table, batch.num_computed_tokens, batch.query_lens, scale(cfg)
+        q, q_rope, state["latent"], state["rotary"], place.page_table, place.num_computed_tokens, place.query_lens, scale(cfg)
     )
-    return project(cfg, weights, out)
+    return project(cfg, weights, batch, out)
 
 
 def queries(cfg: LatentSizes, weights: Tree, batch: Batch, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,8 +189,9 @@ def queries(cfg: LatentSizes, weights: Tree, batch: Batch, query: torch.Tensor) 
     H, nope, R = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
     plain, rotary = quant.linear(query, weights["q_up"]).view(-1, H, nope + R).split([nope, R], -1)
     absorbed = ops.head_linear(plain, weights["kv_up"][:, :nope])
-    rotary = ops.rope(rotary, batch.cos, batch.sin)
-    return absorbed.view(batch.size, batch.q_len, H, -1), rotary.view(batch.size, batch.q_len, H, R)
+    place = batch.queries
+    rotary = ops.rope(rotary, place.cos, place.sin)
+    return absorbed.view(place.size, place.q_len, H, -1), rotary.view(place.size, place.q_len, H, R)
 
 
 def scale(cfg: LatentSizes) -> float:
@@ -197,8 +200,8 @@ def scale(cfg: LatentSizes) -> float:
     return float((cfg.qk_nope_head_dim + cfg.qk_rope_head_dim) ** -0.5 * (scaling.softmax if scaling else 1.0))
 
 
-def project(cfg: LatentSizes, weights: Tree, out: torch.Tensor) -> torch.Tensor:
+def project(cfg: LatentSizes, weights: Tree, batch: Batch, out: torch.Tensor) -> torch.Tensor:
     """The layer's output of sums of latents [B, Q, H, L]: values of each head, and the row-parallel product of them."""
     H = cfg.num_attention_heads
     values = ops.head_linear(out.view(-1, H, cfg.kv_lora_rank), weights["kv_up"][:, cfg.qk_nope_head_dim :].transpose(1, 2))
-    return sequence_parallel.project(values.reshape(-1, H * cfg.v_head_dim), weights["out"], "q_heads")
+    return sequence_parallel.of_attention(values.reshape(-1, H * cfg.v_head_dim), weights["out"], batch)

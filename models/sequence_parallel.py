@@ -13,7 +13,8 @@ from ..graphs import ops
 from ..graphs.spmd.layout import constrain, num_shards
 from ..graphs.spmd.region import Sum, axis_index, shard_map
 from ..graphs.types import Tree
-from . import quant
+from . import context_parallel, quant
+from .batch import Batch
 
 
 def padded(tokens: int) -> int:
@@ -41,6 +42,18 @@ def project(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:
     return constrain(quant.row_parallel(x, weight, axis), "tokens", None)
 
 
+def of_queries(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The rows of the stream that a device makes queries of: its own where devices share tokens, else all, as `whole`."""
+    return whole(x, batch.size * batch.q_len) if batch.sliced is None else x
+
+
+def of_attention(x: torch.Tensor, weight: Tree, batch: Batch) -> torch.Tensor:
+    """The projection behind attention, laid out as the stream: [T, H*D] -> [padded(T), M]. Devices that share tokens have all heads."""
+    if batch.sliced is None:
+        return project(x, weight, "q_heads")
+    return quant.row_parallel(x, weight, "q_heads", rows=context_parallel.AXIS)
+
+
 def embed(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Looks up tokens in an embedding table that may be split over the vocabulary.
 
@@ -65,7 +78,7 @@ def embed_with_pictures(tokens: torch.Tensor, table: torch.Tensor, inputs: Tree)
     stream = embed(tokens, table)
     if "picture_rows" not in inputs:
         return stream
-    rows = inputs["picture_rows"].reshape(-1)
+    rows = context_parallel.ordered(inputs["picture_rows"])
     missing = stream.shape[0] - rows.shape[0]
     rows = constrain(torch.cat([rows, rows.new_zeros(missing)]) if missing else rows, "tokens")
     pictures = constrain(ops.embed(rows, inputs["picture_pool"]), "tokens", None)

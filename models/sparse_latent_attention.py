@@ -93,7 +93,7 @@ def apply_and_pass(
     cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor
 ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
     """The same, and the chosen keys [B, Q, K], which layers behind this one read too."""
-    rows, entries = compress(cfg, weights, x, batch.size * batch.q_len)
+    rows, entries = compress(cfg, weights, x, batch)
     state = write(cfg, weights, state, batch, entries)
     out, chosen = attend_and_choose(cfg, weights, state, batch, rows)
     return out, state, chosen
@@ -103,18 +103,18 @@ def apply_to(
     cfg: latent_attention.LatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor, chosen: torch.Tensor
 ) -> tuple[torch.Tensor, Tree]:
     """The same over keys that a layer before this one chose; parameters and state are those of `latent_attention`."""
-    rows, entries = latent_attention.compress(cfg, weights, x, batch.size * batch.q_len)
+    rows, entries = latent_attention.compress(cfg, weights, x, batch)
     state = latent_attention.write(cfg, weights, state, batch, entries)
     return attend_to(cfg, weights, state, batch, rows, chosen), state
 
 
-def compress(cfg: SparseLatentSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[Tree, Tree]:
+def compress(cfg: SparseLatentSizes, weights: Tree, x: torch.Tensor, batch: Batch) -> tuple[Tree, Tree]:
     """As `latent_attention.compress`, with the weights of the indexer's heads [T, I] and its keys [T, D] before their norm.
 
     Scores of all keys grow alike with the weights, so that constant factors of the published code are left out.
     """
-    rows, entries, (down,) = latent_attention.compress_beside(cfg, weights, x, tokens, "index_down")
-    key, head_weights = down.split([cfg.index_head_dim, cfg.index_n_heads], -1)
+    widths = cfg.index_head_dim, cfg.index_n_heads
+    rows, entries, (key, head_weights) = latent_attention.compress_beside(cfg, weights, x, batch, "index_down", widths)
     return {**rows, "weights": head_weights.contiguous()}, {**entries, "index": key}
 
 
@@ -123,7 +123,7 @@ def write(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, entr
     state = latent_attention.write(cfg, weights, state, batch, entries)
     key = ops.layer_norm(entries["index"], weights["index_norm"], weights["index_shift"], INDEX_EPS)
     key = ops.rope(key[:, None], batch.cos, batch.sin)
-    return {**state, "index": ops.paged_write(state["index"], key, latent_attention.slots(state, batch))}
+    return {**state, "index": ops.paged_write(state["index"], key, batch.slots(state["index"].shape[1]))}
 
 
 def attend(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree) -> torch.Tensor:
@@ -134,7 +134,7 @@ def attend(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, row
 def attend_and_choose(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and the keys [B, Q, K]."""
     queries = latent_attention.queries(cfg, weights, batch, rows["query"])
-    place = (batch.page_table, batch.num_computed_tokens, batch.query_lens)
+    place = _place(batch)
     chosen = ops.sparse_index(*index_operands(cfg, weights, batch, rows), state["index"], *place, most_keys(cfg, state, batch))
     return _attend(cfg, weights, state, batch, queries, chosen), chosen
 
@@ -154,16 +154,20 @@ def _attend(
     queries: tuple[torch.Tensor, torch.Tensor],
     chosen: torch.Tensor,
 ) -> torch.Tensor:
-    place = (batch.page_table, batch.num_computed_tokens, batch.query_lens)
-    out = ops.sparse_attention(*queries, state["latent"], state["rotary"], chosen, *place, latent_attention.scale(cfg))
-    return latent_attention.project(cfg, weights, out)
+    out = ops.sparse_attention(*queries, state["latent"], state["rotary"], chosen, *_place(batch), latent_attention.scale(cfg))
+    return latent_attention.project(cfg, weights, batch, out)
+
+
+def _place(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return batch.queries.page_table, batch.queries.num_computed_tokens, batch.queries.query_lens
 
 
 def index_operands(cfg: SparseLatentSizes, weights: Tree, batch: Batch, rows: Tree) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of the indexer [B, Q, I, D], and the weights of its heads [B, Q, I]."""
     heads, D = cfg.index_n_heads, cfg.index_head_dim
-    q = ops.rope(quant.linear(rows["query"], weights["index_q"]).view(-1, heads, D), batch.cos, batch.sin)
-    return q.view(batch.size, batch.q_len, heads, D), rows["weights"].reshape(batch.size, batch.q_len, heads)
+    place = batch.queries
+    q = ops.rope(quant.linear(rows["query"], weights["index_q"]).view(-1, heads, D), place.cos, place.sin)
+    return q.view(place.size, place.q_len, heads, D), rows["weights"].reshape(place.size, place.q_len, heads)
 
 
 def most_keys(cfg: SparseLatentSizes, state: Tree, batch: Batch) -> int:

@@ -13,7 +13,7 @@ from ..graphs.errors import SpecError
 from ..graphs.steps.inputs import LAYER_INPUTS, PICTURE_INPUTS
 from ..graphs.steps.table import StepInputs, kind_of
 from ..graphs.types import PICTURE_ROWS, Aval, Bucket, Limits, Program, Tree
-from . import draft_vocabulary, drafts, request_slots, sequence_parallel
+from . import context_parallel, draft_vocabulary, drafts, request_slots, sequence_parallel
 from .expert_placement import ExpertPlacement, placed
 from .family import Family, Intermediates
 from .head_padding import PaddedHeads, widened, with_real_sources
@@ -127,7 +127,7 @@ class _Step:
         query_lens = inputs["query_lens"]
         inputs, behind, offsets = self._pictures(state, inputs)
         hidden, state, intermediates = self._forward(params, state, inputs)
-        hidden = ops.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), query_lens)
+        hidden = context_parallel.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), query_lens)
         sampled = self._sample(params, hidden, inputs, inputs["uniform"])
         tokens = sampled["tokens"].clamp(min=0)
         last = tokens[:, 0]

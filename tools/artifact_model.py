@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from ..graphs.types import Bucket, Mesh, Rules
+from ..graphs.types import Bucket, Mesh
 from ..lowering.artifact.manifest import Manifest
 from ..lowering.platform import Platform
-from ..models import draft_source, draft_vocabulary, expert_placement, registry, sharding_rules
+from ..models import context_parallel, draft_source, draft_vocabulary, expert_placement, registry, sharding_rules
 from ..models.deployed import deployed, deployed_tower
 from ..models.expert_placement import ExpertPlacement
 from ..models.family import ModelConfig
@@ -50,7 +50,13 @@ def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
         config,
         Formats.of_fields(manifest.formats),
         mesh,
-        sharding_rules.rules(mesh, experts=physical or config.num_experts, expert_parallel=spreads(manifest), tokens=mesh.axis("tp")),
+        sharding_rules.rules(
+            mesh,
+            experts=physical or config.num_experts,
+            expert_parallel=spreads(manifest),
+            tokens=mesh.axis("tp"),
+            sliced=context_parallel.AXIS in manifest.rules,
+        ),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
         dispatches=where.dispatches,
         local=where.local,
@@ -64,13 +70,6 @@ def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
 def spreads(manifest: Manifest) -> bool:
     """Whether an artifact has whole experts spread over all devices; if not, each is split over a group, or there are none."""
     return "experts" in manifest.rules
-
-
-def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None, *, expert_parallel: bool = True) -> Rules:
-    """Layout of a bucket's graph, or of parameters and state."""
-    tokens = bucket.tokens if bucket else mesh.axis("tp")
-    experts = expert_placement.count(model.config)
-    return sharding_rules.rules(mesh, experts=experts, expert_parallel=expert_parallel, tokens=tokens)
 
 
 def share(bucket: Bucket, tokens: int, tp: int) -> int:

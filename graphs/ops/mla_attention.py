@@ -26,7 +26,7 @@ class MlaAttention(NamedTuple):
     scale: float  # multiplies the scores
 
 
-mla_attention = Primitive("mla_attention", MlaAttention, factors="_ _ h _, _ _ h _, _ _ _ _, _ _ _ _, _ _, _, _ -> _ _ h _")
+mla_attention = Primitive("mla_attention", MlaAttention, factors="b _ h _, b _ h _, _ _ _ _, _ _ _ _, b _, b, b -> b _ h _")
 
 
 @mla_attention.abstract

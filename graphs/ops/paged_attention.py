@@ -22,7 +22,7 @@ class PagedAttention(NamedTuple):
     scale: float  # multiplies the scores
 
 
-paged_attention = Primitive("paged_attention", PagedAttention, factors="_ _ h _, _ _ h _, _ _ h _, _ _, _, _ -> _ _ h _")
+paged_attention = Primitive("paged_attention", PagedAttention, factors="b _ h _, _ _ h _, _ _ h _, b _, b, b -> b _ h _")
 
 
 @paged_attention.abstract

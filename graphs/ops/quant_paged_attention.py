@@ -24,10 +24,10 @@ class QuantPagedAttention(NamedTuple):
 
 
 quant_paged_attention = Primitive(
-    "quant_paged_attention", QuantPagedAttention, factors="_ _ h _, _ _ h _, _ _ h _, _ h _, _ h _, _ _, _, _ -> _ _ h _"
+    "quant_paged_attention", QuantPagedAttention, factors="b _ h _, _ _ h _, _ _ h _, _ h _, _ h _, b _, b, b -> b _ h _"
 )
 static_quant_paged_attention = Primitive(
-    "static_quant_paged_attention", QuantPagedAttention, factors="_ _ h _, _ _ h _, _ _ h _, h _, h _, _ _, _, _ -> _ _ h _"
+    "static_quant_paged_attention", QuantPagedAttention, factors="b _ h _, _ _ h _, _ _ h _, h _, h _, b _, b, b -> b _ h _"
 )
 _BOTH = (quant_paged_attention, static_quant_paged_attention)
 

@@ -24,7 +24,7 @@ class SparseAttention(NamedTuple):
     scale: float  # multiplies the scores
 
 
-sparse_attention = Primitive("sparse_attention", SparseAttention, factors="_ _ h _, _ _ h _, _ _ _ _, _ _ _ _, _ _ _, _ _, _, _ -> _ _ h _")
+sparse_attention = Primitive("sparse_attention", SparseAttention, factors="b _ h _, b _ h _, _ _ _ _, _ _ _ _, b _ _, b _, b, b -> b _ h _")
 
 
 @sparse_attention.abstract

@@ -21,7 +21,7 @@ class SparseIndex(NamedTuple):
     top_k: int  # keys of a query, at most N * P
 
 
-sparse_index = Primitive("sparse_index", SparseIndex, factors="_ _ _ _, _ _ _, _ _ _ _, _ _, _, _ -> _ _ _")
+sparse_index = Primitive("sparse_index", SparseIndex, factors="b _ _ _, b _ _, _ _ _ _, b _, b, b -> b _ _")
 
 
 @sparse_index.abstract

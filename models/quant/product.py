@@ -120,13 +120,14 @@ def _groups(part: Tree) -> tuple[int, int]:
     return int(groups), int(rows)
 
 
-def row_parallel(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:
+def row_parallel(x: torch.Tensor, weight: Tree, axis: str, rows: str | None = None) -> torch.Tensor:
     """`x @ weight.T`, [T, K] -> [T, N], of a matrix [N, K] whose contraction may be split: then a partial sum.
 
     Each device rounds its own part of x, as serving stacks do. The whole product on one device rounds the same parts.
 
     Args:
         axis: logical axis of K.
+        rows: logical axis of T where it is that which is split; K then is whole.
     """
     if not isinstance(weight, Mapping):
         plain: torch.Tensor = ops.linear(x, weight)
@@ -135,7 +136,8 @@ def row_parallel(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:
     def local(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         return local_row_parallel(x, rebuilt(weight, tensors))
 
-    return shard_map(local, [(x, (None, axis)), *operands(weight, (None, axis), row=True)], Sum(axis))
+    result = (rows, None) if rows else Sum(axis)
+    return shard_map(local, [(x, (rows, axis)), *operands(weight, (None, axis), row=True)], result)
 
 
 def local_row_parallel(x: torch.Tensor, weight: Tree) -> torch.Tensor:

@@ -233,7 +233,7 @@ def check(prefill: Instance, decode: Instance) -> None:
         )
         if theirs != ours
     ]
-    split = sorted({region.name for side in (prefill, decode) for region in side.pools if region.split})
+    split = sorted({region.name for side in (prefill, decode) if side.tp > 1 for region in side.pools if region.split})
     if split and prefill.tp != decode.tp:
         some = ", ".join(split[:3])
         differences.append(f"tensor parallel ranks: {prefill.tp} and {decode.tp}, and each holds a part of {some}")

@@ -34,6 +34,7 @@ class Case:
         against: variant of the parameters on one device.
         model: name of one of the models of `fleets`; the small Qwen3.5 by default.
         collectives: those that experts of the decode step must use, in any order, and no others.
+        chunk: tokens of a prefill step; prompts have up to 7.
     """
 
     mesh: str
@@ -47,6 +48,7 @@ class Case:
     steps: int = 4
     model: str = "small"
     collectives: tuple[str, ...] = ()
+    chunk: int = 5
 
 
 GROUPED = Variant(grouped=True)
@@ -215,6 +217,44 @@ CASES: dict[str, Case] = {
         for form, tp in (("w8a8", 4), ("w8a8_dynamic", 2), ("w8a8_dynamic", 4))
     },
     "w4a8 fused": Case("dp=2,tp=2", replace(W4, fused_experts=True), W4, drafts=1, collectives=FUSED),
+    **{
+        f"prompts shared: {kind}, {mesh}, {chunk}": Case(
+            mesh,
+            replace(GROUPED if spread else PLAIN, sliced=True),
+            experts="plain" not in kind or "moe" in kind or "across" in kind,
+            model=kind,
+            chunk=chunk,
+            drafts=0 if kind in ("plain", "plain-across", "plain-biased") else 1,
+            batch=batch,
+            collectives=DISPATCH if spread else (),
+            expert_parallel=spread,
+        )
+        for kind, mesh, chunk, batch, spread in (
+            *((kind, "tp=2", 4, 2, True) for kind in ("latent", "sparse", "shared-index", "biased", "small", "next", "plain-across")),
+            *((kind, "tp=4", 8, 2, True) for kind in ("latent", "sparse", "small")),
+            *((kind, "dp=2,tp=2", 8, 3, True) for kind in ("latent", "shared-index", "biased", "plain-moe-eagle3")),
+            *((kind, "tp=2", 8, 1, False) for kind in ("plain", "plain-biased", "plain-eagle3", "latent")),
+        )
+    },
+    **{
+        f"prompts shared: {name}": Case(
+            "tp=2",
+            replace(variant, sliced=True),
+            variant,
+            experts=experts,
+            model=model,
+            chunk=8,
+            collectives=DISPATCH if experts else (),
+        )
+        for name, model, experts, variant in (
+            ("w8a8_dynamic everywhere", "biased", True, fleets.everywhere("w8a8_dynamic", ffn=2)),
+            ("w4a16 everywhere", "biased", True, fleets.everywhere("w4a16")),
+            ("w8a8 everywhere", "next", True, fleets.everywhere("w8a8", delta_heads=2)),
+            ("formats differ, latent", "latent", True, fleets.mixed()),
+            ("int8 cache", "plain", False, replace(INT8_CACHE, kv_repeat=1)),
+            ("formats differ", "small", True, fleets.mixed()),
+        )
+    },
 }
 
 
@@ -233,6 +273,7 @@ SHORT = (
     *("w8a8 everywhere, spread dp=2,tp=2", "w8a8_dynamic everywhere, split tp=2", "w4a8_dynamic everywhere, dense tp=2"),
     *("w4a16 everywhere, spread tp=2", "int8 cache tp=2", "no gate tp=2", "no shared expert dp=2,tp=2", "fused projections tp=2"),
     *("latent dp=2,tp=2", "sparse tp=2", "shared index dp=2,tp=2", "biased dp=2,tp=2", "drafts of few tokens tp=2"),
+    *("prompts shared: sparse, tp=4, 8", "prompts shared: small, tp=2, 4", "prompts shared: plain-moe-eagle3, dp=2,tp=2, 8"),
     *("draft model, experts tp=2", "formats of parts differ, spread", "odd sizes tp=2", "w4a8 fused", "norms of all heads tp=4"),
 )
 
@@ -250,7 +291,7 @@ def test_every_group_gives_what_one_device_gives(name: str, monkeypatch: pytest.
     one_device = fleets.model(case.against, experts=case.experts, name=case.model)
     devices = [fleets.OneDevice(one_device, case.drafts) for _ in live]
     answers = fleets.answers(one_device, case.batch, live, 1 + case.steps * (case.drafts + 1))
-    serving = fleets.Serving(case.batch, case.drafts, live)
+    serving = fleets.Serving(case.batch, case.drafts, live, case.chunk)
     flipped = 0
     for n, (bucket, inputs) in enumerate(serving.steps(case.steps)):
         planted = enumerate(devices) if case.drafts and n > 1 else ()

@@ -36,7 +36,7 @@ def test_scores_and_chosen_keys_are_those_of_transformers(name, monkeypatch):
     x = torch.randn(TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(0))
     scores, chosen = theirs(random, x[None], monkeypatch)
     batch = Batch.of(oracle.inputs(Bucket("prefill", 1, TOKENS), [oracle.Row([1] * TOKENS, 0, [3, 1, 2, 5])]), config.rotary)
-    rows, entries = sparse_latent_attention.compress(config, weights, x, TOKENS)
+    rows, entries = sparse_latent_attention.compress(config, weights, x, batch)
     pools = oracle.poisoned(sparse_latent_attention.state(config, oracle.LIMITS, torch.float32))
     pools = sparse_latent_attention.write(config, weights, pools, batch, entries)
     q, head_weights = sparse_latent_attention.index_operands(config, weights, batch, rows)

@@ -61,7 +61,7 @@ NO_SHARED = {name: size for name, size in MOE.items() if name[:6] != "shared"}
 PLAIN_MODELS: dict[str, dict[str, Any]] = {
     "plain": {"layer_kinds": (qwen3.DENSE,) * 2},
     "plain-odd": {"layer_kinds": (qwen3.DENSE,) * 2, "vocab_size": 41, "intermediate_size": 31},
-    "plain-biased": {"layer_kinds": (qwen3.DENSE,) * 2, "normed": False, "biased": True},
+    "plain-biased": {"layer_kinds": (qwen3.DENSE,) * 2, "head_norms": attention.NONE, "biased": True},
     "plain-across": {"layer_kinds": (qwen3.MOE,) * 2, "head_norms": attention.ALL, "routing_kind": SIGMOID, **NO_SHARED},
     "plain-moe": {"layer_kinds": (qwen3.MOE, qwen3.DENSE, qwen3.MOE), **NO_SHARED},
 }
@@ -325,13 +325,16 @@ class Fleet:
         self.state = cut
         self.graphs: dict[Bucket, Any] = {}
 
-    def rules(self, tokens: int) -> Rules:
-        experts = expert_placement.count(self.model.config)
-        return sharding_rules.rules(self.mesh, experts=experts, expert_parallel=self.expert_parallel, tokens=tokens)
+    def rules(self, tokens: int, *, chunks: bool = False) -> Rules:
+        experts, sliced = expert_placement.count(self.model.config), self.model.config.variant.sliced
+        return sharding_rules.rules(
+            self.mesh, experts=experts, expert_parallel=self.expert_parallel, tokens=tokens, sliced=sliced, chunks=chunks
+        )
 
     def partitioned(self, bucket: Bucket) -> Partitioned:
         model = replace(self.model, placement=None)  # Graphs are of any.
-        return partitioned(model, self.mesh, self.rules(bucket.tokens), bucket, self.limits, self.emit_logits, self.max_logprobs)
+        rules = self.rules(bucket.tokens, chunks=bucket.kind == "prefill")
+        return partitioned(model, self.mesh, rules, bucket, self.limits, self.emit_logits, self.max_logprobs)
 
     def step(self, bucket: Bucket, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[Inputs]:
         """Outputs of every group, from the inputs of every group; all ranks of a group must agree."""
@@ -387,8 +390,8 @@ class Serving:
         output: by group and row, tokens generated so far.
     """
 
-    def __init__(self, batch: int, drafts: int, live: Sequence[int]) -> None:
-        self.prefill, self.decode = Bucket("prefill", batch, 5), Bucket("decode", batch, drafts + 1)
+    def __init__(self, batch: int, drafts: int, live: Sequence[int], chunk: int = 5) -> None:
+        self.prefill, self.decode = Bucket("prefill", batch, chunk), Bucket("decode", batch, drafts + 1)
         self.live, self.drafts, self.turn = list(live), drafts, 0
         self.prompts = [prompts(group, rows) for group, rows in enumerate(live)]
         self.output: list[list[list[int]]] = [[[] for _ in range(rows)] for rows in live]

@@ -8,8 +8,9 @@ from support.manifests import MOE, manifest, physical
 from npucompile.graphs.types import Bucket, Mesh
 from npucompile.models.expert_placement import ExpertPlacement
 from npucompile.models.quant.recipes import formats_of_scheme
+from npucompile.models.sharding_rules import rules_of
 from npucompile.models.variant import Variant
-from npucompile.tools.artifact_model import full_model, rules_of, share, spreads
+from npucompile.tools.artifact_model import full_model, share, spreads
 
 
 def test_a_model_has_the_variant_of_its_artifact():
@@ -27,7 +28,7 @@ def test_experts_are_laid_out_as_the_rules_of_the_artifact_say():
     whole, split = manifest(), manifest(rules={})
     assert (spreads(whole), spreads(split)) == (True, False)
     model, mesh = full_model(whole), Mesh.parse("dp=2,tp=2")
-    spread, local = (rules_of(model, mesh, expert_parallel=parallel).num_shards("experts", mesh) for parallel in (True, False))
+    spread, local = (rules_of(model.config, mesh, expert_parallel=parallel).num_shards("experts", mesh) for parallel in (True, False))
     assert (spread, local) == (4, 1)
 
 
@@ -39,7 +40,7 @@ def test_physical_experts_are_those_of_the_parameters_where_the_map_says():
     assert model.placement == ExpertPlacement(((0, 1, 1),))
     assert full_model(plain).placement is None
     assert full_model(plain).config.variant.physical_experts == 0
-    assert rules_of(model, Mesh.parse("dp=8,tp=2")).num_shards("experts", Mesh.parse("dp=8,tp=2")) == 16
+    assert rules_of(model.config, Mesh.parse("dp=8,tp=2")).num_shards("experts", Mesh.parse("dp=8,tp=2")) == 16
 
 
 def test_a_group_splits_the_tokens_of_steps_that_have_one_a_device():

@@ -221,13 +221,14 @@ def prefill_chunk(deployment: Deployment) -> int:
 
     Where none is published, parts have at most UNCHUNKED tokens: with 4096 of them and ten of 512 experts per token an expert gets 80
     tokens, which makes its matrix products compute-bound, so that a longer chunk gains nothing and needs more memory for activations.
+    Where the ranks of a group share a prompt's tokens it is MAX_CHUNK: each then has a few hundred.
     The parts are equal (in multiples of 128) because a padded token costs as much as a real one.
 
     Raises:
         SpecError: the deployment has no phase that prefills.
     """
     phase = prefilling(deployment)
-    most = min(MAX_CHUNK, group_chunk(deployment, phase) or UNCHUNKED)
+    most = min(MAX_CHUNK, group_chunk(deployment, phase) or (MAX_CHUNK if phase.context_parallel else UNCHUNKED))
     if deployment.input_len is not None:
         parts = -(-deployment.input_len // most)
         most = min(most, _round_up(-(-deployment.input_len // parts), _CHUNK_MULTIPLE))

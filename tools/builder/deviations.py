@@ -33,7 +33,6 @@ def deviations(row: Deployment, phase: Phase, source: registry.ModelSource, enco
         _context(row, phase, source),
         _pool(row, phase),
         _exchange(row, phase, source),
-        "a prompt is not shared by the ranks of a group; published with context parallelism" if phase.context_parallel else None,
     )
     return tuple(line for line in lines if line)
 

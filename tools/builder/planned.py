@@ -11,7 +11,8 @@ import torch
 from ...graphs import tree
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
-from ...models import expert_placement, programs, registry, sharding_rules, step
+from ...models import programs, registry, step
+from ...models.sharding_rules import rules_of
 from ...server.pictures.processor import PictureProcessor
 from ...server.pictures.videos import VideoProcessor
 from ..notation import EncodeSize, PrefillSize
@@ -64,6 +65,7 @@ class Options:
     encode: tuple[EncodeSize, ...] | None = None
     language_model_only: bool | None = None
     expert_map: str | None = None
+    prefill_cp: int | None = None
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,7 @@ class Plan:
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
-        tokens = bucket.tokens if bucket else self.mesh.axis("tp")
-        experts = expert_placement.count(self.model.config)
-        return sharding_rules.rules(self.mesh, experts=experts, expert_parallel=self.expert_parallel, tokens=tokens)
+        return rules_of(self.model.config, self.mesh, bucket, expert_parallel=self.expert_parallel)
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from ...models.quant.formats import FLOAT, INT8, INT8_STATIC, UNROUNDED, Formats
 from ...models.quant.recipes import formats_of_scheme
 from ...models.safetensors_files import DTYPES as CODES
 from ...models.safetensors_files import NAMES, has_weights
-from . import expert_map
+from . import deployments, expert_map
 from .drafts import draft_vocab
 from .planned import Plan
 from .settings.model import KV_CACHE_DTYPES, MAX_LOGPROBS
@@ -69,8 +69,9 @@ def choose_formats(plan: Plan) -> Plan:
     if plan.options.expert_combine_dtype != "auto":
         formats = _sent_back_as_int8(formats, plan)
     group = mesh.axis("tp")
+    sliced = sliced_over(plan) > 1
     try:
-        heads_for(config, group)
+        heads_for(config, group, sliced=sliced)
     except PartitionError as error:
         raise SpecError(f"mesh {mesh}: {error}") from None
     placement = _expert_placement(plan)
@@ -80,7 +81,7 @@ def choose_formats(plan: Plan) -> Plan:
         config,
         formats,
         mesh,
-        sharding_rules.rules(mesh, experts=experts, expert_parallel=plan.expert_parallel, tokens=group),
+        sharding_rules.rules(mesh, experts=experts, expert_parallel=plan.expert_parallel, tokens=group, sliced=sliced),
         # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
         recurrent=torch.float32 if "vllm-ascend" in plan.platform.packages else getattr(torch, target.state_dtype),
         dispatches=target.dispatches,
@@ -92,6 +93,20 @@ def choose_formats(plan: Plan) -> Plan:
     )
     model = replace(plan.source.model, config=replace(config, variant=variant), drafting=plan.limits.drafts > 0, placement=placement)
     return replace(plan, model=model)
+
+
+def sliced_over(plan: Plan) -> int:
+    """Ranks of a group that share the tokens of a prompt in attention: as asked for, or published.
+
+    Raises:
+        SpecError: they are neither one nor all ranks of a group.
+    """
+    group = plan.mesh.axis("tp")
+    row = deployments.deployment(plan.deployment).phases[plan.phase] if plan.deployment else None
+    asked = plan.options.prefill_cp or (group if row and row.context_parallel else 1)
+    if asked not in (1, group):
+        raise SpecError(f"--prefill-cp {asked} with mesh {plan.mesh}; legal are 1 and {group}, all ranks of a group")
+    return asked
 
 
 def _expert_placement(plan: Plan) -> ExpertPlacement | None:

@@ -75,6 +75,10 @@ def choose_prefill(plan: Plan) -> Plan:
         raise SpecError(
             f"--prefill {most} takes {most.prompts} prompts a step, and {requests} requests are in flight; legal are up to that"
         )
+    if plan.model.config.variant.sliced and (odd := [size for size in fitting if size.tokens % (2 * plan.mesh.axis("tp"))]):
+        even = 2 * plan.mesh.axis("tp")
+        why = f"each of --prefill-cp {even // 2} ranks has two slices of a chunk"
+        raise SpecError(f"--prefill {odd[0]}: {why}; legal are multiples of {even}")
     buckets = sorted(PREFILL.bucket(size.prompts, size.tokens) for size in fitting)
     longer = ", ".join(str(size) for size in sizes if size not in fitting)
     note = f"no prefill of {longer} tokens: longer than the context of {length}" if longer else None

@@ -23,12 +23,13 @@ from ...lowering.backend import backend
 from ...lowering.backends.eager import EagerExecutable
 from ...lowering.lower import Lowered, lower_eager
 from ...models import encode_step
+from ...models.sharding_rules import rules_of
 from ..agreement.alone import RowAlone, rows_alone
 from ..agreement.compare import check_tolerance
 from ..agreement.executables import SEEDS
 from ..agreement.poisoned_steps import ProvedStep
 from ..agreement.tolerances import ROUNDED, SUMMED
-from ..artifact_model import full_model, rules_of, spreads
+from ..artifact_model import full_model, spreads
 from ..ranks.random_weights import random_leaf
 from .all_ranks import Run, run_step
 from .mesh import differences_of_ranks, steps_of_ranks
@@ -71,7 +72,7 @@ def verify_small(manifest: Manifest, bucket: Bucket, cache_dir: Path) -> dict[st
     tower, limits = _small(model.tower), replace(manifest.limits, picture_rows=2 + bucket.tokens)
 
     def partitioned(dtype: torch.dtype, on: Mesh, bucket: Bucket) -> Partitioned:
-        rules = rules_of(model, on, bucket, expert_parallel=spreads(manifest))
+        rules = rules_of(model.config, on, bucket, expert_parallel=spreads(manifest))
         return optimise(partition(encode_step.program(model, tower, bucket, limits, dtype), on, rules))
 
     def lowered(dtype: torch.dtype) -> Lowered:
@@ -82,7 +83,10 @@ def verify_small(manifest: Manifest, bucket: Bucket, cache_dir: Path) -> dict[st
         return DECODERS[chosen.name](chosen.compile(graph, cache_dir=cache_dir, threads=0).data)
 
     single, graph = replace(bucket, batch=1), lowered(torch.float32)
-    whole, rules = lower_eager(partitioned(torch.float32, Mesh(), single)), rules_of(model, mesh, bucket, expert_parallel=spreads(manifest))
+    whole, rules = (
+        lower_eager(partitioned(torch.float32, Mesh(), single)),
+        rules_of(model.config, mesh, bucket, expert_parallel=spreads(manifest)),
+    )
     params, rounds = _random(whole.signature), any(leaf.aval.dtype == torch.int8 for leaf in whole.signature.params)
     alone, step = ProvedStep(single, whole.signature, limits, params, 0), ProvedStep(bucket, graph.signature, limits, params, 0)
     known = rows_alone(EagerExecutable(whole.graph), alone, bucket.batch, SEEDS)

@@ -22,12 +22,13 @@ from ...lowering.backends.eager import EagerExecutable
 from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
 from ...models import programs
+from ...models.sharding_rules import rules_of
 from ..agreement.alone import RowAlone, Together, rows_alone
 from ..agreement.compare import Differences, check_tolerance
 from ..agreement.executables import SEEDS, load_params, said
 from ..agreement.poisoned_steps import ProvedStep, live_counts
 from ..agreement.tolerances import Measure, tolerance_of
-from ..artifact_model import full_model, rules_of
+from ..artifact_model import full_model
 from ..progress import Progress
 from .all_ranks import Run, run_step
 
@@ -122,6 +123,6 @@ def _one_row(manifest: Manifest, entry: GraphEntry, params: Sequence[torch.Tenso
     """A bucket's step of one row on one device, with parameters and state in the form that the artifact has them in, unsplit."""
     model, bucket = full_model(manifest), replace(entry.bucket, batch=1)
     program = programs.program(model, bucket, manifest.limits, DTYPES[manifest.dtype], max_logprobs=entry.max_logprobs)
-    partitioned = optimise(partition(program, Mesh(), rules_of(model, Mesh(), bucket)))
+    partitioned = optimise(partition(program, Mesh(), rules_of(model.config, Mesh(), bucket)))
     step = ProvedStep(bucket, partitioned.signature, manifest.limits, params, int(manifest.model["vocab_size"]))
     return EagerExecutable(lower_eager(partitioned).graph), step

@@ -22,7 +22,8 @@ from ...lowering.ascend.ge_file import GROUPS, parse, patched
 from ...lowering.ascend.launches import body_of, launches
 from ...lowering.ascend.shipped import ShippedGraph, shipped_graph
 from ...models import programs, shrink
-from ..artifact_model import full_model, rules_of, spreads
+from ...models.sharding_rules import rules_of
+from ..artifact_model import full_model, spreads
 from ..builder.memory import MemoryPlan, plan_memory
 from ..builder.targets import target
 from .small_model import BucketCase
@@ -49,7 +50,7 @@ def check_manifest(manifest: Manifest) -> dict[str, float]:
             raise VerifyError(f"manifest: an operand is {theirs}; the model's is {ours}")
     if len(expected) != len(manifest.params) + len(manifest.state):
         raise VerifyError(f"manifest: {len(manifest.params) + len(manifest.state)} parameters and pools; the model has {len(expected)}")
-    rules = rules_of(model, mesh, expert_parallel=spreads(manifest))
+    rules = rules_of(model.config, mesh, expert_parallel=spreads(manifest))
     if Rules.of(manifest.rules) != rules:
         raise VerifyError(f"manifest: rules are {dict(manifest.rules)}; those of mesh {mesh} are {dict(rules.table)}")
     keys = model.family.draft_key, model.family.tower.key if model.family.tower else ""

@@ -19,8 +19,9 @@ from ...models import draft_vocabulary, expert_placement
 from ...models.deployed import heads_for
 from ...models.params import Param
 from ...models.quant.formats import UNROUNDED, W4A16, Formats
+from ...models.sharding_rules import rules_of
 from ...models.step import Model
-from ..artifact_model import full_model, rules_of, share, spreads, with_variant
+from ..artifact_model import full_model, share, spreads, with_variant
 
 CHUNK_TOKENS = 192
 """Tokens of a small prefill: more than a page, and three chunks of the delta rule, so that a state passes through the middle one."""
@@ -56,6 +57,7 @@ class Form:
         fused: whether what is sent is one operation with the experts, there and back.
         parts: by how many dispatches all tokens of a layer are sent.
         together: whether a step has several requests; one alone needs no transposition.
+        sliced: whether devices share its tokens in attention too.
     """
 
     kind: str
@@ -68,15 +70,17 @@ class Form:
     fused: bool = False
     parts: int = 1
     together: bool = False
+    sliced: bool = False
 
     @staticmethod
-    def of(bucket: Bucket, tp: int, dispatched: str, fused: bool = False, parts: int = 1) -> Form:
-        """The form of a bucket in groups of `tp` devices."""
+    def of(bucket: Bucket, tp: int, dispatched: str, fused: bool = False, parts: int = 1, sliced: bool = False) -> Form:
+        """The form of a bucket in groups of `tp` devices; `sliced` is of the model's variant."""
         width = bucket.q_len if kind_of(bucket).decodes else gcd(bucket.q_len, DELTA_CHUNK)
         rows_shared, sampled = bucket.batch % tp == 0, bucket.tokens if kind_of(bucket).decodes else bucket.batch
         one_row, together = tp > 1 and rows_shared and sampled == tp, bucket.batch > 1
         shared, evenly = bucket.tokens >= tp, bucket.tokens % tp == 0
-        return Form(bucket.kind, width, shared, evenly, rows_shared, one_row, dispatched, fused, parts, together)
+        sliced = sliced and kind_of(bucket).chunks and bucket.q_len % (2 * tp) == 0
+        return Form(bucket.kind, width, shared, evenly, rows_shared, one_row, dispatched, fused, parts, together, sliced)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class SmallModel:
 
     def rules(self, case: BucketCase | None = None) -> Rules:
         """Layout of a case's graph, or of parameters and state, which is the same for all cases."""
-        return rules_of(self.model, self.mesh, case.bucket if case else None, expert_parallel=self.expert_parallel)
+        return rules_of(self.model.config, self.mesh, case.bucket if case else None, expert_parallel=self.expert_parallel)
 
 
 def shrink(manifest: Manifest, steps: int) -> SmallModel:
@@ -144,7 +148,8 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     # Random floats, which are quantised when they are loaded.
     formats = _small_groups(replace(small.config.variant.formats, stored=False))
     rows = draft_vocabulary.small(small.config, mesh.axis("tp"))
-    shipped = replace(small.config.variant, formats=formats, draft_vocab=rows, **heads_for(small.config, mesh.axis("tp")))
+    heads = heads_for(small.config, mesh.axis("tp"), sliced=small.config.variant.sliced)
+    shipped = replace(small.config.variant, formats=formats, draft_vocab=rows, **heads)
     physical, placement = expert_placement.small(small.config, large.config, small.config.num_moe_layers + 1)
     shipped = replace(shipped, physical_experts=physical)
     small, variant = with_variant(replace(small, placement=placement), shipped), replace(shipped, recurrent=torch.float32)
@@ -154,7 +159,7 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
         plain = replace(plain, kv_repeat=1, heads=(), draft_heads=())
     # Graphs of a tower have a reference of their own, and no requests (tests/lowering/ascend/test_encode.py).
     entries = [entry for entry in manifest.graphs if not kind_of(entry.bucket).tower]
-    cases = small_buckets(entries, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers)
+    cases = small_buckets(entries, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers, sliced=variant.sliced)
     rows = max((case.bucket.batch for case in cases if kind_of(case.bucket).decodes), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))
     width, decode = manifest.limits.drafts + 1, [case.bucket for case in cases if kind_of(case.bucket).decodes]
@@ -181,14 +186,13 @@ def _small_groups(formats: Formats) -> Formats:
     return replace(formats, group=gcd(formats.group, NARROW_GROUP)) if narrow else formats
 
 
-def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int) -> tuple[BucketCase, ...]:
+def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int, *, sliced: bool = False) -> tuple[BucketCase, ...]:
     """One small bucket for every form among graphs that make `drafts` drafts after that many layers with experts; none that encodes."""
     forms: dict[Form, list[GraphEntry]] = {}
     for entry in (entry for entry in entries if not kind_of(entry.bucket).tower):
         fused = any(name == FUSED for name, *_ in entry.collectives)
-        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers), fused, parts_of(entry, drafts, layers)), []).append(
-            entry
-        )
+        form = Form.of(entry.bucket, tp, dispatched(entry, drafts, layers), fused, parts_of(entry, drafts, layers), sliced)
+        forms.setdefault(form, []).append(entry)
     cases = [BucketCase(_bucket(form, tuple(entries), tp), form, tuple(entries)) for form, entries in forms.items()]
     return tuple(sorted(cases, key=lambda case: (not kind_of(case.bucket).chunks, case.form)))
 
@@ -225,7 +229,8 @@ def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
     # Only the draft head's passes are dispatched, so the main pass must have more tokens a device than they have.
     if form.dispatched == "drafts":
         candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) > share(bucket, bucket.batch, tp)]
-    return next((bucket for bucket in candidates if Form.of(bucket, tp, form.dispatched, form.fused, form.parts) == form), smallest)
+    alike = (form.dispatched, form.fused, form.parts, form.sliced)
+    return next((bucket for bucket in candidates if Form.of(bucket, tp, *alike) == form), smallest)
 
 
 def _parts(tokens: int, parts: int) -> int:

@@ -102,9 +102,9 @@ def has_kernels(params: Iterable[Leaf]) -> bool:
     """Whether kernels are made for a model of this size: not for one that was made small to be tested, whose sizes no limit concerns.
 
     Args:
-        params: of one rank; norms have one weight for each value of a token.
+        params: of one rank; norms have one weight for each value of a token. Scales have as many values as a matrix has rows.
     """
-    return max((leaf.aval.shape[0] for leaf in params if len(leaf.aval.shape) == 1), default=0) >= SMALLEST_MODEL
+    return max((leaf.aval.shape[0] for leaf in params if len(leaf.aval.shape) == 1 and "norm" in leaf.path), default=0) >= SMALLEST_MODEL
 
 
 def examine(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table | None = None) -> Checked:

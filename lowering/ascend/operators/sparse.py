@@ -5,14 +5,17 @@ Semantics: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ....graphs.errors import LoweringError
 from . import value_rules as values
+from . import work
 from .call import form
 from .checks import FLOATS, refuse_options, require, require_shape, undefined
+from .node import Node
 from .record import NpuOperator, TorchForm
 
 _LAST = 2**63 - 1
@@ -151,6 +154,40 @@ def _rows(
     return [(new, length, row[: -(-length // P)].long()) for new, length, row in zip(counts, lengths, tables, strict=True)]
 
 
+def _most_keys(op: Node, facts: work.Facts, cache: str) -> tuple[int, float]:
+    """Sequences, and the keys of each."""
+    query, table, pages = (facts.types[op.tensor(name)] for name in ("query", "block_table", cache))
+    return query.shape[0], float(min(max(facts.context, query.shape[1]), table.shape[1] * pages.shape[1]))
+
+
+def _width(op: Node, facts: work.Facts) -> float:
+    """Bytes of an element of the caches."""
+    key = facts.types[op.tensor("key")]
+    return key.nbytes / key.elements
+
+
+def _index_work(op: Node, facts: work.Facts) -> work.Work:
+    """Every query multiplies all keys that it sees, head by head; the vector unit weighs and adds the scores of heads."""
+    (_, Q, heads, D), (B, keys) = facts.types[op.tensor("query")].shape, _most_keys(op, facts, "key")
+    scores = B * Q * heads * max(keys - Q / 2, 1.0)
+    moved = work.bytes_moved(facts, work.whole_tensors(facts, [op.tensor("query"), op.tensor("weights"), *work.results_of(op, facts)]))
+    streamed, tasks = B * keys * D * _width(op, facts), B * max(1, Q * heads // 128)
+    return replace(moved, streamed_bytes=streamed, tasks=tasks, attention_ops=2.0 * scores * D, vector_ops=3.0 * scores)
+
+
+def _sparse_work(op: Node, facts: work.Facts) -> work.Work:
+    """Every query reads the keys that it chose: from the cache, if that holds all keys of the sequences, which then are read once."""
+    (_, Q, H, L), (B, keys) = facts.types[op.tensor("query")].shape, _most_keys(op, facts, "key")
+    R, chosen = facts.types[op.tensor("query_rope")].shape[-1], min(facts.types[op.tensor("sparse_indices")].shape[-1], keys)
+    entry = (L + R) * _width(op, facts)
+    read, once = B * Q * chosen * entry, B * keys * entry
+    near = [op.tensor("query"), op.tensor("query_rope"), op.tensor("sparse_indices"), *work.results_of(op, facts)]
+    moved = work.bytes_moved(facts, work.whole_tensors(facts, near))
+    streamed = min(read, once) if once <= facts.cache_bytes else read
+    ops = 2.0 * B * Q * H * chosen * (2 * L + R)
+    return replace(moved, cache_bytes=moved.cache_bytes + read - streamed, streamed_bytes=streamed, tasks=B * Q, attention_ops=ops)
+
+
 OPERATORS = (
     NpuOperator(
         ("LightningIndexer",),
@@ -163,6 +200,7 @@ OPERATORS = (
             legal={"pre_tokens": _LAST, "next_tokens": _LAST, "return_values": False},
         ),
         widens=True,
+        work=_index_work,
     ),
     NpuOperator(
         ("SparseFlashAttention",),
@@ -188,5 +226,6 @@ OPERATORS = (
             legal={"pre_tokens": _LAST, "next_tokens": _LAST, "return_softmax_lse": False},
         ),
         widens=True,
+        work=_sparse_work,
     ),
 )

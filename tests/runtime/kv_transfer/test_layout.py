@@ -105,6 +105,15 @@ def test_pools_that_are_whole_on_every_rank_fit_whatever_the_ranks_of_both_sides
     assert {region.name.rpartition(".")[2] for region in pools("qwen3.5-0.8b") if region.split} == {"k", "v", "conv", "delta"}
 
 
+def test_ranks_that_share_prompts_hand_over_to_groups_of_one():
+    """Each holds all of the cache; of what ranks of more split nobody holds all."""
+    split = pools("qwen3.5-0.8b")
+    whole = tuple(replace(region, split=False) for region in split)
+    check(instance(tp=4, drafts=0, ranks=(whole,) * 4), instance(drafts=0, ranks=(split,)))
+    with pytest.raises(LayoutError, match="tensor parallel ranks: 4 and 2"):
+        check(instance(tp=4, drafts=0, ranks=(whole,) * 4), instance(tp=2, drafts=0, ranks=(split,) * 2))
+
+
 def test_ranks_are_told_by_their_addresses():
     own = pools("qwen3.5-0.8b", 3)
     ranks = tuple(tuple(replace(region, address=region.address + (rank << 40)) for region in own) for rank in range(4))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from npucompile.models import registry
-from npucompile.tools.builder.deployments import Deployment, deployment, deployments
+from npucompile.tools.builder.deployments import Deployment, deployment, deployments, prefill_chunk
 from npucompile.tools.builder.deviations import deviations, source_of
 from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.builder.rank_memory import planned_memory
@@ -48,13 +48,10 @@ def test_drafts_need_a_draft_model() -> None:
     assert line == "a step drafts nothing, published 4 tokens: qwen3-32b comes without a draft head"
 
 
-def test_context_parallelism_is_not_built() -> None:
-    assert [row.id for row in deployments().values() for phase in row.phases.values() if phase.context_parallel] == [
-        "dsv32-a3x32-pd-64k-1k-30ms"
-    ]
-    row = deployment("qwen35-397b-a3x8-in3k5-out1k5-50ms")
-    (line,) = deviations(row, replace(row.phase(), context_parallel=True), source_of(row))
-    assert line.startswith("a prompt is not shared by the ranks of a group")
+def test_context_parallelism_is_built_as_published() -> None:
+    (row,) = (row for row in deployments().values() if any(phase.context_parallel for phase in row.phases.values()))
+    assert (row.id, prefill_chunk(row)) == ("dsv32-a3x32-pd-64k-1k-30ms", 16_000)
+    assert deviations(row, row.phase("prefill"), source_of(row)) == ("prompts are prefilled in chunks of 16000 tokens, published whole",)
 
 
 def test_a_row_with_pictures_that_is_built_without_them_says_so() -> None:

@@ -76,11 +76,38 @@ def test_twice_the_tokens_are_cached() -> None:
             {"model": "deepseek-r1", "target": "ascend-a3", "mesh": "tp=16", "kv_cache_dtype": "int8"},
             "caches no keys and values of heads but latents",
         ),
+        ({"model": "deepseek-v3.2", "target": "ascend-a3", "mesh": "tp=8", "prefill_cp": 4}, "mesh tp=8; legal are 1 and 8, all ranks"),
     ],
 )
 def test_what_has_no_operator_is_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         planning.plan(Options(**options, backend="null"))
+
+
+def test_ranks_that_share_prompts_have_all_heads_and_one_copy_of_keys() -> None:
+    place = {"target": "ascend-a3", "mesh": "tp=8", "backend": "null"}
+    shared, split = (planning.plan(Options("qwen3-32b", prefill_cp=count, **place)) for count in (8, None))
+    assert shared.model.config.variant.sliced
+    assert not split.model.config.variant.sliced
+    assert shared.rules(shared.buckets[0]).num_shards("q_heads", shared.mesh) == 1
+    assert split.rules().num_shards("q_heads", split.mesh) == 8
+    assert shared.state_bytes > 7.9 * split.state_bytes
+    # Requests are not shared: a decode step has none of the chunks that slices are of.
+    *_, decode = shared.buckets
+    assert [shared.rules(bucket).num_shards("slices", shared.mesh) for bucket in (shared.buckets[0], decode)] == [8, 1]
+    assert "--prefill-cp" in shared.arguments
+    assert "--prefill-cp" not in split.arguments
+    # As many copies as ranks need of their own, where heads are split.
+    wide = {**place, "mesh": "tp=16"}
+    assert [planning.plan(Options("qwen3-32b", prefill_cp=n, **wide)).model.config.variant.kv_repeat for n in (16, 1)] == [1, 2]
+
+
+def test_a_published_deployment_shares_prompts_as_it_says() -> None:
+    row = "dsv32-a3x32-pd-64k-1k-30ms"
+    prefill, decode = (planning.plan(Options("deepseek-v3.2", deployment=row, phase=phase)) for phase in ("prefill", "decode"))
+    assert prefill.model.config.variant.sliced
+    assert not decode.model.config.variant.sliced
+    assert dict(prefill.decided_by)["prefill-cp"] == "row"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ def test_prompts_beyond_the_context_or_the_requests_in_flight_are_left_out_or_re
     assert "no prefill of 4096 tokens: longer than the context of 1024" in plan.notes
     with pytest.raises(SpecError, match="no prefill of 4096 tokens fits max_model_len 1024; legal are sizes from 1 to 1024"):
         planned(**place, prefill=(large,))
+    with pytest.raises(SpecError, match="--prefill 520: each of --prefill-cp 8 ranks has two slices of a chunk; legal are multiples of 16"):
+        planned(**place, prefill=(PrefillSize(512), PrefillSize(520)), prefill_cp=8)
     with pytest.raises(SpecError, match="--prefill 9x64 takes 9 prompts a step, and 8 requests are in flight; legal are up to that"):
         planned(**place, prefill=(PrefillSize(64, 9),))
 

@@ -56,6 +56,12 @@ def test_a_small_bucket_has_the_form_of_the_large_one(bucket, tp, small):
     assert Form.of(case.bucket, tp, "none") == Form.of(bucket, tp, "none")
 
 
+def test_a_small_chunk_is_shared_as_the_large_one() -> None:
+    (case,) = small_buckets([entry("prefill", 1, 16_000)], 5, 1, 60, sliced=True)
+    assert (case.bucket.name, case.form.sliced) == ("prefill-b1-q320", True)
+    assert not Form.of(Bucket("decode", 4, 4), 2, "none", sliced=True).sliced
+
+
 @pytest.mark.parametrize(("experts", "more"), [(512, 0), (528, 4)])
 def test_a_small_model_has_copies_where_the_large_one_has_and_its_reference_none(experts, more):
     shrunk = small_model.shrink(manifest(params=physical(experts, 4)), 3)

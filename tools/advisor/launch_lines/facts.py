@@ -67,6 +67,11 @@ class Facts:
         return _mesh(dp, max(tp // dp, 1)) if self.has("dp_attention") else _mesh(dp, tp)
 
     @property
+    def prefill_cp(self) -> int:
+        """Ranks that share the tokens of a prompt."""
+        return self.number("prefill_cp") or (self.mesh.axis("tp") if self.has("shares_prompts") else 1)
+
+    @property
     def nodes(self) -> int:
         """Machines of the instance."""
         local, groups = self.number("dp_local") or 0, self.mesh.axis("dp")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...builder.settings.place import PREFILL_CP
 from ...builder.targets import target
 from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, rule_of
@@ -75,6 +76,25 @@ def rendezvous_port(value: Any, context: Context) -> Verdict:
     if context.facts.nodes == 1:
         return Verdict(UNNECESSARY, "the ranks of one machine need no address to meet")
     return Verdict(MAPPED, f"serve --master-addr HOST:{value}")
+
+
+@rule_of("prefill_cp", "shares_prompts")
+def prefill_cp(value: Any, context: Context) -> Verdict:
+    """Ranks that share the tokens of a prompt in attention."""
+    count, group = context.facts.prefill_cp, context.facts.mesh.axis("tp")
+    if count == 1 or not value:
+        return Verdict(UNNECESSARY, "ranks share the heads of attention")
+    if count == group:
+        return Verdict(MAPPED, context.option(PREFILL_CP.option))
+    return Verdict(REFUSED, f"{count} ranks of a group of {group} share a prompt; legal are 1 and {group}")
+
+
+@rule
+def split_of_prompts(value: Any, context: Context) -> Verdict:
+    """How ranks share a prompt."""
+    if value == "in-seq-split":
+        return Verdict(UNNECESSARY, "each rank has two slices of a chunk, one from either end")
+    return Verdict(REFUSED, f"{value} gives ranks single tokens; a chunk is shared in two slices a rank, as in-seq-split")
 
 
 @rule

@@ -19,6 +19,7 @@ from ...builder.memory import MemoryPlan
 from ...builder.planned import has_recurrent_states
 from ...builder.rank_memory import planned_memory
 from ...builder.settings.model import MAX_DRAFTS
+from ...builder.settings.place import PREFILL_CP
 from ...builder.settings.table import SETTINGS
 from ...builder.targets import Target, target
 from ...notation import NO_PICTURES, PUBLISHED_ENCODE, format_buckets, format_prefill
@@ -189,6 +190,8 @@ def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: li
         assumed.append("buckets: the line bounds no batch; those of a build by default are taken (--buckets)")
     if facts.role != "mixed":
         assumed.append("phase: no published deployment has these sizes, so the build has both; this server does one of them")
+    if facts.prefill_cp == facts.mesh.axis("tp") > 1:
+        arguments[PREFILL_CP.option] = str(facts.prefill_cp)
     if decode:
         arguments["buckets"] = format_buckets(decode[-512:])
     phase = replace(phase_of(facts), name="mixed", num_speculative_tokens=drafts, buckets=decode)

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ....graphs.sizes import Mesh
 from ....lowering.platform import CANN_RELEASES, KERNELS, OPERATOR_PACKAGES
 from .record import Setting, by_row
 
@@ -65,6 +66,20 @@ MESH = Setting(
     what=lambda value, recorded: _on_ranks(value, recorded.ranks),
     change="more ranks in tp make a step shorter, more groups in dp take more requests",
     explained=3,
+)
+PREFILL_CP = Setting(
+    "prefill-cp",
+    "Ranks of a group that share a prompt's tokens in attention, and not its heads: 1, or all of tp, each with the whole cache.  "
+    "[default: 1, or the deployment's]",
+    lambda plan: plan.mesh.axis("tp") if plan.model.config.variant.sliced else "",
+    legal=(1, None),
+    read=int,
+    extra={"metavar": "N"},
+    by=by_row,
+    recorded=lambda recorded: Mesh.parse(recorded.manifest.mesh).axis("tp") if "slices" in recorded.manifest.rules else None,
+    what=lambda value, recorded: f"{value} ranks share the tokens of a prompt in attention.",
+    change="a long prompt's attention takes less time, and each rank holds all heads and all of the cache",
+    same=("--attn-cp-size", "--prefill-context-parallel-size"),
 )
 BACKEND = Setting(
     "backend",

@@ -21,6 +21,7 @@ SETTINGS = (
     place.BACKEND,
     place.TARGET,
     place.MESH,
+    place.PREFILL_CP,
     place.DEPLOYMENT,
     place.PHASE,
     model.QUANTIZATION,
