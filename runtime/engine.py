@@ -317,7 +317,7 @@ class Engine:
             if self._ledgers:
                 self._metrics.count_pictures(self._ledgers)
             # There are none after `give_up`, which ended all requests.
-            deliveries = [(self._live[event.request_id].sink, event) for event in events if event.request_id in self._live]
+            deliveries = [(live.sink, event) for event in events if (live := self._live.get(event.request_id))]
             self._metrics.count_events([event for _, event in deliveries])
             for event in events:
                 if isinstance(event, FinishEvent):

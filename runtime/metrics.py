@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from .request import FINISH_REASONS, Event, TokenEvent
 from .scheduler.advance import GroupResults
 from .scheduler.picture_ledger import PictureLedger
 from .scheduler.scheduled_step import ScheduledRequest, ScheduledStep
-from .step_outputs import SampledTokens
 
 
 class Metrics:
@@ -59,29 +59,38 @@ class Metrics:
             self.count_decode_batch(max(len(part.rows) for part in step.groups))
         if wanted is not None:
             self.count_degraded(wanted)
+        verified: list[tuple[int, int]] = []
         for part, rows in zip(step.groups, results, strict=True):
             for row, tokens in zip(part.rows, rows, strict=True):
-                computed += self._count_row(row, tokens, continued, now_ms)
+                state = row.state
+                computed += 0 if state.decoding else row.num_tokens
+                if tokens is None:
+                    self.discarded_rows += 1
+                    continue
+                count, request = len(tokens.token_ids), state.request
+                computed += count
+                self.not_finite += tokens.not_finite
+                if tokens.num_drafts:
+                    verified.append((tokens.num_drafts, count - 1))
+                # Most rows have all of the prompt behind them.
+                if count and state.decoding and state.num_computed_tokens >= len(request.prompt):
+                    continued.append(request.id)
+                elif count:
+                    self._count_first(row, count, continued, now_ms)
+        for (drafted, accepted), times in Counter(verified).items():
+            self.count_verified(drafted, accepted, times)
         self.latencies.more_tokens(continued, now_ms)
         self.latencies.step(computed)
 
-    def _count_row(self, row: ScheduledRequest, tokens: SampledTokens | None, continued: list[str], now_ms: float) -> int:
-        """Counts what came of a row; returns the tokens that it computed, and puts a request that has further ones to the others."""
-        computed = 0 if row.state.decoding else row.num_tokens
-        if tokens is None:
-            self.discarded_rows += 1
-            return computed
-        self.not_finite += tokens.not_finite
-        if tokens.num_drafts:
-            self.count_verified(tokens.num_drafts, len(tokens.token_ids) - 1)
-        index, count = row.output_index, len(tokens.token_ids)
-        if count and index <= 0 and index + count >= min(row.request.max_tokens, 1):
-            self.prompt_tokens += len(row.request.prompt)
-            if row.request.max_tokens:
-                self.latencies.first_token(row.request, row.state.submitted_ms, now_ms)
-        elif count and index > 0:
-            continued.append(row.request.id)
-        return computed + count
+    def _count_first(self, row: ScheduledRequest, count: int, continued: list[str], now_ms: float) -> None:
+        """Counts the first token of an output, if that is among those of a row, or puts a request that has further ones to the others."""
+        index, request = row.output_index, row.request
+        if index <= 0 and index + count >= min(request.max_tokens, 1):
+            self.prompt_tokens += len(request.prompt)
+            if request.max_tokens:
+                self.latencies.first_token(request, row.state.submitted_ms, now_ms)
+        elif index > 0:
+            continued.append(request.id)
 
     def count_launch(self, step: ScheduledStep) -> None:
         """Counts a step that is launched: what is preempted, and what is known of those that are admitted for the first time."""
@@ -145,12 +154,12 @@ class Metrics:
         """Counts a step that failed."""
         self.failed_steps += 1
 
-    def count_verified(self, drafted: int, accepted: int) -> None:
-        """Counts a row of a decode step that verified `drafted` drafts and accepted the first `accepted` of them."""
-        self.verified_rows += drafted > 0
-        self.drafted_tokens += drafted
+    def count_verified(self, drafted: int, accepted: int, times: int = 1) -> None:
+        """Counts rows of a decode step that each verified `drafted` drafts and accepted the first `accepted` of them."""
+        self.verified_rows += times * (drafted > 0)
+        self.drafted_tokens += times * drafted
         for position in range(accepted):
-            self.accepted[position] += 1
+            self.accepted[position] += times
 
     def snapshot(self) -> dict[str, Any]:
         """A copy of all counters, by public name.

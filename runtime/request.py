@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -186,6 +187,11 @@ class Request:
         return 0 if self.prompt_logprobs is None else len(self.prompt) - self.prompt_logprobs_from
 
     @cached_property
+    def longest(self) -> int:
+        """Most tokens of prompt and output."""
+        return len(self.prompt) + self.max_tokens
+
+    @cached_property
     def plain(self) -> bool:
         """Whether its steps need nothing from the host but sampling parameters: no grammar, bias, penalty, minimum length or scored
         prompt. A step need not wait for the tokens of the one before it."""
@@ -218,6 +224,15 @@ class Request:
     def cannot_end(self, count: int) -> bool:
         """Whether an output of at least `count` tokens may still be too short to be ended by a token."""
         return count < self.sampling.min_tokens and bool(self.stop_token_ids)
+
+
+class DecodedRow(NamedTuple):
+    """A request's row of a decode step: the bucket, its rows of padding, drafts that were verified, and how many of them accepted."""
+
+    bucket_name: str
+    padded_rows: int
+    num_drafts: int
+    accepted: int
 
 
 class ExecutionRecord(NamedTuple):
@@ -253,30 +268,29 @@ class ExecutionRecord(NamedTuple):
     cache_write_tokens: int = 0
     encoded_pictures: int = 0
 
-    def decoded(self, bucket_name: str, padded_rows: int, num_drafts: int, accepted: int) -> ExecutionRecord:
-        """The record after one more decode step, of a bucket with so many rows of padding, which accepted the first of so many drafts."""
-        places = self.accepted_per_position
-        if accepted:
-            places = (*(count + 1 for count in places[:accepted]), *places[accepted:])
-        # As `_replace` would, in a third of the time.
-        steps, padded = _one_more(self.decode_steps, bucket_name), self.padded_rows + padded_rows
-        verified, drafted = self.verify_steps + (num_drafts > 0), self.drafted_tokens + num_drafts
-        return ExecutionRecord._make(
-            (*self[:4], steps, padded, self.preemptions, self.cached_tokens, verified, drafted, places, *self[11:])
+    def decoded(self, rows: Iterable[DecodedRow]) -> ExecutionRecord:
+        """The record after these rows of decode steps."""
+        steps, places = Counter(dict(self.decode_steps)), list(self.accepted_per_position)
+        padded, verified, drafted = self.padded_rows, self.verify_steps, self.drafted_tokens
+        for row, times in Counter(rows).items():
+            steps[row.bucket_name] += times
+            padded += times * row.padded_rows
+            verified += times * (row.num_drafts > 0)
+            drafted += times * row.num_drafts
+            for place in range(row.accepted):
+                places[place] += times
+        return self._replace(
+            decode_steps=tuple(sorted(steps.items())),
+            padded_rows=padded,
+            verify_steps=verified,
+            drafted_tokens=drafted,
+            accepted_per_position=tuple(places),
         )
 
     @property
     def acceptance_length(self) -> float | None:
         """Mean tokens of the steps in which drafts were verified; None without such steps."""
         return 1 + sum(self.accepted_per_position) / self.verify_steps if self.verify_steps else None
-
-
-def _one_more(steps: tuple[tuple[str, int], ...], bucket_name: str) -> tuple[tuple[str, int], ...]:
-    """The counts with one more step of this bucket; new buckets come last."""
-    for place, (name, count) in enumerate(steps):
-        if name == bucket_name:
-            return (*steps[:place], (name, count + 1), *steps[place + 1 :])
-    return (*steps, (bucket_name, 1))
 
 
 class Logprobs(NamedTuple):

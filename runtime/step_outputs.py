@@ -80,26 +80,28 @@ def read_finite(outputs: Sequence[Outputs], step: ScheduledStep) -> tuple[Sequen
 def _read_group(
     outputs: Outputs, bucket: Bucket, part: GroupStep, group: GroupState, max_model_len: int, vocab_size: int
 ) -> Sequence[SampledTokens | None]:
-    tokens = _array(outputs, "tokens", bucket).tolist()
+    sampled = _array(outputs, "tokens", bucket)[: len(part.rows)]
     counts = _array(outputs, "counts", bucket).tolist() if kind_of(bucket).decodes else [1] * bucket.batch
+    all_legal = bool(sampled.min() >= 0 and sampled.max() < vocab_size)
     running = {request.arrival: request for request in group.running}
     results: list[SampledTokens | None] = []
-    for i, row in enumerate(part.rows):
-        request = running.get(row.state.arrival)
+    for i, (row, own, count) in enumerate(zip(part.rows, sampled.tolist(), counts, strict=False)):
+        state = row.state
+        request = running.get(state.arrival)
         if request is None:
             results.append(None)
-        elif not row.samples:
+        elif not (state.decoding or row.samples):
             results.append(SampledTokens())
         else:
-            num_drafts = _verified(row, request, max_model_len)
-            if not 1 <= counts[i] <= num_drafts + 1:
+            # No token lies beyond the longest context.
+            num_drafts = min(row.num_tokens - 1, max_model_len - request.num_computed_tokens - 1) if state.decoding else 0
+            if not 1 <= count <= num_drafts + 1:
                 raise NpucompileError(
-                    f"the executor returned a count of {counts[i]} tokens for {request.id!r}, of which {num_drafts} drafts were "
+                    f"the executor returned a count of {count} tokens for {request.id!r}, of which {num_drafts} drafts were "
                     f"verified; legal is 1 to {num_drafts + 1}"
                 )
-            token_ids = tuple(tokens[i][: counts[i]])
-            failure = ""
-            if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            token_ids, failure = tuple(own[:count]), ""
+            if not all_legal and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
                 failures = {UNDECIDED: _why_undecided(request), NON_FINITE: NOT_FINITE}
                 end = next((place for place, token in enumerate(token_ids) if token in failures), None)
                 if end is not None:
@@ -107,15 +109,17 @@ def _read_group(
                 if not all(0 <= token < vocab_size for token in token_ids):
                     legal = f"legal is 0 to {vocab_size - 1}"
                     raise NpucompileError(f"the executor returned token ids {list(token_ids)} for {request.id!r}; {legal}")
-            if row.forced:
+            plain = state.request.plain
+            if not plain and row.forced:
                 _check_forced(row, token_ids)
-            logprobs = _logprobs(outputs, bucket, row.logprobs, i, len(token_ids))
+            most = state.request.logprobs if plain else row.logprobs
+            logprobs = () if most is None else _logprobs(outputs, bucket, most, i, len(token_ids))
             # A mask hides what is no number from the sampled token, and not from its log probability.
             unknown = next((place for place, entry in enumerate(logprobs) if not math.isfinite(entry.logprob)), None) if logprobs else None
             if unknown is not None:
                 token_ids, logprobs, failure = token_ids[:unknown], logprobs[:unknown], NOT_FINITE
-            drafts = _drafts(outputs, bucket, i) if row.state.follows_output else ()
-            results.append(SampledTokens(token_ids, num_drafts, logprobs, failure, drafts, failure == NOT_FINITE))
+            drafts = _drafts(outputs, bucket, i) if not plain and state.follows_output else ()
+            results.append(tuple.__new__(SampledTokens, (token_ids, num_drafts, logprobs, failure, drafts, failure == NOT_FINITE)))
     return tuple(results)
 
 
@@ -134,19 +138,12 @@ def _why_undecided(request: RequestState) -> str:
     )
 
 
-def _verified(row: ScheduledRequest, request: RequestState, max_model_len: int) -> int:
-    """Drafts that the row can have verified: no token lies beyond the longest context."""
-    return min(row.num_drafts, max_model_len - request.num_computed_tokens - 1)
-
-
 def _drafts(outputs: Outputs, bucket: Bucket, i: int) -> tuple[int, ...]:
     """The drafts of a row; none of graphs that do not draft."""
     return tuple(_array(outputs, "drafts", bucket)[i].tolist()) if "drafts" in outputs else ()
 
 
-def _logprobs(outputs: Outputs, bucket: Bucket, most: int | None, i: int, count: int) -> tuple[Logprobs, ...]:
-    if most is None:
-        return ()
+def _logprobs(outputs: Outputs, bucket: Bucket, most: int, i: int, count: int) -> tuple[Logprobs, ...]:
     chosen = _array(outputs, "chosen_logprobs", bucket)[i, :count].tolist()
     ids, values = (_array(outputs, name, bucket)[i, :count, :most].tolist() for name in ("top_ids", "top_logprobs"))
     return tuple(Logprobs(value, tuple(zip(*top, strict=True))) for value, *top in zip(chosen, ids, values, strict=True))

@@ -304,9 +304,10 @@ class Stepper:
         state, events = advance.commit(self.state, step, results, now_ms, took_ms)
         self._advance(state, events, lambda metrics: metrics.count_results(step, results, wanted, now_ms))
         # A prompt is parked when its last chunk is launched, and the one before it ends while that is in flight.
-        running = set().union(*(_handed_over(later) for later, *_ in self._in_flight))
-        for event in self._parked(_handed_over(step) - running):
-            self.on_parked(event)
+        if handed_over := _handed_over(step):
+            running = set().union(*(_handed_over(later) for later, *_ in self._in_flight))
+            for event in self._parked(handed_over - running):
+                self.on_parked(event)
 
     def _lost(self, step: ScheduledStep, finite: Sequence[Sequence[bool]]) -> dict[str, str]:
         """Why requests end of which a picture of an encode step came out as no numbers, by id."""
@@ -368,7 +369,7 @@ class Stepper:
 
 def _handed_over(step: ScheduledStep) -> set[int]:
     """Arrivals of the requests of handovers that a step runs."""
-    return {row.state.arrival for part in step.groups for row in part.rows if row.request.handover}
+    return {row.state.arrival for part in step.groups for row in part.rows if row.state.request.handover}
 
 
 def _received(event: ParkedEvent) -> Numbers:

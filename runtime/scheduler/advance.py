@@ -7,6 +7,7 @@ launched and requests of the step may end; results for an ended request are drop
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -14,10 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ...graphs.steps.table import kind_of
-from ..request import Event, Logprobs, TokenEvent
+from ..request import DecodedRow, Event, Logprobs, TokenEvent
 from ..step_outputs import SampledTokens
 from .request_state import Computed, RequestState
-from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep
+from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep, arrival_of
 from .state import GroupState, SchedulerState
 from .step_times import StepTimes
 from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
@@ -184,10 +185,13 @@ def commit(
     """
     groups: list[GroupState] = []
     events: list[Event] = []
-    decodes, name = kind_of(step.bucket).decodes, step.bucket.name
+    decodes, name, most = kind_of(step.bucket).decodes, step.bucket.name, state.policy.limits.max_model_len
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
-        by_arrival = {row.state.arrival: tokens for row, tokens in zip(part.rows, rows, strict=True)}
-        padding = step.shape.batch - len(part.rows)
+        if not any(rows):
+            groups.append(group)
+            continue
+        by_arrival = dict(zip(map(arrival_of, part.rows), rows, strict=True))
+        same_rows = functools.cache(functools.partial(DecodedRow, name, step.shape.batch - len(part.rows)))
         running: list[RequestState] = []
         served: dict[Key, int] = {}
         for request in group.running:
@@ -195,10 +199,10 @@ def commit(
             if tokens is None:
                 running.append(request)
                 continue
-            unfinished, row_events = _commit_row(request, tokens, name, decodes, padding, state.policy.limits.max_model_len, now_ms)
+            row = same_rows(tokens.num_drafts, len(tokens.token_ids) - 1)
+            unfinished = _commit_row(request, tokens, row, decodes, most, now_ms, events)
             if unfinished is not None:
                 running.append(unfinished)
-            events += row_events
             if group.turns is not None:
                 served[key_of(request)] = served.get(key_of(request), 0) + OUTPUT_WEIGHT * len(tokens.token_ids)
         groups.append(replace(group, running=tuple(running), turns=group.turns.charged(served) if group.turns is not None else None))
@@ -254,26 +258,23 @@ def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms
     if part.preempted:
         group = _displaced(group, [request.preempted() for request in group.running if request.id in part.preempted])
     waiting, running, turns = group.waiting, group.running, group.turns
-    by_arrival = {row.state.arrival: (row, num_scheduled + i) for i, row in enumerate(part.rows)}
+    # A row's state knows what is in the caches of a request that is admitted.
+    launched = {
+        row.state.arrival: row.state.decode_launched(row.num_pages, order, drafted)
+        if row.state.decoding
+        else row.state.prefill_launched(row.num_tokens, row.num_pages, order, now_ms, drafted)
+        for order, row in enumerate(part.rows, num_scheduled)
+    }
     count = len(part.admitted)
     if turns is None:
         waiting, running = waiting[count:], (*running, *waiting[:count])
     elif count:
         new = [row.state for row in part.rows[-count:]]
         turns = admitted(turns, waiting, new)
-        waiting = tuple(request for request in waiting if request.arrival not in by_arrival)
+        waiting = tuple(request for request in waiting if request.arrival not in launched)
         running = tuple(sorted((*running, *new), key=rank))
-
-    def launched(request: RequestState) -> RequestState:
-        row, order = by_arrival.get(request.arrival, (None, 0))
-        if row is None:
-            return request
-        if request.decoding:
-            return request.decode_launched(row.num_pages, order, drafted)
-        # That of the row knows what is in the caches of a request that is admitted.
-        return row.state.prefill_launched(row.num_tokens, row.num_pages, order, now_ms, drafted)
-
-    return replace(group, waiting=waiting, running=tuple(map(launched, running)), turns=turns)
+    running = tuple([launched.get(request.arrival, request) for request in running])
+    return replace(group, waiting=waiting, running=running, turns=turns)
 
 
 def _displaced(group: GroupState, lost: Sequence[RequestState]) -> GroupState:
@@ -293,32 +294,36 @@ def _with_reserved(group: GroupState, new: Sequence[RequestState]) -> GroupState
 
 
 def _commit_row(
-    request: RequestState, tokens: SampledTokens, bucket_name: str, decodes: bool, padding: int, max_model_len: int, now_ms: float
-) -> tuple[RequestState | None, list[Event]]:
-    """The request after its row, None if that finished it, and its events."""
-    scores = min(request.unscored, len(tokens.token_ids))
+    request: RequestState, tokens: SampledTokens, row: DecodedRow, decodes: bool, max_model_len: int, now_ms: float, events: list[Event]
+) -> RequestState | None:
+    """The request after its row, None if that finished it; its events are put to the others."""
+    scores = request.unscored and min(request.unscored, len(tokens.token_ids))
     output, reason = request.clip_output(tokens.token_ids, max_model_len)
     failure = tokens.failure if reason is None else ""
     if decodes:
-        request = request.decode_committed(bucket_name, output, len(tokens.token_ids), tokens.num_drafts, padding, tokens.drafts)
+        request = request.decode_committed(row, output, tokens.drafts)
     else:
-        request = request.prefill_committed(bucket_name, output, padding, now_ms, tokens.drafts)
+        request = request.prefill_committed(row.bucket_name, output, row.padded_rows, now_ms, tokens.drafts)
     if scores or (output and request.record.first_token_ms is None):
         request = request.scored(scores, now_ms, bool(output))
     visible = output[:-1] if reason == "stop" else output
     wanted = request.request
-    scored, logprobs = tuple[Logprobs, ...](), tuple[Logprobs, ...]()
+    scored: tuple[Logprobs, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
     if tokens.logprobs:
         scored, logprobs = _clipped(tokens.logprobs[:scores], wanted.prompt_logprobs), _clipped(tokens.logprobs[scores:], wanted.logprobs)
-    events: list[Event] = [TokenEvent(request.id, visible, logprobs[: len(visible)], scored)] if visible or scored else []
+    if visible or scored:
+        events.append(TokenEvent(wanted.id, visible, logprobs[: len(visible)], scored))
     if failure:
-        return None, [*events, request.finish_event("error", now_ms, failure)]
+        events.append(request.finish_event("error", now_ms, failure))
+        return None
     if reason is None:
-        return request, events
+        return request
     end = request.finish_event(reason, now_ms)
     if reason == "stop" and logprobs and wanted.prompt_logprobs is not None:
         end = replace(end, ended_by=(output[-1], logprobs[len(visible)]))
-    return None, [*events, end]
+    events.append(end)
+    return None
 
 
 def _clipped(logprobs: tuple[Logprobs, ...], most: int | None) -> tuple[Logprobs, ...]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..request import NO_INPUTS, SEND, ExecutionRecord, FinishEvent, HostInputs, Request
+from ..request import NO_INPUTS, SEND, DecodedRow, ExecutionRecord, FinishEvent, HostInputs, Request
 from .picture_numbers import with_numbers
 from .token_log import TokenLog
 
@@ -21,8 +21,8 @@ class RequestState(NamedTuple):
 
     Attributes:
         arrival: rank in the total order of submissions. It identifies the request: a client may reuse an id.
-        record: the execution record so far; `finish_event` adds the times that are known at the end.
-        output_token_ids: tokens sampled so far, including the one that ended the output.
+        record: the execution record so far; `finish_event` adds decode steps, and the times that are known at the end.
+        output_token_ids: tokens sampled so far, including the one that ended the output, with the rows of decode steps.
         num_computed_tokens: tokens whose keys, values and state are in the caches once the prefill steps in flight have run. While
             decoding: the position at which the oldest decode step in flight starts, or the next one where none is.
         decoding: the last prefill chunk was launched, so the device knows where the next decode step starts.
@@ -135,8 +135,8 @@ class RequestState(NamedTuple):
 
     def finishes_in_flight(self, max_model_len: int) -> bool:
         """Whether the steps in flight finish the request, however few tokens they produce; where there are none, nothing does."""
-        least = self.min_num_tokens
-        return least > self.num_tokens and (least - len(self.request.prompt) >= self.request.max_tokens or least >= max_model_len)
+        request, least = self.request, self.num_computed_tokens + 1 + self.steps_in_flight if self.decoding else self.num_tokens
+        return (least >= request.longest or least >= max_model_len) and least > self.num_tokens
 
     def preempted(self) -> RequestState:
         """The request after it lost its pages and its state; the tokens it generated remain."""
@@ -182,8 +182,8 @@ class RequestState(NamedTuple):
 
     def decode_launched(self, num_pages: int, last_scheduled: int, drafted: int) -> RequestState:
         """The request once a decode step is launched that drafts so many tokens."""
-        # As `_replace` would, in a fifth of the time: every row of every step comes here.
-        return RequestState._make((*self[:7], self.steps_in_flight + 1, num_pages, last_scheduled, drafted, *self[11:]))
+        # As `_replace` would, in a tenth of the time: every row of every step comes here.
+        return tuple.__new__(RequestState, (*self[:7], self[7] + 1, num_pages, last_scheduled, drafted, *self[11:]))
 
     def prefill_committed(
         self, bucket_name: str, output: tuple[int, ...], padded_rows: int, now_ms: float, drafts: tuple[int, ...] = ()
@@ -205,26 +205,21 @@ class RequestState(NamedTuple):
         )
         return self._replace(record=record, output_token_ids=self._extended(output), drafts=drafts)
 
-    def decode_committed(
-        self, bucket_name: str, output: tuple[int, ...], count: int, num_drafts: int, padded_rows: int, drafts: tuple[int, ...] = ()
-    ) -> RequestState:
+    def decode_committed(self, row: DecodedRow, output: tuple[int, ...], drafts: tuple[int, ...] = ()) -> RequestState:
         """The request after a decode step.
 
         Args:
+            row: of the request; its drafts that were accepted, and one token more, were sampled.
             output: sampled tokens that belong to the output.
-            count: sampled tokens; more than those of the output where the output ended before.
-            num_drafts: drafts that were verified; `count` - 1 of them were accepted.
-            padded_rows: rows of padding in the step.
             drafts: after the last of the tokens, where they are read.
         """
-        record = self.record.decoded(bucket_name, padded_rows, num_drafts, count - 1)
-        log, computed, in_flight = self._extended(output), self.num_computed_tokens + count, self.steps_in_flight - 1
-        return RequestState._make((*self[:3], record, log, computed, drafts, in_flight, *self[8:]))
+        log, computed = self._extended(output, row), self[5] + row[3] + 1
+        return tuple.__new__(RequestState, (*self[:4], log, computed, drafts, self[7] - 1, *self[8:]))
 
-    def _extended(self, output: tuple[int, ...]) -> TokenLog:
-        """The output with more tokens; a tuple would be copied at every step."""
+    def _extended(self, output: tuple[int, ...], row: DecodedRow | None = None) -> TokenLog:
+        """The output with more tokens; a tuple would be copied at every step, and a record of the steps made anew."""
         log = self.output_token_ids
-        return (log if isinstance(log, TokenLog) else TokenLog(log)).extended(output)
+        return (log if type(log) is TokenLog else TokenLog(log)).extended(output, row)
 
     def clip_output(self, sampled: tuple[int, ...], max_model_len: int) -> tuple[tuple[int, ...], str | None]:
         """Which of the tokens just sampled belong to the output.
@@ -233,16 +228,18 @@ class RequestState(NamedTuple):
             The tokens up to and including the one that ends the output, and the finish reason if there is one. Tokens that belong to
             the prompt (`unscored`) are no output.
         """
-        request, generated = self.request, len(self.output_token_ids)
-        total, unscored = len(request.prompt) + generated, self.unscored
+        request, unscored, stops = self.request, self.unscored, self.request.stop_token_ids
+        # Far from its end nothing is counted. What is computed lies one token behind what is known, at most.
+        least_end = min(request.longest, max_model_len)
+        if not unscored and self.num_computed_tokens + len(sampled) + 1 < least_end and (not stops or stops.isdisjoint(sampled)):
+            return sampled, None
+        generated = len(self.output_token_ids)
+        total = len(request.prompt) + generated
         if not request.max_tokens and len(sampled) >= unscored:
             return (), "length"
         sampled = sampled[unscored:] if unscored else sampled
-        count = len(sampled)
-        if generated + count < request.max_tokens and total + count < max_model_len and request.stop_token_ids.isdisjoint(sampled):
-            return sampled, None
         for count, token in enumerate(sampled, start=1):
-            if token in request.stop_token_ids:
+            if token in stops:
                 return sampled[:count], "stop"
             if generated + count >= request.max_tokens or total + count >= max_model_len:
                 return sampled[:count], "length"
@@ -262,10 +259,9 @@ class RequestState(NamedTuple):
 
     def finish_event(self, reason: str, now_ms: float, message: str | None = None, code: str | None = None) -> FinishEvent:
         """The last event of the request, with its execution record."""
-        record = self.record._replace(
-            queue_ms=(now_ms if self.started_ms is None else self.started_ms) - self.submitted_ms,
-            total_ms=now_ms - self.submitted_ms,
-            decode_steps=tuple(sorted(self.record.decode_steps)),
+        log = self.output_token_ids
+        record = self.record.decoded(log.rows if isinstance(log, TokenLog) else ())._replace(
+            queue_ms=(now_ms if self.started_ms is None else self.started_ms) - self.submitted_ms, total_ms=now_ms - self.submitted_ms
         )
         return FinishEvent(self.id, reason, len(self.request.prompt), len(self.output_token_ids), record, message, code=code)
 

@@ -54,8 +54,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from ...graphs.steps.decode import DECODE
@@ -76,6 +77,9 @@ from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledS
 from .state import GroupState, SchedulerState
 from .step_times import in_time
 from .turns import in_turn
+
+_last_scheduled: Callable[[RequestState], int] = attrgetter("last_scheduled")
+_plain: Callable[[RequestState], bool] = attrgetter("request.plain")
 
 
 def schedule(state: SchedulerState) -> ScheduledStep | None:
@@ -329,17 +333,20 @@ def _decode(
     allowed or would leave none of them because prompts in progress are older.
     """
     # Nobody else may write to the pages of a handover.
-    running, free, freed = [request for request in group.running if not request.parked], group.free_pages(policy.limits), 0
+    running, free, freed = group.running, group.free_pages(policy.limits), 0
     preempted: list[str] = []
     while requests:
-        requests = sorted(requests, key=lambda r: r.last_scheduled)
-        requests = [request for request, fits in zip(requests, _fits(requests, policy.limits), strict=True) if fits]
+        requests = sorted(requests, key=_last_scheduled)
+        if not all(map(_plain, requests)):
+            requests = [request for request, fits in zip(requests, _fits(requests, policy.limits), strict=True) if fits]
         bucket = choose(buckets, len(requests))
-        rows = tuple(_decode_row(policy, bucket, request) for request in requests[: bucket.batch])
-        if sum(row.num_pages - row.state.num_pages for row in rows) <= free:
+        rows, new = _decode_rows(policy, bucket, requests[: bucket.batch])
+        if new <= free:
             return bucket, GroupStep(rows, tuple(preempted))
         if not can_preempt:
             return None
+        if not preempted:
+            running = [request for request in running if not request.parked]
         victim = running.pop()
         preempted.append(victim.id)
         freed += victim.num_pages
@@ -359,6 +366,15 @@ def _fits(requests: Iterable[RequestState], limits: Limits) -> list[bool]:
     return fits
 
 
-def _decode_row(policy: Policy, bucket: Bucket, request: RequestState) -> ScheduledRequest:
-    drafts = min(policy.drafts(request), bucket.q_len - 1)
-    return ScheduledRequest(request, max(request.num_pages, policy.pages_to_decode(request)), 1 + drafts)
+def _decode_rows(policy: Policy, bucket: Bucket, requests: Iterable[RequestState]) -> tuple[tuple[ScheduledRequest, ...], int]:
+    """The rows of requests, and how many pages they lack. Most have the pages of the step before, which is found by one comparison."""
+    rows, new, page_size, Q = list[ScheduledRequest](), 0, policy.limits.page_size, policy.candidates
+    most, last = min(policy.limits.drafts, bucket.q_len - 1), 2 * Q - 1
+    for request in requests:
+        pages, wanted, drafts = request.num_pages, request.request.speculative_tokens, min(request.drafted, most)
+        if request.num_computed_tokens + request.steps_in_flight * Q + last > pages * page_size:
+            needed = max(pages, policy.pages_to_decode(request))
+            new, pages = new + needed - pages, needed
+        tokens = 1 + (drafts if wanted is None else min(drafts, wanted))
+        rows.append(tuple.__new__(ScheduledRequest, (request, pages, tokens, None, False)))
+    return tuple(rows), new

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from ...graphs.types import Bucket
@@ -84,6 +85,10 @@ class ScheduledRequest(NamedTuple):
         return self.num_tokens - 1 if self.state.decoding else 0
 
 
+arrival_of: Callable[[ScheduledRequest], int] = attrgetter("state.arrival")
+_plain: Callable[[ScheduledRequest], bool] = attrgetter("state.request.plain")
+
+
 class Reservation(NamedTuple):
     """A request that gets the pages and slots that a handover fills.
 
@@ -143,4 +148,4 @@ class ScheduledStep(NamedTuple):
     @property
     def rows_with_rules(self) -> Iterator[ScheduledRequest]:
         """The rows of requests that are not plain."""
-        return (row for part in self.groups for row in part.rows if not row.state.request.plain)
+        return (row for part in self.groups if not all(map(_plain, part.rows)) for row in part.rows if not _plain(row))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from ...graphs.types import Limits
 from .draft_widths import NOTHING, Acceptance
@@ -14,6 +15,8 @@ from .prefix_index import PrefixIndex
 from .request_state import RequestState
 from .step_times import UNMEASURED, StepTimes
 from .turns import Turns
+
+_num_pages: Callable[[RequestState], int] = attrgetter("num_pages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class GroupState:
     @property
     def used_pages(self) -> int:
         """Pages that running requests hold; one that several share counts once."""
-        return sum(request.num_pages for request in self.running) - (self.prefixes.num_shared if self.prefixes else 0)
+        return sum(map(_num_pages, self.running)) - (self.prefixes.num_shared if self.prefixes else 0)
 
     def free_pages(self, limits: Limits) -> int:
         """Pages that no running request holds, without the null page."""
@@ -73,12 +76,13 @@ class GroupState:
     def decodable(self, limits: Limits, unready: Collection[int] = ()) -> tuple[RequestState, ...]:
         """Running requests that a decode step can continue, without those of these arrivals; one that depends on its tokens only once
         these are known."""
+        most = limits.max_model_len
         return tuple(
             r
             for r in self.running
             if r.decoding
-            and r.arrival not in unready
-            and not r.finishes_in_flight(limits.max_model_len)
+            and not (unready and r.arrival in unready)
+            and not r.finishes_in_flight(most)
             and (r.request.plain or r.settled or not r.follows_output)
         )
 

@@ -9,23 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
+from ..request import DecodedRow
+
 
 class TokenLog(Sequence[int]):
-    """Token ids; equal to a tuple or another log of the same ids."""
+    """Token ids, and the rows of decode steps that sampled them; equal to a tuple or another log of the same ids."""
 
-    __slots__ = ("_items", "_length")
+    __slots__ = ("_items", "_length", "_rows", "_steps")
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._items: list[int] = list(tokens)
-        self._length = len(self._items)
+        self._rows: list[DecodedRow] = []
+        self._length, self._steps = len(self._items), 0
 
-    def extended(self, tokens: Sequence[int]) -> TokenLog:
-        """The log with these tokens behind it."""
-        log = TokenLog.__new__(TokenLog)
-        log._items = self._items if len(self._items) == self._length else self._items[: self._length]
-        log._items.extend(tokens)
-        log._length = self._length + len(tokens)
+    def extended(self, tokens: Sequence[int], row: DecodedRow | None = None) -> TokenLog:
+        """The log with these tokens behind it, and the row that sampled them where that is one of a decode step."""
+        log, items, rows = TokenLog.__new__(TokenLog), self._items, self._rows
+        if len(items) != self._length or len(rows) != self._steps:
+            items, rows = items[: self._length], rows[: self._steps]
+        items += tokens
+        if row is not None:
+            rows.append(row)
+        log._items, log._rows, log._length, log._steps = items, rows, len(items), len(rows)
         return log
+
+    @property
+    def rows(self) -> Sequence[DecodedRow]:
+        """Rows of decode steps so far."""
+        return self._rows[: self._steps]
 
     def __len__(self) -> int:
         return self._length

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npucompile.runtime.request import DecodedRow
 from npucompile.runtime.scheduler.token_log import TokenLog
 
 TOKENS = st.lists(st.integers(0, 9), max_size=5).map(tuple)
@@ -27,6 +28,16 @@ def test_every_state_stays_what_it_was(first, appends, data):
         for outside in (len(expected), -len(expected) - 1):
             with pytest.raises(IndexError):
                 log[outside]
+
+
+def test_rows_of_a_state_are_those_appended_to_it():
+    first, second = (DecodedRow("d", 0, 3, accepted) for accepted in (1, 2))
+    log = TokenLog((1,))
+    longer = log.extended((2, 3), first)
+    other = log.extended((4, 5, 6), second)
+    assert (log.rows, longer.rows, other.rows, longer.extended((7,)).rows) == ([], [first], [second], [first])
+    # A row whose tokens are none of the output is told, too.
+    assert (log.extended((), first).rows, log.rows, len(log)) == ([first], [], 1)
 
 
 def test_appending_at_the_end_shares_the_list():
