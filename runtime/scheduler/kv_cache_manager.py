@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graphs.steps.kind import SegmentSizes
@@ -10,10 +10,11 @@ from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket, Limits
 from ..adjustments import Adjustment
 from ..constraint import Bitmask
-from ..request import ParkedEvent
+from ..request import ParkedEvent, Request
 from ..rng import random_number
+from ..steps.decode_table import DecodeTable
 from ..steps.pack import Arrays, pack
-from ..steps.rows import DecodeRow, PrefillRow, SegmentRow
+from ..steps.rows import PrefillRow, SegmentRow
 from .picture_ledger import PictureLedger
 from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotPool
 from .prefix_blocks import Checkpoint
@@ -82,7 +83,7 @@ class KVCacheManager:
                 free_slot=lambda slot: self.state_slots.free_number(slot, Keeper.PREFIXES),
                 most_pages=None if most is None else most // limits.page_size,
             )
-        self._max_logprobs = max_logprobs
+        self._max_logprobs, self._decoding = max_logprobs, DecodeTable(limits, max_logprobs)
         self._shares: dict[str, Share] = {}
 
     def inputs(
@@ -105,12 +106,14 @@ class KVCacheManager:
         for request_id in step.preempted:
             self.release(request_id)
         self._admit(step)
-        if not kind_of(bucket).samples:
+        kind = kind_of(bucket)
+        if not kind.samples:
             return self._encode(bucket, step)
+        if kind.decodes:
+            return self._decode(bucket, step, masks, changes)
         # What a row starts from stays until all rows have what they write.
         read = [share.source for row in step.rows if (share := self._shares[row.request.id]).source]
-        make: Callable[[ScheduledRequest], PrefillRow | DecodeRow] = self._decode_row if kind_of(bucket).decodes else self._prefill_row
-        rows = [make(row) for row in step.rows]
+        rows = [self._prefill_row(row) for row in step.rows]
         for row in step.rows:
             share = self._shares[row.request.id]
             share.in_flight, share.last = share.in_flight + 1, None
@@ -146,10 +149,8 @@ class KVCacheManager:
                 self.prefixes.enter(request.id, match)
                 share.table.extend(block.page for block in match.blocks)
         for request, _ in reserved:
-            self._make_room(self.state_slots.group)
-            self.state_slots.allocate_group(request.id)
-            self.request_slots.allocate_group(request.id)
-            self._grow(request.id, request.num_pages)
+            self._take_slots(request.request)
+            self._grow(self._shares[request.id], request.id, request.num_pages)
 
     def parked(self, request: RequestState, group: int) -> ParkedEvent:
         """Where a handover finds what is computed of a parked request, or puts it."""
@@ -264,14 +265,19 @@ class KVCacheManager:
             self.pictures.enter([(row.request, row.start) for row in admitted])
         # Only now is what none of them needs known, and may be evicted.
         for row in admitted:
-            self._make_room(self.state_slots.group)
-            self.state_slots.allocate_group(row.request.id)
-            self.request_slots.allocate_group(row.request.id)
+            self._take_slots(row.request)
+
+    def _take_slots(self, request: Request) -> None:
+        """Gives a request its slots; its share has the pages that are known."""
+        self._make_room(self.state_slots.group)
+        own, share = self.state_slots.allocate_group(request.id), self._shares[request.id]
+        (share.slot,) = self.request_slots.allocate_group(request.id)
+        self._decoding.begin(share.slot, request, own, share.table)
 
     def _encode(self, bucket: Bucket, step: GroupStep) -> Arrays:
         """The inputs of an encode step; those that it admits get their pages."""
         for row in step.rows:
-            self._grow(row.request.id, row.num_pages)
+            self._grow(self._shares[row.request.id], row.request.id, row.num_pages)
         rows = self.pictures.launched(step.pictures) if self.pictures is not None else []
         segments = [SegmentRow(picture, own) for picture, own in zip(step.pictures, rows, strict=True)]
         return pack(bucket, segments, self.limits, segments=self._segments)
@@ -285,39 +291,49 @@ class KVCacheManager:
         return PrefillRow(
             tokens=row.token_ids,
             start=row.start,
-            pages=self._grow(request.id, row.num_pages),
+            pages=self._grow(share, request.id, row.num_pages),
             slot=share.source.slot if share.source else own,
-            request_slot=self.request_slots.owned(request.id)[0],
+            request_slot=share.slot,
             next_token=row.next_token,
             sampling=sampling,
-            uniform=_random_number(row, 0) if sampling.temperature else 0.0,
+            uniform=random_number(sampling.seed or 0, row.output_index) if sampling.temperature else 0.0,
             logprobs=row.logprobs is not None,
             start_slot=start,
             places=self.pictures.places(request, row.start, row.num_tokens) if self.pictures is not None else None,
         )
 
-    def _decode_row(self, row: ScheduledRequest) -> DecodeRow:
-        request, sampling = row.request, row.request.sampling
-        return DecodeRow(
-            request_slot=self.request_slots.owned(request.id)[0],
-            base=row.start,
-            pages=self._grow(request.id, row.num_pages),
-            slots=self.state_slots.owned(request.id),
-            drafts=row.num_drafts,
-            sampling=sampling,
-            uniforms=[_random_number(row, i) for i in range(2 * self.limits.drafts + 1)] if sampling.temperature else (),
-            logprobs=row.logprobs is not None,
-        )
+    def _decode(self, bucket: Bucket, step: GroupStep, masks: Mapping[str, Bitmask], changes: Mapping[str, Adjustment]) -> Arrays:
+        """The inputs of a decode step. A row costs what it has that was not there in the step before."""
+        slots, base, drafts, shares = list[int](), list[int](), list[int](), self._shares
+        for request, num_pages, num_tokens, _, _ in step.rows:
+            share = shares[request.request.id]
+            if num_pages > len(share.table):
+                self._grow(share, request.id, num_pages)
+            share.in_flight, share.last = share.in_flight + 1, None
+            slots.append(share.slot)
+            base.append(request.num_computed_tokens + request.steps_in_flight)
+            drafts.append(num_tokens - 1)
+        tables = {
+            name: [(i, items[row.request.id]) for i, row in enumerate(step.rows) if row.request.id in items] if items else ()
+            for name, items in (("bitmask", masks), ("adjustment", changes))
+        }
+        inputs = self._decoding.inputs(bucket, slots, base, drafts, tables)
+        for i, row in enumerate(step.rows) if "logprobs" in inputs else ():
+            if not row.state.request.plain:
+                # While tokens of the prompt are scored it may want others than behind it.
+                inputs["logprobs"][i] = row.logprobs is not None
+        return inputs
 
-    def _grow(self, request_id: str, num_pages: int) -> Sequence[int]:
+    def _grow(self, share: Share, request_id: str, num_pages: int) -> Sequence[int]:
         """The request's pages, after allocating those that it lacks of so many."""
-        table = self._shares[request_id].table
-        lacking = num_pages - len(table)
+        lacking = num_pages - len(share.table)
         if lacking > 0:
             if self.prefixes is not None and lacking > self.pages.free_count:
                 self.prefixes.evict(lacking - self.pages.free_count)
-            table.extend(self.pages.allocate(lacking, request_id))
-        return table
+            new = self.pages.allocate(lacking, request_id)
+            share.table.extend(new)
+            self._decoding.add(share.slot, new)
+        return share.table
 
     def _make_room(self, count: int) -> None:
         """Evicts checkpoints until so many state slots are free, or none is left to evict."""
@@ -354,6 +370,7 @@ class KVCacheManager:
                 # Steps in flight read the page that is freed before any other step writes to it.
                 self.pages.free_number(share.table[place], owner)
                 share.table[place] = block.page
+                self._decoding.replace(share.slot, place, block.page)
 
     def _keep_states(self, prefixes: PrefixIndex, share: Share, row: Computed) -> None:
         path = prefixes.path(row.request.id)
@@ -383,8 +400,3 @@ class KVCacheManager:
         elif path and path[-1].known and path[-1].checkpoint is None:
             self.state_slots.transfer(slot, owner, Keeper.PREFIXES)
             prefixes.attach(path[-1], prefixes.new_checkpoint(slot))
-
-
-def _random_number(row: ScheduledRequest, i: int) -> float:
-    """The number that picks the row's i-th sampled token."""
-    return random_number(row.request.sampling.seed or 0, row.output_index + i)

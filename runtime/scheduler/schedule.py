@@ -332,8 +332,7 @@ def _decode(
     """A step in one of these buckets of the least recently scheduled of the requests; None where they lack pages, and preempting is not
     allowed or would leave none of them because prompts in progress are older.
     """
-    # Nobody else may write to the pages of a handover.
-    running, free, freed = group.running, group.free_pages(policy.limits), 0
+    running, free, freed = list[RequestState](), group.free_pages(policy.limits), 0
     preempted: list[str] = []
     while requests:
         requests = sorted(requests, key=_last_scheduled)
@@ -346,7 +345,8 @@ def _decode(
         if not can_preempt:
             return None
         if not preempted:
-            running = [request for request in running if not request.parked]
+            # Nobody else may write to the pages of a handover.
+            running = [request for request in group.running if not request.parked]
         victim = running.pop()
         preempted.append(victim.id)
         freed += victim.num_pages

@@ -15,6 +15,7 @@ class Share:
 
     Attributes:
         table: its pages in order of position: those of its path in the prefix index, and then its own.
+        slot: its request slot.
         flushes: of the index when it was admitted.
         source: the state that its next chunk starts from, if that is not in its own slot.
         written: states that steps in flight write, by tokens computed.
@@ -24,6 +25,7 @@ class Share:
     """
 
     table: array[int] = field(default_factory=lambda: array("i"))
+    slot: int = 0
     flushes: int = 0
     source: Checkpoint | None = None
     written: dict[int, Checkpoint] = field(default_factory=dict)

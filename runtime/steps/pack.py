@@ -22,6 +22,7 @@ from ..constraint import Bitmask
 from .rows import ROWS, PrefillRow, Row
 
 Arrays = dict[str, npt.NDArray[Any]]
+Tables = Mapping[str, Sequence[tuple[int, Any]]]
 
 DTYPES = {torch.int32: np.int32, torch.float32: np.float32, torch.uint8: np.uint8}
 
@@ -67,13 +68,40 @@ def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: i
         if not isinstance(row, legal):
             raise SpecError(f"a {type(row).__name__} for {bucket.name}; legal is {legal.__name__}")
         check(row, bucket, limits, sizes)
-    # New zeros rather than copies of them: memory that no step writes, as of most bitmasks, is never touched.
-    arrays: Arrays = {
-        name: np.full(shape, padding, dtype) if padding else np.zeros(shape, dtype) for name, shape, dtype, padding in layout.arrays
-    }
+    arrays = _padding(layout)
     if rows:
         _fill(arrays, rows, layout)
     return arrays
+
+
+def pack_columns(
+    bucket: Bucket, columns: Mapping[str, npt.NDArray[Any]], tables: Tables, limits: Limits, *, max_logprobs: int = 0
+) -> Arrays:
+    """The same of rows that are a struct of arrays.
+
+    Args:
+        columns: by input a number of each row, or as many from the left as rows have at most; what the step does not take is left out.
+        tables: what only some rows have, by the attribute of rows: number of the row, and what it has.
+
+    Raises:
+        SpecError: when there are more rows than the bucket holds.
+    """
+    arrays, count = _padding(_layout(StepInputs(bucket, limits, max_logprobs > 0, None))), len(columns["request_slots"])
+    if count > bucket.batch:
+        raise SpecError(f"{count} {kind_of(bucket).batch} for {bucket.name}, which holds {bucket.batch}")
+    for name in columns.keys() & arrays.keys():
+        column = columns[name]
+        arrays[name][(slice(count), *map(slice, column.shape[1:]))] = column
+    for name, having in tables.items():
+        if having:
+            _TABLES[name](arrays, having)
+    return arrays
+
+
+def _padding(layout: _Layout) -> Arrays:
+    """Inputs without rows."""
+    # New zeros rather than copies of them: memory that no step writes, as of most bitmasks, is never touched.
+    return {name: np.full(shape, padding, dtype) if padding else np.zeros(shape, dtype) for name, shape, dtype, padding in layout.arrays}
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.runtime.rng import random_number, splitmix64
+from npucompile.runtime.rng import mixed, random_number, random_numbers, splitmix64
 
 
 def test_splitmix64_matches_published_outputs():
@@ -20,6 +20,13 @@ def test_exact_in_float32_and_below_one(seed, index):
     assert 0.0 <= u < 1.0
     assert float(np.float32(u)) == u
     assert u == random_number(seed, index)
+
+
+@given(st.lists(st.tuples(st.integers(), st.integers(-(2**31), 2**31)), min_size=1))
+def test_numbers_of_arrays_are_those_of_each(pairs):
+    seeds, indices = zip(*pairs, strict=True)
+    drawn = random_numbers(np.array(list(map(mixed, seeds)), np.uint64), np.array(indices, np.int64))
+    assert drawn.tolist() == [random_number(seed, index) for seed, index in pairs]
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 12345])
