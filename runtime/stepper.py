@@ -341,14 +341,14 @@ class Stepper:
 
     def _advance(self, state: SchedulerState, events: Sequence[Event], count: Count = lambda _: None) -> None:
         """Makes a new state the current one, frees what requests that ended held, and publishes it."""
-        events = [self._with_writes(event) if isinstance(event, FinishEvent) else event for event in events]
-        for event in events:
-            if isinstance(event, FinishEvent):
+        if ended := [event.request_id for event in events if isinstance(event, FinishEvent)]:
+            events = [self._with_writes(event) if isinstance(event, FinishEvent) else event for event in events]
+            for request_id in ended:
                 # Only its own group's pools hold anything of it.
                 for manager in self.cache_managers:
-                    manager.release(event.request_id)
-                self._adjuster.forget(event.request_id)
-                self.masks.forget(event.request_id)
+                    manager.release(request_id)
+                self._adjuster.forget(request_id)
+                self.masks.forget(request_id)
         self.state = state
         self._publish(state, events, count)
 

@@ -154,22 +154,27 @@ def _measured(state: SchedulerState, step: ScheduledStep, took_ms: float | None)
 
 def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults]) -> list[Sequence[Computed]]:
     """What the rows of each group have computed, before `commit` ends some of them; arguments are those of `commit`."""
-    by_group: list[Sequence[Computed]] = []
+    by_group, most = list[Sequence[Computed]](), state.policy.limits.max_model_len
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
         requests = {request.arrival: request for request in group.running}
-        pairs = [(row, tokens) for row, tokens in zip(part.rows, rows, strict=True) if tokens is not None]
-        pairs = [(row, tokens) for row, tokens in pairs if row.state.arrival in requests]
-        by_group.append([_computed_row(state, requests[row.state.arrival], row, tokens) for row, tokens in pairs])
+        by_group.append(
+            [
+                _computed_row(most, request, row, tokens)
+                for row, tokens in zip(part.rows, rows, strict=True)
+                if tokens is not None and (request := requests.get(row.state.arrival)) is not None
+            ]
+        )
     return by_group
 
 
-def _computed_row(state: SchedulerState, request: RequestState, row: ScheduledRequest, tokens: SampledTokens) -> Computed:
-    output, _ = request.clip_output(tokens.token_ids, state.policy.limits.max_model_len)
-    # Those of the prompt that the step scored are known now, as if they were output.
-    output = (*tokens.token_ids[: request.unscored], *output)
-    count = request.num_computed_tokens + len(tokens.token_ids) if row.state.decoding else row.start + row.num_tokens
+def _computed_row(max_model_len: int, request: RequestState, row: ScheduledRequest, tokens: SampledTokens) -> Computed:
+    output, _ = request.clip_output(tokens.token_ids, max_model_len)
+    if request.unscored:
+        # Those of the prompt that the step scored are known now, as if they were output.
+        output = (*tokens.token_ids[: request.unscored], *output)
     first = request.num_computed_tokens if row.state.decoding else None
-    return Computed(request, output, count, tokens.not_finite, first)
+    count = row.start + row.num_tokens if first is None else first + len(tokens.token_ids)
+    return tuple.__new__(Computed, (request, output, count, tokens.not_finite, first))
 
 
 def commit(
@@ -313,7 +318,7 @@ def _commit_row(
     if tokens.logprobs:
         scored, logprobs = _clipped(tokens.logprobs[:scores], wanted.prompt_logprobs), _clipped(tokens.logprobs[scores:], wanted.logprobs)
     if visible or scored:
-        events.append(TokenEvent(wanted.id, visible, logprobs[: len(visible)], scored))
+        events.append(tuple.__new__(TokenEvent, (wanted.id, visible, logprobs and logprobs[: len(visible)], scored)))
     if failure:
         events.append(request.finish_event("error", now_ms, failure))
         return None

@@ -181,7 +181,8 @@ class KVCacheManager:
                 self.prefixes.forget(row.request.id)
             elif share.flushes == self.prefixes.flushes:
                 self._keep_pages(self.prefixes, share, row)
-            self._keep_states(self.prefixes, share, row)
+            if share.written:
+                self._keep_states(self.prefixes, share, row)
             share.last = row if not share.in_flight and not row.not_finite else None
 
     def release(self, request_id: str) -> None:
@@ -331,8 +332,8 @@ class KVCacheManager:
             if self.prefixes is not None and lacking > self.pages.free_count:
                 self.prefixes.evict(lacking - self.pages.free_count)
             new = self.pages.allocate(lacking, request_id)
+            self._decoding.add(share.slot, len(share.table), new)
             share.table.extend(new)
-            self._decoding.add(share.slot, new)
         return share.table
 
     def _make_room(self, count: int) -> None:
@@ -357,8 +358,11 @@ class KVCacheManager:
     def _keep_pages(self, prefixes: PrefixIndex, share: Share, row: Computed) -> None:
         """Gives the pages that are full, and whose tokens are known, to the index, or takes its own where it has them already."""
         owner, page_size = row.request.id, self.limits.page_size
+        kept = len(prefixes.path(owner))
+        if row.num_computed_tokens < (kept + 1) * page_size:
+            return
         full = min(row.num_computed_tokens, row.num_tokens - prefixes.drafts) // page_size
-        for place in range(len(prefixes.path(owner)), full):
+        for place in range(kept, full):
             tokens = row.key_ids(place * page_size, page_size + 1)
             block = prefixes.extend(owner, prefixes.edge(row.request.request.cache_salt if not place else None, tokens), share.table[place])
             if block is None:

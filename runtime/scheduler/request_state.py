@@ -203,7 +203,7 @@ class RequestState(NamedTuple):
             prefill_chunks=(*record.prefill_chunks, bucket_name),
             padded_rows=record.padded_rows + padded_rows,
         )
-        return self._replace(record=record, output_token_ids=self._extended(output), drafts=drafts)
+        return self._replace(record=record, output_token_ids=self._log.extended(output), drafts=drafts)
 
     def decode_committed(self, row: DecodedRow, output: tuple[int, ...], drafts: tuple[int, ...] = ()) -> RequestState:
         """The request after a decode step.
@@ -213,13 +213,15 @@ class RequestState(NamedTuple):
             output: sampled tokens that belong to the output.
             drafts: after the last of the tokens, where they are read.
         """
-        log, computed = self._extended(output, row), self[5] + row[3] + 1
+        log, computed = self[4], self[5] + row[3] + 1
+        log = (log if type(log) is TokenLog else self._log).extended(output, row)
         return tuple.__new__(RequestState, (*self[:4], log, computed, drafts, self[7] - 1, *self[8:]))
 
-    def _extended(self, output: tuple[int, ...], row: DecodedRow | None = None) -> TokenLog:
-        """The output with more tokens; a tuple would be copied at every step, and a record of the steps made anew."""
+    @property
+    def _log(self) -> TokenLog:
+        """The output, to be extended: a tuple would be copied at every step, and a record of the steps made anew."""
         log = self.output_token_ids
-        return (log if type(log) is TokenLog else TokenLog(log)).extended(output, row)
+        return log if type(log) is TokenLog else TokenLog(log)
 
     def clip_output(self, sampled: tuple[int, ...], max_model_len: int) -> tuple[tuple[int, ...], str | None]:
         """Which of the tokens just sampled belong to the output.
@@ -230,8 +232,8 @@ class RequestState(NamedTuple):
         """
         request, unscored, stops = self.request, self.unscored, self.request.stop_token_ids
         # Far from its end nothing is counted. What is computed lies one token behind what is known, at most.
-        least_end = min(request.longest, max_model_len)
-        if not unscored and self.num_computed_tokens + len(sampled) + 1 < least_end and (not stops or stops.isdisjoint(sampled)):
+        known = self.num_computed_tokens + len(sampled) + 1
+        if known < max_model_len and known < request.longest and not unscored and (not stops or stops.isdisjoint(sampled)):
             return sampled, None
         generated = len(self.output_token_ids)
         total = len(request.prompt) + generated
@@ -259,8 +261,7 @@ class RequestState(NamedTuple):
 
     def finish_event(self, reason: str, now_ms: float, message: str | None = None, code: str | None = None) -> FinishEvent:
         """The last event of the request, with its execution record."""
-        log = self.output_token_ids
-        record = self.record.decoded(log.rows if isinstance(log, TokenLog) else ())._replace(
+        record = self.record.decoded(self._log.rows)._replace(
             queue_ms=(now_ms if self.started_ms is None else self.started_ms) - self.submitted_ms, total_ms=now_ms - self.submitted_ms
         )
         return FinishEvent(self.id, reason, len(self.request.prompt), len(self.output_token_ids), record, message, code=code)

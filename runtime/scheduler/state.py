@@ -82,7 +82,7 @@ class GroupState:
             for r in self.running
             if r.decoding
             and not (unready and r.arrival in unready)
-            and not r.finishes_in_flight(most)
+            and (r.num_computed_tokens + r.steps_in_flight + 1 < min(r.request.longest, most) or not r.finishes_in_flight(most))
             and (r.request.plain or r.settled or not r.follows_output)
         )
 

@@ -33,21 +33,21 @@ class DecodeTable:
 
     def begin(self, slot: int, request: Request, state_slots: Sequence[int], pages: Sequence[int]) -> None:
         """A request gets a request slot, with these state slots, and the pages that it has already."""
-        self._pages[slot], self._num_pages[slot] = 0, 0
-        self.add(slot, pages)
+        self._pages[slot] = 0
+        self.add(slot, 0, pages)
         columns = self._columns
         columns["state_slots_out"][slot], columns["logprobs"][slot] = state_slots, request.logprobs is not None
         for name, value in zip(_FILTERS, request.sampling.filters, strict=True):
             columns[name][slot] = value
         self._seeds[slot], self._prompts[slot] = mixed(request.sampling.seed or 0), len(request.prompt)
 
-    def add(self, slot: int, pages: Sequence[int]) -> None:
-        """The request of a slot has these pages behind those that it had."""
-        first = int(self._num_pages[slot])
-        self._num_pages[slot] = first + len(pages)
-        if self._num_pages[slot] > self._pages.shape[1]:
-            raise SpecError(f"{self._num_pages[slot]} pages for one row; the page table holds {self._pages.shape[1]}")
-        self._pages[slot, first : first + len(pages)] = pages
+    def add(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """The request of a slot has these pages behind so many that it had."""
+        count = first + len(pages)
+        if count > self._limits.pages_per_request:
+            raise SpecError(f"{count} pages for one row; the page table holds {self._limits.pages_per_request}")
+        self._num_pages[slot] = count
+        self._pages[slot, first:count] = pages
 
     def replace(self, slot: int, place: int, page: int) -> None:
         """The request of a slot has another page in this place."""

@@ -29,7 +29,7 @@ def test_inputs_are_those_of_rows(begun, width):
         request = Request("r", (1,) * data.draw(st.integers(1, 9)), 9, sampling, logprobs=1 if logprobs else None)
         state_slots, known = data.draw(st.lists(st.integers(1, 12), min_size=3, max_size=3)), data.draw(st.integers(0, len(own)))
         table.begin(slot, request, state_slots, own[:known])
-        table.add(slot, own[known:])
+        table.add(slot, known, own[known:])
         own = [*own[:-1], 7]
         table.replace(slot, len(own) - 1, 7)
         base = max(0, 4 * len(own) - DRAFTS - width) if len(own) < 4 else data.draw(st.integers(0, 15))
@@ -51,8 +51,8 @@ def test_rows_that_do_not_fit_are_refused():
     table.begin(1, Request("r", (1,), 9), (1, 2, 3), (5,))
     with pytest.raises(SpecError, match="a row ends at position 5; its 1 pages of 4 tokens end before"):
         table.inputs(Bucket("decode", 1, 3), [1], [0], [0], {})
-    table.add(1, (6, 7, 8))
+    table.add(1, 1, (6, 7, 8))
     with pytest.raises(SpecError, match="2 requests for decode-b1-q3, which holds 1"):
         table.inputs(Bucket("decode", 1, 3), [1, 1], [0, 0], [0, 0], {})
     with pytest.raises(SpecError, match="5 pages for one row; the page table holds 4"):
-        table.add(1, (9,))
+        table.add(1, 4, (9,))
