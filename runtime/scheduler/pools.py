@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-from array import array
-from collections.abc import Sequence
 
 from ...graphs.errors import NpucompileError
 
@@ -42,8 +40,6 @@ class Pool:
         self._free: list[int] = list(range(size - 1, 0, -1))
         # The keys of each are its numbers in the order in which they came.
         self._owned: dict[Owner, dict[int, None]] = {}
-        # Those that were asked for since they last changed: a request's slots are asked for at every step.
-        self._snapshots: dict[Owner, memoryview] = {}
         # Numbers that were allocated or freed since `take_unused`, and others that may hold something.
         self._recent: set[int] = set()
         self._written: set[int] = set()
@@ -62,14 +58,9 @@ class Pool:
         """All who own at least one number."""
         return frozenset(self._owned)
 
-    def owned(self, owner: Owner) -> Sequence[int]:
-        """The numbers of an owner in the order in which they came: a read-only int32 snapshot that later calls do not change."""
-        snapshot = self._snapshots.get(owner)
-        if snapshot is None:
-            snapshot = memoryview(array("i", self._owned.get(owner, ()))).toreadonly()
-            if owner in self._owned:
-                self._snapshots[owner] = snapshot
-        return snapshot
+    def owned(self, owner: Owner) -> tuple[int, ...]:
+        """The numbers of an owner in the order in which they came."""
+        return tuple(self._owned.get(owner, ()))
 
     def allocate(self, count: int, owner: Owner) -> tuple[int, ...]:
         """Allocates `count` more numbers to an owner.
@@ -85,14 +76,12 @@ class Pool:
         for number in numbers:
             self._owner[number] = owner
         self._owned.setdefault(owner, {}).update(dict.fromkeys(numbers))
-        self._snapshots.pop(owner, None)
         self._recent.update(numbers)
         return numbers
 
     def free(self, owner: Owner) -> int:
         """Frees all numbers of an owner; returns how many."""
         numbers = self._owned.pop(owner, {})
-        self._snapshots.pop(owner, None)
         for number in reversed(numbers):
             self._owner[number] = None
             self._free.append(number)
@@ -126,7 +115,6 @@ class Pool:
         self._take(number, owner)
         self._owner[number] = to
         self._owned.setdefault(to, {})[number] = None
-        self._snapshots.pop(to, None)
 
     def check(self) -> None:
         """Checks the whole record.
@@ -153,7 +141,6 @@ class Pool:
         if number not in numbers:
             raise OwnershipError(f"{self._what} {number} is given up by {owner!r}, which owns {list(numbers)}")
         del numbers[number]
-        self._snapshots.pop(owner, None)
         if not numbers:
             del self._owned[owner]
 

@@ -8,11 +8,12 @@ import threading
 import pytest
 from support import toy_device as toy
 
-from npucompile.graphs.errors import ArtifactError, RequestError, SpecError
+from npucompile.graphs.errors import ArtifactError, RequestError
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.journal import Journal
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+from npucompile.runtime.scheduler.pools import OwnershipError
 
 WAIT_S = 60
 
@@ -81,13 +82,14 @@ def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones():
     served = toy.serving()
     a = served.submit(ask("a"))
     served.engine.step()
-    served.engine.stepper.cache_managers[0].state_slots.free("a")
+    pages = served.engine.stepper.cache_managers[0].pages
+    pages.allocate(pages.free_count, "thief")
     b = served.submit(ask("b"))
-    with pytest.raises(SpecError, match="0 slots"):
+    with pytest.raises(OwnershipError, match="'b' asks for"):
         served.engine.run_forever()
     assert (a.end.reason, b.end.reason) == ("error", "error")
-    assert "SpecError" in a.end.message
-    with pytest.raises(RequestError, match="takes no new requests: SpecError") as caught:
+    assert "OwnershipError" in a.end.message
+    with pytest.raises(RequestError, match="takes no new requests: OwnershipError") as caught:
         served.engine.submit(ask("c"), toy.Collector())
     assert caught.value.code == "engine_stopped"
 

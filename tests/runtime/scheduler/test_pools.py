@@ -110,13 +110,6 @@ def test_a_negative_count_is_refused():
         PagePool(4).allocate(-1, "a")
 
 
-def test_a_snapshot_is_read_only():
-    pool = PagePool(4)
-    pool.allocate(1, "a")
-    with pytest.raises(TypeError):
-        pool.owned("a")[0] = 3
-
-
 def test_slot_groups():
     pool = StateSlotPool(8, group=3)
     first, second = pool.allocate_group("a"), pool.allocate_group("b")
