@@ -63,17 +63,20 @@ class Metrics:
         for part, rows in zip(step.groups, results, strict=True):
             for row, tokens in zip(part.rows, rows, strict=True):
                 state = row.state
-                computed += 0 if state.decoding else row.num_tokens
+                decoding = state.decoding
+                computed += 0 if decoding else row.num_tokens
                 if tokens is None:
                     self.discarded_rows += 1
                     continue
-                count, request = len(tokens.token_ids), state.request
+                token_ids, num_drafts, _, _, _, not_finite = tokens
+                count, request = len(token_ids), state.request
                 computed += count
-                self.not_finite += tokens.not_finite
-                if tokens.num_drafts:
-                    verified.append((tokens.num_drafts, count - 1))
+                if not_finite:
+                    self.not_finite += 1
+                if num_drafts:
+                    verified.append((num_drafts, count - 1))
                 # Most rows have all of the prompt behind them.
-                if count and state.decoding and state.num_computed_tokens >= len(request.prompt):
+                if count and decoding and state.num_computed_tokens >= len(request.prompt):
                     continued.append(request.id)
                 elif count:
                     self._count_first(row, count, continued, now_ms)
