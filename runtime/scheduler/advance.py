@@ -26,6 +26,9 @@ from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
 GroupResults = Sequence[SampledTokens | None]
 """Results of the rows of one dp group; None for a request that has ended (`step_outputs.read_outputs`)."""
 
+_decoded_row = functools.lru_cache(4096)(DecodedRow)
+"""Equal rows are one record: each stays in the logs of its requests up to their ends."""
+
 
 def submit(state: SchedulerState, *requests: RequestState) -> SchedulerState:
     """The state with new requests, each last in the queue of a group.
@@ -196,7 +199,7 @@ def commit(
             groups.append(group)
             continue
         by_arrival = dict(zip(map(arrival_of, part.rows), rows, strict=True))
-        same_rows = functools.cache(functools.partial(DecodedRow, name, step.shape.batch - len(part.rows)))
+        same_rows = functools.cache(functools.partial(_decoded_row, name, step.shape.batch - len(part.rows)))
         running: list[RequestState] = []
         served: dict[Key, int] = {}
         for request in group.running:
