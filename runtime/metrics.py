@@ -62,8 +62,7 @@ class Metrics:
         verified: list[tuple[int, int]] = []
         for part, rows in zip(step.groups, results, strict=True):
             for row, tokens in zip(part.rows, rows, strict=True):
-                state = row.state
-                decoding = state.decoding
+                state, decoding = row.state, row.state.decoding
                 computed += 0 if decoding else row.num_tokens
                 if tokens is None:
                     self.discarded_rows += 1
@@ -71,8 +70,7 @@ class Metrics:
                 token_ids, num_drafts, _, _, _, not_finite = tokens
                 count, request = len(token_ids), state.request
                 computed += count
-                if not_finite:
-                    self.not_finite += 1
+                self.not_finite += not_finite
                 if num_drafts:
                     verified.append((num_drafts, count - 1))
                 # Most rows have all of the prompt behind them.
