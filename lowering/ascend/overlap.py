@@ -19,7 +19,7 @@ from .cost.estimate import timed_launches
 from .cost.parameters import parameters
 from .ge_file import STREAM, GeFile, parse
 from .launches import body_of
-from .streams import DISPATCHES
+from .streams import DISPATCHES, EXCHANGE
 
 _NOTHING, _LINKS, _CORES = range(3)
 """What an operator occupies; of those that start at once, the order in which they are listed."""
@@ -65,13 +65,17 @@ def _dispatches(ops: Sequence[Any]) -> int:
     return sum(op.type in DISPATCHES for op in ops)
 
 
+def _exchanges(op: Any) -> bool:
+    return STREAM in op.attr and op.attr[STREAM].s == EXCHANGE.encode()
+
+
 def _scheduled(ops: Sequence[Any], seconds: Mapping[str, float]) -> list[Any]:
     """The operators of a body, each after those that it reads, by the time at which they start."""
     number = {op.name: i for i, op in enumerate(ops)}
     reads = [{number[name] for tensor in op.input if (name := tensor.rpartition(":")[0]) in number} for op in ops]
     # What takes time is listed behind what it reads, whose start is earlier.
     lasts = [max(seconds[op.name], _LEAST_S) if op.name in seconds else 0.0 for op in ops]
-    runs_on = [(_LINKS if STREAM in op.attr else _CORES) if op.name in seconds else _NOTHING for op in ops]
+    runs_on = [(_LINKS if _exchanges(op) else _CORES) if op.name in seconds else _NOTHING for op in ops]
     starts = start_times(reads, lasts, runs_on)
     return [ops[i] for i in sorted(range(len(ops)), key=lambda i: (starts[i], runs_on[i], i))]
 

@@ -41,7 +41,11 @@ from ..serve.pairing import Pairing
     metavar="N",
     help="Cached tokens of each request for --cost, or of the prompt for --pair.  [default: half of the longest]",
 )
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also draw --cost as nested rectangles into this file.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also draw --cost into this file: nested rectangles, and streams beside each other.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; without another option, everything but graphs.")
 @click.pass_obj
 def command(
@@ -113,7 +117,8 @@ def command(
         show([of_buckets[chosen[0]](entry) for entry in entries], as_json, one=bucket is not None)
     if html:
         pictures = {entry.bucket.name: cost.step_cost(opened, entry, context) for entry in entries}
-        html.write_text(flame.page(f"Time of a step: {opened.path.name}", pictures), encoding="utf-8")
+        timelines = {entry.bucket.name: cost.step_timeline(opened, entry, context) for entry in entries}
+        html.write_text(flame.page(f"Time of a step: {opened.path.name}", pictures, timelines), encoding="utf-8")
 
 
 def show(shown: Sequence[views.View], as_json: bool, *, one: bool) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
-from ...lowering.ascend.cost.estimate import OperatorCost, StepCost, estimate
-from ...lowering.ascend.cost.parameters import parameters, sources
+from ...lowering.ascend.acl_graph.file import AclFile
+from ...lowering.ascend.cost.estimate import Lasting, OperatorCost, StepCost, estimate, timeline
+from ...lowering.ascend.cost.parameters import Parameters, parameters, sources
 from ...lowering.ascend.cost.timing import CAUSES
+from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.shipped import shipped_graph
 from ...lowering.platform import Platform
 from ..builder.targets import target
@@ -31,6 +33,17 @@ def step_cost(artifact: Artifact, entry: GraphEntry, context: int | None = None,
     Raises:
         SpecError: the bucket has no graph for NPUs, or the context is longer than the artifact serves.
     """
+    return estimate(*_operands(artifact, entry, context, imbalance))
+
+
+def step_timeline(artifact: Artifact, entry: GraphEntry, context: int | None = None) -> tuple[Lasting, ...]:
+    """When each launch of that step runs; arguments and errors as of `step_cost`."""
+    return timeline(*_operands(artifact, entry, context, None))
+
+
+def _operands(
+    artifact: Artifact, entry: GraphEntry, context: int | None, imbalance: float | None
+) -> tuple[GeFile | AclFile, Parameters, Mesh, int, Platform]:
     manifest = artifact.manifest
     graph = shipped_graph(artifact, entry)
     if graph is None:
@@ -41,7 +54,7 @@ def step_cost(artifact: Artifact, entry: GraphEntry, context: int | None = None,
         raise SpecError(f"--context is {context}; legal is 1 to {most}, the longest request that the artifact serves")
     speeds, platform = parameters(chip_of(manifest)), Platform.of(manifest.platform)
     speeds = speeds if imbalance is None else replace(speeds, expert_imbalance=imbalance)
-    return estimate(graph, speeds, Mesh.parse(manifest.mesh), context or most // 2, platform)
+    return graph, speeds, Mesh.parse(manifest.mesh), context or most // 2, platform
 
 
 def chip_of(manifest: Manifest) -> str:

@@ -1,4 +1,5 @@
-"""A picture of where the time of a step goes: nested rectangles in one HTML file without external resources."""
+"""Pictures of where the time of a step goes: nested rectangles, and streams beside each other, in one HTML file without external
+resources."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ...lowering.ascend.cost.estimate import OperatorCost, StepCost
+from ...lowering.ascend.cost.estimate import Lasting, OperatorCost, StepCost
 from ...lowering.ascend.cost.timing import CAUSES
+from ...lowering.ascend.launches import kind_of
 
 _HEIGHT = 28
 """Pixels of a row."""
@@ -41,9 +43,13 @@ class Box:
         return 1 + max((box.depth for box in self.inside), default=0)
 
 
-def page(title: str, steps: Mapping[str, StepCost]) -> str:
-    """The HTML of the steps of several buckets, one picture below the other."""
-    body = "\n".join(_picture(boxes(bucket, cost)) for bucket, cost in steps.items())
+def page(title: str, steps: Mapping[str, StepCost], timelines: Mapping[str, Sequence[Lasting]] | None = None) -> str:
+    """The HTML of the steps of several buckets, one picture below the other.
+
+    Args:
+        timelines: of buckets; below a step whose launches are on several streams one body of each kind that has some is drawn.
+    """
+    body = "\n".join(_picture(boxes(bucket, cost)) + streams((timelines or {}).get(bucket, ())) for bucket, cost in steps.items())
     legend = " ".join(f'<span class="{cause}">{cause}</span>' for cause in CAUSES)
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
@@ -59,6 +65,44 @@ def boxes(bucket: str, cost: StepCost) -> Box:
         kinds.append(Box("waiting", cost.parts_ms["waiting"], "nothing runs", "waiting"))
     note = f"{cost.launches:,} launches, {cost.hbm_bytes / 1e9:.2f} GB of HBM, {cost.context} cached tokens, {cost.chip}"
     return Box(bucket, cost.step_ms, note, "", _sorted(kinds))
+
+
+def streams(launches: Sequence[Lasting]) -> str:
+    """Of each kind of body with launches on several streams the one in the middle of the step, a row a stream."""
+    bodies: dict[str, list[Lasting]] = {}
+    for launch in launches:
+        bodies.setdefault(launch.body, []).append(launch)
+    kinds: dict[str, list[list[Lasting]]] = {}
+    for body, own in bodies.items():
+        if len({launch.stream for launch in own}) > 1:
+            kinds.setdefault(kind_of(body), []).append(own)
+    return "".join(_lanes(kind, each[len(each) // 2]) for kind, each in kinds.items())
+
+
+def _lanes(kind: str, launches: Sequence[Lasting]) -> str:
+    begin, end = min(launch.start_ms for launch in launches), max(launch.end_ms for launch in launches)
+    share = 100 / (end - begin)
+    rows = {label: row for row, label in enumerate(sorted({launch.stream for launch in launches}))}
+    drawn = "\n".join(
+        _rectangle(
+            launch.cause,
+            f"left:{share * (launch.start_ms - begin):.4f}%;width:{share * (launch.end_ms - launch.start_ms):.4f}%",
+            rows[launch.stream],
+            f"{launch.type} on {launch.stream or 'main'}: {launch.start_ms - begin:.3f} to {launch.end_ms - begin:.3f} ms",
+            launch.type,
+        )
+        for launch in launches
+    )
+    names = ", ".join(label or "main" for label in rows)
+    return (
+        f"\n<p>One {escape(kind)}, {end - begin:.3f} ms, on streams {escape(names)}:</p>\n"
+        f'<div class="flame" style="height:{len(rows) * _HEIGHT}px">\n{drawn}\n</div>'
+    )
+
+
+def _rectangle(cause: str, place: str, row: int, title: str, text: str) -> str:
+    kind = f' class="{cause}"' if cause else ""
+    return f'<div{kind} style="{place};top:{row * _HEIGHT}px" title="{escape(title)}">{escape(text)}</div>'
 
 
 def _kind(kind: str, bodies: int, operators: Sequence[OperatorCost]) -> Box:
@@ -86,9 +130,8 @@ def _picture(root: Box) -> str:
 def _rectangles(box: Box, left_ms: float, row: int, step_ms: float) -> Iterator[str]:
     share = box.ms / step_ms if step_ms else 0.0
     text = f"{box.name}: {box.ms:.3f} ms, {share:.1%} of the step" + (f"\n{box.note}" if box.note else "")
-    place = f"left:{100 * left_ms / step_ms if step_ms else 0:.4f}%;width:{100 * share:.4f}%;top:{row * _HEIGHT}px"
-    kind = f' class="{box.cause}"' if box.cause else ""
-    yield f'<div{kind} style="{place}" title="{escape(text)}">{escape(box.name)} {box.ms:.2f}</div>'
+    place = f"left:{100 * left_ms / step_ms if step_ms else 0:.4f}%;width:{100 * share:.4f}%"
+    yield _rectangle(box.cause, place, row, text, f"{box.name} {box.ms:.2f}")
     for part in box.inside:
         yield from _rectangles(part, left_ms, row + 1, step_ms)
         left_ms += part.ms

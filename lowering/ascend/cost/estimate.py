@@ -19,7 +19,7 @@ from ..operators.node import Node
 from ..operators.table import IN_PLACE, VIEWS
 from ..operators.work import Facts, Rows, Work
 from .parameters import Parameters
-from .schedule import Task, schedule, total
+from .schedule import Task, intervals, schedule, total
 from .timing import CAUSES, Duration, Topology, duration
 from .work import routed_rows, works_of
 
@@ -146,6 +146,34 @@ def estimate(graph: GeFile | AclFile, speeds: Parameters, mesh: Mesh, context: i
     """
     timed = timed_launches(graph, speeds, mesh, context, platform)
     return _step(timed, speeds)
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """When a launch of a step runs.
+
+    Attributes:
+        body: that it belongs to.
+        stream: its label; "" is the graph's own.
+        cause: what bounds it, one of `CAUSES`.
+    """
+
+    body: str
+    type: str
+    stream: str
+    start_ms: float
+    end_ms: float
+    cause: str
+
+
+def timeline(graph: GeFile | AclFile, speeds: Parameters, mesh: Mesh, context: int, platform: Platform) -> tuple[Lasting, ...]:
+    """The launches of one step, or their stages, as they begin; arguments and errors as of `estimate`."""
+    timed = timed_launches(graph, speeds, mesh, context, platform)
+    nodes = [node for node, stages in zip(timed.started, timed.works, strict=True) for _ in stages]
+    return tuple(
+        Lasting(body_of(nodes[i].name), nodes[i].type, nodes[i].stream, start * _MS, end * _MS, timed.tasks[i].duration.cause)
+        for start, end, i in intervals(timed.tasks)
+    )
 
 
 @dataclass(frozen=True)

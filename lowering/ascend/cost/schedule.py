@@ -54,7 +54,7 @@ def schedule(tasks: Sequence[Task], contention: float = 1.0) -> Timeline:
     """
     kernels: list[_Interval] = []
     messages: list[_Interval] = []
-    for interval in _intervals(tasks, contention):
+    for interval in intervals(tasks, contention):
         (messages if tasks[interval[2]].duration.cause == "collectives" else kernels).append(interval)
     exposed: list[dict[str, float]] = [{} for _ in tasks]
     for start, end, number in kernels:
@@ -69,8 +69,10 @@ def schedule(tasks: Sequence[Task], contention: float = 1.0) -> Timeline:
     return Timeline(step, tuple(exposed), waiting if waiting > _ROUNDING * step else 0.0)
 
 
-def _intervals(tasks: Sequence[Task], contention: float) -> list[_Interval]:
-    """Runs, of the next tasks of all streams, the one that can start first; of equal ones that of the graph's own stream.
+def intervals(tasks: Sequence[Task], contention: float = 1.0) -> list[_Interval]:
+    """Start, end and number of each task, as they begin.
+
+    Runs, of the next tasks of all streams, the one that can start first; of equal ones that of the graph's own stream.
 
     Which of two streams gets the cores is not documented; streams of their own are for what may wait.
     """

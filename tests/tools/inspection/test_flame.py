@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from npucompile.lowering.ascend.cost.estimate import OperatorCost, StepCost
+from npucompile.lowering.ascend.cost.estimate import Lasting, OperatorCost, StepCost
 from npucompile.tools.inspection import flame
 
 OPERATORS = (
@@ -72,6 +72,26 @@ def test_parts_lie_below_their_whole_and_do_not_overlap(rectangles):
     tops = sorted(rows)
     for above, below in itertools.pairwise(tops):
         assert all(any(a <= left and right <= b + 1e-6 for a, b in rows[above]) for left, right in rows[below])
+
+
+def test_streams_of_one_body_of_each_kind_are_drawn_beside_each_other() -> None:
+    launches = [
+        Lasting(f"layer{i:02}_moe", kind, stream, 10 * i + start, 10 * i + end, cause)
+        for i in range(3)
+        for kind, stream, start, end, cause in (
+            *(("MatMul", "", 0.0, 4.0, "matrix"), ("Dispatch", "exchange", 1.0, 3.0, "collectives")),
+            ("MatMul", "", 4.0, 8.0, "matrix"),
+        )
+    ]
+    parser = Rectangles()
+    parser.feed("<html>" + flame.streams([*launches, Lasting("layer03_dense", "MatMul", "", 30.0, 31.0, "matrix")]) + "</html>")
+    assert [(text, left, width, top) for text, _, left, width, top in parser.found] == [
+        ("MatMul", 0, 50, 0),
+        ("Dispatch", 12.5, 25, 28),
+        ("MatMul", 50, 50, 0),
+    ]
+    assert parser.found[1][1] == "Dispatch on exchange: 1.000 to 3.000 ms"
+    assert flame.streams(launches[:1]) == ""
 
 
 def test_the_page_stands_alone_in_light_and_dark():

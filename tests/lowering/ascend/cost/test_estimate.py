@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.ascend.acl_graph import inspect_acl
 from npucompile.lowering.ascend.acl_graph.file import AclFile, graph_of
 from npucompile.lowering.ascend.acl_graph.make import acl_file
-from npucompile.lowering.ascend.cost.estimate import StepCost, estimate
+from npucompile.lowering.ascend.cost.estimate import StepCost, estimate, timeline
 from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.ascend.cost.timing import CAUSES
 from npucompile.lowering.ascend.ge_file import GeFile, parse
@@ -73,6 +74,13 @@ def test_parts_add_up(graph):
     assert step.floor_ms < step.step_ms
     shown = step.as_dict()
     assert sum(kind["launches"] for kind in shown["kinds"].values()) == shown["launches"]
+
+
+def test_launches_run_as_long_as_the_step_and_one_kernel_at_a_time(graph):
+    began = timeline(graph(2), A3, MESH, 16, STOCK)
+    assert max(launch.end_ms for launch in began) == pytest.approx(cost(graph(2)).step_ms)
+    kernels = [launch for launch in began if launch.cause != "collectives"]
+    assert all(before.end_ms <= after.start_ms + 1e-9 for before, after in itertools.pairwise(kernels))
 
 
 def test_a_larger_batch_and_a_longer_context_take_longer(graph):
