@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -215,5 +214,5 @@ def _thread_s(name: str) -> float:
 
 
 def _process_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    # Of clock_getcpuclockid(3), which Python lacks. Ticks of /proc/PID/stat are longer than what a door takes for a few steps.
+    return time.clock_gettime((~pid << 3) | 2)
