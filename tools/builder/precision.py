@@ -105,7 +105,8 @@ def sliced_over(plan: Plan) -> int:
     row = deployments.deployment(plan.deployment).phases[plan.phase] if plan.deployment else None
     asked = plan.options.prefill_cp or (group if row and row.context_parallel else 1)
     if asked not in (1, group):
-        raise SpecError(f"--prefill-cp {asked} with mesh {plan.mesh}; legal are 1 and {group}, all ranks of a group")
+        legal = f"are 1 and {group}, all ranks of a group" if group > 1 else "is 1: no ranks share a prompt"
+        raise SpecError(f"--prefill-cp {asked} with mesh {plan.mesh}; legal {legal}")
     return asked
 
 
