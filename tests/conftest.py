@@ -16,6 +16,8 @@ import pytest
 
 # Set before torch is imported, which fails where torch_npu is installed without CANN (npucompile's __init__.py does the same).
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+# Containers often set it, and without `make` nobody unsets it: every process that a test starts would compile all of torch, for 2 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch
 from support import examples, ranks, servers, tiny
@@ -140,7 +142,7 @@ def own_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
 def face_home(monkeypatch: pytest.MonkeyPatch) -> Path:
     """$NPUCOMPILE_HOME of functions that are compiled; its cache of kernels and stub libraries is kept for later runs."""
     home = Path(tempfile.gettempdir()) / f"npuc-face-{os.getuid()}"
-    (home / "cache").mkdir(parents=True, exist_ok=True)
+    native_kernels.keep_native(home / "cache")
     monkeypatch.setenv("NPUCOMPILE_HOME", str(home))
     return home
 

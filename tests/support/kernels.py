@@ -51,6 +51,20 @@ def library(architecture: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
+def keep_native(cache_dir: Path) -> Path:
+    """Has a cache of the compiler share what `native` compiles with other workers and later runs: all of it goes by its sources.
+
+    What inductor compiles stays in the cache itself, so that each run compiles it.
+    """
+    made_by = hashlib.sha256(Path(native.__file__).read_bytes()).hexdigest()[:16]
+    kept = Path(tempfile.gettempdir()) / f"npuc-native-{os.getuid()}-{made_by}"
+    kept.mkdir(exist_ok=True)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    if not (cache_dir / "native").exists():
+        (cache_dir / "native").symlink_to(kept)
+    return cache_dir
+
+
 @contextmanager
 def compiled_for(architecture: str) -> Iterator[None]:
     """Inside, kernels are called in their version for an architecture of LEVELS."""

@@ -56,6 +56,15 @@ def transfer_engine() -> None:
         _missing("Mooncake's transfer engine needs libibverbs: apt-get install libibverbs1", "libibverbs1")
 
 
+def has_transfer_engine() -> bool:
+    """Whether it can be imported, for a test that judges more than what it does."""
+    try:
+        transfer_engine()
+    except pytest.skip.Exception:
+        return False
+    return True
+
+
 def network_namespaces() -> None:
     """Skips the test where this process cannot make network namespaces."""
     lacking = [name for name in ("ip", "unshare", "hostname") if shutil.which(name) is None]

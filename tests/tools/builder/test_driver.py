@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import kernels, tiny
 
 from npucompile.graphs.errors import ArtifactError, CheckpointError, ConfigError, LoweringError, ModelError, VerifyError
 from npucompile.lowering.artifact.artifact import MANIFEST, Artifact, ArtifactWriter
@@ -255,6 +255,7 @@ def test_a_build_is_proved_with_avx_512_hidden(tmp_path, tiny_checkpoint, drafts
     """In the dtype that a CPU without AVX-512 gets, and in float32, with one decode graph and one of prefill."""
     # Kept for later runs, as the kernels of tests/support are: what is compiled goes by its sources, and is proved each time.
     home = Path(tempfile.gettempdir()) / f"npuc-avx2-{os.getuid()}-{drafts}"
+    kernels.keep_native(home / "cache")
     out, environment = tmp_path / "out", {**os.environ, "NPUCOMPILE_ISA": "avx2", "NPUCOMPILE_HOME": str(home)}
     options = ["--buckets", "1,2" if drafts else "2", "--prefill", "16", "--max-model-len", "64", "--speculative-tokens", str(drafts)]
     options += ["--dtype", dtype]

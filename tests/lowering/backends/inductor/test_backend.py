@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import kernels as native_kernels
 from support import oracle
 from support.once import made_once
 from torch.fx import GraphModule
@@ -156,7 +157,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         # For two small graphs, precompiling headers costs more than it saves.
         patch.setattr(aoti.shutil, "which", lambda name: None)
-        yield tmp_path_factory.mktemp("cache")
+        yield native_kernels.keep_native(tmp_path_factory.mktemp("cache"))
 
 
 def compile_graph(graph: GraphModule, cache_dir: Path, threads: int) -> bytes:
@@ -240,6 +241,7 @@ def test_compiling_again_gives_the_same_bytes(package: Path, cache_dir: Path, tm
 def test_no_path_of_this_machine_is_in_a_package(package: Path, cache_dir: Path) -> None:
     data = package.read_bytes()
     assert str(cache_dir).encode() not in data
+    assert str((cache_dir / "native").resolve()).encode() not in data
     assert sys.prefix.encode() not in data
 
 

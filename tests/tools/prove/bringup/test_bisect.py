@@ -17,9 +17,10 @@ from npucompile.tools.prove.bringup.bisect import FAILS, PASSES, Trial, advice, 
 from npucompile.tools.ranks.environment import EXPANSION_MODE
 
 
-def tried(artifact, condition, bucket, **environment):
+def tried(artifact, condition, bucket, off=(), **environment):
     opens = Opens(functools.partial(faulty.wrong_where, condition))
     bringup = faulty.ladder(artifact, opens)
+    bringup.settings = replace(bringup.settings, off=frozenset(off))
     bringup.environment = {**bringup.environment, **environment}
     return list(bisect(bringup, bucket))
 
@@ -28,18 +29,22 @@ def outcomes(trials):
     return {trial.off: trial.outcome for trial in trials}
 
 
-def test_weights_that_are_wrong_in_nz_alone(small_artifact):
-    trials = tried(small_artifact, faulty.in_nz, "decode-b1-q2")
+@pytest.mark.parametrize("off", [(RUN_AHEAD, KERNELS), ()], ids=["others are off", "none is off"])
+@pytest.mark.short_cases("others are off")
+def test_weights_that_are_wrong_in_nz_alone(small_artifact, off):
+    """Each switch that may help costs the start of two processes."""
+    trials = tried(small_artifact, faulty.in_nz, "decode-b1-q2", off)
     assert outcomes(trials) == {
         "": FAILS,
         NZ: PASSES,
         AIV: f"{EXPANSION_MODE} is not set",
-        RUN_AHEAD: FAILS,
+        RUN_AHEAD: "off already" if off else FAILS,
         BUCKETS: "there are no others",
         CAPTURE: "GE captures nothing",
-        KERNELS: FAILS,
+        KERNELS: "off already" if off else FAILS,
     }
     assert {trial.rung for trial in trials} == {"buckets"}
+    assert [trial.off for trial in trials if trial.seconds] == ["", NZ, *([] if off else (RUN_AHEAD, KERNELS))]
     assert "decode-b1-q2: row 0 of group 0 has tokens" in trials[0].line
     (said,) = advice(small_artifact, "decode-b1-q2", trials)
     assert said.startswith(f"without nz nothing fails: {SWITCHES[NZ]}. npucompile serve {small_artifact.path} --off nz")
