@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -46,6 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     examples.scale_all(items)
     examples.mark_long_cases(items)
+
+
+def pytest_collection_finish() -> None:
+    # Modules and tests stay to the end: each collection of garbage that looked through all of them would take a second or two.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

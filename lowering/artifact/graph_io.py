@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx._lazy_graph_module import _make_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ...graphs.errors import LoweringError
 
@@ -92,7 +92,7 @@ def decode(data: bytes, find: Callable[[str], Callable[..., Any]] | None = None)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:
         raise LoweringError(f"node {len(decoded)} of a serialised graph cannot be read: {error}") from error
     # Its code is written when somebody calls it; most readers walk its nodes.
-    return _make_graph_module(torch.nn.Module(), graph)
+    return _LazyGraphModule(torch.nn.Module(), graph)
 
 
 def target_name(target: Any) -> str:

@@ -11,12 +11,20 @@ import pytest
 from support import tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.tools.builder import answers
+from npucompile.tools.builder import answers, pool
 from npucompile.tools.builder.explanation import explanation
 from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.builder.rank_memory import partitioned_memory
 from npucompile.tools.commands import build
 from npucompile.tools.inspection.cost import step_cost
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are priced again, or built, are not lowered again."""
+    for module in (answers, pool):
+        monkeypatch.setattr(module, "run", tiny.compile_once)
+
 
 ROW = "qwen35-397b-a3x8-in3k5-out1k5-50ms"
 
@@ -118,28 +126,43 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", **tiny.NPU_SIZES)
 
 
-@pytest.mark.parametrize(("most", "counts"), [(10.0, (20, 8)), (0.0, (0, 0))])
-def test_answers_are_taken_where_they_are_cheap(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, most: float, counts: tuple[int, int]
-) -> None:
+def test_answers_are_taken_where_they_are_cheap(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figure is that of `inspect --cost` of two artifacts, with the answer and without it."""
-    monkeypatch.setattr(answers, "MOST_SHARE", most)
-    options = Options(str(checkpoint), target="ascend-a3", mesh="tp=2", buckets=(1, 2), prefill=(tiny.PrefillSize(16),), max_model_len=256)
-    made = answers.answer(plan(options), tmp_path / "cache")
-    assert (made.max_logprobs, made.limits.logit_adjustments) == counts
-    costs = {}
-    for count in (0, 20):
-        out = tmp_path / str(count)
-        tiny.built(plan(replace(made.options, max_logprobs=count, logit_adjustments=0)), out)
-        artifact = Artifact.open(out)
-        costs[count] = step_cost(artifact, next(entry for entry in artifact.manifest.graphs if entry.bucket.name == "decode-b2-q4")).step_ms
-    reason = dict(made.reasons)["max-logprobs"]
-    assert f" {costs[20] / costs[0] - 1:.2%} of the {costs[0]:.1f} ms of decode-b2-q4" in reason
-    assert ("would cost" in reason) is (most == 0.0)
+    options = Options(str(checkpoint), target="ascend-a3", mesh="tp=2", buckets=(2,), prefill=(tiny.PrefillSize(16),), max_model_len=256)
+    costs: dict[int, float] = {}
+    for most, counts in ((10.0, (20, 8)), (0.0, (0, 0))):
+        monkeypatch.setattr(answers, "MOST_SHARE", most)
+        made = answers.answer(plan(options), tmp_path / "cache")
+        assert (made.max_logprobs, made.limits.logit_adjustments) == counts
+        without = replace(made.options, max_logprobs=0, logit_adjustments=0)
+        for count in {0, 20} - costs.keys():
+            tiny.built(plan(replace(without, max_logprobs=count)), tmp_path / str(count))
+            artifact = Artifact.open(tmp_path / str(count))
+            (entry,) = (entry for entry in artifact.manifest.graphs if entry.bucket.name == "decode-b2-q4")
+            costs[count], built = step_cost(artifact, entry).step_ms, without
+        assert without == built
+        reason = dict(made.reasons)["max-logprobs"]
+        assert f" {costs[20] / costs[0] - 1:.2%} of the {costs[0]:.1f} ms of decode-b2-q4" in reason
+        assert ("would cost" in reason) is (most == 0.0)
 
 
 def test_a_build_says_what_it_chose_and_explain_says_why(tmp_path: Path, checkpoint: Path) -> None:
-    words = ["build", checkpoint, "--target", "ascend-a3", "--mesh", "tp=2", "--buckets", "1", "--prefill", "16", "--precompile", "none"]
+    words = [
+        "build",
+        checkpoint,
+        "--target",
+        "ascend-a3",
+        "--mesh",
+        "tp=2",
+        "--buckets",
+        "1",
+        "--prefill",
+        "16",
+        "--precompile",
+        "none",
+        "--jobs",
+        "1",
+    ]
     result = tiny.cli(tmp_path, *words, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     manifest = Artifact.open(tmp_path / "out").manifest

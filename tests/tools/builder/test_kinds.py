@@ -36,6 +36,7 @@ def parts(kinds: Kinds, plan: Plan, *buckets: Bucket) -> list[Any]:
     return [kinds.parts(stage(plan, bucket).lowered) for bucket in buckets]
 
 
+@pytest.mark.short_cases("bfloat16")
 def test_buckets_of_a_kind_have_the_same_parts(plan: Plan) -> None:
     said = Said()
     kinds = Kinds(plan, said)
@@ -50,6 +51,7 @@ def test_buckets_of_a_kind_have_the_same_parts(plan: Plan) -> None:
     assert said.lines == []
 
 
+@pytest.mark.short_cases("bfloat16")
 def test_a_graph_that_is_another_is_compiled_for_itself(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     said = Said()
     kinds, lowered = Kinds(plan, said), stage(plan, plan.buckets[-1]).lowered

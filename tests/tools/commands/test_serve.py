@@ -291,6 +291,7 @@ def test_ranks_are_served_and_one_that_is_killed_within_a_stream_ends_all(server
     assert sharded_server.ended() == (1, f"Error: {died}\n")
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all(server, sharded):
     sharded_server = server(sharded("tp=2"))
     os.kill(sharded_server.others[0], signal.SIGKILL)

@@ -95,6 +95,7 @@ def test_every_check_is_named_with_its_measurements(prove):
     ],
     ids=["none", "wrong", "another"],
 )
+@pytest.mark.short_cases("wrong", "another")
 def test_a_wrong_way_to_accept_is_found(prove, monkeypatch, name, change, difference):
     lowered_otherwise(monkeypatch, name, change)
     with pytest.raises(VerifyError, match=rf"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): {difference}"):
@@ -113,6 +114,7 @@ def test_drafts_of_another_part_of_the_vocabulary_are_found(prove, monkeypatch):
     [("gated_rms_norm", torch.neg), ("paged_attention", lambda out: out * 1.05), ("delta_gates", lambda out: (out[0] * 1.2, out[1]))],
     ids=["sign", "scale", "decay"],
 )
+@pytest.mark.short_cases("decay")
 def test_a_wrong_lowering_is_found(prove, monkeypatch, name, change):
     lowered_otherwise(monkeypatch, name, change)
     with pytest.raises(VerifyError, match=r"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): logits differ"):

@@ -22,11 +22,11 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.server.client import Client
 from npucompile.server.pictures.limits import MediaLimits
-from npucompile.server.run import Serving
+from npucompile.server.run import Serving, serving
 from npucompile.tools.serve.api_settings import ApiSettings
 from npucompile.tools.serve.door import DoorSettings
 from npucompile.tools.serve.door_process import DoorProcess
-from npucompile.tools.serve.serving import StartedEngine, start_engine
+from npucompile.tools.serve.serving import StartedEngine, start_engine, start_service
 
 SETTINGS = DoorSettings("127.0.0.1", Serving(), ApiSettings(), MediaLimits())
 PROMPT = "In the beginning"
@@ -65,11 +65,12 @@ async def tokens_of(url: str, count: int) -> tuple[int, ...]:
 
 
 def test_it_answers_as_one_process_does_and_both_end_by_one_signal(server: Server, artifact: Path) -> None:
-    alone = Server(artifact, "--no-build")
+    alone = start_service(Artifact.open(artifact), lambda: CpuExecutor(Artifact.open(artifact)))
     try:
-        expected = asyncio.run(tokens_of(alone.url, 12))
+        with serving(alone.service) as url:
+            expected = asyncio.run(tokens_of(url, 12))
     finally:
-        alone.close()
+        alone.engine.stop(drain=False)
     assert asyncio.run(tokens_of(server.url, 12)) == expected
     shaped = post(
         server.http, "/v1/completions", model="qwen3.5-tiny", prompt=PROMPT, max_tokens=8, structured_outputs={"choice": ["yes", "no"]}

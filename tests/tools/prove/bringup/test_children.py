@@ -1,4 +1,4 @@
-"""tools/prove/bringup/children.py: what ends a process is the finding of its case; one that never comes to a case is tried twice."""
+"""tools/prove/bringup/children.py: what ends a process is the finding of its case. test_rungs.py has a device that does not open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from support import faulty
 from support.faulty import Ends
 
 from npucompile.lowering.ascend.emulator.device import VERSION
-from npucompile.lowering.device import open_device
 from npucompile.tools.prove.bringup.child import Cases
 from npucompile.tools.prove.bringup.children import Children
 from npucompile.tools.ranks.rank_settings import RankSettings
@@ -22,9 +21,9 @@ LIMIT_S, SILENT_S = 60.0, 3.0
 def run(small_artifact, tmp_path):
     made = []
 
-    def judged(cases, opens=open_device):
+    def judged(cases):
         found = []
-        settings = RankSettings(device="emulated", open_device=opens)
+        settings = RankSettings(device="emulated")
 
         def add(finding):
             found.append(finding)
@@ -53,9 +52,3 @@ def test_each_way_to_end_is_the_finding_of_its_case_and_the_next_process_goes_on
     assert codes == ["silent", "SIGABRT", "EZ9999"]
     assert SILENT_S <= found[1].seconds < LIMIT_S
     assert [len(finding.timings) for finding in found] == [1, 0, 0, 0, 1]
-
-
-def test_a_device_that_does_not_open_is_tried_twice(run):
-    done, (finding,), version = run([Ends("a"), Ends("b")], faulty.refuses_to_open)
-    assert (done, version, finding.failures[0].assumption) == (False, "", "device")
-    assert "the device is not there" in finding.failures[0].message

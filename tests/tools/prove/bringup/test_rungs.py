@@ -97,8 +97,9 @@ def test_a_variable_that_is_not_set_fails_the_environment(small_artifact):
 def test_a_device_that_cannot_be_opened_is_said_once(small_artifact):
     bringup = faulty.ladder(small_artifact, faulty.refuses_to_open)
     (result,) = bringup.run()
-    assert (result.name, bringup.passed) == ("environment", False)
-    assert "the device is not there" in result.failures[0].message
+    (failure,) = result.failures
+    assert (result.name, bringup.passed, failure.assumption) == ("environment", False, "device")
+    assert "the device is not there" in failure.message
 
 
 # --- what ends a process with a device ---
