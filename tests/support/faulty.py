@@ -1,4 +1,7 @@
-"""A device that computes something wrong: an emulated one whose executables are changed on their way."""
+"""A device that computes something wrong: an emulated one whose executables are changed on their way.
+
+Processes that have one import this file, which therefore imports no more than the device.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from support import tiny
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering import device
-from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.lowering.ascend.emulator.fault import Fault
 from npucompile.lowering.ascend.emulator.ge_program import BORDER
 from npucompile.lowering.ascend.emulator.memory import NZ
 from npucompile.lowering.ascend.ge_file import GeFile, parse
-from npucompile.tools.builder import driver, pool
 from npucompile.tools.prove.bringup.device_graph import Host
-from npucompile.tools.prove.bringup.results import Judgement, Timing, Wanted
-from npucompile.tools.prove.bringup.rungs import Bringup
-from npucompile.tools.ranks.rank_settings import RankSettings
+from npucompile.tools.prove.bringup.results import Judgement, Timing
 
 Operands = Sequence[torch.Tensor]
-ONE_BUCKET: dict[str, Any] = {"buckets": (1,), "num_speculative_tokens": 1}
-TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 Run = Callable[["FaultyExecutable", Operands], list[torch.Tensor]]
-
-
-def npu_artifact(
-    root: Path, monkeypatch: Any, mesh: str = "1", options: Mapping[str, Any] = MappingProxyType({}), **sizes: Any
-) -> Artifact:
-    """A small model of four layers for NPUs, with its random weights: decode batches 2 and 4, one draft, prefill 4, but for `options`."""
-    checkpoint = tiny.write_checkpoint(root / "checkpoint", **{**tiny.NPU_SIZES, **sizes})
-    monkeypatch.setattr(pool, "run", tiny.compile_once)
-    driver.build(tiny.planned_device(checkpoint, mesh=mesh, **options), root / "out", root / "cache", tiny.QUIET, jobs=1)
-    return Artifact.open(root / "out")
 
 
 class FaultyExecutable:
@@ -221,13 +205,6 @@ def loses_a_pool_between_decode_buckets(executable: FaultyExecutable, operands: 
 
 
 # --- devices of other processes, which get what opens them pickled ---
-
-
-def ladder(artifact: Artifact, opens: Callable[..., Any] = device.open_device, wanted: Sequence[str] = (), **options: Any) -> Bringup:
-    """A bring-up on emulated devices."""
-    planned = {name: setting.value for name, setting in artifact.manifest.environment.items()}
-    settings = RankSettings(device="emulated", threads=1, open_device=opens)
-    return Bringup(artifact, settings, {**CHILDREN, **planned}, tiny.QUIET, wanted=Wanted.of(wanted), **options)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import tiny
+from support.once import made_once
 
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import Partitioned, partition
@@ -99,9 +101,6 @@ def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True, drafts: i
     return graphs
 
 
-_SHIPPED: dict[tuple[str, str, str, tuple[str, ...]], Artifact] = {}
-
-
 def shipped(
     sizes: Mapping[str, int],
     factory: pytest.TempPathFactory,
@@ -111,8 +110,8 @@ def shipped(
     packages: tuple[str, ...] = (),
 ) -> Artifact:
     """An artifact for NPUs of six random layers, one prefill and one decode bucket; not to be changed."""
-    if (quantization, mesh, backend, packages) not in _SHIPPED:
-        home = factory.mktemp("shipped")
+
+    def make(home: Path) -> None:
         layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3, "num_experts": 8}
         model = tiny.write_checkpoint(home / "small", **sizes, **layers)
         options = {"quantization": quantization, "mesh": mesh, "backend": backend, "operator_packages": packages}
@@ -124,5 +123,5 @@ def shipped(
         driver.build(plan, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
         torch.set_num_threads(threads)
         logging.getLogger("torch").setLevel(logging.WARNING)
-        _SHIPPED[quantization, mesh, backend, packages] = Artifact.open(home / "artifact")
-    return _SHIPPED[quantization, mesh, backend, packages]
+
+    return Artifact.open(made_once(factory, "-".join(("shipped", quantization, mesh, backend, *packages)), make) / "artifact")

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from support import ranks
+
+from npucompile.tools.cli import main
+from npucompile.tools.commands import bench_host
 
 NUMBERS = ("median_step_ms", "device_busy", "tok_s", "engine_ms_a_step", "door_ms_a_step")
 
@@ -19,31 +23,22 @@ def measured(home: Path, *options: object) -> Any:
     return out
 
 
-def ranges(found: Any) -> dict[str, tuple[float, float, float]]:
-    """Least, median and greatest of each figure."""
-    return {name: (found["ranges"][name][0], found[name], found["ranges"][name][1]) for name in NUMBERS}
-
-
-def read(line: str) -> tuple[float, float, float]:
-    """The same of a line."""
-    low, high = line.split("(")[1].rstrip(")").replace(",", "").split("..")
-    return float(low), float(line.split()[1].replace(",", "")), float(high)
-
-
-@pytest.mark.parametrize(("api_servers", "as_json"), [(0, True), (1, False)], ids=["one process", "two processes"])
-def test_all_tokens_are_streamed_and_the_figures_agree(tmp_path: Path, api_servers: int, as_json: bool) -> None:
-    """As JSON of one process, and as lines of two."""
-    options = ["--step-ms", 20, "--tokens", 32, "--rounds", 2, "--api-servers", api_servers, *(["--json"] if as_json else [])]
-    said = measured(tmp_path, *options)
-    if as_json:
-        found = json.loads(said)
-        assert (found["streams"], found["groups"], found["api_servers"], found["rounds"]) == (6, 2, api_servers, 2)
-        figures = ranges(found)
-    else:
-        figures = {line.split()[0]: read(line) for line in said.splitlines()}
-    assert tuple(figures) == NUMBERS
+@pytest.mark.parametrize("api_servers", [0, 1])
+def test_all_tokens_are_streamed_and_the_figures_agree(tmp_path: Path, api_servers: int) -> None:
+    found = json.loads(measured(tmp_path, "--step-ms", 20, "--tokens", 32, "--rounds", 2, "--api-servers", api_servers, "--json"))
+    assert (found["streams"], found["groups"], found["api_servers"], found["rounds"]) == (6, 2, api_servers, 2)
+    assert found["median_step_ms"] >= 20 * 0.99
     # Spreads are of rounds, and medians of two are between them.
-    assert all(0 < low <= median <= high for low, median, high in figures.values())
-    assert figures["median_step_ms"][1] >= 20 * 0.99
+    for name in NUMBERS:
+        low, high = found["ranges"][name]
+        assert 0 < low <= found[name] <= high
     # Three tokens of a stream a step at most, and a prefill step before.
-    assert figures["tok_s"][1] <= 6 * 3 / 0.02
+    assert found["tok_s"] <= 6 * 3 / 0.02
+
+
+def test_figures_are_lines_with_their_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {**dict.fromkeys(NUMBERS, 2.0), "ranges": {name: [1.0, 3.0] for name in NUMBERS}}
+    monkeypatch.setattr(bench_host, "measure", lambda *_: found)
+    lines = CliRunner().invoke(main, ["bench", "host"]).stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [[name, "2.00"] for name in NUMBERS]
+    assert all(line.endswith("(1.00..3.00)") for line in lines)

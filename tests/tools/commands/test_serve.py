@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 from support import ranks, tiny
 
-from npucompile.graphs.errors import ArtifactMissing, ArtifactStale, ArtifactTampered, ModelError, RequestError, SpecError, UnknownModel
+from npucompile.graphs.errors import ArtifactMissing, ArtifactStale, ArtifactTampered, ModelError, SpecError, UnknownModel
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.models.presets import BUNDLED
 from npucompile.runtime.cpu_executor import CpuExecutor
@@ -272,30 +272,15 @@ def test_no_build_goes_on_behind_ranks(tmp_path, sharded, builder):
     assert builder.latest is None
 
 
-def test_ranks_are_served_and_one_that_is_killed_within_a_stream_ends_all(server, sharded):
+def test_ranks_are_served_and_one_that_is_killed_while_there_is_nothing_to_do_ends_all(server, sharded):
+    """tests/tools/ranks/test_emulated_ranks.py has one that is killed within streams."""
     sharded_server, alone = server(sharded("tp=2")), CpuExecutor(Artifact.open(sharded("")))
     assert "2 ranks of mesh tp=2, a process each" in sharded_server.output
     (expected,) = complete(alone, [[7, 8, 9]], Sampling(), 12, frozenset())
     assert asyncio.run(sharded_server.ask(12)) == expected.token_ids
     (victim,) = sharded_server.others
+    os.kill(victim, signal.SIGKILL)
     died = f"rank 1 of mesh tp=2 died: process {victim} was killed by signal 9 (SIGKILL); all ranks end"
-
-    async def kill_within():
-        async with await Client.connect(sharded_server.url) as client:
-            streams = [client.create([7, 8, 9], max_output_tokens=28, ignore_eos=True) for _ in range(20)]
-            asyncio.get_running_loop().call_later(0.3, os.kill, victim, signal.SIGKILL)
-            return await asyncio.gather(*(stream.completion() for stream in streams), return_exceptions=True)
-
-    ends = asyncio.run(kill_within())
-    assert any(isinstance(end, RequestError) and died in str(end) for end in ends)
-    assert sharded_server.ended() == (1, f"Error: {died}\n")
-
-
-@pytest.mark.long
-def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all(server, sharded):
-    sharded_server = server(sharded("tp=2"))
-    os.kill(sharded_server.others[0], signal.SIGKILL)
-    died = f"rank 1 of mesh tp=2 died: process {sharded_server.others[0]} was killed by signal 9 (SIGKILL); all ranks end"
     assert sharded_server.ended() == (1, f"Error: {died}\n")
 
 
@@ -307,22 +292,6 @@ def test_ctrl_c_ends_ranks_in_order_and_a_rank_0_that_is_killed_takes_the_others
     assert first.ended() == (0, "")
     second.process.kill()
     ranks.eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in second.others), 10)
-
-
-@pytest.mark.long
-def test_a_rank_that_stands_still_is_named(server, sharded):
-    sharded_server = server(sharded("tp=2"), "--step-timeout", 6)
-    os.kill(sharded_server.others[0], signal.SIGSTOP)
-
-    async def ask():
-        with pytest.raises(RequestError, match="rank 1 of mesh tp=2 was lost: it has been silent for"):
-            await sharded_server.ask(12)
-
-    asyncio.run(ask())
-    status, output = sharded_server.ended(20)
-    assert status == 1
-    assert "rank 1 of mesh tp=2 was lost: it has been silent for" in output
-    assert not os.path.exists(f"/proc/{sharded_server.others[0]}")
 
 
 # --- before there is a model ---

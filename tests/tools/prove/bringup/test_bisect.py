@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import faulty
+from support import bringups, faulty
 from support.faulty import Opens
 
 from npucompile.graphs.errors import SpecError
@@ -19,7 +19,7 @@ from npucompile.tools.ranks.environment import EXPANSION_MODE
 
 def tried(artifact, condition, bucket, off=(), **environment):
     opens = Opens(functools.partial(faulty.wrong_where, condition))
-    bringup = faulty.ladder(artifact, opens)
+    bringup = bringups.ladder(artifact, opens)
     bringup.settings = replace(bringup.settings, off=frozenset(off))
     bringup.environment = {**bringup.environment, **environment}
     return list(bisect(bringup, bucket))
@@ -69,7 +69,7 @@ def test_where_none_helps_it_says_what_to_look_at_next(small_artifact):
 
 @pytest.mark.long
 def test_a_bucket_without_a_fault_is_tried_once_in_each_way(small_artifact):
-    trials = list(bisect(faulty.ladder(small_artifact), "decode-b1-q2"))
+    trials = list(bisect(bringups.ladder(small_artifact), "decode-b1-q2"))
     assert [(trial.rung, trial.outcome) for trial in trials] == [("buckets", PASSES), ("alternation", PASSES)]
     assert advice(small_artifact, "decode-b1-q2", trials)[0].startswith("nothing is wrong with decode-b1-q2")
 
@@ -97,14 +97,14 @@ def test_each_switch_is_found_alone(npu_artifact, condition, switch, rung):
 
 @pytest.mark.long
 def test_a_capture_is_found(tmp_path, monkeypatch):
-    artifact = faulty.npu_artifact(tmp_path, monkeypatch, "1", {**faulty.ONE_BUCKET, "backend": "aclgraph"}, **faulty.TWO_LAYERS)
+    artifact = bringups.npu_artifact(tmp_path, monkeypatch, "1", {**bringups.ONE_BUCKET, "backend": "aclgraph"}, **bringups.TWO_LAYERS)
     trials = tried(artifact, faulty.is_captured, "decode-b1-q2")
     assert {switch for switch, outcome in outcomes(trials).items() if outcome == PASSES} == {CAPTURE}
     assert outcomes(trials)[KERNELS] == "GE has no part in captured graphs"
 
 
 def test_what_cannot_be_bisected_is_refused(small_artifact):
-    bringup = faulty.ladder(small_artifact)
+    bringup = bringups.ladder(small_artifact)
     with pytest.raises(SpecError, match="--bisect b1: there is no such bucket; legal are prefill-b1-q4, decode-b1-q2"):
         next(bisect(bringup, "b1"))
     with pytest.raises(SpecError, match="--only buckets with --off SWITCH"):
@@ -117,7 +117,7 @@ def test_the_page_of_the_day_on_hardware_has_every_switch():
 
 
 def test_what_is_off_already_is_not_tried(small_artifact):
-    bringup = faulty.ladder(small_artifact)
+    bringup = bringups.ladder(small_artifact)
     bringup = replace(bringup, settings=replace(bringup.settings, off=frozenset({NZ})))
     assert without_part(bringup, "decode-b1-q2", NZ) == "off already"
     assert without_part(bringup, "decode-b1-q2", RUN_AHEAD) == ""

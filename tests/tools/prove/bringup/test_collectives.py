@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from support import emulated, faulty, ranks, small_images
+from support import bringups, emulated, ranks, small_images
 from support.faulty import FaultyDevice, right, wrong_results
 
 from npucompile.graphs.types import Mesh
@@ -28,8 +28,7 @@ MESH = Mesh.parse("dp=2,tp=2")
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        yield faulty.npu_artifact(tmp_path_factory.mktemp("npu"), patch, mesh="dp=2,tp=2")
+    return bringups.shared_artifact(tmp_path_factory, "mesh", "dp=2,tp=2")
 
 
 def run(artifact, fault=None, of_rank=2):

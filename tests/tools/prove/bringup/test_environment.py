@@ -31,6 +31,7 @@ def test_an_older_cann_and_missing_variables_are_failures(npu_artifact, tmp_path
     device.version = "cann-8.2.rc1-Ascend910"
     failures, _ = check_environment(npu_artifact, Host(device, tmp_path), {})
     assert [failure.assumption for failure in failures] == ["toolchain", "toolchain"]
+    assert "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True" in failures[0].message
     assert "cann-8.2.rc1-Ascend910" in failures[1].message
     assert "8.5.0" in failures[1].message
     assert cann_release(device) == (8, 2)

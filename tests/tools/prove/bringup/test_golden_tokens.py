@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import faulty, oracle, tiny
+from support import bringups, faulty, oracle, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from npucompile.lowering.artifact.artifact import Artifact
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_transformers_is_served_as_transformers_answers(made, tm
 def test_a_device_that_loses_what_it_writes_is_found(made):
     root, artifact = made
     opens = faulty.Opens(functools.partial(faulty._lost_writes, faulty.is_decode))
-    (result,) = faulty.ladder(artifact, opens, ["golden"], golden=golden.read(root / "file")).run()
+    (result,) = bringups.ladder(artifact, opens, ["golden"], golden=golden.read(root / "file")).run()
     assert {failure.assumption for failure in result.failures} == {"kernels"}
     assert any("log probabilities are off by" in failure.message for failure in result.failures)
     assert result.facts["ties"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import faulty
+from support import bringups, faulty
 from support.faulty import Opens, OpensOnce
 
 from npucompile.lowering.ascend.emulator.fault import ABORTS, RAISES, Fault
@@ -11,14 +11,13 @@ from npucompile.lowering.ascend.emulator.fault import ABORTS, RAISES, Fault
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        yield faulty.npu_artifact(tmp_path_factory.mktemp("two"), patch, "tp=2", faulty.ONE_BUCKET, **faulty.TWO_LAYERS)
+    return bringups.small_artifact(tmp_path_factory, "tp=2")
 
 
 @pytest.fixture(scope="module")
 def seen_by_the_second(two_ranks):
     """A bring-up of which no rank is lost."""
-    return faulty.ladder(two_ranks, Opens(faulty.wrong_on_the_second), ["collectives"]).run()
+    return bringups.ladder(two_ranks, Opens(faulty.wrong_on_the_second), ["collectives"]).run()
 
 
 def outcome(results):
@@ -30,7 +29,7 @@ def outcome(results):
 def test_a_collective_in_which_a_rank_fails_is_named_and_the_others_are_run(two_ranks, seen_by_the_second, tmp_path, kind):
     # The environment has opened the first device; one of the ranks has the second.
     opens = OpensOnce(tmp_path, {1: Fault(2, kind)})
-    results = faulty.ladder(two_ranks, opens, ["collectives"]).run()
+    results = bringups.ladder(two_ranks, opens, ["collectives"]).run()
     (name, finished, (what,)) = outcome(results)[0]
     assert (name, finished) == ("collectives", True)
     struck = [step for step in opens.steps() if step["device"] == 1][-1]
@@ -42,10 +41,11 @@ def test_what_another_rank_alone_sees_is_a_finding_too(seen_by_the_second):
     (result,) = seen_by_the_second
     assert result.finished
     assert result.facts["collectives"] > 1
-    assert result.failures
+    assert {failure.assumption for failure in result.failures} == {"communicators"}
+    assert all("HcomAllGather" in failure.what for failure in result.failures)
     assert all(failure.message.startswith("rank 1: ") for failure in result.failures)
 
 
 def test_what_cannot_get_ready_keeps_the_rungs_behind_it_from_running(small_artifact):
-    results = faulty.ladder(small_artifact, faulty.refuses_on_all_ranks, ["buckets", "serve"]).run()
+    results = bringups.ladder(small_artifact, faulty.refuses_on_all_ranks, ["buckets", "serve"]).run()
     assert outcome(results) == [("buckets", False, ["getting ready"])]

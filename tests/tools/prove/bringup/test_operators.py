@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import faulty
+from support import bringups
 from support.faulty import FaultyDevice, lost_writes, right, wrong_results
 
 from npucompile.graphs.errors import LoweringError
@@ -36,7 +36,7 @@ def recorded(artifact, graph, steps):
 
 
 def test_a_case_is_one_operator_with_what_cannot_be_an_operand(tmp_path, monkeypatch):
-    artifact = faulty.npu_artifact(tmp_path, monkeypatch, "1", {"buckets": (1,), "num_speculative_tokens": 3})
+    artifact = bringups.npu_artifact(tmp_path, monkeypatch, "1", {"buckets": (1,), "num_speculative_tokens": 3})
     graph = next(graph for graph in shipped_buckets(artifact) if graph.bucket.kind == "decode")
     for case in recorded(artifact, graph, 1):
         inner = [op for op in WholeGraph(case.subgraph.ge_file).ops.values() if op.type not in BORDER]

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import sys
-import time
-from dataclasses import replace
-
 import pytest
-from support import faulty, optional
+from support import bringups, faulty, optional
 from support.faulty import Opens, OpensOnce, is_alone, is_layer, is_whole, lost_writes, wrong_results
 
 from npucompile.lowering.ascend.cost.parameters import parameters
@@ -18,7 +11,6 @@ from npucompile.lowering.ascend.emulator.fault import ABORTS, HANGS, KINDS, MEMO
 from npucompile.tools.inspection.cost import step_cost
 from npucompile.tools.prove.bringup import layers, rungs
 from npucompile.tools.prove.bringup.buckets import one_after_another
-from npucompile.tools.prove.bringup.findings import NAME
 from npucompile.tools.prove.bringup.results import HANDOVERS, RUNGS
 from npucompile.tools.prove.bringup.steps import StepPlanner
 
@@ -38,7 +30,7 @@ def runnable():
 
 
 def test_a_device_without_a_fault_passes_every_rung_with_times_beside_estimates(npu_artifact, runnable):
-    results = faulty.ladder(npu_artifact, wanted=runnable).run()
+    results = bringups.ladder(npu_artifact, wanted=runnable).run()
     assert [(result.name, result.failures, result.passed) for result in results] == [(name, [], True) for name in runnable]
     by_name = {result.name: result for result in results}
     assert by_name["operators"].facts["run"] == len(by_name["operators"].timings) > 100
@@ -69,9 +61,9 @@ def test_a_device_without_a_fault_passes_every_rung_with_times_beside_estimates(
     ],
     ids=["operator", "layer", "bucket", "bucket's state", "alternation"],
 )
-@pytest.mark.short_cases("operator", "layer", "alternation")
+@pytest.mark.short_cases("layer", "alternation")
 def test_a_fault_is_found_by_its_rung_and_the_next_one_runs(npu_artifact, runnable, on_run, wanted, assumptions, what):
-    results = faulty.ladder(npu_artifact, Opens(on_run), wanted).run()
+    results = bringups.ladder(npu_artifact, Opens(on_run), wanted).run()
     assert [(result.name, result.finished, result.passed) for result in results] == [
         (text.partition(":")[0], True, number > 0 and text in runnable) for number, text in enumerate(wanted)
     ]
@@ -82,20 +74,13 @@ def test_a_fault_is_found_by_its_rung_and_the_next_one_runs(npu_artifact, runnab
 
 def test_with_stop_nothing_runs_behind_a_rung_that_fails(small_artifact):
     wrong = Opens(wrong_results(is_alone("FusedInferAttentionScore")))
-    bringup = faulty.ladder(small_artifact, wrong, ("operators:FusedInfer", "layers", "serve"), stop=True)
+    bringup = bringups.ladder(small_artifact, wrong, ("operators:FusedInfer", "layers", "serve"), stop=True)
     assert [result.name for result in bringup.run()] == ["operators"]
     assert not bringup.passed
 
 
-def test_a_variable_that_is_not_set_fails_the_environment(small_artifact):
-    bringup = faulty.ladder(small_artifact, wanted=("environment",))
-    (result,) = replace(bringup, environment=faulty.CHILDREN).run()
-    assert result.failures[0].assumption == "toolchain"
-    assert "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True" in result.failures[0].message
-
-
 def test_a_device_that_cannot_be_opened_is_said_once(small_artifact):
-    bringup = faulty.ladder(small_artifact, faulty.refuses_to_open)
+    bringup = bringups.ladder(small_artifact, faulty.refuses_to_open)
     (result,) = bringup.run()
     (failure,) = result.failures
     assert (result.name, bringup.passed, failure.assumption) == ("environment", False, "device")
@@ -109,7 +94,7 @@ def test_a_device_that_cannot_be_opened_is_said_once(small_artifact):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_operator_that_ends_its_process_is_named_and_all_others_are_judged(small_artifact, tmp_path, kind):
     opens = OpensOnce(tmp_path, {0: Fault(9, kind)})
-    bringup = faulty.ladder(small_artifact, opens, ["operators:Mul"], limit_s=HANG_S if kind == HANGS else None)
+    bringup = bringups.ladder(small_artifact, opens, ["operators:Mul"], limit_s=HANG_S if kind == HANGS else None)
     (result,) = bringup.run()
     struck = [step for step in opens.steps() if step["device"] == 0][-1]
     (failure,) = result.failures
@@ -130,7 +115,7 @@ def clean(small_artifact, tmp_path_factory):
     directory = tmp_path_factory.mktemp("clean")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "STEPS", 2)
-        bringup = faulty.ladder(small_artifact, OpensOnce(directory))
+        bringup = bringups.ladder(small_artifact, OpensOnce(directory))
         assert all(result.passed for result in bringup.run())
     steps = OpensOnce(directory).steps()
     return bringup, [[step for step in steps if step["device"] == device] for device in (1, 2)]
@@ -162,7 +147,7 @@ def test_whatever_ends_a_process_is_the_finding_of_its_case_and_all_else_is_judg
         directory = tmp_path / str(number)
         directory.mkdir()
         opens = OpensOnce(directory, {device: Fault(number, kind)})
-        bringup = faulty.ladder(small_artifact, opens, limit_s=HANG_S if kind == HANGS else None)
+        bringup = bringups.ladder(small_artifact, opens, limit_s=HANG_S if kind == HANGS else None)
         results = bringup.run()
         assert [(result.name, bool(result.failures)) for result in results] == [(name, name == rung) for name in RUNGS]
         assert all(result.finished for result in results)
@@ -180,72 +165,12 @@ def test_whatever_ends_a_process_is_the_finding_of_its_case_and_all_else_is_judg
             assert bringup.findings.judged(name) == clean[0].findings.judged(name)
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from support import faulty, optional
-from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.tools.prove.bringup import layers
-from npucompile.tools.prove.bringup.findings import NAME, Findings
-layers.STEPS = 2
-artifact, directory = Artifact.open(Path(sys.argv[1])), Path(sys.argv[2])
-wanted = ["operators:MatMul", "layers:prefill", "buckets", "alternation"]
-faulty.ladder(artifact, faulty.OpensOnce(directory), wanted, findings=Findings(directory / NAME), resume=True).run()
-"""
-
-
-def found(directory):
-    """The findings of a file that is being written."""
-    lines = (directory / NAME).read_text().splitlines() if (directory / NAME).is_file() else []
-    whole = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            whole.append(json.loads(line))
-    return whole[1:]
-
-
-@pytest.mark.long
-def test_killed_at_any_moment_and_resumed_it_repeats_nothing_that_passed(small_artifact, tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(small_artifact.path), str(tmp_path)]
-    for most in (5, 12, 25, 10**6):
-        passed = {(line["rung"], line["case"]) for line in found(tmp_path) if not line["failures"]}
-        opened = len(list(tmp_path.glob("opened-*")))
-        process = subprocess.Popen(command, env=faulty.CHILDREN)
-        deadline = time.monotonic() + 500
-        while process.poll() is None and len(found(tmp_path)) < most and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.kill()
-        process.wait()
-        again = [step for step in OpensOnce(tmp_path).steps() if step["device"] >= opened]
-        alone = {step["names"][-1] for step in again if len(step["names"]) < 3}
-        assert not alone & {case.split()[1] for rung, case in passed if rung == "operators" and case}
-        parts = {step["names"][0].split("/")[0] for step in again if len(step["names"]) >= 3}
-        assert not parts & {case.split()[1] for rung, case in passed if rung == "layers" and case}
-    assert process.returncode == 0
-    cases = [(line["rung"], line["case"]) for line in found(tmp_path)]
-    assert len(cases) == len(set(cases))
-    assert {rung for rung, case in cases if not case} == {"operators", "layers", "buckets", "alternation"}
-
-
-@pytest.mark.long
-def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(tmp_path, monkeypatch):
-    artifact = faulty.npu_artifact(tmp_path, monkeypatch, "tp=2", faulty.ONE_BUCKET, **faulty.TWO_LAYERS)
-    results = faulty.ladder(artifact, Opens(wrong_results(is_alone("HcomAllGather"))), ("collectives", "serve")).run()
-    assert [(result.name, result.finished, bool(result.failures)) for result in results] == [
-        ("collectives", True, True),
-        ("serve", True, False),
-    ]
-    assert {failure.assumption for failure in results[0].failures} == {"communicators"}
-    assert all("HcomAllGather" in failure.what for failure in results[0].failures)
-    assert results[0].failures[0].message.startswith("rank ")
-
-
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "dp=2,tp=2"])
 @pytest.mark.long
 def test_every_mesh_climbs_the_ladder_to_its_end(mesh, tmp_path, monkeypatch, runnable):
     monkeypatch.setattr(layers, "STEPS", 1)
     monkeypatch.setattr(rungs, "RECORDED_STEPS", 1)
-    artifact = faulty.npu_artifact(tmp_path, monkeypatch, mesh, {"buckets": (1,), "num_speculative_tokens": 3}, **faulty.TWO_LAYERS)
-    results = faulty.ladder(artifact, wanted=runnable).run()
+    artifact = bringups.npu_artifact(tmp_path, monkeypatch, mesh, {"buckets": (1,), "num_speculative_tokens": 3}, **bringups.TWO_LAYERS)
+    results = bringups.ladder(artifact, wanted=runnable).run()
     assert [(result.name, result.failures, result.finished) for result in results] == [(name, [], True) for name in runnable]
     assert {result.name: result for result in results}["collectives"].facts["collectives"] > 0
