@@ -157,7 +157,9 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         # For two small graphs, precompiling headers costs more than it saves.
         patch.setattr(aoti.shutil, "which", lambda name: None)
-        yield native_kernels.keep_native(tmp_path_factory.mktemp("cache"))
+        cache = native_kernels.keep_native(tmp_path_factory.mktemp("cache"))
+        (cache / "bodies").symlink_to(made_once(tmp_path_factory, "bodies", lambda to: None))
+        yield cache
 
 
 def compile_graph(graph: GraphModule, cache_dir: Path, threads: int) -> bytes:
@@ -341,7 +343,6 @@ def test_other_threads_work_while_stitched_bodies_run(stitched: Path) -> None:
 def test_a_body_that_is_compiled_is_not_compiled_again(
     stitched: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Another worker may have made what is shared, from bodies in a folder of its own.
     inductor.BACKEND.compile(called("lflf"), cache_dir=cache_dir, threads=1)
     monkeypatch.setattr(aoti, "compile_files", None)
     again = inductor.BACKEND.compile(called("lflf"), cache_dir=cache_dir, threads=1)
