@@ -28,6 +28,7 @@ from .moe_experts import moe_experts
 from .moe_route import moe_route
 from .moe_route_grouped import moe_route_grouped
 from .moe_sort import moe_sort, moe_unsort
+from .packed_latents import packed_latent_write
 from .paged_attention import paged_attention
 from .paged_write import paged_write
 from .picture_places import picture_places
@@ -38,6 +39,9 @@ from .quant_linear import quant_linear
 from .quant_linear_biased import quant_linear_biased
 from .quant_linear_w4a8 import quant_linear_w4a8
 from .quant_paged_attention import quant_paged_attention, static_quant_paged_attention
+from .quant_paged_write import quant_paged_write
+from .quant_sparse_attention import quant_sparse_attention
+from .quant_sparse_index import quant_sparse_index
 from .request_slot_write import request_slot_write
 from .rms_norm import rms_norm
 from .rope import rope, rope_angles, scaled_rope_angles
@@ -86,6 +90,7 @@ __all__ = [
     "moe_route_grouped",
     "moe_sort",
     "moe_unsort",
+    "packed_latent_write",
     "paged_attention",
     "paged_write",
     "picture_places",
@@ -95,6 +100,9 @@ __all__ = [
     "quant_linear_biased",
     "quant_linear_w4a8",
     "quant_paged_attention",
+    "quant_paged_write",
+    "quant_sparse_attention",
+    "quant_sparse_index",
     "request_slot_write",
     "rms_norm",
     "rope",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -58,9 +59,22 @@ def _bitcast(call: Call) -> Results:
     if number == INT4 or isinstance(value, Int4):
         return _bitcast_int4(call, value, number, keep)
     x, dtype = call.tensor("x"), call.dtype("type")
-    if x.element_size() != dtype.itemsize:
-        raise LoweringError(f"{call.op}: {x.dtype} as {dtype}; legal are dtypes of one size, or int32 as int4 with keep_dim")
-    return x.view(dtype)
+    if keep or x.element_size() < dtype.itemsize:
+        raise LoweringError(
+            f"{call.op}: {x.dtype} as {dtype}, keep_dim {keep}; legal are dtypes of no greater size, or int32 as int4 with keep_dim"
+        )
+    parts = x.element_size() // dtype.itemsize
+    return x.view(dtype) if parts == 1 else x.contiguous().unsqueeze(-1).view(dtype)
+
+
+def _convert_view_of_dtype(ta: Any, earlier: Any) -> Any:
+    """GE puts the parts of a number that become several in a dimension of their own, torch in the last one."""
+
+    def convert(x: Any, dtype: int, *, meta_outputs: Any) -> Any:
+        result = earlier(x, dtype)
+        return result if list(x.symsize) == list(meta_outputs.size) else ta.ge.Reshape(result, meta_outputs.size)
+
+    return convert
 
 
 def _bitcast_int4(call: Call, value: Value | None, number: int, keep: bool) -> Results:
@@ -209,7 +223,15 @@ OPERATORS = (
     NpuOperator(("Reshape",), run=_reshape, types=type_rules.reshape, view=True, trial=ANY_INTEGERS),
     NpuOperator(("Squeeze",), run=_squeeze, types=type_rules.squeeze, view=True, trial=ANY_INTEGERS),
     NpuOperator(("Unsqueeze",), run=_unsqueeze, types=type_rules.unsqueeze, view=True, trial=ANY_INTEGERS),
-    NpuOperator(("Bitcast",), run=_bitcast, types=type_rules.bitcast, keeps_format=True, view=True, casts="type"),
+    NpuOperator(
+        ("Bitcast",),
+        run=_bitcast,
+        types=type_rules.bitcast,
+        keeps_format=True,
+        view=True,
+        casts="type",
+        converters={"aten.view.dtype": _convert_view_of_dtype},
+    ),
     NpuOperator(("Transpose",), run=_transpose, types=type_rules.transpose, copies=1, trial=ANY_INTEGERS, time=work.KernelTime(1.2e-5)),
     NpuOperator(("BroadcastTo",), run=_broadcast_to, types=type_rules.broadcast_to, trial=ANY_INTEGERS),
     NpuOperator(("Tile",), run=_tile, trial=ANY_INTEGERS),

@@ -16,6 +16,7 @@ from . import (
     fused_experts,
     norms,
     of_packages,
+    quant_sparse,
     routing,
     shapes,
     sparse,
@@ -25,7 +26,10 @@ from .call import Function, GroupFunction
 from .node import Node
 from .record import Converter, GroupKernel, Kernel, NpuOperator, TorchForm
 
-_GROUPS = (attention, collectives, dense, elementwise, exchange, experts, fused_experts, norms, of_packages, routing, shapes, sparse, state)
+_GROUPS = (
+    *(attention, collectives, dense, elementwise, exchange, experts, fused_experts, norms, of_packages),
+    *(quant_sparse, routing, shapes, sparse, state),
+)
 OPERATORS: tuple[NpuOperator, ...] = tuple(operator for group in _GROUPS for operator in group.OPERATORS)
 
 BY_TYPE: Mapping[str, NpuOperator] = {kind: operator for operator in OPERATORS for kind in (*operator.ge, *operator.acl)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ....graphs.errors import LoweringError
-from .tensor_type import ATTRIBUTE_DTYPES
+from .tensor_type import ATTRIBUTE_DTYPES, BITS
 
 Shape = tuple[int, ...]
 Typed = tuple[str, Shape]
@@ -98,14 +98,15 @@ def _attribute_dtype(op: Any, number: int) -> str:
 
 
 def bitcast(op: Any, known: Known) -> list[Typed]:
-    """The dtype that attribute `type` numbers; an int32 is eight int4."""
+    """The dtype that attribute `type` numbers, of smaller ones in a dimension of their own; an int32 is eight int4."""
     dtype, shape = known.type(op.input[0])
     target = _attribute_dtype(op, op.attr["type"].dt)
     if (dtype, target) == ("i32", "i4"):
         if not op.attr["keep_dim"].b:
             return [(target, (*shape, 8))]
         return [(target, (*shape[:-1], shape[-1] * 8))]
-    return [(target, shape)]
+    parts = BITS[dtype] // BITS[target]
+    return [(target, (*shape, parts) if parts > 1 else shape)]
 
 
 def reshape(op: Any, known: Known) -> list[Typed]:

@@ -298,6 +298,11 @@ def indexed_keys(node: Node, read: Read) -> list[Range | None]:
     return [Range(-1, keys_of_pages(arguments_of(node)) - 1, True), None]
 
 
+def rounded_indexed_keys(node: Node, read: Read) -> Range:
+    """The same of keys of int8, whose scores are no result."""
+    return Range(-1, keys_of_pages(arguments_of(node)) - 1, True)
+
+
 _PASSED = """
     view _unsafe_view reshape expand permute transpose t unsqueeze squeeze slice select clone contiguous alias detach repeat flip
     split split_with_sizes unbind chunk as_strided narrow lift_fresh_copy wait_tensor all_gather_into_tensor all_to_all_single

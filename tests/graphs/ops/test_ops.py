@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import Placement
 
 from npucompile.graphs import ops
+from npucompile.graphs.ops.packed_latents import packed_width
 from npucompile.graphs.primitive import TABLE, Cost, Primitive, nbytes
 from npucompile.graphs.quantise import pack_w4, quantise_rows, quantise_w4, quantise_w4_values, quantise_w8
 from npucompile.graphs.spmd.sharding import strategies
@@ -180,6 +181,28 @@ def sparse(r: Draw) -> tuple[Any, ...]:
     return q, q_rope, cache, rope_cache, ints(*chosen), *place
 
 
+def rounded_indexing(r: Draw) -> tuple[Any, ...]:
+    """As `indexing`, over keys of int8."""
+    q, weights, keys, *place = indexing(r)
+    return q, weights, (r.below(255, *keys.shape) - 127).to(torch.int8), r.uniform(6, 4, 1).half() / 64, *place
+
+
+def packed_pool(r: Draw, channels: int, rotary: int, pages: int = 6) -> torch.Tensor:
+    """A pool of four tokens a page, each of which was written."""
+    empty = torch.zeros(pages, 4, 1, packed_width(channels, rotary, r.dtype), dtype=torch.int8)
+    return ops.packed_latent_write(empty, r(4 * pages, 1, channels), r(4 * pages, 1, rotary), torch.arange(4 * pages))
+
+
+def packed_writing(r: Draw, channels: int, rotary: int) -> tuple[Any, ...]:
+    return packed_pool(r, channels, rotary, 3), r(3, 1, channels), r(3, 1, rotary), ints(7, 0, 10)
+
+
+def packed_sparse(r: Draw) -> tuple[Any, ...]:
+    """As `sparse`, over packed rows."""
+    q, q_rope, _, _, *rest = sparse(r)
+    return q, q_rope, packed_pool(r, 5, 2), *rest
+
+
 def sampling(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
     knobs = torch.tensor([[0.0, 1.0, 0.7, 1.3], [0, 3, 0, 2], [1.0, 0.8, 0.5, 1.0], [0.0, 0.0, 0.1, 0.3]])[:, :B]
     return r.f32(B, Q, V), knobs[0], knobs[1].int(), knobs[2], knobs[3], r.uniform(B, Q)
@@ -306,6 +329,13 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     "quant_paged_attention": {"grouped": lambda r: rounded_attention(r, False)},
     "static_cache_write": {"odd": lambda r: rounded_pools(r, True), "even": lambda r: rounded_pools(r, True, 4, 2)},
     "static_quant_paged_attention": {"grouped": lambda r: rounded_attention(r, True)},
+    "packed_latent_write": {"tiles": lambda r: packed_writing(r, 256, 6), "odd": lambda r: packed_writing(r, 5, 3)},
+    "quant_paged_write": {
+        "odd": lambda r: (r.below(99, 3, 5, 1, 7).to(torch.int8), r.uniform(3, 5, 1).half(), r(3, 1, 7), ints(7, 0, 13)),
+        "even": lambda r: (r.below(99, 3, 4, 2, 3).to(torch.int8), r.uniform(3, 4, 2).half(), r(4, 2, 3), ints(11, 4, 5, 0)),
+    },
+    "quant_sparse_attention": {"heads": packed_sparse},
+    "quant_sparse_index": {"keys": rounded_indexing},
     "paged_write": {
         "odd": lambda r: (r(3, 5, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
         "even": lambda r: (r(3, 4, 2, 3), r(5, 2, 3), ints(11, 4, 5, 0, 9)),
@@ -366,10 +396,14 @@ WITHOUT_GRADIENT = (
     *("moe_dispatch", "moe_route_grouped", "moe_sort"),
     *("quant_linear", "quant_linear_biased", "quant_linear_w4a8", "sparse_index", "static_quant_linear", "weight_quant_linear"),
     *("quant_cache_write", "quant_paged_attention", "static_cache_write", "static_quant_paged_attention"),
+    *("packed_latent_write", "quant_paged_write", "quant_sparse_attention", "quant_sparse_index"),
 )
 
 # Rows that share pages read them once each, which is more bytes than the operands have.
-REREADS = ("mla_attention", "paged_attention", "quant_paged_attention", "sparse_attention", "sparse_index", "static_quant_paged_attention")
+REREADS = (
+    *("mla_attention", "paged_attention", "quant_paged_attention", "quant_sparse_attention", "quant_sparse_index"),
+    *("sparse_attention", "sparse_index", "static_quant_paged_attention"),
+)
 
 
 @dataclass(frozen=True)
@@ -762,6 +796,24 @@ def poisoned_choice(r: Draw, name: str) -> tuple[Any, Any, Live]:
     return clean, spoiled, live
 
 
+def poisoned_packed(r: Draw) -> tuple[Any, Any, Live]:
+    """As `poisoned_choice`, over packed rows; bytes of all ones are NaN as rotary parts and as scales."""
+    clean, spoiled, live = poisoned_choice(r, "sparse_attention")
+    pool = packed_pool(r, 5, 2)
+    unread = pool.clone()
+    for place in (0, 5, (1, slice(1, None)), (3, slice(2, None))):
+        unread[place] = -1
+    return (*clean[:2], pool, *clean[4:]), (*spoiled[:2], unread, *spoiled[4:]), live
+
+
+def poisoned_keys(r: Draw) -> tuple[Any, Any, Live]:
+    """As `poisoned_choice`, of the indexer over keys of int8."""
+    (q, weights, keys, *place), (query, shares, _, *_), live = poisoned_choice(r, "sparse_index")
+    rows, scale = (r.below(255, *keys.shape) - 127).to(torch.int8), r.uniform(6, 4, 1).half() / 64
+    unread = poison(scale, 0, 5, (1, slice(1, None)), (3, slice(2, None)))
+    return (q, weights, rows, scale, *place), (query, shares, rows, unread, *place), live
+
+
 def poisoned_cache(r: Draw) -> tuple[Any, Any, Live]:
     clean = (r(4, 2, 2, 3), r(4, 2, 2, 3), r(4, 2, 3), r(4, 2, 3), ints(5, 0, 2, 1))
     k, v = (poison(x, 1, 3) for x in clean[2:4])
@@ -875,6 +927,10 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "static_cache_write": [lambda r: poisoned_rounding(r, True)],
     "static_quant_paged_attention": [],
     "weight_quant_linear": [lambda r: rows(r, "weight_quant_linear", "channels", (0,))],
+    "packed_latent_write": [],
+    "quant_paged_write": [],
+    "quant_sparse_attention": [poisoned_packed],
+    "quant_sparse_index": [poisoned_keys],
     "paged_attention": [poisoned_attention],
     "paged_write": [],
     "picture_places": [],

@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from npucompile.graphs import ops
 from npucompile.graphs.errors import PrimitiveError
 from npucompile.graphs.ops import chunk_gated_delta, gated_delta
+from npucompile.graphs.ops.packed_latents import packed_width
 from npucompile.graphs.primitive import TABLE
+from npucompile.graphs.quantise import quantise_rows
 from npucompile.lowering.ascend.operators.table import BY_TYPE
 from npucompile.lowering.ascend.toolchain.harness import Torchair
 
@@ -106,6 +108,37 @@ def choosing(r: Draw, Q: int, name: str) -> Example:
     seen = (computed[:, None] + torch.arange(Q))[..., None]
     indices = torch.where(indices <= seen, indices, -1).sort(-1, descending=True).values.int()
     return Example((q, q_rope, cache, rope_cache, indices, table, computed, lengths, scale), whole.live)
+
+
+def rounded_keys(r: Draw, Q: int) -> Example:
+    """As `choosing`, of the indexer over keys of int8; what is not read has a scale of NaN."""
+    whole = choosing(r, Q, "sparse_index")
+    q, weights, cache, *rest = whole.args
+    rows, scale = quantise_rows(cache.nan_to_num())
+    return Example((q, weights, rows, torch.where(cache.isnan().any(-1), NAN, scale).half(), *rest), whole.live)
+
+
+def packed(r: Draw, Q: int) -> Example:
+    """As `choosing`, of attention over packed rows; bytes of all ones are NaN as rotary parts and as scales."""
+    whole = choosing(r, Q, "sparse_attention")
+    q, q_rope, cache, rope_cache, *rest = whole.args
+    empty = torch.full((*cache.shape[:3], packed_width(8, 4, r.dtype)), -1, dtype=torch.int8)
+    tokens = (x.flatten(0, 1) for x in (cache, rope_cache))
+    pool = ops.packed_latent_write(empty, *tokens, torch.arange(4 * len(cache), dtype=torch.int32)).flatten(0, 1)
+    pool[cache.flatten(0, 1).isnan().flatten(1).any(1)] = -1
+    return Example((q, q_rope, pool.view(empty.shape), *rest), whole.live)
+
+
+def packing(r: Draw, channels: int) -> Example:
+    """Tokens 1 and 3 are padding."""
+    pool = torch.zeros(4, 2, 1, packed_width(channels, 4, r.dtype), dtype=torch.int8)
+    tokens = [poison(r(4, 1, width), 1, 3) for width in (channels, 4)]
+    return Example((pool, *tokens, ints(5, 0, 2, 1)), lambda t: [t[0][at] for at in (1, (2, 1), 3)])
+
+
+def rounding_keys(r: Draw) -> Example:
+    pools = torch.zeros(4, 2, 1, 3, dtype=torch.int8), torch.full((4, 2, 1), NAN).half()
+    return Example((*pools, poison(r(4, 1, 3), 1, 3), ints(5, 0, 2, 1)), lambda t: [x[at] for x in t for at in ((2, 1), (1, 0))])
 
 
 def full_context(r: Draw) -> Example:
@@ -240,6 +273,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
             (poison(r(4, 2, 1, 3), 0, (2, 0)), poison(r(4, 1, 3), 1, 3), ints(5, 0, 2, 1)), lambda t: [t[0][at] for at in (1, (2, 1), 3)]
         ),
     },
+    "packed_latent_write": {"one tile": lambda r: packing(r, 8), "tiles": lambda r: packing(r, 256)},
+    "quant_paged_write": {"padding": rounding_keys},
+    "quant_sparse_attention": {"verify": lambda r: packed(r, 3), "decode": lambda r: packed(r, 1)},
+    "quant_sparse_index": {"verify": lambda r: rounded_keys(r, 3), "decode": lambda r: rounded_keys(r, 1)},
     "sparse_attention": {"verify": lambda r: choosing(r, 3, "sparse_attention"), "decode": lambda r: choosing(r, 1, "sparse_attention")},
     "sparse_index": {"verify": lambda r: choosing(r, 3, "sparse_index"), "decode": lambda r: choosing(r, 1, "sparse_index")},
     "last_rows": {"rows": lambda r: Example((r(9, 5), ints(3, 0, 2)))},
@@ -313,6 +350,10 @@ EMITS: dict[str, list[str]] = {
     "quant_paged_attention": ATTENTION,
     "static_cache_write": ["AscendQuantV2", "AscendQuantV2", "ScatterPaKvCache"],
     "static_quant_paged_attention": ATTENTION,
+    "packed_latent_write": ["DynamicQuant", "ScatterNdUpdate"],
+    "quant_paged_write": ["DynamicQuant", "ScatterNdUpdate", "ScatterNdUpdate"],
+    "quant_sparse_attention": ["KvQuantSparseFlashAttention"],
+    "quant_sparse_index": ["DynamicQuant", "QuantLightningIndexer"],
     "paged_write": ["ScatterNdUpdate"],
     "segment_attention": ATTENTION,
     "sparse_attention": ["SparseFlashAttention"],

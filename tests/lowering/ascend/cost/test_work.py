@@ -92,6 +92,32 @@ def test_attention_over_latents_reads_them_once_for_keys_and_values():
     assert attended.attention_ops == 6 * 4 * 2 * (512 + 64 + 512) * 63
 
 
+def test_an_indexer_reads_all_keys_of_a_request_once():
+    paged = {"query": "bf16[2,3,32,128]", "key": "bf16[80,16,1,128]", "weights": "bf16[2,3,32]", "block_table": "i32[2,40]"}
+    floats = work("LightningIndexer", paged, ["i32[2,3,1,64]"], context=600)
+    assert floats.streamed_bytes == 2 * 600 * 256
+    assert floats.attention_ops == 2 * 2 * 3 * 32 * (600 - 1.5) * 128
+    rounded = {name: kind.replace("bf16", "i8") for name, kind in paged.items() if name != "weights"} | {"weights": "f16[2,3,32]"}
+    rounded |= {"query_dequant_scale": "f16[2,3,32]", "key_dequant_scale": "f16[80,16,1]"}
+    integers = work("QuantLightningIndexer", rounded, ["i32[2,3,1,64]"], context=600)
+    assert integers.streamed_bytes == 2 * 600 * 130
+    assert (integers.attention_ops, integers.vector_ops) == (floats.attention_ops / 2, floats.vector_ops)
+
+
+@pytest.mark.parametrize(("context", "entries"), [(600, 3 * 64), (100, 100)], ids=["own keys", "all keys once"])
+def test_attention_over_chosen_keys_reads_those(context, entries):
+    chosen, table = {"sparse_indices": "i32[2,3,1,64]"}, {"block_table": "i32[2,40]"}
+    pools = {"key": "bf16[80,16,1,512]", "value": "bf16[80,16,1,512]", "query_rope": "bf16[2,3,4,64]", "key_rope": "bf16[80,16,1,64]"}
+    floats = work("SparseFlashAttention", {"query": "bf16[2,3,4,512]", **chosen, **table, **pools}, ["bf16[2,3,4,512]"], context=context)
+    assert floats.streamed_bytes == 2 * entries * 1152
+    assert floats.attention_ops == 2 * 2 * 3 * 4 * 64 * (576 + 512)
+    packed = {"query": "bf16[2,3,4,576]", "key": "i8[80,16,1,656]", "value": "i8[80,16,1,656]"}
+    integers = work("KvQuantSparseFlashAttention", {**packed, **chosen, **table}, ["bf16[2,3,4,512]"], context=context)
+    assert integers.streamed_bytes == 2 * entries * 656
+    assert integers.attention_ops == floats.attention_ops
+    assert (floats.vector_ops, integers.vector_ops) == (0, 2 * 2 * 3 * 64 * 512)
+
+
 def test_a_pool_costs_what_is_read_and_written_of_it():
     pool = {"var": "bf16[1000,64]", "indices": "i32[4,1]", "updates": "bf16[4,64]"}
     scattered = work("ScatterNdUpdate", pool, ["bf16[1000,64]"], pools=("var",))

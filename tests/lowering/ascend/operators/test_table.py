@@ -13,7 +13,9 @@ import torch
 import torch.utils._pytree as pytree
 from support import ge_calls as gc
 
+from npucompile.graphs import ops
 from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.ops.packed_latents import packed_width
 from npucompile.graphs.quantise import pack_w4, quantise_rows, quantise_w4, quantise_w8
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend import packages
@@ -69,6 +71,21 @@ def sparse_attention() -> Arguments:
         "layout_kv": "PA_BSND", "attention_mode": 2,
     }  # fmt: skip
     return (d(2, 3, 4, 16), cache, cache, chosen, 0.2), options
+
+
+def packed_attention() -> Arguments:
+    (query, _, _, chosen, scale), options = sparse_attention()
+    empty = torch.zeros(5, 8, 1, packed_width(16, 8, BF16), dtype=I8)
+    cache = ops.packed_latent_write(empty, d(40, 1, 16, seed=1), d(40, 1, 8, seed=4), torch.arange(40))
+    rope = options.pop("query_rope")
+    del options["key_rope"]
+    return (torch.cat([query, rope], -1), cache, cache, chosen, scale, 2, 2), options | {"tile_size": 16, "rope_head_dim": 8}
+
+
+def rounded_indexing() -> Arguments:
+    (rows, own), (keys, scale) = (quantise_rows(d(*shape, seed=seed)) for seed, shape in enumerate([(2, 3, 4, 16), (5, 8, 1, 16)]))
+    options = {**SPARSE, "actual_seq_lengths_key": gc.i32(11, 5), "layout_key": "PA_BSND", "sparse_count": 4}
+    return (rows, keys, d(2, 3, 4, seed=2).half(), own.half(), scale.half(), 0, 0), options
 
 
 def delta(**more: Any) -> Arguments:
@@ -174,6 +191,8 @@ CASES: list[tuple[str, str, Arguments]] = [
     ("LightningIndexer", "npu.npu_lightning_indexer", ((d(2, 3, 4, 16), d(5, 8, 1, 16, seed=1), d(2, 3, 4, seed=2)), {
         **SPARSE, "actual_seq_lengths_key": gc.i32(11, 5), "layout_key": "PA_BSND", "sparse_count": 4})),
     ("SparseFlashAttention", "npu.npu_sparse_flash_attention", sparse_attention()),
+    ("QuantLightningIndexer", "npu.npu_quant_lightning_indexer", rounded_indexing()),
+    ("KvQuantSparseFlashAttention", "npu.npu_kv_quant_sparse_flash_attention", packed_attention()),
     ("RecurrentGatedDeltaRule", "npu.npu_recurrent_gated_delta_rule_functional", delta()),
     ("RecurrentGatedDeltaRule", "npu.npu_recurrent_gated_delta_rule_functional", delta(num_accepted_tokens=None)),
     ("", "npu.npu_recurrent_gated_delta_rule", delta()),
