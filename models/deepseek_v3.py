@@ -160,6 +160,11 @@ class Config(MoeConfig):
     v_head_dim: int
     rope_interleave: bool = True
 
+    @property
+    def packs_latents(self) -> bool:
+        """Whether attention reads int8 latents, which no fused one over all keys does."""
+        return False
+
     def mixer(self, kind: str) -> Mixer:
         return latent_attention
 

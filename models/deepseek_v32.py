@@ -30,6 +30,10 @@ class Config(deepseek_v3.Config):
     indexer_rope_interleave: bool = False
 
     @property
+    def packs_latents(self) -> bool:
+        return True
+
+    @property
     def num_indexers(self) -> int:
         """How many layers have an indexer."""
         return len(self.layer_kinds)

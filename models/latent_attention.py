@@ -7,11 +7,14 @@ from typing import Protocol
 import torch
 
 from ..graphs import ops
+from ..graphs.ops.packed_latents import packed_axis, packed_width
 from ..graphs.types import Aval, Limits, Tree
 from . import quant, sequence_parallel
 from .batch import Batch
 from .params import Param, Source, norm
+from .quant.formats import INT8
 from .rotary import Rotary
+from .variant import Variant
 
 NORM_EPS = 1e-6
 """Of the norms of compressed queries and of latents, whatever `rms_norm_eps` says: as in the published models' own code."""
@@ -38,6 +41,10 @@ class LatentSizes(Protocol):
     def rope_interleave(self) -> bool: ...
     @property
     def rotary(self) -> Rotary: ...
+    @property
+    def packs_latents(self) -> bool: ...
+    @property
+    def variant(self) -> Variant: ...
 
 
 def params(cfg: LatentSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
@@ -111,10 +118,15 @@ def _rotated_rows(cfg: LatentSizes, x: torch.Tensor, width: int, *, inverse: boo
 def state(cfg: LatentSizes, limits: Limits, dtype: torch.dtype, prefix: str = "") -> dict[str, Aval]:
     """Pools of one layer, whole on every device: latents [pages, P, 1, L] and rotary parts [pages, P, 1, R].
 
+    Where they are cached as int8 one pool has both, `packed` (ops/packed_latents.py), which only attention over chosen keys reads.
+
     Args:
-        prefix: begins the names of the layer's tensors in a checkpoint; pools are of floats, whatever it says of them.
+        prefix: begins the names of the layer's tensors in a checkpoint.
     """
     pages, axes = (limits.num_pages, limits.page_size, 1), ("pages", None, None, None)
+    if cfg.packs_latents and cfg.variant.formats.of_cache(prefix.removesuffix(".")) == INT8:
+        width = packed_width(cfg.kv_lora_rank, cfg.qk_rope_head_dim, dtype)
+        return {"packed": Aval((*pages, width), torch.int8, (*axes[:3], packed_axis(cfg.kv_lora_rank, dtype)))}
     return {"latent": Aval((*pages, cfg.kv_lora_rank), dtype, axes), "rotary": Aval((*pages, cfg.qk_rope_head_dim), dtype, axes)}
 
 
@@ -170,6 +182,9 @@ def write(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, entries: T
     latent, rotary = entries["keys"].split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], -1)
     latent = ops.rms_norm(latent, weights["kv_norm"], NORM_EPS, 0.0)
     rotary = ops.rope(rotary[:, None], batch.cos, batch.sin)
+    if "packed" in state:
+        slots = batch.slots(state["packed"].shape[1])
+        return {**state, "packed": ops.packed_latent_write(state["packed"], latent[:, None], rotary, slots)}
     latents, rotaries = ops.cache_write(state["latent"], state["rotary"], latent[:, None], rotary, batch.slots(state["latent"].shape[1]))
     return {**state, "latent": latents, "rotary": rotaries}
 

@@ -8,7 +8,7 @@ import torch
 
 from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
-from . import latent_attention, quant
+from . import index_cache, latent_attention, quant
 from .attention import rotated_order
 from .batch import Batch
 from .params import Param, Source
@@ -34,7 +34,8 @@ def params(cfg: SparseLatentSizes, dtype: torch.dtype, prefix: str) -> dict[str,
     """Parameters of one layer; `prefix` begins their names in a checkpoint.
 
     Keys: those of `latent_attention.params`; `index_q` makes of compressed queries those of the indexer; `index_down` makes of a token the
-    indexer's key and, behind it, the weights of its heads; `index_norm` and `index_shift` are of the norm of keys.
+    indexer's key and, behind it, the weights of its heads; `index_norm` and `index_shift` are of the norm of keys; those of
+    `index_cache.params`.
     """
     M, heads, D, prefix_index = cfg.hidden_size, cfg.index_n_heads, cfg.index_head_dim, prefix + "indexer."
     order = _rotated_order(cfg)
@@ -65,6 +66,7 @@ def params(cfg: SparseLatentSizes, dtype: torch.dtype, prefix: str) -> dict[str,
         "index_down": Param(Aval((D + heads, M), dtype), down, role="column"),
         "index_norm": channels("weight", "ones"),
         "index_shift": channels("bias", "zeros"),
+        **index_cache.params(cfg, dtype, prefix),
     }
 
 
@@ -79,9 +81,8 @@ def _rotated_order(cfg: SparseLatentSizes) -> list[int]:
 
 
 def state(cfg: SparseLatentSizes, limits: Limits, dtype: torch.dtype, prefix: str = "") -> dict[str, Aval]:
-    """Pools of one layer: those of `latent_attention.state`, and keys of the indexer [pages, P, 1, D], whole on every device."""
-    index = Aval((limits.num_pages, limits.page_size, 1, cfg.index_head_dim), dtype, ("pages", None, None, None))
-    return {**latent_attention.state(cfg, limits, dtype, prefix), "index": index}
+    """Pools of one layer: those of `latent_attention.state` and of `index_cache.state`."""
+    return {**latent_attention.state(cfg, limits, dtype, prefix), **index_cache.state(cfg, limits, dtype, prefix)}
 
 
 def apply(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
@@ -123,7 +124,7 @@ def write(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, entr
     state = latent_attention.write(cfg, weights, state, batch, entries)
     key = ops.layer_norm(entries["index"], weights["index_norm"], weights["index_shift"], INDEX_EPS)
     key = ops.rope(key[:, None], batch.cos, batch.sin)
-    return {**state, "index": ops.paged_write(state["index"], key, batch.slots(state["index"].shape[1]))}
+    return index_cache.write(weights, state, key, batch.slots(state["index"].shape[1]))
 
 
 def attend(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree) -> torch.Tensor:
@@ -134,8 +135,7 @@ def attend(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, row
 def attend_and_choose(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and the keys [B, Q, K]."""
     queries = latent_attention.queries(cfg, weights, batch, rows["query"])
-    place = _place(batch)
-    chosen = ops.sparse_index(*index_operands(cfg, weights, batch, rows), state["index"], *place, most_keys(cfg, state, batch))
+    chosen = index_cache.choose(weights, state, batch.queries, *index_operands(cfg, weights, batch, rows), most_keys(cfg, state, batch))
     return _attend(cfg, weights, state, batch, queries, chosen), chosen
 
 
@@ -154,12 +154,13 @@ def _attend(
     queries: tuple[torch.Tensor, torch.Tensor],
     chosen: torch.Tensor,
 ) -> torch.Tensor:
-    out = ops.sparse_attention(*queries, state["latent"], state["rotary"], chosen, *_place(batch), latent_attention.scale(cfg))
+    rows = batch.queries
+    place = (chosen, rows.page_table, rows.num_computed_tokens, rows.query_lens, latent_attention.scale(cfg))
+    if "packed" in state:
+        out = ops.quant_sparse_attention(*queries, state["packed"], *place)
+    else:
+        out = ops.sparse_attention(*queries, state["latent"], state["rotary"], *place)
     return latent_attention.project(cfg, weights, batch, out)
-
-
-def _place(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return batch.queries.page_table, batch.queries.num_computed_tokens, batch.queries.query_lens
 
 
 def index_operands(cfg: SparseLatentSizes, weights: Tree, batch: Batch, rows: Tree) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from ...graphs.errors import CheckpointError, ConfigError
 from ..config import read_json
 from ..safetensors_files import open_checkpoint
 from . import settings
-from .formats import FLOAT, INT8_STATIC, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats
+from .formats import FLOAT, INDEXERS, INT8, INT8_STATIC, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats
 from .quantization_config import forms_in
 
 DESCRIPTION = "quant_model_description.json"
@@ -106,17 +106,33 @@ def rotated_by(directory: Path) -> Path | None:
 
 _CACHES = {"C8": INT8_STATIC}
 _KEY_SCALE = ".k_proj.kv_cache_scale"
+_ATTENTION, _INDEXER = ".quant_type", ".indexer.quant_type"
+# ModelSlim 26.1 writes the second where queries and keys alone are rounded, vllm-ascend reads the first.
+_INDEXERS = {"INT8_DYNAMIC": INT8, "QK_INT8_DYNAMIC": INT8, "FLOAT": FLOAT, "BF16": FLOAT}
 
 
 def _caches(path: Path, values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """The formats of the caches of attention layers, of which the scales of keys are named."""
+    """The formats of the caches of attention layers, of which the scales of keys are named, and of indexers.
+
+    Of indexers some are named and others not, which are float; where none is, one word is of all.
+    """
     forms: dict[str, str] = {}
+    indexers: dict[str, str] = {}
     for name, kind in values.items():
         if name.endswith(_KEY_SCALE):
             if kind not in _CACHES:
                 raise CheckpointError(f"{path}: {name} is {kind}; legal are {', '.join(_CACHES)}")
             forms[canonical(name).removesuffix(_KEY_SCALE)] = _CACHES[kind]
-    return _rules(forms)
+        elif name.endswith(_INDEXER):
+            if kind not in _INDEXERS:
+                raise CheckpointError(
+                    f"{path}: {name} is {kind!r}: keys of indexers are not rounded so here; legal are {', '.join(_INDEXERS)}"
+                )
+            indexers[canonical(name).removesuffix(_ATTENTION)] = _INDEXERS[kind]
+    if values.get("indexer_quant_type") and not indexers:
+        indexers[INDEXERS] = INT8
+    yield from _rules(forms)
+    yield from ((name, form) for name, form in indexers.items() if form != FLOAT)
 
 
 def _check_version(path: Path, values: Mapping[str, Any]) -> None:
@@ -190,16 +206,13 @@ def _form(path: Path, kinds: Mapping[str, str], decodes_only: bool) -> str:
     return _TYPES[kind]
 
 
-_ATTENTION = ".quant_type"
-
-
 def _refuse_others(path: Path, values: Mapping[str, Any]) -> None:
     """Refuses what is said of no tensor and changes what a step computes."""
     settings.check(str(path), {name: value for name, value in values.items() if "." not in name}, settings.DESCRIPTION)
     for name, known in (("metadata", settings.METADATA), ("optional", settings.OPTIONAL)):
         settings.check(f"{path}: {name}", values.get(name) or {}, known)
     for name, kind in values.items():
-        if name.endswith(_ATTENTION) and kind != "FLOAT":
+        if name.endswith(_ATTENTION) and not name.endswith(_INDEXER) and kind != "FLOAT":
             raise CheckpointError(f"{path}: {name} is {kind!r}: int8 attention is not read here; legal is FLOAT")
 
 

@@ -16,10 +16,12 @@ W8A8, W8A8_DYNAMIC, W4A8_DYNAMIC, W4A16 = "w8a8", "w8a8_dynamic", "w4a8_dynamic"
 INT8, INT8_STATIC = "int8", "int8_static"
 KV_CACHES = {
     FLOAT: "the dtype that the model computes in",
-    INT8: "int8, one scale a token and head",
+    INT8: "int8, one scale a token and head, of latents one each 128 channels of a token",
     INT8_STATIC: "int8, one scale a head's channel, which the checkpoint has (ModelSlim's C8)",
 }
 """Formats of the keys and values that a layer caches: name -> what it is."""
+INDEXERS = "*.indexer"
+"""All indexers, whose keys have a format of their own."""
 
 FORMATS = {
     FLOAT: "the dtype that the model computes in",
@@ -48,8 +50,8 @@ class Formats:
         group: weights of an output channel that share an int4 scale; 0: all.
         biased: patterns of matrices and norms to whose output a bias is added that the model does not have: smoothing that shifts
             activations leaves it.
-        kv_cache: (pattern, format): a pattern over the names of attention layers, as `model.layers.3.self_attn`; what none matches caches
-            floats.
+        kv_cache: (pattern, format): a pattern over the names of attention layers, as `model.layers.3.self_attn`, and of their indexers,
+            as `model.layers.3.self_attn.indexer`; what none matches caches floats.
         sent_back: format of what experts on other ranks send back where they got int8, one of FLOAT and INT8.
     """
 
@@ -69,7 +71,7 @@ class Formats:
                 raise SpecError(f"{pattern}: the format of its cache is {form!r}; legal are {', '.join(KV_CACHES)}")
 
     def of_cache(self, attention: str) -> str:
-        """The format of the keys and values of an attention layer, by its name in a checkpoint; "" names none."""
+        """The format of the keys and values of an attention layer, or of an indexer's keys, by its name in a checkpoint; "" names none."""
         return _format(self.kv_cache, attention)
 
     def of(self, names: Iterable[str]) -> str:

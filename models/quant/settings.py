@@ -111,7 +111,8 @@ DESCRIPTION: Known = {
     "kv_cache_type": (None, "C8"),
     "fa_quant_type": _ABSENT,
     "reduce_quant_type": _ABSENT,
-    "indexer_quant_type": _ABSENT,
+    # Of GLM-5 and DeepSeek V3.2, whose descriptions also say it of each layer.
+    "indexer_quant_type": (None, "INT8_DYNAMIC"),
     # How weights were rounded, of which the tensors are the result (older versions).
     **dict.fromkeys(
         ("w_bit", "a_bit", "w_sym", "dev_type", "fraction", "act_method", "co_sparse", "anti_method", "disable_level", "do_smooth",
@@ -132,7 +133,7 @@ _REASONS = {
     "transform_config": "rotations of activations are not computed here",
     "output_activations": "products are not rounded here",
     "fa_quant_type": "int8 attention is not read here",
-    "indexer_quant_type": "an int8 indexer is not computed here",
+    "indexer_quant_type": "keys of indexers are rounded to int8 or not",
     "reduce_quant_type": "sums of ranks are not rounded here",
     "quarot": "rotations of activations are not computed here",
 }

@@ -11,6 +11,7 @@ import torch
 from support import fleets
 
 from npucompile.graphs.ir.flatten import bodies
+from npucompile.graphs.ops.packed_latents import unpacked
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Mesh
 from npucompile.models import variant as variants
@@ -56,6 +57,7 @@ IN_PARTS = replace(GROUPED, most_dispatched=1, dispatches_in_parts=True)
 TWO_IN_FLIGHT = replace(IN_PARTS, in_flight=2)
 W8, W4 = fleets.quantised("w8a8"), fleets.quantised("w4a8")
 INT8_CACHE = Variant(formats=Formats(kv_cache=(("?*", "int8"),)))
+INT8_LATENTS = replace(GROUPED, formats=INT8_CACHE.formats)
 INT8_BACK = replace(W8, formats=replace(W8.formats, sent_back="int8"))
 SPLIT_W8 = fleets.everywhere("w8a8_dynamic", q_heads=2, delta_heads=2, ffn=2)
 FEW = Variant(draft_vocab=40)
@@ -150,6 +152,10 @@ CASES: dict[str, Case] = {
     "sparse tp=2": Case("tp=2", GROUPED, model="sparse", collectives=DISPATCH, drafts=1),
     "sparse dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="sparse", drafts=2, collectives=DISPATCH),
     "sparse split dp=2": Case("dp=2", expert_parallel=False, model="sparse"),
+    "sparse int8 cache tp=2": Case("tp=2", INT8_LATENTS, INT8_CACHE, model="sparse", drafts=1, collectives=DISPATCH),
+    "shared index int8 cache dp=2,tp=2": Case(
+        "dp=2,tp=2", INT8_LATENTS, INT8_CACHE, batch=3, model="shared-index", drafts=2, collectives=DISPATCH
+    ),
     "shared index tp=2": Case("tp=2", GROUPED, model="shared-index", collectives=DISPATCH, drafts=1),
     "shared index dp=2": Case("dp=2", GROUPED, model="shared-index", collectives=DISPATCH),
     "shared index dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="shared-index", drafts=2, collectives=DISPATCH),
@@ -253,6 +259,8 @@ CASES: dict[str, Case] = {
             ("formats differ, latent", "latent", True, fleets.mixed()),
             ("int8 cache", "plain", False, replace(INT8_CACHE, kv_repeat=1)),
             ("formats differ", "small", True, fleets.mixed()),
+            ("int8 latents", "sparse", True, INT8_LATENTS),
+            ("int8 latents, shared index", "shared-index", True, INT8_LATENTS),
         )
     },
 }
@@ -274,6 +282,7 @@ SHORT = (
     *("w4a16 everywhere, spread tp=2", "int8 cache tp=2", "no gate tp=2", "no shared expert dp=2,tp=2", "fused projections tp=2"),
     *("latent dp=2,tp=2", "sparse tp=2", "shared index dp=2,tp=2", "biased dp=2,tp=2", "drafts of few tokens tp=2"),
     *("prompts shared: sparse, tp=4, 8", "prompts shared: small, tp=2, 4", "prompts shared: plain-moe-eagle3, dp=2,tp=2, 8"),
+    *("sparse int8 cache tp=2", "prompts shared: int8 latents"),
     *("draft model, experts tp=2", "formats of parts differ, spread", "odd sizes tp=2", "w4a8 fused", "norms of all heads tp=4"),
 )
 
@@ -317,6 +326,9 @@ def test_every_group_gives_what_one_device_gives(name: str, monkeypatch: pytest.
         for leaf, mine, theirs in zip(fleet.names, fleet.pool(group), device.pool(), strict=True):
             # Padding writes to page, slot and request slot 0, in no particular way; repeated heads are repeated in the pools too.
             heads = 1 if leaf.endswith(("k_scale", "v_scale")) else 2
+            if leaf.endswith("packed"):
+                width = one_device.config.kv_lora_rank
+                mine, theirs = (torch.cat(unpacked(pool, width, torch.float32), -1) for pool in (mine, theirs))
             copies = mine.shape[heads] // theirs.shape[heads] if mine.dim() == 4 or heads == 1 else 1
             close(mine[1:], theirs[1:].repeat_interleave(copies, heads) if copies > 1 else theirs[1:], f"group {group}: {leaf}")
     check_collectives(case, fleet.partitioned(serving.decode))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...graphs.errors import VerifyError
+from ...graphs.ops.packed_latents import parts_of, unpacked
 from ...graphs.types import Leaf
 from .poisoned_steps import LiveRow, PoisonedStep
 from .pools import filled_pages, is_paged, is_picture_pool, is_request_slots, keeps_first_slots, tokens_second
@@ -117,6 +118,9 @@ def live_values(leaf: Leaf, row: LiveRow, pool: torch.Tensor, counts: torch.Tens
         return [pool[slot : slot + 1] for slot in row.slots]
     end, cached = row.start + (row.count if counts is None else int(counts[row.row])), tokens_second(leaf, pool)
     filled = [cached[page, :used] for page, used in filled_pages(row.pages, end, cached.shape[1])]
+    if filled and (parts := parts_of(leaf.aval.axes[-1])) is not None:
+        # Bytes of floats are no measure of what they differ by.
+        return [torch.cat([part.float() for part in unpacked(torch.cat(filled), *parts)], -1)]
     return [torch.cat(filled)] if filled else []
 
 

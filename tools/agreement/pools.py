@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...graphs.ops.packed_latents import packed, packed_width, parts_of
 from ...graphs.types import PICTURE_ROWS, Leaf, Limits
 
 NAN = float("nan")
@@ -33,11 +34,19 @@ def unread_value(leaf: Leaf) -> float:
 
 
 def random_cache(leaf: Leaf, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Cached values as a model writes them: about one in size, in integers times scales where the cache is int8."""
+    """Cached values as a model writes them: about one in size, in integers times scales where the cache is int8.
+
+    Scales of an indexer's keys are the only pools in float16.
+    """
+    if (parts := parts_of(leaf.aval.axes[-1])) is not None:
+        (channels, dtype), width = parts, int(shape[-1])
+        rotary = (width - packed_width(channels, 0, dtype)) // dtype.itemsize
+        values = torch.randn((*shape[:-1], channels + rotary), generator=generator)
+        return packed(values[..., :channels], values[..., channels:].to(dtype))
     if leaf.aval.dtype == torch.int8:
         return torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
-    if holds_scales(leaf):
-        return (1 + torch.rand(shape, generator=generator)) / 127
+    if holds_scales(leaf) or leaf.aval.dtype == torch.float16:
+        return ((1 + torch.rand(shape, generator=generator)) / 127).to(leaf.aval.dtype)
     return torch.randn(shape, generator=generator).to(leaf.aval.dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ...graphs.errors import VerifyError
 from ...graphs.ir.trace import signature_of
+from ...graphs.ops.packed_latents import parts_of, with_rotary_in
 from ...graphs.types import Leaf, Mesh, Signature
 from ...models import step
 from ...models.head_padding import copies
@@ -138,6 +139,8 @@ class Ranks:
         """A rank's part of the reference's pools, with key-value heads repeated, and heads of zeros behind them, as the model has them."""
         mesh, rules, shards = self.small.mesh, self.small.rules(), []
         for leaf, pool in zip(self.leaves, pools, strict=True):
+            if pool.shape[-1] != leaf.aval.shape[-1] and (parts := parts_of(leaf.aval.axes[-1])) is not None:
+                pool = with_rotary_in(pool, *parts)
             heads = 1 if holds_scales(leaf) else 2
             times = min(copies(pool.shape[heads], mesh.axis("tp")), leaf.aval.shape[heads] // pool.shape[heads]) if is_paged(leaf) else 1
             repeated = pool.repeat_interleave(times, heads) if times > 1 else pool

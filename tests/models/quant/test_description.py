@@ -46,6 +46,26 @@ def test_scales_of_both_kinds_are_static_where_a_model_only_decodes(tmp_path: Pa
         assert formats.of([canonical(ATTENTION.format(0))]) == form
 
 
+INDEXER = "model.layers.{}.self_attn.indexer"
+
+
+def test_indexers_that_are_named_cache_int8(tmp_path: Path) -> None:
+    """As ModelSlim writes GLM-5 in W8A8C8, whose first and last layers are not named; vllm-ascend knows the other word."""
+    kinds = {3: "QK_INT8_DYNAMIC", 4: "INT8_DYNAMIC", 5: "FLOAT"}
+    said = {f"{INDEXER.format(i)}.quant_type": kind for i, kind in kinds.items()}
+    formats = formats_in(described(tmp_path, {ATTENTION.format(0): "W8A8", "indexer_quant_type": "INT8_DYNAMIC", **said}))
+    assert formats is not None
+    assert [formats.of_cache(INDEXER.format(i)) for i in range(2, 7)] == ["float", "int8", "int8", "float", "float"]
+    assert formats.of_cache("model.layers.3.self_attn") == "float"
+
+
+def test_one_word_is_of_all_indexers(tmp_path: Path) -> None:
+    formats = formats_in(described(tmp_path, {ATTENTION.format(0): "W8A8", "indexer_quant_type": "INT8_DYNAMIC"}))
+    assert formats is not None
+    assert [formats.of_cache(INDEXER.format(i)) for i in (0, 77)] == ["int8", "int8"]
+    assert formats.of_cache("model.layers.0.self_attn") == "float"
+
+
 def test_a_float_checkpoint_has_no_formats(tmp_path: Path) -> None:
     assert formats_in(tmp_path) is None
 
@@ -61,7 +81,11 @@ def test_a_float_checkpoint_has_no_formats(tmp_path: Path) -> None:
         ({"group_size": -1}, "group_size is -1; expected a number of weights"),
         ({"kv_quant_type": "C4"}, "kv_quant_type is 'C4'; legal is 'C8' or null"),
         ({"reduce_quant_type": "per_channel"}, "reduce_quant_type is 'per_channel': sums of ranks are not rounded here; legal is null"),
-        ({"indexer_quant_type": "INT8_DYNAMIC"}, "indexer_quant_type is 'INT8_DYNAMIC': an int8 indexer is not computed here"),
+        (
+            {"indexer_quant_type": "FP8"},
+            "indexer_quant_type is 'FP8': keys of indexers are rounded to int8 or not; legal",
+        ),
+        ({"model.layers.0.self_attn.indexer.quant_type": "FP8"}, r"indexer\.quant_type is 'FP8': keys of indexers are not rounded so"),
         ({"model.layers.0.self_attn.quant_type": "INT8_DYNAMIC"}, r"self_attn\.quant_type is 'INT8_DYNAMIC': int8 attention is not read"),
         (
             {"metadata": {"quarot": {"max_tp_size": 4, "heads_rotation": {"layers": ["model.layers.0.self_attn.o_proj."]}}}},
