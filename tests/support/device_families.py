@@ -61,6 +61,7 @@ class Case:
         head: whether it drafts with the head of a second checkpoint; else with its own.
         agreeing: weight of the last token in the next one, relative to that of other tests.
         operators: that its graphs must have, among others.
+        cache: what is cached in int8.
     """
 
     values: dict[str, Any] = field(repr=False)
@@ -70,6 +71,7 @@ class Case:
     head: bool = False
     agreeing: float = 1
     operators: tuple[str, ...] = ()
+    cache: str = "auto"
 
 
 DISPATCHED = ("MoeDistributeDispatchV2", "GroupedMatmul")
@@ -86,6 +88,10 @@ CASES = {
     "glm-4.7": Case(BIASED, "dp=2,tp=2", agreeing=4, operators=DISPATCHED),
     "glm-5.2": Case(SHARED, "dp=2,tp=2", agreeing=4, operators=(*DISPATCHED, "LightningIndexer", "SparseFlashAttention")),
     "deepseek-v3.2 captured": Case(SPARSE, backend="aclgraph", agreeing=4),
+    "glm-5.2 of int8": Case(
+        SHARED, "dp=2,tp=2", agreeing=4, operators=(*DISPATCHED, "QuantLightningIndexer", "KvQuantSparseFlashAttention"), cache="int8"
+    ),
+    "deepseek-v3.2 of int8, captured": Case(SPARSE, backend="aclgraph", agreeing=4, cache="int8"),
 }
 
 
@@ -104,5 +110,5 @@ def checkpoints(case: Case, home: Path) -> tuple[Path, dict[str, str]]:
 
 def planned(case: Case, directory: Path, options: dict[str, str], mesh: str, **sizes: Any) -> Plan:
     """A build of a case's checkpoint for a mesh of devices, with drafts."""
-    own = {**SIZES, **options, **sizes}
+    own = {**SIZES, **options, "kv_cache_dtype": case.cache, **sizes}
     return tiny.planned_device(directory, mesh=mesh, backend=case.backend, num_speculative_tokens=DRAFTS, **own)

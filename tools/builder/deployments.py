@@ -84,6 +84,7 @@ class Deployment:
             say which layers keep more bits.
         draft_quantization: of the draft model; None if not stated.
         state_dtype: of recurrent states, "bfloat16" or "float32"; None for models without any.
+        kv_cache_dtype: of what its launch caches, as `--kv-cache-dtype` has it; None where that is the computing type or the checkpoint's.
         phases: by name, "mixed" alone or "prefill" and "decode"; empty where no launch command is published.
         input_len, output_len: tokens per request of the published workload.
         prefix_hit_rate: share of the prompt found in the prefix cache.
@@ -104,6 +105,7 @@ class Deployment:
     phases: Mapping[str, Phase] = field(hash=False)
     draft_quantization: str | None = None
     state_dtype: str | None = None
+    kv_cache_dtype: str | None = None
     input_len: int | None = None
     output_len: int | None = None
     prefix_hit_rate: float | None = None

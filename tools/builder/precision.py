@@ -16,7 +16,7 @@ from ...models.draft_model import PREFIX
 from ...models.draft_source import open_both
 from ...models.expert_placement import ExpertPlacement
 from ...models.quant.description import formats_in
-from ...models.quant.formats import FLOAT, INT8, INT8_STATIC, UNROUNDED, Formats
+from ...models.quant.formats import FLOAT, INDEXERS, INT8, INT8_STATIC, UNROUNDED, Formats
 from ...models.quant.recipes import formats_of_scheme
 from ...models.safetensors_files import DTYPES as CODES
 from ...models.safetensors_files import NAMES, has_weights
@@ -29,9 +29,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED_BYTES = 8 * 2**30
 """Checkpoints up to this size are copied into an artifact by default."""
 
-_, BFLOAT16, INTEGERS = KV_CACHE_DTYPES
+AUTO, BFLOAT16, INTEGERS, OF_INDEXERS = KV_CACHE_DTYPES
 _LAYERS = "?*"
-"""Every attention layer that has a name: those of a draft head have none, and cache floats."""
+"""Every attention layer that has a name: those of a draft head of another family than DeepSeek's have none, and cache floats."""
 
 
 def choose_dtype(plan: Plan) -> Plan:
@@ -65,7 +65,7 @@ def choose_formats(plan: Plan) -> Plan:
         CheckpointError: the checkpoint's description cannot be read.
     """
     config, mesh, target = plan.source.model.config, plan.mesh, plan.target
-    formats = choose_kv_cache(plan.options.kv_cache_dtype, _formats_of(plan), plan.dtype)
+    formats = choose_kv_cache(_requested_cache(plan), _formats_of(plan), plan.dtype)
     if plan.options.expert_combine_dtype != "auto":
         formats = _sent_back_as_int8(formats, plan)
     group = mesh.axis("tp")
@@ -138,8 +138,16 @@ def _formats_of(plan: Plan) -> Formats:
     return formats.floats_first(f"{PREFIX}*") if source.draft and formats.quantises else formats
 
 
+def _requested_cache(plan: Plan) -> str:
+    """What the build asks for, or else its deployment."""
+    requested, row = plan.options.kv_cache_dtype, deployments.deployment(plan.deployment) if plan.deployment else None
+    return (row.kv_cache_dtype if row and requested == AUTO else None) or requested
+
+
 def choose_kv_cache(requested: str, formats: Formats, dtype: torch.dtype) -> Formats:
     """The formats with that of the cache: "auto" is what the checkpoint has, else floats; "int8" takes its scales where it has them.
+
+    Indexers that a checkpoint leaves float stay so.
 
     Args:
         formats: of the checkpoint, or of a scheme.
@@ -152,9 +160,13 @@ def choose_kv_cache(requested: str, formats: Formats, dtype: torch.dtype) -> For
         if dtype != torch.bfloat16:
             raise SpecError(f"--kv-cache-dtype {requested}: the model computes in {dtype} and caches no others; legal are auto and int8")
         return replace(formats, kv_cache=())
+    named = tuple(rule for rule in formats.kv_cache if rule[0].endswith(INDEXERS[1:]))
+    indexers = (*named, (INDEXERS, FLOAT)) if named else ()
+    if requested == OF_INDEXERS:
+        return replace(formats, kv_cache=named or ((INDEXERS, INT8),))
     if requested == INTEGERS:
         static = tuple(rule for rule in formats.kv_cache if rule[1] == INT8_STATIC)
-        return replace(formats, kv_cache=(*static, (_LAYERS, INT8)))
+        return replace(formats, kv_cache=(*static, *indexers, (_LAYERS, INT8)))
     return formats
 
 
@@ -178,19 +190,31 @@ def check_kv_cache(plan: Plan) -> Plan:
     """The plan, which says what its cache is where that is not floats.
 
     Raises:
-        SpecError: int8 for a model of which no layer caches keys and values of heads.
+        SpecError: int8 for a model of which no layer caches what may be int8.
     """
-    forms = {form for _, form in plan.model.config.variant.formats.kv_cache} - {FLOAT}
-    if not forms:
+    formats = plan.model.config.variant.formats
+    if not any(form != FLOAT for _, form in formats.kv_cache):
         return plan
-    if not any(aval.dtype == torch.int8 for _, aval in tree.flatten(plan.model.state(plan.limits, plan.dtype))):
+    pools = {path.rpartition(".")[2] for path, aval in tree.flatten(plan.model.state(plan.limits, plan.dtype)) if aval.dtype == torch.int8}
+    if not pools and all(pattern.endswith(INDEXERS[1:]) for pattern, _ in formats.kv_cache):
+        raise SpecError(
+            f"--kv-cache-dtype {OF_INDEXERS}: {plan.model.name} has no indexer, which DeepSeek V3.2 and GLM-5 have; legal are "
+            f"{', '.join(name for name in KV_CACHE_DTYPES if name != OF_INDEXERS)}"
+        )
+    if not pools:
         raise SpecError(
             f"--kv-cache-dtype {INTEGERS}: {plan.model.name} caches no keys and values of heads but latents, of which fused attention "
-            "takes no int8 in row-major pages (Ascend/op-plugin@517f2e7, npu_fused_infer_attention_score: none beside query_rope); legal "
-            "are auto, bfloat16"
+            "over all keys takes no int8 in row-major pages (Ascend/op-plugin@517f2e7, npu_fused_infer_attention_score: none beside "
+            "query_rope), and that over keys that an indexer chooses does; legal are auto, bfloat16"
         )
-    scales = "scales of the checkpoint, one a head's channel" if INT8_STATIC in forms else "one scale a token and head, beside the pages"
-    return plan.noted(f"keys and values are cached as int8, {scales}")
+    static = any(form == INT8_STATIC for _, form in formats.kv_cache)
+    heads = "scales of the checkpoint, one a head's channel" if static else "one scale a token and head, beside the pages"
+    said = {
+        "k": f"keys and values are cached as int8, {heads}",
+        "packed": "latents are cached as int8, one scale each 128 channels of a token, their rotary parts in the same rows as they are",
+        "index": "keys of indexers are cached as int8, one scale a token, and queries are rounded to match",
+    }
+    return plan.noted("; ".join(text for pool, text in said.items() if pool in pools))
 
 
 def choose_weights(plan: Plan) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from npucompile.tools.builder.plan import Options
 from npucompile.tools.builder.precision import choose_kv_cache
 
 C8 = modelslim.FIXTURES / "dense_w8a8c8"
+NAMED = (("model.layers.5.self_attn.indexer", "int8"),)
 STATIC = (("model.layers.*.self_attn", "int8_static"),)
 
 
@@ -29,6 +31,11 @@ STATIC = (("model.layers.*.self_attn", "int8_static"),)
         ("bfloat16", STATIC, ()),
         ("int8", (), (("?*", "int8"),)),
         ("int8", STATIC, (*STATIC, ("?*", "int8"))),
+        ("int8", NAMED, (*NAMED, ("*.indexer", "float"), ("?*", "int8"))),
+        ("auto", NAMED, NAMED),
+        ("int8-indexer", NAMED, NAMED),
+        ("int8-indexer", (), (("*.indexer", "int8"),)),
+        ("bfloat16", NAMED, ()),
     ],
 )
 def test_scales_of_the_checkpoint_come_first(
@@ -57,6 +64,28 @@ def test_plans_have_the_pools_that_are_chosen() -> None:
     assert dynamic.arguments[dynamic.arguments.index("--kv-cache-dtype") + 1] == "int8"
 
 
+GLM = {"model": "glm-5.2", "target": "ascend-a3", "mesh": "dp=2,tp=8", "quantization": "w8a8", "max_model_len": 8192}
+
+
+@pytest.mark.parametrize(("requested", "latents"), [("int8", torch.int8), ("int8-indexer", torch.bfloat16)])
+def test_layers_behind_an_indexer_cache_latents_like_the_others(requested: str, latents: torch.dtype) -> None:
+    plan = planning.plan(Options(**GLM, backend="null", kv_cache_dtype=requested))
+    assert ("latents are cached as int8" in " ".join(plan.notes)) == (requested == "int8")
+    assert "keys of indexers are cached as int8, one scale a token" in " ".join(plan.notes)
+    pools = plan.model.state(plan.limits, plan.dtype)
+    for pool in (pools["layers"][0], pools["layers"][3], pools["mtp"]):
+        assert pool["packed" if requested == "int8" else "latent"].dtype == latents
+    assert cache(plan).keys() == ({"packed"} if requested == "int8" else {"latent", "rotary"}), "the last layer is a shared one"
+    assert {pools["layers"][0][name].dtype for name in ("index", "index_scale")} == {torch.int8, torch.float16}
+
+
+def test_a_deployment_caches_as_its_launch_does() -> None:
+    options = Options("glm-5.2", deployment="glm52-a3x16-mix-3.5k-1.5k-50ms", backend="null")
+    plan = planning.plan(options)
+    assert plan.model.config.variant.formats.kv_cache == (("*.indexer", "int8"),)
+    assert planning.plan(replace(options, kv_cache_dtype="bfloat16")).model.config.variant.formats.kv_cache == ()
+
+
 def test_twice_the_tokens_are_cached() -> None:
     """A deployment whose pool fills what memory is left: 132 bytes a token and head of 128 channels for 256."""
     options = Options("qwen3-30b-a3b", deployment="qwen3-30b-a3x1-mix-3.5k-1.5k-50ms")
@@ -74,9 +103,10 @@ def test_twice_the_tokens_are_cached() -> None:
         ({"model": "qwen3.5-tiny", "dtype": "float32", "kv_cache_dtype": "bfloat16"}, "computes in torch.float32 and caches no others"),
         (
             {"model": "deepseek-r1", "target": "ascend-a3", "mesh": "tp=16", "kv_cache_dtype": "int8"},
-            "caches no keys and values of heads but latents",
+            "caches no keys and values of heads but latents, .* and that over keys that an indexer chooses does; legal are auto, bfloat16",
         ),
         ({"model": "deepseek-v3.2", "target": "ascend-a3", "mesh": "tp=8", "prefill_cp": 4}, "mesh tp=8; legal are 1 and 8, all ranks"),
+        ({"model": "deepseek-r1", "target": "ascend-a3", "mesh": "tp=16", "kv_cache_dtype": "int8-indexer"}, "deepseek-r1 has no indexer"),
     ],
 )
 def test_what_has_no_operator_is_refused(options: dict[str, str], message: str) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .recorded import Recorded
 
 SCHEMES = ("none", "w8a8", "w8a8-all", "w4a8", "w4a8-all", "w4a16")
-KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "int8-indexer")
 MAX_LOGPROBS = 20
 """The most that OpenAI's API allows."""
 MAX_DRAFTS = 7
@@ -31,12 +31,16 @@ def _scheme_by(plan: Any, quantised: bool) -> str:
 
 
 def _cache_by(plan: Any, quantised: bool) -> str:
+    if plan.deployment and not quantised and plan.model.config.variant.formats.kv_cache:
+        return ROW
     return CHECKPOINT if quantised and plan.model.config.variant.formats.kv_cache else DEFAULT
 
 
 def _cache(recorded: Recorded) -> str:
     forms = recorded.manifest.formats.get("kv_cache") or ()
-    return "int8" if any("int8" in str(form[-1]) for form in forms) else recorded.dtype
+    rounded = [str(pattern) for pattern, form in forms if "int8" in str(form)]
+    # Not models.quant's own pattern, whose room loads torch.
+    return "int8-indexer" if rounded and all(name.endswith(".indexer") for name in rounded) else "int8" if rounded else recorded.dtype
 
 
 def _stored(scheme: str) -> str:
@@ -106,7 +110,8 @@ QUANTIZATION = Setting(
 )
 KV_CACHE_DTYPE = Setting(
     "kv-cache-dtype",
-    "Type of cached keys and values: auto is what the checkpoint has scales for, else the computing type; int8 halves pages.",
+    "Type of cached keys and values: auto is the checkpoint's or the deployment's, else the computing type; int8 halves pages, "
+    "int8-indexer rounds an indexer's keys alone.",
     lambda plan: "" if plan.options.kv_cache_dtype == "auto" else plan.options.kv_cache_dtype,
     legal=KV_CACHE_DTYPES,
     extra={"default": "auto", "show_default": True},
