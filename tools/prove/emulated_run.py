@@ -133,14 +133,15 @@ class Ranks:
         return tuple({**own, REQUEST_SLOTS: pools[request_slots].clone()} for own, pools in zip(outputs, state, strict=True))
 
     def _copy(self, state: States) -> States:
-        return tuple([pool.to(leaf.aval.dtype, copy=True) for pool, leaf in zip(pools, self.leaves, strict=True)] for pools in state)
+        return tuple(
+            [held(leaf, pool).to(leaf.aval.dtype, copy=True) for pool, leaf in zip(pools, self.leaves, strict=True)] for pools in state
+        )
 
     def shard(self, pools: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """A rank's part of the reference's pools, with key-value heads repeated, and heads of zeros behind them, as the model has them."""
         mesh, rules, shards = self.small.mesh, self.small.rules(), []
         for leaf, pool in zip(self.leaves, pools, strict=True):
-            if pool.shape[-1] != leaf.aval.shape[-1] and (parts := parts_of(leaf.aval.axes[-1])) is not None:
-                pool = with_rotary_in(pool, *parts)
+            pool = held(leaf, pool)
             heads = 1 if holds_scales(leaf) else 2
             times = min(copies(pool.shape[heads], mesh.axis("tp")), leaf.aval.shape[heads] // pool.shape[heads]) if is_paged(leaf) else 1
             repeated = pool.repeat_interleave(times, heads) if times > 1 else pool
@@ -231,15 +232,15 @@ def _check_step(
     trace_step, group = ranks.trace.steps[number], ranks.group(rank)
     what = f"{where}, step {number} ({trace_step.case.bucket.name})"
     if (expected := trace_step.expected[group]) is None:
-        check_request_slots(trace_step, group, outputs, what)
+        check_request_slots(trace_step, group, outputs, what, room=ranks.small.limits.drafts)
         return None
     error = _errors(expected, outputs["logits"])
     _refuse(float(error.max()), allowed.worst, f"{what}: logits")
     compared = _compare_tokens(expected, outputs["tokens"], error, allowed.typical)
     if wrong := _count(counts, "token", expected, outputs["tokens"], compared, what):
         raise VerifyError(wrong)
-    check_request_slots(trace_step, group, outputs, what)
-    if ranks.small.limits.drafts:
+    check_request_slots(trace_step, group, outputs, what, room=ranks.small.limits.drafts)
+    if "drafts" in outputs:
         compared = compare_drafts(trace_step, group, outputs, error.amax(1), allowed.typical)
         if wrong := _count(counts, "draft", expected, outputs["drafts"], compared, what):
             wrong_drafts.extend([wrong] * int((compared[1] & ~compared[0]).sum()))
@@ -279,6 +280,13 @@ def check_identical(ranks: Ranks, left: RankOutputs, right: RankOutputs, what: s
                     raise VerifyError(f"{where}: {leaf.name} differs by {error:.3g} or in what is NaN; legal is no difference")
                 values += other[1:].numel()
     return {"turns": float(len(right.steps)), "tokens": float(tokens), "values": float(values)}
+
+
+def held(leaf: Leaf, pool: torch.Tensor) -> torch.Tensor:
+    """What a float32 run's pool holds, as a leaf of another computing dtype has it: rows of bytes have floats in them."""
+    if pool.shape[-1] == leaf.aval.shape[-1] or (parts := parts_of(leaf.aval.axes[-1])) is None:
+        return pool
+    return with_rotary_in(pool, *parts)
 
 
 def _valid(expected: ExpectedOutputs) -> torch.Tensor:

@@ -8,17 +8,18 @@ on all ranks by emulators (emulated_run.py) and compared with the unsharded refe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ...graphs.errors import GraphError, LoweringError, VerifyError
+from ...graphs.ops.packed_latents import parts_of
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.steps.table import kind_of
-from ...graphs.types import DTYPES, Bucket, Signature
+from ...graphs.types import DTYPES, Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.ascend.emulator.interpreter import Interpreter
 from ...lowering.ascend.ge_file import GeFile
@@ -27,7 +28,7 @@ from ...lowering.backend import backend
 from ...lowering.lower import Lowered
 from ...lowering.platform import CPU, Platform
 from ...models import step
-from ..agreement.tolerances import FLOAT, QUANTISED
+from ..agreement.tolerances import FLOAT, QUANTISED, QUANTISED_LATENTS, AllowedDifferences
 from ..builder.targets import target
 from ..progress import Progress, quiet_torch
 from . import shipped as verify_shipped
@@ -130,7 +131,8 @@ class _Proof:
             checkpoint = random_checkpoint(small.model, generator)
             trace = record_trace(small, checkpoint, generator)
             measured |= _sizes(small, trace)
-        ranks, allowed = Ranks.of(small, trace, checkpoint, F32), QUANTISED if self.quantised else FLOAT
+        ranks = Ranks.of(small, trace, checkpoint, F32)
+        allowed = allowed_differences(ranks.leaves, self.quantised)
         with self.check("lowered f32") as measured:
             # torchair converts integer products to 16-bit types only, so quantised graphs are converted in the artifact's dtype alone.
             graphs = {case: self.build(small, case, F32, emit_logits=True, convert=not self.quantised) for case in small.cases}
@@ -183,6 +185,13 @@ class _Proof:
         # A graph in another dtype than the artifact's is made to be compared, and no device takes it.
         chosen.prove(compiled, partitioned, platform if dtype == DTYPES[self.artifact.manifest.dtype] else CPU)
         return BuiltCase(partitioned, lowered, DECODERS[chosen.name](compiled.data))
+
+
+def allowed_differences(state: Iterable[Leaf], quantised: bool) -> AllowedDifferences:
+    """How far ranks may differ from one device, by the pools of the model and whether its products read int8 activations."""
+    if not quantised:
+        return FLOAT
+    return QUANTISED_LATENTS if any(parts_of(leaf.aval.axes[-1]) for leaf in state) else QUANTISED
 
 
 def representative_steps(trace: StepTrace) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ class ReferenceRun:
         with torch.no_grad():
             flat, leaves = call_flat(program, signature_of(program), [*self._params, *state, *(inputs[name] for name in program.inputs)])
         outputs = dict(zip((leaf.path for leaf in leaves), flat, strict=False))
-        if self._limits.drafts:
+        if self._draft_logits:
             outputs[DRAFT_LOGITS] = torch.stack(self._draft_logits, 1)
         return outputs, flat[len(leaves) :]
 

@@ -15,13 +15,14 @@ REQUEST_SLOTS = "request_slots"
 """Name of the pool of request slots after the step, among a rank's outputs."""
 
 
-def check_request_slots(step: TraceStep, group: int, outputs: Mapping[str, torch.Tensor], what: str) -> None:
+def check_request_slots(step: TraceStep, group: int, outputs: Mapping[str, torch.Tensor], what: str, *, room: int = 0) -> None:
     """Counts follow from the tokens that the rank sampled, and the request slot of each live row holds what its next step starts from.
 
     All other request slots are unchanged, and padding has count 0.
 
     Args:
         outputs: of a rank of the group, with its request slots after the step.
+        room: drafts of a request slot; a step that makes fewer fills it with the last token.
 
     Raises:
         VerifyError: naming the row or the request slot, and both sides.
@@ -37,7 +38,7 @@ def check_request_slots(step: TraceStep, group: int, outputs: Mapping[str, torch
         drafts = outputs["drafts"][row] if "drafts" in outputs else tokens[:0]
         request_slots_after[request_slot, START] = first_position(step, group, row) + counts[row]
         request_slots_after[request_slot, ACCEPTED] = last
-        kept = torch.cat([tokens[last : last + 1], drafts])
+        kept = torch.cat([tokens[last : last + 1], drafts, tokens[last : last + 1].expand(max(0, room - len(drafts)))])
         request_slots_after[request_slot, TOKENS : TOKENS + len(kept)] = kept
         if not decode and "positions" in inputs:
             # What is added to an index of a token behind the chunk, then the same for each candidate, if there are any, with its place; a

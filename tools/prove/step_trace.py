@@ -275,11 +275,12 @@ class _Recorder:
 
     def _replace_drafts(self, case: BucketCase, state: list[torch.Tensor], inputs: Inputs, live: Mapping[int, TraceRequest]) -> None:
         """Replaces the drafts in the request slots: as many right ones as wanted, then a wrong one, then random tokens."""
-        k, pool, right = self.drafts, state[self.request_slots], {}
+        pool, right, most = state[self.request_slots], {}, case.bucket.q_len - 1
         for row, request in live.items():
             inputs["drafts"][row], right[row] = self._draft_counts(case, request)
-            pool[request.own.request_slot, request_slot.TOKENS + 1 :][:k] = torch.tensor(self._random_tokens(k), dtype=torch.int32)
-        for place in range(min(max(right.values(), default=-1) + 1, k)):
+            drafts = torch.tensor(self._random_tokens(self.drafts), dtype=torch.int32)
+            pool[request.own.request_slot, request_slot.TOKENS + 1 :][: self.drafts] = drafts
+        for place in range(min(max(right.values(), default=-1) + 1, most)):
             tokens = self.reference.step(case.bucket, state, inputs)[0]["tokens"]
             for row, request in live.items():
                 if place <= right[row]:
@@ -289,7 +290,7 @@ class _Recorder:
     def _draft_counts(self, case: BucketCase, request: TraceRequest) -> tuple[int, int]:
         """How many drafts of a request the step verifies, and how many of its drafts are to be right."""
         # Each later step needs room for at least one token.
-        k, room = self.drafts, self.small.limits.max_model_len - request.cached - 1 - self.steps_left
+        k, room = case.bucket.q_len - 1, self.small.limits.max_model_len - request.cached - 1 - self.steps_left
         if room < k:
             return k, room
         # Of k+2 rows in a row, k+1 verify all drafts, with 0 to k right ones; the last has right ones only and verifies fewer.

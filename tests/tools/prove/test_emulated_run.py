@@ -9,11 +9,13 @@ import torch
 from support import small_images as images
 
 from npucompile.graphs.errors import VerifyError
-from npucompile.graphs.types import Rules
+from npucompile.graphs.ops.packed_latents import packed, packed_axis, packed_width, unpacked
+from npucompile.graphs.types import Aval, Leaf, Rules
 from npucompile.models.request_slots import START, TOKENS
 from npucompile.tools.agreement.pools import request_slot_pool
-from npucompile.tools.agreement.tolerances import AllowedDifferences
-from npucompile.tools.prove.emulated_run import RankOutputs, Ranks, check_against_trace, check_identical
+from npucompile.tools.agreement.tolerances import QUANTISED_LATENTS, AllowedDifferences
+from npucompile.tools.prove import emulated_run
+from npucompile.tools.prove.emulated_run import RankOutputs, Ranks, check_against_trace, check_identical, held
 
 F32 = torch.float32
 STRICT = AllowedDifferences(typical=1e-5, worst=1e-4, state=1e-4)
@@ -134,6 +136,33 @@ def test_a_wrong_draft_is_refused(ranks, outputs):
                 check_against_trace(ranks, wrong, replace(STRICT, drafts=share), "eager")
         right, some = (check_against_trace(ranks, each, replace(STRICT, drafts=0.1), "eager") for each in (outputs, wrong))
         assert some["draft_mismatches"] == right["draft_mismatches"] + 1
+
+
+def test_a_draft_head_that_reads_other_pages_is_refused_even_where_rounding_turns_some_drafts(ranks, monkeypatch):
+    run_step, key = Ranks._run_step, f"{ranks.small.model.family.draft_key}."
+
+    def of_other_pages(self, graphs, number, state):
+        for pools in state:
+            for leaf, pool in zip(self.leaves, pools, strict=True):
+                if leaf.path.startswith(key):
+                    pool.copy_(pool.roll(1, 0))
+        return run_step(self, graphs, number, state)
+
+    monkeypatch.setattr(Ranks, "_run_step", of_other_pages)
+    monkeypatch.setattr(emulated_run, "_check_state", lambda *_: 0.0)
+    with pytest.raises(VerifyError, match="drafts of rows"):
+        check_against_trace(ranks, ranks.run(images.eager(MESH, BOTH)), QUANTISED_LATENTS, "eager")
+
+
+def test_a_pool_of_bytes_of_another_computing_dtype_holds_the_same_floats():
+    generator = torch.Generator().manual_seed(0)
+    latents, rotary = (torch.randn(4, 8, 1, width, generator=generator) for width in (32, 8))
+    shape = (4, 8, 1, packed_width(32, 8, torch.bfloat16))
+    leaf = Leaf("state.layers.0.packed", Aval(shape, torch.int8, ("pages", None, None, packed_axis(32, torch.bfloat16))))
+    pool = held(leaf, packed(latents, rotary))
+    assert pool.shape == shape
+    assert torch.equal(unpacked(pool, 32, torch.bfloat16)[1], rotary.bfloat16())
+    assert held(leaf, pool) is pool
 
 
 def test_a_count_or_a_request_slot_that_does_not_follow_is_refused(ranks, outputs):

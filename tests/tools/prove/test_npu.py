@@ -12,15 +12,17 @@ from support import published_pictures, ranks, tiny, towers
 from support import small_images as images
 
 from npucompile.graphs.errors import LoweringError, VerifyError
+from npucompile.graphs.ops.packed_latents import packed_axis
 from npucompile.graphs.primitive import TABLE
 from npucompile.graphs.spmd.partition import partition
-from npucompile.graphs.types import Bucket
+from npucompile.graphs.types import Aval, Bucket, Leaf
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend import npu_backend
 from npucompile.lowering.ascend.ge_file import GeFile, decode, operators, parse
 from npucompile.lowering.ascend.inspect_ge import shape
 from npucompile.models import sampling
 from npucompile.models.quant.recipes import formats_of_scheme
+from npucompile.tools.agreement.tolerances import FLOAT, QUANTISED, QUANTISED_LATENTS
 from npucompile.tools.inspection import cost
 from npucompile.tools.notation import EncodeSize
 from npucompile.tools.prove import npu
@@ -202,6 +204,13 @@ def test_representative_steps_are_the_fullest_of_every_case_and_the_last_that_de
 
 
 KINDS = (("decode", 1), ("decode", 2), ("prefill", 64))
+
+
+def test_drafts_of_int8_latents_may_turn_where_products_round_too():
+    packed = Leaf("state.layers.0.packed", Aval((5, 4, 1, 52), torch.int8, ("pages", None, None, packed_axis(32, torch.bfloat16))))
+    keys = Leaf("state.layers.0.index", Aval((5, 4, 1, 32), torch.int8, ("pages", None, None, None)))
+    chosen = [npu.allowed_differences(leaves, quantised) for leaves in ([keys, packed], [keys]) for quantised in (True, False)]
+    assert chosen == [QUANTISED_LATENTS, FLOAT, QUANTISED, FLOAT]
 
 
 def test_measurements_are_shown_in_few_digits():

@@ -90,6 +90,20 @@ def test_what_follows_a_prompt_with_pictures_starts_at_the_position_behind_it():
         check_request_slots(step, 0, {**outputs, "request_slots": spoiled({"it": after}, "it", (2, -2), -3)["it"]}, "it")
 
 
+def test_a_step_of_few_drafts_fills_a_request_slot_with_the_last_token():
+    step, outputs = decode(), decoded()
+    wider = i32(0, 4, -7, 4)[:, None]
+    before = torch.cat([step.request_slots[0], torch.full((4, 1), -7, dtype=torch.int32)], 1)
+    before[0, -1] = 0
+    step = TraceStep(step.case, step.inputs, (before,), step.expected)
+    after = torch.cat([outputs["request_slots"], wider], 1)
+    after[1, -1] = 3
+    check_request_slots(step, 0, {**outputs, "request_slots": after}, "it", room=K + 1)
+    after[3, -1] = -7
+    with pytest.raises(VerifyError, match=r"request slot 3 holds \[12, 1, 4, 1, 2, -7\]; what the next step starts from is .* 2, 4\]"):
+        check_request_slots(step, 0, {**outputs, "request_slots": after}, "it", room=K + 1)
+
+
 def test_a_group_that_idles_leaves_its_request_slots_as_they_are():
     step = decode()
     idle = TraceStep(step.case, ({"request_slots": i32(0, 0, 0)},), step.request_slots, (None,))

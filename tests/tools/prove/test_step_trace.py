@@ -9,9 +9,11 @@ import pytest
 import torch
 from support import small_images as images
 
+from npucompile.graphs.types import Limits
 from npucompile.models.request_slots import ACCEPTED, START, TOKENS
 from npucompile.tools.agreement.pools import filled_pages, request_slot_pool
-from npucompile.tools.prove.step_trace import GREEDY, SAMPLED, UNOWNED
+from npucompile.tools.prove.small_model import random_checkpoint, shrink
+from npucompile.tools.prove.step_trace import GREEDY, SAMPLED, UNOWNED, record_trace
 
 BOTH, DECODE, PREFILL = ("prefill", "decode"), ("decode",), ("prefill",)
 
@@ -232,3 +234,17 @@ def test_an_instance_that_only_prefills_drafts_and_fills_its_request_slots():
     position = start(last, 1, expected.rows[0]) + expected.taken[0]
     values = [position, 0, int(expected.tokens[0, 0]), *expected.drafts[0].tolist()]
     assert image.trace.final_state[1][request_slot_pool(image.trace.leaves)][request_slot].tolist() == values
+
+
+def test_steps_of_several_widths_verify_what_has_room_in_each():
+    entries = [images.entry("prefill", 1, 40), *(images.entry("decode", 4, width) for width in (1, 2, 4))]
+    small = shrink(images.manifest(mesh="dp=1", quantization="none", graphs=tuple(entries), limits=Limits(128, 99, 99, 1024, 4, 3)), 4)
+    generator = torch.Generator().manual_seed(0)
+    trace = record_trace(small, random_checkpoint(small.model, generator), generator)
+    most: dict[int, int] = {}
+    for step in trace.steps:
+        if step.case.form.kind == "decode":
+            width, drafts = step.case.bucket.q_len, int(step.inputs[0]["drafts"].max())
+            most[width] = max(most.get(width, 0), drafts)
+            assert all(taken <= valid <= width for taken, valid in zip(step.expected[0].taken, step.expected[0].valid, strict=True))
+    assert most == {1: 0, 2: 1, 4: 3}
