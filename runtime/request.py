@@ -277,7 +277,7 @@ class ExecutionRecord(NamedTuple):
             padded += times * row.padded_rows
             verified += times * (row.num_drafts > 0)
             drafted += times * row.num_drafts
-            for place in range(row.accepted):
+            for place in range(min(row.accepted, len(places))):
                 places[place] += times
         return self._replace(
             decode_steps=tuple(sorted(steps.items())),
