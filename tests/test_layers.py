@@ -114,7 +114,7 @@ KIND_NAMES = 26
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9595,
+    "graphs": 9597,
     "lowering": 1792,
     "lowering/artifact": 1170,
     "lowering/ascend": 17701,
@@ -142,7 +142,7 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 680,
-    "tests": 106272,
+    "tests": 106280,
     "tools": 1538,
     "tools/advisor": 7460,
     "tools/agreement": 1434,

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..primitive import Cost, Primitive, nbytes
 from ..quantise import quantise_rows
 from .mla_attention import gathered
-from .sparse_index import keys_of_padding
+from .sparse_index import best_keys, keys_of_padding
 
 
 class QuantSparseIndex(NamedTuple):
@@ -46,11 +46,7 @@ def quant_sparse_index_reference(args: QuantSparseIndex) -> Tensor:
     scores = torch.einsum("bqid,bkd->bqik", rows.float(), keys.float()).relu()
     shares = (weights.half() * own.half()).float()
     scores = torch.einsum("bqi,bqik->bqk", shares, scores) * factors[:, None]
-    key, token = (torch.arange(n, dtype=torch.int32, device=q.device) for n in (keys.shape[1], q.shape[1]))
-    seen = key[None, None, :] <= (num_computed_tokens[:, None] + token[None, :])[:, :, None]
-    # Scales of pages that were never written can be NaN, which `topk` takes for the largest.
-    best = torch.where(seen, scores, torch.full((), float("-inf"), device=q.device)).topk(top_k, -1)
-    return torch.where(best.values > float("-inf"), best.indices.to(torch.int32), -1)
+    return best_keys(scores, num_computed_tokens, top_k)
 
 
 ONLY_HEADS = 64

@@ -40,11 +40,17 @@ def sparse_index_reference(args: SparseIndex) -> Tensor:
     keys = gathered(cache, page_table)
     scores = torch.einsum("bqid,bkd->bqik", q.float(), keys.float()).relu()
     scores = torch.einsum("bqi,bqik->bqk", weights.float(), scores)
-    key, token = (torch.arange(n, dtype=torch.int32, device=q.device) for n in (keys.shape[1], q.shape[1]))
+    return best_keys(scores, num_computed_tokens, top_k)
+
+
+def best_keys(scores: Tensor, num_computed_tokens: Tensor, top_k: int) -> Tensor:
+    """Positions [B, Q, top_k] int32 of the largest scores [B, Q, K] f32 that a query sees, -1 behind them where it sees fewer keys.
+
+    Scores of keys of pages that were never written can be NaN, which `topk` takes for the largest: none of those is seen.
+    """
+    key, token = (torch.arange(n, dtype=torch.int32, device=scores.device) for n in (scores.shape[2], scores.shape[1]))
     seen = key[None, None, :] <= (num_computed_tokens[:, None] + token[None, :])[:, :, None]
-    # Keys of pages that were never written can be NaN, which `topk` takes for the largest.
-    scores = torch.where(seen, scores, torch.full((), float("-inf"), device=q.device))
-    best = scores.topk(top_k, -1)
+    best = torch.where(seen, scores, torch.full((), float("-inf"), device=scores.device)).topk(top_k, -1)
     return torch.where(best.values > float("-inf"), best.indices.to(torch.int32), -1)
 
 

@@ -26,6 +26,7 @@ DEFAULT = Platform("ascend910_93", CANN_RELEASES[-1])
 STATIC = "Ascend/torchair@fced884 docs/zh/ascend_ir/features/advanced/tiling_schedule_optimize.md: graphs on the device are static"
 SMALLEST_MODEL = 1024
 """Width of the narrowest model that kernels of expert exchange are made for (exchange.json of the table)."""
+_OF_ROWS = ("scale", "assist", "bias")
 _SHOWN = 8
 
 
@@ -102,9 +103,10 @@ def has_kernels(params: Iterable[Leaf]) -> bool:
     """Whether kernels are made for a model of this size: not for one that was made small to be tested, whose sizes no limit concerns.
 
     Args:
-        params: of one rank; norms have one weight for each value of a token. Scales have as many values as a matrix has rows.
+        params: of one rank; norms have one weight for each value of a token. Scales and biases have one for each row of a matrix.
     """
-    return max((leaf.aval.shape[0] for leaf in params if len(leaf.aval.shape) == 1 and "norm" in leaf.path), default=0) >= SMALLEST_MODEL
+    vectors = (leaf for leaf in params if len(leaf.aval.shape) == 1 and leaf.path.rpartition(".")[2] not in _OF_ROWS)
+    return max((leaf.aval.shape[0] for leaf in vectors), default=0) >= SMALLEST_MODEL
 
 
 def examine(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table | None = None) -> Checked:

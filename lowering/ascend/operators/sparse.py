@@ -208,8 +208,10 @@ def _near(op: Node, facts: work.Facts, *names: str) -> work.Work:
 
 
 def index_work(op: Node, facts: work.Facts) -> work.Work:
-    """Every query multiplies all keys that it sees, head by head, as integers at twice the rate; the vector unit weighs and adds the
-    scores of heads."""
+    """Every query multiplies all keys that it sees, head by head; the vector unit weighs and adds the scores of heads.
+
+    Both run at the rates of attention, integers at twice that of floats: assumed, no profile of an indexer is public.
+    """
     query, (B, keys) = facts.types[op.tensor("query")], _most_keys(op, facts)
     _, Q, heads, D = query.shape
     scores = B * Q * heads * max(keys - Q / 2, 1.0)

@@ -79,7 +79,8 @@ PREFILL_CP = Setting(
     recorded=lambda recorded: Mesh.parse(recorded.manifest.mesh).axis("tp") if "slices" in recorded.manifest.rules else None,
     what=lambda value, recorded: f"{value} ranks share the tokens of a prompt in attention.",
     change="a long prompt's attention takes less time, and each rank holds all heads and all of the cache",
-    same=("--attn-cp-size", "--prefill-context-parallel-size"),
+    same=("--attn-cp-size",),
+    otherwise={"--prefill-context-parallel-size": "its ranks come beside those of tp; legal is --prefill-cp with all ranks of a group"},
 )
 BACKEND = Setting(
     "backend",

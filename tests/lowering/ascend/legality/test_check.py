@@ -15,6 +15,7 @@ from support.legal_graph import A3, declare, edited, violations
 from torch.fx import Node
 
 from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.types import Aval, Leaf
 from npucompile.lowering.artifact.graph_io import NamedOperator
 from npucompile.lowering.ascend.acl_graph import formats
 from npucompile.lowering.ascend.ge_file import parse
@@ -273,3 +274,10 @@ def test_aclnn_functions_take_operands_of_different_dtypes_and_not_of_every_one(
     wrong = legal_acl.edited(captured, lambda first: of_type(first["inputs.lens"], torch.uint64, 4))
     told = [str(violation) for violation in violations(wrong) if "aclnnAdd" in violation.type]
     assert re.search(r"aten.add.Tensor by aclnnAdd\): has self=u64, .*; legal are .*self of bf16 bool f16 .*ops-math", told[0]), told
+
+
+@pytest.mark.parametrize(("path", "full"), [("layers.0.input_norm", True), ("layers.0.ln_1", True), ("layers.0.mixer.q_up.scale", False)])
+def test_a_model_is_as_wide_as_its_norms_whatever_they_are_called_and_not_as_its_scales(path: str, full: bool) -> None:
+    """Ranks that have all heads have matrices of many rows, in small models too."""
+    params = [Leaf("layers.0.input_norm", Aval((64,), torch.bfloat16)), Leaf(path, Aval((1536,), torch.float32))]
+    assert check.has_kernels(params) == full
