@@ -26,7 +26,6 @@ DEFAULT = Platform("ascend910_93", CANN_RELEASES[-1])
 STATIC = "Ascend/torchair@fced884 docs/zh/ascend_ir/features/advanced/tiling_schedule_optimize.md: graphs on the device are static"
 SMALLEST_MODEL = 1024
 """Width of the narrowest model that kernels of expert exchange are made for (exchange.json of the table)."""
-_OF_ROWS = ("scale", "assist", "bias")
 _SHOWN = 8
 
 
@@ -103,10 +102,11 @@ def has_kernels(params: Iterable[Leaf]) -> bool:
     """Whether kernels are made for a model of this size: not for one that was made small to be tested, whose sizes no limit concerns.
 
     Args:
-        params: of one rank; norms have one weight for each value of a token. Scales and biases have one for each row of a matrix.
+        params: of one rank; norms have one weight for each value of a token. What stands beside a `weight` has one for each of its rows.
     """
-    vectors = (leaf for leaf in params if len(leaf.aval.shape) == 1 and leaf.path.rpartition(".")[2] not in _OF_ROWS)
-    return max((leaf.aval.shape[0] for leaf in vectors), default=0) >= SMALLEST_MODEL
+    leaves = {leaf.path: leaf.aval.shape for leaf in params}
+    beside = {path for path in leaves if not path.endswith(".weight") and f"{path.rpartition('.')[0]}.weight" in leaves}
+    return max((shape[0] for path, shape in leaves.items() if len(shape) == 1 and path not in beside), default=0) >= SMALLEST_MODEL
 
 
 def examine(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table | None = None) -> Checked:

@@ -276,8 +276,9 @@ def test_aclnn_functions_take_operands_of_different_dtypes_and_not_of_every_one(
     assert re.search(r"aten.add.Tensor by aclnnAdd\): has self=u64, .*; legal are .*self of bf16 bool f16 .*ops-math", told[0]), told
 
 
-@pytest.mark.parametrize(("path", "full"), [("layers.0.input_norm", True), ("layers.0.ln_1", True), ("layers.0.mixer.q_up.scale", False)])
+@pytest.mark.parametrize(("path", "full"), [("l0.norm", True), ("l0.ln_1", True), ("l0.ln.weight", True), ("l0.q_up.scale", False)])
 def test_a_model_is_as_wide_as_its_norms_whatever_they_are_called_and_not_as_its_scales(path: str, full: bool) -> None:
     """Ranks that have all heads have matrices of many rows, in small models too."""
-    params = [Leaf("layers.0.input_norm", Aval((64,), torch.bfloat16)), Leaf(path, Aval((1536,), torch.float32))]
+    matrix = Leaf("l0.q_up.weight", Aval((64, 1536), torch.int8))
+    params = [Leaf("l0.input_norm", Aval((64,), torch.bfloat16)), matrix, Leaf(path, Aval((1536,), torch.float32))]
     assert check.has_kernels(params) == full
