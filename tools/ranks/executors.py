@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from ...graphs.errors import ArtifactError, SpecError
 from ...graphs.types import Bucket, Mesh
@@ -33,27 +33,10 @@ from ..builder.targets import target
 from ..progress import Progress
 from .compile_cache import cache_directory, opened, shipped_directory
 from .random_weights import random_params
-from .rank_settings import RankSettings
+from .rank_settings import RankPlace, RankSettings
 from .weights import check_checkpoint, placement_of, rank_params
 
 AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """Where a rank stands among all ranks of a mesh.
-
-    Attributes:
-        local_rank: its number on its machine, which is also that of its device.
-        store: shared by all ranks, for the process groups and the start of buckets.
-        address: of its machine, as the other ranks reach it.
-    """
-
-    mesh: Mesh
-    rank: int
-    local_rank: int
-    store: Store
-    address: str
 
 
 def choose_device(artifact: Artifact, requested: str) -> str:
@@ -146,7 +129,7 @@ def load_executor(
     device.load_packages(platform.packages)
     communicators = _communicators(artifact, device, settings, stack, place) if place else {}
     if settings.before_loading and place:
-        settings.before_loading(artifact, device, rank, communicators)
+        settings.before_loading(artifact, device, place, communicators)
     if local_rank == 0 and not settings.random_weights:
         # Once a machine: it reads as much as the digest covers.
         check_checkpoint(artifact, settings.checkpoint)

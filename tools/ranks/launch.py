@@ -37,9 +37,9 @@ from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
 from .binding import bind
-from .executors import RankPlace, check_weights, load_executor
+from .executors import check_weights, load_executor
 from .processes import EXIT_S, RankProcesses
-from .rank_settings import RankSettings
+from .rank_settings import RankPlace, RankSettings
 from .weights import placement_of
 
 LOCALHOST = "127.0.0.1"

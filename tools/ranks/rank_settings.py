@@ -6,19 +6,41 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch._C._distributed_c10d import Store
+
+from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import CPU, EMULATED, NPU, Device, open_device
 
 SILENCE_MARGIN_S = 10.0
 STEP_TIMEOUT_S = {CPU: 60.0, NPU: 60.0, EMULATED: 1800.0}
 """By device. An interpreted step of a model with many layers takes minutes where many ranks share few cores."""
-BeforeLoading = Callable[[Artifact, Device, int, Mapping[str, str]], object]
-"""Called with the artifact, a rank's device, its number and its communicators by symbol; ranks that are started get it pickled."""
 OpenDevice = Callable[[str, int], Device]
 """Opens a device of that kind and number; ranks that are started get it pickled."""
 
 Cores = tuple[tuple[int, ...], ...]
 """Cores of each rank of a machine, by its number there."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands among all ranks of a mesh.
+
+    Attributes:
+        local_rank: its number on its machine, which is also that of its device.
+        store: shared by all ranks, for the process groups and the start of buckets.
+        address: of its machine, as the other ranks reach it.
+    """
+
+    mesh: Mesh
+    rank: int
+    local_rank: int
+    store: Store
+    address: str
+
+
+BeforeLoading = Callable[[Artifact, Device, RankPlace, Mapping[str, str]], object]
+"""Called with the artifact, a rank's device, its place and its communicators by symbol; ranks that are started get it pickled."""
 
 
 @dataclass(frozen=True)

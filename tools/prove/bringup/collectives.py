@@ -26,10 +26,13 @@ from ....lowering.ascend.operators.record import NpuOperator
 from ....lowering.ascend.operators.table import COMMUNICATING, COMMUNICATING_TARGETS, types_of
 from ....lowering.device import Device
 from ...agreement.compare import first_mismatch
+from ...inspection.cost import chip_of
+from ...ranks.rank_settings import RankPlace
 from .captured import OperatorCall, described
 from .device_graph import DeviceGraph, Host
+from .rates import REPEATS, of_rank
 from .recording import BucketGraph, ShippedBucket, shipped_buckets
-from .results import COLLECTIVES, Failure, Wanted
+from .results import COLLECTIVES, Failure, Timing, Wanted
 
 DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
 MOST_BYTES = 2**30
@@ -37,6 +40,7 @@ MOST_BYTES = 2**30
 FOUND = "a collective alone is wrong: "
 """Begins the message of a rank that found one, by which rank 0 knows it."""
 NOT_ALONE = "covered by whole buckets: its operands are not declared, or rows are sent in another dtype than they come back in"
+RATES = "rates of all dies"
 LOADS = ("even", "uneven", "one set of experts", "the last experts")
 
 
@@ -77,6 +81,16 @@ class CollectiveCase:
     def name(self) -> str:
         """Where it is."""
         return f"{self.bucket.name} {self.label}"
+
+    @property
+    def shapes(self) -> str:
+        """Of the operands of one rank."""
+        return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in self.kinds)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of the operands of one rank."""
+        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.kinds)
 
     @property
     def assumption(self) -> str:
@@ -122,7 +136,7 @@ def collective_cases(graphs: Sequence[ShippedBucket], mesh: Mesh) -> tuple[list[
                 continue
             seen.add(key)
             case = make()
-            size = 0 if case is None else sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in case.kinds) * mesh.size**2
+            size = 0 if case is None else case.moved_bytes * mesh.size**2
             if case is None or size > MOST_BYTES:
                 left_out.append(f"{graph.bucket.name} {label}: {NOT_ALONE if case is None else f'{size:,} bytes'}")
             else:
@@ -220,7 +234,7 @@ def run_collectives(
     """
     failures: list[Failure] = []
     for case in cases:
-        watch.begin(case)
+        watch.begin(case.name, case.assumption)
         oracle, graph = Interpreter(case.file, mesh), None
         of_case: list[Failure] = []
         for load in case.loads:
@@ -235,7 +249,9 @@ def run_collectives(
             expected = oracle([[operand.clone() for operand in operands] for operands in of_all])[rank]
             if message := _difference(case, expected, actual):
                 of_case.append(Failure(case.assumption, case.name, f"rank {rank}{', load ' + load if load else ''}: {message}"))
-        failures += watch.end(of_case[:1])
+        # All ranks run it as often, whatever they found.
+        seconds = min(graph.run()[1] for _ in range(REPEATS)) if graph else 0.0
+        failures += watch.end(of_case[:1], [Timing(case.name, case.shapes, seconds, case.moved_bytes)])
     return failures
 
 
@@ -264,10 +280,10 @@ def in_order(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 class Watch:
     """Is told of collectives; this one, of all ranks but the first, hands failures on."""
 
-    def begin(self, case: CollectiveCase) -> None:
-        """A collective begins."""
+    def begin(self, name: str, assumption: str) -> None:
+        """A collective begins, or the measurement of the dies."""
 
-    def end(self, failures: list[Failure]) -> list[Failure]:
+    def end(self, failures: list[Failure], timings: Sequence[Timing] = (), facts: Mapping[str, Any] = {}) -> list[Failure]:
         """It has ended; returns those of its failures that the rank has to tell by itself."""
         return failures
 
@@ -294,8 +310,8 @@ class CollectivesCheck:
         """What other ranks get of it."""
         return CollectivesCheck, (self.skip, self.wanted)
 
-    def __call__(self, artifact: Artifact, device: Device, rank: int, communicators: Mapping[str, str]) -> None:
-        """Runs them.
+    def __call__(self, artifact: Artifact, device: Device, place: RankPlace, communicators: Mapping[str, str]) -> None:
+        """Runs them, and measures each die.
 
         Raises:
             CollectiveError: naming the collective, the rank and both values.
@@ -307,7 +323,12 @@ class CollectivesCheck:
             [case for case in cases if case.name not in self.skip and self.wanted.takes(COLLECTIVES, case.name)],
         )
         with tempfile.TemporaryDirectory(prefix="npucompile-") as scratch:
-            failures = run_collectives(Host(device, Path(scratch)), wanted, mesh, rank, communicators, self.watch)
+            host = Host(device, Path(scratch))
+            failures = run_collectives(host, wanted, mesh, place.rank, communicators, self.watch)
+            if RATES not in self.skip and self.wanted.takes(COLLECTIVES, RATES):
+                self.watch.begin(RATES, "measurements")
+                facts = of_rank(host, chip_of(artifact.manifest), place.rank, mesh.size, place.store)
+                self.watch.end([], facts=facts)
         if failures:
             raise CollectiveError(f"{FOUND}[{failures[0].assumption}] {failures[0].what}: {failures[0].message}")
 

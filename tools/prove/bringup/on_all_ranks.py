@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,10 +29,10 @@ from ...ranks.launch import opened_ranks
 from ..golden import Golden
 from . import buckets, golden_tokens, handovers, short_serve
 from .child import Child
-from .collectives import CollectiveCase, CollectivesCheck, Watch, failure_in
+from .collectives import CollectivesCheck, Watch, failure_in
 from .device_graph import Host
 from .recording import shipped_buckets
-from .results import ALTERNATION, BUCKETS, COLLECTIVES, GOLDEN, HANDOVERS, SERVE, Failure, Finding, Judgement, Wanted
+from .results import ALTERNATION, BUCKETS, COLLECTIVES, GOLDEN, HANDOVERS, SERVE, Failure, Finding, Judgement, Timing, Wanted
 from .steps import StepPlanner
 
 READY = "getting ready"
@@ -90,13 +91,13 @@ class _Told(Watch):
     def __init__(self, work: OnAllRanks, child: Child) -> None:
         self._work, self._child = work, child
 
-    def begin(self, case: CollectiveCase) -> None:
+    def begin(self, name: str, assumption: str) -> None:
         """Says so."""
-        self._child.begin(COLLECTIVES, case.name, case.assumption)
+        self._child.begin(COLLECTIVES, name, assumption)
 
-    def end(self, failures: list[Failure]) -> list[Failure]:
+    def end(self, failures: list[Failure], timings: Sequence[Timing] = (), facts: Mapping[str, Any] = {}) -> list[Failure]:
         """Says what it came to."""
-        self._child.end(Judgement(failures))
+        self._child.end(Judgement(failures, timings, facts))
         self._work.get_ready(self._child)
         return []
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._distributed_c10d import Store
 from torch.fx import Graph, GraphModule
 
 from ....lowering.artifact import graph_io
@@ -21,6 +24,8 @@ REPEATS = 3
 """The fastest of which counts."""
 SLOW = 0.5
 """Of what the cost model takes: less is named."""
+SLOW_DIE = 0.8
+"""Of the median of all dies: less is named."""
 
 
 class Sizes(NamedTuple):
@@ -88,7 +93,40 @@ def measured(host: Host, speeds: Parameters, sizes: Sizes) -> Mapping[str, Rate]
     Raises:
         LoweringError: the device refuses something of it, or fails.
     """
-    nbytes, width, few = sizes.copied_bytes, sizes.width, torch.ones(8)
+    few = torch.ones(8)
+    return {
+        **_of_die(host, speeds, sizes),
+        "launch, eager": Rate(_seconds_of(host, chain("aten.add.Tensor", few, sizes.launches), few) / sizes.launches, "s"),
+        "launch, replayed": Rate(
+            _seconds_of(host, chain("aten.add.Tensor", few, sizes.launches, captured=True), few) / sizes.launches,
+            "s",
+            model=speeds.vector_launch_s,
+        ),
+    }
+
+
+def of_rank(host: Host, chip: str, rank: int, ranks: int, store: Store) -> Mapping[str, Any]:
+    """Facts of the dies of all ranks, which call it at once: rates by name and rank, and which dies are slow. Rank 0 has them."""
+    own = _of_die(host, parameters(chip), ON_NPUS if host.device.kind == NPU else ELSEWHERE)
+    store.set(f"rates of {rank}", json.dumps({name: rate.measured for name, rate in own.items()}))
+    if rank:
+        return {}
+    each = [json.loads(store.get(f"rates of {other}")) for other in range(ranks)]
+    rates = {name: [of[name] for of in each] for name in own}
+    return {"rates of ranks": rates} | ({"slow dies": slow_dies(rates)} if host.device.kind == NPU else {})
+
+
+def slow_dies(rates: Mapping[str, Sequence[float]]) -> list[str]:
+    """Ranks that are far from the others in a rate, and both figures."""
+    found = []
+    for name, values in rates.items():
+        usual = statistics.median(values)
+        found += [f"rank {r}: {name} {value:.3g}, the median is {usual:.3g}" for r, value in enumerate(values) if value < SLOW_DIE * usual]
+    return found
+
+
+def _of_die(host: Host, speeds: Parameters, sizes: Sizes) -> dict[str, Rate]:
+    nbytes, width = sizes.copied_bytes, sizes.width
     memory, page_locked = host.device.zeros((nbytes,), torch.uint8), host.device.pinned(nbytes)
     large, square = torch.ones(nbytes // 2, dtype=torch.bfloat16), torch.ones(width, width, dtype=torch.bfloat16)
     to, back = ((lambda: memory.copy_(page_locked, non_blocking=True)), (lambda: page_locked.copy_(memory, non_blocking=True)))
@@ -100,12 +138,6 @@ def measured(host: Host, speeds: Parameters, sizes: Sizes) -> Mapping[str, Rate]
         # Both operands are one tensor.
         "memory": Rate(2 * nbytes / added, "B/s", hbm, hbm * speeds.memory_fraction),
         "bf16 product": Rate(ops / product, "op/s", matrix, matrix * speeds.bf16_fraction),
-        "launch, eager": Rate(_seconds_of(host, chain("aten.add.Tensor", few, sizes.launches), few) / sizes.launches, "s"),
-        "launch, replayed": Rate(
-            _seconds_of(host, chain("aten.add.Tensor", few, sizes.launches, captured=True), few) / sizes.launches,
-            "s",
-            model=speeds.vector_launch_s,
-        ),
     }
 
 

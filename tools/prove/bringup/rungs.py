@@ -13,8 +13,10 @@ from pathlib import Path
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ....lowering.artifact.artifact import Artifact
+from ....lowering.ascend.acl_graph.file import AclFile
 from ....lowering.ascend.cost.estimate import estimate
 from ....lowering.ascend.cost.parameters import parameters
+from ....lowering.ascend.ge_file import GeFile
 from ....lowering.ascend.toolchain.harness import installed
 from ....lowering.platform import Platform
 from ....lowering.toolchain import toolchain
@@ -30,6 +32,7 @@ from . import layers, operators
 from .captured import CallRecorder, OperatorCall
 from .child import Cases, Work
 from .children import Children
+from .collectives import collective_cases
 from .environment import EnvironmentCase
 from .findings import Findings
 from .on_all_ranks import READY, OnAllRanks
@@ -193,17 +196,29 @@ class Bringup:
             npu = target(manifest.target).npu
             # Of an operator of a captured graph only its operands are known.
             return self._estimates.get(timing.what) or (timing.moved_bytes / npu.hbm_bytes_per_s if npu else None)
+        if rung == COLLECTIVES:
+            return self._collectives.get(timing.what)
         entry = next((entry for entry in manifest.graphs if entry.bucket.name == timing.what), None)
         return step_cost(self.artifact, entry).step_ms / 1e3 if entry else None
 
+    @functools.cached_property
+    def _collectives(self) -> Mapping[str, float]:
+        """What each collective takes by the cost model, by name."""
+        cases, _ = collective_cases(self._shipped, self._mesh)
+        return {case.name: seconds for case in cases if (seconds := self._seconds_of(case.file)) is not None}
+
     def _price(self, cases: Iterable[Case]) -> None:
         """Estimates what the cases take, by the cost model of whole graphs."""
+        for case in cases:
+            if isinstance(case, operators.OperatorCase | layers.LayerCase) and (seconds := self._seconds_of(case.graph)) is not None:
+                self._estimates[case.name] = seconds
+
+    def _seconds_of(self, graph: GeFile | AclFile) -> float | None:
         platform = Platform.of(self.artifact.manifest.platform)
         speeds, context = parameters(chip_of(self.artifact.manifest)), self.artifact.manifest.limits.max_model_len // 2
-        for case in cases:
-            if isinstance(case, operators.OperatorCase | layers.LayerCase):
-                with suppress(LoweringError):
-                    self._estimates[case.name] = estimate(case.graph, speeds, self._mesh, context, platform).step_ms / 1e3
+        with suppress(LoweringError):
+            return estimate(graph, speeds, self._mesh, context, platform).step_ms / 1e3
+        return None
 
     def _judge(self, children: Children, rung: str, cases: Iterable[Case]) -> bool:
         """Has the cases of a rung judged that have not been, a batch after another; returns whether all of them were."""

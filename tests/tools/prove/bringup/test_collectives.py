@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import bringups, emulated, ranks, small_images
 from support.faulty import FaultyDevice, right, wrong_results
+from torch.distributed import HashStore
 
 from npucompile.graphs.types import Mesh
 from npucompile.tools.prove.bringup.collectives import (
@@ -22,6 +23,7 @@ from npucompile.tools.prove.bringup.collectives import (
     in_order,
 )
 from npucompile.tools.prove.bringup.recording import shipped_buckets
+from npucompile.tools.ranks.rank_settings import RankPlace
 
 MESH = Mesh.parse("dp=2,tp=2")
 
@@ -34,11 +36,13 @@ def artifact(tmp_path_factory):
 def run(artifact, fault=None, of_rank=2):
     """What each rank raised, or how many collectives it ran; `fault` is that of one rank."""
 
+    store = HashStore()
+
     def work(device, rank, communicators):
         used, check = device, pickle.loads(pickle.dumps(CollectivesCheck()))
         if fault and rank == of_rank:
             used = FaultyDevice(fault, real=device)
-        check(artifact, used, rank, communicators)
+        check(artifact, used, RankPlace(MESH, rank, rank, store, ""), communicators)
         return check.count, check.left_out
 
     return emulated.on_devices(MESH, work)
@@ -59,22 +63,32 @@ def test_collectives_of_captured_graphs_run_alone_but_for_those_of_experts(tmp_p
     assert {case.label.split("(")[1] for case in cases} >= {"_c10d_functional.all_gather_into_tensor.default)"}
     assert all("moe_distribute" in text for text in left_out)
 
+    store = HashStore()
+
     def work(device, rank, communicators):
         check = CollectivesCheck(watch=Told())
-        check(artifact, device, rank, communicators)
-        return check.count, check.watch.failures
+        check(artifact, device, RankPlace(mesh, rank, rank, store, ""), communicators)
+        return check.count, check.watch.failures, len(check.watch.timings), check.watch.facts
 
-    assert emulated.on_devices(mesh, work) == [(len(cases), [])] * mesh.size
+    found = emulated.on_devices(mesh, work)
+    assert [of[:3] for of in found] == [(len(cases), [], len(cases))] * mesh.size
+    # The first rank has the rates of all; what is slow is said of NPUs alone.
+    assert {name: len(rates) for name, rates in found[0][3]["rates of ranks"].items()}["memory"] == mesh.size
+    assert "slow dies" not in found[0][3]
+    assert found[1][3] == {}
 
 
 class Told(Watch):
-    """Keeps failures."""
+    """Keeps failures and timings."""
 
     def __init__(self):
-        self.failures = []
+        self.failures, self.timings, self.facts = [], [], {}
 
-    def end(self, failures):
+    def end(self, failures, timings=(), facts=()):
         self.failures += failures
+        self.timings += timings
+        self.facts |= dict(facts)
+        assert all(timing.seconds > 0 and timing.moved_bytes and "[" in timing.shapes for timing in timings)
         return []
 
 

@@ -14,7 +14,7 @@ from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.ascend.emulator.device import open_device
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.tools.prove.bringup.device_graph import Host
-from npucompile.tools.prove.bringup.rates import ELSEWHERE, Rate, RatesCase, chain, measured
+from npucompile.tools.prove.bringup.rates import ELSEWHERE, Rate, RatesCase, chain, measured, slow_dies
 
 CHIP = "ascend910_93"
 SPEEDS = parameters(CHIP)
@@ -71,3 +71,8 @@ def test_a_chain_computes_what_it_says(captured):
     square = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     (result,) = Interpreter(chain("aten.mm.default", square), Mesh())([[square]])[0]
     torch.testing.assert_close(result, square @ square)
+
+
+def test_a_die_that_is_slower_than_the_others_is_named():
+    rates = {"memory": [1.5e12, 1.49e12, 1.1e12, 1.52e12], "bf16 product": [3e14, 3e14, 2.9e14, 2.5e14]}
+    assert slow_dies(rates) == ["rank 2: memory 1.1e+12, the median is 1.5e+12"]
