@@ -7,14 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...graphs.errors import LoweringError
 from ..platform import CANN_RELEASES, Platform
-from . import vendors
+from . import prototypes, vendors
 from .legality.table import DTYPES as DTYPES_ALONE
 from .legality.table import TYPES, release, table
 from .legality.torch_operators import torch_operators
@@ -71,6 +72,7 @@ def inventory(
         yield _kernels(home, platform.chip)
         yield _vendors(environment, platform)
         yield _definitions(home, platform)
+        yield _prototypes(home, platform)
         if captured:
             yield _functions(home, environment, platform)
 
@@ -144,6 +146,30 @@ def operator_definitions(home: Path, chip: str) -> list[Path]:
     return sorted((home / TBE / "config" / chip).glob("aic-*-ops-info*.json"))
 
 
+class Beside(NamedTuple):
+    """Our rows of dtypes beside CANN's table of kernels.
+
+    Attributes:
+        rows: how many of ours hold.
+        absent: operators of them that the table does not have.
+        wrong: rows, operators and combinations of dtypes that it does not have.
+    """
+
+    rows: int
+    absent: list[str]
+    wrong: list[str]
+
+
+def beside_table(machine: Mapping[str, Any], chip: str, cann: str, packages: Collection[str] = ()) -> Beside:
+    """Compares every row of dtypes that holds for a chip and release with a table of CANN's, by operator type."""
+    rows = [(fact, operator) for fact in table().rows if fact.what == TYPES and fact.holds(chip, cann, tuple(packages))
+            for operator in fact.operators if not fact.package]  # fmt: skip
+    absent = sorted({operator for _, operator in rows if operator not in machine})
+    wrong = [f"row {fact.number}, {operator}: {column}" for fact, operator in rows if operator in machine
+             for column in _unknown(fact.columns, machine[operator])]  # fmt: skip
+    return Beside(len(rows), absent, wrong)
+
+
 def _definitions(home: Path, platform: Platform) -> Item:
     """Rows of dtypes that graphs are checked against, beside CANN's own table of kernels."""
     name, folder = f"operators of {platform.chip}", home / TBE / "config" / platform.chip
@@ -154,15 +180,29 @@ def _definitions(home: Path, platform: Platform) -> Item:
         return Item(name, str(folder), f"cannot be read: {error}; install this CANN anew")
     if not machine:
         return Item(name, "none", f"{folder} has no aic-*-ops-info.json; install the kernels package of this CANN for {platform.chip}")
-    own = cann_release(home) or platform.cann or CANN_RELEASES[-1]
-    rows = [(fact, operator) for fact in table().rows if fact.what == TYPES and fact.holds(platform.chip, own, platform.packages)
-            for operator in fact.operators if not fact.package]  # fmt: skip
-    absent = sorted({operator for _, operator in rows if operator not in machine})
-    wrong = [f"row {fact.number}, {operator}: {column}" for fact, operator in rows if operator in machine
-             for column in _unknown(fact.columns, machine[operator])]  # fmt: skip
-    found = f"{len(rows) - len(absent)} of {len(rows)} rows of dtypes are in CANN's table"
+    beside = beside_table(machine, platform.chip, cann_release(home) or platform.cann or CANN_RELEASES[-1], platform.packages)
+    absent, wrong = beside.absent, beside.wrong
+    found = f"{beside.rows - len(absent)} of {beside.rows} rows of dtypes are in CANN's table"
     told = [f"not there are {_few(absent)}"] * bool(absent) + [f"CANN takes otherwise {_few(wrong)}"] * bool(wrong)
     return Item(name, found, f"{'; '.join(told)}: build with --cann of this release, and send back what bringup packs" if told else "")
+
+
+def _prototypes(home: Path, platform: Platform) -> Item:
+    """Forms that graphs are checked against, beside the operators that CANN's headers register with GE."""
+    title, folder = f"prototypes of {platform.chip}", home / prototypes.HEADERS
+    try:
+        theirs = prototypes.registered(home)
+    except OSError as error:
+        return Item(title, str(folder), f"cannot be read: {error}; install this CANN anew")
+    if not theirs:
+        return Item(title, f"not looked at: {folder} has no headers")
+    rows = prototypes.forms(platform.chip, cann_release(home) or platform.cann or CANN_RELEASES[-1], platform.packages)
+    there = [(fact, operator) for fact, operator in rows if operator in theirs]
+    wrong = [
+        f"row {fact.number}, {operator}: {text}" for fact, operator in there if (text := prototypes.difference(fact, theirs[operator]))
+    ]
+    advice = f"CANN registers otherwise {_few(wrong)}: build with --cann of this release, and send back what bringup packs"
+    return Item(title, f"{len(there)} of {len(rows)} forms are in CANN's headers", advice if wrong else "")
 
 
 def _functions(home: Path, environment: Mapping[str, str], platform: Platform) -> Item:

@@ -16,6 +16,7 @@ from support.vendors import put_vendor
 
 from npucompile.lowering.ascend.inventory import DTYPES, TBE, functions, inventory
 from npucompile.lowering.ascend.legality.table import TYPES, table
+from npucompile.lowering.ascend.prototypes import HEADERS, forms
 from npucompile.lowering.ascend.vendors import VARIABLE
 from npucompile.lowering.platform import Platform
 
@@ -43,6 +44,19 @@ def tables() -> dict[str, Any]:
     return {operator: definition(columns) for operator, columns in merged.items()}
 
 
+def headers() -> str:
+    """All forms that graphs are checked against, as CANN's headers register them, with an input behind them that nobody needs."""
+    words = {"required": "", "optional": "OPTIONAL_", "dynamic": "DYNAMIC_"}
+    blocks = []
+    for fact, operator in forms(CHIP, RELEASE, ()):
+        parts = [f".{words[kind]}INPUT({name}, TensorType({{DT_INT8, DT_BF16}}))" for name, kind in fact.inputs.items()]
+        parts += [".OPTIONAL_INPUT(of_a_later_release, TensorType::ALL())", "/* .INPUT(in_a_comment, TensorType::ALL()) */"]
+        parts += [f".{words[kind]}OUTPUT({name}, TensorType({{DT_INT8}}))" for name, kind in fact.outputs.items()]
+        parts += [f".ATTR({name}, {kind}, 0)" for name, kind in fact.attributes.items()]
+        blocks.append("\n    ".join([f"REG_OP({operator})", *parts, f".OP_END_FACTORY_REG({operator})"]))
+    return "\n\n".join(blocks)
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A CANN of files."""
@@ -54,6 +68,8 @@ def home(tmp_path: Path) -> Path:
     config = root / TBE / "config" / CHIP
     config.mkdir(parents=True)
     (config / f"aic-{CHIP}-ops-info.json").write_text(json.dumps(tables()))
+    (root / HEADERS).mkdir(parents=True)
+    (root / HEADERS / "all.h").write_text(headers())
     for module in ("te_fusion", "tbe"):
         package = root / "python" / "site-packages" / module
         package.mkdir(parents=True)
@@ -187,3 +203,28 @@ def test_a_cann_that_states_no_release_is_compared_with_the_newest(home: Path, v
     items = {item.name: item for item in inventory(home, environment(home), [Platform(CHIP)], "2.13.0")}
     assert items["torch_npu and CANN"].found == "2.13.0 and a CANN without a version"
     assert items[f"operators of {CHIP}"].advice == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (".INPUT(x1, ", ".INPUT(left, ", "inputs x1, x2"),
+        (".ATTR(transpose_x1, ", ".ATTR(turned, ", "attributes transpose_x1 are not there"),
+        (".OUTPUT(y, ", ".DYNAMIC_OUTPUT(y, ", "outputs y beside y"),
+        (".OPTIONAL_INPUT(of_a_later_release, ", ".INPUT(asked_for, ", "beside x1, x2, scale, offset, bias, pertoken_scale, asked_for"),
+    ],
+)
+def test_an_operator_that_is_registered_otherwise_is_named(home: Path, before: str, after: str, told: str) -> None:
+    file = home / HEADERS / "all.h"
+    start = (text := file.read_text()).index("REG_OP(QuantBatchMatmulV3)")
+    assert before in text[start:]
+    file.write_text(text[:start] + text[start:].replace(before, after, 1))
+    (said,) = advice(home).values()
+    assert "QuantBatchMatmulV3: " in said
+    assert told in said
+
+
+def test_a_cann_without_headers_is_not_judged_by_them(home: Path) -> None:
+    (home / HEADERS / "all.h").unlink()
+    items = {item.name: item for item in inventory(home, environment(home), [Platform(CHIP, RELEASE)], "2.13.0")}
+    assert (items[f"prototypes of {CHIP}"].found[:13], items[f"prototypes of {CHIP}"].advice) == ("not looked at", "")
