@@ -1,6 +1,6 @@
 """Fits the parameters to measurements: least squares in logarithms with priors, robust against outliers.
 
-A Gauss-Newton step with Levenberg's damping over 16 parameters needs a dozen lines of numpy, so scipy is not needed.
+A Gauss-Newton step with Levenberg's damping over 19 parameters needs a dozen lines of numpy, so scipy is not needed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import numpy as np
 from ..advisor.plan.parameters import NAMES, Parameters, as_logs, of_logs, sigmas
 from ..advisor.plan.products import Array
 
-SIGMAS = {"tpot_ms": 0.05, "output_tok_s": 0.05, "ttft_ms": 0.25, "step_ms": 0.05}
-"""What a prediction of each may miss by, as a logarithm; TTFT of saturated prefill moves by half with 5 % of the rate."""
+SIGMAS = {"tpot_ms": 0.05, "output_tok_s": 0.05, "ttft_ms": 0.25, "step_ms": 0.05, "floor_tpot_ms": 0.15, "floor_tok_s": 0.15}
+"""What a prediction of each may miss by, as a logarithm; TTFT of saturated prefill moves by half with 5 % of the rate. Of floors of tests
+neither the tokens a step nor how many requests are published."""
 _STEP = 0.04
 _CAUCHY = 2.0
 """Residuals over so many sigmas count less and less."""

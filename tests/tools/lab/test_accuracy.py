@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from npucompile.tools.advisor.plan.measurements import measured
+from npucompile.tools.advisor.plan.measurements import loads, measured
 from npucompile.tools.advisor.plan.parameters import NAMES, fitted, priors
 from npucompile.tools.advisor.plan.published import case_of
 from npucompile.tools.builder.deployments import deployment
 from npucompile.tools.lab import accuracy as module
-from npucompile.tools.lab.accuracy import Accuracy, Line, accuracy, lines_of, model_of, ordered_pairs, roofline_ms
+from npucompile.tools.lab.accuracy import FOLDS, Accuracy, Line, accuracy, lines_of, model_of, ordered_pairs, roofline_ms
 from npucompile.tools.lab.fit import Fit, fit
 
 
@@ -19,11 +19,14 @@ def test_shipped_parameters_predict_what_is_published():
     rows = measured()
     predicted = model_of({name: case_of(name) for name in rows})
     errors = {name: predicted(name, fitted()) for name in rows}
-    tpot = [abs(errors[name]["tpot_ms"] / row.tpot_ms - 1) for name, row in rows.items()]
-    tok_s = [abs(errors[name]["output_tok_s"] / row.output_tok_s - 1) for name, row in rows.items()]
+    tpot = [abs(errors[name]["tpot_ms"] / row.tpot_ms - 1) for name, row in rows.items() if row.tpot_ms]
+    tok_s = [abs(errors[name]["output_tok_s"] / row.output_tok_s - 1) for name, row in rows.items() if name not in loads()]
     assert np.median(tpot) <= 0.06
     assert np.median(tok_s) <= 0.04
-    rooflines = [roofline_ms(case_of(name)) / row.tpot_ms for name, row in rows.items()]
+    floors = [errors[name]["output_tok_s"] / load.measured.output_tok_s - 1 for name, load in loads().items() if load.measured.output_tok_s]
+    assert np.median(np.abs(floors)) <= 0.12
+    assert abs(np.mean(floors)) <= 0.08
+    rooflines = [roofline_ms(case_of(name)) / row.tpot_ms for name, row in rows.items() if row.tpot_ms]
     assert max(rooflines) < 1
     assert np.median(np.abs(np.array(rooflines) - 1)) > 5 * np.median(tpot)
 
@@ -33,12 +36,13 @@ def test_shipped_parameters_have_a3_and_a2_in_their_published_order():
     predicted = model_of({name: case_of(name) for name in rows})
     lines = []
     for name, row in rows.items():
+        if name in loads():
+            continue
         figures = predicted(name, fitted())
         errors = figures["tpot_ms"] / row.tpot_ms - 1, figures["output_tok_s"] / row.output_tok_s - 1
         lines.append(Line(name, deployment(name).model, errors, zero, errors, zero, 0.0, True, ""))
     assert ordered_pairs([line for line in lines if line.model == "qwen3-32b"], rows) == (4, 4)
-    # Not of DeepSeek-R1, eight cards that do both and sixteen that do one: 1.7 % apart, and 4 as measured the other way.
-    assert ordered_pairs(lines, rows) == (10, 11)
+    assert ordered_pairs(lines, rows) == (11, 11)
 
 
 def test_the_report_has_every_row_and_parameter():
@@ -69,5 +73,4 @@ def test_no_fit_begins_where_one_ended_that_saw_what_it_leaves_out(monkeypatch):
     monkeypatch.setattr(module, "fit", recorded)
     result = accuracy(Fit(fitted(), dict.fromkeys(NAMES, 0.1), {}, 0.0))
     assert {line.name for line in result.lines} == every
-    several = [name for name in every if sum(deployment(other).model == deployment(name).model for other in every) > 1]
-    assert len(seen) == 1 + len({deployment(name).model for name in every}) + len(several)
+    assert len(seen) == 1 + len({case_of(name).decode.shape.name for name in every}) + FOLDS

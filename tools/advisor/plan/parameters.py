@@ -35,6 +35,9 @@ class Parameters:
     prefill_split: float
     prefill_spread: float
     prefill_layer_ms: float
+    prefill_attention: float
+    state_stream: float
+    prefill_rule: float
 
 
 NAMES = tuple(field.name for field in fields(Parameters))

@@ -9,8 +9,6 @@ from .parameters import Parameters
 from .products import LINEAR_BYTES, NORMAL, Speeds, attention_weights, collective, row_traffic
 from .system import System
 
-_ATTENTION = 0.5
-"""Of bf16 peak, in attention over whole prompts: assumed."""
 _PASSES = {True: 14, False: 24}
 """Passes of vector kernels over a layer's activations, in bf16 and in int8."""
 _SPLIT_LAYER_S = 0.4e-3
@@ -38,20 +36,21 @@ def prefill_time(system: System, parameters: Parameters) -> PrefillTime:
     factor = parameters.prefill_spread if layout.spread and shape.experts else parameters.prefill_split
     per_layer = parameters.prefill_layer_ms * 1e-3 if layout.spread and shape.experts else _SPLIT_LAYER_S
     passes = _PASSES[scheme.product == 2.0] * shape.layers * shape.hidden * 2.0 / speeds.vector
-    if layout.spread and shape.experts and shape.indexer is None:
-        # Between experts and attention each rank of a group has a part of the tokens; the one published row with an indexer is as slow
-        # as if it had all of them.
+    if layout.shares or (layout.spread and shape.experts):
+        # Between experts and attention each rank of a group has a part of the tokens.
         passes /= layout.tp
     reduces = 2 * (shape.dense_layers + (0 if layout.spread else shape.expert_layers))
     gathers = 2 * shape.expert_layers if layout.spread else 0
+    attends = system.machine.npu.bf16_ops_per_s * parameters.prefill_attention
+    rule = _rule_ops(system) / (system.machine.npu.bf16_ops_per_s * parameters.prefill_rule)
 
     @cache
     def time(largest: int, prompts: int, new: float, cached: float) -> float:
         tokens, all_tokens = largest * new, prompts * new
         products = tokens * per_token
         seen = cached + new / 2
-        attention = largest * _attention_ops(system, new, seen, cached + new) / (system.machine.npu.bf16_ops_per_s * _ATTENTION)
-        total = products + attention + tokens * passes
+        attention = largest * _attention_ops(system, new, seen) / attends
+        total = products + attention + tokens * (passes + rule)
         if shape.expert_layers:
             total += shape.expert_layers * _expert_time(tokens, all_tokens)
         nbytes = tokens * shape.hidden * 2.0
@@ -74,7 +73,7 @@ def prefill_time(system: System, parameters: Parameters) -> PrefillTime:
     return time
 
 
-def _attention_ops(system: System, new: float, seen: float, whole: float) -> float:
+def _attention_ops(system: System, new: float, seen: float) -> float:
     """Operations of all layers on one rank for one prompt whose new tokens see so many others on average."""
     shape, tp = system.shape, system.layout.tp
     heads = shape.heads / tp
@@ -86,13 +85,17 @@ def _attention_ops(system: System, new: float, seen: float, whole: float) -> flo
             index = 2.0 * shape.indexer.share * shape.indexer.heads * shape.indexer.dim * seen
             return shape.full_layers * new * (2.0 * heads * width * chosen + index / tp)
         return shape.full_layers * 2.0 * new * heads * width * seen
-    ops = shape.full_layers * 4.0 * new * heads * shape.head_dim * seen
-    if shape.linear is not None:
-        linear = shape.linear
-        # Products within chunks of 64 tokens and of states with them (arXiv:2412.06464).
-        chunk = 2 * 64 * (linear.key_dim + linear.value_dim) + 3 * linear.key_dim * linear.value_dim
-        ops += shape.linear_layers * 2.0 * new * linear.value_heads / tp * chunk
-    return ops
+    return shape.full_layers * 4.0 * new * heads * shape.head_dim * seen
+
+
+def _rule_ops(system: System) -> float:
+    """Operations of the delta rule of all layers on one rank for a token: products within chunks of 64 tokens, and of states with them
+    (arXiv:2412.06464)."""
+    linear = system.shape.linear
+    if linear is None:
+        return 0.0
+    chunk = 2 * 64 * (linear.key_dim + linear.value_dim) + 3 * linear.key_dim * linear.value_dim
+    return system.shape.linear_layers * 2.0 * linear.value_heads / system.layout.tp * chunk
 
 
 def weights_bytes(system: System) -> float:

@@ -38,6 +38,7 @@ class Speeds:
         self.int8 = machine.npu.int8_ops_per_s * p.matrix
         self.bf16 = machine.npu.bf16_ops_per_s * min(1.25 * p.matrix, BF16_MOST)
         self.attention = machine.npu.bf16_ops_per_s * p.attention
+        self.states = machine.npu.hbm_bytes_per_s * p.state_stream
         self.core = p.core_gb_s * 1e9
 
     def rate(self, bytes_a_weight: float) -> float:
@@ -94,7 +95,7 @@ def delta_rule(speeds: Speeds, batch: Any, q: int, shape: Shape, tp: int) -> Any
     linear = shape.linear
     assert linear is not None
     state = linear.value_heads * linear.key_dim * linear.value_dim * 2.0 / tp
-    return batch * (1 + q) * state / speeds.stream
+    return batch * (1 + q) * state / speeds.states
 
 
 def attention_weights(shape: Shape, tp: int) -> tuple[float, float]:

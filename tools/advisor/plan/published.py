@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from ....graphs.errors import SpecError
+from ....graphs.types import Mesh
 from ....models.registry import find
 from ...builder.deployments import MAX_CHUNK, Deployment, Phase, deployment, deployments, group_chunk
 from ...builder.targets import target
 from .acceptance import accepted_of, spread_of
-from .measurements import facts_of, measured
+from .measurements import Load, facts_of, loads, measured
 from .shape import Shape, shape_of
 from .system import Case, Layout, Machine, Scheme, Serving, System, Workload
 
@@ -45,7 +47,7 @@ def machine_of(name: str) -> Machine:
 
 
 def case_of(name: str, accepted: float | None = None, known: Collection[str] | None = None) -> Case:
-    """The case of a published deployment.
+    """The case of a published deployment, or of a load of one.
 
     Args:
         accepted: tokens a step; by default the row's, or of rows like it.
@@ -54,6 +56,8 @@ def case_of(name: str, accepted: float | None = None, known: Collection[str] | N
     Raises:
         SpecError: there is no such row.
     """
+    if name in loads():
+        return _loaded(loads()[name], accepted, known)
     row = deployment(name)
     facts = facts_of(name)
     assumed: list[str] = []
@@ -87,6 +91,39 @@ def case_of(name: str, accepted: float | None = None, known: Collection[str] | N
     )
 
 
+def _loaded(load: Load, accepted: float | None, known: Collection[str] | None) -> Case:
+    base = case_of(load.deployment, known=known)
+    system, serving, row = base.decode, base.serving, deployment(load.deployment)
+    shape = _shape(load.model) if load.model else system.shape
+    mesh = Mesh.parse(load.mesh) if load.mesh else None
+    system = replace(
+        system,
+        shape=shape,
+        scheme=Scheme.named(load.quantization, row.draft_quantization) if load.quantization else system.scheme,
+        layout=replace(system.layout, dp=mesh.axis("dp"), tp=mesh.axis("tp")) if mesh else system.layout,
+        machine=machine_of(load.target) if load.target else system.machine,
+        drafts=system.drafts if load.drafts is None else load.drafts,
+        # Sizes of groups of another launch say nothing of its own.
+        buckets=() if mesh else system.buckets,
+    )
+    most = -(-load.max_running // system.layout.dp) if load.max_running else serving.max_running
+    serving = replace(serving, policy=load.engine or serving.policy, max_running=most)
+    cached = math.floor(load.input_len * load.prefix)
+    requests, assumed = load.requests, base.assumed[:0]
+    if requests is None:
+        requests, assumed = _WAVES * load.concurrency, (f"{_WAVES} requests for each in flight",)
+    workload = Workload.uniform(load.input_len, load.output_len, load.concurrency, requests, load.rate, cached)
+    if accepted is None:
+        same = (load.model, load.drafts) == (None, None) and base.accepted > 1
+        accepted, why = base.accepted, f"{base.accepted:.2f} tokens a step, as {load.deployment} has"
+        if not same:
+            accepted, why = accepted_of(shape.name, system.drafts, load.input_len, load.output_len, known)
+        assumed = (*assumed, why)
+    return replace(
+        base, decode=system, serving=serving, workload=workload, accepted=accepted, spread=spread_of(shape.name, accepted), assumed=assumed
+    )
+
+
 def _system(row: Deployment, phase: Phase, shape: Shape, facts: Mapping[str, Any]) -> System:
     layout = Layout(
         phase.mesh.axis("dp"),
@@ -95,6 +132,7 @@ def _system(row: Deployment, phase: Phase, shape: Shape, facts: Mapping[str, Any
         facts.get("head_in_group", True),
         facts.get("fused", False),
         phase.instances,
+        phase.context_parallel,
     )
     scheme = Scheme.named(row.quantization, row.draft_quantization)
     return System(shape, scheme, layout, machine_of(row.target), phase.num_speculative_tokens, phase.buckets)

@@ -47,6 +47,7 @@ class Layout:
         dp, tp: groups, and ranks of a group.
         spread: whether whole experts are spread over all ranks; else each is split over a group.
         head_in_group: whether the LM head is split over a group, not over all ranks.
+        shares: whether the ranks of a group share a prompt's tokens in attention, and not its heads.
         fused: whether dispatch, experts and combine are one kernel.
         instances: how many of them there are.
     """
@@ -57,6 +58,7 @@ class Layout:
     head_in_group: bool = True
     fused: bool = False
     instances: int = 1
+    shares: bool = False
 
     @property
     def ranks(self) -> int:

@@ -26,8 +26,8 @@ def test_every_row_is_predicted(name: str) -> None:
         low, high = data["interval"][key]
         assert low < data[key] < high
     assert set(data["breakdown_ms"]) == PARTS
-    # The parts of a token's time are that time, up to the drain of requests that share no step.
-    assert sum(prediction.parts_ms.values()) == pytest.approx(prediction.tpot_ms.mean, rel=0.25)
+    # The parts of a token's time are that time, up to the drain of requests that share no step, and to stalls before first tokens leave.
+    assert sum(prediction.parts_ms.values()) == pytest.approx(prediction.tpot_ms.mean, rel=0.35)
     # Little's law.
     in_flight = prediction.output_tok_s * prediction.e2e_ms.mean / 1e3 / work.mean_output
     assert in_flight <= work.concurrency * 1.001
