@@ -22,9 +22,10 @@ LAYOUT = ("cards", "target", "quantization", "drafts")
 NOT_READ = {
     "deployment": (("itl_target", *LAYOUT), "has a layout, weights and a server of its own; legal is {} with a MODEL"),
     "artifact": (
-        (*LAYOUT, "max_buckets", "metrics", "html", "file"),
+        (*LAYOUT, "max_buckets", "metrics", "html", "file", "expert_map"),
         "has its layout, its graphs and their times; legal is {} with a MODEL or --deployment",
     ),
+    "model": (("expert_map",), "is searched for a layout that meets a target; legal is {} with --deployment"),
     "trace": (("requests", "rate", "shared_prefix"), "says which requests come when; legal is {} with --input and --output"),
 }
 """Options that a subject leaves without a meaning, by parameter, and why: an answer that passed them over would be to another question."""
@@ -72,6 +73,11 @@ def _refuse_measured(_: click.Context, __: click.Parameter, value: str | None) -
 )  # fmt: skip
 @click.option("--speculative-tokens", "drafts", type=click.IntRange(0, 7), multiple=True, help="Drafts to try.  [default: 0 to 3]")
 @click.option("--accepted", type=click.FloatRange(1), help="Tokens a step, with drafts.  [default: of published rows like it]")
+@click.option(
+    "--expert-map",
+    metavar="FILE",
+    help="With --deployment, also predict experts as planned from this file of counts (SGLang's logical_count).",
+)
 @click.option("--max-buckets", type=click.IntRange(1, 64), default=16, show_default=True, help="Longest list of decode buckets.")
 @click.option(
     "--metrics", metavar="FILE|URL", help="Take batch sizes for the buckets from the text of a server's /metrics, not from the simulation."
@@ -113,13 +119,14 @@ def command(
             raise SpecError(f"{name} {path}: {path.parent} is no directory; legal is a file in one that exists")
     if sum(subject is not None for subject in (model, deployment, artifact)) != 1:
         raise SpecError("legal is one of a MODEL with its traffic, --deployment ID and --artifact DIR")
-    subjects = {"deployment": deployment, "artifact": artifact, "trace": options["trace"]}
+    subjects = {"deployment": deployment, "artifact": artifact, "model": model, "trace": options["trace"]}
     for subject, (unread, why) in NOT_READ.items():
         if subjects[subject] is None:
             continue
         for parameter in context.command.params:
             if parameter.name in unread and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
-                raise SpecError(f"{parameter.opts[0]} with --{subject}, which {why.format(parameter.opts[0])}")
+                name = "a MODEL" if subject == "model" else f"--{subject}"
+                raise SpecError(f"{parameter.opts[0]} with {name}, which {why.format(parameter.opts[0])}")
     # Sizes are those of the configuration: weights stay where they are.
     model = model and checkpoint_of(model, context.obj.environment, Progress(), weights=False)
     # Imported late, so that `--help` need not load torch.

@@ -16,10 +16,11 @@ from ....graphs.errors import SpecError
 from ....graphs.paths import file_named
 from ....lowering.artifact.artifact import MANIFEST
 from ....models.registry import find
-from ...builder.deployments import Deployment, deployments
+from ...builder.deployments import Deployment, deployment, deployments
 from ...builder.targets import target
 from . import buckets, pictures, recipe
 from .candidates import Question, schemes_of, stored_scheme
+from .expert_load import placements
 from .listing import as_commands, buildable, commands_of
 from .measurements import measured
 from .parameters import FILE, Parameters, fitted
@@ -57,9 +58,8 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
     Raises:
         SpecError: there is none of that id, or the metrics cannot be read.
     """
-    parameters = _parameters(options)
+    parameters, row = _parameters(options), deployment(name)
     published_case = case_of(name, options["accepted"])
-    row = deployments()[name]
     case = with_traffic(published_case, row, options)
     prediction = predict(case, parameters)
     lists, published = _lists(prediction, case, options)
@@ -83,6 +83,10 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
     if row.pictures and (cost := tower_cost(row.model, row.quantization, case.decode.machine, parameters)):
         lines += cost.lines()
         data["pictures"] = cost.as_dict()
+    if options["expert_map"]:
+        placed = placements(options["expert_map"], case, parameters)
+        lines += [each.line for each in placed]
+        data["experts"] = {each.name: each.as_dict() for each in placed}
     if own:
         lines.append(
             f"measured   TPOT {own.tpot_ms:.1f} ms, {own.output_tok_s:,.0f} tok/s, TTFT {own.ttft_ms:,.0f} ms, E2E {own.e2e_ms:,.0f} ms"
