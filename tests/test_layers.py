@@ -114,7 +114,7 @@ KIND_NAMES = 26
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9597,
+    "graphs": 9640,
     "lowering": 1792,
     "lowering/artifact": 1170,
     "lowering/ascend": 17783,
@@ -142,12 +142,12 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 680,
-    "tests": 106560,
+    "tests": 106614,
     "tools": 1538,
     "tools/advisor": 7625,
     "tools/agreement": 1434,
     "tools/bench": 2698,
-    "tools/builder": 5360,
+    "tools/builder": 5362,
     "tools/commands": 2573,
     "tools/face": 920,
     "tools/inspection": 1210,

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from ..errors import GraphError
-from ..spmd.layout import partition_context, partitioning
+from ..spmd.layout import is_dtensor, partition_context, partitioning
 from .record import Recorder, record, recording
 
 # A body is an attribute of the graph module; it must not take the name of one that every module has, such as `half`.
@@ -103,14 +102,14 @@ def block(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], *operands
 def _layout(value: Any) -> object:
     """The properties of an operand that the traced body depends on."""
     local = _local(value)
-    placements = (value.shape, tuple(value.placements)) if isinstance(value, DTensor) else None
+    placements = (value.shape, tuple(value.placements)) if is_dtensor(value) else None
     return tuple(local.shape), tuple(local.stride()), local.dtype, placements
 
 
 def _local(value: Any, what: str = "operands") -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise GraphError(f"a block's {what} are tensors, one is {value!r}; other values are statics")
-    return value._local_tensor if isinstance(value, DTensor) else value
+    return value._local_tensor if is_dtensor(value) else value
 
 
 def _trace_body(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], flat: Sequence[Any], structure: pytree.TreeSpec) -> _Body:
@@ -133,10 +132,10 @@ def _trace_body(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], fla
 
 def _like(value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that gives a local tensor the form of `value`: itself, or a DTensor of its layout."""
-    if not isinstance(value, DTensor):
-        return _itself
-    spec = value._spec
-    return lambda local: DTensor(local, spec, requires_grad=False)
+    if is_dtensor(value):
+        kind, spec = type(value), value._spec
+        return lambda local: kind(local, spec, requires_grad=False)
+    return _itself
 
 
 def _itself(value: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ from ..ir.trace import Traced, call_flat, name_placeholders, signature_of, trace
 from ..primitive import of_target
 from ..stage import Stage
 from ..types import COORDS, MANUAL_AXIS, MESH_AXES, Aval, Function, Leaf, Mesh, Program, Rules, Signature, axis_group, leaf_name
-from .layout import PartitionContext, assembled, local_of, logical_axes, partitioning, placements
+from .layout import PartitionContext, partitioning
+from .placement import assembled, local_of, logical_axes, placements
 from .sharding import register_all
 
 EXPLICIT = ("experts",)

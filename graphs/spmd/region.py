@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from ..errors import PartitionError
 from ..types import WORLD, axis_group
-from .layout import assembled, local_of, num_shards, partition_context, placements
+from .layout import is_dtensor, num_shards, partition_context
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 Axes = tuple[str | None, ...]
 
@@ -35,9 +38,11 @@ def shard_map(fn: Callable[..., torch.Tensor], operands: Sequence[tuple[torch.Te
     context = partition_context()
     if context is None:
         return fn(*(value for value, _ in operands))
+    from .placement import assembled, local_of, placements
+
     shards = []
     for value, axes in operands:
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             wanted = tuple(placements(axes, context.devices, context.rules))
             if tuple(value.placements) != wanted:
                 raise PartitionError(
@@ -50,6 +55,10 @@ def shard_map(fn: Callable[..., torch.Tensor], operands: Sequence[tuple[torch.Te
 
 
 def _result(result: Axes | Sum) -> list[Placement]:
+    from torch.distributed.tensor import Partial, Replicate
+
+    from .placement import placements
+
     context = partition_context()
     assert context is not None
     if not isinstance(result, Sum):

@@ -52,6 +52,21 @@ finally:
     assert process.stdout or "cannot connect" in process.stderr
 
 
+def test_a_launch_line_is_planned_without_what_partitions_graphs():
+    """A plan needs torch for its types, and neither DTensor nor sympy, which take as long to load again."""
+    script = """
+import sys
+from npucompile.tools.cli import main
+try:
+    main(["import", "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 4 --max-model-len 8192"])
+finally:
+    assert not {"torch.distributed.tensor", "sympy", "torch._inductor", "transformers"} & set(sys.modules)
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "planned: " in process.stdout
+
+
 def test_help_lists_every_command_and_a_first_session():
     help_text = CliRunner().invoke(main, ["--help"]).stdout
     for name in COMMANDS:

@@ -16,7 +16,6 @@ from ..artifact_model import share
 from . import memory
 from .decisions import changed
 from .planned import Plan
-from .stages import partition_bucket
 
 
 def rank_memory(plan: Plan, leaves: Manifest | Signature, entries: Sequence[GraphEntry]) -> memory.MemoryPlan:
@@ -118,6 +117,9 @@ def _largest_partitioned(plan: Plan) -> list[GraphEntry]:
 
 def partitioned_entry(plan: Plan, bucket: Bucket) -> GraphEntry:
     """What partitioning tells of a bucket's graph: its inputs, outputs, live values and collectives."""
+    # What partitions takes seconds to import, and the memory of a plan needs nothing of it.
+    from .stages import partition_bucket
+
     partitioned = partition_bucket(plan, bucket)[1]
     signature, peak = partitioned.signature, {"peak_bytes": partitioned.memory().peak_bytes}
     return GraphEntry(bucket, signature.inputs, signature.outputs, None, "", "", None, {}, peak, partitioned.collectives, {})

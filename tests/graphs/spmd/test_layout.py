@@ -1,51 +1,26 @@
-"""graphs/spmd/layout.py: logical axes become placements, and `constrain` reduces exactly where it is written."""
+"""graphs/spmd/layout.py: `constrain` reduces exactly where it is written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from npucompile.graphs.errors import PartitionError
-from npucompile.graphs.spmd.layout import (
-    PartitionContext,
-    assembled,
-    constrain,
-    local_of,
-    num_shards,
-    partition_context,
-    partitioning,
-    placements,
-)
+from npucompile.graphs.spmd.layout import PartitionContext, constrain, is_dtensor, num_shards, partition_context, partitioning
+from npucompile.graphs.spmd.placement import local_of
 from npucompile.graphs.types import Mesh, Rules
 
 RULES = Rules.of({"ffn": "tp", "heads": "tp", "experts": ("dp", "tp")})
 MESH = Mesh.parse("dp=3,tp=2")
 
 
-@pytest.fixture
-def group() -> Iterator[DeviceMesh]:
-    """The device mesh of one dp group, as the partitioner builds it."""
-    dist.init_process_group("fake", rank=0, world_size=6, store=FakeStore())
-    yield init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    dist.destroy_process_group()
-
-
 def at(group: DeviceMesh, rules: Rules = RULES, dp: int = 0, tp: int = 0) -> PartitionContext:
     return PartitionContext(rules, MESH, group, torch.tensor([dp, tp], dtype=torch.int32))
-
-
-def test_one_placement_a_mesh_axis(group: DeviceMesh) -> None:
-    assert placements((None, "ffn"), group, RULES) == [Shard(1)]
-    assert placements(("experts", None), group, RULES) == [Shard(0)], "dp is not an axis of DTensor's mesh"
-    assert placements(("vocab", None), group, RULES) == [Replicate()]
-    with pytest.raises(PartitionError, match=r"axes \['heads', 'ffn'\] of one value both map to mesh axis 'tp'"):
-        placements(("heads", "ffn"), group, RULES)
 
 
 def test_ways_counts_the_shards_of_an_axis(group: DeviceMesh) -> None:
@@ -89,16 +64,6 @@ def test_a_share_of_a_whole_value_is_taken_at_the_coordinates(group: DeviceMesh,
             assert torch.equal(local_of(share), x.chunk(2, dim)[tp])
 
 
-def test_what_is_assembled_is_what_devices_hold(group: DeviceMesh) -> None:
-    local = torch.ones(2, 3, 5)
-    for layout, shape in ((Shard(1), (2, 6, 5)), (Replicate(), (2, 3, 5)), (Partial(), (2, 3, 5))):
-        value = assembled(local, group, [layout])
-        assert (tuple(value.shape), value.placements) == (shape, (layout,))
-        assert value.stride() == (shape[1] * 5, 5, 1)
-        assert local_of(value) is local
-    assert local_of(local) is local
-
-
 def test_constrain_names_every_dimension() -> None:
     with pytest.raises(PartitionError, match=r"2 axis names \(None, 'ffn'\) for a value of shape \(2, 3, 4\)"):
         constrain(torch.ones(2, 3, 4), None, "ffn")
@@ -108,3 +73,21 @@ def test_constrain_refuses_a_size_that_does_not_divide(group: DeviceMesh) -> Non
     whole = DTensor.from_local(torch.ones(2, 5), group, [Replicate()], run_check=False)
     with partitioning(at(group)), pytest.raises(PartitionError, match=r"axis 'ffn' of size 5 does not divide by 2 \(mesh dp=3,tp=2\)"):
         constrain(whole, None, "ffn")
+
+
+def test_models_are_read_without_what_partitions_them() -> None:
+    """DTensor takes longer to import than torch; a plan or a program on one device needs none of it."""
+    code = """
+import sys, torch
+from npucompile.graphs.spmd.layout import is_dtensor
+from npucompile.models import programs, registry
+registry.find("qwen3.5-tiny")
+sys.exit("torch.distributed.tensor" in sys.modules or is_dtensor(torch.ones(1)))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_dtensor_is_known(group: DeviceMesh) -> None:
+    assert is_dtensor(DTensor.from_local(torch.ones(2), group, [Replicate()], run_check=False))
+    assert not is_dtensor(torch.ones(2))
+    assert not is_dtensor(None)
