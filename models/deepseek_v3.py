@@ -11,13 +11,13 @@ import torch
 
 from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
-from . import attention, decoder, draft_vocabulary, feed_forward, latent_attention, mtp
+from . import attention, decoder, draft_vocabulary, feed_forward, latent_attention, mtp, quant
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
 from .config_fields import refuse_unknown
 from .family import DraftHead, Family, Intermediates
-from .params import Param
+from .params import Param, Source
 from .rotary import Rotary, read_rotary
 from .routing import SIGMOID, Routing
 from .variant import PLAIN, Variant
@@ -27,6 +27,9 @@ DRAFT = "mtp"
 DENSE, MOE, OF_DRAFT = "dense", "moe", "moe_draft"
 EH_PROJ = "eh_proj.weight"
 """Of the draft head alone, among the layers of a checkpoint."""
+
+OWN_HEAD, ROTATION = "shared_head.head.weight", "rot.weight"
+"""The draft head's output head, and what turns its hidden states where they are rotated (`mtp.ROTATION`)."""
 
 SMALL_SCALE = 0.3
 """Most of `routed_scaling_factor` in a small model; 1, which graphs leave out, stays."""
@@ -252,11 +255,15 @@ def abstract_params(cfg: MoeConfig, dtype: torch.dtype) -> Tree:
     """Tree of Param; keys are those of `decoder.params`, and `mtp` (the draft head, where the model has one)."""
     layers = [_layer_params(cfg, dtype, f"model.layers.{i}.", kind) for i, kind in enumerate(cfg.layer_kinds)]
     params, behind = decoder.params(cfg, dtype, layers), f"model.layers.{len(cfg.layer_kinds)}."
+    rotated = cfg.variant.formats.rotated
     if cfg.num_nextn_predict_layers:
         params[DRAFT] = _draft_params(cfg, dtype, behind)
+        if rotated:
+            params |= draft_vocabulary.param(cfg, dtype, (behind + OWN_HEAD,), ())
     # A model that does not draft reads nothing of the head.
     final: Param = params["norm"]
-    return {**params, "norm": replace(final, source=replace(final.source, unread=(behind,), unread_mark=behind + EH_PROJ))}
+    unread = (behind, *[ROTATION] * rotated)
+    return {**params, "norm": replace(final, source=replace(final.source, unread=unread, unread_mark=behind + EH_PROJ))}
 
 
 def _layer_params(cfg: MoeConfig, dtype: torch.dtype, prefix: str, kind: str) -> dict[str, Tree]:
@@ -267,11 +274,21 @@ def _layer_params(cfg: MoeConfig, dtype: torch.dtype, prefix: str, kind: str) ->
 
 
 def _draft_params(cfg: MoeConfig, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
-    """The draft head lies behind the layers, with copies of the embedding and of the head, which are the model's own."""
-    copies = (prefix + "embed_tokens.weight", prefix + "shared_head.head.weight")
+    """The draft head lies behind the layers, with copies of the embedding and of the head, which are the model's own.
+
+    In a rotated model each output head has the weights of the norm before it in its columns, so that the draft head's is no copy.
+    """
+    embedding, own = prefix + "embed_tokens.weight", prefix + OWN_HEAD
     norms = (prefix + "enorm", prefix + "hnorm", prefix + "shared_head.norm")
     layer = _layer_params(cfg, dtype, prefix, OF_DRAFT)
-    return mtp.params(cfg, dtype, norms, prefix + EH_PROJ, layer, unread=copies)
+    if not cfg.variant.formats.rotated:
+        return mtp.params(cfg, dtype, norms, prefix + EH_PROJ, layer, unread=(embedding, own))
+    M, V = cfg.hidden_size, cfg.vocab_size
+    tree = mtp.params(cfg, dtype, norms, prefix + EH_PROJ, layer, unread=(embedding,))
+    tree[mtp.ROTATION] = Param(Aval((M, M), dtype), Source((ROTATION,), ((M, M),)))
+    if not cfg.variant.draft_vocab:
+        tree["head"] = Param(Aval((V, M), dtype, ("vocab", None)), Source((own,), ((V, M),)), role="column")
+    return tree
 
 
 def abstract_state(cfg: MoeConfig, limits: Limits, dtype: torch.dtype) -> Tree:
@@ -320,6 +337,12 @@ def draft(cfg: MoeConfig, params: Tree, state: Tree, inputs: Tree, rows: Tree) -
     return mtp.finished(cfg, own, batch, mixed, rows["stream"])
 
 
+def draft_logits(cfg: MoeConfig, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
+    """As `decoder.draft_logits`; by the head's own matrix where it has one."""
+    own = params[DRAFT].get("head")
+    return decoder.draft_logits(cfg, params, hidden) if own is None else quant.linear(hidden, own)
+
+
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     """A small configuration for `Family.shrink`."""
     return replace(
@@ -366,7 +389,7 @@ WIDTHS = {
 """`Family.widths` of models with latent attention; latents and rotary parts stay as wide as an NPU's operators want them."""
 
 DRAFT_HEAD: DraftHead[Any] = DraftHead(
-    DRAFT, extend_draft_cache, draft, decoder.draft_logits, vocab_size=draft_vocabulary.size, declared_by=_DECLARED_BY
+    DRAFT, extend_draft_cache, draft, draft_logits, vocab_size=draft_vocabulary.size, declared_by=_DECLARED_BY
 )
 """The draft head, for `Family.draft_head`."""
 

@@ -10,6 +10,12 @@ from . import decoder, norms, sequence_parallel
 from .batch import Batch
 from .params import Param, Source, norm
 
+ROTATION = "rotation"
+"""Key of the matrix [M, M] by which the head of a rotated model turns hidden states before their norm (ModelSlim's `rot.weight`).
+
+The weights of a rotated model's final norm are folded into its output head, Q turning the stream: what the head is given is x Q, not
+(w * x) Q. The matrix is transposed Q, diag(w), Q, so that it gives the latter; a norm follows, so it cannot be folded away."""
+
 
 def params(
     cfg: decoder.DecoderSizes, dtype: torch.dtype, names: tuple[str, str, str], fc: str, layer: Tree, unread: tuple[str, ...] = ()
@@ -34,7 +40,7 @@ def merged(
     """The head's residual stream, of a token and the hidden state before it, each under a norm of its own; and its layer's input.
 
     Args:
-        head: weights `norm_embedding`, `norm_hidden`, `fc` [M, 2M], whose first half is the token's, and `layer`.
+        head: weights `norm_embedding`, `norm_hidden`, `fc` [M, 2M], whose first half is the token's, `layer`, and may be ROTATION.
         embed: the model's table of embeddings [V, M].
         batch: of the tokens.
         inputs: that the batch is of.
@@ -45,6 +51,7 @@ def merged(
     """
     eps, offset = cfg.rms_norm_eps, cfg.norm_offset
     token = norms.rms_norm(sequence_parallel.embed_with_pictures(batch.tokens, embed, inputs), head["norm_embedding"], eps, offset)
+    hidden = ops.linear(hidden, head[ROTATION]) if ROTATION in head else hidden
     hidden = norms.rms_norm(hidden, head["norm_hidden"], eps, offset)
     stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), head["fc"]), batch.size * batch.q_len)
     return stream, norms.rms_norm(stream, head["layer"]["input_norm"], eps, offset)

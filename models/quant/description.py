@@ -81,7 +81,8 @@ def formats_in(directory: Path, *, decodes_only: bool = False) -> Formats | None
     forms = {matrix: _form(path, kinds, decodes_only) for matrix, kinds in types.items()}
     _refuse_others(path, values)
     biased = _biased(directory, values, set(forms))
-    return Formats(tuple(_rules(forms)), stored=True, group=group, biased=biased, kv_cache=tuple(_caches(path, values)))
+    rotated, caches = bool(values.get("is_rot_used")), tuple(_caches(path, values))
+    return Formats(tuple(_rules(forms)), stored=True, group=group, biased=biased, kv_cache=caches, rotated=rotated)
 
 
 ROTATION = Path("optional", "quarot.safetensors")

@@ -53,6 +53,7 @@ class Formats:
         kv_cache: (pattern, format): a pattern over the names of attention layers, as `model.layers.3.self_attn`, and of their indexers,
             as `model.layers.3.self_attn.indexer`; what none matches caches floats.
         sent_back: format of what experts on other ranks send back where they got int8, one of FLOAT and INT8.
+        rotated: whether weights are folded so that hidden states are rotated, and a draft head turns those it is given (`mtp.merged`).
     """
 
     rules: tuple[tuple[str, str], ...] = ()
@@ -61,6 +62,7 @@ class Formats:
     biased: tuple[str, ...] = ()
     kv_cache: tuple[tuple[str, str], ...] = ()
     sent_back: str = FLOAT
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         for pattern, form in self.rules:
@@ -109,7 +111,8 @@ class Formats:
         biased = tuple(str(pattern) for pattern in fields.get("biased", ()))
         caches = tuple((str(pattern), str(form)) for pattern, form in fields.get("kv_cache", ()))
         sent_back = str(fields.get("sent_back", FLOAT))
-        return Formats(rules, bool(fields.get("stored", False)), int(fields.get("group", 0)), biased, caches, sent_back)
+        stored, group, rotated = bool(fields.get("stored", False)), int(fields.get("group", 0)), bool(fields.get("rotated", False))
+        return Formats(rules, stored, group, biased, caches, sent_back, rotated)
 
     def as_fields(self) -> dict[str, Any]:
         """As plain lists and values."""
@@ -120,6 +123,7 @@ class Formats:
             "biased": list(self.biased),
             "kv_cache": [list(rule) for rule in self.kv_cache],
             **({} if self.sent_back == FLOAT else {"sent_back": self.sent_back}),
+            **({"rotated": True} if self.rotated else {}),
         }
 
     @property

@@ -113,6 +113,8 @@ DESCRIPTION: Known = {
     "reduce_quant_type": _ABSENT,
     # Of GLM-5 and DeepSeek V3.2, whose descriptions also say it of each layer.
     "indexer_quant_type": (None, "INT8_DYNAMIC"),
+    # Of GLM-5, whose draft head then turns hidden states by the tensor `rot.weight`.
+    "is_rot_used": (None, False, True),
     # How weights were rounded, of which the tensors are the result (older versions).
     **dict.fromkeys(
         ("w_bit", "a_bit", "w_sym", "dev_type", "fraction", "act_method", "co_sparse", "anti_method", "disable_level", "do_smooth",

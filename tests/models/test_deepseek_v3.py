@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from support import oracle
+from safetensors.torch import load_file, save_file
+from support import oracle, rotated, speculators
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import CheckpointError, ConfigError
-from npucompile.models import checkpoint, deepseek_v3
+from npucompile.models import checkpoint, deepseek_v3, registry
+from npucompile.models.quant import description
+from npucompile.models.quant.formats import PLAIN as PLAIN_FORMATS
 from npucompile.models.routing import SIGMOID, Routing
 
 TOLERANCE = 1e-4
@@ -92,3 +95,50 @@ def test_a_malformed_configuration_is_refused_by_field(change, named):
     with pytest.raises(ConfigError) as error:
         deepseek_v3.read_config({**oracle.CASES["latent"], **change})
     assert named in str(error.value)
+
+
+def served(directory, drafts=3, vocab=0):
+    """Tokens and drafts of a checkpoint's model, step by step."""
+    entry = registry.find(directory)
+    formats = description.formats_in(directory) or PLAIN_FORMATS
+    variant = replace(entry.model.config.variant, formats=formats, draft_vocab=vocab)
+    model = replace(entry.model, config=replace(entry.model.config, variant=variant), drafting=bool(drafts))
+    weights = checkpoint.load(checkpoint.open_checkpoint(directory), model.params(torch.float32))
+    server, request = speculators.Server(model, weights, drafts), speculators.Request(list(range(5, 25)), 1)
+    rows = [server.prefill([request])]
+    while len(request.output) < 12:
+        rows.append(server.decode([request]))
+    return request.output[:12], [row["drafts"].tolist() for row in rows] if drafts else []
+
+
+@pytest.mark.parametrize("name", ["pairs", "latent"])
+@torch.no_grad()
+def test_a_rotated_model_drafts_as_the_one_that_was_rotated(tmp_path, name):
+    """By the tensor `rot.weight` and an output head of its own, as ModelSlim folds GLM-5 (tests/support/rotated.py)."""
+    random = oracle.drafting(name)
+    plain, folded = rotated.write(tmp_path / "plain", random, folded=False), rotated.write(tmp_path / "folded", random)
+    tokens, drafts = served(plain)
+    assert served(folded) == (tokens, drafts)
+    assert served(folded, drafts=0) == (tokens, [])
+    assert served(folded, vocab=50) == served(plain, vocab=50) != (tokens, drafts)
+    # Later drafts are given what the head's own norm made, to which it applies the model's norm (as vllm-ascend does), the first is not.
+    unlike = [rotated.write(tmp_path / f"unlike-{how}", random, folded=how, alike=False) for how in (False, True)]
+    assert served(unlike[0], drafts=1) == served(unlike[1], drafts=1)
+    # Neither what turns its hidden states nor its head can be left out.
+    tensors = load_file(folded / "model.safetensors")
+    for changed in ("rot.weight", behind(random) + deepseek_v3.OWN_HEAD):
+        save_file({**tensors, changed: tensors[changed].flip(0).contiguous()}, folded / "model.safetensors")
+        assert served(folded) != (tokens, drafts)
+        assert served(folded)[0] == tokens
+
+
+def test_a_rotation_that_the_description_does_not_declare_is_refused(tmp_path):
+    folded = rotated.write(tmp_path / "folded", oracle.drafting("pairs"))
+    said = json.loads((folded / description.DESCRIPTION).read_text())
+    (folded / description.DESCRIPTION).write_text(json.dumps({**said, "is_rot_used": False}))
+    with pytest.raises(CheckpointError, match=r"tensor rot.weight is not part of the model"):
+        served(folded)
+
+
+def behind(random):
+    return f"model.layers.{len(random.model.config.layer_kinds)}."
