@@ -178,6 +178,15 @@ class Facts:
             return "w8a8"
         return named_scheme(str(self.values.get("model", "")))[0]
 
+    @property
+    def c8(self) -> tuple[bool | None, bool | None]:
+        """Whether vllm-ascend rounds latents to int8, and keys of indexers, where the line says so.
+
+        Until 0.22 one switch was of indexers alone, as its runner read it; it became two. Models without an indexer ignore them.
+        """
+        said = self.section("additional_config")
+        return said.get("enable_sparse_sfa_c8"), said.get("enable_sparse_li_c8", said.get("enable_sparse_c8"))
+
     def npus_per_node(self) -> int:
         """Ranks of a machine."""
         return -(-self.mesh.size // self.nodes)

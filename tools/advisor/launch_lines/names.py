@@ -13,7 +13,7 @@ _HUB = re.compile(r"models--.+?--([^/]+)/snapshots/[^/]+$")
 _BREAKS = re.compile(r"[^a-z0-9.]+")
 _SCHEME = re.compile(r"(?<![a-z0-9])(w[48]a8|w4a16)(?![0-9])")
 _READ = re.compile(
-    r"(?:-(?:quantized\.)?(?:w8a8|w4a8|w4a16)(?:-dynamic)?(?:-[0-9])?|-fp8(?:-dynamic|-block)?|-bf16|-mtp|-quarot|-ascend|-modelslim)*"
+    r"(?:-(?:quantized\.)?(?:w8a8|w4a8|w4a16)(?:-?c8)?(?:-dynamic)?(?:-[0-9])?|-fp8(?:-dynamic|-block)?|-bf16|-(?:float)?mtp|-quarot|-ascend|-modelslim)*"
 )
 """What a name may say behind that of the model: forms that builds read, and who wrote them."""
 

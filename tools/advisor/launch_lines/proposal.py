@@ -161,7 +161,9 @@ def _target(facts: Facts, name: str | None) -> tuple[Target, str]:
 
 def _published(facts: Facts, model: str, rows: list[tuple[Deployment, Phase]], assumed: tuple[str, ...], out: str | None) -> Proposal:
     row = rows[0][0]
-    arguments = {"deployment": row.id} | ({"phase": facts.role} if facts.role != "mixed" else {}) | _precision(facts)
+    arguments = (
+        {"deployment": row.id} | ({"phase": facts.role} if facts.role != "mixed" else {}) | _precision(facts, registry.find(row.model))
+    )
     arguments |= _pictures(facts, registry.find(row.model))
     if out:
         arguments["out"] = out
@@ -211,7 +213,7 @@ def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: li
                 arguments["max-total-tokens"] = str((limits.num_pages - 1) * limits.page_size)
     arguments["speculative-tokens"] = str(drafts)
     arguments |= _kept_states(facts, source, machine) | _pictures(facts, source)
-    arguments |= draft | _precision(facts)
+    arguments |= draft | _precision(facts, source)
     if out:
         arguments["out"] = out
     return _fitted(_planned(Proposal(model, known, arguments, machine.name, assumed=tuple(assumed))))
@@ -280,9 +282,17 @@ def _pictures(facts: Facts, source: registry.ModelSource | None) -> dict[str, st
     return {"encode": PUBLISHED_ENCODE if facts.pictures else NO_PICTURES}
 
 
-def _precision(facts: Facts) -> dict[str, str]:
+def cache_of(facts: Facts, source: registry.ModelSource | None) -> str:
+    """`--kv-cache-dtype` of a model by vllm-ascend's switches; "" where they say nothing, or what no build does."""
+    latents, keys = facts.c8
+    if (latents, keys) == (None, None) or not (source is None or hasattr(source.model.config, "index_topk")):
+        return ""
+    return {(True, True): "int8", (False, True): "int8-indexer", (False, False): "bfloat16"}.get((bool(latents), bool(keys)), "")
+
+
+def _precision(facts: Facts, source: registry.ModelSource | None) -> dict[str, str]:
     """Types and memory that the line says."""
-    arguments = {}
+    arguments = {"kv-cache-dtype": cache} if (cache := cache_of(facts, source)) else {}
     if facts.values.get("kv_cache_dtype") in ("int8", "bfloat16", "bf16"):
         arguments["kv-cache-dtype"] = {"bf16": "bfloat16"}.get(facts.values["kv_cache_dtype"], facts.values["kv_cache_dtype"])
     if facts.values.get("dtype") == "bfloat16":

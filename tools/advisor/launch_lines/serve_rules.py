@@ -38,6 +38,9 @@ ADDITIONAL = {
 """Topics of the keys of vllm-ascend's --additional-config (user_guide/configuration/additional_config.md); others choose kernels."""
 
 
+C8 = ("enable_sparse_sfa_c8", "enable_sparse_li_c8", "enable_sparse_c8")
+"""Its switches of int8 caches of a sparse attention (Facts.c8)."""
+
 GRPC_PORT = 4317
 """Of OTLP, by its specification; 4318 is that of OTLP over HTTP."""
 
@@ -159,10 +162,25 @@ def additional_config(value: Any, context: Context) -> Verdict:
     """vllm-ascend's own settings: the strictest of what becomes of its keys."""
     if not isinstance(value, dict):
         return Verdict(REFUSED, "it is no JSON object")
-    verdicts = {key: topic(ADDITIONAL.get(key, "kernels")) for key in value}
+    verdicts = {key: cached(context) if key in C8 else topic(ADDITIONAL.get(key, "kernels")) for key in value}
     refused = [
         f"{key}: {verdict.why}" for key, verdict in verdicts.items() if verdict.status == REFUSED and value[key] not in (False, 0, None)
     ]
     if refused:
         return Verdict(REFUSED, "; ".join(refused))
-    return Verdict(UNNECESSARY, "; ".join(f"{key}: {verdict.why}" for key, verdict in verdicts.items()) or "it is empty")
+    status = MAPPED if any(verdict.status == MAPPED for verdict in verdicts.values()) else UNNECESSARY
+    return Verdict(status, "; ".join(f"{key}: {verdict.why}" for key, verdict in verdicts.items()) or "it is empty")
+
+
+def cached(context: Context) -> Verdict:
+    """What becomes of the switches of int8 caches of a sparse attention."""
+    ours, (latents, keys) = context.proposal.arguments.get("kv-cache-dtype"), context.facts.c8
+    if ours:
+        return Verdict(MAPPED, f"--kv-cache-dtype {ours}")
+    if latents and not keys:
+        return Verdict(
+            REFUSED,
+            "latents in int8 beside float keys of indexers are not built; legal are both switches (--kv-cache-dtype int8), "
+            "and enable_sparse_li_c8 alone (int8-indexer)",
+        )
+    return Verdict(UNNECESSARY, "the model has no indexer, and it changes nothing")

@@ -45,6 +45,9 @@ def test_another_word_makes_another_model(name, word, before):
     [
         ("/models/Eco-Tech/Qwen3.5-397B-A17B-w4a8-mtp", "qwen3.5-397b"),
         ("vllm-ascend/DeepSeek-V3.2-W8A8", "deepseek-v3.2"),
+        ("Eco-Tech/GLM-5.2-W4A8C8", "glm-5.2"),
+        ("GLM-5.1-W8A8-C8", "glm-5"),
+        ("Eco-Tech/GLM-4.7-W8A8-floatmtp", "glm-4.7"),
         ("deepseek-ai/DeepSeek-V3.1", None),
         ("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b-2507"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8/", "qwen3-30b-a3b-2507"),

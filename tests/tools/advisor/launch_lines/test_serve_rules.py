@@ -99,3 +99,34 @@ def test_what_is_said_of_prefixes_is_what_the_build_keeps(line, slots):
     assert role.proposal.plan.limits.checkpoint_slots == slots
     kept = [each.why for each in role.findings if each.name in ("--enable-prefix-caching", "--max-mamba-cache-size")]
     assert all(why.startswith(f"--checkpoint-slots {slots}: " if slots else "prefixes are kept unless") for why in kept)
+
+
+GLM = "vllm serve Eco-Tech/GLM-5.2-W8A8C8 --tensor-parallel-size 8 --max-num-seqs 4 --max-model-len 8192 --quantization ascend"
+
+
+@pytest.mark.parametrize(
+    ("switches", "dtype"),
+    [
+        ('"enable_sparse_li_c8": true, "c8_enable_reshape_optim": true', "int8-indexer"),
+        ('"enable_sparse_c8": true', "int8-indexer"),
+        ('"enable_sparse_li_c8": true, "enable_sparse_sfa_c8": true', "int8"),
+        ('"enable_sparse_li_c8": false', "bfloat16"),
+        ('"enable_cpu_binding": true', None),
+        ('"enable_sparse_sfa_c8": true', None),
+    ],
+)
+def test_switches_of_int8_caches_are_a_type_of_the_cache(switches, dtype):
+    imported = import_text(f"{GLM} --additional-config '{{{switches}}}'")
+    (role,) = imported.roles
+    assert role.proposal.arguments.get("kv-cache-dtype") == dtype
+    caches = role.proposal.plan.model.config.variant.formats.of_cache
+    assert (caches("model.layers.0.self_attn") != "float") == (dtype == "int8")
+    assert (caches("model.layers.0.self_attn.indexer") != "float") == (dtype in ("int8", "int8-indexer"))
+    (found,) = (found for found in imported.findings if found.name == "--additional-config")
+    wanted = "refused" if "sfa" in switches and dtype is None else "mapped" if dtype else "unnecessary"
+    assert (found.status, f"--kv-cache-dtype {dtype}" in found.why) == (wanted, dtype is not None)
+
+
+def test_a_model_without_an_indexer_ignores_the_switches():
+    found = finding("vllm", """--additional-config '{"enable_sparse_li_c8": true}'""")
+    assert (found.status, "the model has no indexer" in found.why) == ("unnecessary", True)
