@@ -20,6 +20,7 @@ from support.handovers import Server, hand_over
 from support.once import made_once
 
 from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.executor import Executor
 from npucompile.runtime.kv_transfer.lease import clock_s
@@ -45,12 +46,12 @@ def needed() -> Iterator[None]:
 Artifacts = Callable[[str], Path]
 
 
-def by_mesh(factory: pytest.TempPathFactory, name: str, drafts: int, **sizes: Any) -> Artifacts:
+def by_mesh(factory: pytest.TempPathFactory, name: str, drafts: int, cache: str = "auto", **sizes: Any) -> Artifacts:
     """Artifacts of one checkpoint by mesh, with pages for both requests of a handover."""
 
     def build(home: Path, mesh: str) -> None:
         checkpoint = tiny.write_checkpoint(home / "model", seed=7, agreeing=bool(drafts), **sizes)
-        options = {"buckets": (1, 4), "prefill": (16,), "max_model_len": 48, "num_speculative_tokens": drafts}
+        options = {"buckets": (1, 4), "prefill": (16,), "max_model_len": 48, "num_speculative_tokens": drafts, "kv_cache_dtype": cache}
         tiny.built(tiny.planned(checkpoint, mesh=mesh, **options), home / "artifact", fresh=True)
 
     return lambda mesh: made_once(factory, f"{name}-{mesh}", lambda home: build(home, mesh)) / "artifact"
@@ -69,6 +70,15 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
 
     fields = oracle.latent(2, vocab_size=tiny.VOCAB, architectures=["DeepseekV3ForCausalLM"])
     return by_mesh(tmp_path_factory, "latent", 0, **dict.fromkeys(tiny.CONFIG) | fields)
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    """Of a GLM-5 whose latents, packed with their scales, and keys of indexers are int8."""
+    from support import oracle
+
+    fields = oracle.CASES["pairs"] | {"vocab_size": tiny.VOCAB, "architectures": ["GlmMoeDsaForCausalLM"]}
+    return by_mesh(tmp_path_factory, "rounded", 0, "int8", **dict.fromkeys(tiny.CONFIG) | fields)
 
 
 @contextmanager
@@ -193,6 +203,26 @@ def test_servers_of_several_ranks_are_a_pair(prefill: str, decode: str, paired: 
 @pytest.mark.parametrize(("prefill", "decode"), [("tp=2", ""), ("", "tp=2"), ("dp=2", "tp=2")])
 def test_servers_of_latents_are_a_pair_whatever_their_ranks(prefill: str, decode: str, latent: Artifacts) -> None:
     check_pair(latent(prefill), latent(decode), PROMPTS)
+
+
+def test_a_prefill_and_a_decode_server_of_int8_latents_say_what_one_says(rounded: Artifacts) -> None:
+    """Latents with their scales, keys of indexers and scales of those travel, each a pool of its own."""
+    artifact = Artifact.open(rounded(""))
+    pools = {(region.name.rpartition(".")[2], region.dtype) for region in CpuExecutor(artifact).regions}
+    assert pools == {("packed", "int8"), ("index", "int8"), ("index_scale", "float16")}
+    alone = [list(completion.token_ids) for completion in complete(CpuExecutor(artifact), PROMPTS, Sampling(), 6, frozenset())]
+    prefill, decode = (Server(CpuExecutor(artifact), artifact) for _ in range(2))
+    with closing(prefill.pools), closing(decode.pools):
+        for prompt, expected in zip(PROMPTS, alone, strict=True):
+            prefill.start()
+            decode.start()
+            assert hand_over(prefill, decode, prompt) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", ""), ("", "dp=2")])
+def test_servers_of_int8_latents_are_a_pair(prefill: str, decode: str, rounded: Artifacts) -> None:
+    check_pair(rounded(prefill), rounded(decode), PROMPTS)
 
 
 @pytest.mark.long
