@@ -1,4 +1,4 @@
-"""Reads how a checkpoint is quantised from `quantization_config` of its config.json: compressed-tensors, or FP8 blocks."""
+"""Reads how a checkpoint is quantised from `quantization_config` of its config.json: compressed-tensors, or FP8."""
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ def method_in(directory: Path) -> str | None:
     if method == FP8:
         settings.check(f"{path}: {FIELD}", config, settings.FP8)
     return str(method)
+
+
+def has_blocks(directory: Path) -> bool:
+    """Whether config.json of an FP8 checkpoint says that blocks have a scale; else matrices have one each."""
+    return settings_of(_read(directory / "config.json")).get("weight_block_size") is not None
 
 
 def settings_of(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -41,12 +41,18 @@ INT8_ACTIVATIONS: Known = {
 FLOAT8_WEIGHTS: Known = {
     **INT8_WEIGHTS,
     "type": ("float",),
-    "strategy": ("channel", "block"),
+    "strategy": ("channel", "block", "tensor"),
     # Files of 2025 write both sides as one text.
     "block_structure": (None, [BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"),
 }
-FLOAT8_ACTIVATIONS: Known = {**INT8_ACTIVATIONS, "type": ("float",), "strategy": ("token", "group"), "group_size": (None, -1, BLOCK)}
-"""Of activations that are rounded as they come, which weights that are read as floats need not be."""
+FLOAT8_ACTIVATIONS: Known = {
+    **INT8_ACTIVATIONS,
+    "type": ("float",),
+    "strategy": ("token", "group", "tensor"),
+    "dynamic": (True, None, False),
+    "group_size": (None, -1, BLOCK),
+}
+"""Of activations that would be rounded, by scales of their own or static ones; beside weights that are read as floats they are not."""
 
 INT4_WEIGHTS: Known = {
     "actorder": (None, "weight", "static"),
@@ -89,8 +95,9 @@ FP8: Known = {
     "quant_method": None,
     # The second is MiniMax's.
     "fmt": (None, "e4m3", "float8_e4m3fn"),
-    "weight_block_size": ([BLOCK, BLOCK],),
-    "activation_scheme": ("dynamic",),
+    # Without blocks a matrix has one scale (AutoFP8).
+    "weight_block_size": (None, [BLOCK, BLOCK]),
+    "activation_scheme": ("dynamic", "static"),
     "dequantize": None,
     # Which matrices are FP8 is read from their tensors, as is the dtype of scales.
     "modules_to_not_convert": None,

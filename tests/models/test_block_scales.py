@@ -72,6 +72,22 @@ def test_every_value_is_multiplied_by_the_scale_of_its_channel(tmp_path: Path, l
         assert torch.equal(entry.read_slice([*inside, *part]), expected[(*inside, *part)])
 
 
+def test_a_checkpoint_of_one_scale_a_matrix_is_what_its_library_makes_of_it() -> None:
+    """Its static scales of activations are read by nothing (make_float8.py)."""
+    directory = Path(__file__).parent / "quant" / "float8"
+    assert formats_in(directory) is None
+    plain, stored = load_file(directory / "decompressed.safetensors"), load_file(directory / "model.safetensors")
+    entries = with_block_scales(open_checkpoint(directory)).tensors
+    assert len(plain) == sum(name.endswith("input_scale") for name in stored) == 14
+    assert not any(name.endswith("_scale") for name in entries)
+    for name, tensor in plain.items():
+        assert torch.equal(entries[name].read().bfloat16(), tensor)
+    params = registry.find(directory).model.params(torch.bfloat16)
+    loaded = dict(tree.flatten(checkpoint.load(checkpoint.open_checkpoint(directory), params)))
+    for path, param in tree.flatten(params):
+        assert torch.equal(loaded[path], param.source.join(*(plain.get(name, stored.get(name)) for name in param.source.names)))
+
+
 def test_a_model_reads_them_as_its_parameters(tmp_path: Path) -> None:
     scales = drawn()
     values = written(tmp_path, scales)
@@ -102,10 +118,25 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, scales: torch.Tensor
         CheckpointError, match=rf"{NAME} is F8_E4M3 \[320, 383\] and {NAME}_scale_inv {found}; expected F32 or .* or F8_E8M0 \[3, 3\]"
     ):
         with_block_scales(open_checkpoint(tmp_path))
-    # One for a whole matrix is nothing that is read, by neither method.
-    written(tmp_path, torch.ones(1), form=fp8.FORMS["glm4"])
-    with pytest.raises(CheckpointError, match=r"_scale is F32 \[1\]; expected .* \[3, 3\], a .* or \[320, 1\], a scale for each output"):
+    expected = r"_scale is F32 \[2\]; expected .* \[3, 3\], a .* or \[320, 1\], a scale for each output channel or \[1\], one for all"
+    for name in ("glm4", "llama-autofp8"):
+        written(tmp_path, torch.ones(2), form=fp8.FORMS[name])
+        with pytest.raises(CheckpointError, match=expected):
+            with_block_scales(open_checkpoint(tmp_path))
+    # Experts in one tensor have one each, or one for all of them: who wrote it does not say.
+    written(tmp_path, torch.ones(1), 2, form=fp8.FORMS["glm4"])
+    with pytest.raises(CheckpointError, match=r"a scale for each output channel$"):
         with_block_scales(open_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("name", ["llama", "llama-autofp8"])
+def test_every_value_is_multiplied_by_the_one_scale_of_a_matrix(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    scale = torch.full(shape, 0.0123)
+    expected = written(tmp_path, scale, form=fp8.FORMS[name]) * scale
+    (entry,) = with_block_scales(open_checkpoint(tmp_path)).tensors.values()
+    assert torch.equal(entry.read(), expected)
+    assert torch.equal(entry.read_slice([slice(7, N), slice(5, K)]), expected[7:, 5:])
 
 
 @pytest.fixture(params=list(fp8.MODELS))
@@ -198,6 +229,12 @@ def block(size: int) -> dict[str, Any]:
             None,
             r"weight_block_size is \[64, 64\]; legal is \[128, 128\]",
         ),
+        (
+            {"quantization_config": {**fp8.CONFIG, "weight_block_size": None}},
+            None,
+            r"_scale is nothing; expected .* or \[1\], one for all",
+        ),
+        ({"quantization_config": {**fp8.CONFIG, "activation_scheme": "none"}}, None, r"is 'none'; legal is 'dynamic' or 'static'"),
         ({"quantization_config": {**fp8.CONFIG, "fmt": "e5m2"}}, None, r"fmt is 'e5m2'; legal is 'e4m3' or 'float8_e4m3fn'"),
     ],
 )

@@ -42,9 +42,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
-    """A `quantization_config` as llm-compressor writes it for the schemes FP8_DYNAMIC and FP8_BLOCK."""
+    """A `quantization_config` as llm-compressor writes it for the schemes FP8_DYNAMIC, FP8_BLOCK and FP8."""
     common = {"num_bits": 8, "type": "float", "symmetric": True, "actorder": None, "block_structure": None, "group_size": None}
     activations = {"strategy": "token"} if strategy == "channel" else {"strategy": "group", "group_size": BLOCK}
+    if strategy == "tensor":
+        activations = {"strategy": "tensor", "dynamic": False}
     group = {
         "targets": ["Linear"],
         "weights": {**common, "strategy": strategy, "dynamic": False, "observer": "minmax", "observer_kwargs": {}, **weights},
@@ -66,6 +68,7 @@ class Form:
         suffix: what the names of scales have behind those of values.
         dtype: of the scales; float8_e8m0fnu: powers of two, each in a byte (`scale_fmt` "ue8m0").
         channel: whether output channels have a scale each, in place of blocks.
+        whole: shape of the one scale of a matrix, beside which is one of its activations; None where blocks or channels have one.
         spelt: (part of a name as the publisher has it, as transformers has it).
     """
 
@@ -73,6 +76,7 @@ class Form:
     suffix: str = "_scale_inv"
     dtype: torch.dtype = torch.float32
     channel: bool = False
+    whole: tuple[int, ...] | None = None
     spelt: tuple[tuple[str, str], ...] = ()
 
 
@@ -84,11 +88,16 @@ FORMS = {
     "v32": Form(dtype=torch.float8_e8m0fnu),
     "glm4": Form(compressed("channel"), "_scale", torch.bfloat16, channel=True),
     "glm4-blocks": Form(compressed("block", block_structure=[BLOCK, BLOCK]), "_scale"),
+    "llama": Form(compressed("tensor"), "_scale", torch.bfloat16, whole=(1,)),
+    "llama-autofp8": Form({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, "_scale", whole=()),
     "minimax": Form({**CONFIG, "fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
                     spelt=MINIMAX),
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm4", "glm4-blocks"), oracle.grouped(3, **{**SIZES, **oracle.GLM4})),
+    **dict.fromkeys(
+        ("llama", "llama-autofp8"), oracle.plain(3, **{**oracle.LLAMA, "vocab_size": 98, "hidden_size": 201, "num_key_value_heads": 1})
+    ),
     "minimax": oracle.plain(
         2,
         **{
@@ -126,7 +135,7 @@ def rounded(values: np.ndarray) -> np.ndarray:
 def quantised(matrix: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Values [N, K] in FP8, scales of blocks, and the floats that they stand for."""
     floats = matrix.float().numpy()
-    rows, columns = (1, floats.shape[1]) if form.channel else (BLOCK, BLOCK)
+    rows, columns = floats.shape if form.whole is not None else (1, floats.shape[1]) if form.channel else (BLOCK, BLOCK)
     blocks = -(-floats.shape[0] // rows), -(-floats.shape[1] // columns)
     scales, codes = np.empty(blocks, np.float32), np.empty(floats.shape, np.uint8)
     table, stands = values_of_bytes().astype(np.float32), np.empty(floats.shape, np.float32)
@@ -137,7 +146,7 @@ def quantised(matrix: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Ten
         scales[i, j] = torch.tensor(exact, dtype=torch.float32).to(form.dtype).float()
         codes[place] = rounded(floats[place] / scales[i, j])
         stands[place] = np.where(codes[place] > 127, -1, 1) * table[codes[place] & 127] * scales[i, j]
-    stored = torch.from_numpy(scales).to(form.dtype)
+    stored = torch.from_numpy(scales).to(form.dtype).reshape(scales.shape if form.whole is None else form.whole)
     return torch.from_numpy(codes).view(torch.float8_e4m3fn), stored, torch.from_numpy(stands)
 
 
@@ -205,7 +214,8 @@ def _stored(name: str, weight: torch.Tensor, form: Form) -> tuple[dict[str, torc
         plain = weight.bfloat16().contiguous()
         return {name: plain}, plain.float()
     values, scales, stands = quantised(weight, form)
-    return {name: values, name + form.suffix: scales}, stands
+    static = {} if form.whole is None else {name.removesuffix("weight") + "input_scale": torch.full(form.whole, 0.37, dtype=form.dtype)}
+    return {name: values, name + form.suffix: scales, **static}, stands
 
 
 def write(directory: Path, name: str, **config: Any) -> Published:

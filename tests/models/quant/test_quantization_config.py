@@ -98,10 +98,10 @@ def changed(**changes: Any) -> dict[str, Any]:
     [
         ({"quant_method": "awq", "bits": 4}, "quantization_config: quant_method is 'awq'; legal are compressed-tensors, fp8"),
         ({"bits": 4}, "quant_method is None; legal are"),
-        ({**FP8, "weight_block_size": None}, r"weight_block_size is None; legal is \[128, 128\]"),
+        ({**FP8, "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]; legal is \[128, 128\] or null"),
         (changed(format="naive-quantized"), "format is 'naive-quantized'; legal is int-quantized, pack-quantized, float-quantized"),
         (changed(format="float-quantized"), "group_0: weights: type is 'int'; legal is 'float'"),
-        (compressed("tensor"), "group_0: weights: strategy is 'tensor'; legal is 'channel' or 'block'"),
+        (compressed("group"), "group_0: weights: strategy is 'group'; legal is 'channel' or 'block' or 'tensor'"),
         (compressed("block", block_structure=[64, 64]), r"block_structure is \[64, 64\]; legal is \[128, 128\] or '128x128' or null"),
         (compressed("channel", dynamic=True), "weights: dynamic is True; legal is False or null"),
         (compressed("channel"), "is stored as w8a8_dynamic, and no group of that format targets it"),

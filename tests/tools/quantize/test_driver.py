@@ -340,7 +340,7 @@ def test_checkpoints_that_are_no_floats_are_refused(tmp_path):
         quantize(packed, tmp_path / "again", Settings("w8a8"), QUIET)
     for config, message in (
         ({"quant_method": "awq"}, "quant_method is 'awq'; legal are compressed-tensors, fp8"),
-        ({"quant_method": "fp8"}, r"weight_block_size is None; legal is \[128, 128\]"),
+        ({"quant_method": "fp8"}, "activation_scheme is None; legal is 'dynamic' or 'static'"),
     ):
         (tmp_path / "float" / "config.json").write_text(json.dumps(json.loads(source.text) | {"quantization_config": config}))
         with pytest.raises(CheckpointError, match=message):
