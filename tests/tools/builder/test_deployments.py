@@ -38,7 +38,7 @@ def limits(name: str, phase: str = "mixed", page_size: int = 128):
 
 
 def test_the_table_is_whole():
-    assert len(ROWS) == len({row.id for row in ROWS}) == 60
+    assert len(ROWS) == len({row.id for row in ROWS}) == 62
     big = [row for row in ROWS if row.model == "qwen3.5-397b"]
     assert [sum(row.engine == engine for row in big) for engine in ("sglang", "vllm-ascend")] == [10, 3]
     assert {row.model for row in ROWS} > {"qwen3.5-397b", "qwen3.5-27b", "qwen3.6-27b", "deepseek-r1", "qwen3-32b"}
@@ -133,7 +133,7 @@ def test_an_absent_phase_is_refused_with_those_there_are():
 
 
 def test_an_unknown_id_is_answered_with_near_ones():
-    with pytest.raises(SpecError, match=r"'qwen35-397b-a3x8-in3k5-50ms' is not known; near are .*in3k5-out1k5-50ms.*lists all 60"):
+    with pytest.raises(SpecError, match=r"'qwen35-397b-a3x8-in3k5-50ms' is not known; near are .*in3k5-out1k5-50ms.*lists all 62"):
         deployment("qwen35-397b-a3x8-in3k5-50ms")
 
 

@@ -328,7 +328,7 @@ def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
     ("options", "error", "message"),
     [
         ({"deployment": "dsr1-a3x8-mix-2k-2k-50ms"}, SpecError, r"dsr1-a3x8-mix-2k-2k-50ms is of deepseek-r1, the model is qwen3.5-397b"),
-        ({"deployment": "qwen35-397b-a3x9"}, SpecError, r"deployment 'qwen35-397b-a3x9' is not known; near are .*lists all 60"),
+        ({"deployment": "qwen35-397b-a3x9"}, SpecError, r"deployment 'qwen35-397b-a3x9' is not known; near are .*lists all 62"),
         ({"deployment": SPLIT, "target": "cpu"}, SpecError, SPLIT + r" is for ascend-a3, the target is cpu"),
         ({"phase": "decode"}, SpecError, r"in3k5-out1k5-50ms has no phase 'decode'; legal are mixed"),
         ({"phase": "decode", "target": "ascend-a3"}, SpecError, r"--phase decode is one side of a deployment that splits them; name it"),

@@ -56,7 +56,9 @@ def test_the_line_of_a_row_is_that_row(row, phase):
     same = deployments()[proposal.deployment.id].phases[phase.name]
     assert (same.mesh, same.buckets, same.max_running_requests) == (phase.mesh, phase.buckets, phase.max_running_requests)
     assert proposal.problem == ""
-    assert not [finding for finding in role.findings if finding.status == "refused"]
+    # Of MiniMax-M2's heads no configuration is known: the build names one, or drafts nothing.
+    without = ["--speculative-config"] if phase.num_speculative_tokens and not proposal.plan.limits.drafts else []
+    assert [finding.name for finding in role.findings if finding.status == "refused"] == without
     groups = phase.mesh.axis("dp")
     replicated = phase.name == "mixed" and phase.nodes == 1 and groups > 1 and not proposal.plan.model.config.num_experts
     assert len(role.replicas) == (groups + 2 if replicated else 0)
