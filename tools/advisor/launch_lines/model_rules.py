@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ...builder.settings.model import KV_CACHE_DTYPES, MAX_DRAFTS
 from ...builder.targets import target
 from .names import named_scheme, unread_form
 from .tables import topics
-from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, rule_of
+from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, rule_of, topic
 
 
 @rule
@@ -72,6 +73,24 @@ def quantization(value: Any, context: Context) -> Verdict:
         f"{value} is not built; legal are checkpoints of ModelSlim, compressed-tensors, and FP8 as DeepSeek has it, and the schemes "
         "of --quantization",
     )
+
+
+SWITCHES = ("use_index_cache",)
+"""Keys among the overridden fields that are that engine's own: layers share an indexer where the model's fields say so."""
+
+
+@rule
+def config_overrides(value: Any, context: Context) -> Verdict:
+    """Fields that take the place of the checkpoint's."""
+    refused, plan = topic("config_override"), context.proposal.plan
+    if plan is None or not isinstance(value, dict):
+        return refused
+    fields = json.loads(plan.source.text)
+    fields |= fields.get("text_config") or {}
+    others = {name: json.dumps(each) for name, each in value.items() if name not in SWITCHES and fields.get(name) != each}
+    if others:
+        return Verdict(REFUSED, f"{', '.join(f'{name} is {each}' for name, each in others.items())}: {refused.why}")
+    return Verdict(UNNECESSARY, "the model's config.json says the same")
 
 
 @rule

@@ -21,6 +21,8 @@ from npucompile.tools.advisor.launch_lines.imported import import_text
         ("sglang", "--quantization unquant", "unnecessary", "weights stay as the checkpoint has them"),
         ("sglang", "--kv-cache-dtype bf16", "mapped", "--kv-cache-dtype bfloat16"),
         ("vllm", "--kv-cache-dtype int8", "carried", "--kv-cache-dtype int8"),
+        ("vllm", """--hf-overrides '{"hidden_size": 4096, "use_index_cache": true}'""", "unnecessary", "config.json says the same"),
+        ("sglang", """--json-model-override-args '{"hidden_size": 9}'""", "refused", "hidden_size is 9: a checkpoint's config.json is"),
         ("vllm", "--kv-cache-dtype fp8", "refused", "legal are auto, bfloat16, int8"),
         ("sglang", "--tokenizer-path /models/Qwen3.5-397B-A17B-w8a8", "unnecessary", "it is the checkpoint's own"),
         ("vllm", "--tokenizer other", "refused", "the tokenizer is the checkpoint's tokenizer.json"),
