@@ -15,6 +15,9 @@ _REQUIRED = object()
 MOST_LAYERS = 1024
 _LARGEST = 2**53  # above it floats cannot represent every integer; NaN and infinity fail the comparison too
 
+PICTURE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+"""Fields with the tokens that stand in a prompt for rows of pictures and of videos, and around them."""
+
 
 class Fields:
     """Typed access to one JSON object, which remembers the fields that were asked for: `refuse_others` refuses the rest.

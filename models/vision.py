@@ -22,7 +22,7 @@ from ..graphs.errors import ConfigError
 from ..graphs.ir.block import block
 from ..graphs.types import Aval, Tree
 from . import quant
-from .config import Fields
+from .config import PICTURE_TOKENS, Fields
 from .config_fields import WITHOUT_EFFECT
 from .family import Tower
 from .head_padding import PaddedHeads, with_real_sources
@@ -48,8 +48,6 @@ _SIZES = (
     *("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "num_position_embeddings"),
     *("in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size"),
 )
-IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-"""Tokens that stand in a prompt for rows of pictures and of videos, and around them."""
 _TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_vision", "qwen3_5_moe_vision")
 
 
@@ -141,7 +139,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
     if fields.has("deepstack_visual_indexes") and (taps := fields.values["deepstack_visual_indexes"]):
         raise ConfigError(f"{fields.where}: deepstack_visual_indexes is {taps!r}; supported is a tower without taps")
     read: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in _SIZES}
-    read |= {name: outer.get(int, name, minimum=0) for name in IDS}
+    read |= {name: outer.get(int, name, minimum=0) for name in PICTURE_TOKENS}
     config = Config(**read, rope_theta=rotation.get(float, "rope_theta", default=THETA, minimum=1))
     rotation.refuse_others(())
     fields.refuse_others(WITHOUT_EFFECT)

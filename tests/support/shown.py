@@ -17,6 +17,7 @@ from support.texts import byte_tokenizer
 from tokenizers import AddedToken
 
 from npucompile.graphs.types import Bucket
+from npucompile.models.config import PICTURE_TOKENS as ID_FIELDS
 from npucompile.server.chat.format import ChatFormat
 from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.pictures.limits import DecoderLimits, PictureLimits, RequestLimits
@@ -25,7 +26,6 @@ from npucompile.server.pictures.processor import processor_of
 from npucompile.server.pictures.reader import PictureReader, Vision
 from npucompile.server.pictures.videos import processor_of as video_processor_of
 from npucompile.server.text.tokenizer import TextTokenizer
-from npucompile.tools.serve.vision import MARKS as ID_FIELDS
 
 START, END, IMAGE, VIDEO = MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PLACE = f"{START}{IMAGE}{END}"

@@ -24,9 +24,11 @@ from ..builder import driver
 from ..builder import plan as planning
 from ..progress import Progress
 from ..serve.api_settings import ApiSettings
+from ..serve.artifact_tokenizer import codec_of
 from ..serve.door import DoorSettings
 from ..serve.door_process import DoorProcess
-from ..serve.serving import StartedEngine, calm_collector, codec_of, service_of
+from ..serve.served import calm_collector, service_of
+from ..serve.serving import StartedEngine
 from .serve.apart import ApartClient
 from .stats import Spread, spread
 

@@ -10,8 +10,8 @@ from ...lowering.artifact.artifact import ArtifactWriter, Manifest
 from ...lowering.backend import backend
 from ...lowering.toolchain import toolchain
 from ...models import programs
+from ...models.config import PICTURE_TOKENS
 from ...models.directories import Origin
-from ...models.vision import IDS
 from ...server.chat.template import ChatTemplate
 from ...server.pictures.processor import PictureProcessor
 from ...server.text.tokenizer import TextTokenizer
@@ -89,4 +89,5 @@ def _tower(plan: Plan, pictures: PictureProcessor) -> dict[str, Any]:
     tower = plan.model.family.tower
     assert tower is not None, "a plan has a processor of pictures for a family with a tower alone"
     videos = {"videos": asdict(plan.videos)} if plan.videos else {}
-    return {"key": tower.key, "ids": {name: getattr(plan.source.tower, name) for name in IDS}, "processor": asdict(pictures), **videos}
+    ids = {name: getattr(plan.source.tower, name) for name in PICTURE_TOKENS}
+    return {"key": tower.key, "ids": ids, "processor": asdict(pictures), **videos}

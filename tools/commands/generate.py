@@ -27,7 +27,8 @@ from ..ranks.launch import open_named_artifact, opened_ranks, run_rank
 from ..ranks.offline import OfflineCompletion, complete
 from ..ranks.rank_settings import RankSettings
 from ..ranks.torchrun import launcher_config
-from ..serve.artifact_tokenizer import tokenizer_of, with_texts_of
+from ..serve.artifact_tokenizer import tokenizer_of
+from ..serve.checkpoint_texts import with_texts_of
 from .device_options import device_options
 from .family_option import family_option
 

@@ -37,13 +37,14 @@ from ..ranks.launch import ABORT_S, exit_after, open_named_artifact, opened_rank
 from ..ranks.nodes import TOKEN_VARIABLE, NodeOptions, node_config, read_token, said_of
 from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..ranks.torchrun import launcher_config
-from ..serve.artifact_tokenizer import with_texts_of
+from ..serve.checkpoint_texts import with_texts_of
 from ..serve.door import DoorSettings
 from ..serve.door_process import DoorProcess
 from ..serve.options import BOTH, HOST, PORT, SECTIONS
 from ..serve.pairing import Pairing, transfer_variables
 from ..serve.recording import facts_of
-from ..serve.serving import RunningService, StartedEngine, find_or_build, said_of_ends, start_engine, start_service
+from ..serve.served import said_of_ends
+from ..serve.serving import RunningService, StartedEngine, find_or_build, start_engine, start_service
 from ..serve.vision import said_of_pictures
 from .config_file import config_file
 from .family_option import family_option

@@ -28,7 +28,7 @@ from ..ranks.environment import applied
 from ..ranks.executors import AUTO, settled
 from ..ranks.launch import opened_ranks
 from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
-from ..serve.artifact_tokenizer import with_texts_of
+from ..serve.checkpoint_texts import with_texts_of
 from ..serve.serving import find_or_build, start_service
 
 Prompt = str | Sequence[int]

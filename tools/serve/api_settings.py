@@ -69,7 +69,7 @@ class ApiSettings:
             SpecError: there is no parser of that name.
         """
         file = self.chat_template
-        # Of sizes alone, that of the checkpoint that is served (artifact_tokenizer.py).
+        # Of sizes alone, that of the checkpoint that is served (checkpoint_texts.py).
         text = artifact.manifest.model.get("template")
         if file is None and text is None and artifact.manifest.chat_template:
             file = artifact.path / artifact.manifest.chat_template

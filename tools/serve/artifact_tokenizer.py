@@ -1,42 +1,22 @@
-"""The texts that an artifact is served with: its tokenizer, ends and template, or a checkpoint's; apart from the server, for `generate`."""
+"""The tokenizer of an artifact; apart from what builds and from the server, for `generate` and for doors."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
+from ...graphs.errors import ArtifactError
 from ...lowering.artifact.artifact import Artifact
-from ...models import registry
-from ...models.end_tokens import tokenizer_file
-from ...models.family_file import FamilyFile
 from ...server.text.tokenizer import TextTokenizer
-from ..ranks.weights import NO_DIGEST
 
 
-def with_texts_of(artifact: Artifact, checkpoint: Path | None) -> Artifact:
-    """The artifact with what the checkpoint that it is served with says of texts, where it was built of sizes alone, or has no tokenizer.
-
-    Sizes know neither which tokens end a response nor how a chat is written.
+def codec_of(artifact: Artifact) -> TextTokenizer:
+    """The tokenizer that an artifact is served with.
 
     Raises:
-        ModelError: a file of the checkpoint cannot be read.
+        ArtifactError: it has none.
     """
-    manifest = artifact.manifest
-    if checkpoint is None:
-        return artifact
-    file = tokenizer_file(checkpoint)
-    tokenizer = str(file.resolve()) if file else manifest.tokenizer
-    if manifest.source_digest != NO_DIGEST:
-        return artifact if manifest.tokenizer else replaced(artifact, tokenizer=tokenizer)
-    source = registry.find(checkpoint, FamilyFile.recorded(manifest.model))
-    ends = [token for token in source.eos_ids if token < int(manifest.model["vocab_size"])]
-    texts = {"special_tokens": dict(source.special_tokens), "sampling": dict(source.sampling), "template": source.chat_template}
-    return replaced(artifact, tokenizer=tokenizer, model={**manifest.model, "eos_ids": ends, **texts})
-
-
-def replaced(artifact: Artifact, **changes: object) -> Artifact:
-    """The artifact whose manifest differs in these fields; a path in it may be absolute."""
-    return Artifact(artifact.path, replace(artifact.manifest, **changes), artifact.digest)  # type: ignore[arg-type]
+    codec = tokenizer_of(artifact)
+    if codec is None:
+        raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
+    return codec
 
 
 def tokenizer_of(artifact: Artifact) -> TextTokenizer | None:

@@ -30,7 +30,8 @@ from ...server.run import SIGNALS, Serving, Stop, allow_open_files, running
 from ...server.telemetry.access_log import AccessLog
 from ...server.telemetry.tracing import Tracing
 from .api_settings import ApiSettings
-from .serving import calm_collector, codec_of, said_of_ends, service_of
+from .artifact_tokenizer import codec_of
+from .served import calm_collector, said_of_ends, service_of
 from .vision import said_of_pictures
 
 

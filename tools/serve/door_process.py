@@ -23,8 +23,9 @@ from ...runtime.executor import ExecutorFacts
 from ...runtime.request import Request
 from ...server.grammar.compiler import GrammarCompiler, GrammarSource
 from ...server.run import POLL_S, Stop, listen, websocket_url
+from .artifact_tokenizer import codec_of
 from .door import DoorSettings, End, Failed, Open, Opened
-from .serving import StartedEngine, codec_of
+from .serving import StartedEngine
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import os
 import subprocess
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...graphs.errors import ArtifactError, ArtifactMissing, ModelError, NpucompileError, SpecError
+from ...graphs.errors import ArtifactMissing, ModelError, NpucompileError, SpecError
 from ...graphs.types import Mesh
-from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
+from ...lowering.artifact.artifact import Artifact, stamp
 from ...lowering.artifact.lock import builder_of
 from ...models.presets import BUNDLED
 from ...runtime.engine import Engine
@@ -26,11 +25,9 @@ from ...runtime.engine_groups import EngineGroups, groups_apart
 from ...runtime.executor import Executor
 from ...runtime.kv_transfer.pools import Pools
 from ...runtime.scheduler.kv_cache_manager import PrefixCacheSettings
-from ...server.chat.format import ChatFormat
-from ...server.engine.service import EngineClient, ServedModel, Service
+from ...server.engine.service import Service
 from ...server.guard.limits import SocketLimits
 from ...server.pictures.limits import MediaLimits
-from ...server.text.tokenizer import TextTokenizer
 from ..builder import plan as planning
 from ..cli import Home
 from ..hub import checkpoint_of
@@ -39,10 +36,10 @@ from ..progress import Progress
 from ..ranks.executors import settled
 from ..ranks.rank_settings import RankSettings
 from .api_settings import ApiSettings
-from .artifact_tokenizer import tokenizer_of
+from .artifact_tokenizer import codec_of
 from .options import PREFILL
 from .pairing import Pairing
-from .vision import reader_of, vision_of
+from .served import calm_collector, service_of
 
 NO_PAIR = Pairing()
 
@@ -65,12 +62,6 @@ class RunningService:
     service: Service
     engine: Engine | EngineGroups
     closing: ExitStack
-
-
-def said_of_ends(service: Service) -> str:
-    """Which tokens end a response, by id and text."""
-    ends = [f"{token} {service.tokenizer.token_text(token).text!r}" for token in sorted(service.model.eos_token_ids)]
-    return f"responses end at token {', '.join(ends)}" if ends else "no token ends responses: the checkpoint names none"
 
 
 @dataclass(frozen=True)
@@ -131,18 +122,6 @@ def start_service(
     return RunningService(service, started.engine, closing)
 
 
-def codec_of(artifact: Artifact) -> TextTokenizer:
-    """The tokenizer that an artifact is served with.
-
-    Raises:
-        ArtifactError: it has none.
-    """
-    codec = tokenizer_of(artifact)
-    if codec is None:
-        raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
-    return codec
-
-
 def start_engine(
     artifact: Artifact,
     load_executor: Callable[[], Executor],
@@ -183,49 +162,6 @@ def start_engine(
     return StartedEngine(engine, opened[0] if opened else None, readiness)
 
 
-def service_of(
-    client: EngineClient,
-    artifact: Artifact,
-    codec: TextTokenizer,
-    api: ApiSettings,
-    chat: ChatFormat,
-    groups: int,
-    readiness: Callable[[], Mapping[str, Any]],
-    limits: SocketLimits | None,
-    media: MediaLimits,
-    *,
-    paired: bool = False,
-) -> Service:
-    """The service of an artifact over an engine, which may be that of another process.
-
-    Args:
-        groups: dp groups of the engine.
-        paired: it computes prompts for decode servers.
-    """
-    manifest, (name, *aliases) = artifact.manifest, api.names_of(artifact)
-    model = ServedModel(
-        name=name,
-        max_model_len=manifest.limits.max_model_len,
-        vocab_size=int(manifest.model["vocab_size"]),
-        eos_token_ids=frozenset(manifest.model["eos_ids"]),
-        created_s=int((artifact.path / MANIFEST).stat().st_mtime),
-        artifact=artifact.digest,
-        aliases=tuple(aliases),
-        defaults=api.defaults_of(artifact),
-        max_running=(manifest.limits.num_request_slots - 1) * groups,
-        max_total_tokens=(manifest.limits.num_pages - 1) * manifest.limits.page_size * groups,
-        tp=Mesh.parse(manifest.mesh).axis("tp"),
-        dp=groups,
-    )
-    service = Service(client, codec, model, chat=chat, readiness=readiness, limits=limits)
-    vision = vision_of(artifact, codec, media, paired=paired)
-    if isinstance(vision, str):
-        service.without_pictures = vision
-    else:
-        service.pictures = reader_of(vision, media)
-    return service
-
-
 def watch(engine: Engine | EngineGroups, limit_s: float) -> None:
     """Starts a thread that gives the engine up when a step has taken longer than `limit_s`; without a limit it starts none.
 
@@ -247,16 +183,6 @@ def watch(engine: Engine | EngineGroups, limit_s: float) -> None:
             time.sleep(pause_s)
 
     threading.Thread(target=run, name="npucompile-watchdog", daemon=True).start()
-
-
-def calm_collector() -> None:
-    """Keeps the garbage collector out of steps.
-
-    Modules live as long as the process: a full collection would walk over all of torch's objects, 50 ms, while loading or in a step. And
-    each step makes thousands of records that no cycle holds; looking for cycles after every 700 of them took a third of a step's time.
-    """
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 class BackgroundBuild:

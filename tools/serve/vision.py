@@ -11,7 +11,7 @@ import msgspec
 
 from ...graphs.steps.table import kind_of
 from ...lowering.artifact.artifact import Artifact
-from ...models.vision import IDS as MARKS
+from ...models.config import PICTURE_TOKENS
 from ...server.engine.service import TEXT_ALONE, Service
 from ...server.pictures.limits import MediaLimits
 from ...server.pictures.media import Hosts
@@ -36,7 +36,7 @@ def tower_of(artifact: Artifact) -> Vision | str:
     processor = msgspec.convert(model[TOWER][PROCESSOR], PictureProcessor)
     most = max(patches)
     bounded = processor.with_limits(max_pixels=min(processor.max_pixels, most * processor.patch_size**2))
-    return Vision(bounded, most, "", "", "", "", ids[MARKS[0]], ids[MARKS[1]], _videos(model[TOWER], most))
+    return Vision(bounded, most, "", "", "", "", ids[PICTURE_TOKENS[0]], ids[PICTURE_TOKENS[1]], _videos(model[TOWER], most))
 
 
 def vision_of(artifact: Artifact, codec: TextTokenizer, media: MediaLimits | None = None, *, paired: bool = False) -> Vision | str:
@@ -60,8 +60,8 @@ def vision_of(artifact: Artifact, codec: TextTokenizer, media: MediaLimits | Non
 
 
 def ids_of(artifact: Artifact) -> dict[str, int]:
-    """The tokens of pictures and videos in prompts of an artifact with a tower, by the names in MARKS and in their order."""
-    return {name: artifact.manifest.model[TOWER][IDS][name] for name in MARKS}
+    """The tokens of pictures and videos in prompts of an artifact with a tower, by the names in PICTURE_TOKENS and in their order."""
+    return {name: artifact.manifest.model[TOWER][IDS][name] for name in PICTURE_TOKENS}
 
 
 def _videos(tower: Mapping[str, Any], most: int) -> VideoProcessor | str:
