@@ -5,9 +5,10 @@ It listens before it has a model, so that whoever watches it sees it start, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..guard.tally import Tally
 from ..requests.error_objects import Refusal
 from .service import Service
 
@@ -22,11 +23,15 @@ class Lifecycle:
         service: None until the model is loaded.
         leaving: the server will end, and says so: it is not ready, and still takes what comes.
         draining: no new response is started; what runs may end.
+        connections, bodies: that are open and held.
+        methods: what other doors may ask of parts that know no service.
     """
 
     def __init__(self, service: Service | None = None) -> None:
         self.service = service
         self.leaving = self.draining = False
+        self.connections, self.bodies = Tally(), Tally()
+        self.methods: dict[str, Callable[..., Any]] = {}
 
     def state(self) -> Mapping[str, Any]:
         """Body of the probes: `status` is "starting", "ok", "draining", or what is wrong with the engine; the rest is detail."""
@@ -34,7 +39,12 @@ class Lifecycle:
         if service is None:
             return {"status": "starting"}
         detail = service.readiness()
-        return {**detail, "status": "draining"} if (self.leaving or self.draining) and detail["status"] == "ok" else detail
+        if detail["status"] == "ok" and (self.leaving or self.draining):
+            return {**detail, "status": "draining"}
+        if detail["status"] == "ok" and service.siblings and not service.siblings.complete:
+            # A connection goes to any door, and waits where that one starts.
+            return {**detail, "status": "starting"}
+        return detail
 
     def alive(self) -> bool:
         """Whether the process works, or will."""

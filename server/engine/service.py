@@ -30,6 +30,9 @@ from ..requests.fields import show
 from ..requests.left_out import LeftOutCounter
 from ..requests.router_fields import HandoverFields
 from ..requests.structured_output import OutputFormat
+from ..siblings.ids import new_response_id
+from ..siblings.link import Link
+from ..siblings.siblings import Siblings
 from ..storage.store import ResponseStore
 from ..telemetry.trace_context import carrier
 from ..telemetry.tracing import Tracing
@@ -153,6 +156,8 @@ class Service:
         handovers: what decode servers connect to, on a prefill server; it answers no requests of its own.
         decoding: the engine of a decode server, for what routers choose.
         ending: the server cuts what still runs, which its clients are told.
+        siblings: the other doors of the server; None where there are none.
+        tenant_key: by which clients become tenants; doors of one server share it.
     """
 
     def __init__(
@@ -178,7 +183,8 @@ class Service:
         tokens = limits.max_queued_tokens, limits.max_tokens_per_client
         self.admission = Admission(model.max_running + limits.max_queue, limits.max_requests_per_client, *tokens)
         # Tenants are told apart without saying who they are, which journals would keep.
-        self._tenant_key = secrets.token_bytes(16)
+        self.tenant_key = secrets.token_bytes(16)
+        self.siblings: Siblings | None = None
         self.tracing: Tracing | None = None
         self.handovers: Handovers | None = None
         self.decoding: Decoding | None = None
@@ -192,6 +198,19 @@ class Service:
     def picture_bytes(self) -> int:
         """What pictures add to the largest message of a client."""
         return self.pictures.body_bytes if self.pictures else 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody waits for a response."""
+        return bool(self.admission.live or (self.siblings and self.siblings.following))
+
+    def new_response_id(self) -> str:
+        """An identifier no other response has."""
+        return self.siblings.new_response_id() if self.siblings else new_response_id()
+
+    def keeper(self, response_id: str) -> Link | None:
+        """The other door that keeps a response; None for what this one keeps, or nobody."""
+        return self.siblings.keeper(response_id) if self.siblings else None
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestError when a request names another model than the one that is served."""
@@ -374,7 +393,7 @@ class Service:
 
     def _tenant(self, client: str) -> str:
         """A client's name in the engine."""
-        return hashlib.blake2b(client.encode(), key=self._tenant_key, digest_size=8).hexdigest() if client else ""
+        return hashlib.blake2b(client.encode(), key=self.tenant_key, digest_size=8).hexdigest() if client else ""
 
     def flush_prefix_cache(self) -> bool:
         """Forgets what is in the engine's caches of earlier requests; returns whether anything is kept there at all."""
@@ -387,10 +406,14 @@ class Service:
         return self._mailbox
 
     def stats(self) -> Mapping[str, Any]:
-        """The engine's numbers, and those of handovers and of pictures."""
+        """The engine's numbers, and `own_stats`."""
+        return {**self._engine.stats(), **self.own_stats()}
+
+    def own_stats(self) -> Mapping[str, Any]:
+        """Numbers of this process: of handovers, pictures and what was left out."""
         others = [each.stats() for each in (self.handovers, self.pictures) if each]
         own = {"request_parts_left_out_total": self.left_out.total}
-        return {**self._engine.stats(), **own, **{name: value for each in others for name, value in each.items()}}
+        return {**own, **{name: value for each in others for name, value in each.items()}}
 
     def _max_tokens(self, prompt_tokens: int, param: str, options: GenerationOptions) -> int:
         limit, wanted, name = self.model.max_model_len, options.max_tokens, options.max_tokens_field

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from ..requests.error_objects import Refusal
+from .tally import Tally
 
 
 class Admission:
@@ -29,18 +29,22 @@ class Admission:
         self._places, self._per_client = places, math.inf if per_client is None else per_client
         self._tokens = math.inf if tokens is None else tokens
         self._tokens_per_client = math.inf if tokens_per_client is None else tokens_per_client
-        self._held: Counter[str] = Counter()
-        self._held_tokens: Counter[str] = Counter()
+        self._held, self._held_tokens = Tally(), Tally()
 
     @property
     def live(self) -> int:
-        """Requests admitted that have not ended."""
-        return self._held.total()
+        """Requests admitted here that have not ended."""
+        return self._held.own
 
     @property
     def live_tokens(self) -> int:
-        """Tokens of their prompts."""
-        return self._held_tokens.total()
+        """Tokens of the prompts of all that were admitted, by other doors too."""
+        return self._held_tokens.total
+
+    @property
+    def tallies(self) -> Mapping[str, Tally]:
+        """What its limits are of, by name."""
+        return {"requests": self._held, "tokens": self._held_tokens}
 
     def enter(self, client: str, count: int = 1, tokens: int = 0) -> Callable[[], None]:
         """Takes places for requests of one client, all or none.
@@ -58,18 +62,16 @@ class Admission:
         self._check_alone(count, tokens)
         self._check_places(client, count)
         self._check_tokens(client, tokens)
-        self._held[client] += count
-        self._held_tokens[client] += tokens
+        self._held.add(client, count)
+        self._held_tokens.add(client, tokens)
         left = count
 
         def leave() -> None:
             nonlocal left
             left -= 1
-            self._held[client] -= 1
+            self._held.add(client, -1)
             if not left:
-                self._held_tokens[client] -= tokens
-            if not self._held[client]:
-                del self._held[client], self._held_tokens[client]
+                self._held_tokens.add(client, -tokens)
 
         return leave
 
@@ -99,13 +101,13 @@ class Admission:
             raise Refusal("queue_full.tokens", held=self.live_tokens, most=self._tokens)
 
     def _check_places(self, client: str, count: int) -> None:
-        held = self._held[client]
+        held, total = self._held[client], self._held.total
         if held + count > self._per_client:
             raise Refusal("too_many_requests.places", count=count, held=held, most=self._per_client)
-        clients = len(self._held.keys() | {client})
+        clients = len(self._held.names() | {client})
         share = self._places // clients
-        if self.live + count > self._places:
-            raise Refusal("queue_full.places", held=self.live, most=self._places)
+        if total + count > self._places:
+            raise Refusal("queue_full.places", held=total, most=self._places)
         # The last half of the places is shared out, so that a client that comes second finds some.
-        if held + count > share and self.live + count > self._places // 2 and clients > 1:
+        if held + count > share and total + count > self._places // 2 and clients > 1:
             raise Refusal("queue_full.share", held=held, clients=clients, share=share, places=self._places)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from ..requests.error_objects import Refusal
+from .tally import Tally
 
 LARGEST = 4
 """Bodies of the largest legal size that there is room for at once."""
@@ -19,13 +20,16 @@ class BodyRoom:
 
     Args:
         free_bytes: of a body that needs no room.
-
-    Attributes:
-        held_bytes: of bodies, beyond these.
+        tally: counts the bytes of bodies beyond these.
     """
 
-    def __init__(self, free_bytes: int) -> None:
-        self._free_bytes, self.held_bytes = free_bytes, 0
+    def __init__(self, free_bytes: int, tally: Tally | None = None) -> None:
+        self._free_bytes, self._held = free_bytes, Tally() if tally is None else tally
+
+    @property
+    def held_bytes(self) -> int:
+        """Of bodies, beyond what needs no room."""
+        return self._held.total
 
     @contextlib.contextmanager
     def entered(self, max_bytes: int) -> Iterator[Grow]:
@@ -41,9 +45,10 @@ class BodyRoom:
             more = max(0, size_bytes - self._free_bytes) - taken
             if more > 0 and self.held_bytes + more > most:
                 raise Refusal("queue_full.bodies", held=self.held_bytes, most=most)
-            taken, self.held_bytes = taken + more, self.held_bytes + more
+            taken += more
+            self._held.add("", more)
 
         try:
             yield grow
         finally:
-            self.held_bytes -= taken
+            self._held.add("", -taken)

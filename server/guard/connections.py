@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from ..requests.error_objects import Refusal
+from .tally import Tally
 
 
 class Connections:
@@ -14,16 +14,19 @@ class Connections:
     Args:
         most: how many may be open at once now, of all and of one address.
         trusts: whether an address is a proxy's, whose connections are those of many.
+        tally: counts them.
     """
 
-    def __init__(self, most: Callable[[], tuple[int, int]], trusts: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(
+        self, most: Callable[[], tuple[int, int]], trusts: Callable[[str], bool] = lambda _: False, tally: Tally | None = None
+    ) -> None:
         self._most, self._trusts = most, trusts
-        self._open: Counter[str] = Counter()
+        self._open = Tally() if tally is None else tally
 
     @property
     def count(self) -> int:
         """Connections open now."""
-        return self._open.total()
+        return self._open.total
 
     def enter(self, peer: str) -> None:
         """Counts a new connection.
@@ -36,10 +39,8 @@ class Connections:
             raise Refusal("too_many_requests.connections", peer=peer, most=most_per_peer)
         if self.count >= most:
             raise Refusal("queue_full.connections", most=most)
-        self._open[peer] += 1
+        self._open.add(peer, 1)
 
     def leave(self, peer: str) -> None:
         """Forgets a connection that was counted."""
-        self._open[peer] -= 1
-        if not self._open[peer]:
-            del self._open[peer]
+        self._open.add(peer, -1)

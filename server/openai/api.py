@@ -33,6 +33,8 @@ from .request_models import ChatRequest, CompletionRequest, SamplingFields
 from .sse import EventStream
 
 MAX_BODY_BYTES = 4 * 2**20
+ABORT = "abort"
+"""`Api.abort`, as other doors ask for it."""
 
 
 class Api:
@@ -53,14 +55,22 @@ class Api:
         self.service = lifecycle.admitting
         self.serving = lifecycle.serving
         self._lifecycle, self._max_body_bytes = lifecycle, max_body_bytes
-        self.bodies = BodyRoom(max_body_bytes)
+        self.bodies = BodyRoom(max_body_bytes, lifecycle.bodies)
         self.live: dict[tuple[str, str], Live[Any] | ResponseRun] = {}
+        lifecycle.methods[ABORT] = self.abort
 
     @property
     def body_bytes(self) -> int:
         """Of the largest legal body: a server that takes pictures takes larger ones."""
         service = self._lifecycle.service
         return self._max_body_bytes + (service.picture_bytes if service else 0)
+
+    def abort(self, owner: str, rid: str | None) -> int:
+        """Ends the completions of an owner's request, or of all of its requests; of how many."""
+        named = [live for (who, name), live in self.live.items() if who == owner and rid in (None, name)]
+        for live in named:
+            live.cancel()
+        return len(named)
 
     async def handed_over(
         self, fields: HandoverFields, path: str, streams: bool, run: Callable[[], Awaitable[Response]], receive: Receive

@@ -16,7 +16,7 @@ from ..engine.service import ServedModel
 from ..requests.bodies import Body
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
-from .api import Api, new_id, owner_of
+from .api import ABORT, Api, new_id, owner_of
 from .sse import whole
 
 PROBE_TIMEOUT_S = 20.0
@@ -44,11 +44,10 @@ async def abort_request(api: Api, body: AbortRequest, request: Request) -> Respo
     """
     if body.rid is None and not body.abort_all:
         raise RequestError("rid is missing; legal is the id of a request, or abort_all: true", param="rid")
-    asks = owner_of(request)
-    named = [live for (owner, rid), live in api.live.items() if owner == asks and (body.abort_all or rid == body.rid)]
-    for live in named:
-        live.cancel()
-    return JSONResponse({"aborted": len(named)})
+    arguments = owner_of(request), None if body.abort_all else body.rid
+    siblings = api.serving().siblings
+    elsewhere = await siblings.ask_all(ABORT, *arguments) if siblings else []
+    return JSONResponse({"aborted": api.abort(*arguments) + sum(elsewhere)})
 
 
 async def ping(_: Api, __: Request) -> Response:

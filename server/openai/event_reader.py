@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..engine.service import Service
 from ..response.events import ServerEvent, in_lane
-from ..storage.store import RunningResponse
+from ..storage.store import Followed
 from .live import MAX_WAITING, Inbox
 
 
@@ -21,9 +21,9 @@ class EventReader(Inbox[ServerEvent]):
         super().__init__()
         self._service = service
         self._max_waiting = max_waiting
-        self._run: RunningResponse | None = None
+        self._run: Followed | None = None
 
-    def follow(self, run: RunningResponse | None) -> None:
+    def follow(self, run: Followed | None) -> None:
         """Names the run that it reads, which is left by `cancel`; None for one that has ended."""
         self._run = run
 

@@ -18,7 +18,7 @@ from ..guard.work import off_loop, work
 from ..requests.create_body import ResponseCreate, read_create
 from ..requests.fields import FieldError
 from ..response.events import ServerEvent, error_event
-from ..response.prepare import Owners, continued, keeping, new_response_id, prepare
+from ..response.prepare import Owners, continued, keeping, prepare
 from ..response.run import ResponseRun
 from .api import Api, client_of, defaults, owner_of
 from .errors import EngineTimeout
@@ -45,7 +45,7 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     owner = owner_of(request)
     owners = Owners(owner)
     what_is_kept = keeping(service, create, owners)
-    whole_body, response_id = continued(service, create, owners), new_response_id()
+    whole_body, response_id = await continued(service, create, owners), service.new_response_id()
     async with reading(service, whole_body.pictures, create.fields.mm_processor_kwargs, client_of(request), create.fields.n) as read:
         prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, response_id, pictures=read))
     run = ResponseRun(service, prepared, what_is_kept, on_end=lambda: api.live.pop((owner, response_id), None))
@@ -76,8 +76,8 @@ async def render_responses(api: Api, body: dict[str, Any], request: Request) -> 
     """
     service = api.serving()
     create = _create({name: value for name, value in body.items() if value is not None and name != "stream_options"}, service)
-    whole_body = continued(service, create, Owners(owner_of(request)))
-    prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, new_response_id()))
+    whole_body = await continued(service, create, Owners(owner_of(request)))
+    prepared = await off_loop(whole_body.takes_long, lambda: prepare(service, whole_body, service.new_response_id()))
     return JSONResponse({"token_ids": [token for engine_request in prepared.requests[:1] for token in engine_request.prompt]})
 
 

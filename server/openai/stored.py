@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 from starlette.requests import Request
@@ -11,14 +10,11 @@ from starlette.responses import JSONResponse, Response
 from ...graphs.errors import RequestError
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
-from ..storage.store import StoredResponse
+from ..response import kept
 from .api import Api, owner_of
 from .event_reader import EventReader
 from .responses import EventFrames
 from .sse import EventStream
-
-CANCEL_WAIT_S = 10.0
-"""How long a cancel waits for the response to end before it answers with what there is."""
 
 QUERY = ("stream", "starting_after", "include", "include[]", "include_obfuscation")
 
@@ -29,21 +25,14 @@ async def retrieve(api: Api, request: Request) -> Response:
     Raises:
         RequestError: there is no such response, or its events are not kept.
     """
-    query = request.query_params
+    query, service, response_id = request.query_params, api.serving(), request.path_params["response_id"]
     for name in query:
         if name not in QUERY:
             raise RequestError(f"there is no query parameter {show(name)}; legal are {list(QUERY)}", param=name[:128], code="unknown_field")
-    stored = _stored(api, request)
     if not _flag(query, "stream"):
-        return _body(stored)
-    if stored.replay is None:
-        raise Refusal("not_resumable", param="response_id", response=show(stored.response_id))
-    events = stored.replay.after(_number(query, "starting_after"))
-    reader = EventReader(api.serving())
-    reader.follow(stored.run)
-    if stored.run is not None:
-        stored.run.join(reader)
-    reader.read(events, stored.run is None)
+        return _json(await kept.body(service, response_id, owner_of(request)))
+    reader = EventReader(service)
+    reader.follow(await kept.follow(service, reader, response_id, owner_of(request), _number(query, "starting_after")))
     return EventStream(reader, EventFrames())
 
 
@@ -53,16 +42,7 @@ async def cancel(api: Api, request: Request) -> Response:
     Raises:
         RequestError: there is no such response.
     """
-    stored = _stored(api, request)
-    run = stored.run
-    if run is not None:
-        run.cancel()
-        try:
-            await asyncio.wait_for(run.ended.wait(), CANCEL_WAIT_S)
-        except TimeoutError:
-            return JSONResponse(run.snapshot())
-        return JSONResponse(run.snapshot())
-    return _body(stored)
+    return _json(await kept.cancel(api.serving(), request.path_params["response_id"], owner_of(request)))
 
 
 async def delete(api: Api, request: Request) -> Response:
@@ -71,12 +51,9 @@ async def delete(api: Api, request: Request) -> Response:
     Raises:
         RequestError: there is no such response.
     """
-    stored = _stored(api, request)
-    api.serving().store.remove(stored.response_id)
-    if stored.run is not None:
-        stored.run.unkept()
-        stored.run.cancel()
-    return JSONResponse({"id": stored.response_id, "object": "response", "deleted": True})
+    response_id = request.path_params["response_id"]
+    await kept.delete(api.serving(), response_id, owner_of(request))
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 async def compact(_: Api, __: Request) -> Response:
@@ -88,16 +65,8 @@ async def compact(_: Api, __: Request) -> Response:
     raise Refusal("no_compaction")
 
 
-def _stored(api: Api, request: Request) -> StoredResponse:
-    return api.serving().store.named(request.path_params["response_id"], (owner_of(request),))
-
-
-def _body(stored: StoredResponse) -> Response:
-    if stored.run is not None:
-        return JSONResponse(stored.run.snapshot())
-    if stored.body is None:
-        raise Refusal("response_not_found.unkept", param="response_id", response=show(stored.response_id))
-    return Response(stored.body, media_type="application/json")
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 def _flag(query: Mapping[str, str], name: str) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,6 +17,8 @@ from ..requests.error_objects import RETRY_AFTER_S, ErrorReply, error_reply
 from ..requests.fields import show
 from .exposition import CONTENT_TYPE, render_metrics
 
+NUMBERS = "numbers"
+"""Of this process alone, as other doors ask for them."""
 NEAR = 0.85
 """How much of a path and of one that is meant has to be the same: all of them begin alike, and a misspelling leaves most of it."""
 MAX_PATH_CHARS = 200
@@ -35,11 +38,30 @@ def routes(lifecycle: Lifecycle, connections: Callable[[], int]) -> list[Route]:
 
     async def metrics(_: Request) -> Response:
         service = lifecycle.serving()
-        stats = {**service.stats(), "websocket_connections": connections(), "draining": int(lifecycle.leaving or lifecycle.draining)}
+        own = [numbers(), *(await service.siblings.ask_all(NUMBERS) if service.siblings else ())]
+        stats = {**service.stats(), **summed(own), "draining": int(lifecycle.leaving or lifecycle.draining)}
         return Response(render_metrics(stats, service.model), media_type=CONTENT_TYPE)
+
+    def numbers() -> dict[str, Any]:
+        return {**lifecycle.serving().own_stats(), "websocket_connections": connections()}
+
+    lifecycle.methods[NUMBERS] = numbers
 
     paths = {"/health": health, "/ready": ready, "/metrics": metrics}
     return [Route(path, endpoint) for path, endpoint in paths.items()]
+
+
+def summed(numbers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Numbers of several doors as those of one; some are mappings of numbers."""
+    sums: dict[str, Any] = dict(numbers[0])
+    for each in numbers[1:]:
+        for name, value in each.items():
+            before = sums.get(name)
+            if isinstance(value, Mapping):
+                sums[name] = summed([before or {}, value])
+            else:
+                sums[name] = (before or 0) + value
+    return sums
 
 
 async def http_error(request: Request, error: Exception) -> Response:

@@ -59,6 +59,7 @@ REFUSALS: Mapping[str, str] = {
     "queue_full.bodies": f"bodies of {{held}} bytes are held, and {{most}} may be; {COME_BACK}",
     "queue_full.connections": f"all {{most}} connections of this server are taken (`npucompile serve --max-connections`); {COME_BACK}",
     "starting": "the server is starting: its model is being built or loaded, and /ready says when it is",
+    "not_ready.door": f"the process of this server that keeps the response has ended or is starting; {COME_BACK}",
     "no_role": "{field} asks for a handover between a prefill and a decode server, and this server has neither role "
     "(`npucompile serve --role`); legal is null or absent",
     "no_prefill_role": "this server computes no prompts for decode servers; legal is a server started with `--role prefill`",

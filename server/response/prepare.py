@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from ..requests.create_body import Conversation, ResponseCreate
 from ..requests.structured_output import OutputFormat
 from ..requests.tool_fields import AUTO
 from .events import ResponseInfo
+from .kept import conversation
 from .progress import PreparedResponse
 from .run import Keeping
 
@@ -44,7 +44,7 @@ class Owners:
         return (self.key,) if self.socket is None else (self.key, self.socket)
 
 
-def continued(service: Service, body: ResponseCreate, owners: Owners) -> ResponseCreate:
+async def continued(service: Service, body: ResponseCreate, owners: Owners) -> ResponseCreate:
     """The body behind the conversation that it continues; on the event loop.
 
     Raises:
@@ -52,7 +52,7 @@ def continued(service: Service, body: ResponseCreate, owners: Owners) -> Respons
     """
     if body.fields.previous_response_id is None:
         return body
-    return body.after(service.store.conversation(body.fields.previous_response_id, owners.all))
+    return body.after(await conversation(service, body.fields.previous_response_id, owners.all))
 
 
 def keeping(service: Service, body: ResponseCreate, owners: Owners) -> Keeping:
@@ -75,11 +75,6 @@ def keeping(service: Service, body: ResponseCreate, owners: Owners) -> Keeping:
         raise RequestError("background is true and store is false; legal is background with store", param="background")
     owner = owners.key if whole or body.fields.resumable else owners.socket
     return Keeping(owner, whole, body.fields.resumable, body.fields.background)
-
-
-def new_response_id() -> str:
-    """An identifier no other response has."""
-    return f"resp_{uuid.uuid4().hex}"
 
 
 def prepare(

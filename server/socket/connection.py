@@ -12,7 +12,7 @@ from ..requests.create_body import ResponseCreate
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
 from ..requests.frames import JSON, Frame, decode, encode, encode_bytes
-from ..response.prepare import new_response_id
+from ..siblings.ids import new_response_id
 from .messages import ClientEvent, ResponseCancel, ResponseResume, ResponseSteer, parse
 
 

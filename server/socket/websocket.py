@@ -31,14 +31,14 @@ from ..engine.service import Service
 from ..guard.door import CLIENT, OWNER, refuse
 from ..guard.limits import SocketLimits
 from ..guard.work import LARGE_BYTES, off_loop, work
-from ..requests.error_objects import Refusal, error_reply
-from ..requests.fields import show
+from ..requests.error_objects import error_reply
 from ..requests.frames import JSON, choose_subprotocol
+from ..response import kept
 from ..response.events import ServerEvent, error_event, in_lane, steer_refusal
 from ..response.prepare import Owners, continued, prepare
 from ..response.prepare import keeping as keeping_of
 from ..response.run import ResponseRun
-from ..storage.store import RunningResponse
+from ..storage.store import Followed
 from .connection import Command, Connection, CreateCommand
 from .messages import ResponseCancel, ResponseResume, ResponseSteer
 from .outbox import Outbox
@@ -82,7 +82,9 @@ class _Socket:
         self._lifecycle = lifecycle
         self._limits = limits
         max_frame_bytes = limits.frame_bytes(service.model.max_model_len) + service.picture_bytes
-        self._connection = Connection(subprotocol, max_frame_bytes=max_frame_bytes, max_streams=limits.max_streams)
+        self._connection = Connection(
+            subprotocol, max_frame_bytes=max_frame_bytes, max_streams=limits.max_streams, new_id=service.new_response_id
+        )
         self._client = websocket.scope.get(CLIENT, "")
         # Names in the store what this socket alone may continue.
         self._owners = Owners(websocket.scope.get(OWNER, ""), uuid.uuid4().hex)
@@ -198,7 +200,7 @@ class _Socket:
     async def _start(self, create: CreateCommand) -> None:
         service = self._lifecycle.admitting()
         if create.body.fields.previous_response_id is not None:
-            create = replace(create, body=continued(service, create.body, self._owners))
+            create = replace(create, body=await continued(service, create.body, self._owners))
         keeping = keeping_of(service, create.body, self._owners)
         body = create.body
         async with reading(service, body.pictures, body.fields.mm_processor_kwargs, self._client, body.fields.n) as read:
@@ -221,21 +223,15 @@ class _Socket:
 
     async def _resume(self, command: ResponseResume) -> None:
         try:
-            self._follow(command)
+            await self._follow(command)
         except Exception as error:
             await self._refuse(_refusal(error, command.stream_id))
             self._end(command.response_id)
 
-    def _follow(self, command: ResponseResume) -> None:
-        stored = self._service.store.named(command.response_id, (self._owners.key,))
-        if stored.replay is None:
-            raise Refusal("not_resumable", param="response_id", response=show(command.response_id))
-        events = stored.replay.after(command.starting_after)
-        stream = _Stream(self, command.response_id, stored.run, command.stream_id or "", elsewhere=True)
+    async def _follow(self, command: ResponseResume) -> None:
+        stream = _Stream(self, command.response_id, None, command.stream_id or "", elsewhere=True)
         self._streams[command.response_id] = stream
-        stream.read(events, stored.run is None)
-        if stored.run is not None:
-            stored.run.join(stream)
+        stream.run = await kept.follow(self._service, stream, command.response_id, self._owners.key, command.starting_after)
 
     def _cancel(self, response_id: str) -> None:
         stream = self._streams.get(response_id)
@@ -278,7 +274,7 @@ class _Stream:
         elsewhere: whether it began on another socket, perhaps in a lane of another name.
     """
 
-    def __init__(self, socket: _Socket, response_id: str, run: RunningResponse | None, stream_id: str, *, elsewhere: bool = False) -> None:
+    def __init__(self, socket: _Socket, response_id: str, run: Followed | None, stream_id: str, *, elsewhere: bool = False) -> None:
         self.run = run
         self._elsewhere = elsewhere
         self._response_id = response_id

@@ -29,8 +29,18 @@ class Reader(Protocol):
         """The server failed to make its events, and it is over."""
 
 
-class RunningResponse(Protocol):
-    """A response that has not ended, as those see it who follow it."""
+class Followed(Protocol):
+    """A response that has not ended, to one who follows it, perhaps from another door."""
+
+    def leave(self, reader: Reader) -> tuple[str, ...]:
+        """The reader gets no more; returns the ids of requests to be cancelled, now that nobody waits for them."""
+
+    def cancel(self) -> None:
+        """Ends it, whoever reads it."""
+
+
+class RunningResponse(Followed, Protocol):
+    """A response that has not ended, where it runs."""
 
     ended: asyncio.Event
 
@@ -39,12 +49,6 @@ class RunningResponse(Protocol):
 
     def join(self, reader: Reader) -> None:
         """From now on the reader gets the events."""
-
-    def leave(self, reader: Reader) -> tuple[str, ...]:
-        """The reader gets no more; returns the ids of requests to be cancelled, now that nobody waits for them."""
-
-    def cancel(self) -> None:
-        """Ends it, whoever reads it."""
 
     def unkept(self) -> None:
         """It is not kept any more: without a reader nobody can ever see it."""

@@ -11,7 +11,7 @@ import pytest
 SERVER = Path(__file__).resolve().parents[2] / "server"
 ORDER = (
     *(("text",), ("requests",), ("grammar",), ("parsers",), ("chat",), ("pictures",), ("telemetry",), ("guard",), ("storage",)),
-    *(("engine",), ("fleet", "response"), ("socket", "openai", "pages"), ("anthropic",)),
+    *(("siblings",), ("engine",), ("fleet", "response"), ("socket", "openai", "pages"), ("anthropic",)),
 )
 """A room may import itself and those before it; the files beside the rooms import any room, and no room imports them."""
 

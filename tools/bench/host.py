@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from ..progress import Progress
 from ..serve.api_settings import ApiSettings
 from ..serve.artifact_tokenizer import codec_of
 from ..serve.door import DoorSettings
-from ..serve.door_process import DoorProcess
+from ..serve.doors import Doors
 from ..serve.served import calm_collector, service_of
 from ..serve.serving import StartedEngine
 from .serve.apart import ApartClient
@@ -189,9 +190,11 @@ def _served(
     """A server over the engine: its URL, and what tells the processor time of what speaks with clients."""
     settings, api = Serving(), ApiSettings()
     if api_servers:
-        with DoorProcess(DoorSettings("127.0.0.1", settings, api, MediaLimits()), 0, environment) as door:
-            door.open(artifact, StartedEngine(engine, None, lambda: {"status": "ok"}))
-            yield door.url, lambda: _process_s(door.pid)
+        with Doors(
+            DoorSettings("127.0.0.1", settings, api, MediaLimits()), 0, api_servers, environment, Path(tempfile.gettempdir())
+        ) as doors:
+            doors.open(artifact, StartedEngine(engine, None, lambda: {"status": "ok"}))
+            yield doors.url, lambda: sum(map(_process_s, doors.pids))
         return
     codec, chat = codec_of(artifact), api.chat_of(artifact)
     service = service_of(

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ...server.siblings.ids import MOST_DOORS
 from ..bench.host import HostLoad, measure
 from ..cli import Home
 from ..progress import Progress
@@ -20,7 +21,7 @@ from ..progress import Progress
 )
 @click.option("--tokens", type=click.IntRange(32), default=200, show_default=True, help="Tokens that each stream generates.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Repetitions; figures are medians.")
-@click.option("--api-servers", type=click.IntRange(0, 1), default=0, show_default=True, help="As of serve.")
+@click.option("--api-servers", type=click.IntRange(0, MOST_DOORS), default=0, show_default=True, help="As of serve.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def command(home: Home, /, rounds: int, api_servers: int, as_json: bool, **load: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,19 @@ from ...server.telemetry.access_log import AccessLog
 from ...server.telemetry.tracing import Tracing
 from ..builder.settings.model import FAMILY
 from ..cli import Home
+from ..locate import artifact_path, newest_runnable
 from ..progress import Progress
 from ..ranks.binding import bound
 from ..ranks.environment import applied
-from ..ranks.executors import settled
+from ..ranks.executors import choose_device, settled
 from ..ranks.launch import ABORT_S, exit_after, open_named_artifact, opened_ranks, run_rank
 from ..ranks.nodes import TOKEN_VARIABLE, NodeOptions, node_config, read_token, said_of
 from ..ranks.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..ranks.torchrun import launcher_config
+from ..serve.api_servers import NPU, Chosen, chosen, said_of_choice
 from ..serve.checkpoint_texts import with_texts_of
 from ..serve.door import DoorSettings
-from ..serve.door_process import DoorProcess
+from ..serve.doors import Doors
 from ..serve.options import BOTH, HOST, PORT, SECTIONS
 from ..serve.pairing import Pairing, transfer_variables
 from ..serve.recording import facts_of
@@ -84,7 +87,7 @@ def command(
     expert_map: str | None,
     family: str | None,
     no_build: bool,
-    api_servers: int,
+    api_servers: str | int,
     access_log: str | None,
     transfer_port: int | None,
     otlp_traces_endpoint: str | None,
@@ -132,20 +135,21 @@ def command(
     pairing = Pairing.of(
         {**options, "record": record, "host_address": host_address or address}, host, read_keys(options["api_key"], home.environment)
     )
-    if api_servers and pairing.role != BOTH:
+    choice = Chosen(api_servers, "") if isinstance(api_servers, int) else auto(home, artifact_or_model, settings, config, pairing.role)
+    if choice.doors and pairing.role != BOTH:
         raise SpecError(f"--api-servers {api_servers} with --role {pairing.role}: a server of a pair is one process; legal is 0")
     warn_if_open(host, serving.access)
     allow_open_files()
     door = DoorSettings(host, serving, api, media, access_log, otlp_traces_endpoint, verbose)
-    tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint and not api_servers else None
+    tracing = Tracing.to(otlp_traces_endpoint) if otlp_traces_endpoint and not choice.doors else None
     # Files are closed last: the server and the engine write to them while they end. The port is bound before anything is built, and
     # answers: whoever watches the server sees it start.
     with (
         ExitStack() as files,
-        opened_log(None if api_servers else access_log) as access,
+        opened_log(None if choice.doors else access_log) as access,
         Stop(raises=True) as stop,
-        DoorProcess(door, port, home.environment)
-        if api_servers
+        Doors(door, port, choice.doors, home.environment, home.temporary)
+        if choice.doors
         else running(Lifecycle(), host, port, settings=replace(serving, access_log=access)) as server,
         ExitStack() as stack,
     ):
@@ -184,7 +188,7 @@ def command(
         }
         # Of one process, a service and its engine; of two, the engine here.
         served: RunningService | StartedEngine
-        if isinstance(server, DoorProcess):
+        if isinstance(server, Doors):
             served = start_engine(artifact, load_executor, **steps)
         else:
             served = start_service(artifact, load_executor, api=api, limits=serving.limits, pairing=pairing, media=media, **steps)
@@ -194,7 +198,7 @@ def command(
             assert isinstance(served.engine, Engine)
             written = files.enter_context(closing(JournalFile(record, facts_of(artifact, served.engine))))
             served.engine.stepper.journal = Journal(written.write)
-        if isinstance(server, DoorProcess):
+        if isinstance(server, Doors):
             assert isinstance(served, StartedEngine)
             name, notes = server.open(artifact, served)
             prefills = False
@@ -211,13 +215,28 @@ def command(
             name, prefills = service.model.name, service.handovers is not None
             notes = (said_of_ends(service), *said_of_pictures(service), *api.said_of_sampling(artifact))
         stop.raises = False
-        notes = (*notes, *pairing.notes(transfer_port, artifact))
+        notes = (*notes, *pairing.notes(transfer_port, artifact), *said_of_choice(choice))
         announce(name, served.engine.executor.backends, artifact, build is not None, progress, notes, prefills)(server.url)
         server.wait(stop, lambda: served.engine.failure is not None)
         if served.engine.failure:
             # A step that hangs may hold this process at its end.
             exit_after(ABORT_S, 1, f"Error: {served.engine.failure}")
             raise NpucompileError(served.engine.failure)
+
+
+def auto(home: Home, name: str | None, settings: RankSettings, config: RendezvousConfig | None, role: str) -> Chosen:
+    """How many processes speak with clients, before anything is built or loaded: the port is bound first."""
+    artifact = None
+    # What cannot be served is refused where it is opened to be served.
+    with suppress(NpucompileError):
+        if name is None:
+            artifact, _ = newest_runnable(home.artifacts, lambda found: settled(found, settings))
+        else:
+            artifact = Artifact.open(artifact_path(home.artifacts, name), check=False)
+        if artifact and role == BOTH and choose_device(artifact, settings.device) == NPU:
+            ranks = config.local_world_size if config else Mesh.parse(artifact.manifest.mesh).size
+            return chosen(artifact, len(os.sched_getaffinity(0)), ranks)
+    return Chosen(0, "")
 
 
 def rank_config(home: Home, name: str | None, settings: RankSettings, options: NodeOptions) -> RendezvousConfig | None:

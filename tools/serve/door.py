@@ -26,7 +26,10 @@ from ...server.engine.lifecycle import Lifecycle
 from ...server.engine.remote_engine import RemoteEngine
 from ...server.engine.service import Service
 from ...server.pictures.limits import MediaLimits
-from ...server.run import SIGNALS, Serving, Stop, allow_open_files, running
+from ...server.response import kept
+from ...server.run import SIGNALS, RunningServer, Serving, Stop, allow_open_files, running
+from ...server.siblings.records import Place
+from ...server.siblings.siblings import Siblings
 from ...server.telemetry.access_log import AccessLog
 from ...server.telemetry.tracing import Tracing
 from .api_settings import ApiSettings
@@ -42,6 +45,7 @@ class DoorSettings(NamedTuple):
         serving: without an access log.
         access_log: its file; "-" is standard output, None none.
         traces: where spans are sent; None nowhere.
+        place: among several; None where there is one.
     """
 
     host: str
@@ -51,6 +55,7 @@ class DoorSettings(NamedTuple):
     access_log: str | None = None
     traces: str | None = None
     verbose: bool = False
+    place: Place | None = None
 
 
 class Open(NamedTuple):
@@ -137,10 +142,25 @@ def serve(settings: DoorSettings, listener: socket.socket, connection: Connectio
             return
         if access:
             engine.on_end = access.ended
+        if settings.place:
+            join(settings.place, service, server)
+            assert service.siblings
+            stack.callback(service.siblings.close)
         server.lifecycle.service = service
+        if service.siblings:
+            service.siblings.start()
         notes = (said_of_ends(service), *said_of_pictures(service), *settings.api.said_of_sampling(opened.artifact))
         channel.send(Opened(service.model.name, notes))
         server.wait(door)
+
+
+def join(place: Place, service: Service, server: RunningServer) -> None:
+    """Makes this door one of several."""
+    lifecycle = server.lifecycle
+    tallies = {"connections": lifecycle.connections, "bodies": lifecycle.bodies, **service.admission.tallies}
+    assert server.loop
+    service.siblings = Siblings(place, server.loop, {**lifecycle.methods, **kept.methods(service)}, tallies)
+    service.tenant_key = place.key
 
 
 def _service(settings: DoorSettings, opened: Open, engine: RemoteEngine, stack: ExitStack) -> Service:

@@ -1,4 +1,4 @@
-"""The door as the process that steps has it: started beside it, opened when the engine is loaded, and started again where it ends."""
+"""A door as the process that steps has it: started beside it, opened when the engine is loaded, and started again where it ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -18,12 +16,8 @@ from typing import Any
 from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.channel import Channel
-from ...runtime.engine_host import EngineHost
+from ...runtime.engine_host import EngineHost, Revive
 from ...runtime.executor import ExecutorFacts
-from ...runtime.request import Request
-from ...server.grammar.compiler import GrammarCompiler, GrammarSource
-from ...server.run import POLL_S, Stop, listen, websocket_url
-from .artifact_tokenizer import codec_of
 from .door import DoorSettings, End, Failed, Open, Opened
 from .serving import StartedEngine
 
@@ -34,23 +28,15 @@ END_S = 10.0
 
 
 class DoorProcess:
-    """A door, in a `with`; the port is bound from the start, and answers once the process has imported what it needs.
-
-    Attributes:
-        url: of its websocket.
+    """A door, from when it is made; it answers once the process has imported what it needs.
 
     Args:
-        port: 0 takes a free one.
+        listener: that it accepts from, which stays open here: connections that come while it is started again wait.
         environment: of the process.
-
-    Raises:
-        SpecError: the address cannot be listened on.
     """
 
-    def __init__(self, settings: DoorSettings, port: int, environment: Mapping[str, str]) -> None:
-        self._settings, self._environment = settings, dict(environment)
-        self._listener = listen(settings.host, port)
-        self.url = websocket_url(settings.host, self._listener.getsockname()[1], settings.serving.tls_cert is not None)
+    def __init__(self, settings: DoorSettings, listener: socket.socket, environment: Mapping[str, str]) -> None:
+        self._settings, self._listener, self._environment = settings, listener, dict(environment)
         self._answers: SimpleQueue[Opened | Failed] = SimpleQueue()
         self._host: EngineHost | None = None
         self._opens: Callable[[], None] | None = None
@@ -58,55 +44,50 @@ class DoorProcess:
         self._serves = self._ending = False
         self._start()
 
-    def __enter__(self) -> DoorProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends the process at once, if it has not ended."""
-        self._end(now=True)
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._listener.close()
-
     @property
     def pid(self) -> int:
         """Of the process that listens now."""
         return self._process.pid
 
-    def open(self, artifact: Artifact, started: StartedEngine) -> Opened:
-        """Lets requests in; returns when they are served.
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
 
-        Raises:
-            NpucompileError: the door cannot serve the artifact, or has ended.
-        """
-        grammars = GrammarCompiler(codec_of(artifact).library, frozenset(artifact.manifest.model["eos_ids"]))
-
-        def revive(request: Request) -> Request:
-            source: Any = request.constraint
-            return replace(request, constraint=grammars.revived(source)) if isinstance(source, GrammarSource) else request
+    def open(self, artifact: Artifact, started: StartedEngine, revive: Revive) -> None:
+        """Lets requests in; `opened` waits until they are served."""
 
         def opens() -> None:
             self._host = EngineHost(started.engine, self._channel, started.readiness, revive)
             self._channel.send(Open(artifact, ExecutorFacts.of(started.engine.executor)))
 
         self._opens = opens
+        self._give_up = started.engine.give_up
         opens()
+
+    def opened(self) -> Opened:
+        """Returns when requests are served.
+
+        Raises:
+            NpucompileError: the door cannot serve the artifact, or has ended.
+        """
         answer = self._answers.get()
         if isinstance(answer, Failed):
             raise NpucompileError(answer.message)
-        self._give_up = started.engine.give_up
         return answer
 
-    def wait(self, stop: Stop, failed: Callable[[], bool]) -> None:
-        """Waits until the server is to end or has failed; then until the door has drained, unless it failed or a second signal comes."""
-        while not (stop.wanted or failed()):
-            time.sleep(POLL_S)
-        self._end(now=failed())
-        while self._process.poll() is None and not (stop.forced or failed()):
-            time.sleep(POLL_S)
+    def end(self, *, now: bool) -> None:
+        """Tells it to end: after it has drained, or now."""
+        self._ending = True
+        self._channel.send(End(now))
+
+    def join(self) -> None:
+        """Waits for its end, and brings it about where that takes too long."""
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -147,7 +128,3 @@ class DoorProcess:
         self._start()
         if self._opens:
             self._opens()
-
-    def _end(self, *, now: bool) -> None:
-        self._ending = True
-        self._channel.send(End(now))

@@ -21,18 +21,30 @@ from ...server.guard.limits import LEAST_CONNECTIONS, SocketLimits
 from ...server.parsers.call_formats import FORMATS
 from ...server.pictures.limits import MOST_PIXELS, DecoderLimits, PictureLimits, RequestLimits, VideoLimits
 from ...server.requests.bounds import MAX_PRIORITY
+from ...server.siblings.ids import MOST_DOORS
 
 HOST, PORT = "127.0.0.1", 8000
 BOTH, PREFILL, DECODE = ROLES = ("both", "prefill", "decode")
 TRANSFER_PORTS = 8
 """Of a rank: an engine takes two, and one that has to be replaced two more."""
 API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"
-DEVICES = ("auto", "cpu", "npu", "emulated")
+AUTO = "auto"
+DEVICES = (AUTO, "cpu", "npu", "emulated")
 _DEFAULTS = SocketLimits()
 _PICTURE, _DECODERS, _REQUEST = PictureLimits(), DecoderLimits(), RequestLimits()
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _COUNT, _AMOUNT, _SECONDS = click.IntRange(1), click.IntRange(0), click.FloatRange(0, min_open=True)
 _PARSED = "; auto looks at the chat template."
+
+
+class ApiServers(click.ParamType[str | int]):
+    """AUTO or a number of processes."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | int:
+        """The value itself, or a number."""
+        return AUTO if value == AUTO else int(click.IntRange(0, MOST_DOORS).convert(value, param, ctx))
 
 
 @dataclass(frozen=True)
@@ -191,8 +203,10 @@ SECTIONS: Mapping[str, tuple[ServeOption, ...]] = {
         ServeOption("verbose", "Log requests and swapped executables.", extra={"is_flag": True}),
     ),
     "How steps run": (
-        ServeOption("api-servers", "Processes that speak with clients, beside the one that steps; 0 is none: one process does both. 1 pays "
-                    "from some hundred streams on.", click.IntRange(0, 1), 0, same=("--api-server-count",), extra={"metavar": "N"}),
+        ServeOption("api-servers", "Processes that speak with clients, beside the one that steps; 0 is none: one process does both. auto "
+                    "takes 1 from a hundred streams on, for NPUs, on 4 cores or more. Limits of clients are of all together, but for "
+                    "--max-client-refusals, which is of each; --max-stored-bytes and --image-decoders are divided among them.",
+                    ApiServers(), AUTO, same=("--api-server-count",), extra={"metavar": "auto|N"}),
         ServeOption("threads", "CPU threads of a step on each rank.  [default: all cores, divided among ranks]", _COUNT),
         ServeOption("cpu-binding", "Bind each rank to cores of the NUMA node of its device, or to an even part of all.",
                     extra={"is_flag": True}),

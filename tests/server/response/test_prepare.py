@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from support.texts import byte_codec
 
@@ -62,10 +64,10 @@ def test_a_conversation_that_is_kept_comes_first():
     facade.store.put(StoredResponse("resp_1", "socket", (ChatMessage("user", "a"), ChatMessage("assistant", "b"))))
     body = read_create({"input": "c", "previous_response_id": "resp_1"})
     items = (ChatMessage("user", "a"), ChatMessage("assistant", "b"), ChatMessage("user", "c"))
-    assert continued(facade, body, SOCKET).prompt == Conversation(items)
+    assert asyncio.run(continued(facade, body, SOCKET)).prompt == Conversation(items)
     with pytest.raises(RequestError, match="'resp_1' not found"):
-        continued(facade, body, HTTP)
-    assert continued(facade, read_create({"input": "c"}), HTTP).prompt == "c"
+        asyncio.run(continued(facade, body, HTTP))
+    assert asyncio.run(continued(facade, read_create({"input": "c"}), HTTP)).prompt == "c"
 
 
 def test_what_is_only_computed_ends_where_the_next_turn_goes_on():

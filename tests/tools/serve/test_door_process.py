@@ -25,7 +25,7 @@ from npucompile.server.pictures.limits import MediaLimits
 from npucompile.server.run import Serving, serving
 from npucompile.tools.serve.api_settings import ApiSettings
 from npucompile.tools.serve.door import DoorSettings
-from npucompile.tools.serve.door_process import DoorProcess
+from npucompile.tools.serve.doors import Doors
 from npucompile.tools.serve.serving import StartedEngine, start_engine, start_service
 
 SETTINGS = DoorSettings("127.0.0.1", Serving(), ApiSettings(), MediaLimits())
@@ -111,29 +111,32 @@ async def asked_again(url: str) -> tuple[int, ...]:
     raise AssertionError("no door has answered within a minute")
 
 
-def test_a_door_that_cannot_come_back_ends_the_server_and_is_not_started_for_ever(artifact: Path) -> None:
+def test_a_door_that_cannot_come_back_ends_the_server_and_is_not_started_for_ever(artifact: Path, tmp_path: Path) -> None:
     opened = Artifact.open(artifact)
     started = start_engine(opened, lambda: CpuExecutor(opened))
     try:
-        with DoorProcess(SETTINGS, 0, dict(os.environ)) as door:
-            door.open(opened, started)
-            door._environment["PYTHONHOME"] = "/nonexistent"
-            os.kill(door.pid, signal.SIGKILL)
+        with Doors(SETTINGS, 0, 1, dict(os.environ), tmp_path) as doors:
+            doors.open(opened, started)
+            doors._doors[0]._environment["PYTHONHOME"] = "/nonexistent"
+            os.kill(*doors.pids, signal.SIGKILL)
             ranks.eventually(lambda: started.engine.failure is not None, 60)
             assert "ended with status 1 before it served any" in str(started.engine.failure)
     finally:
         started.engine.stop(drain=False)
 
 
-def test_what_a_door_cannot_serve_ends_the_start_with_its_reason(artifact: Path) -> None:
+def test_what_a_door_cannot_serve_ends_the_start_with_its_reason(artifact: Path, tmp_path: Path) -> None:
     opened = Artifact.open(artifact)
     started: StartedEngine = start_engine(opened, lambda: CpuExecutor(opened))
     try:
         settings = SETTINGS._replace(api=replace(SETTINGS.api, reasoning_parser="none_of_ours"))
-        with DoorProcess(settings, 0, dict(os.environ)) as door, pytest.raises(NpucompileError, match="none_of_ours"):
+        with Doors(settings, 0, 1, dict(os.environ), tmp_path) as door, pytest.raises(NpucompileError, match="none_of_ours"):
             door.open(opened, started)
         lost = {**os.environ, "PYTHONHOME": "/nonexistent"}
-        with DoorProcess(SETTINGS, 0, lost) as door, pytest.raises(NpucompileError, match="ended with status 1 before it served any"):
+        with (
+            Doors(SETTINGS, 0, 2, lost, tmp_path) as door,
+            pytest.raises(NpucompileError, match="ended with status 1 before it served any"),
+        ):
             door.open(opened, started)
     finally:
         started.engine.stop(drain=False)
