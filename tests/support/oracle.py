@@ -294,7 +294,8 @@ def named(name: str) -> Oracle:
 
 def build(values: dict[str, Any], seed: int = 0) -> Oracle:
     """A random model with these config.json fields."""
-    config = AutoConfig.for_model(**values)
+    # transformers writes into the rope_parameters that it is given.
+    config = AutoConfig.for_model(**copy.deepcopy(values))
     config._attn_implementation = config._experts_implementation = "eager"
     theirs = AutoModelForCausalLM.from_config(config).eval().float()
     draw(theirs, seed)
