@@ -127,18 +127,20 @@ class FixedDevice:
 
 
 def measure(
-    load: HostLoad, rounds: int, api_servers: int, home: Path, environment: Mapping[str, str], progress: Progress
+    load: HostLoad, rounds: int, api_servers: int, home: Path, environment: Mapping[str, str], progress: Progress, *, http: bool = False
 ) -> dict[str, Any]:
     """The figures of a load, medians of the rounds.
 
     Args:
-        api_servers: 1 has a process of its own speak with clients (`serve --api-servers`).
+        api_servers: processes that speak with clients (`serve --api-servers`); 0 is this one.
         home: where the artifact is kept whose tokenizer is used.
-        environment: of that process.
+        environment: of these processes.
+        http: streams are over HTTP, a connection each, in place of websockets.
 
     Returns:
-        `median_step_ms`, `device_busy` (`step_ms` over that), `tok_s`, and `engine_ms_a_step` and `door_ms_a_step`, processor time; each
-        with the smallest and largest in `ranges`. The client's processor time is not among them, and takes cores, too.
+        `median_step_ms`, `device_busy` (`step_ms` over that), `tok_s`, and processor time, `engine_ms_a_step`, `door_ms_a_step` and
+        `door_us_a_token`; each with the smallest and largest in `ranges`. The client's processor time is not among them, and takes cores,
+        too.
     """
     artifact = _artifact(load, home, progress)
     device = FixedDevice(load, int(artifact.manifest.model["vocab_size"]))
@@ -149,7 +151,7 @@ def measure(
     try:
         with (
             _served(artifact, engine, api_servers, environment) as (url, door_s),
-            ApartClient(url) as client,
+            ApartClient(url, http=http) as client,
             progress.bar("host", rounds + 1) as bar,
         ):
             for number in range(rounds + 1):
@@ -163,7 +165,14 @@ def measure(
     finally:
         engine.stop(drain=False)
     spreads: dict[str, Spread] = {name: spread(each[name] for each in found[1:]) for name in found[0] if name != "steps"}
-    answer = {"streams": load.streams, "groups": load.groups, "step_ms": load.step_ms, "api_servers": api_servers, "rounds": rounds}
+    answer = {
+        "streams": load.streams,
+        "groups": load.groups,
+        "step_ms": load.step_ms,
+        "api_servers": api_servers,
+        "http": http,
+        "rounds": rounds,
+    }
     medians = {name: round(each.median, 3) for name, each in spreads.items()}
     return {**answer, **medians, "ranges": {name: [round(each.low, 3), round(each.high, 3)] for name, each in spreads.items()}}
 
@@ -180,6 +189,7 @@ def _figures(
         "tok_s": load.streams * load.tokens / took_s,
         "engine_ms_a_step": 1e3 * engine_s / steps,
         "door_ms_a_step": 1e3 * door_s / steps,
+        "door_us_a_token": 1e6 * door_s / (load.streams * load.tokens),
     }
 
 

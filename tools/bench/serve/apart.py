@@ -1,4 +1,4 @@
-"""A load generator in a process of its own, beside the process that measures: `python -m npucompile.tools.bench.serve.apart URL`.
+"""A load generator in a process of its own, beside the process that measures: `python -m npucompile.tools.bench.serve.apart URL [http]`.
 
 It reads a load a line, {"prompts": token ids [requests][tokens], "tokens": of each output}, and answers a line, the list of outcomes.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from ....graphs.errors import NpucompileError
 from .drive import drive
+from .http_streams import HttpStreams
 from .outcome import Arrival, Outcome, Told
 from .websocket import Target, Websocket
 from .workload import Prompt
@@ -26,10 +27,12 @@ class ApartClient:
 
     Args:
         url: of the server's websocket.
+        http: streams are over HTTP, a connection each.
     """
 
-    def __init__(self, url: str) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", __name__, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, url: str, *, http: bool = False) -> None:
+        command = [sys.executable, "-m", __name__, url, *(["http"] if http else [])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> ApartClient:
         return self
@@ -64,10 +67,10 @@ def _read(fields: dict[str, Any]) -> Outcome:
     return Outcome(**fields | {"told": Told(**fields["told"]), "arrivals": arrivals, "token_ids": token_ids})
 
 
-async def answer(url: str) -> None:
+async def answer(url: str, http: bool) -> None:
     """Answers loads until there are no more."""
     base_url = url.replace("ws", "http", 1).removesuffix("/v1/responses")
-    async with Websocket(Target(base_url, "", True, None, {})) as sender:
+    async with (HttpStreams if http else Websocket)(Target(base_url, "", True, None, {})) as sender:
         while line := await asyncio.to_thread(sys.stdin.readline):
             load = json.loads(line)
             prompts = [Prompt(tuple(token_ids), load["tokens"]) for token_ids in load["prompts"]]
@@ -76,4 +79,4 @@ async def answer(url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(answer(sys.argv[1]))
+    asyncio.run(answer(sys.argv[1], sys.argv[2:] == ["http"]))
