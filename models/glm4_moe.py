@@ -91,14 +91,13 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     """A small configuration for `Family.shrink`."""
     queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
-    rotated = sizes.HEAD * cfg.rotary.dim // cfg.head_dim // 2 * 2
     return replace(
         cfg,
         **small_experts(cfg, tp, ranks),
         num_attention_heads=queries,
         num_key_value_heads=keys,
         head_dim=sizes.HEAD,
-        rotary=replace(cfg.rotary, dim=rotated),
+        rotary=sizes.rotary(cfg.rotary, cfg.head_dim),
     )
 
 

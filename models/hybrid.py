@@ -245,14 +245,13 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
     layers = sizes.layers(cfg.layer_kinds)
     delta, values = sizes.split(cfg.linear_num_key_heads, tp), min(2, cfg.linear_num_value_heads // cfg.linear_num_key_heads)
-    rotated = max(2, round(sizes.HEAD * cfg.rotary.dim / cfg.head_dim) // 2 * 2)
     return replace(
         cfg,
         **sizes.feed_forwards(cfg, tp, ranks),
         num_attention_heads=queries,
         num_key_value_heads=keys,
         head_dim=sizes.HEAD,
-        rotary=replace(cfg.rotary, dim=rotated),
+        rotary=sizes.rotary(cfg.rotary, cfg.head_dim),
         layer_types=cfg.layer_types[:layers],
         dense_layers=tuple(i for i in cfg.dense_layers if i < layers),
         linear_num_key_heads=delta,

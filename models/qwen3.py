@@ -173,7 +173,7 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
         num_attention_heads=queries,
         num_key_value_heads=keys,
         head_dim=sizes.HEAD,
-        rotary=replace(cfg.rotary, dim=sizes.HEAD),
+        rotary=sizes.rotary(cfg.rotary, cfg.head_dim),
         layer_kinds=cfg.layer_kinds[: sizes.layers(cfg.layer_kinds)],
     )
 

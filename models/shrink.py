@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..graphs.ops.sample import part_length
 from ..graphs.steps.inputs import MAX_RANKED
 from ..graphs.types import WORD_BITS
 from . import head_padding
+from .rotary import Rotary
 
 HIDDEN, HEAD, EXPERT_FFN = 64, 16, 32
 """`hidden_size`, `head_dim` and `moe_intermediate_size`, which no mesh splits."""
@@ -66,6 +68,11 @@ def attention_heads(queries: int, keys: int, copies: int, tp: int) -> tuple[int,
         small = next(count for count in (groups - 1, 2 * groups - 1) if count and head_padding.copies(count, tp) == copies)
     per = copies * min(2, each)
     return small * (per if queries // keys % copies == 0 else max(1, per - 1)), small
+
+
+def rotary(large: Rotary, head_dim: int) -> Rotary:
+    """That of heads of HEAD dimensions, of which as large a share is rotated."""
+    return replace(large, dim=max(2, round(HEAD * large.dim / head_dim) // 2 * 2))
 
 
 def split(heads: int, tp: int) -> int:
