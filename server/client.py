@@ -56,6 +56,8 @@ class ResponseStream:
         self._started = False
         self._accepted = False
         self._ended = False
+        # Whether any event of the response has come, read or not.
+        self.begun = False
 
     async def start(self) -> Self:
         """Sends the request; the first iteration does so otherwise."""
@@ -122,6 +124,7 @@ class ResponseStream:
         self._client._forget(self)
 
     def _put(self, item: ServerEvent | ProtocolError) -> None:
+        self.begun = self.begun or (not isinstance(item, ProtocolError) and item["type"].startswith("response."))
         self._inbox.put_nowait(item)
 
 
@@ -245,8 +248,9 @@ class Client:
         kind, stream_id, detail = event.get("type"), event.get("stream_id"), event.get("error")
         if not isinstance(kind, str) or not isinstance(stream_id, str | None) or (kind == "error" and not isinstance(detail, dict)):
             raise ProtocolError(f"type {kind!r}, stream_id {stream_id!r}, error {detail!r}; legal are text, text or none, an object")
-        # The answer to a cancel that arrived after the response had ended.
-        if isinstance(detail, dict) and detail.get("code") == "response_not_found":
+        named = self._streams.get(stream_id or "")
+        # The answer to a cancel that arrived after the response had ended; that to a resume is its stream's first event.
+        if isinstance(detail, dict) and detail.get("code") == "response_not_found" and (named is None or named.begun):
             return
         if stream_id is not None:
             streams = [self._streams[stream_id]] if stream_id in self._streams else []

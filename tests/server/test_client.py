@@ -218,6 +218,20 @@ def test_cancel_names_the_stream_and_the_last_event_comes():
     play(script, test)
 
 
+def test_a_resume_of_what_nobody_keeps_is_refused_and_does_not_wait():
+    async def script(peer):
+        assert (await peer.receive())["type"] == "response.resume"
+        await peer.error("response_not_found", "c0")
+
+    async def test(url):
+        async with await Client.connect(url) as client:
+            with pytest.raises(RequestError) as caught:
+                await asyncio.wait_for(client.resume("resp_gone").completion(), 10)
+            assert caught.value.code == "response_not_found"
+
+    play(script, test)
+
+
 def test_a_refusal_ends_the_stream_it_is_about():
     async def script(peer):
         await peer.receive()
