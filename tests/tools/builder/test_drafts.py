@@ -16,13 +16,23 @@ from npucompile.tools.builder import deployments
 from npucompile.tools.builder.drafts import choose_draft_model
 from npucompile.tools.builder.plan import Options, plan
 
-DRAFTING = [row.id for row in deployments.deployments().values() if row.num_speculative_tokens and row.model in registry.presets()]
+WITHOUT = "minimax-m2"
+"""Drafts with heads whose configuration nobody has published."""
+ROWS = [row for row in deployments.deployments().values() if row.num_speculative_tokens and row.model in registry.presets()]
+DRAFTING = [row.id for row in ROWS if row.model != WITHOUT]
 
 
 @pytest.mark.parametrize("name", DRAFTING)
 def test_every_published_deployment_that_drafts_can_draft(name):
     row = deployments.deployment(name)
     assert choose_draft_model(None, registry.find(row.model), row, None).model.has_draft_head
+
+
+@pytest.mark.parametrize("name", [row.id for row in ROWS if row.model == WITHOUT])
+def test_a_deployment_whose_draft_model_is_not_known_drafts_nothing_and_says_so(name):
+    planned = plan(Options(WITHOUT, deployment=name, backend="null"))
+    assert planned.limits.drafts == 0
+    assert any(said.startswith("no drafts: the deployment drafts 3 tokens with a second checkpoint") for said in planned.notes)
 
 
 def test_the_choice_is_said_and_may_be_refused():

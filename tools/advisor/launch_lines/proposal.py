@@ -18,7 +18,7 @@ from ...builder.fit import fitting_pages
 from ...builder.memory import MemoryPlan
 from ...builder.planned import has_recurrent_states
 from ...builder.rank_memory import planned_memory
-from ...builder.settings.model import MAX_DRAFTS
+from ...builder.settings.model import KV_CACHE_DTYPE, MAX_DRAFTS
 from ...builder.settings.place import PREFILL_CP
 from ...builder.settings.table import SETTINGS
 from ...builder.targets import Target, target
@@ -292,9 +292,9 @@ def cache_of(facts: Facts, source: registry.ModelSource | None) -> str:
 
 def _precision(facts: Facts, source: registry.ModelSource | None) -> dict[str, str]:
     """Types and memory that the line says."""
-    arguments = {"kv-cache-dtype": cache} if (cache := cache_of(facts, source)) else {}
+    arguments = {KV_CACHE_DTYPE.option: cache} if (cache := cache_of(facts, source)) else {}
     if facts.values.get("kv_cache_dtype") in ("int8", "bfloat16", "bf16"):
-        arguments["kv-cache-dtype"] = {"bf16": "bfloat16"}.get(facts.values["kv_cache_dtype"], facts.values["kv_cache_dtype"])
+        arguments[KV_CACHE_DTYPE.option] = {"bf16": "bfloat16"}.get(facts.values["kv_cache_dtype"], facts.values["kv_cache_dtype"])
     if facts.values.get("dtype") == "bfloat16":
         arguments["dtype"] = "bfloat16"
     if (memory := facts.number("pool_bytes")) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...builder.settings.model import MAX_LOGPROBS
+from ...builder.settings.model import KV_CACHE_DTYPE, MAX_LOGPROBS
 from .tables import topics
 from .verdicts import CARRIED, MAPPED, REFUSED, UNNECESSARY, Context, Verdict, rule, topic
 
@@ -174,7 +174,7 @@ def additional_config(value: Any, context: Context) -> Verdict:
 
 def cached(context: Context) -> Verdict:
     """What becomes of the switches of int8 caches of a sparse attention."""
-    ours, (latents, keys) = context.proposal.arguments.get("kv-cache-dtype"), context.facts.c8
+    ours, (latents, keys) = context.proposal.arguments.get(KV_CACHE_DTYPE.option), context.facts.c8
     if ours:
         return Verdict(MAPPED, f"--kv-cache-dtype {ours}")
     if latents and not keys:
