@@ -14,7 +14,7 @@ from npucompile.tools.lab.fit import fit
 from npucompile.tools.lab.timed import read_bringup
 from npucompile.tools.prove.bringup import archive
 
-SECONDS = ((4, 0.042), (16, 0.058))
+SECONDS = ((4, 0.050), (16, 0.070))
 
 
 def report(path: Path, **changes) -> Path:
