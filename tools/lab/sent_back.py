@@ -18,6 +18,7 @@ from ...lowering.ascend.operators.table import BY_TYPE
 from ...lowering.platform import CANN_RELEASES
 from ..builder.targets import target
 from ..prove.bringup.archive import NAME
+from ..prove.bringup.collectives import COMBINE, DISPATCH
 from ..prove.bringup.on_all_ranks import ASSUMED
 from ..prove.bringup.report import JSON_NAME
 from ..prove.bringup.results import COLLECTIVES, ENVIRONMENT
@@ -104,7 +105,13 @@ def measured_parameters(sent: SentBack) -> dict[str, tuple[float, str]]:
 
 
 def _exchanges(what: str) -> bool:
-    return "istribute" in what
+    """Whether a timed collective sends tokens to experts, or back."""
+    return any(BY_TYPE[kind].collective in (DISPATCH, COMBINE) for kind in _kinds(what))
+
+
+def _kinds(what: str) -> set[str]:
+    """Types of operators that a timing names."""
+    return set(re.findall(r"\((\w+)\)", what)) & BY_TYPE.keys()
 
 
 def risks(sent: SentBack) -> dict[str, list[str]]:
@@ -112,8 +119,8 @@ def risks(sent: SentBack) -> dict[str, list[str]]:
     tried: dict[str, list[str]] = {}
     for rung in sent.report["rungs"]:
         names = [ASSUMED[rung["name"]]] if rung["name"] in ASSUMED and rung["finished"] else []
-        kinds = {kind for timing in rung["timings"] for kind in re.findall(r"\((\w+)\)", timing["what"])}
-        names += [BY_TYPE[kind].trial.wrong for kind in sorted(kinds & BY_TYPE.keys())]
+        kinds = {kind for timing in rung["timings"] for kind in _kinds(timing["what"])}
+        names += [BY_TYPE[kind].trial.wrong for kind in sorted(kinds)]
         for name in names:
             tried.setdefault(name, [])
         for failure in rung["failures"]:
