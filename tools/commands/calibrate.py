@@ -13,7 +13,7 @@ from ..progress import Progress
 
 
 @click.command("calibrate")
-@click.option("--report", is_flag=True, help="Also leave out each published row, then each model, and print the errors.  (minutes)")
+@click.option("--report", is_flag=True, help="Also leave out each model, then each eighth of the rows, and print the errors.  (20 minutes)")
 @click.option(
     "--measured", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, metavar="FILE",
     help="Also fit the timed decode buckets of this bringup.json or .tar.xz, from NPUs; may be repeated.",

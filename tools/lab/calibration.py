@@ -46,7 +46,7 @@ def as_file(whole: Fit, result: Accuracy | None) -> str:
         evidence = f"fit to {len(whole.jacobian)} rows and steps, standard deviation of the logarithm {whole.deviations[name]:.2f}"
         if result is not None:
             low, high = result.ranges[name]
-            evidence += f", {low:.3g} to {high:.3g} leaving out one row"
+            evidence += f", {low:.3g} to {high:.3g} leaving out an eighth of the rows or a model"
         changed = {**entry, "value": float(f"{getattr(whole.parameters, name):.4g}"), "evidence": evidence}
         lines.append(f" {json.dumps(name)}: {json.dumps(changed)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
