@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import socket
 import subprocess
 import sys
@@ -98,9 +97,8 @@ class DoorProcess:
             self._process = subprocess.Popen(
                 command, env=self._environment, pass_fds=(theirs.fileno(), self._listener.fileno()), stdin=subprocess.DEVNULL
             )
-        connection = Connection(ours.detach())
-        connection.send_bytes(pickle.dumps(self._settings))
-        self._channel = Channel(connection, self._take, lambda: None)
+        self._channel = Channel(Connection(ours.detach()), self._take, lambda: None)
+        self._channel.send(self._settings)
         self._channel.start()
         threading.Thread(target=self._watch, args=(self._process,), name="npucompile-door", daemon=True).start()
 
