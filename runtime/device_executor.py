@@ -37,7 +37,7 @@ from .kv_transfer.layout import Region, regions
 from .kv_transfer.transfer_engine import Memory
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 from .steps.pack import without_unused
-from .warm_up import CACHED, COMPILED, LIMIT_S, Agree, Report, WarmUp, in_order
+from .warm_up import BEGINS, CACHED, COMPILED, LIMIT_S, Agree, Report, WarmUp, in_order
 
 log = logging.getLogger(__name__)
 
@@ -272,6 +272,7 @@ class DeviceExecutor:
         warm_up.agree("", None)
         for entry in in_order(graphs):
             bucket, began = entry.bucket, time.monotonic()
+            report(bucket, 0.0, BEGINS)
             # Its inputs are legal, where memory of zeros is not.
             self._inputs.pad(bucket, kind_of(bucket).padding)
             outcome = warm_up.start(entry, executables[bucket], self._operands[bucket])

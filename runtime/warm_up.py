@@ -26,8 +26,9 @@ LIMIT_S = 300.0
 """How long a bucket's first step may take."""
 
 COMPILED, CACHED = "compiled", "cached"
+BEGINS = ""
 Report = Callable[[Bucket, float, str], None]
-"""Called after each bucket: the seconds that its start took, and `COMPILED`, `CACHED` or why it cannot run."""
+"""Called with each bucket before it starts (`BEGINS`) and after: its seconds, and `COMPILED`, `CACHED` or why it cannot run."""
 Agree = Callable[[str, float | None], str]
 """Waits for all ranks, so many seconds at most, each of which says why it could not do something, or ""; returns what the first such
 rank said."""

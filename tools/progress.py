@@ -59,6 +59,9 @@ class Progress:
             tqdm.write(text, file=self.stream)
             self.stream.flush()
 
+    def begins(self, what: str) -> None:
+        """Called before a step of a bar that was named ahead."""
+
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Bar]:
         """A bar over `total` steps; its last state stays on the terminal."""
@@ -88,14 +91,14 @@ class Bar:
 
     def __init__(self, progress: Progress, title: str, total: int, drawn: tqdm[None]) -> None:
         self._progress, self._drawn = progress, drawn
-        self.title, self.total, self.done = title, total, 0
+        self.title, self.total, self.done, self._now = title, total, 0, "..."
         self._began_s = self._said_s = time.monotonic()
 
     def break_silence(self, ended: threading.Event) -> None:
         """Says how far it is whenever nothing was said for SILENT_S, until it has ended."""
         while not ended.wait(max(0.0, self._said_s + SILENT_S - time.monotonic())):
             if time.monotonic() >= self._said_s + SILENT_S:
-                self._say("...")
+                self._say(self._now)
 
     def _say(self, note: str) -> None:
         """Writes a line: the count, a note, and if it takes long how long it has and how long it may yet."""
@@ -105,9 +108,15 @@ class Bar:
             left = f", {took_s:.0f} s so far" + (f", about {took_s / self.done * (self.total - self.done):.0f} s left" if self.done else "")
         self._progress.say(f"{self.title} {self.done}/{self.total} {note}{left}")
 
+    def begin(self, what: str) -> None:
+        """Names the step that begins: it is shown while it lasts, so that one that never ends is known."""
+        self._now = f"{what} ..."
+        self._drawn.set_postfix_str(self._now)
+        self._progress.begins(what)
+
     def step(self, note: str, count: int = 1) -> None:
         """Advances by `count` and shows `note`."""
-        self.done += count
+        self.done, self._now = self.done + count, "..."
         if self._drawn.disable:
             self._say(note)
         else:

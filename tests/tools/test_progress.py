@@ -55,13 +55,14 @@ def test_a_file_is_told_how_far_it_is_where_nothing_is_said_for_long(monkeypatch
         while not heard(1) and time.monotonic() < deadline:
             time.sleep(0.01)
         bar.step("decode-b1-q1")
+        bar.begin("decode-b2-q1")
         before = len(out.getvalue().splitlines())
         while not heard(before + 1) and time.monotonic() < deadline:
             time.sleep(0.01)
     lines = out.getvalue().splitlines()
     assert re.fullmatch(r"compile 0/3 \.\.\., \d+ s so far", lines[0])
     assert any(re.fullmatch(r"compile 1/3 decode-b1-q1, \d+ s so far, about \d+ s left", line) for line in lines)
-    assert re.fullmatch(r"compile 1/3 \.\.\., \d+ s so far, about \d+ s left", lines[-1])
+    assert re.fullmatch(r"compile 1/3 decode-b2-q1 \.\.\., \d+ s so far, about \d+ s left", lines[-1])
     assert not [thread for thread in threading.enumerate() if "break_silence" in thread.name]
 
 

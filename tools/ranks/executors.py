@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from ...runtime.device_params import LoadParams
 from ...runtime.distributed.agreement import Agreement
 from ...runtime.distributed.process_groups import MakeGroup, ProcessGroups, gloo
 from ...runtime.executor import Executor
-from ...runtime.warm_up import CACHED, COMPILED
+from ...runtime.warm_up import BEGINS, CACHED, COMPILED
 from ..builder.targets import target
 from ..progress import Progress
 from .compile_cache import cache_directory, opened, shipped_directory
@@ -118,6 +118,7 @@ def load_executor(
     rank, local_rank = (place.rank, place.local_rank) if place else (0, 0)
     if BUCKETS in settings.off:
         artifact = with_few_buckets(artifact, settings.bucket)
+    artifact = without_buckets(artifact, settings.without)
     if settings.device == CPU:
         if place:
             stack.enter_context(ProcessGroups(place.mesh, rank, place.store, place.address, settings.step_limit_s))
@@ -136,6 +137,9 @@ def load_executor(
     with progress.bar(f"compile for {device.name}", len(artifact.manifest.graphs)) as bar:
 
         def report(bucket: Bucket, seconds: float, outcome: str) -> None:
+            if outcome == BEGINS:
+                bar.begin(bucket.name)
+                return
             warm = outcome in (COMPILED, CACHED)
             text = f"{outcome}, {device.used_bytes() / 2**20:,.0f} MiB in use" if warm else f"cannot run: {outcome}"
             bar.step(f"{bucket.name} {seconds:.1f} s, {text}")
@@ -160,6 +164,14 @@ def with_few_buckets(artifact: Artifact, bucket: str = "") -> Artifact:
     by_size = sorted((entry.bucket for entry in graphs), key=lambda bucket: (bucket.batch * bucket.q_len, bucket))
     largest = {each.kind: each for each in by_size}.values()
     kept = tuple(entry for entry in graphs if entry.bucket in largest or entry.bucket.name == bucket)
+    return Artifact(artifact.path, replace(artifact.manifest, graphs=kept), artifact.digest)
+
+
+def without_buckets(artifact: Artifact, names: Collection[str]) -> Artifact:
+    """The artifact without buckets of these names, but for those of kinds that have no others: no request could be served."""
+    graphs = artifact.manifest.graphs
+    served = {entry.bucket.kind for entry in graphs if entry.bucket.name not in names}
+    kept = tuple(entry for entry in graphs if entry.bucket.name not in names or entry.bucket.kind not in served)
     return Artifact(artifact.path, replace(artifact.manifest, graphs=kept), artifact.digest)
 
 

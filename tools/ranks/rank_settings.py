@@ -62,6 +62,7 @@ class RankSettings:
         host_address: of this machine, as the other machines reach it; None finds it by the route to them.
         off: switches that are off (`lowering.switches`).
         bucket: one that is started although those of its kind are not.
+        without: buckets that are not started where others of their kind are.
         cores: that each rank of this machine is bound to, by its number there (binding.py); () binds none.
     """
 
@@ -80,6 +81,7 @@ class RankSettings:
     cores: Cores = ()
     off: frozenset[str] = frozenset()
     bucket: str = ""
+    without: frozenset[str] = frozenset()
 
     @property
     def step_limit_s(self) -> float:

@@ -29,7 +29,7 @@ from npucompile.tools.builder.describe import describe
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 from npucompile.tools.ranks import executors as module
-from npucompile.tools.ranks.executors import choose_device, load_executor, settled, with_few_buckets
+from npucompile.tools.ranks.executors import choose_device, load_executor, settled, with_few_buckets, without_buckets
 from npucompile.tools.ranks.offline import complete
 from npucompile.tools.ranks.rank_settings import RankSettings
 
@@ -209,6 +209,18 @@ def test_few_buckets_are_the_largest_of_each_kind_and_one_that_is_named(npu_arti
         assert executor.missing == {}
         (completion,) = complete(executor, [[1, 2, 3]], Sampling(), 4, frozenset())
     assert len(completion.token_ids) == 4
+
+
+def test_a_bucket_is_left_out_unless_its_kind_has_no_other(npu_artifact):
+    artifact = Artifact.open(npu_artifact(""))
+    names = {entry.bucket.name for entry in artifact.manifest.graphs}
+    for without, gone in ((set(), set()), ({"decode-b1-q2"}, {"decode-b1-q2"}), (names, set()), ({"prefill-b1-q4"}, set())):
+        left = without_buckets(artifact, without)
+        assert {entry.bucket.name for entry in left.manifest.graphs} == names - gone
+    settings = RankSettings(device="emulated", without=frozenset({"decode-b2-q2"}))
+    with ExitStack() as stack:
+        executor = load_executor(artifact, settings, stack, Progress(quiet=True))
+        assert [bucket.name for bucket in executor.buckets] == ["decode-b1-q2", "prefill-b1-q4"]
 
 
 def test_switches_are_for_npus(tiny_artifact):

@@ -101,7 +101,7 @@ class Child:
     @property
     def progress(self) -> Progress:
         """Says that something moves, and draws nothing."""
-        return _Moves(self)
+        return Moves(self)
 
     def say(self, **line: Any) -> None:
         """Writes a line."""
@@ -160,16 +160,16 @@ class Child:
         return Judgement([Failure.of(assumption, case, error)], spent=True)
 
 
-class _Moves(Progress):
+class Moves(Progress):
     """Reports progress to the parent, which waits for nothing but a sign."""
 
     def __init__(self, child: Child) -> None:
         super().__init__(quiet=True)
-        self._child = child
+        self.child = child
 
     def say(self, text: str) -> None:
         """Says that something moves."""
-        self._child.say(moves=text)
+        self.child.say(moves=text)
 
 
 def main(path: Path) -> None:

@@ -28,7 +28,7 @@ from ...ranks.executors import params_of
 from ...ranks.launch import opened_ranks
 from ..golden import Golden
 from . import buckets, golden_tokens, handovers, short_serve
-from .child import Child
+from .child import Child, Moves
 from .collectives import CollectivesCheck, Watch, failure_in
 from .device_graph import Host
 from .recording import shipped_buckets
@@ -36,6 +36,8 @@ from .results import ALTERNATION, BUCKETS, COLLECTIVES, GOLDEN, HANDOVERS, SERVE
 from .steps import StepPlanner
 
 READY = "getting ready"
+STARTING = "starting "
+"""Before a bucket's name: the case that it is compiled and runs its first step, which all ranks do before any step is judged."""
 ASSUMED = {BUCKETS: "one-session", ALTERNATION: "alternation", SERVE: "one-session", HANDOVERS: "handovers", GOLDEN: "one-session"}
 """What refutes it if a case of a rung ends the process."""
 
@@ -50,6 +52,7 @@ class OnAllRanks:
         wanted: which cases are to be run at all.
         stop: whether nothing is run behind a rung that fails.
         golden: for the rung that serves its prompts.
+        failed_starts: buckets whose start ended a process.
     """
 
     config: RendezvousConfig | None
@@ -58,16 +61,19 @@ class OnAllRanks:
     wanted: Wanted
     stop: bool = False
     golden: Golden | None = None
+    failed_starts: frozenset[str] = frozenset()
 
     def run(self, child: Child) -> None:
         """Runs them."""
-        check, settings = CollectivesCheck(self.done.get(COLLECTIVES, frozenset()), self.wanted), child.settings
+        check = CollectivesCheck(self.done.get(COLLECTIVES, frozenset()), self.wanted)
+        settings = replace(child.settings, without=self.failed_starts)
         if COLLECTIVES in self.done:
             check.watch, settings = _Told(self, child), replace(settings, before_loading=check)
         self.get_ready(child)
         try:
-            with opened_ranks(child.artifact, self.config, settings, self.environment, child.progress) as load:
+            with opened_ranks(child.artifact, self.config, settings, self.environment, _Starts(self, child)) as load:
                 executor = load()
+                self.get_ready(child)
                 if COLLECTIVES in self.done:
                     facts = {"ranks": child.mesh.size, "collectives": check.count}
                     child.conclude(Finding(COLLECTIVES, "", facts=facts, left_out=check.left_out))
@@ -79,10 +85,29 @@ class OnAllRanks:
                 child.end(Judgement([failure], spent=True))
             raise
 
+    @property
+    def rung(self) -> str:
+        """Of what happens before any step is judged."""
+        return next((rung for rung in ASSUMED if rung in self.done), COLLECTIVES)
+
     def get_ready(self, child: Child) -> None:
         """Says that what happens now is about no case, but keeps all from running."""
-        rung = next((rung for rung in ASSUMED if rung in self.done), COLLECTIVES)
-        child.begin(rung, READY, "communicators" if child.mesh.size > 1 else "compiles")
+        child.begin(self.rung, READY, "communicators" if child.mesh.size > 1 else "compiles")
+
+
+class _Starts(Moves):
+    """Says which bucket starts, on all ranks at once."""
+
+    def __init__(self, work: OnAllRanks, child: Child) -> None:
+        super().__init__(child)
+        self._work = work
+
+    def begins(self, what: str) -> None:
+        """Says so. One that failed and is tried again, as its kind has no other, ends everything if it fails again."""
+        if what in self._work.failed_starts:
+            self._work.get_ready(self.child)
+        else:
+            self.child.begin(self._work.rung, STARTING + what, ASSUMED[BUCKETS])
 
 
 class _Told(Watch):

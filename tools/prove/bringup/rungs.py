@@ -25,7 +25,7 @@ from ....runtime.distributed.rendezvous import RendezvousConfig
 from ...builder.targets import target
 from ...inspection.cost import chip_of, step_cost
 from ...progress import Progress
-from ...ranks.executors import params_of
+from ...ranks.executors import params_of, without_buckets
 from ...ranks.rank_settings import RankSettings
 from ..golden import Golden
 from . import layers, operators
@@ -35,7 +35,7 @@ from .children import Children
 from .collectives import collective_cases
 from .environment import EnvironmentCase
 from .findings import Findings
-from .on_all_ranks import READY, OnAllRanks
+from .on_all_ranks import READY, STARTING, OnAllRanks
 from .rates import RatesCase
 from .recording import BucketGraph, Recorder, ShippedBucket, shipped_buckets
 from .results import ALL, BUCKETS, COLLECTIVES, ENVIRONMENT, LAYERS, OPERATORS, Case, Failure, Finding, RungResult, Timing, Wanted
@@ -291,19 +291,28 @@ class Bringup:
             if self.config and COLLECTIVES in rungs:
                 done[COLLECTIVES] = frozenset()
             stuck = any(READY in cases for cases in done.values()) or (self.config and next(asked)) or not self._goes_on
-            return OnAllRanks(self.config, self.environment, done, self.wanted, self.stop, self.golden) if done and not stuck else None
+            if stuck or not done:
+                return None
+            return OnAllRanks(self.config, self.environment, done, self.wanted, self.stop, self.golden, self._failed_starts)
 
         children.run(remaining, next((rung for rung in rungs if not self._ended(rung)), BUCKETS))
         for rung in rungs:
             if not self._ended(rung):
                 self._end(rung)
 
+    @property
+    def _failed_starts(self) -> frozenset[str]:
+        """Buckets whose start ended a process."""
+        cases = {case for rung in ALL_RANKS for case in self.findings.judged(rung) if case.startswith(STARTING)}
+        return frozenset(case.removeprefix(STARTING) for case in cases)
+
     def _ended(self, rung: str) -> bool:
         return any(result.name == rung and result.finished for result in self.results)
 
     def _all_judged(self, rung: str) -> bool:
         """Whether nothing is left of a rung on all ranks, as far as is known here; collectives are counted by the ranks."""
-        judged, names = self.findings.judged(rung) - {READY}, {entry.bucket.name for entry in self.artifact.manifest.graphs}
+        judged = {case for case in self.findings.judged(rung) if case != READY and not case.startswith(STARTING)}
         if rung == BUCKETS:
-            return judged >= {name for name in names if self.wanted.takes(BUCKETS, name)}
+            started = without_buckets(self.artifact, self._failed_starts).manifest.graphs
+            return judged >= {entry.bucket.name for entry in started if self.wanted.takes(BUCKETS, entry.bucket.name)}
         return rung != COLLECTIVES and bool(judged)

@@ -11,6 +11,7 @@ from npucompile.lowering.ascend.emulator.fault import ABORTS, HANGS, KINDS, MEMO
 from npucompile.tools.inspection.cost import step_cost
 from npucompile.tools.prove.bringup import layers, rungs
 from npucompile.tools.prove.bringup.buckets import one_after_another
+from npucompile.tools.prove.bringup.on_all_ranks import READY
 from npucompile.tools.prove.bringup.results import HANDOVERS, RUNGS
 from npucompile.tools.prove.bringup.steps import StepPlanner
 
@@ -121,17 +122,24 @@ def clean(small_artifact, tmp_path_factory):
     return bringup, [[step for step in steps if step["device"] == device] for device in (1, 2)]
 
 
+def files_of(artifact):
+    """The file of each bucket."""
+    return {entry.bucket.name: entry.compiled.file.split("/")[-1] for entry in artifact.manifest.graphs}
+
+
 def places(clean, rung):
     """The device that runs a rung, and its first and last steps there."""
     bringup, (alone, whole) = clean
     operators = len(alone) - layers.STEPS * len(bringup.findings.judged("layers"))
     planner, buckets = StepPlanner.of(bringup.artifact), [entry.bucket for entry in bringup.artifact.manifest.graphs]
-    in_buckets = sum(len(steps) for _, steps, _ in one_after_another(planner, buckets))
+    # Each bucket runs a step when it starts.
+    first = len(buckets) + 1
+    in_buckets = len(buckets) + sum(len(steps) for _, steps, _ in one_after_another(planner, buckets))
     in_turns = in_buckets + next(result for result in bringup.results if result.name == "alternation").facts["steps"]
     return {
         "operators": (1, (1, operators)),
         "layers": (1, (operators + 1, len(alone))),
-        "buckets": (2, (1, in_buckets)),
+        "buckets": (2, (first, in_buckets)),
         "alternation": (2, (in_buckets + 1, in_turns)),
         "serve": (2, (in_turns + 1,)),
         "handovers": (2, (len(whole),)),
@@ -154,15 +162,49 @@ def test_whatever_ends_a_process_is_the_finding_of_its_case_and_all_else_is_judg
         (failure,) = next(result.failures for result in results if result.name == rung)
         assert failure.code == CODES[kind]
         struck = [step for step in opens.steps() if step["device"] == device][-1]
-        files = {entry.compiled.file.split("/")[-1]: entry.bucket.name for entry in small_artifact.manifest.graphs}
+        buckets = {file: name for name, file in files_of(small_artifact).items()}
         where = {
             "operators": struck["names"][-1],
             "layers": struck["names"][0].split("/")[0],
-            "buckets": files.get(struck["file"], ""),
+            "buckets": buckets.get(struck["file"], ""),
         }
         assert where.get(rung, "") in failure.what
         for name in RUNGS:
             assert bringup.findings.judged(name) == clean[0].findings.judged(name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.short_cases("aborts")
+def test_a_bucket_that_does_not_start_is_tried_again_where_its_kind_has_no_other(small_artifact, tmp_path, kind):
+    opens = OpensOnce(tmp_path, {1: Fault(2, kind)})
+    results = bringups.ladder(small_artifact, opens, ["buckets", "serve"], limit_s=HANG_S if kind == HANGS else None).run()
+    assert [(result.name, bool(result.failures), result.finished) for result in results] == [
+        ("buckets", True, True),
+        ("serve", False, True),
+    ]
+    struck = [step for step in opens.steps() if step["device"] == 1][-1]
+    files = files_of(small_artifact)
+    (failure,) = results[0].failures
+    assert failure.code == CODES[kind]
+    assert files[failure.what.removeprefix("starting ")] == struck["file"]
+    assert {timing.what for timing in results[0].timings} == set(files)
+
+
+def test_one_that_never_starts_is_named_and_left_out(npu_artifact):
+    files = files_of(npu_artifact)
+    results = bringups.ladder(npu_artifact, Opens(faulty.ends_in(files["decode-b2-q2"])), ["buckets", "serve"]).run()
+    assert [(result.name, [failure.what for failure in result.failures], result.finished) for result in results] == [
+        ("buckets", ["starting decode-b2-q2"], True),
+        ("serve", [], True),
+    ]
+    assert {timing.what for timing in results[0].timings} == {"prefill-b1-q4", "decode-b4-q2"}
+
+
+def test_one_that_never_starts_and_cannot_be_left_out_ends_all(small_artifact):
+    bringup = bringups.ladder(small_artifact, Opens(faulty.ends_in(files_of(small_artifact)["decode-b1-q2"])), ["buckets", "serve"])
+    (result,) = bringup.run()
+    assert [failure.what for failure in result.failures] == ["starting decode-b1-q2", READY]
+    assert not bringup.passed
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "dp=2,tp=2"])
