@@ -110,15 +110,16 @@ def forward(
     stream = sequence_parallel.embed_with_pictures(batch.tokens, params["embed"], inputs or {})
     following = [*(layer["input_norm"] for layer in params["layers"][1:]), params["norm"]]
     x = norms.rms_norm(stream, params["layers"][0]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
-    pools, routers, streams, passed = [], [], [stream], list[Tree]()
+    pools, routers, chosen, streams, passed = [], [], [], [stream], list[Tree]()
     for (kind, mixer, *reads), layer, pool, next_norm in zip(layers, params["layers"], state["layers"], following, strict=True):
         read = passed if any(reads) else []
-        x, stream, pool, logits, more = block(kind, _layer, (cfg, mixer), layer, pool, batch, x, stream, next_norm, *read)
+        x, stream, pool, routed, more = block(kind, _layer, (cfg, mixer), layer, pool, batch, x, stream, next_norm, *read)
         passed = more or passed
         pools.append(pool)
-        routers.extend(logits)
+        routers.extend(routed[:1])
+        chosen.extend(routed[1:])
         streams.append(stream)
-    return x, {**state, "layers": pools}, Intermediates(x, routers, streams)
+    return x, {**state, "layers": pools}, Intermediates(x, routers, streams, chosen)
 
 
 def _layer(
@@ -149,7 +150,7 @@ def after_mixer(
         stream: [T, M] residual stream before it.
 
     Returns:
-        the normalised stream, the stream, and router logits if the layer has a router.
+        the normalised stream, the stream, and what `feed_forward.apply` says of the layer's router.
     """
     x, stream = norms.add_rms_norm(mixed, stream, layer["post_norm"], cfg.rms_norm_eps, cfg.norm_offset)
     x, routers = feed_forward.apply(cfg, layer["mlp"], x, tokens)

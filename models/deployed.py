@@ -44,6 +44,7 @@ def deployed(
     platform: Machine,
     draft_vocab: int = 0,
     physical_experts: int = 0,
+    tells_experts: bool = False,
 ) -> Variant:
     """The variant.
 
@@ -54,7 +55,7 @@ def deployed(
         dispatches: whether devices send tokens to the devices of their experts.
         local: whether devices are processes on this machine.
         backend, platform: what graphs are compiled with, and for.
-        draft_vocab, physical_experts: as in `Variant`.
+        draft_vocab, physical_experts, tells_experts: as in `Variant`.
     """
     experts = getattr(config, "num_experts", 0)
     grouped = mesh.size > 1 and experts > 0
@@ -71,6 +72,7 @@ def deployed(
         physical_experts=physical_experts,
         expert_ranks=rules.num_shards("experts", mesh) if physical_experts else 1,
         sliced=rules.num_shards(SLICES, mesh) > 1,
+        tells_experts=tells_experts,
     )
     spread = rules.num_shards("experts", mesh) > 1
     if grouped and not (dispatches and spread):

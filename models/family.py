@@ -58,11 +58,13 @@ class Intermediates(NamedTuple):
             multi-token-prediction head, those of several layers side by side for a head that reads inner layers.
         routers: router logits [T, E] of each MoE layer.
         streams: residual stream [T, M] that enters each layer, and the one that leaves the last; empty in a family that offers none.
+        chosen: experts of each token [T, X] i32 of each MoE layer, laid out as the residual stream; empty without `Variant.tells_experts`.
     """
 
     features: torch.Tensor
     routers: list[torch.Tensor]
     streams: Sequence[torch.Tensor] = ()
+    chosen: Sequence[torch.Tensor] = ()
 
 
 class ExtendDraftCache(Protocol[H_contra]):

@@ -162,11 +162,12 @@ _EXPERTS = {"gate_up": ("experts", None, "expert_ffn", None), "down": ("experts"
 
 
 def apply(cfg: MoeSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The block that the weights are of, a mixture of experts or dense, and the router logits of the former; as `moe` and `dense`."""
+    """The block that the weights are of, a mixture of experts or dense, as `moe` and `dense`; of the former also the router logits, and the
+    experts [T, X] of each token if `Variant.tells_experts`."""
     if "router" not in weights:
         return dense(weights, x, tokens), []
     out, logits = moe(cfg, weights, x)
-    return out, [logits]
+    return out, [logits, _chosen(cfg, weights, logits)] if cfg.variant.tells_experts else [logits]
 
 
 def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,6 +206,13 @@ def _router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     """[T, E], in the dtype of the router."""
     logits: torch.Tensor = ops.linear(x.to(router.dtype), router)
     return logits
+
+
+def _chosen(cfg: MoeSizes, weights: Tree, logits: torch.Tensor) -> torch.Tensor:
+    """The experts [T, X] of each token; what chose them is there already, and is merged with this."""
+    bias = [(weights["router_bias"], (None,))] if "router_bias" in weights else []
+    tokens = ("expert_tokens", None)
+    return shard_map(lambda logits, *bias: route(cfg.routing, logits, *bias)[1], [(logits, tokens), *bias], tokens)
 
 
 def _listed(name: str, weight: Tree) -> list[tuple[torch.Tensor, tuple[str | None, ...]]]:

@@ -29,6 +29,13 @@ def whole(x: torch.Tensor, tokens: int) -> torch.Tensor:
     return x if x.shape[0] == tokens else x[:tokens]
 
 
+def behind(x: torch.Tensor, earlier: torch.Tensor, axis: str | None = None) -> torch.Tensor:
+    """The stream, of which nothing is gathered before `earlier` [T, N] is there, whose rows are laid out by `axis`."""
+    if num_shards("tokens") == 1:
+        return x
+    return shard_map(ops.behind, [(x, ("tokens", None)), (earlier, (axis, None))], ("tokens", None))
+
+
 def spread(x: torch.Tensor) -> torch.Tensor:
     """Lays out as the stream what every device has all of: [T, M] -> [padded(T), M]."""
     missing = padded(x.shape[0]) - x.shape[0]

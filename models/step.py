@@ -11,11 +11,12 @@ import torch
 from ..graphs import ops
 from ..graphs.errors import SpecError
 from ..graphs.steps.inputs import LAYER_INPUTS, PICTURE_INPUTS
+from ..graphs.steps.kind import tokens_told
 from ..graphs.steps.table import StepInputs, kind_of
 from ..graphs.types import PICTURE_ROWS, Aval, Bucket, Limits, Program, Tree
 from . import context_parallel, draft_vocabulary, drafts, request_slots, sequence_parallel
 from .expert_placement import ExpertPlacement, placed
-from .family import Family, Intermediates
+from .family import Family
 from .head_padding import PaddedHeads, widened, with_real_sources
 from .padding import padded
 from .params import avals
@@ -104,7 +105,7 @@ class _Step:
         step = {**inputs, **start.inputs()}
         if unread:
             step["state_slots_out"] = inputs["state_slots_out"][:, :Q]
-        hidden, state, intermediates = self._forward(params, state, step)
+        hidden, state, features, told = self._forward(params, state, step)
         hidden = sequence_parallel.whole(hidden, self.bucket.tokens)
         sampled = self._sample(params, hidden, inputs, request_slots.uniforms(inputs, start.num_computed_tokens, Q, self.limits))
         counts = ops.accept(sampled["tokens"], start.tokens, start.query_lens)
@@ -112,7 +113,7 @@ class _Step:
         # What follows a token that could not be sampled is never used, but is computed, and every lookup must find a row.
         tokens = sampled["tokens"].clamp(min=0)
         last = tokens.gather(1, accepted[:, None].to(torch.int64))
-        drafted, state = self._draft(params, state, {**step, "tokens": tokens}, intermediates.features, counts, Q - 1)
+        drafted, state = self._draft(params, state, {**step, "tokens": tokens}, features, counts, Q - 1)
         undrafted = [last.expand(-1, unread)] if unread else []
         # A row whose context is full samples nothing, and its request slot stays as it is.
         advanced = torch.where(counts > 0, inputs["request_slots"], 0)
@@ -120,24 +121,24 @@ class _Step:
         pool = request_slots.write(
             state["request_slots"], advanced, following, accepted, last, *drafted.values(), *undrafted, *start.offsets
         )
-        return {**sampled, "counts": counts, **drafted}, {**state, "request_slots": pool}
+        return {**sampled, "counts": counts, **drafted, **told}, {**state, "request_slots": pool}
 
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
         """Computes a chunk of each row's prompt; what is sampled and drafted means something after a prompt's last chunk only."""
         query_lens = inputs["query_lens"]
         inputs, behind, offsets = self._pictures(state, inputs)
-        hidden, state, intermediates = self._forward(params, state, inputs)
+        hidden, state, features, told = self._forward(params, state, inputs)
         hidden = context_parallel.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), query_lens)
         sampled = self._sample(params, hidden, inputs, inputs["uniform"])
         tokens = sampled["tokens"].clamp(min=0)
         last = tokens[:, 0]
         step = {**inputs, **behind, "tokens": self._next_tokens(inputs, last)} if self.limits.drafts else inputs
-        drafted, state = self._draft(params, state, step, intermediates.features, query_lens, self.limits.drafts)
+        drafted, state = self._draft(params, state, step, features, query_lens, self.limits.drafts)
         following = inputs["num_computed_tokens"] + query_lens
         accepted = torch.zeros(query_lens.shape, dtype=torch.int32, device=query_lens.device)
         values = (tokens, *drafted.values(), *offsets)
         pool = request_slots.write(state["request_slots"], inputs["request_slots"], following, accepted, *values)
-        return {**sampled, **drafted}, {**state, "request_slots": pool}
+        return {**sampled, **drafted, **told}, {**state, "request_slots": pool}
 
     def _pictures(self, state: Tree, inputs: Tree) -> tuple[Tree, Tree, list[torch.Tensor]]:
         """A chunk's inputs with rows of pictures in the places of its tokens; what is other in the places of the tokens behind each; and
@@ -154,9 +155,20 @@ class _Step:
         behind = [offsets, offsets + places] if self.limits.drafts else [offsets]
         return inputs, {"picture_rows": rows[:, 1:], "position_offsets": offsets}, behind
 
-    def _forward(self, params: Tree, state: Tree, step: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
+    def _forward(self, params: Tree, state: Tree, step: Tree) -> tuple[torch.Tensor, Tree, torch.Tensor, dict[str, Any]]:
+        """Hidden states, the new state, the features for the draft head, and `{"experts": [B, Q/n, L, X]}` of L layers and every nth token,
+        or nothing where the variant tells none."""
         names = [*LAYER_INPUTS, *(name for name in PICTURE_INPUTS if name in step)]
-        return self.model.family.forward(self.model.wide, params, state, {name: step[name] for name in names})
+        family, cfg = self.model.family, self.model.wide
+        hidden, state, (features, _, _, chosen) = family.forward(cfg, params, state, {name: step[name] for name in names})
+        if not chosen:
+            return hidden, state, features, {}
+        # Behind all that layers exchange, and before what else is gathered.
+        B, tokens, told = self.bucket.batch, self.bucket.tokens, tokens_told(self.bucket.q_len)
+        experts = sequence_parallel.whole(sequence_parallel.behind(torch.cat(list(chosen), 1), hidden, "tokens"), tokens)
+        ordered = sequence_parallel.behind(hidden, experts)
+        features = ordered if features is hidden else sequence_parallel.behind(features, experts)
+        return ordered, state, features, {"experts": experts.view(B, told, -1, experts.shape[1])[:, :, 0].reshape(B, told, len(chosen), -1)}
 
     def _sample(self, params: Tree, hidden: torch.Tensor, inputs: Tree, uniform: torch.Tensor) -> dict[str, Any]:
         logits = self.model.family.head(self.model.wide, params, hidden)
@@ -190,7 +202,8 @@ def program(
 
     Outputs: `tokens` [B, W] i32, sampled after every candidate (decode, W = Q) or after the row's last valid token (prefill, W = 1);
     in decode `counts` [B] i32, how many of them are accepted; with drafts `drafts` i32, the tokens drafted after those, [B, Q-1] in decode
-    and [B, k] in prefill; and the log probabilities and logits of `sample_tokens`.
+    and [B, k] in prefill; the log probabilities and logits of `sample_tokens`; and `experts` [B, Q/n, L, X] i32, those of every nth
+    token (graphs/steps/kind.py, `tokens_told`) in each of L layers, if `Variant.tells_experts`.
 
     Args:
         limits: `limits.drafts` is k; a decode bucket takes up to k + 1 tokens a request.

@@ -46,6 +46,7 @@ class Variant:
         fused_experts: whether what is dispatched takes one operation there and back, where `fuses` says so.
         physical_experts: of a layer, in places that data say (expert_placement.py); 0 where they are the model's as they stand.
         expert_ranks: devices that physical experts are spread over.
+        tells_experts: whether steps return which experts each token chose.
         sliced: whether the devices of a group share the tokens of prompts in attention, and not its heads (context_parallel.py).
     """
 
@@ -67,6 +68,7 @@ class Variant:
     draft_vocab: int = 0
     physical_experts: int = 0
     expert_ranks: int = 1
+    tells_experts: bool = False
     sliced: bool = False
 
     def parts(self, axis: str | None) -> int:

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..graphs.steps.table import kind_of
 from ..graphs.types import Bucket
 from .latencies import Latencies
@@ -13,6 +16,9 @@ from .request import FINISH_REASONS, Event, TokenEvent
 from .scheduler.advance import GroupResults
 from .scheduler.picture_ledger import PictureLedger
 from .scheduler.scheduled_step import ScheduledRequest, ScheduledStep
+
+EXPERTS = "experts"
+"""Name of the counter that is a table."""
 
 
 class Metrics:
@@ -43,6 +49,7 @@ class Metrics:
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.encode_ms = 0.0
         self.pictures: dict[str, int] = {}
+        self.experts: npt.NDArray[np.int64] | None = None
 
     def count_results(self, step: ScheduledStep, results: Sequence[GroupResults], wanted: Bucket | None, now_ms: float) -> None:
         """Counts a step that ran and what came of each row.
@@ -92,6 +99,13 @@ class Metrics:
                 self.latencies.first_token(request, row.state.submitted_ms, now_ms)
         elif index > 0:
             continued.append(request.id)
+
+    def count_experts(self, counts: npt.NDArray[np.int64]) -> None:
+        """Adds what `step_outputs.count_experts` found."""
+        before = counts[:, :0] if self.experts is None else self.experts
+        wide = max(before.shape[1], counts.shape[1])
+        before, counts = (np.pad(each, ((0, 0), (0, wide - each.shape[1]))) for each in (before, counts))
+        self.experts = before + counts
 
     def count_launch(self, step: ScheduledStep) -> None:
         """Counts a step that is launched: what is preempted, and what is known of those that are admitted for the first time."""
@@ -181,6 +195,8 @@ class Metrics:
         launches of their steps to their results; `picture_row_queries_total` counts the rows that admitted requests needed, and
         `picture_row_hits_total` those of them that were there; `picture_evictions_total` counts pictures whose rows went to others;
         `picture_rows_pinned` are in use now, and `picture_rows_cached` are kept for later requests.
+
+        Where graphs tell experts, `experts` [L, E] says how often each of each layer was chosen, up to the last one that was.
         """
         return {
             "prompt_tokens_total": self.prompt_tokens,
@@ -203,5 +219,6 @@ class Metrics:
             "degraded_steps": dict(sorted(self.degraded_steps.items())),
             "decode_batch_steps": {str(rows): count for rows, count in sorted(self.decode_batch_steps.items())},
             **({**self.pictures, "encode_seconds_total": self.encode_ms / 1e3} if self.pictures else {}),
+            **({} if self.experts is None else {EXPERTS: self.experts}),
             "histograms": self.latencies.snapshot(),
         }

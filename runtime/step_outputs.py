@@ -77,6 +77,29 @@ def read_finite(outputs: Sequence[Outputs], step: ScheduledStep) -> tuple[Sequen
     )
 
 
+def count_experts(outputs: Sequence[Outputs], step: ScheduledStep) -> npt.NDArray[np.int64] | None:
+    """How often the tokens of a step's rows chose each expert of each layer: [L, E] up to the last one that any chose; None of a step that
+    does not tell. Of experts that every nth token tells, each counts n times.
+
+    Raises:
+        NpucompileError: the output has a shape, dtype or value that no correct step returns.
+    """
+    chosen, every = list[npt.NDArray[Any]](), 1
+    for arrays, part in zip(outputs, step.groups, strict=True):
+        if part.rows and "experts" in arrays:
+            told = _array(arrays, "experts", step.shape)
+            every = step.shape.q_len // told.shape[1]
+            chosen += [told[place, : -(-row.num_tokens // every)] for place, row in enumerate(part.rows)]
+    if not chosen:
+        return None
+    tokens = np.concatenate(chosen)
+    if tokens.min() < 0:
+        raise NpucompileError(f"the executor returned expert {tokens.min()}; legal is 0 or more")
+    layers, count = tokens.shape[1], int(tokens.max()) + 1
+    in_one_row = tokens + count * np.arange(layers)[:, None]
+    return every * np.bincount(in_one_row.reshape(-1), minlength=layers * count).reshape(layers, count)
+
+
 def _read_group(
     outputs: Outputs, bucket: Bucket, part: GroupStep, group: GroupState, max_model_len: int, vocab_size: int
 ) -> Sequence[SampledTokens | None]:

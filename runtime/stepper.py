@@ -274,12 +274,15 @@ class Stepper:
             outputs = pending.result()
             finite = () if kind_of(step.bucket).samples else step_outputs.read_finite(outputs, step)
             results = () if finite else step_outputs.read_outputs(outputs, step, self.state, self.executor.vocab_size)
+            experts = step_outputs.count_experts(outputs, step)
         except ExecutorError:
             raise
         except Exception as error:
             self._fail(step, error)
         else:
             self._commit(step, results, finite, launched_ms, wanted)
+            if experts is not None:
+                self._advance(self.state, (), lambda metrics: metrics.count_experts(experts))
         self._receive()
 
     def _commit(

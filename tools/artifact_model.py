@@ -64,6 +64,7 @@ def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
         platform=Platform.of(manifest.platform),
         draft_vocab=draft_vocabulary.recorded(shapes),
         physical_experts=physical,
+        tells_experts=any(entry.tells_experts for entry in manifest.graphs),
     )
 
 

@@ -4,6 +4,7 @@ from .accept import accept
 from .add_rms_norm import add_rms_norm
 from .adjust_logits import adjust_logits
 from .attention_heads import attention_heads
+from .behind import behind
 from .cache_write import cache_write
 from .causal_conv import causal_conv
 from .chunk_gated_delta import chunk_gated_delta
@@ -61,6 +62,7 @@ __all__ = [
     "add_rms_norm",
     "adjust_logits",
     "attention_heads",
+    "behind",
     "cache_write",
     "causal_conv",
     "chunk_gated_delta",

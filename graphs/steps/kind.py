@@ -27,10 +27,13 @@ class StepOutput(NamedTuple):
 
 SAMPLED = (
     *(StepOutput("tokens", "BW", "i"), StepOutput("drafts", "B?", "i"), StepOutput("chosen_logprobs", "BW", "f")),
-    *(StepOutput("top_ids", "BW?", "i"), StepOutput("top_logprobs", "BW?", "f")),
+    *(StepOutput("top_ids", "BW?", "i"), StepOutput("top_logprobs", "BW?", "f"), StepOutput("experts", "B???", "i")),
 )
 """What steps give that sample tokens."""
 
+
+MOST_TOLD = 256
+"""Where experts should lie follows from so many tokens as well, and the host counts them beside a step."""
 
 OF_REQUESTS = ("pages", "slots", "first_slots", "request_slots")
 """First axes of the pools that have places of one request."""
@@ -139,6 +142,11 @@ def check_request(row: Any, end: int, limits: Limits) -> None:
         raise SpecError(f"a row with request slot {row.request_slot}; legal is 1 to {limits.num_request_slots - 1}")
     if len(row.pages) > limits.pages_per_request:
         raise SpecError(f"{len(row.pages)} pages for one row; the page table holds {limits.pages_per_request}")
+
+
+def tokens_told(q_len: int) -> int:
+    """Of how many tokens of a row steps return the experts, where they do: of all, or at even distances of no more than MOST_TOLD."""
+    return next(count for count in range(min(q_len, MOST_TOLD), 0, -1) if q_len % count == 0)
 
 
 def price(bucket: Bucket, fixed_tokens: float) -> float:

@@ -117,6 +117,11 @@ class GraphEntry:
         """Number of most likely tokens whose log probabilities the step returns; 0 where it returns none."""
         return next((leaf.aval.shape[-1] for leaf in self.outputs if leaf.path == "top_ids"), 0)
 
+    @property
+    def tells_experts(self) -> bool:
+        """Whether steps return the experts of their tokens."""
+        return any(leaf.path == "experts" for leaf in self.outputs)
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -188,6 +188,8 @@ def _call(builder: _Builder, node: fx.Node, body: Body, state: set[fx.Node]) -> 
     args: list[Any] = list(node.args)
     prefix = _prefix(builder, node)
     names = {tensor: builder.values[args[operand]].tensor for tensor, operand in body.feeds.items()}
+    # What waits for an operand waits for what gives it.
+    names |= {f"{own.rpartition(':')[0]}:-1": f"{given.rpartition(':')[0]}:-1" for own, given in names.items()}
     _copy(builder.ops, body, prefix, names)
     builder.patches += [(prefix + op, attribute, kind) for op, attribute, kind in body.patches]
     builder.control += [prefix + tensor for tensor in body.control]

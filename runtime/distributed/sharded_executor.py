@@ -22,7 +22,7 @@ from ..steps.pack import without_unused
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
 
-OUTPUTS = ("tokens", "counts", "finite")
+OUTPUTS = ("tokens", "counts", "finite", "experts")
 """Outputs that the engine reads of every step, if its bucket has them."""
 
 DRAFT_OUTPUTS = ("drafts",)

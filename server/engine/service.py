@@ -114,6 +114,7 @@ class ServedModel:
         max_running: requests that the engine can run at once; more wait.
         max_total_tokens: that the pages of all groups hold.
         tp, dp: devices of a group, and groups.
+        num_experts: whose choices are counted; 0 where they are not.
         aliases: further names that requests may have for it.
         defaults: sampling parameters of HTTP requests that do not set them, where they are not OpenAI's.
     """
@@ -128,6 +129,7 @@ class ServedModel:
     max_total_tokens: int = 0
     tp: int = 1
     dp: int = 1
+    num_experts: int = 0
     aliases: tuple[str, ...] = ()
     defaults: Mapping[str, float] = field(default_factory=dict)
 

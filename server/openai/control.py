@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -24,6 +25,8 @@ PROBE_TIMEOUT_S = 20.0
 
 HISTOGRAMS = "histograms"
 """The engine's numbers that are for `/metrics` alone: JSON has no infinity, where each histogram ends."""
+EXPERTS = "experts"
+"""Those that are for `/expert_counts` alone."""
 
 ACCEPTED, DRAFTS = "spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total"
 
@@ -64,6 +67,19 @@ async def flush_cache(api: Api, _: Request) -> Response:
     """Forgets all prefixes; bench tools ask before each run. Running requests go on, and leave nothing behind."""
     keeps_prefixes = api.service().flush_prefix_cache()
     return PlainTextResponse("the prefix cache is flushed\n" if keeps_prefixes else "no prefix cache is kept; there was nothing to flush\n")
+
+
+async def expert_counts(api: Api, _: Request) -> Response:
+    """How often each expert of each layer was chosen since the engine began, as SGLang's recorder writes it.
+
+    Raises:
+        Refusal: nothing is counted.
+    """
+    service = api.service()
+    if not (experts := service.model.num_experts):
+        raise Refusal("no_expert_counts")
+    counts = service.stats().get(EXPERTS, np.zeros((0, experts), np.int64))
+    return JSONResponse({"logical_count": np.pad(counts, ((0, 0), (0, experts - counts.shape[1]))).tolist()})
 
 
 async def model_info(api: Api, _: Request) -> Response:
@@ -114,7 +130,7 @@ async def server_info(api: Api, _: Request) -> Response:
         "has_chat_template": chat.template is not None,
         "reasoning_parser": chat.reasoning,
         "tool_call_parser": chat.tool_calls,
-        "stats": {name: value for name, value in stats.items() if name != HISTOGRAMS},
+        "stats": {name: value for name, value in stats.items() if name not in (HISTOGRAMS, EXPERTS)},
         "internal_states": [{"avg_spec_accept_length": 1 + stats[ACCEPTED] / drafts} if drafts else {}],
     }
     return JSONResponse(info)

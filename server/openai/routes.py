@@ -26,6 +26,7 @@ from .completions import completions, render_completions
 from .control import (
     AbortRequest,
     abort_request,
+    expert_counts,
     flush_cache,
     get_load,
     health_generate,
@@ -85,6 +86,7 @@ GETS: Mapping[str, Callable[[Api, Request], Awaitable[Response]]] = {
     "/ping": ping,
     "/version": version,
     "/flush_cache": flush_cache,
+    "/expert_counts": expert_counts,
     "/get_load": get_load,
     "/server_info": server_info,
     "/get_server_info": server_info,

@@ -152,7 +152,7 @@ def families(stats: Mapping[str, Any], model: ServedModel) -> Iterator[Metric]:
 def _ours(stats: Mapping[str, Any]) -> dict[str, Samples]:
     metrics: dict[str, Samples] = {}
     for name, value in stats.items():
-        if name == "histograms":
+        if name in ("histograms", "experts"):
             continue
         if name in LABELS:
             metric, label = LABELS[name]

@@ -20,6 +20,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "model_not_found": 404,
     "response_not_found": 404,
     "no_compaction": 404,
+    "no_expert_counts": 404,
     "body_too_large": 413,
     "unsupported_encoding": 415,
     "host_not_allowed": 421,
@@ -75,6 +76,7 @@ REFUSALS: Mapping[str, str] = {
     "response_not_found": "there is no response with id {response}",
     "response_not_found.unkept": "response {response} was made with store: false, and has ended; its events may still be followed",
     "no_compaction": "conversations are not compacted here; legal is a shorter input, or a response that is asked to sum one up",
+    "no_expert_counts": "nothing counts here how often experts are chosen; legal is a build with --expert-counts",
     "not_resumable": "response {response} was not made to be resumed; legal is one with background: true or resumable: true",
     "previous_response_not_found": "Previous response with id {response} not found: it {why}; legal is the whole input without it",
     "unsupported_value.outputs": "Previous response with id {response} has {count} outputs, of which none is the one to go on with; legal "

@@ -53,6 +53,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
             "special_tokens": dict(plan.source.special_tokens),
             "sampling": dict(plan.source.sampling),
             **({"draft_model": plan.source.draft.as_fields()} if plan.source.draft else {}),
+            **({"num_experts": plan.model.config.num_experts} if plan.model.config.variant.tells_experts else {}),
             **({"expert_map": plan.model.placement.as_fields()} if plan.model.placement else {}),
             **({"tower": _tower(plan, plan.pictures)} if plan.pictures else {}),
         },

@@ -65,6 +65,7 @@ class Options:
     encode: tuple[EncodeSize, ...] | None = None
     language_model_only: bool | None = None
     expert_map: str | None = None
+    expert_counts: bool | None = None
     prefill_cp: int | None = None
 
 

@@ -90,6 +90,7 @@ def choose_formats(plan: Plan) -> Plan:
         platform=plan.platform,
         draft_vocab=draft_vocab(plan.options.draft_vocab_size, plan),
         physical_experts=physical,
+        tells_experts=_tells_experts(plan),
     )
     model = replace(plan.source.model, config=replace(config, variant=variant), drafting=plan.limits.drafts > 0, placement=placement)
     return replace(plan, model=model)
@@ -108,6 +109,19 @@ def sliced_over(plan: Plan) -> int:
         legal = f"are 1 and {group}, all ranks of a group" if group > 1 else "is 1: no ranks share a prompt"
         raise SpecError(f"--prefill-cp {asked} with mesh {plan.mesh}; legal {legal}")
     return asked
+
+
+def _tells_experts(plan: Plan) -> bool:
+    """Whether steps return the experts of their tokens.
+
+    Raises:
+        SpecError: no ranks share whole experts, so that nothing could be placed by it.
+    """
+    experts = getattr(plan.source.model.config, "num_experts", 0)
+    shared = plan.mesh.size > 1 and plan.expert_parallel and experts
+    if plan.options.expert_counts and not shared:
+        raise SpecError(f"--expert-counts for {plan.source.name}, mesh {plan.mesh}; legal is a model whose experts several ranks share")
+    return bool(plan.options.expert_counts)
 
 
 def _expert_placement(plan: Plan) -> ExpertPlacement | None:

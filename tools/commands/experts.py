@@ -22,7 +22,8 @@ from ..locate import artifact_path
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(home: Home, artifact: str, counts: str, copies: int | None, out: Path | None, as_json: bool) -> None:
-    """Plan where the experts of ARTIFACT lie, by COUNTS: a file with logical_count, as SGLang's recorder writes it.
+    """Plan where the experts of ARTIFACT lie, by COUNTS: a file with logical_count, as SGLang's recorder writes it and /expert_counts
+    of a server answers (build --expert-counts).
 
     \b
     Prints how loaded the busiest rank is and what a step takes, by estimate: as built, planned, and planned with copies.

@@ -50,6 +50,7 @@ def service_of(
         max_total_tokens=(manifest.limits.num_pages - 1) * manifest.limits.page_size * groups,
         tp=Mesh.parse(manifest.mesh).axis("tp"),
         dp=groups,
+        num_experts=manifest.model.get("num_experts", 0),
     )
     service = Service(client, codec, model, chat=chat, readiness=readiness, limits=limits)
     vision = vision_of(artifact, codec, media, paired=paired)

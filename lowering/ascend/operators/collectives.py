@@ -6,6 +6,7 @@ collectives do.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -27,6 +28,8 @@ from .trials import Trial
 Members = list[Arguments]
 REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "product": "prod"}
 """GE's name of a reduction by torch's."""
+_AFTER = "_npucompile_after"
+"""Attribute of a tensor: the control edge that the operator which communicates it gets."""
 _TORCH_REDUCTIONS = {ge: name for name, ge in REDUCTIONS.items()}
 
 
@@ -195,7 +198,7 @@ def _over_groups(emit: Callable[..., Any]) -> Converter:
         def convert(x: Any, *args: Any, meta_outputs: Any = None) -> Any:
             *rest, group = args
             if is_symbol(group):
-                return emit(ta.ge, x, *rest, group=group)
+                return behind(x, emit(ta.ge, x, *rest, group=group))
             if earlier is None:
                 raise LoweringError(f"a collective is over group {group!r}; legal are {LEGAL_GROUPS}")
             return earlier(x, *args)
@@ -203,6 +206,21 @@ def _over_groups(emit: Callable[..., Any]) -> Converter:
         return convert
 
     return converter
+
+
+def remember(x: Any, first: Any) -> Any:
+    """The tensor, for what communicates it to come after another one: GE orders operators by data alone."""
+    ordered = copy.copy(x)
+    setattr(ordered, _AFTER, first.controller)
+    return ordered
+
+
+def behind(x: Any, results: Any) -> Any:
+    """Results of what communicates a tensor, behind what that remembers."""
+    if (edge := getattr(x, _AFTER, None)) is not None:
+        first = results[0] if isinstance(results, list | tuple) else results
+        first.node.input.append(edge)
+    return results
 
 
 def _emit_all_to_all(ge: Any, x: Any, received: list[int], sent: list[int], group: str) -> Any:

@@ -6,7 +6,6 @@ documentation of Ascend/op-plugin.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from ....graphs.types import DISPATCH
 from . import work
 from .call import Call, Results, group_of
 from .checks import FLOATS, refuse_options, require, require_shape, to_int8, undefined
-from .collectives import Members, check_size, wanted_members
+from .collectives import Members, behind, check_size, remember, wanted_members
 from .node import Node
 from .record import COUNTS, Arguments, NpuOperator, TokenList, TorchForm
 from .trials import Trial
@@ -207,32 +206,13 @@ def _combine(calls: list[Call], wanted: Sequence[int] | None = None) -> list[Res
     return [*npu_moe_distribute_combine_v2(members, wanted)]
 
 
-_AFTER = "_npucompile_after"
-"""Attribute of a tensor: the control edge that the operator which communicates it gets."""
-
-
 def _convert_after(ta: Any, earlier: Any) -> Any:
     """No operator: the tensor, which remembers what must come first."""
-
-    def convert(x: Any, first: Any, meta_outputs: Any = None) -> Any:
-        ordered = copy.copy(x)
-        setattr(ordered, _AFTER, first.controller)
-        return ordered
-
-    return convert
+    return lambda x, first, meta_outputs=None: remember(x, first)
 
 
 def _convert_exchange(ta: Any, earlier: Any) -> Any:
-    """GE orders operators by data alone, so what the tensor remembers becomes an edge."""
-
-    def convert(x: Any, *args: Any, **kwargs: Any) -> Any:
-        results = earlier(x, *args, **kwargs)
-        if (edge := getattr(x, _AFTER, None)) is not None:
-            first = results[0] if isinstance(results, list | tuple) else results
-            first.node.input.append(edge)
-        return results
-
-    return convert
+    return lambda x, *args, **kwargs: behind(x, earlier(x, *args, **kwargs))
 
 
 _ROUNDED_SHARE = 10 / 16

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 
 import httpx
+import numpy as np
 import pytest
 from support.scripted import MODEL, ScriptedEngine, scripted
 from support.texts import byte_codec
@@ -23,6 +25,23 @@ from npucompile.server.run import Serving, running
 def served():
     with scripted() as (url, engine), httpx.Client(base_url=url.removesuffix("/v1"), timeout=30) as client:
         yield client, engine
+
+
+def test_experts_are_counted_where_a_build_counts_them(served):
+    """In a table of all experts, whichever were chosen; of the engine's numbers that others read they are none."""
+    client, _ = served
+    answer = client.get("/expert_counts")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_expert_counts")
+    with contextlib.closing(ScriptedEngine(lambda prompt: "a")) as engine:
+        stats, tables = engine.stats, [{}, {"experts": np.array([[3, 0, 1], [0, 2, 2]])}]
+        engine.stats = lambda: {**stats(), **tables[0]}
+        counting = Service(engine, byte_codec(), replace(MODEL, num_experts=5))
+        with running(counting) as server, httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client:
+            assert client.get("/expert_counts").json() == {"logical_count": []}
+            tables.pop(0)
+            assert client.get("/expert_counts").json() == {"logical_count": [[3, 0, 1, 0, 0], [0, 2, 2, 0, 0]]}
+            assert "experts" not in client.get("/server_info").json()["stats"]
+            assert "experts" not in client.get("/metrics").text
 
 
 @pytest.mark.parametrize(("body", "reason"), [({"rid": "mine"}, "abort"), ({"abort_all": True}, "abort")])

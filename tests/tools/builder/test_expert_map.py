@@ -15,10 +15,12 @@ import torch
 from support import fleets, ranks, served, tiny
 
 from npucompile.graphs.errors import SpecError
+from npucompile.graphs.steps import kind
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models.expert_placement import ExpertPlacement, by_default
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.runtime.request import Sampling
+from npucompile.runtime.engine import Engine
+from npucompile.runtime.request import Request, Sampling, TokenEvent
 from npucompile.tools.artifact_model import full_model
 from npucompile.tools.builder import driver, pool
 from npucompile.tools.builder.expert_map import fitted, read
@@ -154,6 +156,72 @@ def test_a_map_of_another_model_or_for_other_ranks_is_refused(text: Any, ranks: 
 def test_a_model_without_experts_takes_no_map() -> None:
     with pytest.raises(SpecError, match="places experts, and small has none"):
         rows_of({"physical_to_logical_map": [ROW]}, fleets.model(experts=False))
+
+
+# --- counts ---
+
+
+def counted(executor: Any, prompts: Any = PROMPTS) -> tuple[list[Any], Any]:
+    """The tokens of each prompt, and how often a server would say that each expert was chosen."""
+    engine = Engine(executor, refresh_every_s=None)
+    sinks: list[list[Any]] = [[] for _ in prompts]
+    for number, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+        engine.submit(Request(str(number), tuple(prompt), 10), sink.append)
+    while engine.step():
+        pass
+    tokens = [[token for event in sink if isinstance(event, TokenEvent) for token in event.token_ids] for sink in sinks]
+    return tokens, engine.stats()["experts"]
+
+
+def chosen_by_one_device(checkpoint: Any, dtype: torch.dtype, texts: Any) -> Any:
+    """How often one device, which runs each text in one pass, chooses each expert of each layer."""
+    model = served.OneDevice.of(checkpoint, "none", dtype)
+    top = model.model.config.routing.top_k
+    layers = zip(*(model.run(text).routers for text in texts), strict=True)
+    return [
+        torch.cat([logits.topk(top).indices for logits in own]).flatten().bincount(minlength=own[0].shape[1]).tolist() for own in layers
+    ]
+
+
+def test_choices_of_all_tokens_are_counted_whatever_the_map(sharded: Any, tmp_path: Any) -> None:
+    checkpoint = Path(Artifact.open(sharded("")).manifest.build_arguments[0])
+    rows = json.dumps({"physical_to_logical_map": [[3, 1, 0, 2, 3, 3], [0, 1, 2, 3, 1, 0]]})
+    sizes: dict[str, Any] = {"buckets": (1, 2), "prefill": (4,), "max_model_len": 32, "mesh": "tp=2", "num_speculative_tokens": 0}
+    tiny.built(tiny.planned(checkpoint, expert_map=rows, expert_counts=True, **sizes), tmp_path / "out", fresh=True)
+    artifact = Artifact.open(tmp_path / "out")
+    with opened_ranks(artifact, None, RankSettings(threads=1), ranks.environment(), tiny.QUIET) as load:
+        tokens, counts = counted(load())
+    texts = [[*prompt, *own[:-1]] for prompt, own in zip(PROMPTS, tokens, strict=True)]
+    assert counts.tolist() == chosen_by_one_device(checkpoint, torch.float32, texts)
+    assert full_model(artifact.manifest).config.variant.tells_experts
+    assert read(json.dumps({"logical_count": counts.tolist()})).counts
+
+
+@pytest.mark.parametrize("backend", ["ge", pytest.param("aclgraph", marks=pytest.mark.long)])
+def test_emulated_npus_count_drafts_and_every_nth_token_of_prompts(checkpoint: Any, tmp_path: Any, backend: str) -> None:
+    """A step verifies drafts, whose choices count, as experts compute for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "MOST_TOLD", 2)
+        artifact = npu_build(checkpoint, tmp_path / "out", expert_counts=True, expert_map=json.dumps(drawn(0)), backend=backend)
+    shapes = {entry.bucket.name: leaf.aval.shape for entry in artifact.manifest.graphs for leaf in entry.outputs if leaf.path == "experts"}
+    assert shapes["decode-b2-q2"] == (2, 2, 2, 2)
+    assert all(shape[1:] == (2, 2, 2) for shape in shapes.values())
+    with served.emulated(artifact, tmp_path / "cache") as executor:
+        tokens, counts = counted(executor)
+    assert len(tokens) == len(PROMPTS)
+    each = counts.sum(1)
+    computed = sum(map(len, PROMPTS)) + sum(len(own) - 1 for own in tokens)
+    assert each[0] == each[1] >= computed * 2
+    changed = SimpleNamespace(path=artifact.path, manifest=replace(artifact.manifest, graphs=artifact.manifest.graphs[-1:]))
+    assert npu.verify_device(changed, tmp_path, tiny.QUIET, steps=1)
+
+
+def test_counts_are_of_experts_that_ranks_share(checkpoint: Any) -> None:
+    with pytest.raises(SpecError, match=r"--expert-counts for .*, mesh 1; legal is a model whose experts several ranks share"):
+        tiny.planned_device(checkpoint, mesh="1", expert_counts=True)
+    assert "--expert-counts" in tiny.planned_device(checkpoint, expert_counts=True).arguments
+    assert tiny.described(tiny.planned_device(checkpoint, expert_counts=True)).model["num_experts"] == 8
+    assert "num_experts" not in tiny.described(tiny.planned_device(checkpoint)).model
 
 
 # --- builds ---

@@ -193,6 +193,15 @@ EXPERT_MAP = Setting(
     change="experts move, or get copies; as many as before need no graphs anew",
     same=("--init-expert-location",),
 )
+EXPERT_COUNTS = Setting(
+    "expert-counts",
+    "Count how often each expert is chosen: GET /expert_counts of a server, for `npucompile experts` and --expert-map.",
+    lambda plan: plan.model.config.variant.tells_experts or None,
+    extra={"is_flag": True, "default": None},
+    recorded=lambda recorded: "" if any(entry.tells_experts for entry in recorded.manifest.graphs) else None,
+    what=lambda value, recorded: "A server counts how often each expert is chosen.",
+    change="each step returns the experts of its tokens, of long prompts those of every so-manyth",
+)
 FAMILY = Setting(
     "family",
     "Python file of the model's family, where it is none of npucompile's: it ends with FAMILY = Family(...).",

@@ -30,6 +30,7 @@ SETTINGS = (
     model.DRAFT_MODEL,
     model.DRAFT_VOCAB_SIZE,
     model.EXPERT_MAP,
+    model.EXPERT_COUNTS,
     model.FAMILY,
     model.LOGPROBS,
     model.STRUCTURED_OUTPUTS,
