@@ -187,11 +187,12 @@ def _small_groups(formats: Formats) -> Formats:
 
 
 def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int, *, sliced: bool = False) -> tuple[BucketCase, ...]:
-    """One small bucket for every form among graphs that make `drafts` drafts after that many layers with experts; none that encodes."""
+    """One small bucket for every form among graphs that make up to `drafts` drafts after so many layers with experts; none that encodes."""
     forms: dict[Form, list[GraphEntry]] = {}
     for entry in (entry for entry in entries if not kind_of(entry.bucket).tower):
         fused = any(name == FUSED for name, *_ in entry.collectives)
-        form = Form.of(entry.bucket, tp, dispatched(entry, drafts, layers), fused, parts_of(entry, drafts, layers), sliced)
+        made = entry.bucket.q_len - 1 if kind_of(entry.bucket).decodes else drafts
+        form = Form.of(entry.bucket, tp, dispatched(entry, made, layers), fused, parts_of(entry, made, layers), sliced)
         forms.setdefault(form, []).append(entry)
     cases = [BucketCase(_bucket(form, tuple(entries), tp), form, tuple(entries)) for form, entries in forms.items()]
     return tuple(sorted(cases, key=lambda case: (not kind_of(case.bucket).chunks, case.form)))

@@ -89,6 +89,12 @@ def test_exchange_forms_are_told_apart():
     assert [small_model.dispatched(graph, 0, 60) for graph in graphs] == ["none", "all", "all", "parts"]
 
 
+def test_a_step_of_few_drafts_and_few_layers_dispatches_all():
+    """A step of two tokens makes one draft, whatever the model's other steps make: of three dispatches two are of layers."""
+    (case,) = small_buckets([entry("decode", 2, 2, ["moe_dispatch"] * 3)], 2, 3, 2)
+    assert (case.form.dispatched, case.form.parts) == ("all", 1)
+
+
 @pytest.mark.parametrize(("tp", "batch", "small"), [(2, 300, "decode-b4-q4"), (16, 512, "decode-b16-q4"), (16, 1000, "decode-b8-q4")])
 def test_a_small_step_that_dispatches_in_drafts_alone_has_too_many_other_tokens(tp, batch, small):
     """Its layers gather because they have more tokens than a device may dispatch; so must those of the small step."""
