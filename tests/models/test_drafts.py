@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support import oracle, speculators
+from support import oracle, speculators, unrolled
 
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.ir.trace import trace
@@ -15,7 +15,6 @@ from npucompile.graphs.types import Bucket
 from npucompile.models import hybrid
 from npucompile.models.presets import BUNDLED
 from npucompile.models.step import program
-from npucompile.tools.lab.train import tiny_draft, tiny_model
 
 MODELS = ["dense", "moe"]
 TOLERANCE = 1e-5
@@ -23,7 +22,7 @@ TOLERANCE = 1e-5
 
 def recursion(model, weights, text, bases, depth):
     """Drafts [R, depth] after tokens base + 1 of a text, by the recursion that trains draft heads."""
-    out = tiny_draft.unroll(model.config, weights, torch.tensor([text]), torch.tensor([bases]), own_tokens=True, depth=depth)
+    out = unrolled.unroll(model.config, weights, torch.tensor([text]), torch.tensor([bases]), own_tokens=True, depth=depth)
     logits = [out.first[0, bases], *(deeper[0] for deeper in out.deeper)]
     return torch.stack([of_depth.argmax(-1) for of_depth in logits], 1)
 
@@ -31,7 +30,7 @@ def recursion(model, weights, text, bases, depth):
 def cache(model, weights, text):
     """Keys and values of the draft head after one pass over a text: position p from hidden state p and token p + 1."""
     ids = torch.tensor([text], dtype=torch.int32)
-    step = tiny_model.fresh_step(model.config, 1, len(text) - 1)
+    step = unrolled.fresh_step(model.config, 1, len(text) - 1)
     hidden, state, _ = hybrid.forward(model.config, weights, step.state, {**step.inputs, "tokens": ids[:, :-1]})
     _, state = hybrid.extend_draft_cache(model.config, weights, state, {**step.inputs, "tokens": ids[:, 1:]}, hidden, first=True)
     return {f"mtp.{name}": pool[1:, 0] for name, pool in state["mtp"].items()}

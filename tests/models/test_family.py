@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import oracle, speculators
+from support import oracle, speculators, unrolled
 
 from npucompile.graphs import ops, tree
 from npucompile.graphs.types import Aval
@@ -15,7 +15,6 @@ from npucompile.models import attention, feed_forward, hybrid, qwen3_5, sequence
 from npucompile.models.batch import Batch
 from npucompile.models.family import DraftHead, Intermediates
 from npucompile.models.params import Param, Source, initialise
-from npucompile.tools.lab.train import tiny_model
 
 HEAD = "eagle"
 
@@ -111,7 +110,7 @@ def test_a_head_of_other_features_drafts_and_changes_no_output(fake, drafts):
 def written_out(model, weights, text, drafts):
     """Drafts after a text, from one pass of the head over all of it."""
     cfg, family, head = model.config, model.family, model.family.draft_head
-    fresh = tiny_model.fresh_step(cfg, 1, len(text) - 1 + drafts)
+    fresh = unrolled.fresh_step(cfg, 1, len(text) - 1 + drafts)
     pages = torch.arange(1, len(text) + drafts, dtype=torch.int32)[None]
     state = {**fresh.state, HEAD: {name: torch.zeros_like(pool) for name, pool in fresh.state["layers"][-1].items()}}
     ids = torch.tensor([text], dtype=torch.int32)

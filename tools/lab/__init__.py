@@ -1,1 +1,1 @@
-"""The laboratory: comparisons with other engines, training of the bundled model, calibration of the planner. Not in the wheel."""
+"""The laboratory: comparisons with other engines, calibration of the planner. Not in the wheel."""

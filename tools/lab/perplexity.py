@@ -23,7 +23,7 @@ from ...models.quant.formats import PLAIN
 from ..builder.precision import DTYPES, choose_kv_cache
 from ..builder.settings.model import KV_CACHE_DTYPES
 from ..quantize.forward import loaded, logits, read_text, token_ids, windows
-from .train.corpus import parse_chapters, read_bible, split_chapters
+from .corpus import parse_chapters, read_bible, split_chapters
 
 WINDOW_TOKENS = 256
 

@@ -109,6 +109,11 @@ class _Starts(Moves):
         else:
             self.child.begin(self._work.rung, STARTING + what, ASSUMED[BUCKETS])
 
+    def say(self, text: str) -> None:
+        """Says that a bucket has started, or cannot: what goes wrong next is not about it."""
+        super().say(text)
+        self._work.get_ready(self.child)
+
 
 class _Told(Watch):
     """Says what becomes of collectives on the first rank."""

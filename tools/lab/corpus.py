@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ....graphs.errors import NpucompileError
+from ...graphs.errors import NpucompileError
 
 COMMAND = ("bible", "-f", "gen1:1-rev22:21")
 EVERY = 50

@@ -1,11 +1,11 @@
-"""tools/lab/train/corpus.py: verses become chapters, and chapters are split into training and held-out text."""
+"""tools/lab/corpus.py: verses become chapters, and chapters are split into training and held-out text."""
 
 import shutil
 
 import pytest
 
-from npucompile.tools.lab.train import corpus
-from npucompile.tools.lab.train.corpus import Chapter, CorpusError, parse_chapters, split_chapters
+from npucompile.tools.lab import corpus
+from npucompile.tools.lab.corpus import Chapter, CorpusError, parse_chapters, split_chapters
 
 PRINTED = """Ge1:1 In the beginning God created the heaven and the earth.
 Ge1:2 And the earth was without form,  and void; and darkness was upon the face of the deep.
