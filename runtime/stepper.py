@@ -274,7 +274,7 @@ class Stepper:
             outputs = pending.result()
             finite = () if kind_of(step.bucket).samples else step_outputs.read_finite(outputs, step)
             results = () if finite else step_outputs.read_outputs(outputs, step, self.state, self.executor.vocab_size)
-            experts = step_outputs.count_experts(outputs, step)
+            experts = step_outputs.count_experts(outputs, step, self._num_ended % len(outputs))
         except ExecutorError:
             raise
         except Exception as error:

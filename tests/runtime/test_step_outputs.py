@@ -14,7 +14,7 @@ from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.request_state import RequestState
 from npucompile.runtime.scheduler.scheduled_step import GroupStep, ScheduledRequest, ScheduledSegment, ScheduledStep
 from npucompile.runtime.scheduler.state import GroupState, SchedulerState
-from npucompile.runtime.step_outputs import NOT_FINITE, read_finite, read_outputs
+from npucompile.runtime.step_outputs import NOT_FINITE, count_experts, read_finite, read_outputs
 
 VOCAB = 13
 DECODE, PREFILL = Bucket("decode", 3, 3), Bucket("prefill", 2, 4)
@@ -114,3 +114,23 @@ def test_segments_of_an_encode_step_are_finite_or_not_and_padding_is_not_read():
         read_finite([{"tokens": i32([1])}, {}], step)
     with pytest.raises(NpucompileError, match=r"returned finite int32\[2\]; legal is int32\[3\]"):
         read_finite([{"finite": i32([1, 1])}, {}], step)
+
+
+def test_experts_are_counted_of_live_tokens_of_one_group_which_stands_for_all():
+    chosen = i32([[[[0, 2]], [[1, 2]], [[3, 3]]], [[[0, 1]], [[9, 9]], [[9, 9]]], [[[9, 9]]] * 3])
+    step = ScheduledStep(DECODE, (GroupStep((row(0), row(1, drafts=0))), GroupStep((row(2),)), GroupStep()))
+    outputs = [{"experts": chosen}, {"experts": -chosen}, {"experts": chosen}]
+    assert count_experts(outputs, step, 0).tolist() == [[6, 6, 6, 6]]
+    assert count_experts(outputs, step, 2) is None, "no rows"
+    assert count_experts([{}, {}, {}], step, 0) is None
+    with pytest.raises(NpucompileError, match="returned expert -3; legal is 0 or more"):
+        count_experts(outputs, step, 1)
+    with pytest.raises(NpucompileError, match="returned experts int32"):
+        count_experts([{"experts": chosen[0]}, {}, {}], step, 0)
+
+
+def test_of_a_long_chunk_a_token_that_tells_counts_for_those_behind_it():
+    prefill = Bucket("prefill", 1, 8)
+    chunk = ScheduledRequest(RequestState(Request("r", tuple(range(9)), 4), 0, 0.0), 4, 5)
+    told = i32([[[[0, 1]], [[2, 1]], [[3, 3]], [[9, 9]]]])
+    assert count_experts([{"experts": told}], ScheduledStep(prefill, (GroupStep((chunk,)),)), 0).tolist() == [[2, 4, 2, 4]]
