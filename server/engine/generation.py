@@ -91,6 +91,9 @@ class Generation:
         stop: stop strings.
         skip_special: whether special tokens have no text.
         by_token: see `OutputStream`.
+
+    Attributes:
+        done: whether all completions have ended.
     """
 
     def __init__(
@@ -108,13 +111,9 @@ class Generation:
             OutputStream(tokenizer.detokenizer(skip_special=skip_special), stop, request.sampling.min_tokens, by_token=by_token)
             for request in requests
         ]
+        self.done = not requests
         self._ends: dict[str, CompletionEnd] = {}
         self._stopped: list[str] = []
-
-    @property
-    def done(self) -> bool:
-        """Whether all completions have ended."""
-        return len(self._ends) == len(self._index)
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -142,6 +141,7 @@ class Generation:
         if places := image_tokens(self.requests[index].pictures):
             end = replace(end, usage=replace(end.usage, image_tokens=places))
         self._ends[event.request_id] = end
+        self.done = len(self._ends) == len(self._index)
         return [(index, last), (index, end)] if last else [(index, end)]
 
     def take_stopped(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ class Mailbox(BatchSink):
         self.loop = loop
         self._failed = failed
         self._receivers: dict[str, Deliver] = {}
+        self._calls: list[Callable[[], None]] = []
         self._events: list[Event] = []
         # Guards the events.
         self._lock = Lock()
@@ -39,6 +40,20 @@ class Mailbox(BatchSink):
     def close(self, request_id: str) -> None:
         """Delivers nothing of this request from now on."""
         self._receivers.pop(request_id, None)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Calls it behind all events of the step, one turn of the loop for all that want it."""
+        if not self._calls:
+            self.loop.call_soon(self._call)
+        self._calls.append(call)
+
+    def _call(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            try:
+                call()
+            except Exception:
+                log.exception("what was to follow a step raised")
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Events of one step; dropped after the loop has closed."""

@@ -401,6 +401,10 @@ class Service:
         """Forgets what is in the engine's caches of earlier requests; returns whether anything is kept there at all."""
         return self._engine.flush_prefix_cache()
 
+    def soon(self, call: Callable[[], None]) -> None:
+        """See `Mailbox.soon`."""
+        self._open_mailbox().soon(call)
+
     def _open_mailbox(self) -> Mailbox:
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:

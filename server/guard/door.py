@@ -27,6 +27,9 @@ KEY = "key "
 OWNER = "npucompile.owner"
 """Key of a scope: whose responses it may name, the digest of its key; "" where no key is asked for, and an id opens what it names."""
 
+CHUNKS = "npucompile.chunks"
+"""Extension of a scope: a function that writes a part of a body whose length was not said, once `http.response.start` was sent; it returns
+false, and writes nothing, where the client is behind and `http.response.body` would wait."""
 
 _REFUSED = 400
 """Statuses of answers that say no begin here."""

@@ -18,8 +18,7 @@ class EventReader(Inbox[ServerEvent]):
     """
 
     def __init__(self, service: Service, max_waiting: int | None = MAX_WAITING) -> None:
-        super().__init__()
-        self._service = service
+        super().__init__(service)
         self._max_waiting = max_waiting
         self._run: Followed | None = None
 
@@ -34,8 +33,8 @@ class EventReader(Inbox[ServerEvent]):
         if done:
             self.ended.set()
         self._add([in_lane(event, "") for event in events], len(events), self._max_waiting)
-        if events or done:
-            self._filled.set()
+        if done:
+            self.wake()
 
     def cancel(self) -> None:
         """Leaves the response: nobody reads here any more."""

@@ -35,28 +35,41 @@ class TooSlow(Exception):
 class Inbox(Generic[Out]):
     """What has come for one HTTP request and was not taken yet; every method runs on the event loop.
 
+    Args:
+        service: whose events come.
+
     Attributes:
         ended: set when no more comes.
         overflow: set when too much waits; it gets no more then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, service: Service) -> None:
+        self._service = service
         self.ended = asyncio.Event()
         self.overflow = asyncio.Event()
         self._waiting: list[Out] = []
         self._size = 0
         self._filled = asyncio.Event()
+        self._at_once: Callable[[list[Out]], None] | None = None
         self._error: Exception | None = None
 
-    async def take(self) -> list[Out]:
-        """What has come since the last call, at least something; nothing when all has been taken.
+    async def take(self, at_once: Callable[[list[Out]], None] | None = None) -> list[Out]:
+        """What has come since the last call, at least something; nothing when all has been taken, or after `wake`.
+
+        Args:
+            at_once: is given what comes of a step while this waits, which it still does then: to wake a task for each stream and step
+                takes longer than what the task does.
 
         Raises:
             TooSlow: too much had come.
             Exception: the server failed to make more.
         """
         if not self.ended.is_set():
-            await self._filled.wait()
+            self._at_once = at_once
+            try:
+                await self._filled.wait()
+            finally:
+                self._at_once = None
         if self.overflow.is_set():
             raise TooSlow
         if self._error is not None and not self._waiting:
@@ -65,14 +78,25 @@ class Inbox(Generic[Out]):
         outputs, self._waiting, self._size = self._waiting, [], 0
         return outputs
 
+    def wake(self) -> None:
+        """Whoever waits in `take` waits no more."""
+        self._filled.set()
+
     def failed(self, error: Exception) -> None:
         """No more comes; who takes what has come is told why."""
         self._error = error
         self.ended.set()
         self._filled.set()
 
-    def _add(self, outputs: Sequence[Out], size: int, most: int | None) -> bool:
+    def _add(self, outputs: list[Out], size: int, most: int | None) -> bool:
         """Adds outputs that are counted for `size`, and drops all if more than `most` wait then; whether they were kept."""
+        if not outputs:
+            return True
+        if self._at_once is None:
+            self._filled.set()
+        elif not self._waiting:
+            # Behind the other events of the step: the end comes in the frame of the last text.
+            self._service.soon(self._hand_over)
         self._waiting += outputs
         self._size += size
         if most is not None and self._size > most:
@@ -80,6 +104,11 @@ class Inbox(Generic[Out]):
             self.overflow.set()
             return False
         return True
+
+    def _hand_over(self) -> None:
+        if self._at_once is not None and self._waiting and not self._filled.is_set():
+            outputs, self._waiting, self._size = self._waiting, [], 0
+            self._at_once(outputs)
 
 
 class Live(Inbox[Out]):
@@ -100,8 +129,7 @@ class Live(Inbox[Out]):
         on_end: Callable[[], object],
         max_waiting: int | None = MAX_WAITING,
     ) -> None:
-        super().__init__()
-        self._service = service
+        super().__init__(service)
         self._requests = tuple(requests)
         self._core = core
         self._on_end = on_end
@@ -139,8 +167,7 @@ class Live(Inbox[Out]):
             return
         if self._core.done:
             self.ended.set()
-        if outputs:
-            self._filled.set()
+            self.wake()
 
 
 def _size(event: Event) -> int:

@@ -7,16 +7,17 @@ its connection: without the end of the stream, so that it cannot take what it go
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..engine.output_stream import CompletionEnd
+from ..guard.door import CHUNKS
 from ..requests.error_objects import error_reply, failure_of
+from ..requests.frames import JSON, encode_bytes
 from .errors import failure, failure_object
 from .live import TooSlow
 
@@ -60,8 +61,11 @@ class Source(Protocol[Given]):
     ended: asyncio.Event
     overflow: asyncio.Event
 
-    async def take(self) -> list[Given]:
-        """What has come since the last call; nothing when all has been taken."""
+    async def take(self, at_once: Callable[[list[Given]], None] | None = None) -> list[Given]:
+        """What has come since the last call; see `Inbox`."""
+
+    def wake(self) -> None:
+        """Whoever waits in `take` waits no more."""
 
     def cancel(self) -> None:
         """Nobody waits for more."""
@@ -78,8 +82,8 @@ def failure_frames(message: str | None, code: str | None = None) -> list[bytes]:
 
 def frame(data: Mapping[str, Any], event: str | None = None) -> bytes:
     """One server-sent event."""
-    name = f"event: {event}\n" if event else ""
-    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    name = b"event: %b\n" % event.encode() if event else b""
+    return b"%bdata: %b\n\n" % (name, encode_bytes(data, JSON))
 
 
 class EventStream(Response):
@@ -95,6 +99,9 @@ class EventStream(Response):
         self._live: Source[Any] = live
         self._frames: Frames[Any] = frames
         self._ahead: list[Any] = []
+        self._chunk: Callable[[bytes], bool] | None = None
+        self._unsent = b""
+        self._fault: Exception | None = None
 
     async def begun(self, receive: Receive) -> None:
         """Waits for the first output.
@@ -121,6 +128,7 @@ class EventStream(Response):
             leaving.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._chunk = scope.get("extensions", {}).get(CHUNKS)
         tasks = [asyncio.create_task(part) for part in (self._write(send), gone(receive), self._live.overflow.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -141,13 +149,31 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def _at_once(self, outputs: list[Any]) -> None:
+        """Writes the frames of what has come, where no task has to wait for the client."""
+        assert self._chunk
+        try:
+            frames = b"".join(self._frames.feed(outputs))
+        except Exception as error:
+            self._fault = error
+        else:
+            if not self._frames.failed and self._chunk(frames):
+                return
+            self._unsent = frames
+        self._live.wake()
+
     async def _made(self) -> AsyncIterator[Sequence[bytes]]:
         """The frames; where they cannot be made, those of an error are the last."""
         try:
             yield self._frames.begin()
-            while not self._frames.failed and (outputs := self._ahead or await self._live.take()):
-                self._ahead = []
-                yield self._frames.feed(outputs)
+            while not self._frames.failed:
+                outputs = self._ahead or await self._live.take(self._at_once if self._chunk else None)
+                if self._fault:
+                    raise self._fault
+                if not (outputs or self._unsent):
+                    break
+                unsent, self._unsent, self._ahead = self._unsent, b"", []
+                yield (unsent, *(() if self._frames.failed else self._frames.feed(outputs)))
             if not self._frames.failed:
                 yield self._frames.end()
         except TooSlow:

@@ -46,6 +46,11 @@ MAX_REASON_CHARS = 200
 _HALF_PAIR = re.compile(r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F])")
 
 
+def encoder(subprotocol: str) -> Callable[[Any], bytes]:
+    """`encode_bytes` of a subprotocol."""
+    return _ENCODE[subprotocol]
+
+
 def encode_bytes(event: Mapping[str, Any], subprotocol: str) -> bytes:
     """One event as the payload of a frame. What is no number becomes null in JSON, which has none."""
     return _ENCODE[subprotocol](event)

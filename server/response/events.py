@@ -173,9 +173,12 @@ class ResponseEvents:
             "reasoning": {"effort": self._info.effort, "summary": None} if self._info.effort else None,
         } | ({"warnings": list(self._info.warnings)} if self._info.warnings else {})
 
-    def _numbered(self, bodies: Sequence[EventBody]) -> list[ServerEvent]:
-        first, self._sequence = self._sequence, self._sequence + len(bodies)
-        return [{"type": body["type"], "sequence_number": number, **self._stream, **body} for number, body in enumerate(bodies, first)]
+    def _numbered(self, bodies: list[EventBody]) -> list[ServerEvent]:
+        for body in bodies:
+            body["sequence_number"] = self._sequence
+            body.update(self._stream)
+            self._sequence += 1
+        return bodies
 
 
 def _failure(ends: Sequence[CompletionEnd]) -> str:

@@ -11,7 +11,7 @@ from ..guard.limits import MAX_FRAME_BYTES, SocketLimits
 from ..requests.create_body import ResponseCreate
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
-from ..requests.frames import JSON, Frame, decode, encode, encode_bytes
+from ..requests.frames import JSON, Frame, decode, encode, encoder
 from ..siblings.ids import new_response_id
 from .messages import ClientEvent, ResponseCancel, ResponseResume, ResponseSteer, parse
 
@@ -49,7 +49,7 @@ class Connection:
         max_streams: int = SocketLimits.max_streams,
         new_id: Callable[[], str] = new_response_id,
     ) -> None:
-        self.subprotocol = subprotocol
+        self.subprotocol, self._encode = subprotocol, encoder(subprotocol)
         self._max_frame_bytes = max_frame_bytes
         self._max_streams = max_streams
         self._new_id = new_id
@@ -120,7 +120,7 @@ class Connection:
 
     def encode_bytes(self, event: Mapping[str, Any]) -> bytes:
         """One server event as the payload of a frame."""
-        return encode_bytes(event, self.subprotocol)
+        return self._encode(event)
 
     def _create(self, body: ResponseCreate) -> CreateCommand | None:
         lane = body.fields.stream_id or ""

@@ -28,40 +28,36 @@ class Outbox:
 
     def __init__(self, max_bytes: int, slow_reader_s: float, clock: Callable[[], float]) -> None:
         self._max_bytes, self._slow_reader_s, self._clock = max_bytes, slow_reader_s, clock
-        self._frames: deque[tuple[bytes, float]] = deque()
+        self._batches: deque[tuple[list[bytes], float]] = deque()
+        self._room = 0
         self._filled = asyncio.Event()
         self._readable = asyncio.Event()
         self._readable.set()
         self._sending_since_s: float | None = None
         self.waiting_bytes = 0
 
-    def put(self, frames: list[bytes]) -> None:
-        """Adds frames, whatever the bounds; `complaint` says when they are exceeded."""
-        now_s = self._clock()
+    def put(self, frames: list[bytes]) -> bool:
+        """Adds frames, whatever the bounds; false where `complaint` could say nothing of them."""
         for frame in frames:
-            self._frames.append((frame, now_s))
-            self.waiting_bytes += len(frame)
-        if frames:
-            self._filled.set()
+            size = len(frame)
+            if size > self._room or not self._batches:
+                self._batches.append(([], self._clock()))
+                self._room = BATCH_BYTES
+                self._filled.set()
+            self._batches[-1][0].append(frame)
+            self._room -= size
+            self.waiting_bytes += size
         if self.waiting_bytes > RESUME_BYTES:
             self._readable.clear()
+        return self.waiting_bytes > self._max_bytes or self._sending_since_s is not None
 
     async def take(self) -> list[bytes]:
         """The next frames to send, as soon as there are any; what was taken before has been sent then."""
         self._sending_since_s = None
         await self._filled.wait()
-        self._sending_since_s = self._frames[0][1]
-        return self._batch()
-
-    def _batch(self) -> list[bytes]:
-        batch: list[bytes] = []
-        size = 0
-        while self._frames and (not batch or size + len(self._frames[0][0]) <= BATCH_BYTES):
-            frame, _ = self._frames.popleft()
-            batch.append(frame)
-            size += len(frame)
-        self.waiting_bytes -= size
-        if not self._frames:
+        batch, self._sending_since_s = self._batches.popleft()
+        self.waiting_bytes -= sum(map(len, batch))
+        if not self._batches:
             self._filled.clear()
         if self.waiting_bytes <= RESUME_BYTES:
             self._readable.set()

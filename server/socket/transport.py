@@ -11,11 +11,11 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.protocols.utils import ClientDisconnected, get_remote_addr
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame, Opcode
@@ -23,6 +23,7 @@ from websockets.protocol import State
 
 from ...graphs.errors import RequestError
 from ..guard.connections import Connections
+from ..guard.door import CHUNKS
 from ..requests.error_objects import error_reply
 
 FRAMES = "npucompile.frames"
@@ -93,6 +94,12 @@ class LimitedHttp(H11Protocol):
         if self.transport.get_protocol() is self:
             self._expect_request()
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        # Earlier versions of HTTP have no chunks, and an answer to HEAD has no body. The application has not begun yet.
+        if self.cycle is not None and self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD":
+            cast(dict[str, Any], self.scope).setdefault("extensions", {})[CHUNKS] = partial(_write_chunk, self.cycle)
+
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         # From here on the transport has another protocol, which leaves in place of this one.
         peer, self._peer = self._peer, None
@@ -136,6 +143,16 @@ class LimitedHttp(H11Protocol):
         head += ["Connection: close", *(f"{name}: {value}" for name, value in reply.headers().items()), "", ""]
         self.transport.write("\r\n".join(head).encode() + body)
         self.transport.close()
+
+
+def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """See CHUNKS. h11 checks, and copies, as much for each chunk as for a head: 4 us, where this takes 0.3."""
+    if cycle.flow.write_paused:
+        return False
+    # An empty chunk would be the last.
+    if data and not cycle.disconnected:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 class LimitedWebSocket(WebSocketsSansIOProtocol):
@@ -225,7 +242,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         if self.disconnected or self.close_sent or self.conn.state is not State.OPEN:
             raise ClientDisconnected
         opcode = Opcode.TEXT if message["text"] else Opcode.BINARY
-        self.transport.write(b"".join(part for payload in frames for part in (frame_header(opcode, len(payload)), payload)))
+        self.transport.write(b"".join([part for payload in frames for part in (frame_header(opcode, len(payload)), payload)]))
 
     def _count_small_frame(self) -> bool:
         """Counts a frame that carries no message; returns false when there are too many and the connection is closed."""
@@ -248,6 +265,7 @@ def _nothing() -> None:
     pass
 
 
+@lru_cache
 def frame_header(opcode: int, length: int) -> bytes:
     """Header of a whole unmasked frame (RFC 6455, section 5.2)."""
     first = bytes([0x80 | opcode])

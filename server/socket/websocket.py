@@ -253,10 +253,10 @@ class _Socket:
 
     def _send(self, events: Sequence[ServerEvent]) -> None:
         # Send nothing to a client that is too slow: it must not see a response with a gap.
-        if self._too_slow.is_set() or self._closed or not events:
+        if self._complaint or self._closed:
             return
-        self._outbox.put([self._connection.encode_bytes(event) for event in events])
-        self._judge()
+        if self._outbox.put(list(map(self._connection.encode_bytes, events))):
+            self._judge()
 
 
 def _refusal(error: Exception, stream_id: str | None) -> ServerEvent:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer, decoders
 
 from .token_text import spelt_bytes
-
-_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenBytes(dict[int, bytes]):
@@ -42,12 +40,16 @@ class ByteDetokenizer:
 
     def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
         self._bytes_of = token_bytes.__getitem__
-        self._decode = _decoder("replace").decode
+        self._rest = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that later tokens can no longer change."""
-        return self._decode(b"".join(map(self._bytes_of, token_ids)))
+        data = self._rest + b"".join(map(self._bytes_of, token_ids))
+        text, size = utf_8_decode(data, "replace", False)
+        self._rest = data[size:]
+        return text
 
     def flush(self) -> str:
         """The rest, at the end of the stream."""
-        return self._decode(b"", True)
+        data, self._rest = self._rest, b""
+        return data.decode(errors="replace")

@@ -62,10 +62,6 @@ def broken(original):
     return call
 
 
-class BrokenJson:
-    dumps = staticmethod(broken(json.dumps))
-
-
 @dataclass(frozen=True)
 class Stage:
     """A stage of delivery.
@@ -105,7 +101,7 @@ STAGES = {
     "store": Stage(((ResponseStore, "put"),), early=OF_RESPONSES),
     "events for later": Stage(((Replay, "append"),), early=OF_RESPONSES, fields={"resumable": True}),
     "frames of a socket": Stage(((Connection, "encode_bytes"),), early=(SOCKET,)),
-    "server-sent events": Stage(((sse, "json"),), early=STREAMS),
+    "server-sent events": Stage(((sse, "encode_bytes"),), early=STREAMS),
     "answers": Stage(((JSONResponse, "render"),), late=WHOLE),
 }
 
@@ -180,7 +176,7 @@ def test_whatever_is_raised_the_request_ends_with_an_error_and_nothing_runs_on(s
     url, engine = served
     stage, cancelled = STAGES[name], len(engine.cancelled)
     for place, attribute in stage.places:
-        monkeypatch.setattr(place, attribute, BrokenJson if attribute == "json" else broken(getattr(place, attribute)))
+        monkeypatch.setattr(place, attribute, broken(getattr(place, attribute)))
     text, logprobs = WAITS if early else "ab", name == "log probabilities"
     ask = over_the_socket if kind == SOCKET else over_http
     first = (url,) if kind == SOCKET else (url, kind)

@@ -54,6 +54,22 @@ def test_a_step_of_many_requests_wakes_the_loop_once():
     assert delivered["b"][-1] == token("b", 3)
 
 
+def test_what_follows_a_step_is_called_in_one_turn_and_one_that_raises_keeps_no_other(caplog):
+    calls, called = [], []
+    loop = Loop()
+    loop.call_soon = calls.append
+    box = Mailbox(loop)
+    for call in (lambda: called.append(1), lambda: 1 / 0, lambda: called.append(2)):
+        box.soon(call)
+    (call,) = calls
+    with caplog.at_level(logging.CRITICAL):
+        call()
+    assert called == [1, 2]
+    box.soon(lambda: called.append(3))
+    calls[1]()
+    assert called == [1, 2, 3]
+
+
 def test_a_receiver_that_raises_loses_its_own_request_and_no_other(caplog):
     loop, delivered, failed = Loop(), [], []
     box = Mailbox(loop, failed.append)

@@ -31,6 +31,9 @@ class Service:
     def cancel(self, *request_ids):
         self.cancelled += request_ids
 
+    def soon(self, call):
+        asyncio.get_running_loop().call_soon(call)
+
 
 def live(service, ended=None, stop=(), **bound):
     made = Live(service, [REQUEST], Generation([REQUEST], byte_codec(), stop), lambda: ended is not None and ended.append(1), **bound)
@@ -53,6 +56,51 @@ def test_all_comes_in_order_and_then_nothing():
         assert (await made.take(), ended, made.ended.is_set()) == ([], [1], True)
         made.cancel()
         assert service.cancelled == []
+
+    asyncio.run(run())
+
+
+def test_what_comes_of_a_step_while_the_taker_waits_is_handed_over_together():
+    async def run():
+        service, handed = Service(), []
+        made = live(service)
+        taking = asyncio.create_task(made.take(handed.append))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            service.deliver(TOKEN)
+        assert handed == []
+        await asyncio.sleep(0)
+        assert [[output.text for _, output in outputs] for outputs in handed] == [["a", "a"]]
+        # Who was handed something that it cannot do away with goes on itself, with what has come meanwhile.
+        made.wake()
+        service.deliver(TOKEN)
+        assert [output.text for _, output in await taking] == ["a"]
+        service.deliver(TOKEN)
+        assert len(await made.take(handed.append)) == 1
+        # The end comes with the last text.
+        taking = asyncio.create_task(made.take(handed.append))
+        await asyncio.sleep(0)
+        service.deliver(TOKEN)
+        service.deliver(FINISH)
+        assert len(await taking) == 2
+        assert await made.take(handed.append) == []
+        assert len(handed) == 1
+
+    asyncio.run(run())
+
+
+def test_what_waits_to_be_handed_over_is_bounded():
+    async def run():
+        service, handed = Service(), []
+        made = live(service, max_waiting=1)
+        taking = asyncio.create_task(made.take(handed.append))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            service.deliver(TOKEN)
+        await asyncio.sleep(0)
+        assert made.overflow.is_set()
+        assert handed == []
+        taking.cancel()
 
     asyncio.run(run())
 

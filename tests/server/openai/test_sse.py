@@ -6,6 +6,7 @@ import json
 import socket
 from urllib.parse import urlsplit
 
+import h11
 import httpx
 import pytest
 from support.scripted import scripted
@@ -30,13 +31,14 @@ def test_a_client_that_leaves_ends_its_completions(served, stream):
     assert engine.wait_cancelled(2)
 
 
-def post(url, path, body):
+def post(url, path, body, version="1.1"):
     """A raw socket on which a request was sent and nothing is read."""
     parts = urlsplit(url)
     data = json.dumps(body).encode()
     raw = socket.create_connection((parts.hostname, parts.port))
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    head = f"POST {parts.path}{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    first = f"POST {parts.path}{path} HTTP/{version}"
+    head = f"{first}\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     raw.sendall(head.encode() + data)
     return raw
 
@@ -54,6 +56,31 @@ def test_a_client_that_does_not_read_loses_its_connection(monkeypatch):
         assert b"[DONE]" not in received
         # Others go on.
         assert httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 3}).json()["choices"][0]["text"] == "aaa"
+
+
+@pytest.mark.parametrize(("version", "chunked"), [("1.0", False), ("1.1", True)])
+def test_a_stream_has_chunks_where_the_client_knows_them(served, version, chunked):
+    url, _ = served
+    with post(url, "/completions", {"prompt": "abcd", "max_tokens": 4, "stream": True}, version) as raw:
+        raw.settimeout(30)
+        received = b""
+        while not received.endswith(b"0\r\n\r\n" if chunked else b"data: [DONE]\n\n") and (data := raw.recv(65536)):
+            received += data
+        assert chunked or raw.recv(1) == b""
+    reader = h11.Connection(h11.CLIENT)
+    reader.send(h11.Request(method="GET", target="/", headers=[("Host", "localhost")]))
+    reader.send(h11.EndOfMessage())
+    reader.receive_data(received)
+    if not chunked:
+        reader.receive_data(b"")
+    events = []
+    while not isinstance(event := reader.next_event(), h11.EndOfMessage):
+        events.append(event)
+    assert (b"transfer-encoding", b"chunked") in events[0].headers or not chunked
+    body = b"".join(bytes(event.data) for event in events[1:]).decode()
+    *chunks, last = [line.removeprefix("data: ") for line in body.split("\n") if line]
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == "abcd"
+    assert last == "[DONE]"
 
 
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/responses"])
