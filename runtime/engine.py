@@ -66,7 +66,7 @@ class Engine:
             self._metrics.count_pictures(self._ledgers)
         self._state, self._used_pages = self.stepper.state, 0
         self._refusal: str | None = None
-        self._held_back = False
+        self._holds = 0
 
     @staticmethod
     def from_loader(load_executor: Callable[[], Executor], on_failure: Callable[[], None] = lambda: None, **settings: Any) -> Engine:
@@ -119,19 +119,21 @@ class Engine:
             record = ExecutionRecord(accepted_per_position=(0,) * limits.drafts)
             came_ms = self.stepper.now_ms() - request.waited_ms
             self._inbox.append(RequestState(request, arrival, came_ms, record, unscored=request.num_scored))
-            if not self._held_back:
+            if not self._holds:
                 self._wake.notify_all()
 
     def hold(self) -> None:
         """Requests that are submitted until `release` do not wake an engine that has nothing to do, so that they begin together: the first
-        one alone would run steps of one row, and the others wait for them."""
-        self._held_back = True
+        one alone would run steps of one row, and the others wait for them. Several may hold; whoever does has to release."""
+        with self._wake:
+            self._holds += 1
 
     def release(self) -> None:
         """See `hold`."""
         with self._wake:
-            self._held_back = False
-            self._wake.notify_all()
+            self._holds -= 1
+            if not self._holds:
+                self._wake.notify_all()
 
     def cancel(self, *request_ids: str) -> bool:
         """Ends requests before the next step is scheduled; returns whether any was live.

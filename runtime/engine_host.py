@@ -83,9 +83,11 @@ class EngineHost(BatchSink):
         """Does what a record asks for."""
         if isinstance(record, Submit):
             self._engine.hold()
-            for request in record.requests:
-                self._submit(request)
-            self._engine.release()
+            try:
+                for request in record.requests:
+                    self._submit(request)
+            finally:
+                self._engine.release()
         elif isinstance(record, Cancel):
             self._engine.cancel(*record.request_ids)
         elif isinstance(record, Ask):

@@ -94,6 +94,24 @@ def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones():
     assert caught.value.code == "engine_stopped"
 
 
+def test_who_releases_releases_no_other():
+    served = toy.serving(refresh_every_s=None)
+    served.engine.start()
+    try:
+        events = queue.Queue()
+        for _ in range(2):
+            served.engine.hold()
+        served.submit(ask("a", max_tokens=1), events.put)
+        served.engine.release()
+        served.submit(ask("b", max_tokens=1), events.put)
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.2)
+        served.engine.release()
+        assert sorted(events.get(timeout=WAIT_S).request_id for _ in range(4)) == ["a", "a", "b", "b"]
+    finally:
+        served.engine.stop()
+
+
 def test_requests_that_are_held_back_begin_together():
     served = toy.serving(refresh_every_s=None)
     served.engine.start()

@@ -6,7 +6,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
+import pytest
 from support import toy_device as toy
 
 from npucompile.runtime import engine_host
@@ -34,6 +36,16 @@ def test_a_step_is_one_record_and_health_is_told_until_the_host_closes() -> None
     steps = [record.events for record in sent if isinstance(record, Events)]
     assert {event.request_id for events in steps for event in events} == {"a", "b", "c"}
     assert max(len({event.request_id for event in events}) for events in steps) > 1
+
+
+def test_a_request_that_cannot_be_made_whole_leaves_no_hold_behind() -> None:
+    held: list[int] = []
+    engine: Any = Mock(hold=lambda: held.append(1), release=held.pop)
+    host = EngineHost(engine, Mock(), dict, Mock(side_effect=ValueError("broken")))
+    with pytest.raises(ValueError, match="broken"):
+        host.take(Submit((Request("a", (1,), 1),)))
+    host.close()
+    assert held == []
 
 
 def test_facts_are_those_that_admission_reads() -> None:
