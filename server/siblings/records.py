@@ -13,18 +13,18 @@ class Place(NamedTuple):
 
     Attributes:
         number: of `doors`, from 0.
-        folder: of the sockets on which doors hear each other; its user's alone.
+        name: in those of the sockets on which doors hear each other; no other server has it.
         key: that they show each other, and by which their clients become tenants.
     """
 
     number: int
     doors: int
-    folder: str
+    name: str
     key: bytes
 
     def address(self, door: int) -> str:
-        """The socket of a door."""
-        return f"{self.folder}/{door}"
+        """The socket of a door: in Linux's abstract namespace, where it goes with its process and leaves no file (unix(7))."""
+        return f"\0{self.name}/{door}"
 
 
 class Ask(NamedTuple):

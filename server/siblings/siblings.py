@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from ...graphs.errors import RequestError
@@ -25,6 +27,12 @@ log = logging.getLogger(__name__)
 
 TELL_S = 0.01
 """How long what this door holds may have changed before the others hear of it."""
+
+
+def user_of(connection: Connection) -> int:
+    """The user of the process at the other end (SO_PEERCRED of socket(7))."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        return int(struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1])
 
 
 class Siblings:
@@ -73,10 +81,7 @@ class Siblings:
 
     def start(self) -> None:
         """Lets the others ask, and asks them from now on."""
-        address = self._place.address(self._place.number)
-        # Of a door in this place that was killed.
-        Path(address).unlink(missing_ok=True)
-        self._listener = listener = Listener(address, "AF_UNIX", len(self._links), authkey=self._place.key)
+        self._listener = listener = Listener(self._place.address(self._place.number), "AF_UNIX", len(self._links))
         calls: list[Callable[[], None]] = [partial(self._accept, listener)]
         calls += [partial(link.connect, self._place.address(door), self._place.key) for door, link in self._links.items()]
         for call in calls:
@@ -95,7 +100,14 @@ class Siblings:
     def _accept(self, listener: Listener) -> None:
         while not self._closed:
             try:
-                self._serve(listener.accept())
+                connection = listener.accept()
+                if self._closed or user_of(connection) != os.getuid():
+                    # Anybody may connect; who is not asked for the key cannot let others wait by not answering.
+                    connection.close()
+                    continue
+                deliver_challenge(connection, self._place.key)
+                answer_challenge(connection, self._place.key)
+                self._serve(connection)
             except AuthenticationError:
                 log.error("a process without the key of the doors has asked one of them")
             except (OSError, EOFError):

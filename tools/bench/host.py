@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,9 +199,7 @@ def _served(
     """A server over the engine: its URL, and what tells the processor time of what speaks with clients."""
     settings, api = Serving(), ApiSettings()
     if api_servers:
-        with Doors(
-            DoorSettings("127.0.0.1", settings, api, MediaLimits()), 0, api_servers, environment, Path(tempfile.gettempdir())
-        ) as doors:
+        with Doors(DoorSettings("127.0.0.1", settings, api, MediaLimits()), 0, api_servers, environment) as doors:
             doors.open(artifact, StartedEngine(engine, None, lambda: {"status": "ok"}))
             yield doors.url, lambda: sum(map(_process_s, doors.pids))
         return

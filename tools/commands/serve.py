@@ -148,7 +148,7 @@ def command(
         ExitStack() as files,
         opened_log(None if choice.doors else access_log) as access,
         Stop(raises=True) as stop,
-        Doors(door, port, choice.doors, home.environment, home.temporary)
+        Doors(door, port, choice.doors, home.environment)
         if choice.doors
         else running(Lifecycle(), host, port, settings=replace(serving, access_log=access)) as server,
         ExitStack() as stack,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.request import Request
 from ...server.grammar.compiler import GrammarCompiler, GrammarSource
@@ -22,9 +18,6 @@ from .artifact_tokenizer import codec_of
 from .door import DoorSettings, Opened
 from .door_process import DoorProcess
 from .serving import StartedEngine
-
-SOCKET_PATH_BYTES = 107
-"""Of a Unix socket (unix(7))."""
 
 
 class Doors:
@@ -39,18 +32,18 @@ class Doors:
         port: 0 takes a free one.
         count: of them.
         environment: of the processes.
-        temporary: where sockets can be made by which they hear each other.
 
     Raises:
-        SpecError: the address cannot be listened on, or `temporary` is too long a path.
+        SpecError: the address cannot be listened on.
     """
 
-    def __init__(self, settings: DoorSettings, port: int, count: int, environment: Mapping[str, str], temporary: Path) -> None:
+    def __init__(self, settings: DoorSettings, port: int, count: int, environment: Mapping[str, str]) -> None:
         with ExitStack() as stack:
             listeners = listen_shared(settings.host, port, count) if count > 1 else (listen(settings.host, port),)
             for listener in listeners:
                 stack.enter_context(listener)
-            places = _places(stack, count, temporary) if count > 1 else (None,)
+            name, key = f"npucompile-{secrets.token_hex(8)}", secrets.token_bytes(32)
+            places = [Place(number, count, name, key) for number in range(count)] if count > 1 else [None]
             self.url = websocket_url(settings.host, listeners[0].getsockname()[1], settings.serving.tls_cert is not None)
             own = [shared(settings, count)._replace(place=place) for place in places]
             self._doors = [DoorProcess(each, listener, environment) for each, listener in zip(own, listeners, strict=True)]
@@ -97,17 +90,6 @@ class Doors:
             door.end(now=failed())
         while any(door.alive for door in self._doors) and not (stop.forced or failed()):
             time.sleep(POLL_S)
-
-
-def _places(stack: ExitStack, count: int, temporary: Path) -> tuple[Place, ...]:
-    folder, key = stack.enter_context(tempfile.TemporaryDirectory(prefix="npucompile-", dir=temporary)), secrets.token_bytes(32)
-    places = tuple(Place(number, count, folder, key) for number in range(count))
-    if (length := len(os.fsencode(places[-1].address(count - 1)))) > SOCKET_PATH_BYTES:
-        raise SpecError(
-            f"the sockets of {count} API servers have paths of {length} bytes under {temporary}; legal are {SOCKET_PATH_BYTES}, "
-            "with a shorter TMPDIR"
-        )
-    return places
 
 
 def shared(settings: DoorSettings, count: int) -> DoorSettings:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Client
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support import ranks
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.guard.tally import Tally
+from npucompile.server.siblings import siblings
 from npucompile.server.siblings.ids import new_response_id
 from npucompile.server.siblings.records import Place
 from npucompile.server.siblings.siblings import Siblings
@@ -86,10 +88,23 @@ def test_who_lacks_the_key_is_no_door(tmp_path: Path, caplog: pytest.LogCaptureF
             door.start()
         await asyncio.sleep(0.3)
         assert [door.complete for door in pair] == [False, False]
-        assert sorted(os.listdir(tmp_path)) == ["0", "1"]
         for door in pair:
             await asyncio.to_thread(door.close)
 
     asyncio.run(run())
     assert "without the key" in caplog.text
-    assert os.listdir(tmp_path) == []
+
+
+def test_another_user_is_no_door_and_is_not_asked_for_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        door = Siblings(Place(0, 2, str(tmp_path), b"key"), asyncio.get_running_loop(), {}, {})
+        door.start()
+        address = Place(0, 2, str(tmp_path), b"key").address(0)
+        with await asyncio.to_thread(Client, address, "AF_UNIX", b"key"):
+            pass
+        monkeypatch.setattr(siblings, "user_of", lambda _: os.getuid() + 1)
+        with pytest.raises((EOFError, OSError)):
+            await asyncio.to_thread(Client, address, "AF_UNIX", b"key")
+        await asyncio.to_thread(door.close)
+
+    asyncio.run(run())

@@ -115,7 +115,7 @@ def test_a_door_that_cannot_come_back_ends_the_server_and_is_not_started_for_eve
     opened = Artifact.open(artifact)
     started = start_engine(opened, lambda: CpuExecutor(opened))
     try:
-        with Doors(SETTINGS, 0, 1, dict(os.environ), tmp_path) as doors:
+        with Doors(SETTINGS, 0, 1, dict(os.environ)) as doors:
             doors.open(opened, started)
             doors._doors[0]._environment["PYTHONHOME"] = "/nonexistent"
             os.kill(*doors.pids, signal.SIGKILL)
@@ -130,13 +130,10 @@ def test_what_a_door_cannot_serve_ends_the_start_with_its_reason(artifact: Path,
     started: StartedEngine = start_engine(opened, lambda: CpuExecutor(opened))
     try:
         settings = SETTINGS._replace(api=replace(SETTINGS.api, reasoning_parser="none_of_ours"))
-        with Doors(settings, 0, 1, dict(os.environ), tmp_path) as door, pytest.raises(NpucompileError, match="none_of_ours"):
+        with Doors(settings, 0, 1, dict(os.environ)) as door, pytest.raises(NpucompileError, match="none_of_ours"):
             door.open(opened, started)
         lost = {**os.environ, "PYTHONHOME": "/nonexistent"}
-        with (
-            Doors(SETTINGS, 0, 2, lost, tmp_path) as door,
-            pytest.raises(NpucompileError, match="ended with status 1 before it served any"),
-        ):
+        with Doors(SETTINGS, 0, 2, lost) as door, pytest.raises(NpucompileError, match="ended with status 1 before it served any"):
             door.open(opened, started)
     finally:
         started.engine.stop(drain=False)
