@@ -13,13 +13,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import ranks, tiny
 from support.once import made_once
+from support.optional import needs_module
 from support.servers import Server
 
 from npucompile.graphs.errors import NpucompileError, ProtocolError, RequestError, SpecError
@@ -86,14 +89,14 @@ def callers(server: Server) -> Iterator[list[Caller]]:
         caller.connection.close()
 
 
-def callers_of(server: Server) -> list[Caller]:
+def callers_of(server: Server, count: int = COUNT) -> list[Caller]:
     found: dict[int | None, Caller] = {}
     for _ in range(200):
         caller = Caller(server)
         if caller.door in found:
             caller.connection.close()
         found.setdefault(caller.door, caller)
-        if len(found) == COUNT:
+        if len(found) == count:
             return [found[door] for door in sorted(map(int, found))]  # type: ignore[arg-type]
     raise AssertionError(f"200 connections came to doors {list(found)}")
 
@@ -314,6 +317,55 @@ def test_all_drain_by_one_signal_and_what_is_followed_through_another_door_ends_
     asyncio.run(drained())
     assert server.ended(20)[0] == 0
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes what an exporter of spans sends."""
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_what_comes_through_several_doors_is_recorded_traced_and_held_to_its_form(artifact: Path, tmp_path: Path) -> None:
+    needs_module("opentelemetry.exporter.otlp.proto.http", "pip install 'npucompile[otel]'")
+    journal, form = tmp_path / "journal", {"type": "json_schema", "name": "f", "schema": {"enum": ["in", "the", "beginning"]}}
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        collector.bodies = []  # type: ignore[attr-defined]
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        traces = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        server = Server(artifact, "--api-servers", 2, "--no-build", "--record", journal, "--otlp-traces-endpoint", traces)
+        try:
+            callers = callers_of(server, 2)
+            with ThreadPoolExecutor(len(callers)) as threads:
+                body = {"input": PROMPT, "text": {"format": form}, "max_output_tokens": 40, "n": 2}
+                asked = [threads.submit(caller.ask, "POST", "/v1/responses", **body) for caller in callers]
+                answers = [each.result()[1] for each in asked]
+            for answer in answers:
+                texts = [json.loads(item["content"][0]["text"]) for item in answer["output"]]
+                assert len(texts) == 2
+                assert set(texts) <= set(form["schema"]["enum"])
+            for caller in callers:
+                caller.connection.close()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.ended(20)[0] == 0
+        finally:
+            server.close()
+            collector.shutdown()
+    assert {door_of(answer["id"]) for answer in answers} == {0, 1}
+    for answer in answers:
+        assert answer["id"].encode() in b"".join(collector.bodies)  # type: ignore[attr-defined]
+    result = tiny.cli(tmp_path, "replay", journal)
+    assert result.exit_code == 0, result.output
+    # Those by which connections to both doors were found, and these two.
+    repeated = re.search(r"of (\d+) requests repeated", result.stdout)
+    assert repeated is not None
+    assert int(repeated[1]) >= 4
+    assert result.stdout.endswith("nothing differs\n")
 
 
 def test_what_a_door_holds_for_itself_is_divided() -> None:
