@@ -54,15 +54,26 @@ class RowAlone:
     before: list[tuple[list[int], torch.Tensor]]
     after: list[torch.Tensor]
 
+    @property
+    def accepted(self) -> int | None:
+        """Accepted tokens of a decode step; None of other steps."""
+        return int(self.outputs["counts"]) if "counts" in self.outputs else None
+
     def values_after(self, position: int, leaf: Leaf, accepted: bool) -> list[torch.Tensor]:
         """Values of the row in the pool of a state leaf after the step, in parts; on request only those of accepted tokens."""
         row, (pages, slots, pictures) = self.row, ([*range(len(each))] for each in (self.row.pages, self.row.slots, self.row.pictures))
         compact = replace(row, row=0, request_slot=0, pages=pages, slots=slots, pictures=pictures)
-        return live_values(leaf, compact, self.after[position], self.outputs.get("counts") if accepted else None)
+        return live_values(leaf, compact, self.after[position], self.accepted if accepted else None)
 
 
 def rows_alone(
-    reference: Executable, step: ProvedStep, batch: int, seeds: int, sharing: int = 1, guess: Executable | None = None
+    reference: Executable,
+    step: ProvedStep,
+    batch: int,
+    seeds: int,
+    sharing: int = 1,
+    guess: Executable | None = None,
+    narrower: tuple[Executable, ProvedStep] | None = None,
 ) -> list[RowAlone]:
     """Random rows for the buckets of a kind and width.
 
@@ -71,6 +82,7 @@ def rows_alone(
         batch: of the largest bucket.
         guess: what says, sooner than the reference, which drafts are right. One that is wrong makes wrong drafts and harms nothing else.
         sharing: rows that have as many tokens together as one may have; all but the first are as short, and there are at least two of them.
+        narrower: graph of one row of fewer tokens, which runs all but the first: what differs is padding.
 
     Raises:
         VerifyError: the reference read what no row may read.
@@ -81,8 +93,9 @@ def rows_alone(
     for turn in range(max(seeds * each, 3 if sharing > 1 else 0)):
         # One row of each seed may be as long as the pools allow.
         long, generator = turn % each == 0 if sharing == 1 else turn == 0, torch.Generator().manual_seed(turn)
-        share, chunk = (1, bucket.q_len) if long else (max(batch, sharing), max(1, bucket.q_len // sharing))
-        case = drafted_step(guess or reference, step, generator, share=share, turn=turn, chunk=chunk)
+        executable, one_row = (reference, step) if long or not narrower else narrower
+        share, chunk = (1, bucket.q_len) if long else (max(batch, sharing), max(1, min(one_row.bucket.q_len, bucket.q_len // sharing)))
+        case = drafted_step(guess or executable, one_row, generator, share=share, turn=turn, chunk=chunk)
         if guess and decode and turn % bucket.q_len:
             again = torch.Generator().manual_seed(turn)
             case = _with_drafts(poisoned_step(step, again, share=share, turn=turn, chunk=chunk), case, step)
@@ -90,8 +103,9 @@ def rows_alone(
         reads = [places.of(leaf) if leaf.aval.axes[0] in case.kind.reads else [] for leaf in signature.state]
         pools = case.operands[first:last]
         before = [_before(leaf, pool, row, own) for leaf, pool, own in zip(signature.state, pools, reads, strict=True)]
-        outputs, pools = run_step(reference, case, signature)
-        inputs = {leaf.path: operand for leaf, operand in zip(signature.inputs, case.operands[last:], strict=True)}
+        outputs = run_step(executable, case, one_row.signature)
+        inputs = {leaf.path: operand for leaf, operand in zip(one_row.signature.inputs, case.operands[last:], strict=True)}
+        inputs = {leaf.path: _widened(leaf, inputs[leaf.path], case.kind.padding[leaf.path]) for leaf in signature.inputs}
         written = [row.slots if is_state_slots(leaf) else places.of(leaf) for leaf in signature.state]
         after = [pool[at] for pool, at in zip(pools, written, strict=True)]
         if any(output.isnan().any() for output in outputs.values()):
@@ -106,6 +120,13 @@ def _with_drafts(case: PoisonedStep, guessed: PoisonedStep, step: ProvedStep) ->
     own, other = (each.operands[position][each.live[0].request_slot, at : at + step.bucket.q_len - 1] for each in (case, guessed))
     own.copy_(other.clamp(0, step.vocab - 1))
     return case
+
+
+def _widened(leaf: Leaf, operand: torch.Tensor, padding: float) -> torch.Tensor:
+    """An input of one row with as many tokens as `leaf` has."""
+    wide = torch.full(leaf.aval.shape, padding, dtype=operand.dtype)
+    wide[tuple(slice(size) for size in operand.shape)] = operand
+    return wide
 
 
 def _before(leaf: Leaf, pool: torch.Tensor, row: LiveRow, own: list[int]) -> tuple[list[int], torch.Tensor]:
@@ -173,22 +194,20 @@ class Together:
             pools: behind the step.
             part: of values of a pool, what the run has of them.
         """
-        expected = {name: torch.zeros_like(output) for name, output in outputs.items()}
         leaves = self._signature.state
         of = {
             place: replace(alone, after=[part(leaf, value) for leaf, value in zip(leaves, alone.after, strict=True)])
             for place, alone in zip(self.case.rows, self.rows, strict=True)
         }
-        for place, alone in of.items():
-            for name, output in expected.items():
-                output[place] = alone.outputs[name][0]
+        expected = {name: {place: alone.outputs[name][0] for place, alone in of.items()} for name in outputs}
 
         def values(position: int, row: LiveRow, accepted: bool) -> Pairs:
-            leaf, counts, pool = leaves[position], expected.get("counts") if accepted else None, pools[position]
+            leaf, alone, pool = leaves[position], of[row.row], pools[position]
             if row.row in self._again and not is_request_slots(leaf):
                 own = [i for i in self._again[row.row] if is_state_slots(leaf) and not (i and keeps_first_slots(leaf))]
-                return ((of[row.row].after[position][i], pool[row.slots[i]]) for i in own)
-            return zip(of[row.row].values_after(position, leaf, accepted), live_values(leaf, row, pool, counts), strict=True)
+                return ((alone.after[position][i], pool[row.slots[i]]) for i in own)
+            here = live_values(leaf, row, pool, alone.accepted if accepted else None)
+            return zip(alone.values_after(position, leaf, accepted), here, strict=True)
 
         return differences_of(self.case, expected, outputs, [*zip(leaves, pools, strict=True)], values, measure)
 

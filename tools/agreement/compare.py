@@ -45,7 +45,7 @@ class Differences:
 
 def differences_of(
     case: PoisonedStep,
-    expected: Mapping[str, torch.Tensor],
+    expected: Mapping[str, Mapping[int, torch.Tensor]],
     actual: Mapping[str, torch.Tensor],
     after: Sequence[tuple[Leaf, torch.Tensor]],
     values: Callable[[int, LiveRow, bool], Pairs],
@@ -56,7 +56,7 @@ def differences_of(
     State is infinitely wrong where a step writes what no row may, or says that rows of a picture are not finite.
 
     Args:
-        expected, actual: outputs by name.
+        expected, actual: outputs by name, those expected of each live row.
         after: each state leaf with the pool that the second run left.
         values: those of a live row in the pool at a position, as either run left them, and on request only those of accepted tokens.
     """
@@ -107,8 +107,8 @@ def _of_main_layers(leaf: Leaf) -> bool:
     return leaf.path.startswith("layers.")
 
 
-def live_values(leaf: Leaf, row: LiveRow, pool: torch.Tensor, counts: torch.Tensor | None) -> list[torch.Tensor]:
-    """Values of a live row in a pool that its step writes, in parts; with `counts` [B] only those of accepted tokens."""
+def live_values(leaf: Leaf, row: LiveRow, pool: torch.Tensor, accepted: int | None = None) -> list[torch.Tensor]:
+    """Values of a live row in a pool that its step writes, in parts; on request only those of so many tokens."""
     if is_picture_pool(leaf) or is_request_slots(leaf):
         return [pool[row.of(leaf)]]
     if keeps_first_slots(leaf):
@@ -116,7 +116,7 @@ def live_values(leaf: Leaf, row: LiveRow, pool: torch.Tensor, counts: torch.Tens
         return [pool[slot, : pool.shape[1] - len(row.unwritten)] for slot in row.slots[:1]]
     if not is_paged(leaf):
         return [pool[slot : slot + 1] for slot in row.slots]
-    end, cached = row.start + (row.count if counts is None else int(counts[row.row])), tokens_second(leaf, pool)
+    end, cached = row.start + (row.count if accepted is None else accepted), tokens_second(leaf, pool)
     filled = [cached[page, :used] for page, used in filled_pages(row.pages, end, cached.shape[1])]
     if filled and (parts := parts_of(leaf.aval.axes[-1])) is not None:
         # Bytes of floats are no measure of what they differ by.

@@ -14,6 +14,7 @@ from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPES, Bucket
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.artifact.manifest import Manifest
+from ...lowering.artifact.mapped import release
 from ...lowering.backend import open_executable
 from ...lowering.executable import Executable
 from ..heap import give_back_heap
@@ -87,7 +88,8 @@ class Proof:
         null page and slot, unused pages and slots, and the unwritten tail of pages. A step of half a batch proves the bucket's own eager
         graph, which serves until there is an executable. One that takes any size runs without rows of padding, and of prefill a step of
         several prompts. Graphs of such a kind differ in sizes alone, as the build has seen: the first bucket of several rows proves its
-        eager graph and its executable beside padding, the others run the sizes that those before them do not have.
+        eager graph and its executable beside padding, the others run the sizes that those before them do not have, beyond `ENOUGH` rows the
+        full batch alone. Short prompts are run alone by the eager graph of a bucket of fewer tokens, if there is one.
 
         Args:
             artifact: that of the weights, with this entry's files.
@@ -125,11 +127,15 @@ class Proof:
         halves = {"eager": eager} if entry.compiled and bucket.batch > 1 else {}
         if any_size:
             served, first = LiveRows(candidate, bucket, signature, manifest.limits), self._first_of_several(bucket)
-            halves, counts = halves | {entry.backend: candidate} if first else {}, counts if first or bucket.batch == 1 else counts[1:]
+            halves = halves | {entry.backend: candidate} if first else {}
+            counts = counts if first or bucket.batch == 1 else counts[1:] if bucket.batch <= ENOUGH else counts[-1:]
         measured = dict.fromkeys((*halves, entry.backend), Differences())
 
         def run(name: str, executable: Executable, rows: Sequence[RowAlone], step: ProvedStep, live: int, seed: int) -> None:
-            # One at a time, the last one gone: each has pools of its own, for all requests that are served at once.
+            # One at a time, the last one gone: each has pools of its own, for all requests that are served at once. An executable has
+            # packed weights of its own, so that the stored ones, which the eager graph reads, need no memory meanwhile.
+            if name != "eager":
+                release(self._params)
             together = Together(rows, step, live, torch.Generator().manual_seed(seed), dealt)
             measured[name] += together.differences(executable, tolerance.measure)
             del together
@@ -170,7 +176,9 @@ class Proof:
             sharing = SHARING if any_size and kind_of(bucket).chunks else 1
             step = self._step(manifest, single)
             guess = LiveRows(any_size, step.bucket, step.signature, manifest.limits) if any_size else None
-            self._known[kind] = rows_alone(reference, step, batch, SEEDS, sharing, guess)
+            narrower = _narrower(manifest, bucket) if sharing > 1 else None
+            short = (open_executable(artifact.path / narrower.reference, "eager"), self._step(manifest, narrower)) if narrower else None
+            self._known[kind] = rows_alone(reference, step, batch, SEEDS, sharing, guess, short)
             give_back_heap()
         return self._known[kind]
 
@@ -200,6 +208,13 @@ def _single(manifest: Manifest, bucket: Bucket) -> GraphEntry:
         if entry.bucket == wanted:
             return entry
     raise ArtifactError(f"{bucket.name} is proved by the eager graph of {wanted.name}, which the artifact does not have; build it again")
+
+
+def _narrower(manifest: Manifest, bucket: Bucket) -> GraphEntry | None:
+    """The entry of one row whose graph differs from this one's in tokens alone, and has just enough for prompts that share a step."""
+    entries = [entry for entry in manifest.graphs if entry.any_size and (entry.bucket.kind, entry.bucket.batch) == (bucket.kind, 1)]
+    fits = (entry for entry in entries if entry.bucket.q_len * SHARING <= bucket.q_len)
+    return max(fits, key=lambda entry: entry.bucket.q_len, default=None)
 
 
 def _of_several(step: ProvedStep, rows: Sequence[RowAlone]) -> ProvedStep:

@@ -259,26 +259,24 @@ def drafted_step(
     case, signature = poisoned_step(step, generator, share=share, turn=turn, chunk=chunk), step.signature
     for place in range(turn % step.bucket.q_len if case.kind.decodes else 0):
         (row,), pool = case.live, case.operands[len(signature.params) + request_slot_pool(signature.state)]
-        pool[row.request_slot, request_slot.TOKENS + 1 + place] = run_step(reference, case, signature)[0]["tokens"][0, place]
+        pool[row.request_slot, request_slot.TOKENS + 1 + place] = _run_undone(reference, case, signature)["tokens"][0, place]
     return case
 
 
-def run_step(executable: Step, case: PoisonedStep, signature: Signature) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Outputs by name, and pools that have what the step left where it may write; the case's own pools are afterwards what they were.
+def run_step(executable: Step, case: PoisonedStep, signature: Signature) -> dict[str, torch.Tensor]:
+    """Outputs by name; the case's pools have afterwards what the step left."""
+    return dict(zip((leaf.path for leaf in signature.outputs), executable(case.operands), strict=True))
 
-    Only those places are copied; elsewhere the results hold what no live row may read, which takes no memory: pools are made for all
-    requests that are served at once, gigabytes of a large model.
-    """
-    first = len(signature.params)
-    pools = case.operands[first : first + len(signature.state)]
+
+def _run_undone(executable: Step, case: PoisonedStep, signature: Signature) -> dict[str, torch.Tensor]:
+    """As `run_step`; where the step may write, the case's own pools are afterwards what they were."""
+    pools = case.operands[len(signature.params) : len(signature.params) + len(signature.state)]
     places = [case.written(leaf) for leaf in signature.state]
     before = [pool[at] for pool, at in zip(pools, places, strict=True)]
-    outputs = executable(case.operands)
-    after = [filled_tensor(leaf.aval.shape, unread_value(leaf), leaf.aval.dtype) for leaf in signature.state]
-    for pool, at, was, left in zip(pools, places, before, after, strict=True):
-        left[at] = pool[at]
+    outputs = run_step(executable, case, signature)
+    for pool, at, was in zip(pools, places, before, strict=True):
         pool[at] = was
-    return dict(zip((leaf.path for leaf in signature.outputs), outputs, strict=True)), after
+    return outputs
 
 
 def _random(low: int, high: int, generator: torch.Generator) -> int:

@@ -32,6 +32,8 @@ class LiveRows:
         sizes = StepInputs(kind.bucket(len(rows), longest), self._limits, "logprobs" in inputs)
         own = resized(inputs, rows, sizes)
         values = self._executable([*operands[: self._shared], *(torch.from_numpy(own[name]) for name in self._inputs)])
+        if len(rows) == self._bucket.batch:
+            return values
         results = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in self._outputs]
         for result, value in zip(results, values, strict=True):
             result[rows] = value

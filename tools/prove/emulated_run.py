@@ -171,7 +171,7 @@ class Ranks:
             if is_picture_pool(leaf):
                 yield leaf, pool
             elif not is_request_slots(leaf):
-                yield leaf, torch.cat([values for row in rows for values in live_values(leaf, row, pool, None)] or [pool[:0]])
+                yield leaf, torch.cat([values for row in rows for values in live_values(leaf, row, pool)] or [pool[:0]])
 
 
 def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDifferences, what: str) -> dict[str, float]:

@@ -9,20 +9,35 @@ from support.residency import resident_bytes
 from support.toy_step import DRAFTING, VOCAB, Toy
 
 from npucompile.graphs.types import Bucket
-from npucompile.tools.agreement.poisoned_steps import ProvedStep, poisoned_step, run_step
+from npucompile.tools.agreement.poisoned_steps import ProvedStep, drafted_step, poisoned_step, run_step
+from npucompile.tools.agreement.pools import request_slot_pool
+
+
+def step_of(toy: Toy) -> ProvedStep:
+    return ProvedStep(toy.bucket, toy.signature, toy.limits, [torch.zeros(2, 2)], VOCAB)
 
 
 def test_pools_after_a_step_take_memory_only_where_it_wrote() -> None:
     toy = Toy(Bucket("decode", 1, 3), replace(DRAFTING, num_pages=2**20))
-    step = ProvedStep(toy.bucket, toy.signature, toy.limits, [torch.zeros(2, 2)], VOCAB)
-    case = poisoned_step(step, torch.Generator().manual_seed(0))
-    before = [operand[:9].clone() for operand in case.operands]
-    (keys, *_), pages = run_step(toy, case, toy.signature)[1], {0, *case.live[0].pages}
-    # The case itself is what it was, with NaN in the null page.
-    assert all(torch.equal(a[:9].nan_to_num(9), b.nan_to_num(9)) for a, b in zip(case.operands, before, strict=True))
-    assert case.operands[1][0].isnan().all()
+    case = poisoned_step(step_of(toy), torch.Generator().manual_seed(0))
+    keys, pages = case.operands[1], {0, *case.live[0].pages}
+    assert keys[0].isnan().all()
+    run_step(toy, case, toy.signature)
     assert keys.nbytes >= 2**25
     assert resident_bytes([keys]) < 2**20
     written = set(keys.isfinite().flatten(1).any(1).nonzero().flatten().tolist())
     assert written
     assert written <= pages
+
+
+def test_steps_that_find_right_drafts_change_nothing_else() -> None:
+    toy = Toy(Bucket("decode", 1, 3), DRAFTING)
+    step = step_of(toy)
+    plain = poisoned_step(step, torch.Generator().manual_seed(0), turn=2)
+    drafted = drafted_step(toy, step, torch.Generator().manual_seed(0), share=1, turn=2)
+    different = [
+        position
+        for position, (a, b) in enumerate(zip(plain.operands, drafted.operands, strict=True))
+        if not torch.equal(a.nan_to_num(9), b.nan_to_num(9))
+    ]
+    assert different == [len(step.params) + request_slot_pool(step.signature.state)]

@@ -14,7 +14,7 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.backend import open_executable
 from npucompile.runtime.steps.resized import resized
-from npucompile.tools.agreement import executables
+from npucompile.tools.agreement import alone, executables
 from npucompile.tools.agreement.sized import signature_of
 
 
@@ -46,7 +46,7 @@ class AnySize:
 @pytest.fixture
 def taking_any(own_artifact, monkeypatch):
     """An artifact of which some buckets have executables that take any size, and these by name."""
-    names = ("prefill-b1-q16", "decode-b2-q4", "decode-b4-q4")
+    names = ("prefill-b1-q4", "prefill-b1-q16", "decode-b2-q4", "decode-b4-q4")
     tiny.with_compiled(own_artifact, "stub", names)
     artifact = tiny.published(
         own_artifact,
@@ -70,9 +70,24 @@ def test_they_run_without_padding_and_with_several_prompts(taking_any):
     assert sorted(opened["decode-b2-q4"].sizes) == [(1, 4), (1, 4), (2, 4), (2, 4), (2, 4)]
     assert sorted(opened["decode-b4-q4"].sizes) == [(3, 4), (3, 4), (4, 4), (4, 4)]
     assert measured["decode-b4-q4"]["rows"] == 14
+    assert [rows for rows, _ in opened["prefill-b1-q4"].sizes] == [1, 1, 1, 4]
     sizes = opened["prefill-b1-q16"].sizes
     assert [rows for rows, _ in sizes] == [1, 1, 1, 4]
     assert measured["prefill-b1-q16"]["rows"] == 3 + 4
+
+
+def test_short_prompts_are_run_alone_by_the_narrowest_eager_graph_that_holds_them(taking_any, monkeypatch):
+    artifact, _ = taking_any
+    entry = next(entry for entry in artifact.manifest.graphs if entry.bucket.name == "prefill-b1-q16")
+    widths, run_step = [], alone.run_step
+
+    def noted(executable, case, signature):
+        widths.extend(leaf.aval.shape[1] for leaf in signature.inputs if leaf.path == "tokens")
+        return run_step(executable, case, signature)
+
+    monkeypatch.setattr(alone, "run_step", noted)
+    executables.Proof(artifact).entry(artifact, entry)
+    assert widths == [16, 4, 4]
 
 
 def test_the_first_of_several_rows_alone_proves_its_eager_graph_and_padding(taking_any, monkeypatch):
@@ -87,6 +102,7 @@ def test_the_first_of_several_rows_alone_proves_its_eager_graph_and_padding(taki
     executables.verify(artifact, tiny.QUIET)
     of = {name: [what for what in checked if what.startswith(name)] for name in opened}
     assert of == {
+        "prefill-b1-q4": ["prefill-b1-q4 (stub)"],
         "prefill-b1-q16": ["prefill-b1-q16 (stub)"],
         "decode-b2-q4": ["decode-b2-q4 (eager)", "decode-b2-q4 (stub)"],
         "decode-b4-q4": ["decode-b4-q4 (stub)"],
